@@ -291,6 +291,8 @@ TEMPLATES = {
     "InMemoryRecoveryDeclined": _RANK + " cannot heal in memory: {why}",
     "RankErrored": _RANK + " iteration {iteration}: {error}{:meaning}: {text:last line}",
     "RankExited": _RANK + " pid {pid}{:exit}",
+    "RankReportsDropped": _RANK + ": {num_dropped:,} reports dropped, it sent too many: "
+                          "{kinds:words}",
     "RankSuspended": _RANK + " pid {pid} is stopped",
     "RankContinued": _RANK + " pid {pid} runs again",
     "CollectiveFailed": _RANK + " iteration {iteration}: {:library error}",

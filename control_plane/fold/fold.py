@@ -99,7 +99,7 @@ HANDLERS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.RankSuspended: ranks.rank_suspended, r.RankContinued: ranks.rank_continued,
     r.InMemoryRecoveryDeclined: ranks.recovery_declined,
     r.RankStalled: hangs.rank_stalled, r.RankUnstalled: hangs.rank_unstalled,
-    r.StepTimeChanged: stragglers.step_time_changed,
+    r.StepTimeChanged: stragglers.step_time_changed, r.RankReportsDropped: _recorded,
     # generations
     r.CollectiveFailed: generations.collective_failed, r.Quiesced: generations.quiesced,
     r.Reconfigured: generations.reconfigured,

@@ -226,6 +226,14 @@ class RankExited(RankReport, frozen=True):
     second_hand: bool = False
 
 
+class RankReportsDropped(RankReport, frozen=True):
+    """The rank sent reports faster than its agent takes them: `num_dropped` were dropped, of these
+    kinds. The agent sums up for some seconds."""
+
+    num_dropped: int
+    kinds: tuple[str, ...]
+
+
 class RankSuspended(RankReport, frozen=True):
     """The process was found stopped (SIGSTOP, a shell's Ctrl-Z)."""
 

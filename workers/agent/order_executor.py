@@ -16,6 +16,7 @@ from ...events.records.types import Body
 from ..host import linux
 from ..ipc.pipe_protocol import Adopted, Frame
 from .checkpoint_store import CheckpointStore
+from .delivery.outbox import Put
 from .monitoring.flight_recorder_dumps import Dumps, DumpTrigger, request_dumps
 from .monitoring.output_monitor import DEFAULT_LIMITS
 from .monitoring.output_reader import OutputReaders
@@ -25,10 +26,14 @@ from .processes.launcher import MARKER, Launcher, NodeConfig
 from .processes.pipe import Pipe
 from .processes.process import Exit, Process
 from .processes.rank_process import RankAttempt
+from .processes.report_limits import ReportLimits
 from .publish import Publisher, PublishRefused, Superseded
 
 STOP_GRACE_S = 5.0
 """Grace period of each rank when the agent stops."""
+FLOOD_PAUSE_S = 0.05
+"""After a report above its rate, the pipe of this rank is not read for so long: with the pipe's
+buffer of some 200 kB, a flood costs the agent little of a core."""
 REAP_S_MAX = 5.0
 """After this long the exit is reported even if a process of the rank survives SIGKILL; the slot
 stays occupied."""
@@ -40,7 +45,7 @@ class OrderExecutor:
     """Owns all ranks of the node. `report` spools a body; `group` owns one task per rank. `clock`
     gives seconds since 1970."""
 
-    def __init__(self, node: NodeConfig, report: Callable[[Body, float | None], None],
+    def __init__(self, node: NodeConfig, report: Put,
                  group: asyncio.TaskGroup, store: CheckpointStore, clock: Callable[[], float],
                  killed: OomLookup | None = None) -> None:
         self._node = node
@@ -117,6 +122,7 @@ class OrderExecutor:
         """
         self._exit_reporter.look()
         for rank in self._ranks.values():
+            self._report_dropped(rank)
             process, order = rank.process, rank.order
             is_stopped = process.is_stopped() if process is not None else None
             if process is None or is_stopped in (None, rank.is_suspended):
@@ -175,7 +181,8 @@ class OrderExecutor:
                 if other.order.attempt >= order.attempt:
                     return  # a repeated order, or one superseded by a later attempt
                 self._stop(other, 0.0)  # a lower attempt of the same rank is fenced
-        rank = RankAttempt(order, record.seq, record.epoch, self._clock)
+        rank = RankAttempt(order, record.seq, record.epoch,
+                           ReportLimits(order, self._clock, self._loop.time))
         self._ranks[order.task, order.rank, order.attempt] = rank
         self._spawn_task(self._run_rank(rank),
                          f"task {order.task} rank {order.rank}.{order.attempt}")
@@ -252,7 +259,7 @@ class OrderExecutor:
         pipe: Pipe | None = None
         if order.spec.training is not None:
             pipe = Pipe(lambda frame: self._on_frame(rank, frame),
-                        lambda why: self._end_faulty(rank, why))
+                        lambda why: self._end_faulty(rank, why), rank.limits.bytes_max)
         page = self.watch.open(order)
         try:
             process = self._starter.start(order, pipe, page)
@@ -308,6 +315,7 @@ class OrderExecutor:
     async def _report_exit(self, rank: RankAttempt, process: Process, how: Exit) -> None:
         if rank.pipe is not None:
             rank.pipe.drain()  # its last reports come before its exit
+            self._report_dropped(rank, is_last=True)
         self.readers.end(rank.order)
         known = rank.fault or ("" if rank.stop_at is not None else None)
         self._report(await self._exit_reporter.report(
@@ -317,12 +325,16 @@ class OrderExecutor:
     def _on_frame(self, rank: RankAttempt, frame: Frame) -> None:
         if rank.fault:
             return  # it has broken the protocol: nothing that it sends counts any more
+        if not isinstance(frame.body, Adopted) and (why := rank.limits.violation(frame)):
+            self._end_faulty(rank, why)
+            return
+        if not rank.limits.admits(frame):
+            if rank.pipe is not None:
+                rank.pipe.pause(FLOOD_PAUSE_S)
+            return
         if isinstance(frame.body, Adopted):
             if rank.process is not None and rank.process.follow(frame.body.pid):
                 self.watch.adopted(rank.order, frame.body.pid)
-            return
-        if why := rank.limits.violation(frame):
-            self._end_faulty(rank, why)
             return
         if isinstance(frame.body, reports.RankErrored):
             rank.error = frame.body
@@ -332,7 +344,13 @@ class OrderExecutor:
         if rank.process is not None and isinstance(
                 frame.body, (reports.RankFinished, reports.InMemoryRecoveryDeclined)):
             rank.process.unfollow()  # from now on only the exit of the command counts
-        self._report(frame.body, rank.limits.occurred_s(frame.at_s))
+        self._report(frame.body, rank.limits.occurred_s(frame.at_s), rank.order.slot.index)
+
+    def _report_dropped(self, rank: RankAttempt, *, is_last: bool = False) -> None:
+        if (dropped := rank.limits.take_dropped(is_last=is_last)) is not None:
+            _log.warning("a rank reports too much", rank=rank.order.rank, task=rank.order.task,
+                         num_dropped=dropped.num_dropped)
+            self._report(dropped, None)
 
     def _end_faulty(self, rank: RankAttempt, why: str) -> None:
         """Kill a rank that violates the pipe protocol; it is restarted like any failed rank."""

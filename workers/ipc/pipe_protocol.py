@@ -30,6 +30,8 @@ class Frame(Struct, frozen=True, kw_only=True):
     seq: int = 0
     epoch: int = 0
     at_s: float = 0.0
+    num_bytes: int = 0
+    """The length of a received frame."""
 
 
 class WriteDump(Body, frozen=True):
@@ -71,10 +73,11 @@ def pack(frame: Frame) -> bytes:
 
 
 class Unpacker:
-    """Splits a byte stream into frames."""
+    """Splits a byte stream into frames of at most `bytes_max`."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_max: int = FRAME_BYTES_MAX) -> None:
         self._buffer = bytearray()
+        self._bytes_max = bytes_max
 
     def feed(self, data: bytes) -> list[Frame]:
         """Add bytes; returns the completed frames. Raises ValueError if a frame is too long."""
@@ -82,14 +85,15 @@ class Unpacker:
         frames: list[Frame] = []
         while len(self._buffer) >= _HEAD.size:
             (num_bytes,) = _HEAD.unpack_from(self._buffer)
-            if num_bytes > FRAME_BYTES_MAX:
-                raise ValueError(f"a frame of {num_bytes} bytes")
+            if num_bytes > self._bytes_max:
+                raise ValueError(f"a frame of {num_bytes} bytes, above {self._bytes_max}")
             end = _HEAD.size + num_bytes
             if len(self._buffer) < end:
                 break
             wire = _decoder.decode(bytes(self._buffer[_HEAD.size : end]))
             del self._buffer[:end]
-            frames.append(Frame(body=_body(wire), seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s))
+            frames.append(Frame(body=_body(wire), seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s,
+                                num_bytes=num_bytes))
         return frames
 
 

@@ -16,11 +16,21 @@ from rank_bodies import IDENTITY, body_of, counts, lies
 from unicron.events.records.reports import (
     LossNotFinite,
     Quiesced,
+    RankErrored,
     RankExited,
+    RankReportsDropped,
+    RankStarted,
     TaskProgressed,
 )
 from unicron.events.records.types import Body
-from unicron.workers.agent.processes.report_limits import AGE_S_MAX, KINDS
+from unicron.workers.agent.processes import report_limits
+from unicron.workers.agent.processes.report_limits import (
+    AGE_S_MAX,
+    BURST_NUM,
+    KINDS,
+    REPORT_BYTES_MAX,
+    REPORTS_PER_S,
+)
 from unicron.workers.ipc.pipe_protocol import Frame, pack
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -119,3 +129,53 @@ async def test_a_time_that_is_no_number_breaks_the_protocol(
     async with saying(memory, tmp_path) as node:
         await say(node, tmp_path, 0, Frame(body=own(TaskProgressed, 0), at_s=at_s))
         await assert_refused(node, 1)
+
+
+# --- size and rate ------------------------------------------------------------------------------
+FLOOD_NUM = 20_000
+
+
+async def test_a_flood_of_one_rank_is_dropped_and_counted_and_hides_no_fault(
+        memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_limits, "DROPPED_S", 0.2)
+    begin_s = time.monotonic()
+    async with saying(memory, tmp_path) as node:
+        level = Frame(body=own(TaskProgressed, 0))
+        await say(node, tmp_path, 0, *[level] * FLOOD_NUM, Frame(body=own(LossNotFinite, 0)),
+                  *[level] * FLOOD_NUM, Frame(body=own(RankErrored, 0)))
+        await say(node, tmp_path, 1, *[Frame(body=own(Quiesced, 1))] * 20)
+        await node.leader.wait(RankErrored)
+        await node.leader.wait(Quiesced, 20)
+        assert len(node.leader.all(LossNotFinite)) == 1
+        await node.stop_rank(0)
+        await node.leader.wait(RankExited)
+        num_taken = len(node.leader.all(TaskProgressed))
+        dropped = node.leader.all(RankReportsDropped)
+        assert num_taken + sum(one.num_dropped for one in dropped) == 2 * FLOOD_NUM
+        passed_s = time.monotonic() - begin_s
+        assert BURST_NUM <= num_taken <= BURST_NUM + REPORTS_PER_S * passed_s
+        assert {(one.task, one.rank, one.attempt, one.kinds) for one in dropped} == {
+            (1, 0, 1, ("TaskProgressed",))}
+        assert len(dropped) <= 2 + passed_s / 0.2
+
+
+async def test_a_report_that_is_too_large_breaks_the_protocol(
+        memory: MemoryLog, tmp_path: Path) -> None:
+    """The agent refuses it by its length: it reads no megabytes first."""
+    large = Frame(body=own(RankErrored, 0, text="x" * (15 << 20)))
+    async with saying(memory, tmp_path) as node:
+        await say(node, tmp_path, 0, large)
+        causes = await assert_refused(node, 1)
+        assert f"a frame of {len(pack(large)) - 4} bytes" in causes[0]
+        await say(node, tmp_path, 1, Frame(body=own(
+            RankErrored, 1, text="x" * (REPORT_BYTES_MAX - 1000))))
+        await node.leader.wait(RankErrored)
+        assert len(node.leader.all(RankStarted)) == 2
+
+
+async def test_large_reports_have_a_lower_rate(memory: MemoryLog, tmp_path: Path) -> None:
+    large = Frame(body=own(RankErrored, 0, text="x" * (REPORT_BYTES_MAX - 1000)))
+    async with saying(memory, tmp_path) as node:
+        await say(node, tmp_path, 0, *[large] * 100, Frame(body=own(Quiesced, 0)))
+        await node.leader.wait(Quiesced)
+        assert 10 <= len(node.leader.all(RankErrored)) <= 40

@@ -128,6 +128,24 @@ def test_a_full_spool_drops_the_oldest_but_never_node_joined() -> None:
         range(lost.body.num_lost, 500))
 
 
+def test_a_flood_of_one_slot_drops_only_its_own_reports() -> None:
+    """Half of the spool is the quota of two slots: slot 0 is above it, slot 1 and the agent not."""
+    spool = Spool("n1/7", "n1", clock, bytes_max=40_000)
+    spool.put(JOINED)
+    for number in range(20):
+        spool.put(progressed(number, num=2), slot=1)
+        spool.put(exited(number))
+    for number in range(1000):
+        spool.put(progressed(number), slot=0)
+        spool.put(OrderRefused(node="n1", order=number, why="of slot 0"), slot=0)
+    bodies = [r.body for r in spool.behind(0, 10_000)]
+    assert sum(isinstance(body, RankExited) for body in bodies) == 20
+    assert [len(body.losses) for body in bodies if isinstance(body, TaskProgressed)].count(2) == 20
+    num_lost = sum(body.num_lost for body in bodies if isinstance(body, ReportsLost))
+    assert num_lost + sum(not isinstance(body, ReportsLost) for body in bodies) == 2041
+    assert num_lost > 1500
+
+
 def test_a_dropped_report_that_arrived_is_not_lost() -> None:
     spool = Spool("n1/7", "n1", clock, bytes_max=10_000)
     intake: list[Report] = []

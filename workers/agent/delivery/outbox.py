@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 from ....events.errors import Ambiguous, LogError, Unavailable
 from ....events.log.port import AgentPort
 from ....events.records.types import Body
 from .log_link import LogLink, backoff_s
-from .spool import Spool
+from .spool import NO_SLOT, Spool
 
 NUM_BATCH = 256
 NUM_WINDOW = 1024
@@ -21,6 +22,12 @@ IDLE_POLL_S = 5.0
 """Time between polls of the cursor if all is acknowledged. These polls find a replaced log."""
 RESEND_S_MIN, RESEND_S_MAX = 5.0, 300.0
 """Unacknowledged reports are sent again after this long, doubled each time."""
+
+
+class Put(Protocol):
+    """Takes a report: its body, its time (None: now), and the slot of the rank that sent it."""
+
+    def __call__(self, body: Body, occurred_s: float | None, slot: int = NO_SLOT, /) -> None: ...
 
 
 class LogReplaced(LogError):
@@ -55,9 +62,9 @@ class Outbox:
         self._channels.append(_Channel(spool, NUM_WINDOW))
         self._wakeup = asyncio.Event()
 
-    def put(self, body: Body, occurred_s: float | None = None) -> None:
+    def put(self, body: Body, occurred_s: float | None = None, slot: int = NO_SLOT) -> None:
         """Spool a report and wake `run`. Raises ValueError for a float that is not finite."""
-        self._spool.put(body, occurred_s)
+        self._spool.put(body, occurred_s, slot)
         self._wakeup.set()
 
     @property

@@ -7,9 +7,11 @@
 The number that `put` gives to a report never changes. A full spool drops first each
 MemoryCheckpointStored that a newer one of the same rank and store follows; then the oldest
 TaskProgressed and IterationsLogged (the loss curve gets a gap); then the oldest of the rest, except
-NodeJoined, without which the log would not know the node. Adjacent dropped reports are replaced by
-one ReportsLost with the number of the last. If a dropped report was already sent, it may still
-reach the log; its ReportsLost then counts as a duplicate.
+NodeJoined, without which the log would not know the node. It drops in this order from the slots
+whose ranks hold more than their quota, and only then from all: half of the spool, divided equally
+among the slots that hold reports. Adjacent dropped reports are replaced by one ReportsLost with the
+number of the last. If a dropped report was already sent, it may still reach the log; its
+ReportsLost then counts as a duplicate.
 
 The next incarnation delivers the file. The file survives SIGKILL, but not a power cut. If the disk
 is full or gone, the agent holds reports in memory until it can write the file again.
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from io import BufferedWriter
 from pathlib import Path
@@ -34,6 +36,10 @@ from ....events.records.types import Body
 
 SPOOL_BYTES_MAX = 16 << 20
 """Some 50,000 reports."""
+NO_SLOT = -1
+"""The slot of the agent's own reports, which have no quota."""
+RANKS_RATIO = 0.5
+"""The share of the spool that is the quota of all ranks together."""
 _SHRINK_RATIO = 0.9
 """A full spool drops reports down to this share, so that the next report does not fill it again."""
 _FILE_SLACK_BYTES = 64 << 10
@@ -44,9 +50,10 @@ _log = structlog.get_logger("agent")
 class _Entry:
     """A report and its encoding."""
 
-    __slots__ = ("num_lost", "report", "wire")
+    __slots__ = ("num_lost", "report", "slot", "wire")
 
-    def __init__(self, report: Report, wire: bytes) -> None:
+    def __init__(self, report: Report, wire: bytes, slot: int = NO_SLOT) -> None:
+        self.slot = slot
         self.report = report
         self.wire = wire
         body = report.body
@@ -83,11 +90,12 @@ class Spool:
         """Number of unacknowledged reports; a ReportsLost counts as one."""
         return len(self._entries)
 
-    def put(self, body: Body, occurred_s: float | None = None) -> Report:
-        """Number and store a report. Raises ValueError for a float that is not finite."""
+    def put(self, body: Body, occurred_s: float | None = None, slot: int = NO_SLOT) -> Report:
+        """Number and store a report, from the rank in `slot`. Raises ValueError for a float that is
+        not finite."""
         report = Report(source=self.source, source_seq=self.last + 1,
                         occurred_s=self._clock() if occurred_s is None else occurred_s, body=body)
-        entry = _Entry(report, encode_report(report))
+        entry = _Entry(report, encode_report(report), slot)
         self.last += 1
         self._entries.append(entry)
         self._num_bytes += len(entry.wire)
@@ -138,21 +146,36 @@ class Spool:
     def _shrink(self) -> None:
         target_bytes = int(self._bytes_max * _SHRINK_RATIO)
         entries = list(self._entries)
-        for may_drop in (_is_superseded(entries), _is_progress, _is_not_joined):
-            entries = self._drop(entries, may_drop, target_bytes)
+        held = Counter[int]()  # bytes by slot
+        for entry in entries:
+            if entry.slot != NO_SLOT:
+                held[entry.slot] += len(entry.wire)
+        quota_bytes = self._bytes_max * RANKS_RATIO / max(len(held), 1)
+
+        def is_above_quota(entry: _Entry) -> bool:
+            return held[entry.slot] > quota_bytes
+
+        order = (_is_superseded(entries), _is_progress, _is_not_joined)
+        for may_drop in order:
+            entries = self._drop(entries, may_drop, target_bytes, held, is_above_quota)
+        for may_drop in order:
+            entries = self._drop(entries, may_drop, target_bytes, held)
         self._entries = deque(entries)
         self._rewrite()
 
     def _drop(self, entries: list[_Entry], may_drop: Callable[[_Entry], bool],
-              target_bytes: int) -> list[_Entry]:
+              target_bytes: int, held: Counter[int],
+              among: Callable[[_Entry], bool] = lambda entry: True) -> list[_Entry]:
         """Drop the oldest first; adjacent dropped reports become one ReportsLost."""
         kept: list[_Entry] = []
         for entry in entries:
             full = self._num_bytes > target_bytes
             last = kept[-1] if kept else None
-            goes = entry is not entries[-1] and (may_drop(entry) if not entry.num_lost else
-                                                 last is not None and last.num_lost > 0)
+            goes = entry is not entries[-1] and (
+                among(entry) and may_drop(entry) if not entry.num_lost else
+                last is not None and last.num_lost > 0)
             if full and goes:
+                held[entry.slot] -= len(entry.wire)
                 num_lost = entry.num_lost or 1
                 if last is not None and last.num_lost:
                     num_lost += last.num_lost

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...ipc.pipe_protocol import Frame, Unpacker, pack
+from ...ipc.pipe_protocol import FRAME_BYTES_MAX, Frame, Unpacker, pack
 
 WAITING_BYTES_MAX = 64 << 20
 """Unsent bytes for a rank that does not read; beyond this, `send` refuses frames."""
@@ -16,21 +16,24 @@ _READ_BYTES = 256 << 10
 
 
 class Pipe:
-    """Sends frames. Calls `on_frame` for each received frame, `on_broken` for an invalid one.
+    """Sends frames. Calls `on_frame` for each received frame, `on_broken` for an invalid one or one
+    above `bytes_max`.
 
     A closed pipe is not reported, because the pidfd reports the rank's exit. `drain` reads what a
     dead rank has written.
     """
 
-    def __init__(self, on_frame: Callable[[Frame], None], on_broken: Callable[[str], None]) -> None:
+    def __init__(self, on_frame: Callable[[Frame], None], on_broken: Callable[[str], None],
+                 bytes_max: int = FRAME_BYTES_MAX) -> None:
         self._on_frame = on_frame
         self._on_broken = on_broken
-        self._unpacker = Unpacker()
+        self._unpacker = Unpacker(bytes_max)
         self._waiting = bytearray()
         self._loop = asyncio.get_running_loop()
         self._ours, self.theirs = socket.socketpair()
         self._ours.setblocking(False)
         self._open = True
+        self._pause: asyncio.TimerHandle | None = None
         self._loop.add_reader(self._ours, self._read)
 
     def started(self) -> None:
@@ -46,6 +49,12 @@ class Pipe:
         self._write()
         return self._open
 
+    def pause(self, s: float) -> None:
+        """Read nothing for `s` seconds. A rank that sends too much then waits in its own calls."""
+        if self._open and self._pause is None:
+            self._loop.remove_reader(self._ours)
+            self._pause = self._loop.call_later(s, self._end_pause)
+
     def drain(self) -> None:
         """Read everything that the rank wrote before it exited, then close."""
         while self._open:
@@ -56,9 +65,15 @@ class Pipe:
         self.theirs.close()
         if self._open:
             self._open = False
+            if self._pause is not None:
+                self._pause.cancel()
             self._loop.remove_reader(self._ours)
             self._loop.remove_writer(self._ours)
             self._ours.close()
+
+    def _end_pause(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._ours, self._read)
 
     def _read(self, stop_when_empty: bool = False) -> None:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
 
 from ....events.records.orders import StartRank
 from ....events.records.reports import RankErrored
@@ -17,9 +16,9 @@ from .report_limits import ReportLimits
 class RankAttempt:
     """One attempt: waits for its slot, runs, is stopped and reaped."""
 
-    def __init__(self, order: StartRank, seq: int, epoch: int, clock: Callable[[], float]) -> None:
+    def __init__(self, order: StartRank, seq: int, epoch: int, limits: ReportLimits) -> None:
         self.order = order
-        self.limits = ReportLimits(order, clock)
+        self.limits = limits
         self.seq = seq
         self.epoch = epoch
         self.process: Process | None = None
