@@ -189,7 +189,7 @@ def _nodes(there: list[Plain]) -> str:
 
 def _changes(policy: Plain) -> str:
     """The other fields of a policy that are not at their default."""
-    usual: Plain = msgspec.to_builtins(Policy())
+    usual: Plain = msgspec.json.decode(msgspec.json.encode(Policy()))
     return "".join(f", {name} {value}" for name, value in policy.items()
                    if name in usual and value != usual[name]
                    and name not in ("silence_s_max", "restarts_max", *FLAGS_ONLY))

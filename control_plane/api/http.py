@@ -236,7 +236,8 @@ class HttpApi:
         return _json({"redis_url": self._url_of(body.node, body.incarnation),
                       "cluster": self._address.cluster, "node": body.node,
                       "epoch": self._coordinator.epoch,
-                      "key": self._identities.key(body.node).hex()})
+                      "key": self._identities.key(body.node).hex(),
+                      "redact": state.policy.redact})
 
     def _url_of(self, node: str, incarnation: int) -> str:
         """The log's URL for an agent."""

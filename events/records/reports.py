@@ -217,7 +217,8 @@ class RankExited(RankReport, frozen=True):
     exit_code: int | None
     signal: int | None
     tail: str = ""
-    """The last lines of the process's stderr."""
+    """The last lines of the process's output, with secrets redacted (Policy.redact). Empty where
+    they explain nothing: after exit code 0, or after the signal that was ordered."""
     status: str = ""
     """The status of the failure, from `cause`; "": unknown."""
     rule: str = ""

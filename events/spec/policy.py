@@ -14,6 +14,8 @@ from .validation import spec_error
 
 ALPHAS = (0.0, 0.5, 1.0, 2.0)
 """The values of `alpha` that a policy may set."""
+REDACT = ("*KEY*", "*TOKEN*", "*SECRET*", "*PASSWORD*", "*CREDENTIAL*")
+REDACT_NUM_MAX, REDACT_CHARS_MAX = 64, 100
 _WAIT = (1e-3, 1e6)
 _SPAN = (1e-3, 1e15)
 _NUM_MAX = 2**31 - 1
@@ -120,6 +122,9 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Undisturbed iterations at one size before their times count as measured throughput."""
     calibrate_min: float = 0.1
     """A throughput table is replaced only if a measured rate differs by this share from its own."""
+    redact: tuple[str, ...] = REDACT
+    """Patterns of names of environment variables, in any case: agents replace their values in what
+    a rank prints or reports before it enters the log. An agent has the list from its start on."""
     observe: bool = False
     """Decide, price and log everything, but send no orders."""
     allow_inject: bool = False
@@ -150,6 +155,10 @@ def parse(given: dict[Any, Any], usual: Policy | None = None) -> Policy:
     for team in policy.quotas:
         need(bool(NAME.match(team)), f"quotas.{team}", "is not a valid team name",
              "lower-case letters, digits, '-' and '.', at most 63")
+    need(len(policy.redact) <= REDACT_NUM_MAX
+         and all(0 < len(pattern) <= REDACT_CHARS_MAX for pattern in policy.redact), "redact",
+         f"must be at most {REDACT_NUM_MAX} patterns of 1 to {REDACT_CHARS_MAX} characters",
+         "redact: ['*KEY*', '*TOKEN*']")
     need(0 <= policy.gain_min < 1, "gain_min",
          f"{policy.gain_min:g} is not {'below 1' if policy.gain_min >= 1 else 'from 0 on'}",
          "it is a share of the cluster's WAF: 0.05 is 5 %")

@@ -172,6 +172,7 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
                               host=options.host, num_slots=options.num_slots, state_dir=state_dir,
                               labels=options.labels, devices=_devices(options, os.environ),
                               trace=options.trace, watch=options.watch, rank_argv=options.rank_argv,
+                              redact=joined.redact,
                               secret=protocol.secret_of(options.token, joined.cluster))
             spool, left = open_spools(state_dir / "agents", node.name, node.source)
             sources = (None if os.environ.get(HEALTH) == "off"

@@ -22,10 +22,11 @@ from .monitoring.output_monitor import DEFAULT_LIMITS
 from .monitoring.output_reader import OutputReaders
 from .monitoring.rank_monitor import RankMonitors
 from .processes.exit_report import ExitReporter, OomLookup
-from .processes.launcher import MARKER, Launcher, NodeConfig
+from .processes.launcher import MARKER, Launcher, NodeConfig, environment
 from .processes.pipe import Pipe
 from .processes.process import Exit, Process
 from .processes.rank_process import RankAttempt
+from .processes.redaction import Redactor
 from .processes.report_limits import ReportLimits
 from .publish import Publisher, PublishRefused, Superseded
 
@@ -182,7 +183,9 @@ class OrderExecutor:
                     return  # a repeated order, or one superseded by a later attempt
                 self._stop(other, 0.0)  # a lower attempt of the same rank is fenced
         rank = RankAttempt(order, record.seq, record.epoch,
-                           ReportLimits(order, self._clock, self._loop.time))
+                           ReportLimits(order, self._clock, self._loop.time),
+                           Redactor(environment(order, self._node, os.environ),
+                                    self._node.redact))
         self._ranks[order.task, order.rank, order.attempt] = rank
         self._spawn_task(self._run_rank(rank),
                          f"task {order.task} rank {order.rank}.{order.attempt}")
@@ -319,7 +322,8 @@ class OrderExecutor:
         self.readers.end(rank.order)
         known = rank.fault or ("" if rank.stop_at is not None else None)
         self._report(await self._exit_reporter.report(
-            rank.order, process, how, rank.memory, error=rank.error, known=known), None)
+            rank.order, process, how, rank.memory, error=rank.error, known=known,
+            redact=rank.redactor.text), None)
 
     # --- reports of ranks -----------------------------------------------------------------------
     def _on_frame(self, rank: RankAttempt, frame: Frame) -> None:
@@ -336,15 +340,16 @@ class OrderExecutor:
             if rank.process is not None and rank.process.follow(frame.body.pid):
                 self.watch.adopted(rank.order, frame.body.pid)
             return
-        if isinstance(frame.body, reports.RankErrored):
-            rank.error = frame.body
-        if isinstance(frame.body, reports.RankReady):
+        body = rank.redactor.body(frame.body)
+        if isinstance(body, reports.RankErrored):
+            rank.error = body
+        if isinstance(body, reports.RankReady):
             # It reports its iterations itself. The rank that prints Megatron's lines may change.
             self.readers.drop(rank.order)
         if rank.process is not None and isinstance(
-                frame.body, (reports.RankFinished, reports.InMemoryRecoveryDeclined)):
+                body, (reports.RankFinished, reports.InMemoryRecoveryDeclined)):
             rank.process.unfollow()  # from now on only the exit of the command counts
-        self._report(frame.body, rank.limits.occurred_s(frame.at_s), rank.order.slot.index)
+        self._report(body, rank.limits.occurred_s(frame.at_s), rank.order.slot.index)
 
     def _report_dropped(self, rank: RankAttempt, *, is_last: bool = False) -> None:
         if (dropped := rank.limits.take_dropped(is_last=is_last)) is not None:

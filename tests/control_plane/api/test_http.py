@@ -19,7 +19,7 @@ from unicron.control_plane.planner.pending import NOT_CHOSEN
 from unicron.events.records import codec
 from unicron.events.records.reports import NodeJoined, NodeLeft, RankStarted
 from unicron.events.spec import job
-from unicron.events.spec.policy import Policy
+from unicron.events.spec.policy import REDACT, Policy
 
 TWO: dict[str, Any] = JOB | {"name": "two", "train": {"iterations": 3, "output": "/two"}}
 
@@ -320,7 +320,8 @@ async def test_an_agent_joins(site: Site) -> None:
     password = IDENTITIES.password("n1", 7)
     assert answer == {
         "redis_url": f"unix://unicron%3Atest%3An1:{password}@/run/x", "cluster": "test",
-        "node": "n1", "epoch": 1, "key": IDENTITIES.key("n1").hex()}
+        "node": "n1", "epoch": 1, "key": IDENTITIES.key("n1").hex(),
+        "redact": list(REDACT)}
     for name in ("No Name", "operator", "leader"):
         await site.refused(400, "POST", "/v1/join", body | {"node": name})
     assert "incarnation" in await site.refused(400, "POST", "/v1/join", {"node": "n1", "host": ""})

@@ -54,11 +54,11 @@ async def test_output_goes_to_a_file_and_its_tail_into_the_record(
         node: LocalNode, tmp_path: Path) -> None:
     code = ("import os, sys; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK',"
             "'MASTER_ADDR', 'MASTER_PORT', 'UNICRON_TASK', 'UNICRON_ATTEMPT', 'UNICRON_HOST')));"
-            "sys.stderr.write('x' * 9000 + 'the end')")
+            "sys.exit('x' * 9000 + 'the end')")
     await node.start(python(code), rank=1, attempt=4)
     (exited,) = await node.leader.wait(RankExited)
     assert len(exited.tail) == 4096
-    assert exited.tail.endswith("the end")
+    assert exited.tail.endswith("the end\n")
     (started,) = node.leader.all(RankStarted)
     assert started.log_path == str(tmp_path / "logs/1-job/rank-1.attempt-4.log")
     text = Path(started.log_path).read_text()
@@ -187,7 +187,9 @@ async def test_a_command_starts_in_the_folder_of_its_job(node: LocalNode, tmp_pa
     spec = msgspec.structs.replace(command(sys.executable, "train.py"), folder=str(folder))
     await node.start(spec)
     (exited,) = await node.leader.wait(RankExited)
-    assert (exited.exit_code, exited.tail.strip()) == (0, str(folder.resolve()))
+    (started,) = node.leader.all(RankStarted)
+    assert exited.exit_code == 0
+    assert Path(started.log_path).read_text().strip() == str(folder.resolve())
     await node.start(msgspec.structs.replace(spec, folder=str(tmp_path / "gone")), attempt=2)
     (refused,) = await node.leader.wait(OrderRefused)
     assert f"its folder {tmp_path / 'gone'} is not on this node" in refused.why

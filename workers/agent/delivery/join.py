@@ -13,6 +13,7 @@ from msgspec import Struct
 from ....events import unix_socket
 from ....events.errors import UsageError
 from ....events.records.types import Labels
+from ....events.spec.policy import REDACT
 from .log_link import backoff_s
 
 JOIN_S_MAX = 60.0
@@ -30,6 +31,7 @@ class Joined(Struct, frozen=True, kw_only=True):
     epoch: int
     key: str
     """Signs this node's reports, and the orders for it; in hex digits."""
+    redact: tuple[str, ...] = REDACT
 
 
 class _Error(Struct, frozen=True):

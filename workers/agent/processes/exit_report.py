@@ -46,37 +46,43 @@ class ExitReporter:
 
     async def report(self, order: StartRank, process: Process, how: Exit,
                      group: MemoryCgroup | None, *, error: RankErrored | None,
-                     known: str | None) -> RankExited:
+                     known: str | None, redact: Callable[[str], str]) -> RankExited:
         """Build the report. A thread reads the disk for at most SEARCH_S_MAX.
 
         `error` is the rank's own error report. `known` is why the agent has ended the rank ("": by
-        order); the cause is searched only if `known` is None.
+        order); the cause is searched only if `known` is None. `redact` removes secrets from text.
+
+        The output leaves the node only where it explains the end: not after exit code 0, nor after
+        the signal that was ordered.
         """
+        is_explained = how.exit_code == 0 or (known == "" and how.signal is not None)
         find = partial(self._find_cause, process, how, group, error, is_known=known is not None,
                        bytes_max=READ_BYTES if order.spec.command else RANK_READ_BYTES)
         try:
             async with asyncio.timeout(SEARCH_S_MAX):
-                cause, tail = await asyncio.to_thread(find)
+                cause, output = await asyncio.to_thread(find)
         except TimeoutError:
             _log.warning("the search for the cause of an exit took too long", pid=process.pid)
-            cause, tail = Cause(line=describe_exit(how)), "(no output: reading it took too long)"
+            cause, output = Cause(line=describe_exit(how)), "(no output: reading it took too long)"
         if known is not None:
             cause = Cause(line=clipped(known))
+        # Redacted before it is cut, so that no part of a secret is left at its beginning.
+        tail = "" if is_explained else redact(output).encode()[-TAIL_BYTES:].decode(
+            errors="replace")
         return RankExited(
             task=order.task, rank=order.rank, attempt=order.attempt, pid=process.pid,
             exit_code=how.exit_code, signal=how.signal, tail=tail, status=cause.status,
-            rule=cause.rule, cause=cause.line, second_hand=cause.second_hand)
+            rule=cause.rule, cause=redact(cause.line), second_hand=cause.second_hand)
 
     def _find_cause(self, process: Process, how: Exit, group: MemoryCgroup | None,
                     reported: RankErrored | None, *, bytes_max: int,
                     is_known: bool) -> tuple[Cause, str]:
         try:
-            output = process.output(TAIL_BYTES if is_known or reported is not None else bytes_max)
-            tail = output[-TAIL_BYTES:].decode("utf-8", errors="replace")
+            output = text = process.output(bytes_max).decode("utf-8", errors="replace")
         except OSError as error:
-            output, tail = b"", f"(no output: {error.strerror})"
+            output, text = f"(no output: {error.strerror})", ""
         if is_known:
-            return Cause(), tail
+            return Cause(), output
 
         def killed(pid: int) -> str:
             line = self._kernel_line(pid) if pid else None
@@ -84,10 +90,10 @@ class ExitReporter:
             return line or claimed
 
         if reported is not None:
-            return cause_of_error(reported), tail
+            return cause_of_error(reported), output
         return cause_of(ExitEvidence(
-            how=how, text=output.decode("utf-8", errors="replace"),
-            path=torch_files.error_file_of(process.log_path), killed=killed, pid=process.pid)), tail
+            how=how, text=text, path=torch_files.error_file_of(process.log_path), killed=killed,
+            pid=process.pid)), output
 
     def _kernel_line(self, pid: int) -> str | None:
         """Call `killed` on the agent's event loop, which owns the kernel log, from this thread."""

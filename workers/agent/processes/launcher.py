@@ -12,6 +12,7 @@ from msgspec import Struct, json, structs
 
 from ....events.records.orders import StartRank
 from ....events.records.types import Labels
+from ....events.spec.policy import REDACT
 from ...checkpoint_store import protocol
 from ...host import linux
 from ...ipc.pipe_protocol import FD, LOOP, PULSE
@@ -41,6 +42,8 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...] = ()
     trace: bool = False
     rank_argv: tuple[str, ...] = RANK_ARGV
+    redact: tuple[str, ...] = REDACT
+    """Policy.redact: names of variables whose values must not enter the log."""
     watch: bool = True
     """Whether its ranks are monitored for stalls."""
     secret: str = ""

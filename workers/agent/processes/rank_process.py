@@ -10,15 +10,18 @@ from ....events.records.reports import RankErrored
 from .oom_kills import MemoryCgroup
 from .pipe import Pipe
 from .process import Exit, Process
+from .redaction import Redactor
 from .report_limits import ReportLimits
 
 
 class RankAttempt:
     """One attempt: waits for its slot, runs, is stopped and reaped."""
 
-    def __init__(self, order: StartRank, seq: int, epoch: int, limits: ReportLimits) -> None:
+    def __init__(self, order: StartRank, seq: int, epoch: int, limits: ReportLimits,
+                 redactor: Redactor) -> None:
         self.order = order
         self.limits = limits
+        self.redactor = redactor
         self.seq = seq
         self.epoch = epoch
         self.process: Process | None = None
