@@ -78,9 +78,10 @@ def up(
                                          help="Run it in the background.")] = False,
 ) -> None:
     """Start a cluster on this machine; Ctrl-C stops it."""
+    from ..events.secret_environment import REDIS_URL, remove_secrets
     from .commands import up as command
 
-    os.environ.pop("UNICRON_REDIS_URL", None)  # given only to the processes that need it
+    remove_secrets(REDIS_URL)  # given only to the processes that need it
     if observe and act:
         raise UsageError("--observe and --act do not go together", "give one of them, or neither")
     command.up(folder(state), command.UpOptions(
@@ -125,7 +126,6 @@ def agent(
     """Run the agent of one node; it joins the control plane by HTTP."""
     from .commands import serve
 
-    os.environ.pop("UNICRON_REDIS_URL", None)  # the URL may hold a password: keep it from the ranks
     serve.agent(folder(state), url=url, node=node, num_slots=slots, host=host, redis_url=redis,
               label=label or (), watch=not no_watch, checks=checks, checks_every_s=checks_every,
               checks_s_max=checks_limit)
@@ -143,9 +143,12 @@ def control_plane(
     shared_password: Annotated[bool, typer.Option("--shared-password")] = False,
 ) -> None:
     """Run the control plane; `up` does this. The Redis URL is $UNICRON_REDIS_URL."""
+    from ..events.secret_environment import REDIS_URL, remove_secrets
     from .commands import serve
 
-    serve.control_plane(folder(state), redis_url=os.environ.get("UNICRON_REDIS_URL", ""),
+    redis_url = os.environ.get(REDIS_URL, "")
+    remove_secrets(REDIS_URL)
+    serve.control_plane(folder(state), redis_url=redis_url,
                       host=host, port=port, cluster=cluster, policy=policy, observe=observe,
                       allow_inject=allow_inject, shared_password=shared_password)
 

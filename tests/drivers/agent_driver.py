@@ -114,6 +114,18 @@ while data := link.recv(65536):
 '''
 
 
+CANARY = f"canary-{os.getpid()}-7e3a"
+SECRETS = {"UNICRON_TOKEN": f"{CANARY}-token", "UNICRON_URL": f"http://u:{CANARY}-url@host:1",
+           "UNICRON_REDIS_URL": f"redis://:{CANARY}-redis@host:1/0"}
+"""Secrets that an agent finds in its environment."""
+
+
+def processes_with(text: str) -> list[str]:
+    """The names of all processes whose environment, as the kernel shows it, has `text`."""
+    return [Path(f"/proc/{proc.pid}/comm").read_text() for proc in linux.table()
+            if any(text.encode() in entry for entry in linux.environ(proc.pid))]
+
+
 class Leader:
     """Appends reports to the log in source order, and issues orders. Decides nothing."""
 

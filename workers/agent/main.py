@@ -23,6 +23,7 @@ from ...events.log.identity import Keys, only_key, with_credentials
 from ...events.log.redis_streams import RedisLog
 from ...events.process_io import LogStream
 from ...events.records.types import Labels
+from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
 from ..checkpoint_store import protocol
 from ..checkpoint_store.store import bytes_max
 from ..host import linux
@@ -133,6 +134,8 @@ def run(options: AgentOptions) -> int:
     0: stopped on request. 1: the log was replaced by another one, or a second signal came.
     """
     _configure_logging()
+    # The options have them. No process that an agent starts may: rank, check, store, zygote.
+    remove_secrets(TOKEN, URL, REDIS_URL)
     if not sys.platform.startswith("linux"):
         raise UsageError("an agent runs on Linux only",
                          "run the control plane here and agents elsewhere")

@@ -15,8 +15,10 @@ from statistics import median
 
 import pytest
 from agent_driver import (
+    CANARY,
     CHILD_OF_ITS_OWN,
     LIMIT_S,
+    SECRETS,
     TOKEN,
     WAITS,
     LocalNode,
@@ -50,6 +52,39 @@ from unicron.workers.host import linux
 SLEEP = "import time; time.sleep(120)"
 POLITE = ("import signal, sys\nsignal.signal(15, lambda *a: sys.exit(7))\nprint('up', flush=True)\n"
           + SLEEP)
+
+
+LOOKS_AROUND = """
+import os
+print(dict(os.environ))
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            print(pid, file.read())
+    except OSError:
+        pass
+"""
+
+
+async def test_a_rank_finds_no_secret_of_its_agent(plane: PlaneStub, tmp_path: Path) -> None:
+    """Neither in its own environment nor in that of any process which it may read."""
+    checks, seen = tmp_path / "checks", tmp_path / "seen"
+    checks.mkdir()
+    check = checks / "env"
+    check.write_text(f"#!/bin/sh\nenv > {seen}.new && mv {seen}.new {seen}\n")
+    check.chmod(0o755)
+    plane.agent(**SECRETS, CHECKS=str(checks), UNICRON_HEALTH="on")
+    await plane.wait(NodeJoined)
+    await plane.start(LOOKS_AROUND)
+    (exited,) = await plane.wait(RankExited)
+    (started,) = plane.all(RankStarted)
+    found = Path(started.log_path).read_text()
+    assert exited.exit_code == 0
+    assert f"{plane.agents[0].pid} b'" in found, "the rank could read its agent's environment"
+    assert CANARY not in found
+    text = await until_text(seen)
+    assert "UNICRON_CHECK=env" in text
+    assert CANARY not in text
 
 
 async def test_ranks_die_with_their_agent_and_its_successor_clears_up(

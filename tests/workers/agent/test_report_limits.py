@@ -38,7 +38,11 @@ SAYS = """
 import os, socket, sys, time
 link = socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1]))
 with open(f"{sys.argv[1]}/says-{os.environ['UNICRON_RANK']}", "rb") as file:
-    link.sendall(file.read())
+    data = file.read()
+try:
+    link.sendall(data)
+except OSError:
+    pass  # the agent has closed the pipe, and will kill this process
 time.sleep(60)
 """
 """A rank that sends the bytes of a file."""

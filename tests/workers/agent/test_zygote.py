@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_driver import PlaneStub, alive, ended, until, until_gone
+from agent_driver import (
+    CANARY,
+    SECRETS,
+    PlaneStub,
+    alive,
+    ended,
+    processes_with,
+    until,
+    until_gone,
+)
 from unicron.events.records import reports as r
 from unicron.events.spec.job import JobSpec, parse
 from unicron.workers.host import linux
@@ -49,13 +58,15 @@ async def joined(plane: PlaneStub, **env: str) -> AsyncGenerator[int]:
 
 
 async def test_ranks_are_forked_as_children_of_the_agent(plane: PlaneStub, tmp_path: Path) -> None:
-    async with joined(plane) as agent:
+    async with joined(plane, **SECRETS, SEEN=CANARY[:-1]) as agent:
         assert not zygotes(agent), "no training rank, no zygote"
         await plane.start_rank(tiny(tmp_path / "a"))
         await plane.start_rank(tiny(tmp_path / "a"), rank=1)
         first, second = await plane.wait(r.RankStarted, 2)
         await plane.wait(r.RankReady, 2)
         (zygote,) = zygotes(agent)
+        assert processes_with(CANARY) == [], "agent, zygote and ranks have no secret of the agent"
+        assert len(processes_with(f"SEEN={CANARY[:-1]}")) == 4, "all four can be read"
         for started in (first, second):
             proc = linux.read(started.pid)
             assert proc is not None

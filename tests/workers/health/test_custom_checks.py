@@ -47,7 +47,7 @@ def script(folder: Path, name: str, text: str, mode: int = 0o755) -> Path:
 def ask(path: Path, s_max: float = 20.0) -> CheckResult:
     """Run a check once, in an event loop of its own."""
     async def test() -> None:
-        run = CheckRunner({**os.environ, "UNICRON_NODE": "n7", "UNICRON_TOKEN": "secret"},
+        run = CheckRunner({**os.environ, "UNICRON_NODE": "n7"},
                           ("UNICRON_PROCESS", f"{path.parent}:n7/1:"))
         answers.append(await run(path.name, path, s_max))
         assert run.pids == set()
@@ -87,9 +87,9 @@ NICE_NUM_MAX = 19
 
 
 def test_the_environment_of_a_check(tmp_path: Path) -> None:
-    answer = ask(script(tmp_path, "c", 'echo "$UNICRON_NODE $UNICRON_CHECK [$UNICRON_TOKEN]'
+    answer = ask(script(tmp_path, "c", 'echo "$UNICRON_NODE $UNICRON_CHECK'
                                      ' $(nice) $(cat | wc -c)"'))
-    assert answer.output.split() == ["n7", "c", "[]", str(min(os.nice(0) + 10, NICE_NUM_MAX)), "0"]
+    assert answer.output.split() == ["n7", "c", str(min(os.nice(0) + 10, NICE_NUM_MAX)), "0"]
 
 
 def test_a_hanging_check_ends_with_all_that_it_started(tmp_path: Path) -> None:

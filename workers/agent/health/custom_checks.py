@@ -28,7 +28,6 @@ CODES: tuple[CheckHealth, ...] = ("healthy", "degraded", "unhealthy", "unknown")
 """The meaning of exit codes 0 to 3."""
 FILES = "checks/files"
 """The check that reports files in the folder that cannot be run as checks."""
-HIDDEN_ENV = ("UNICRON_TOKEN", "UNICRON_REDIS_URL")
 # The agent starts sh from the node's own disk. If the check's disk hangs, only sh hangs.
 _START = f'exec nice -n {limits.CHECK_NICE_NUM} "$0"'
 _DEVICES = re.compile(r"^gpu(\d+)((?:[, ]+gpu\d+)*): ", re.IGNORECASE)
@@ -125,8 +124,7 @@ class CheckRunner:
     """Runs each check as a process, and ends it with its descendants."""
 
     def __init__(self, environment: Mapping[str, str], mark: tuple[str, str]) -> None:
-        self._environment = {key: value for key, value in environment.items()
-                             if key not in HIDDEN_ENV}
+        self._environment = environment
         self._mark = mark
         self._limit = asyncio.Semaphore(limits.CHECKS_CONCURRENT_NUM)
         self.pids: set[int] = set()
