@@ -30,6 +30,7 @@ from unicron.events.records.types import (
 )
 from unicron.events.spec.job import JobSpec, Loop, Train, parse
 from unicron.events.spec.model import Axes
+from unicron.workers.agent.processes.launcher import interface_variables
 from unicron.workers.checkpoint_store import protocol
 from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
 from unicron.workers.training.process.control_thread import EXIT_AGENT_GONE
@@ -56,7 +57,8 @@ class Process:
         self.rank, self.attempt = rank, attempt
         self.socket, theirs = socket.socketpair()
         self.log = folder / f"{rank}-{attempt}.log"
-        environment = {**os.environ, "UNICRON_TRACE_DIR": str(trace), "OMP_NUM_THREADS": "1",
+        environment = {**interface_variables("127.0.0.1"), **os.environ,
+                       "UNICRON_TRACE_DIR": str(trace), "OMP_NUM_THREADS": "1",
                        "UNICRON_RANK": str(rank), protocol.SECRET: SECRET}
         self.popen: subprocess.Popen[bytes] | Forked
         with self.log.open("wb") as output, theirs:

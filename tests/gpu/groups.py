@@ -112,9 +112,11 @@ def member(place: int, num: int, device: str, folder: Path) -> None:
     """One member: all generations; writes what it found."""
     import torch
     from unicron.events.spec.model import Axes
+    from unicron.workers.agent.processes.launcher import interface_variables
     from unicron.workers.training.communicators.communicators import Communicators
 
-    rank._prepare("127.0.0.1")
+    os.environ |= interface_variables("127.0.0.1")
+    rank._prepare()
     here = torch.device(device)
     if here.type == CUDA:
         index = place % torch.cuda.device_count() if here.index is None else here.index

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import structlog
 
+from ...events import network_address
 from ...events.records.types import STORES_NUM_MAX
 from ..checkpoint_store import protocol
 from ..checkpoint_store.store import BYTES_MAX, bytes_max
@@ -53,7 +54,7 @@ class CheckpointStore:
         self._log_path = log_path
         self._lost = lost
         self._loop = asyncio.get_running_loop()
-        self._listener = socket.create_server((host, 0), backlog=BACKLOG_NUM)
+        self._listener = network_address.listen(host, backlog=BACKLOG_NUM)
         self._popen: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._restart_timer: asyncio.TimerHandle | None = None
@@ -61,7 +62,7 @@ class CheckpointStore:
         """The running process has held a checkpoint."""
         self._num_failures = 0
         """Consecutive exits before a first checkpoint."""
-        self.endpoint = f"{host}:{self._listener.getsockname()[1]}"
+        self.endpoint = network_address.endpoint(host, self._listener.getsockname()[1])
         self._loop.add_reader(self._listener, self._start)
 
     @property

@@ -28,6 +28,8 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
+from ...events import network_address
+
 TASK_BYTES = 8
 """Length of a task number between agent and store: the task ended, or lost its checkpoints."""
 FIRST_CHECKPOINT_CODE = 0
@@ -286,8 +288,8 @@ def connect(endpoint: str, secret: str, wait_s: float = STALL_S_MAX) -> socket.s
 
     No single wait on the connection is longer than `wait_s`. Raises OSError, TransferError.
     """
-    host, _, port = endpoint.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=min(CONNECT_S_MAX, wait_s))
+    connection = socket.create_connection(network_address.split_endpoint(endpoint),
+                                          timeout=min(CONNECT_S_MAX, wait_s))
     try:
         connection.settimeout(min(STALL_S_MAX, wait_s))
         greeting = receive(connection, Greeting)

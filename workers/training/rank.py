@@ -12,7 +12,8 @@ then carry out orders while the agent lives (member.py). The process exits
 - on SIGTERM immediately: a rank needs no cleanup, and a checkpoint appears only when complete.
 
 Environment: UNICRON_HOST, the address at which other ranks reach this one (default 127.0.0.1);
-UNICRON_TRACE_DIR (process/trace.py); UNICRON_BACKEND (communicators/communicators.py).
+UNICRON_TRACE_DIR (process/trace.py); UNICRON_BACKEND (communicators/communicators.py). The agent
+sets the interface variables of gloo and NCCL (agent/processes/launcher.py).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def connect_agent(fd: int) -> tuple[Control, StartRank, ExitReporter]:
     exit_reporter = ExitReporter(control, order)
     sys.excepthook = exit_reporter.report
     threading.excepthook = exit_reporter.report_thread
-    _prepare(os.environ.get("UNICRON_HOST", "127.0.0.1"))
+    _prepare()
     return control, order, exit_reporter
 
 
@@ -120,14 +121,8 @@ def _first(connection: socket.socket, unpacker: Unpacker) -> tuple[StartRank, li
             return order, frames[1:]
 
 
-def _prepare(host: str) -> None:
+def _prepare() -> None:
     """Set what must be in the environment before torch is imported."""
-    from .communicators.sockets import interface_of
-
-    interface = interface_of(host)
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     # On an NCCL error torch must neither exit nor block the process: the rank reports and waits.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")

@@ -53,7 +53,8 @@ FAULTS: list[Outcome] = ["unavailable", "lost", "applied"]
 async def test_output_goes_to_a_file_and_its_tail_into_the_record(
         node: LocalNode, tmp_path: Path) -> None:
     code = ("import os, sys; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK',"
-            "'MASTER_ADDR', 'MASTER_PORT', 'UNICRON_TASK', 'UNICRON_ATTEMPT', 'UNICRON_HOST')));"
+            "'MASTER_ADDR', 'MASTER_PORT', 'UNICRON_TASK', 'UNICRON_ATTEMPT', 'UNICRON_HOST', "
+            "'GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME')));"
             "sys.exit('x' * 9000 + 'the end')")
     await node.start(python(code), rank=1, attempt=4)
     (exited,) = await node.leader.wait(RankExited)
@@ -62,7 +63,7 @@ async def test_output_goes_to_a_file_and_its_tail_into_the_record(
     (started,) = node.leader.all(RankStarted)
     assert started.log_path == str(tmp_path / "logs/1-job/rank-1.attempt-4.log")
     text = Path(started.log_path).read_text()
-    assert text.splitlines()[0] == "1 2 1 127.0.0.1 4242 1 4 127.0.0.9"
+    assert text.splitlines()[0] == "1 2 1 127.0.0.1 4242 1 4 127.0.0.9 lo =lo"
 
 
 GRANDCHILDREN = """

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct, json, structs
 
+from ....events import network_address
 from ....events.records.orders import StartRank
 from ....events.records.types import Labels
 from ....events.spec.policy import REDACT
@@ -114,7 +115,7 @@ class Launcher:
 
 def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]) -> dict[str, str]:
     """A rank's environment: the agent's, plus the variables for its kind of task."""
-    env = {"PYTHONUNBUFFERED": "1", **inherited}
+    env = {"PYTHONUNBUFFERED": "1", **interface_variables(node.host), **inherited}
     env |= {"UNICRON_HOST": node.host, "UNICRON_NODE": node.name, "UNICRON_TASK": str(order.task),
             "UNICRON_RANK": str(order.rank), "UNICRON_ATTEMPT": str(order.attempt)}
     if node.trace:
@@ -138,3 +139,15 @@ def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]
         env["CUDA_VISIBLE_DEVICES"] = ""
         env.setdefault("OMP_NUM_THREADS", "1")
     return env
+
+
+def interface_variables(host: str) -> dict[str, str]:
+    """The variables that make gloo and NCCL use the interface that has this address."""
+    interface = network_address.interface_of(host)
+    if not interface:
+        return {}
+    found = {"GLOO_SOCKET_IFNAME": interface,
+             "NCCL_SOCKET_IFNAME": f"={interface}"}  # without `=`, eth1 also stands for eth10
+    if ":" in host:
+        found["NCCL_SOCKET_FAMILY"] = "AF_INET6"
+    return found

@@ -6,6 +6,7 @@ fault then ends the processes, and the agent or launcher that started them resta
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from collections.abc import Callable, Generator, Mapping
@@ -16,6 +17,7 @@ import structlog
 import torch
 import torch.distributed as dist
 
+from ....events import network_address
 from ....events.errors import UsageError
 from ....events.records.orders import StartRank
 from ....events.spec.job import Train, is_url
@@ -82,15 +84,20 @@ class RestartOnlyDriver:
             local = int(environment.get("LOCAL_RANK", "0"))
             torch.cuda.set_device(local % torch.cuda.device_count())
         device = cpu_device.prepare_device()
-        self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
+        host = environment.get("UNICRON_HOST", "")
+        self.communicators = Communicators(host or "127.0.0.1", device)
         self.communicators.on_groups = work.on_groups
         self._hosted_store = None
         endpoint = self.communicators.endpoint
         if "MASTER_ADDR" in environment:
-            endpoint = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+            port = int(environment["MASTER_PORT"])
+            endpoint = network_address.endpoint(environment["MASTER_ADDR"], port)
             if self._place == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                self._hosted_store = dist.TCPStore("0.0.0.0", int(environment["MASTER_PORT"]),
-                                                   is_master=True, wait_for_workers=False)
+                host = host or "0.0.0.0"  # without an agent, which address is ours is not known
+                with network_address.listen(host, port) as listener:
+                    self._hosted_store = dist.TCPStore(
+                        host, port, is_master=True, wait_for_workers=False,
+                        master_listen_fd=os.dup(listener.fileno()), use_libuv=True)
         self.communicators.meet(1, self._place, num, endpoint, b"")
         self.communicators.up(axes)
         trainee = work.build(device, self.communicators.groups, axes, self._place)

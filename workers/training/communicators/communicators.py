@@ -35,6 +35,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ....events import network_address
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import num_positions
 from ..dependencies import private_megatron, private_torch
@@ -87,12 +88,12 @@ class Communicators:
 
     def __init__(self, host: str, device: torch.device) -> None:
         self.backend = os.environ.get(BACKEND) or ("nccl" if device.type == "cuda" else "gloo")
-        self._listener = socket.create_server((host, 0), backlog=128)
+        self._listener = network_address.listen(host)
         port: int = self._listener.getsockname()[1]
         self._server = dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
                                      master_listen_fd=os.dup(self._listener.fileno()),
                                      use_libuv=True)
-        self.endpoint = f"{host}:{port}"
+        self.endpoint = network_address.endpoint(host, port)
         self._server_port = port
         self._excluded = sockets.inodes()
         self._driver_sockets: set[sockets.Inode] = set()
@@ -132,8 +133,7 @@ class Communicators:
         """
         assert not self.is_up
         self.generation, self.place, self.num_members = generation, place, num_members
-        host, _, port = endpoint.rpartition(":")
-        client = self._reach(host, int(port))
+        client = self._reach(*network_address.split_endpoint(endpoint))
         self.store = dist.PrefixStore(f"generation/{generation}", client)
         self.store.set(f"news/{place}", news)
         if place == 0:

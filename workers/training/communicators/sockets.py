@@ -99,26 +99,3 @@ def _others(excluded: Iterable[Inode], server_port: int) -> Iterator[socket.sock
 
 def _listens(listener: socket.socket) -> bool:
     return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def interface_of(host: str) -> str:
-    """The network interface that has this IPv4 address; "" if none is found. Source: netdevice(7),
-    SIOCGIFADDR."""
-    import fcntl
-
-    siocgifaddr = 0x8915
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        return ""
-    if address.startswith("127."):
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, siocgifaddr, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
