@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from ...events.errors import UsageError
+from ...events.network_address import is_loopback
 from ...events.records import reports as r
 from ...events.records import types as t
-from ...events.spec.job import WEIGHT_RATIO_MAX, JobSpec, parse
+from ...events.spec.job import WEIGHT_RATIO_MAX, JobSpec, is_url, parse
 from ...events.spec.model import Modelled
 from ..fold.node_health import RECOVERED_S
 from ..planner.problem_of_state import input_digest
@@ -186,6 +188,7 @@ def _admit(state: ClusterState, job: JobSpec) -> None:
     if job.slots.min > state.num_slots_max > 0:  # 0: no node has joined yet
         raise Refusal(422, f"slots.min: {job.slots.min}, but the cluster has had at most "
                       f"{state.num_slots_max} slots", "lower slots.min, or start more agents first")
+    _check_output(state, job)
     for task in live_tasks(state):
         theirs, ours = task.spec.training, job.training
         if task.spec.name == job.name:
@@ -200,6 +203,23 @@ def _admit(state: ClusterState, job: JobSpec) -> None:
         raise Refusal(409, f"{taken}, by task {task.id} ({task.spec.name})",
                       "it is ending: try again in a moment" if is_ending else
                       f"unicron cancel {task.id}, or give this one another {what}")
+
+
+def _check_output(state: ClusterState, job: JobSpec) -> None:
+    """Raises Refusal for an output that only one of several hosts has: its ranks may be anywhere,
+    and checkpoints are published on any node."""
+    if job.training is None or is_url(job.training.output):
+        return
+    hosts = {"127.0.0.1" if is_loopback(node.host) else node.host
+             for node in state.nodes.values() if node.health != "left" and node.host}
+    output = PurePosixPath(os.path.normpath(job.training.output))
+    if len(hosts) > 1 and not any(output.is_relative_to(os.path.normpath(folder))
+                                  for folder in state.policy.shared_folders):
+        where = "train" if job.train is not None else "loop"
+        raise Refusal(
+            422, f"{where}.output: {job.training.output} is not known to be a folder that all "
+            f"{len(hosts)} hosts share",
+            "a URL, or a folder in shared_folders of the policy file (docs/guides/hosts.md)")
 
 
 def convert(body: Any, kind: type[T]) -> T:

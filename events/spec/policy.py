@@ -125,6 +125,9 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     redact: tuple[str, ...] = REDACT
     """Patterns of names of environment variables, in any case: agents replace their values in what
     a rank prints or reports before it enters the log. An agent has the list from its start on."""
+    shared_folders: tuple[str, ...] = ()
+    """Folders that all hosts have in common. If nodes are on several hosts, the output of a task is
+    a URL, or in one of these folders."""
     observe: bool = False
     """Decide, price and log everything, but send no orders."""
     allow_inject: bool = False
@@ -159,6 +162,9 @@ def parse(given: dict[Any, Any], usual: Policy | None = None) -> Policy:
          and all(0 < len(pattern) <= REDACT_CHARS_MAX for pattern in policy.redact), "redact",
          f"must be at most {REDACT_NUM_MAX} patterns of 1 to {REDACT_CHARS_MAX} characters",
          "redact: ['*KEY*', '*TOKEN*']")
+    for folder in policy.shared_folders:
+        need(folder.startswith("/"), "shared_folders", f"{folder!r} is not an absolute path",
+             "for example shared_folders: [/mnt/train]")
     need(0 <= policy.gain_min < 1, "gain_min",
          f"{policy.gain_min:g} is not {'below 1' if policy.gain_min >= 1 else 'from 0 on'}",
          "it is a share of the cluster's WAF: 0.05 is 5 %")

@@ -171,7 +171,8 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
             ("floor: true\nalpha: 0.5\n", Policy(floor=True, alpha=0.5)),
             ('{"silence_s_max": 4}', Policy(silence_s_max=4.0)), ("", Policy()),
             ("# nothing", Policy()), ("observe: false", Policy()),
-            ("hot_spare: true", Policy(hot_spare=True))):
+            ("hot_spare: true", Policy(hot_spare=True)),
+            ("shared_folders: [/mnt/a, /b]", Policy(shared_folders=("/mnt/a", "/b")))):
         path.write_text(text)
         assert read_policy(path) == policy
     for text in ("silence_s_may: 3", "silence_s_max: often", "- 1", "a: [", "silence_s_max: .nan",
@@ -182,7 +183,8 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
                  "quotas: {\"\": 3}", "calibrate_iterations: 0", "calibrate_min: 5",
                  "silence_s_max: 1e9", "moves_max: 99999999999999999999",
                  "mtbf_gpu_s: 1e300", "transition_s: 1e300", "mtbf_faults: 1e308",
-                 "gain_min: -1", "gain_min: .nan", "alpha: .nan",
+                 "gain_min: -1", "gain_min: .nan", "alpha: .nan", "shared_folders: /mnt",
+                 "shared_folders: [mnt]", "shared_folders: [3]",
                  "observe: true", "allow_inject: true"):
         path.write_text(text)
         with pytest.raises(UsageError) as refused:
@@ -229,7 +231,8 @@ def test_every_number_of_a_policy_has_its_bounds(tmp_path: Path) -> None:
                                            else f"{beyond}"))
             with pytest.raises(UsageError, match=f"{name}.*must be between"):
                 read_policy(path)
-    others = {"floor", "alpha", "gain_min", "hot_spare", "observe", "allow_inject"}
+    others = {"floor", "alpha", "gain_min", "hot_spare", "shared_folders", "observe",
+              "allow_inject"}
     assert {*BOUNDS, *others} == set(Policy.__struct_fields__)
 
 

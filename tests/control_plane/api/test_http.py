@@ -265,6 +265,23 @@ async def test_a_task_that_the_cluster_cannot_hold_is_refused(site: Site) -> Non
     assert message == "slots.min: 4, but the cluster has had at most 3 slots"
 
 
+@real
+async def test_an_output_that_only_one_host_has_is_refused(site: Site) -> None:
+    for name, host in (("n1", "127.0.0.1"), ("n2", "127.0.0.1"), ("n3", "10.0.0.3")):
+        await site.tell(NodeJoined(node=name, incarnation=9, host=host, pid=1, num_slots=1))
+        if name == "n2":
+            assert (await site.ask("POST", "/v1/tasks", JOB))[0] == 200, "all are on one host"
+    message = await site.refused(422, "POST", "/v1/tasks", TWO)
+    assert message == ("train.output: /two is not known to be a folder that all 2 hosts share")
+    url = TWO | {"train": {"iterations": 3, "output": "s3://bucket/two"}}
+    assert (await site.ask("POST", "/v1/tasks", url))[0] == 200
+    (await site.coordinator.settled()).policy = Policy(shared_folders=("/two", "/shared/"))
+    for number, (output, status) in enumerate({
+            "/two": 200, "/two/../twos": 422, "/shared/a/b": 200, "/shared/../b": 422}.items()):
+        other = TWO | {"name": f"other{number}", "train": {"iterations": 3, "output": output}}
+        assert (await site.ask("POST", "/v1/tasks", other))[0] == status, output
+
+
 @pytest.mark.parametrize(("change", "status", "where"), [
     ({"name": "Not A Name"}, 422, "name"), ({"nonsense": 1}, 422, "nonsense"),
     ({"slots": {"min": 3, "max": 2}}, 422, "slots.max"), ({"apiVersion": "v9"}, 422, "apiVersion"),
