@@ -13,7 +13,18 @@ from typer.exceptions import Abort, TyperException
 
 from ..events.errors import UnicronError, UsageError
 from .terminal import console
-from .terminal.options import Checks, Form, NodeArg, NodesArg, Reason, State, TaskArg, Url, folder
+from .terminal.options import (
+    Checks,
+    Form,
+    Insecure,
+    NodeArg,
+    NodesArg,
+    Reason,
+    State,
+    TaskArg,
+    Url,
+    folder,
+)
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -105,8 +116,11 @@ def agent(
     node: Annotated[str, typer.Option(metavar="NAME", help="This node's name [the host's].")] = "",
     slots: Annotated[int, typer.Option(min=0, max=64, metavar="K",
                                        help="Slots here; 0: one for each GPU.")] = 0,
-    host: Annotated[str, typer.Option(
-        metavar="ADDRESS", help="Where other nodes reach this one.")] = "127.0.0.1",
+    advertise: Annotated[str, typer.Option(
+        metavar="ADDRESS|INTERFACE", help="Where other nodes reach the ranks of this one [the "
+        "address from which it reaches the control plane].")] = "",
+    host: Annotated[str, typer.Option("--host", hidden=True)] = "",  # the name before 0.3
+    insecure: Insecure = False,
     label: Annotated[list[str] | None, typer.Option(
         metavar="KEY=VALUE", help="The place of this node: rack=NAME or switch=NAME; may be "
         "repeated.")] = None,
@@ -126,31 +140,42 @@ def agent(
     """Run the agent of one node; it joins the control plane by HTTP."""
     from .commands import serve
 
-    serve.agent(folder(state), url=url, node=node, num_slots=slots, host=host, redis_url=redis,
-              label=label or (), watch=not no_watch, checks=checks, checks_every_s=checks_every,
-              checks_s_max=checks_limit)
+    serve.agent(folder(state), url=url, node=node, num_slots=slots, advertise=advertise or host,
+                insecure=insecure, redis_url=redis, label=label or (), watch=not no_watch,
+                checks=checks, checks_every_s=checks_every, checks_s_max=checks_limit)
 
 
-@app.command("control-plane", hidden=True)
+@app.command("control-plane")
 def control_plane(
     state: State = None,
-    host: Annotated[str, typer.Option(metavar="ADDRESS")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
+    listen: Annotated[str, typer.Option(
+        metavar="ADDRESS|INTERFACE", help="Where it listens; beyond this machine also at the next "
+        "port, for the log.")] = "127.0.0.1",
+    advertise: Annotated[str, typer.Option(
+        metavar="ADDRESS", help="Where other hosts reach it [where it listens].")] = "",
+    port: Annotated[int, typer.Option(
+        min=0, max=65534, metavar="PORT",
+        help="0: any, but 8420 beyond this machine.")] = 0,
+    insecure: Insecure = False,
     cluster: Annotated[str, typer.Option(metavar="NAME")] = "default",
     policy: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     observe: Annotated[bool, typer.Option("--observe")] = False,
     allow_inject: Annotated[bool, typer.Option("--allow-inject")] = False,
     shared_password: Annotated[bool, typer.Option("--shared-password")] = False,
 ) -> None:
-    """Run the control plane; `up` does this. The Redis URL is $UNICRON_REDIS_URL."""
+    """Run the control plane of several hosts; `up` is for one machine.
+
+    The log is on a private server, or on that of $UNICRON_REDIS_URL.
+    """
     from ..events.secret_environment import REDIS_URL, remove_secrets
     from .commands import serve
 
     redis_url = os.environ.get(REDIS_URL, "")
     remove_secrets(REDIS_URL)
-    serve.control_plane(folder(state), redis_url=redis_url,
-                      host=host, port=port, cluster=cluster, policy=policy, observe=observe,
-                      allow_inject=allow_inject, shared_password=shared_password)
+    serve.control_plane(folder(state), redis_url=redis_url, listen=listen, advertise=advertise,
+                        port=port, insecure=insecure, cluster=cluster, policy=policy,
+                        observe=observe, allow_inject=allow_inject,
+                        shared_password=shared_password)
 
 
 @app.command()

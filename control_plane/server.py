@@ -29,6 +29,7 @@ import structlog
 from msgspec import Struct
 from unicron import __version__
 
+from ..events import network_address
 from ..events.errors import Fenced, Unavailable, UsageError
 from ..events.log.embedded_server import start_time
 from ..events.log.identity import SECRET_BYTES, Identities, Keys
@@ -40,6 +41,7 @@ from ..events.spec.policy import Policy
 from .api.connections import ConnectionLimits, Listener, limits_of_descriptors, seldom_logged
 from .api.http import Address, HttpApi
 from .api.tokens import Tokens, new_secret
+from .service import server_relay
 from .service.coordinator import Coordinator
 
 CONNECT_S_MAX = 5.0
@@ -48,11 +50,17 @@ EXIT_DONE, EXIT_FAILED = 0, 1
 
 
 class Options(Struct, frozen=True, kw_only=True):
-    """Options of `unicron control-plane`. `port` 0 selects a free one."""
+    """Options of `unicron control-plane`. `port` 0 selects a free one.
+
+    `listen` is the address at which it listens, `advertise` the one at which others reach it ("":
+    the same). If other hosts reach it and cannot reach the server at `redis_url`, it relays their
+    connections to the server, at `port` + 1.
+    """
 
     state: Path
     redis_url: str
-    host: str = "127.0.0.1"
+    listen: str = "127.0.0.1"
+    advertise: str = ""
     port: int = 0
     cluster: str = "default"
     policy: Policy = Policy()
@@ -96,15 +104,23 @@ async def _serve(options: Options) -> int:
         coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
                                   code=__version__, policy=options.policy)
         token = _token(options.state)
-        address = Address(redis_url=options.redis_url, cluster=options.cluster,
-                          shared_password=options.shared_password)
+        advertised = options.advertise or options.listen
+        is_relayed = (server_relay.is_local(options.redis_url)
+                      and not network_address.is_loopback(options.listen))
+        address = Address(
+            cluster=options.cluster, shared_password=options.shared_password,
+            redis_url=server_relay.url_at(options.redis_url, advertised, options.port + 1)
+            if is_relayed else options.redis_url)
         tokens = Tokens(options.state / "tokens.json", owner=token)
         http = HttpApi(coordinator, log, tokens=tokens, address=address, identities=identities)
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
-        url = await _listen(listener, options.host, options.port)
+        url = await _listen(listener, options, advertised)
         socket = await _listen_locally(listener, options.state)
+        relay = server_relay.ServerRelay(options.redis_url)
         file = options.state / "control_plane.json"
         try:
+            if is_relayed:
+                await _relay(relay, options)
             pid = os.getpid()
             _write(file, msgspec.json.encode({
                 "url": url, "socket": socket, "token": token, "pid": pid,
@@ -112,6 +128,7 @@ async def _serve(options: Options) -> int:
             logger.info("listening", url=url, cluster=options.cluster)
             return await _lead(coordinator, stop)
         finally:
+            await relay.close()
             await listener.stop()
             _remove(file, socket)
     finally:
@@ -160,14 +177,26 @@ async def _wait_for_redis(log: RedisLog) -> None:
         await asyncio.sleep(0.1)
 
 
-async def _listen(listener: Listener, host: str, port: int) -> str:
+async def _listen(listener: Listener, options: Options, advertised: str) -> str:
+    """Listen for HTTP; returns the URL at which others reach it."""
     try:
-        bound_port = await listener.start(host, port)
+        bound_port = await listener.start(options.listen, options.port)
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else str(error)
-        raise UsageError(f"cannot listen on {host}:{port}: {why}",
-                         "choose another port, or stop what uses it") from None
-    return f"http://[{host}]:{bound_port}" if ":" in host else f"http://{host}:{bound_port}"
+        raise _cannot_listen(options.listen, options.port, error) from None
+    return f"http://{network_address.endpoint(advertised, bound_port)}"
+
+
+async def _relay(relay: server_relay.ServerRelay, options: Options) -> None:
+    try:
+        await relay.start(options.listen, options.port + 1)
+    except OSError as error:
+        raise _cannot_listen(options.listen, options.port + 1, error) from None
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> UsageError:
+    why = os.strerror(error.errno) if error.errno else str(error)
+    return UsageError(f"cannot listen on {network_address.endpoint(host, port)}: {why}",
+                      "choose another port, or stop what uses it")
 
 
 async def _listen_locally(listener: Listener, state: Path) -> str:

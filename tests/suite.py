@@ -30,9 +30,9 @@ WITH_OTHERS = [f"{RANKS}/test_{name}.py"
 """Tests of ranks in another lane, so that no lane is much longer than the rest."""
 OF_RANKS = [f"{RANKS}/{file.name}" for file in sorted((ROOT / RANKS).glob("test_*.py"))]
 LANES = {
-    "clusters": ["tests/cluster", *WITH_CLUSTERS],
+    "clusters": ["tests/cluster", "tests/hosts", *WITH_CLUSTERS],
     "ranks": [RANKS, *(f"--ignore={file}" for file in (*WITH_CLUSTERS, *WITH_OTHERS))],
-    "others": ["tests", "--ignore=tests/cluster",
+    "others": ["tests", "--ignore=tests/cluster", "--ignore=tests/hosts",
                *(f"--ignore={file}" for file in OF_RANKS if file not in WITH_OTHERS)],
 }
 """Lane -> arguments of its pytest, which runs one test at a time and at most six real ranks."""

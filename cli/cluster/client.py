@@ -58,8 +58,8 @@ class Client:
             raise UsageError(f"{url!r} is not a control plane's address",
                              "for example --url http://127.0.0.1:8420")
         self.url, self.socket = url, socket
-        self._secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname, port
+        self.is_secure = parts.scheme == "https"
+        self.host, self.port = parts.hostname, port
         self.token, self._hint = token, hint
 
     def get(self, path: str, limit_s: float = REPLY_S_MAX, **query: object) -> Any:
@@ -113,8 +113,8 @@ class Client:
     def _link(self) -> http.client.HTTPConnection:
         if self.socket:
             return _SocketConnection(self.socket, timeout=REPLY_S_MAX)
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=REPLY_S_MAX)
+        kind = http.client.HTTPSConnection if self.is_secure else http.client.HTTPConnection
+        return kind(self.host, self.port, timeout=REPLY_S_MAX)
 
 
 class _SocketConnection(http.client.HTTPConnection):

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import typer
 
+from ...events import network_address
 from ...events.errors import UsageError
+from ...events.log import embedded_server
 from ...events.records import types
 from ...events.spec.policy import Policy
 from ..cluster import processes
@@ -31,28 +33,34 @@ if TYPE_CHECKING:
 
 PROBE_S_MAX = 20.0
 AWAY_S_MAX = 60.0
+EVERY_ADDRESS = ("0.0.0.0", "::")
+HTTP_PORT = 8420
+"""The port beyond this machine, unless another one is given."""
 POLL_S = 0.05
 
 
-def control_plane(state: StateDir, *, redis_url: str, host: str, port: int, cluster: str,
-                  policy: Path | None, observe: bool, allow_inject: bool,
-                  shared_password: bool) -> None:
-    """Serve until a signal. Raises UsageError."""
+def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: str, port: int,
+                  insecure: bool, cluster: str, policy: Path | None, observe: bool,
+                  allow_inject: bool, shared_password: bool) -> None:
+    """Serve until a signal; without a Redis URL on a private server. Raises UsageError."""
     from ...control_plane import server
     from ..files import policy_file
 
-    if not redis_url:
-        raise UsageError("no Redis is named", "unicron up, or set UNICRON_REDIS_URL")
+    address, advertised = listen_address(listen, advertise)
+    if not network_address.is_loopback(address):
+        _allow_plain(f"--listen {listen}", insecure)
+        port = port or HTTP_PORT
     loaded = policy_file.load(policy) if policy is not None else Policy()
     _write_pid_file(state, CONTROL_PLANE)
     raise typer.Exit(server.run(server.Options(
-        state=state.path, redis_url=redis_url, host=host, port=port, cluster=cluster,
+        state=state.path, redis_url=redis_url or embedded_server.ensure(state.server).url,
+        listen=address, advertise=advertised, port=port, cluster=cluster,
         shared_password=shared_password,
         policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject))))
 
 
-def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: str,
-          redis_url: str, label: Sequence[str], watch: bool, checks: Path | None,
+def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, advertise: str,
+          insecure: bool, redis_url: str, label: Sequence[str], watch: bool, checks: Path | None,
           checks_every_s: float, checks_s_max: float) -> None:
     """Run the agent of a node until a signal. Raises UsageError."""
     from ...workers.agent import main
@@ -60,12 +68,46 @@ def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: 
     labels = types.parse_labels(label)
     own = own_checks(checks, checks_every_s, checks_s_max)
     client = _control_plane(state, url)
+    if not client.is_secure and not network_address.is_loopback(client.host):
+        _allow_plain(client.url, insecure)
     name = node or node_name(platform.node())
     _write_pid_file(state, agent_name(name))
     raise typer.Exit(main.run(main.AgentOptions(
         node=name, url=client.url, socket=client.socket, token=client.token,
-        num_slots=num_slots or num_devices(), state_dir=state.path, host=host,
-        redis_url=redis_url, labels=labels, watch=watch, checks=own)))
+        num_slots=num_slots or num_devices(), state_dir=state.path,
+        host=advertised_address(advertise, client), redis_url=redis_url, labels=labels,
+        watch=watch, checks=own)))
+
+
+def listen_address(listen: str, advertise: str) -> tuple[str, str]:
+    """The addresses at which a control plane listens and is reached. Raises UsageError."""
+    if advertise in {name for name, _ in network_address.interfaces()}:
+        advertise = network_address.own_address(advertise, "--advertise")
+    if listen in EVERY_ADDRESS:
+        if not advertise:
+            raise UsageError(f"--listen {listen} is no address at which agents reach it",
+                             "add --advertise ADDRESS")
+        return listen, advertise
+    return network_address.own_address(listen, "--listen"), advertise
+
+
+def advertised_address(advertise: str, client: Client) -> str:
+    """The address at which other nodes reach the ranks of this one. Raises UsageError."""
+    if advertise:
+        return network_address.own_address(advertise, "--advertise")
+    try:
+        return network_address.address_towards(client.host, client.port)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UsageError(f"{client.url} cannot be reached: {why}",
+                         "give --advertise ADDRESS, or another --url") from None
+
+
+def _allow_plain(what: str, insecure: bool) -> None:
+    """Raise UsageError unless the user accepts plain connections to other hosts."""
+    if not insecure:
+        raise UsageError(f"{what}: tokens and reports would cross the network unencrypted",
+                         "--insecure allows it: on a network that you trust")
 
 
 def own_checks(folder: Path | None, every_s: float = 60.0, s_max: float = 30.0

@@ -32,6 +32,8 @@ NodesArg = Annotated[str, typer.Argument(
     metavar="NODE", help="A node's name, or several with commas between.")]
 Reason = Annotated[str, typer.Option(
     "--reason", metavar="TEXT", help="Why; it goes into the log [your login name].")]
+Insecure = Annotated[bool, typer.Option(
+    "--insecure", help="Talk to other hosts without encryption: on a network that you trust.")]
 Checks = Annotated[Path | None, typer.Option(
     "--checks", metavar="DIR", help="Your own checks of the node: each executable in DIR is run "
     "periodically; it exits with 0 healthy, 1 degraded, 2 unhealthy, 3 unknown.")]

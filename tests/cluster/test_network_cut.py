@@ -28,7 +28,7 @@ class PartedCluster(RealCluster):
     """A cluster whose second node is in the network namespace `far`."""
 
     def __init__(self, path: Path, far: str, policy: dict[str, float]) -> None:
-        super().__init__(path, len(NODES), policy)
+        super().__init__(path, len(NODES), {**policy, "shared_folders": [str(path)]})
         self.far = far
         self._agents: Agents | None = None
 

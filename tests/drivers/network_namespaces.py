@@ -47,12 +47,12 @@ def namespaces(mark: str) -> Iterator[tuple[str, str]]:
     near, far = f"{mark}-a", f"{mark}-b"
     try:
         for name in (near, far):
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", "lo", "up")
-        _ip("-n", near, "link", "add", "near", "type", "veth", "peer", "name", "far", "netns", far)
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", near, "link", "add", "near", "type", "veth", "peer", "name", "far", "netns", far)
         for name, link, address in ((near, "near", HERE), (far, "far", THERE)):
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", link)
-            _ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "address", "add", f"{address}/24", "dev", link)
+            ip("-n", name, "link", "set", link, "up")
         yield near, far
     finally:
         for name in (near, far):
@@ -60,19 +60,19 @@ def namespaces(mark: str) -> Iterator[tuple[str, str]]:
                            timeout=IP_S_MAX)
 
 
-def _ip(*words: str) -> None:
+def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=IP_S_MAX)
 
 
 def cut(far: str) -> float:
     """Take the link down; return the time."""
     at_s = time.time()
-    _ip("-n", far, "link", "set", "far", "down")
+    ip("-n", far, "link", "set", "far", "down")
     return at_s
 
 
 def mend(far: str) -> None:
-    _ip("-n", far, "link", "set", "far", "up")
+    ip("-n", far, "link", "set", "far", "up")
 
 
 @contextmanager
@@ -164,7 +164,8 @@ class Agents:
             with (folder / f"{node}.log").open("wb") as log:
                 self._running.append(subprocess.Popen(
                     [*inside, sys.executable, "-P", "-m", "unicron.cli.main", "agent",
-                     "--node", node, "--host", host, "--slots", str(num_slots),
+                     "--node", node, "--advertise", host, "--insecure",
+                     "--slots", str(num_slots),
                      "--url", f"http://{HERE}:{http}",
                      "--redis", f"redis://:{server.password}@{HERE}:{redis}/0",
                      "--state", str(folder / node)],

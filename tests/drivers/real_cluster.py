@@ -38,7 +38,7 @@ class RealCluster:
     """A cluster with nodes of two slots; reads the log and the ranks' traces."""
 
     def __init__(self, path: Path, num_agents: int = 2,
-                 policy: Mapping[str, float] | None = None) -> None:
+                 policy: Mapping[str, object] | None = None) -> None:
         self.path = path
         trace = path / "trace"
         trace.mkdir(parents=True)
@@ -322,7 +322,7 @@ class RealCluster:
 
 @contextmanager
 def running(path: Path, num_agents: int = 2,
-            policy: Mapping[str, float] | None = None) -> Iterator[RealCluster]:
+            policy: Mapping[str, object] | None = None) -> Iterator[RealCluster]:
     """A started cluster; its processes are stopped by pid at the end."""
     made = RealCluster(path, num_agents, policy)
     try:

@@ -47,7 +47,7 @@ class Parted(Unicron):
     """Unicron with its second node in the far namespace."""
 
     def __init__(self, folder: Path, far: str) -> None:
-        super().__init__(folder)
+        super().__init__(folder, policy={"shared_folders": [str(folder)]})
         self._far = far
         self._agents: Agents | None = None
 

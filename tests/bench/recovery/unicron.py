@@ -28,7 +28,7 @@ class Unicron:
     def __init__(self, folder: Path, *, num_ranks: int = NUM_RANKS, size: str = "1M",
                  traced: bool = True, copy_every: int | None = None,
                  by_exec: tuple[str, ...] = (), watches: bool = True,
-                 policy: Mapping[str, float] | None = None,
+                 policy: Mapping[str, object] | None = None,
                  parallel: Parallel | None = None) -> None:
         """`by_exec`: nodes whose agents start ranks by exec instead of from a zygote."""
         folder.mkdir(parents=True)

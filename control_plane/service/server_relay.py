@@ -1,0 +1,100 @@
+"""The relay to the log's server: agents on other hosts reach it at the control plane's address.
+
+The embedded server listens on this machine only. Each connection at the relay's port is passed on
+to the server, byte by byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from ...events import network_address
+
+PASS_BYTES = 1 << 16
+CONNECT_S_MAX = 5.0
+SILENT_S, PROBE_S, PROBES_NUM = 60, 10, 3
+"""A peer that is gone without a word is noticed after these times."""
+
+
+def is_local(redis_url: str) -> bool:
+    """Whether other hosts cannot reach the server at this URL."""
+    parts = urlsplit(redis_url)
+    return parts.scheme == "unix" or network_address.is_loopback(parts.hostname or "localhost")
+
+
+def url_at(redis_url: str, host: str, port: int) -> str:
+    """The URL of the same server as reached through a relay at `host` and `port`."""
+    parts = urlsplit(redis_url)
+    user, at, _ = parts.netloc.rpartition("@")
+    path = "/0" if parts.scheme == "unix" else parts.path
+    return f"redis://{user}{at}{network_address.endpoint(host, port)}{path}"
+
+
+class ServerRelay:
+    """Passes connections at an address on to the server of `redis_url`, from `start` to `close`."""
+
+    def __init__(self, redis_url: str) -> None:
+        self._to = urlsplit(redis_url)
+        self._passing: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen. Raises OSError."""
+        self._server = await asyncio.start_server(self._on_connect, host, port)
+
+    async def close(self) -> None:
+        """End all connections."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._passing:
+            task.cancel()
+        await asyncio.gather(*self._passing, return_exceptions=True)
+
+    def _on_connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._pass(reader, writer), name="relay")
+        self._passing.add(task)
+        task.add_done_callback(self._passing.discard)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ends = [writer]
+        try:
+            _notice_gone_peer(writer.get_extra_info("socket"))
+            async with asyncio.timeout(CONNECT_S_MAX):
+                server_reader, server_writer = await self._connect()
+            ends.append(server_writer)
+            copies = [asyncio.ensure_future(_copy(reader, server_writer)),
+                      asyncio.ensure_future(_copy(server_reader, writer))]
+            try:
+                await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for copy in copies:
+                    copy.cancel()
+                await asyncio.gather(*copies, return_exceptions=True)
+        except (OSError, TimeoutError):  # the client sees a closed connection, and tries again
+            pass
+        finally:
+            for end in ends:
+                end.close()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._to.scheme == "unix":
+            return await asyncio.open_unix_connection(self._to.path)
+        return await asyncio.open_connection(self._to.hostname, self._to.port or 6379)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(PASS_BYTES):
+            writer.write(data)
+            await writer.drain()
+
+
+def _notice_gone_peer(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", SILENT_S), ("TCP_KEEPINTVL", PROBE_S),
+                        ("TCP_KEEPCNT", PROBES_NUM), ("TCP_USER_TIMEOUT", SILENT_S * 1000)):
+        if hasattr(socket, name):  # macOS lacks some
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,51 @@
+"""The relay to the log's server: agents use the log through it, and see when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from conftest import Cluster
+from unicron.control_plane.service.server_relay import ServerRelay, is_local, url_at
+from unicron.events.errors import Unavailable
+from unicron.events.log.embedded_server import Server, free_port
+
+
+@pytest.mark.parametrize(("url", "expected"), [
+    ("redis://:p@127.0.0.1:1/0", True), ("redis://:p@localhost:1/0", True),
+    ("redis://[::1]:1/0", True), ("unix://:p@/a/b.sock", True), ("redis://:p@10.0.0.1:1/0", False),
+    ("rediss://u:p@redis.site:1/0", False)])
+def test_which_servers_other_hosts_cannot_reach(url: str, expected: bool) -> None:
+    assert is_local(url) is expected
+
+
+@pytest.mark.parametrize(("url", "host", "expected"), [
+    ("redis://:p@127.0.0.1:1/3", "10.0.0.1", "redis://:p@10.0.0.1:8421/3"),
+    ("redis://u:p@localhost/0", "fd00::1", "redis://u:p@[fd00::1]:8421/0"),
+    ("unix://:p@/a/b.sock", "n1", "redis://:p@n1:8421/0")])
+def test_the_url_through_the_relay(url: str, host: str, expected: str) -> None:
+    assert url_at(url, host, 8421) == expected
+
+
+async def test_the_log_is_used_through_it_until_it_closes(
+        server: Server, redis_log: Cluster) -> None:
+    relay, port = ServerRelay(server.url), free_port()
+    await relay.start("127.0.0.2", port)
+    async with redis_log(url_at(server.url, "127.0.0.2", port)) as log:
+        await log.check()
+        waiting = asyncio.create_task(log.orders("n1", after="0-0", wait_s=30.0))
+        await log.beat("n1", 7)
+        async with redis_log() as direct:
+            assert [(beat.node, beat.incarnation) for beat in await direct.beats()] == [("n1", 7)]
+        await relay.close()
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(waiting, 5.0)
+
+
+async def test_without_a_server_a_connection_is_closed() -> None:
+    relay, port = ServerRelay(f"redis://127.0.0.1:{free_port()}/0"), free_port()
+    await relay.start("127.0.0.2", port)
+    reader, writer = await asyncio.open_connection("127.0.0.2", port)
+    assert await asyncio.wait_for(reader.read(), 5.0) == b""
+    writer.close()
+    await relay.close()
