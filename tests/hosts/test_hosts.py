@@ -170,6 +170,7 @@ def test_a_host_without_cables_is_lost_and_its_old_ranks_are_stale(
 
 def test_a_dead_host_costs_no_iteration(cluster: HostsCluster, task: int) -> None:
     network, node = cluster.network, first_host(cluster, task)
+    cluster.wait_paced(task, NUM)  # a stall is told after 60 s where the step time is not known yet
     before, after = cluster.pids(task), cluster.seq()
     (theirs,) = cluster.on(task, node)
     network.kill(node)
