@@ -11,7 +11,7 @@ import socket
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from ...events import network_address
+from ...events import network_address, unix_socket
 
 PASS_BYTES = 1 << 16
 CONNECT_S_MAX = 5.0
@@ -81,7 +81,7 @@ class ServerRelay:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._to.scheme == "unix":
-            return await asyncio.open_unix_connection(self._to.path)
+            return await asyncio.open_unix_connection(unix_socket.address(self._to.path))
         return await asyncio.open_connection(self._to.hostname, self._to.port or 6379)
 
 

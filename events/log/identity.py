@@ -122,6 +122,7 @@ AGENT_REPORTS: tuple[type[Body], ...] = (
     reports.NodeJoined, reports.NodeLeft, reports.MemoryCheckpointsLost, reports.ReportsLost,
     reports.OrderRefused, reports.HealthChanged, reports.DeviceErred,
     reports.RankStarted, reports.RankReady, reports.RankErrored, reports.RankExited,
+    reports.RankReportsDropped,
     reports.RankSuspended, reports.RankContinued, reports.RankStalled, reports.RankUnstalled,
     reports.CollectiveFailed, reports.Quiesced, reports.Reconfigured, reports.ReconfigureFailed,
     reports.TaskProgressed, reports.IterationsLogged, reports.LossNotFinite,
