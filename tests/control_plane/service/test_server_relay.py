@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 from conftest import Cluster
+from unicron.cli.cluster.local_cluster import free_port
 from unicron.control_plane.service.server_relay import ServerRelay, is_local, url_at
 from unicron.events.errors import Unavailable
-from unicron.events.log.embedded_server import Server, free_port
+from unicron.events.log.embedded_server import Server
 
 
 @pytest.mark.parametrize(("url", "expected"), [
@@ -36,7 +37,8 @@ async def test_the_log_is_used_through_it_until_it_closes(
         waiting = asyncio.create_task(log.orders("n1", after="0-0", wait_s=30.0))
         await log.beat("n1", 7)
         async with redis_log() as direct:
-            assert [(beat.node, beat.incarnation) for beat in await direct.beats()] == [("n1", 7)]
+            beats = await direct.beats(["n1"])
+            assert [(beat.node, beat.incarnation) for beat in beats] == [("n1", 7)]
         await relay.close()
         with pytest.raises(Unavailable):
             await asyncio.wait_for(waiting, 5.0)
