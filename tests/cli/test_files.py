@@ -231,8 +231,8 @@ def test_every_number_of_a_policy_has_its_bounds(tmp_path: Path) -> None:
                                            else f"{beyond}"))
             with pytest.raises(UsageError, match=f"{name}.*must be between"):
                 read_policy(path)
-    others = {"floor", "alpha", "gain_min", "hot_spare", "shared_folders", "observe",
-              "allow_inject"}
+    others = {"floor", "alpha", "gain_min", "hot_spare", "redact", "shared_folders",
+              "observe", "allow_inject"}
     assert {*BOUNDS, *others} == set(Policy.__struct_fields__)
 
 
