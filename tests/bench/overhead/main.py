@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from contextlib import closing
@@ -28,6 +29,9 @@ AXES, MICRO_BATCHES = Axes(dp=2), 8
 LIMIT_S = 3600.0
 LAUNCHES_NUM, PAIRS_NUM, WARM_UP = 12, 8, 3
 """WARM_UP: iterations of each that are not counted: the first ones create states and buffers."""
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""The ranks' memory is of huge pages, where the machine has them: with small ones, two launches of
+the same processes differ by several per cent."""
 ROWS = 2
 SEQUENCES = {"overhead": 512, "overhead_128_tokens": 64}
 """Case -> length of a sequence. The first case has the goal: micro-batches of real jobs have 2,048
@@ -91,6 +95,7 @@ def measured(folder: Path, num: int, sequence: int) -> list[tuple[float, float]]
         ("5, 4\n", "10**9, 4\n"), ("hidden_size=32", "hidden_size=256"),
         ("VOCABULARY, SEQUENCE, ROWS = 64, 16, 2",
          f"VOCABULARY, SEQUENCE, ROWS = 512, {sequence}, {ROWS}")])
+    os.environ.update(HUGE_PAGES)
     with closing(Nursery(folder / "zygote.log")) as nursery:
         driver = drive_loop(folder, nursery, [], iterations=total, micro_batches=MICRO_BATCHES,
                             script=script)
