@@ -106,7 +106,7 @@ bench-settlement: setup types ## what a settlement costs a rank of 64, 256 and 1
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.settlement.main $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
 
-bench-overhead: setup types ## an undisturbed iteration over one of Megatron's own loop (N=12 launches a case)
+bench-overhead: setup types ## an undisturbed iteration over one of Megatron's own loop (N=24 launches a case)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.overhead.main $(if $(filter-out file,$(origin N)),-n $(N))
 
 bench-paper: setup types ## the rows of unicron simulate paper (N=5 seeds)

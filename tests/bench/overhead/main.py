@@ -27,7 +27,7 @@ RATIO_MAX, WIDTH_MAX = 1.01, 0.01
 FOLDERS = [str(ROOT / "tests"), str(ROOT / "tests" / "drivers")]
 AXES, MICRO_BATCHES = Axes(dp=2), 8
 LIMIT_S = 3600.0
-LAUNCHES_NUM, PAIRS_NUM, WARM_UP = 12, 8, 3
+LAUNCHES_NUM, PAIRS_NUM, WARM_UP = 24, 8, 3
 """WARM_UP: iterations of each that are not counted: the first ones create states and buffers."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """The ranks' memory is of huge pages, where the machine has them: with small ones, two launches of
