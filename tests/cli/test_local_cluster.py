@@ -240,8 +240,13 @@ def test_a_stranger_on_the_port_hears_no_secret_and_the_cluster_recovers(cluster
     with Redis.from_url(f"unix://:{cluster.state.server.joinpath('password').read_text()}@"
                         f"{cluster.state.server / 'server.sock'}") as server:
         assert server.config_get("port") == {"port": "0"}
-    cluster.kill(CONTROL_PLANE)
-    stranger = Stranger(port)
+    watching = cluster.process(UP)
+    os.kill(watching.pid, signal.SIGSTOP)  # else it starts a new one before the stranger listens
+    try:
+        cluster.kill(CONTROL_PLANE)
+        stranger = Stranger(port)
+    finally:
+        os.kill(watching.pid, signal.SIGCONT)
     try:
         os.kill(before["server"], signal.SIGKILL)
         cluster.kill(agent_name("n1"))
