@@ -24,21 +24,21 @@ CASE = f"submissions_{TASKS}"
 
 def submissions() -> dict[str, float]:
     """The metrics of one cluster: two agents of two slots, so that most tasks wait."""
-    with tempfile.TemporaryDirectory(prefix="submissions-") as folder:
-        with running(Path(folder)) as cluster:
-            begin = cluster.seq()
-            times_s: list[float] = []
-            threads = [threading.Thread(target=_submit, args=(cluster, number, times_s))
-                       for number in range(CLIENTS)]
-            begin_s = time.monotonic()
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            all_s = time.monotonic() - begin_s
-            assert len(times_s) == TASKS
-            cluster.wait(lambda: not _is_plan_due(cluster) or None, "all tasks are planned")
-            plans = cluster.told(begin, "PlanChosen")
+    with tempfile.TemporaryDirectory(prefix="submissions-") as folder, running(
+            Path(folder)) as cluster:
+        begin = cluster.seq()
+        times_s: list[float] = []
+        threads = [threading.Thread(target=_submit, args=(cluster, number, times_s))
+                   for number in range(CLIENTS)]
+        begin_s = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        all_s = time.monotonic() - begin_s
+        assert len(times_s) == TASKS
+        cluster.wait(lambda: not _is_plan_due(cluster) or None, "all tasks are planned")
+        plans = cluster.told(begin, "PlanChosen")
     ordered = sorted(1e3 * took_s for took_s in times_s)
     return {"answer_p50_ms": statistics.median(ordered),
             "answer_p95_ms": ordered[int(0.95 * TASKS) - 1], "answer_max_ms": ordered[-1],

@@ -374,13 +374,13 @@ def test_an_incident_has_the_status_of_its_worst_fault(d: Driver, task: int) -> 
 
 
 # --- many submissions at once -------------------------------------------------------------------
-def command(number: int) -> JobSpec:
+def numbered(number: int) -> JobSpec:
     return parse({"apiVersion": API_VERSION, "name": f"c-{number}", "command": ["true"]})
 
 
 def test_many_submissions_share_a_plan(d: Driver) -> None:
     for number in range(40):
-        d.submit(command(number))
+        d.submit(numbered(number))
     plans = [record for record in d.log if record.kind == "PlanChosen"]
     assert len(plans) < 20
     late = [task for task in d.state.tasks.values() if not task.target and not task.why]
@@ -395,7 +395,7 @@ def test_many_submissions_share_a_plan(d: Driver) -> None:
 def test_a_plan_for_another_reason_has_the_waiting_submissions_as_well(d: Driver) -> None:
     number = 0
     while PLAN not in d.state.deadlines:
-        d.submit(command(number))
+        d.submit(numbered(number))
         number += 1
     joined = d.join("n3")
     assert the(decisions.PlanChosen, joined).trigger == "node n3 joined"
@@ -405,10 +405,10 @@ def test_a_plan_for_another_reason_has_the_waiting_submissions_as_well(d: Driver
 
 def test_a_submission_long_after_a_plan_does_not_wait(d: Driver) -> None:
     for number in range(20):
-        d.submit(command(number))
+        d.submit(numbered(number))
     if PLAN in d.state.deadlines:
         d.due(PLAN)
     d.now_s += PLAN_WAIT_S_MAX
-    task = d.submit(command(20))
+    task = d.submit(numbered(20))
     assert PLAN not in d.state.deadlines
     assert task_of(d, task).why
