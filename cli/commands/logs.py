@@ -65,7 +65,7 @@ class _File(Struct):
     def _ask(self, client: Client) -> None:
         """Get it from the agent of its node, which has it on its own disk."""
         while True:
-            part = client.get(f"/v1/nodes/{self.node}/file", path=str(self.path),
+            part = client.get(f"/v1/nodes/{self.node}/file", file=str(self.path),
                               offset=self.offset)
             self.rest += part["text"]
             if part["end"] == self.offset:

@@ -176,7 +176,7 @@ class HttpApi:
         if known is None or known.health == "left":
             raise Refusal(404, f"node {node[:64]!r} has no agent", "unicron status nodes")
         async with self._reading[node]:
-            part = await self._log.ask_file(node, request.query.get("path", ""), offset=offset,
+            part = await self._log.ask_file(node, request.query.get("file", ""), offset=offset,
                                             wait_s=FILE_S_MAX)
         if part.error:
             raise Refusal(404, f"the agent of {node} cannot read it: {part.error}", "")

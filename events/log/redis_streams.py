@@ -476,7 +476,7 @@ class RedisLog:
         return ("ACL", "SETUSER", user_name(self._cluster, node), "reset", "on", "#" + known,
                 "+select", f"(+rpush %W~{inbox})", f"(+xadd %W~{beat})",
                 f"(+xread %R~{orders})", f"(+hget %R~{acked})",
-                f"(+blpop %RW~{asked})", f"(+rpush %W~{read})")
+                f"(+blpop ~{asked})", f"(+rpush %W~{read})")
 
     async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
         """Rebuild the streams of all nodes with ids of this epoch; agents read open orders again.
