@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-settlement bench-overhead bench-paper megatron-lm gpu-check figures disasters check types docs wheel clean
+.PHONY: help setup demo test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-overhead bench-paper megatron-lm gpu-check figures disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -101,6 +101,9 @@ bench-sim: setup types ## clusters of 128 to 100,000 GPUs played, events/s and t
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.simulator.main $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(if $(SYSTEMS),--systems $(subst $(comma), ,$(SYSTEMS))) \
 		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
+
+bench-submissions: setup types ## four clients submit 200 tasks at once: the time of each answer (N=3)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.submissions $(if $(filter-out file,$(origin N)),-n $(N))
 
 bench-settlement: setup types ## what a settlement costs a rank of 64, 256 and 1,024 (N=3 CASES=a,b)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.settlement.main $(if $(filter-out file,$(origin N)),-n $(N)) \

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -21,6 +22,7 @@ from .state_dir import StateDir, read_json, write_json
 POLL_S = 0.02
 KILLED_S_MAX = 10.0
 LAST_WORDS_CHARS_MAX = 300
+LOG_BYTES_MAX = 64 << 20
 WORD = re.compile(r"[^\W_]")
 
 
@@ -72,6 +74,15 @@ def start(state: StateDir, name: str, argv: Sequence[str],
                                  env={**os.environ, **(environment or {})})
         child.returncode = 0  # nothing waits for it; this keeps Popen from warning
         return record(state, name, child.pid)
+
+
+def limit_logs(state: StateDir) -> None:
+    """Move what a log above LOG_BYTES_MAX has to NAME.log.1. Its process keeps it open to append,
+    so it is copied and emptied; lines written meanwhile are lost."""
+    for path in state.logs.glob("*.log"):
+        if path.stat().st_size > LOG_BYTES_MAX:
+            shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+            os.truncate(path, 0)
 
 
 def stop_together(state: StateDir, together: Sequence[Process], grace_s: float) -> None:

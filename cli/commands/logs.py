@@ -1,4 +1,5 @@
-"""`logs`: the output of a task's ranks, from the files that their RankStarted records name."""
+"""`logs`: the output of a task's ranks, from the files that their RankStarted records name, on this
+host or by the agents of their nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from ...events.errors import UsageError
-from ..cluster.client import Client, Interrupted, Unable, Unreachable, connect
+from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, ranks
@@ -29,23 +30,47 @@ class _File(Struct):
     path: Path
     offset: int = 0
     rest: str = ""
+    next_s: float = 0.0
+    """When its agent is asked again, if the file is not on this host."""
+    is_told: bool = False
 
-    def lines(self, *, whole: bool) -> list[str]:
+    def lines(self, client: Client, *, whole: bool) -> list[str]:
         """The lines since the last call; an unfinished line only if `whole`."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                text = self.rest
-                while data := file.read(CHUNK_BYTES):
-                    self.offset += len(data)
-                    text += data.decode(errors="replace")
+            if self.path.exists():
+                self._read()
+            elif whole or time.monotonic() > self.next_s:
+                self._ask(client)
+                self.next_s = time.monotonic() + RESCAN_S
         except OSError:
             return []
-        *lines, self.rest = text.split("\n")
+        except (Interrupted, Refused, Unable, Unreachable) as error:
+            if not self.is_told:
+                console.talk(f"note: rank {self.rank}.{self.attempt} printed on {self.node}, "
+                             f"in {self.path}: {error}")
+            self.is_told = True
+        *lines, self.rest = self.rest.split("\n")
         if whole and self.rest:
             lines.append(self.rest)
             self.rest = ""
         return lines
+
+    def _read(self) -> None:
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while data := file.read(CHUNK_BYTES):
+                self.offset += len(data)
+                self.rest += data.decode(errors="replace")
+
+    def _ask(self, client: Client) -> None:
+        """Get it from the agent of its node, which has it on its own disk."""
+        while True:
+            part = client.get(f"/v1/nodes/{self.node}/file", file=str(self.path),
+                              offset=self.offset)
+            self.rest += part["text"]
+            if part["end"] == self.offset:
+                return
+            self.offset = part["end"]
 
 
 def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follow: bool) -> None:
@@ -62,9 +87,6 @@ def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follo
         raise UsageError(f"{who} {'never started' if has_ended else 'has not started yet'}",
                          f"there {'is' if len(there) == 1 else 'are'} {ranks(there)}" if there
                          else f"unicron status {task}")
-    absent = [file for file in files.values() if not file.path.exists()]
-    for file in absent:
-        console.talk(f"note: rank {file.rank}.{file.attempt} printed on {file.node}: {file.path}")
     try:
         _show(client, number, rank, files, seq if follow and not has_ended else None)
     except KeyboardInterrupt:
@@ -79,7 +101,7 @@ def _show(client: Client, task: int, rank: int | None, files: dict[str, _File],
     has_ended = False
     while True:
         for file in files.values():
-            for line in file.lines(whole=seq is None):
+            for line in file.lines(client, whole=seq is None):
                 console.out(f"{file.rank}.{file.attempt} {line}" if rank is None else line)
         if seq is None:
             return

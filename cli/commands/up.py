@@ -272,6 +272,7 @@ class _Watch:
                 self._restart_server()
             for name in self._cluster.names():
                 self._look(name)
+            processes.limit_logs(self._cluster.state)
             time.sleep(WATCH_S)
         for line in _unfinished(self._cluster.state):
             console.talk(line)
@@ -338,7 +339,8 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
     if asked.redis is not None:
         environment[local_cluster.REDIS_URL] = asked.redis
     path = state.logs / "up.log"
-    with path.open("wb") as log:
+    path.write_bytes(b"")
+    with path.open("ab") as log:
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                  start_new_session=True, env=environment)
     deadline_s = time.monotonic() + DETACH_S_MAX

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -39,6 +40,8 @@ BODY_BYTES_MAX = 1 << 20
 BODY_S_MAX = 10.0
 """Time limit for the arrival of a request's body."""
 PAGE_RECORDS_MAX = 1_000
+FILE_S_MAX = 5.0
+"""Time limit for a part of a file that a node's agent reads."""
 FOLD_S_MAX = 30.0
 """Time limit for folding the log to a past record."""
 KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
@@ -95,6 +98,8 @@ class HttpApi:
         """Serialises writes, so that each is checked against the earlier writes."""
         self._computing = asyncio.Lock()
         """Serialises computations, so that many requests do not slow the leader."""
+        self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By node: serialises requests to its agent."""
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES_MAX)
@@ -162,6 +167,20 @@ class HttpApi:
                     seq = await self._coordinator.write(key, *_signed(request[CALLER], reports))
             return _json(dict.fromkeys(names or ("seq",), seq))
         return call
+
+    async def file(self, request: web.Request) -> web.Response:
+        """A part of a node's file that has the output of a rank, from `offset` on: its text, and
+        the offset behind it."""
+        node, offset = request.match_info["of"], _number(request, "offset")
+        known = (await self._coordinator.settled()).nodes.get(node)
+        if known is None or known.health == "left":
+            raise Refusal(404, f"node {node[:64]!r} has no agent", "unicron status nodes")
+        async with self._reading[node]:
+            part = await self._log.ask_file(node, request.query.get("file", ""), offset=offset,
+                                            wait_s=FILE_S_MAX)
+        if part.error:
+            raise Refusal(404, f"the agent of {node} cannot read it: {part.error}", "")
+        return _json({"text": part.data.decode(errors="replace"), "end": offset + len(part.data)})
 
     async def plan(self, request: web.Request) -> web.Response:
         """The present plan, or with `seq` the plan in force after that record."""
@@ -353,6 +372,8 @@ ROUTES = (
     Route("POST", "/v1/plan/apply", "operate", lambda api: api.apply),
     Route("POST", "/v1/tasks", "operate", lambda api: api.write(
         requests.submit, "seq", "task", ahead=requests.search_layouts)),
+    # what a rank has printed is not redacted
+    Route("GET", "/v1/nodes/{of}/file", "operate", lambda api: api.file),
     Route("POST", "/v1/tasks/{of}/cancel", "operate", lambda api: api.write(requests.cancel)),
     Route("POST", "/v1/tasks/{of}/weight", "operate", lambda api: api.write(requests.set_weight)),
     Route("POST", "/v1/nodes/{of}/drain", "operate", lambda api: api.write(requests.drain)),

@@ -28,6 +28,10 @@ from ..throughput.training_layouts import refusal
 NUM_NAMED_MAX = 8
 """The most names that a refusal lists."""
 REASON_CHARS_MAX = 200
+SPEC_BYTES_MAX = 64 << 10
+"""Each order to start a rank repeats the spec."""
+LIVE_TASKS_NUM_MAX = 1_000
+"""A plan's cost grows with the live tasks."""
 
 NO_ROOM = ("more sizes in loop.parallel, optimizer: sharded, a larger slots.max, or more "
            "recomputation")
@@ -65,6 +69,9 @@ class _Fault(Struct, frozen=True, forbid_unknown_fields=True):
 def submit(state: ClusterState, body: Any, _: str) -> t.Body:
     """Submit a task. Raises SpecError as well."""
     job = parse(body)
+    if (size := len(msgspec.json.encode(job))) > SPEC_BYTES_MAX:
+        raise Refusal(413, f"the job file has {size} bytes as JSON, and at most "
+                      f"{SPEC_BYTES_MAX} fit", "put data and long texts into files of their own")
     if job.training is not None and (why := refusal(job.training, job.slots.counts)):
         raise Refusal(422, why, NO_ROOM)
     _admit(state, job)
@@ -189,7 +196,11 @@ def _admit(state: ClusterState, job: JobSpec) -> None:
         raise Refusal(422, f"slots.min: {job.slots.min}, but the cluster has had at most "
                       f"{state.num_slots_max} slots", "lower slots.min, or start more agents first")
     _check_output(state, job)
-    for task in live_tasks(state):
+    live = live_tasks(state)
+    if len(live) >= LIVE_TASKS_NUM_MAX:
+        raise Refusal(409, f"{len(live)} tasks are live, and at most {LIVE_TASKS_NUM_MAX} may be",
+                      "wait until some have ended, or unicron cancel TASK")
+    for task in live:
         theirs, ours = task.spec.training, job.training
         if task.spec.name == job.name:
             taken, what = f"name: {job.name} is live", "name"

@@ -11,7 +11,14 @@ from ..incidents.severity import network_status
 from ..state.cluster import ClusterState
 from ..state.members import count_outstanding, has_settled, unanswered
 from ..state.task import Rank, Task
-from .edits import STOPPED, find_rank, record_fault, record_generation_failure, schedule_estimate
+from .edits import (
+    PLAN,
+    STOPPED,
+    find_rank,
+    record_fault,
+    record_generation_failure,
+    schedule_estimate,
+)
 from .hangs import command_hang_timed_out, hang_timed_out
 from .node_health import node_deadline_reached
 from .ranks import decline_recovery, is_recovery_unproven
@@ -115,6 +122,9 @@ def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached)
         node = state.nodes.get("/".join(of))
         if node is not None:
             node.replace = True
+        return
+    if what == PLAN:
+        state.replan = state.replan or "tasks were submitted"
         return
     if what == "price":
         schedule_estimate(state, "/".join(of))

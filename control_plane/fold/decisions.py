@@ -178,12 +178,13 @@ def throughput_set(state: ClusterState, record: Record, body: d.ThroughputSet) -
         learn_slot(state, task, body)
     # Replan even if no number of slots will change, because the plan's WAF does. A pinned task
     # needs no replan: a plan follows when the task is not pinned any more.
-    if not is_pinned(state, task):
+    if not is_pinned(state, task) and edits.PLAN not in state.deadlines:
         state.replan = state.replan or f"throughput of {task.spec.name} {body.origin}"
 
 
 def plan_chosen(state: ClusterState, record: Record, body: d.PlanChosen) -> None:
     state.plan, state.plan_seq, state.plan_s, state.replan = body, record.seq, record.at_s, ""
+    edits.clear_deadline(state, edits.PLAN)
 
 
 def task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> None:

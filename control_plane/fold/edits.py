@@ -35,6 +35,8 @@ STOPPED = "is stopped (SIGSTOP)"
 """Timeout reason of a rank whose process has been stopped for too long."""
 EARLY_S = 1e-3
 """Tolerance of deadlines: float sums of seconds since 1970 are not exact."""
+PLAN = "plan"
+"""The deadline at which tasks that were submitted soon after a plan are planned."""
 _NODE_DEADLINES = frozenset(("replace", "price", "device", "recovered", "quarantine"))
 PRICE_S = 60.0
 """Minimum time between two cost estimates of a degraded node."""

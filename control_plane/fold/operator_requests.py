@@ -5,11 +5,18 @@ from __future__ import annotations
 from ...events.records import reports as r
 from ...events.records.envelope import Record
 from ...events.spec.job import WEIGHT_RATIO_MAX
-from ..state.cluster import NUM_REQUESTS_MAX, ClusterState
+from ..state.cluster import NUM_REQUESTS_MAX, ClusterState, live_tasks
 from ..state.members import inject_fault
 from ..state.task import Task
 from ..throughput.flops import iteration_flops
 from ..throughput.transition_cost import void_transitions
+from .edits import PLAN, set_deadline
+
+PLAN_ALONE_NUM = 8
+PLAN_WAIT_S_PER_TASK = 0.01
+PLAN_WAIT_S_MAX = 1.0
+"""Many submissions at once share plans, whose cost grows with the live tasks. A submission soon
+after a plan waits for the next one, for this time per live task beyond PLAN_ALONE_NUM."""
 
 
 def forget_requests(state: ClusterState) -> None:
@@ -25,7 +32,12 @@ def task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -
         id=record.seq, spec=body.spec, weight=body.spec.weight, submitted_s=record.at_s,
         since_s=record.at_s, modelled=body.modelled,
         iteration_flops=iteration_flops(model) if model is not None else 0.0)
-    state.replan = f"task {body.spec.name} submitted"
+    num_more = len(live_tasks(state)) - PLAN_ALONE_NUM
+    wait_s = min(PLAN_WAIT_S_MAX, PLAN_WAIT_S_PER_TASK * num_more)
+    if state.at_s >= state.plan_s + wait_s:
+        state.replan = f"task {body.spec.name} submitted"
+    elif PLAN not in state.deadlines:
+        set_deadline(state, PLAN, wait_s)
 
 
 def cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelRequested) -> None:

@@ -38,6 +38,22 @@ class SentOrder(Struct, frozen=True):
     cursor: str
 
 
+class FileRequest(Struct, frozen=True):
+    """A request to a node's agent for a part of a file."""
+
+    number: str
+    path: str
+    offset: int
+
+
+class FilePart(Struct, frozen=True):
+    """The answer: some bytes of the file from the offset on, none at its end; or an error."""
+
+    number: str
+    data: bytes = b""
+    error: str = ""
+
+
 class LeaderPort(Protocol):
     """The interface of the leader. Raises Conflict, Fenced, Ambiguous, Unavailable."""
 
@@ -97,6 +113,11 @@ class ReaderPort(Protocol):
 
     async def last_seq(self) -> int:
         """The last seq, 0 for an empty log."""
+        ...
+
+    async def ask_file(self, node: str, path: str, *, offset: int, wait_s: float) -> FilePart:
+        """Let a node's agent read a part of a file. It is not part of the log. Raises Unavailable.
+        """
         ...
 
 

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import math
 import re
+import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ from .identity import (
     split_report,
     user_name,
 )
-from .port import Batch, Heartbeat, SentOrder
+from .port import Batch, FilePart, FileRequest, Heartbeat, SentOrder
 
 # --- Lua scripts: each one is atomic on the server ---
 #
@@ -469,11 +470,13 @@ class RedisLog:
 
     def _user_command(self, node: str, known: str) -> Command:
         """The command that gives a node its user, with these rights and no others."""
-        inbox, acked, orders, beat = self._keys("inbox", "acked", f"orders:{node}", f"beat:{node}")
+        inbox, acked, orders, beat, asked, read = self._keys(
+            "inbox", "acked", f"orders:{node}", f"beat:{node}", f"asked:{node}", f"read:{node}")
         # Each command has its own keys: XADD to the inbox would make it a stream.
         return ("ACL", "SETUSER", user_name(self._cluster, node), "reset", "on", "#" + known,
                 "+select", f"(+rpush %W~{inbox})", f"(+xadd %W~{beat})",
-                f"(+xread %R~{orders})", f"(+hget %R~{acked})")
+                f"(+xread %R~{orders})", f"(+hget %R~{acked})",
+                f"(+blpop ~{asked})", f"(+rpush %W~{read})")
 
     async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
         """Rebuild the streams of all nodes with ids of this epoch; agents read open orders again.
@@ -572,6 +575,34 @@ class RedisLog:
         """Record a heartbeat: an entry whose id is the server's time."""
         await self._ask([("XADD", *self._keys(f"beat:{node}"), "MAXLEN", BEATS_NUM_KEPT, "*",
                           "i", incarnation)])
+
+    # --- files of a node, read by its agent: not part of the log ---
+    async def ask_file(self, node: str, path: str, *, offset: int, wait_s: float) -> FilePart:
+        """Let a node's agent read a file from `offset` on. Only one call for a node at a time.
+        Raises Unavailable if it does not answer within `wait_s`."""
+        asked, read = self._keys(f"asked:{node}", f"read:{node}")
+        request = FileRequest(number=secrets.token_hex(8), path=path, offset=offset)
+        await self._ask([("DEL", asked, read), ("RPUSH", asked, msgspec.msgpack.encode(request)),
+                         ("PEXPIRE", asked, math.ceil(1e3 * wait_s))])
+        deadline_s = time.monotonic() + wait_s
+        while (rest_s := deadline_s - time.monotonic()) > 0:
+            found = await self._block(f"read:{node}", ("BLPOP", read, f"{rest_s:.3f}"), rest_s)
+            if found:
+                part = msgspec.msgpack.decode(found[1], type=FilePart)
+                if part.number == request.number:
+                    return part
+        raise Unavailable(f"the agent of {node} does not answer")
+
+    async def file_request(self, node: str, wait_s: float) -> FileRequest | None:
+        """The next request for a file of this node; None if none comes within `wait_s`."""
+        found = await self._block(f"asked:{node}", (
+            "BLPOP", *self._keys(f"asked:{node}"), f"{wait_s:.3f}"), wait_s)
+        return msgspec.msgpack.decode(found[1], type=FileRequest) if found else None
+
+    async def send_file(self, node: str, part: FilePart) -> None:
+        """Answer a request for a file."""
+        await self._ask([("RPUSH", *self._keys(f"read:{node}"), msgspec.msgpack.encode(part))],
+                        repeatable=False)
 
     # --- calls ----------------------------------------------------------------------------------
     def _keys(self, *names: str) -> tuple[str, ...]:

@@ -343,6 +343,40 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
     assert {name for name, mode in modes.items() if mode & 0o077} == set(), modes
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can hide a folder from one process")
+def test_output_on_another_host_is_read_by_its_agent(cluster, tmp_path):
+    """The command line runs in a mount namespace in which the state folder is empty."""
+    assert cluster.up().returncode == 0
+    (tmp_path / "job.yaml").write_text(
+        "apiVersion: unicron/v1\nname: prints\ncommand: [sh, -c, 'seq 1 30000; sleep 600']\n")
+    assert cluster("submit", str(tmp_path / "job.yaml")).returncode == 0
+    whole = "".join(f"0.1 {number}\n" for number in range(1, 30_001))
+    until(lambda: cluster("logs", "prints").stdout == whole)
+    there = json.loads(cluster.state.control_plane.read_text())
+    arguments = ("logs", "prints", "--url", there["url"], "--state", str(tmp_path / "none"))
+
+    def elsewhere() -> subprocess.CompletedProcess[str]:
+        hidden = f"mount -t tmpfs none {cluster.state.path} && exec \"$@\""
+        return subprocess.run(
+            ["unshare", "-m", "sh", "-c", hidden, "sh", *cluster.argv(*arguments)], text=True,
+            capture_output=True, check=False, timeout=LIMIT_S,
+            env={**cluster.environment(), "UNICRON_TOKEN": there["token"]})
+
+    found = elsewhere()
+    assert (found.stdout, found.stderr, found.returncode) == (whole, "", 0)
+    cluster.kill(UP)
+    agent = cluster.process(agent_name("n1"))
+    os.kill(agent.pid, signal.SIGSTOP)
+    try:
+        silent = elsewhere()
+    finally:
+        os.kill(agent.pid, signal.SIGCONT)
+    assert (silent.stdout, silent.returncode) == ("", 0)
+    (line,) = silent.stderr.splitlines()
+    assert line.startswith("note: rank 0.1 printed on n1, in /")
+    assert line.endswith("the agent of n1 does not answer")
+
+
 def test_a_folder_with_checkpoints_of_another_task_is_not_overwritten(cluster, tmp_path):
     assert cluster.up().returncode == 0
     output, job = tmp_path / "out", str(tmp_path / "job.yaml")

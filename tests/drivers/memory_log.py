@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Unavailable
-from unicron.events.log.port import Batch, Heartbeat, SentOrder
+from unicron.events.log.port import Batch, FilePart, Heartbeat, SentOrder
 from unicron.events.records import codec
 from unicron.events.records.envelope import Record, Report, order_nodes
 
@@ -159,6 +159,10 @@ class MemoryLog:
     async def last_seq(self) -> int:
         """The last seq, 0 for an empty log."""
         return self._reply(self._outcome("last_seq"), len(self._records))
+
+    async def ask_file(self, node: str, path: str, *, offset: int, wait_s: float) -> FilePart:
+        """No agent here reads files."""
+        raise Unavailable(f"the agent of {node} does not answer")
 
     # --- agents ---------------------------------------------------------------------------------
     async def send(self, reports: Sequence[Report]) -> None:

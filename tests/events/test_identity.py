@@ -13,10 +13,11 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError
 from structlog.testing import capture_logs
-from unicron.events.errors import LogError, UsageError
+from unicron.events.errors import LogError, Unavailable, UsageError
 from unicron.events.log import embedded_server, identity
 from unicron.events.log.embedded_server import Server
 from unicron.events.log.identity import SECRET_BYTES, Identities, only_key, with_credentials
+from unicron.events.log.port import FilePart, FileRequest
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import codec, decisions, orders, reports
 from unicron.events.records.codec import UnknownBody
@@ -89,6 +90,30 @@ async def test_an_agent_can_do_what_it_must(own_server: Server) -> None:
         await one.close()
 
 
+async def test_an_agent_reads_a_file_for_the_control_plane(own_server: Server) -> None:
+    async with leader_of(own_server) as leader:
+        one = agent(own_server, "n1", N1)
+
+        async def answer() -> FileRequest:
+            request = await one.file_request("n1", 20.0)
+            assert request is not None
+            await one.send_file("n1", FilePart(number="of an earlier request", data=b"old"))
+            await one.send_file("n1", FilePart(number=request.number, data=b"\xff\0"))
+            return request
+
+        answering = asyncio.create_task(answer())
+        part = await leader.ask_file("n1", "/a", offset=7, wait_s=20.0)
+        request = await answering
+        assert (request.path, request.offset, part.data, part.error) == ("/a", 7, b"\xff\0", "")
+        with pytest.raises(Unavailable, match="the agent of n2 does not answer"):
+            await leader.ask_file("n2", "/a", offset=0, wait_s=0.1)
+        await asyncio.sleep(0.2)
+        two = agent(own_server, "n2", N2)
+        assert await two.file_request("n2", 0.1) is None, "nobody waits for it any more"
+        for log in (one, two):
+            await log.close()
+
+
 def forbidden() -> list[tuple[Any, ...]]:
     """Each step of an attack with the credentials of n2's agent."""
     log, mine, his = KEY + "log", KEY + "orders:n2", KEY + "orders:n1"
@@ -116,6 +141,8 @@ def forbidden() -> list[tuple[Any, ...]]:
         ("INFO",), ("KEYS", "*"), ("SCAN", "0"), ("FLUSHALL",), ("SHUTDOWN", "NOSAVE"),
         ("CLIENT", "LIST"), ("CLIENT", "KILL", "TYPE", "normal"), ("MONITOR",), ("SAVE",),
         ("REPLICAOF", "127.0.0.1", "1"), ("MIGRATE", "h", 1, "k", 0, 9),
+        ("BLPOP", KEY + "asked:n1", 1), ("RPUSH", KEY + "asked:n1", "x"),
+        ("RPUSH", KEY + "read:n1", "x"), ("BLPOP", KEY + "read:n2", 1),
         ("SUBSCRIBE", "x"), ("PUBLISH", "x", "y"), ("SWAPDB", 0, 1), ("MODULE", "LIST"),
     ]
 
@@ -262,7 +289,8 @@ async def test_the_users_as_the_server_lists_them(own_server: Server) -> None:
         rights = line.partition(" -@all ")[2]
         assert rights.replace(" resetchannels -@all", "") == (
             f"+select (%W~{KEY}inbox +rpush) (%W~{KEY}beat:{node} +xadd) "
-            f"(%R~{KEY}orders:{node} +xread) (%R~{KEY}acked +hget)"), line
+            f"(%R~{KEY}orders:{node} +xread) (%R~{KEY}acked +hget) "
+            f"(~{KEY}asked:{node} +blpop) (%W~{KEY}read:{node} +rpush)"), line
 
 
 async def test_a_restarted_server_has_no_users(own_server: Server) -> None:

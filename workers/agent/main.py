@@ -27,6 +27,7 @@ from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
 from ..checkpoint_store import protocol
 from ..checkpoint_store.store import bytes_max
 from ..host import linux
+from . import output_files
 from .agent import Agent
 from .delivery.join import JOIN_S_MAX, Joined, join
 from .delivery.log_link import backoff_s
@@ -182,9 +183,14 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
                        else HealthSources(checks=options.checks))
             signals.is_serving = True
             _log.info("joined", node=node.name, incarnation=incarnation, epoch=joined.epoch)
-            await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
-                        sweeps=True, sources=sources,
-                        rejoin=partial(_rejoin, options, incarnation, joined, log)).run(stop)
+            serving = asyncio.create_task(
+                output_files.serve(log, node.name, (state_dir / "logs").resolve()))
+            try:
+                await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
+                            sweeps=True, sources=sources,
+                            rejoin=partial(_rejoin, options, incarnation, joined, log)).run(stop)
+            finally:
+                serving.cancel()
             spool.close(forget=not spool.num_unacked)
         finally:
             await log.close()

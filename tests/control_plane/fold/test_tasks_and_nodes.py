@@ -6,6 +6,8 @@ import pytest
 from decider import Driver, failed, finish, kinds, only, spec, task_of, the, waits_of
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide.advance import DECIDER_VERSION
+from unicron.control_plane.fold.edits import PLAN
+from unicron.control_plane.fold.operator_requests import PLAN_WAIT_S_MAX
 from unicron.control_plane.planner import pending
 from unicron.control_plane.planner.pending import WaitExplanation
 from unicron.control_plane.state.cluster import open_orders
@@ -13,6 +15,7 @@ from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
+from unicron.events.spec.job import API_VERSION, JobSpec, parse
 
 
 # --- nodes --------------------------------------------------------------------------------------
@@ -368,3 +371,44 @@ def test_an_incident_has_the_status_of_its_worst_fault(d: Driver, task: int) -> 
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=node.incarnation, silence_s=6.0))
     assert (incident.severity, incident.status, incident.node) == ("SEV1", "lost connection", "n2")
     assert "n2 is silent" in incident.why
+
+
+# --- many submissions at once -------------------------------------------------------------------
+def numbered(number: int) -> JobSpec:
+    return parse({"apiVersion": API_VERSION, "name": f"c-{number}", "command": ["true"]})
+
+
+def test_many_submissions_share_a_plan(d: Driver) -> None:
+    for number in range(40):
+        d.submit(numbered(number))
+    plans = [record for record in d.log if record.kind == "PlanChosen"]
+    assert len(plans) < 20
+    late = [task for task in d.state.tasks.values() if not task.target and not task.why]
+    assert late
+    assert d.state.deadlines[PLAN].length_s <= PLAN_WAIT_S_MAX
+    shared = d.due(PLAN)
+    assert the(decisions.PlanChosen, shared).trigger == "tasks were submitted"
+    assert all(task.target or task.why for task in d.state.tasks.values())
+    assert PLAN not in d.state.deadlines
+
+
+def test_a_plan_for_another_reason_has_the_waiting_submissions_as_well(d: Driver) -> None:
+    number = 0
+    while PLAN not in d.state.deadlines:
+        d.submit(numbered(number))
+        number += 1
+    joined = d.join("n3")
+    assert the(decisions.PlanChosen, joined).trigger == "node n3 joined"
+    assert all(task.target or task.why for task in d.state.tasks.values())
+    assert PLAN not in d.state.deadlines
+
+
+def test_a_submission_long_after_a_plan_does_not_wait(d: Driver) -> None:
+    for number in range(20):
+        d.submit(numbered(number))
+    if PLAN in d.state.deadlines:
+        d.due(PLAN)
+    d.now_s += PLAN_WAIT_S_MAX
+    task = d.submit(numbered(20))
+    assert PLAN not in d.state.deadlines
+    assert task_of(d, task).why

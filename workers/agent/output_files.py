@@ -1,0 +1,55 @@
+"""Reads parts of ranks' output for the control plane, so that operators need no shared folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from pathlib import Path
+
+import structlog
+
+from ...events.errors import LogError, UsageError
+from ...events.log.port import FilePart, FileRequest
+from ...events.log.redis_streams import RedisLog
+from .delivery.log_link import backoff_s
+
+WAIT_S = 5.0
+PART_BYTES_MAX = 1 << 16
+
+_log = structlog.get_logger("agent")
+
+
+async def serve(log: RedisLog, node: str, folder: Path) -> None:
+    """Answer requests for files in `folder`, until cancelled. A lost answer is not repeated."""
+    num_failed = 0
+    while True:
+        try:
+            request = await log.file_request(node, WAIT_S)
+            if request is not None:
+                await log.send_file(node, await asyncio.to_thread(read_part, folder, request))
+            num_failed = 0
+        except (LogError, UsageError) as error:
+            if not num_failed:
+                _log.warning("cannot serve the output of ranks for now", why=str(error))
+            await asyncio.sleep(backoff_s(num_failed))
+            num_failed += 1
+
+
+def read_part(folder: Path, request: FileRequest) -> FilePart:
+    """The requested part of a regular file that is in `folder`, not by a link."""
+    path = Path(request.path)
+    if not path.is_relative_to(folder) or path.resolve() != path:
+        return FilePart(number=request.number, error="it is not in the agent's folder of logs")
+    try:
+        # O_NONBLOCK: a rank that runs as this user may have put a pipe there.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                return FilePart(number=request.number, error="it is not a file")
+            return FilePart(number=request.number,
+                            data=os.pread(file, PART_BYTES_MAX, request.offset))
+        finally:
+            os.close(file)
+    except OSError as error:
+        return FilePart(number=request.number, error=os.strerror(error.errno or 0))
