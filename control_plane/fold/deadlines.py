@@ -17,7 +17,9 @@ from .edits import (
     find_rank,
     record_fault,
     record_generation_failure,
+    running_deadlines,
     schedule_estimate,
+    set_deadline,
 )
 from .hangs import command_hang_timed_out, hang_timed_out
 from .node_health import node_deadline_reached
@@ -115,6 +117,9 @@ def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached)
     """Handle the report of a passed deadline. A stale or early report has no effect."""
     deadline = state.deadlines.get(body.deadline)
     if deadline is None or record.at_s < deadline.due_s:
+        return
+    if body.deadline not in running_deadlines(state):
+        set_deadline(state, body.deadline, deadline.length_s)
         return
     del state.deadlines[body.deadline]
     what, *of = body.deadline.split("/")

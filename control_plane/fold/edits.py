@@ -54,6 +54,22 @@ def set_deadline(state: ClusterState, deadline: str, length_s: float) -> None:
     state.deadlines[deadline] = Deadline(state.at_s + length_s, length_s)
 
 
+def running_deadlines(state: ClusterState) -> dict[str, Deadline]:
+    """The deadlines that may pass now. While no node is heard, those of tasks and of silent nodes
+    wait: training may go on, and answers cannot come."""
+    if not state.hears_no_node:
+        return state.deadlines
+    return {name: deadline for name, deadline in state.deadlines.items()
+            if not task_of_deadline(name) and not name.startswith("replace/")}
+
+
+def restart_deadlines(state: ClusterState) -> None:
+    """Start all deadlines anew: nothing was heard, or nobody led, until now."""
+    for name, deadline in list(state.deadlines.items()):
+        if not name.startswith("quarantine/"):  # a quarantine also runs without a leader
+            set_deadline(state, name, deadline.length_s)
+
+
 def clear_deadline(state: ClusterState, deadline: str) -> None:
     state.deadlines.pop(deadline, None)
 

@@ -32,6 +32,7 @@ from . import (
     stragglers,
 )
 from .deadlines import deadline_reached
+from .edits import restart_deadlines
 
 _PLANNED_BY = ("mtbf_gpu_s", "mtbf_faults", "transition_s", "reshape_s", "gain_min", "moves_max",
                "quotas", "floor", "alpha", "hot_spare", "repair_s")
@@ -62,9 +63,7 @@ def _recorded(state: ClusterState, record: Record, body: t.Body) -> None:
 # --- reports of the leader ---
 def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) -> None:
     state.nonce, state.heart = body.nonce, body.heart
-    for name, deadline in state.deadlines.items():
-        if not name.startswith("quarantine/"):  # a quarantine also runs without a leader
-            deadline.due_s = record.at_s + deadline.length_s
+    restart_deadlines(state)
     for source in list(state.sources):
         if source.startswith("leader/") and source != record.source:
             del state.sources[source]

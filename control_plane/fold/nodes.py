@@ -29,6 +29,7 @@ def node_reachable(state: ClusterState, record: Record, body: r.NodeReachable) -
     if node is None or node.incarnation != body.incarnation:
         return
     if node.unreachable:
+        was_deaf = state.hears_no_node
         edits.set_health(state, node, "healthy")
         node.replace = False
         edits.clear_deadline(state, f"replace/{node.name}")
@@ -37,6 +38,8 @@ def node_reachable(state: ClusterState, record: Record, body: r.NodeReachable) -
             for rank in task.ranks.values():
                 if rank.is_stopped and rank.slot.node == node.name:
                     edits.set_resume_deadline(state, task, rank)
+        if was_deaf:
+            edits.restart_deadlines(state)
         state.replan = f"node {node.name} is back"
 
 
@@ -44,7 +47,7 @@ def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None
     old = state.nodes.get(body.node)
     if old is not None and body.incarnation <= old.incarnation:
         return
-    why = f"the agent of {body.node} started again"
+    why, was_deaf = f"the agent of {body.node} started again", state.hears_no_node
     if old is not None:
         edits.remove_node(state, record, old, why)
     state.nodes[body.node] = node = Node(
@@ -65,6 +68,8 @@ def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None
     update_undecided(state)
     state.num_slots_max = max(state.num_slots_max, sum(
         one.num_slots for one in state.nodes.values() if one.health == "healthy"))
+    if was_deaf:
+        edits.restart_deadlines(state)
     state.replan = f"node {body.node} joined"
 
 

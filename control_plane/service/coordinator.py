@@ -18,6 +18,7 @@ from ...events.records.envelope import Record, Report
 from ...events.records.reports import DeadlineReached
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
+from ..fold.edits import running_deadlines
 from ..state.cluster import ClusterState
 from .leader import Leader
 from .leases import Leases
@@ -328,7 +329,7 @@ class Coordinator:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        due_s = min((d.due_s for d in self._leader.state.deadlines.values()), default=None)
+        due_s = min((d.due_s for d in running_deadlines(self._leader.state).values()), default=None)
         if due_s is not None:
             delay_s = max(0.0, due_s - self._leader.now_s())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
@@ -358,15 +359,16 @@ class Coordinator:
     # --- timed events -----------------------------------------------------------------------------
     def _has_timed_events(self) -> bool:
         state, now_s = self._leader.state, self._leader.now_s()
-        return any(d.due_s <= now_s for d in state.deadlines.values()) or any(
+        return any(d.due_s <= now_s for d in running_deadlines(state).values()) or any(
             True for _ in self._leases.verdicts(state))
 
     def _timed_reports(self, now_s: float) -> Iterator[Report]:
         """Deadlines that have passed and leases that have changed, in the current state."""
         state = self._leader.state
-        due = sorted((d.due_s, name) for name, d in state.deadlines.items() if d.due_s <= now_s)
+        due = sorted((d.due_s, name) for name, d in running_deadlines(state).items()
+                     if d.due_s <= now_s)
         for _, name in due:
-            current = state.deadlines.get(name)
+            current = running_deadlines(state).get(name)
             if current is not None and current.due_s <= now_s:
                 yield self._leader.report(DeadlineReached(deadline=name))
         for body in self._leases.verdicts(state):

@@ -96,6 +96,13 @@ class ClusterState(Struct, kw_only=True):
             return "observing"
         return f"frozen: {self.frozen}" if self.frozen else ""
 
+    @property
+    def hears_no_node(self) -> bool:
+        """Whether all nodes are silent. Then the control plane is cut off, or all nodes are gone:
+        it cannot tell which, and no other node could have their tasks."""
+        return bool(self.unreachable) and all(
+            node.unreachable or node.health == "left" for node in self.nodes.values())
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ClusterState)

@@ -8,6 +8,7 @@ from decider import Driver, failed, kinds, only, spec, task_of, the
 from two_tasks import seen
 from unicron.cli.screens import cluster
 from unicron.cli.terminal import record_line
+from unicron.control_plane.fold import edits
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
@@ -282,3 +283,54 @@ def test_no_generation_begins_if_all_new_ranks_have_errors(d: Driver) -> None:
     d.obey(d.exit(task, 1, code=1))
     d.progress(task)
     assert [x.rank for x in task_of(d, task).members] == [1]
+
+
+# --- no node is heard ---------------------------------------------------------------------------
+def test_while_no_node_is_heard_no_task_changes(d: Driver, task: int) -> None:
+    """The control plane is cut off: the ranks train on, and no silence is evidence of a loss."""
+    generation, pids = task_of(d, task).generation, sorted(task_of(d, task).ranks)
+    for node in ("n1", "n2", "n3"):
+        assert kinds(lose_contact(d, node)) == []
+    for node in ("n1", "n2", "n3"):
+        assert kinds(d.due(f"replace/{node}")) == []
+        assert time_left_s(d, f"replace/{node}") == d.state.policy.replace_after_s
+    d.now_s += 10 * d.state.policy.replace_after_s
+    first = regain_contact(d, "n1")
+    assert "IncidentOpened" not in kinds(first)
+    for node in ("n2", "n3"):  # the time of a silent node counts from now on
+        assert time_left_s(d, f"replace/{node}") == d.state.policy.replace_after_s
+    for node in ("n2", "n3"):
+        regain_contact(d, node)
+    assert task_of(d, task).generation == generation
+    assert sorted(task_of(d, task).ranks) == pids
+
+
+def test_a_transition_waits_while_no_node_is_heard(d: Driver, task: int) -> None:
+    d.exit(task, 2)
+    assert task_of(d, task).phase == "quiescing"
+    for node in ("n1", "n2", "n3"):
+        lose_contact(d, node)
+    (deadline,) = (name for name in d.state.deadlines if name.startswith("quiesce/"))
+    assert deadline not in edits.running_deadlines(d.state)
+    assert kinds(d.due(deadline)) == []
+    assert not any(rank.timeout_reason for rank in task_of(d, task).ranks.values())
+    d.now_s += 1000.0
+    regain_contact(d, "n1")
+    assert deadline in edits.running_deadlines(d.state)
+    assert time_left_s(d, deadline) == d.state.policy.quiesce_s_max
+
+
+@pytest.mark.nodes(2, slots=1)
+def test_a_node_that_joins_ends_the_wait_for_those_that_are_gone(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 5)
+    for node in ("n1", "n2"):
+        lose_contact(d, node)
+    d.now_s += 1000.0
+    d.join("n3", slots=1)
+    for node in ("n1", "n2"):
+        d.due(f"replace/{node}")
+    opened = [record.body.node for record in only(decisions.IncidentOpened, d.log)]
+    assert opened
+    assert set(opened) <= {"n1", "n2"}
+    assert d.state.nodes["n1"].health == d.state.nodes["n2"].health == "lost"

@@ -266,10 +266,11 @@ async def test_a_deadline_is_a_record(log: MemoryLog) -> None:
 
 @virtual
 async def test_time_never_goes_back_with_a_slower_clock(log: MemoryLog) -> None:
-    async with leading(log, "a", policy=Policy(start_s_max=30.0, silence_s_max=1e6)) as leader:
+    policy = Policy(start_s_max=30.0, silence_s_max=1e6)
+    async with leading(log, "a", policy=policy) as leader:
         await log.send([reported(1, joined())])
         await leader.write("x", job())
-    async with leading(log, "b", clock=lambda: virtual_clock() - 10_000.0):
+    async with leading(log, "b", policy=policy, clock=lambda: virtual_clock() - 10_000.0):
         records = await until(log, "DeadlineReached")
     reached = next(x for x in records if x.kind == "DeadlineReached")
     started = [x for x in records if x.kind == "EpochStarted"][-1]
