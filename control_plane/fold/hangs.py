@@ -105,7 +105,7 @@ def rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> No
         iteration=body.iteration, where=body.where, what=body.what, collective=body.collective,
         since_s=record.at_s - min(max(body.in_s, 0.0), record.at_s),
         normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX), told_s=record.at_s, seq=record.seq,
-        stack=body.stack)
+        stack=body.stack, silent_peers=body.silent_peers)
     if task is not None and not task.heals_in_memory:
         command_stalled(state, task, body.rank, body.attempt, stall)
         return

@@ -111,7 +111,7 @@ def _classify(state: ClusterState, task: Task, reachable: list[Rank],
         due_s = max(sure_s, *(stall.since_s + NETWORK_TIMES * limits_s[number]
                               for number, stall in stalls.items()))
         return Hang(kind="network", ranks=numbers, since_s=since_s, due_s=due_s,
-                    evidence=evidence, why=_of_network(stalls))
+                    evidence=evidence, why=_of_network(stalls) + _of_links(state, task, stalls))
     due_s = max(sure_s, *(stall.since_s + max(
         limits_s[number], UNKNOWN_TIMES * stall.normal_s, UNKNOWN_S_MIN)
         for number, stall in stalls.items()))
@@ -168,6 +168,16 @@ def _of_network(stalls: dict[int, Stall]) -> str:
         return (f"all {len(stalls)} members entered collective {place // 2} of iteration "
                 f"{iteration}, and it does not end")
     return f"all {len(stalls)} members wait in collectives of iteration {iteration}, none works"
+
+
+def _of_links(state: ClusterState, task: Task, stalls: dict[int, Stall]) -> str:
+    """The links that lose what is sent, for example `; not acknowledged is n1 -> n2`."""
+    if not any(stall.silent_peers for stall in stalls.values()):
+        return ""
+    hosts = {node.host: name for name, node in state.nodes.items()}
+    links = sorted({f"{task.ranks[number].slot.node} -> {hosts.get(peer, peer)}"
+                    for number, stall in stalls.items() for peer in stall.silent_peers})
+    return f"; not acknowledged is {', '.join(links)}"
 
 
 def _of_own(stalls: dict[int, Stall], num: int) -> str:

@@ -76,6 +76,7 @@ class Stall(Struct, frozen=True, kw_only=True):
     """The record that reports it."""
     stack: str = ""
     """The innermost stack frame of its process."""
+    silent_peers: tuple[str, ...] = ()
 
     @property
     def position(self) -> tuple[int, int]:

@@ -460,6 +460,8 @@ class RankStalled(RankReport, frozen=True):
     normal_s: float
     """The running average of an iteration."""
     stack: str = ""
+    silent_peers: tuple[str, ...] = ()
+    """Addresses that do not acknowledge what the rank has sent."""
 
 
 class RankUnstalled(RankReport, frozen=True):

@@ -13,7 +13,7 @@ from typing import Any
 import network_namespaces
 import pytest
 from cluster_story import RATES
-from hosts.cluster import BRAIN, MANAGE, HostsCluster
+from hosts.cluster import BRAIN, MANAGE, TRAIN, HostsCluster
 from hosts.network import laid
 from twins import Spec, Twins, small
 from unicron.events.log.embedded_server import start_time
@@ -140,6 +140,26 @@ def test_without_the_control_plane_training_goes_on(cluster: HostsCluster, task:
     cluster.wait(lambda: cluster.task(task)["iteration"] >= reached or None, "reports come later")
     assert cluster.pids(task) == before
     for kind in TOUCHING:
+        assert not cluster.told(after, kind), cluster.tail(after)
+
+
+def test_a_cut_between_ranks_names_the_link_and_no_node(
+        cluster: HostsCluster, task: int) -> None:
+    network, node = cluster.network, first_host(cluster, task)
+    cluster.wait_paced(task, NUM)
+    before, after = cluster.pids(task), cluster.seq()
+    network.cut(node, TRAIN)
+    opened = cluster.wait_told(after, "IncidentOpened").body
+    network.mend(node, TRAIN)
+    assert opened.severity == "SEV3", opened
+    links = opened.why.partition("; not acknowledged is ")[2].split(", ")
+    assert links[0], opened
+    for link in links:
+        assert node in link.split(" -> "), opened
+    cluster.wait_healed(after)
+    cluster.wait_steps(task)
+    assert cluster.pids(task) == before
+    for kind in ("NodeUnreachable", "NodeQuarantined"):
         assert not cluster.told(after, kind), cluster.tail(after)
 
 

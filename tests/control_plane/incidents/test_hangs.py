@@ -148,6 +148,14 @@ def test_a_network_hang_is_retried_in_place(d: Driver, task: int) -> None:
     assert all(m.attempt == 1 for m in task_of(d, task).members)
 
 
+def test_a_stalled_network_names_the_links_that_lose_what_is_sent(d: Driver, task: int) -> None:
+    for rank in sorted(task_of(d, task).ranks):
+        there = task_of(d, task).ranks[rank].slot.node
+        stalled(d, task, rank, silent_peers=("10.9.9.8", "10.9.9.9") if there == "n1" else ())
+    opened = the(decisions.IncidentOpened, d.due(deadline(d, task)))
+    assert opened.why.endswith("; not acknowledged is n1 -> 10.9.9.8, n1 -> 10.9.9.9")
+
+
 def test_a_network_hang_at_a_boundary(d: Driver, task: int) -> None:
     d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
     hung(d, task)

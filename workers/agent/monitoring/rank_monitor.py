@@ -16,6 +16,7 @@ from ....events.records.orders import StartRank
 from ....events.records.reports import RankStalled, RankUnstalled, StepTimeChanged
 from ....events.records.types import Body
 from ...diagnosis.step_time import WARM_UP_NUM, StepTimeChange, StepTimeMonitor
+from ...host.connections import silent_peers
 from ...ipc.progress_page import COLLECTIVE_CODE, OUTSIDE_CODE, Mark, ProgressPage
 from . import process_state
 
@@ -148,7 +149,8 @@ class RankMonitor:
                                 where="collective" if mark.phase == COLLECTIVE_CODE else "own",
                                 what=mark.what, collective=mark.collective, in_s=now_s - mark.at_s,
                                 normal_s=self._monitor.average_s,
-                                stack=process_state.describe(self.pid, self._before))]
+                                stack=process_state.describe(self.pid, self._before),
+                                silent_peers=silent_peers(self.pid))]
         return self._check_slow(now_s, mark, limit_s) if in_s < limit_s / 3 else []
 
     def _limit_s(self, mark: Mark) -> float:

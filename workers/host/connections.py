@@ -1,0 +1,39 @@
+"""TCP connections of a process on which what it has sent is not acknowledged."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+RETRIES_NUM_MIN = 3
+"""Retransmissions of one segment from which the peer counts as silent: after about 1.4 s."""
+
+PEERS_NUM_MAX = 16
+
+
+def silent_peers(pid: int) -> tuple[str, ...]:
+    """The addresses of peers that have not acknowledged what the process has sent, sorted.
+
+    Source: /proc/PID/net/tcp and tcp6 (Linux, proc_net_tcp). Empty if they cannot be read.
+    """
+    found: set[str] = set()
+    try:
+        own = {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
+        for name in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                _, _, peer, _, queues, _, retries, _, _, inode = line.split()[:10]
+                if f"socket:[{inode}]" in own and int(queues.partition(":")[0], 16) and (
+                        int(retries, 16) >= RETRIES_NUM_MIN):
+                    found.add(_address(peer.partition(":")[0]))
+    except (OSError, ValueError):  # the process has ended
+        return ()
+    return tuple(sorted(found)[:PEERS_NUM_MAX])
+
+
+def _address(text: str) -> str:
+    """The address of its hex digits: words of four bytes, each in the machine's order."""
+    words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, packed)
