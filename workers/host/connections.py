@@ -7,14 +7,11 @@ import socket
 import struct
 from pathlib import Path
 
-RETRIES_NUM_MIN = 3
-"""Retransmissions of one segment from which the peer counts as silent: after about 1.4 s."""
-
 PEERS_NUM_MAX = 16
 
 
 def silent_peers(pid: int) -> tuple[str, ...]:
-    """The addresses of peers that have not acknowledged what the process has sent, sorted.
+    """The addresses, sorted, that have not acknowledged what the process has sent them twice.
 
     Source: /proc/PID/net/tcp and tcp6 (Linux, proc_net_tcp). Empty if they cannot be read.
     """
@@ -24,8 +21,9 @@ def silent_peers(pid: int) -> tuple[str, ...]:
         for name in ("tcp", "tcp6"):
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
                 _, _, peer, _, queues, _, retries, _, _, inode = line.split()[:10]
-                if f"socket:[{inode}]" in own and int(queues.partition(":")[0], 16) and (
-                        int(retries, 16) >= RETRIES_NUM_MIN):
+                # While this host's own interface is down, the retries stay at 1.
+                if f"socket:[{inode}]" in own and int(retries, 16) and (
+                        int(queues.partition(":")[0], 16)):
                     found.add(_address(peer.partition(":")[0]))
     except (OSError, ValueError):  # the process has ended
         return ()
