@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 PEERS_NUM_MAX = 16
@@ -15,9 +16,11 @@ def silent_peers(pid: int) -> tuple[str, ...]:
 
     Source: /proc/PID/net/tcp and tcp6 (Linux, proc_net_tcp). Empty if they cannot be read.
     """
-    found: set[str] = set()
+    found, own = set[str](), set[str]()
     try:
-        own = {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                own.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
         for name in ("tcp", "tcp6"):
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
                 _, _, peer, _, queues, _, retries, _, _, inode = line.split()[:10]
@@ -34,4 +37,5 @@ def _address(text: str) -> str:
     """The address of its hex digits: words of four bytes, each in the machine's order."""
     words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
-    return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, packed)
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return socket.inet_ntop(family, packed).removeprefix("::ffff:")
