@@ -293,7 +293,8 @@ class PlaneStub:
         request_body = await request.json()
         return web.json_response({"redis_url": self._redis_url, "cluster": self.cluster,
                                   "node": request_body["node"], "epoch": self.leader.epoch,
-                                  "key": self.identities.key(request_body["node"]).hex()})
+                                  "key": self.identities.key(request_body["node"]).hex(),
+                                  "stores_secret": self.identities.stores_secret()})
 
     async def move(self, url: str) -> None:
         """The log is at another server from now on, and the control plane has another secret."""
