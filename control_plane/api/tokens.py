@@ -45,6 +45,10 @@ class Token(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     uses: int = 0
     used: int = 0
 
+    @property
+    def is_used_up(self) -> bool:
+        return self.role == "join" and self.used >= self.uses
+
 
 class _File(Struct, frozen=True, kw_only=True):
     tokens: tuple[Token, ...] = ()
@@ -128,7 +132,7 @@ class Tokens:
                              f"letters, digits and . _ @ -, at most 63, not {OWNER!r}")
         if not 0.0 <= life_s <= LIFE_S_MAX:
             raise UsageError(f"expires: {life_s:g} s is not a life of a token", "at most 10 years")
-        if any(one.name == name for one in self._by_hash.values()):
+        if any(one.name == name and not one.is_used_up for one in self._by_hash.values()):
             raise UsageError(f"there is a token named {name}",
                              f"unicron token rotate {name}, or give another --name")
         self._check_room()
@@ -151,7 +155,7 @@ class Tokens:
         if caller.node not in ("", node):
             raise UsageError(f"the token {caller.name} enrols {caller.node} only",
                              f"--node {caller.node}, or another token")
-        if held.role == "join" and held.used >= held.uses:
+        if held.is_used_up:
             raise UsageError(f"the token {caller.name} is used up",
                              f"an admin: unicron token rotate {caller.name}")
         if any(one.name == node for one in self._by_hash.values()) or (
@@ -187,12 +191,12 @@ class Tokens:
         return old
 
     def _add(self, old: Token, life_s: float) -> tuple[Token, str]:
-        """A token as `old`, in its place, with a new secret."""
+        """A token as `old`, in place of the one with its name, with a new secret."""
         secret, now_s = new_secret(), self._clock()
         token = msgspec.structs.replace(
             old, sha256=_hash(secret), created_s=now_s, used=0,
             expires_s=now_s + life_s if life_s else 0.0)
-        kept = {key: one for key, one in self._by_hash.items() if one is not old}
+        kept = {key: one for key, one in self._by_hash.items() if one.name != old.name}
         self._keep({**kept, token.sha256: token})
         return token, secret
 
