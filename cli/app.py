@@ -502,7 +502,7 @@ def token_create(
     node: Annotated[str, typer.Option(
         metavar="NAME", help="With --join: it enrols the node of that name only.")] = "",
     uses: Annotated[int, typer.Option(
-        min=0, metavar="N", show_default=False, help="With --join: it enrols N nodes [1].")] = 0,
+        min=1, metavar="N", help="With --join: the number of nodes that it enrols.")] = 1,
     expires: Annotated[str, typer.Option(
         "--expires", metavar="TIME", help="For example 30d or 12h [never; --join: 24h].")] = "",
     name: Annotated[str, typer.Option(

@@ -27,12 +27,12 @@ def create(state: StateDir, url: str | None, role: str | None, expires: str, nam
     """Print a new secret on stdout, or a command with it: it cannot be shown again."""
     if join == bool(role):
         raise UsageError("give either --role or --join", "unicron token create --join")
-    if not join and (node or uses):
+    if not join and (node or uses > 1):
         raise UsageError("--node and --uses are for --join", "leave them out")
     name = name or (f"join-{node or secrets.token_hex(4)}" if join else _login_name())
-    body = {"name": name, "role": role or "join", "node": node, "uses": uses,
-            "life_s": life(expires or (JOIN_LIFE if join else "")),
-            "reason": reason_or_user(reason)}
+    body = {"name": name, "role": role or "join", "node": node,
+            "uses": uses if join else 0, "reason": reason_or_user(reason),
+            "life_s": life(expires or (JOIN_LIFE if join else ""))}
     client = connect(state, url)
     _show_secret(client, client.post("/v1/tokens", body), as_json=as_json)
 

@@ -249,10 +249,11 @@ class HttpApi:
         the agent of another node. Raises UsageError."""
         caller = request[CALLER]
         if body.identity and caller.role != "node":
+            # Whoever made a token for this node alone knows that a silent one of its name is gone.
+            is_live = known is not None and (known.health == "healthy" or (
+                known.health == "unreachable" and caller.node != body.node))
             async with self._writing:
-                token = self._tokens.enrol(
-                    caller, body.node, body.identity,
-                    is_live=known is not None and known.health in ("healthy", "unreachable"))
+                token = self._tokens.enrol(caller, body.node, body.identity, is_live=is_live)
                 await self._tell(request, "enrolled", token)
         elif caller.role == "join":
             raise Refusal(400, "a join token enrols a node, and this one sends no identity",

@@ -161,7 +161,8 @@ class Tokens:
         if any(one.name == node for one in self._by_hash.values()) or (
                 is_live and node not in self.revoked_nodes()):
             raise UsageError(f"the name {node} is taken", "give this node another --node; if the "
-                             f"other one is gone: unicron token revoke {node}")
+                             f"other one is gone: unicron token revoke {node}, then unicron token "
+                             f"create --join --node {node}")
         if mine is not None or self.revoked_node(secret):
             raise UsageError("identity: it was in use before", "")
         self._check_room()

@@ -22,7 +22,12 @@ from unicron.control_plane.service.coordinator import Coordinator
 from unicron.events.errors import UsageError
 from unicron.events.log.identity import new_secret
 from unicron.events.records import codec
-from unicron.events.records.reports import NodeJoined, NodeLeft, TokenChanged
+from unicron.events.records.reports import (
+    NodeJoined,
+    NodeLeft,
+    NodeUnreachable,
+    TokenChanged,
+)
 from unicron.events.records.types import OWNER
 
 DAY_S = 86_400.0
@@ -197,7 +202,8 @@ async def test_wrong_join_tokens_are_refused(site: Site) -> None:
 async def test_the_name_of_a_node_is_taken_once(site: Site) -> None:
     await site.tell(NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=1))
     token = await join_token(site, uses=9)
-    taken = ("give this node another --node; if the other one is gone: unicron token revoke n1")
+    taken = ("give this node another --node; if the other one is gone: unicron token revoke n1, "
+             "then unicron token create --join --node n1")
     assert await refused(site, token, "n1", new_secret()) == (400, "the name n1 is taken", taken)
     mine = new_secret()
     assert (await enrol(site, token, "h1", mine))[0] == 200
@@ -208,8 +214,14 @@ async def test_the_name_of_a_node_is_taken_once(site: Site) -> None:
     assert hint.startswith("--node h1")
     assert (await refused(site, bearer("secret"), "h1"))[0] == 409, "nor may an admin"
     assert (await enrol(site, bearer("secret"), "n1"))[0] == 200, "as agents of this machine join"
-    await site.tell(NodeLeft(node="n1", incarnation=9, reason="stopped"))
-    assert (await enrol(site, token, "n1", new_secret()))[0] == 200
+    of_n1 = await join_token(site, node="n1")
+    assert (await refused(site, of_n1, "n1", new_secret()))[1] == "the name n1 is taken"
+    await site.tell(NodeUnreachable(node="n1", incarnation=9, silence_s=9.0))
+    assert (await refused(site, token, "n1", new_secret()))[1] == "the name n1 is taken"
+    assert (await enrol(site, of_n1, "n1", new_secret()))[0] == 200
+    await site.tell(NodeJoined(node="n2", incarnation=9, host="h", pid=1, num_slots=1),
+                    NodeLeft(node="n2", incarnation=9, reason="stopped"))
+    assert (await enrol(site, token, "n2", new_secret()))[0] == 200
 
 
 @real
