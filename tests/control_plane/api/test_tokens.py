@@ -119,10 +119,12 @@ async def test_requests_carry_who_and_role(site: Site) -> None:
 # --- join tokens and identities ------------------------------------------------------------------
 async def enrol(site: Site, token: dict[str, str], node: str, identity: str = "",
                 incarnation: int = 10) -> tuple[int, Any]:
-    """A join as an agent sends it."""
+    """A join as an agent sends it: again while the log cannot be reached."""
     body = {"node": node, "host": "h", "incarnation": incarnation}
-    return await site.ask("POST", "/v1/join", body | ({"identity": identity} if identity else {}),
-                          **token)
+    while (answer := await site.ask("POST", "/v1/join", body | (
+            {"identity": identity} if identity else {}), **token))[0] == 503:
+        await asyncio.sleep(0.1)
+    return answer
 
 
 async def refused(site: Site, token: dict[str, str], node: str, identity: str = "",
