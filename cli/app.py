@@ -488,51 +488,59 @@ def inject_node(node: NodeArg, reason: Reason = "", state: State = None, url: Ur
     operate.inject_node(folder(state), url, node, reason, as_json=output == "json")
 
 
-TokenArg = Annotated[str, typer.Argument(metavar="NAME", help="A token's name.")]
+TokenArg = Annotated[str, typer.Argument(
+    metavar="NAME", help="The name of a token, or of an enrolled node.")]
 
 
 @token.command("create")
 def token_create(
-    role: Annotated[Literal["view", "operate", "admin"], typer.Option(
+    role: Annotated[Literal["view", "operate", "admin"] | None, typer.Option(
         "--role", help="view: read. operate: also submit, cancel, drain, weights, freeze. admin: "
-        "also tokens, agents that join, injected faults.")],
+        "also tokens, agents that join, injected faults.")] = None,
+    join: Annotated[bool, typer.Option(
+        "--join", help="For a new host: print the command that starts its agent.")] = False,
+    node: Annotated[str, typer.Option(
+        metavar="NAME", help="With --join: it enrols the node of that name only.")] = "",
+    uses: Annotated[int, typer.Option(
+        min=1, metavar="N", help="With --join: the number of nodes that it enrols.")] = 1,
     expires: Annotated[str, typer.Option(
-        "--expires", metavar="TIME", help="For example 30d or 12h [never].")] = "",
+        "--expires", metavar="TIME", help="For example 30d or 12h [never; --join: 24h].")] = "",
     name: Annotated[str, typer.Option(
         "--name", metavar="WHO", help="Whose it is; it goes into the log with each request [your "
         "login name].")] = "",
-    state: State = None, url: Url = None, output: Form = "text",
+    reason: Reason = "", state: State = None, url: Url = None, output: Form = "text",
 ) -> None:
     """Print a new token; only its hash is kept."""
     from .commands import token as command
 
-    command.create(folder(state), url, role, expires, name, as_json=output == "json")
+    command.create(folder(state), url, role, expires, name, join=join, node=node, uses=uses,
+                   reason=reason, as_json=output == "json")
 
 
 @token.command("list")
 def token_list(state: State = None, url: Url = None, output: Form = "text") -> None:
-    """List the tokens, without their secrets."""
+    """List the tokens and the enrolled nodes, without their secrets."""
     from .commands import token as command
 
     command.show(folder(state), url, as_json=output == "json")
 
 
 @token.command("rotate")
-def token_rotate(name: TokenArg, state: State = None, url: Url = None,
+def token_rotate(name: TokenArg, reason: Reason = "", state: State = None, url: Url = None,
                  output: Form = "text") -> None:
     """Print a new secret for a token; the old one ends now."""
     from .commands import token as command
 
-    command.rotate(folder(state), url, name, as_json=output == "json")
+    command.rotate(folder(state), url, name, reason, as_json=output == "json")
 
 
 @token.command("revoke")
-def token_revoke(name: TokenArg, state: State = None, url: Url = None,
+def token_revoke(name: TokenArg, reason: Reason = "", state: State = None, url: Url = None,
                  output: Form = "text") -> None:
-    """End a token now."""
+    """End a token, or the identity of a node, now."""
     from .commands import token as command
 
-    command.revoke(folder(state), url, name, as_json=output == "json")
+    command.revoke(folder(state), url, name, reason, as_json=output == "json")
 
 
 @file_tools.command()

@@ -32,7 +32,7 @@ from unicron import __version__
 from ..events import network_address
 from ..events.errors import Fenced, Unavailable, UsageError
 from ..events.log.embedded_server import start_time
-from ..events.log.identity import SECRET_BYTES, Identities, Keys
+from ..events.log.identity import SECRET_BYTES, Identities, Keys, new_secret
 from ..events.log.redis_streams import RedisLog
 from ..events.private_files import read_private, write_private
 from ..events.process_io import LogStream
@@ -40,7 +40,7 @@ from ..events.records.envelope import KINDS, Record
 from ..events.spec.policy import Policy
 from .api.connections import ConnectionLimits, Listener, limits_of_descriptors, seldom_logged
 from .api.http import Address, HttpApi
-from .api.tokens import Tokens, new_secret
+from .api.tokens import Tokens
 from .service import server_relay
 from .service.coordinator import Coordinator
 
@@ -101,9 +101,11 @@ async def _serve(options: Options) -> int:
             logger.warning("every agent has the server's password and may do all that it allows")
         else:
             await log.check_users()
-        coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
-                                  code=__version__, policy=options.policy)
         token = _token(options.state)
+        tokens = Tokens(options.state / "tokens.json", owner=token)
+        coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
+                                  code=__version__, policy=options.policy,
+                                  expelled=tokens.revoked_nodes())
         advertised = options.advertise or options.listen
         is_relayed = (server_relay.is_local(options.redis_url)
                       and not network_address.is_loopback(options.listen))
@@ -111,7 +113,6 @@ async def _serve(options: Options) -> int:
             cluster=options.cluster, shared_password=options.shared_password,
             redis_url=server_relay.url_at(options.redis_url, advertised, options.port + 1)
             if is_relayed else options.redis_url)
-        tokens = Tokens(options.state / "tokens.json", owner=token)
         http = HttpApi(coordinator, log, tokens=tokens, address=address, identities=identities)
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options, advertised)

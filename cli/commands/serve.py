@@ -74,7 +74,7 @@ def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, advert
     _write_pid_file(state, agent_name(name))
     raise typer.Exit(main.run(main.AgentOptions(
         node=name, url=client.url, socket=client.socket, token=client.token,
-        num_slots=num_slots or num_devices(), state_dir=state.path,
+        enrols=not client.socket, num_slots=num_slots or num_devices(), state_dir=state.path,
         host=advertised_address(advertise, client), redis_url=redis_url, labels=labels,
         watch=watch, checks=own)))
 

@@ -5,34 +5,49 @@ from __future__ import annotations
 import getpass
 import json
 import re
+import secrets
+import shlex
 from urllib.parse import quote
 
+from ...events import network_address
 from ...events.errors import UsageError
-from ..cluster.client import connect
+from ..cluster.client import Client, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, rfc3339, table
+from .operate import reason_or_user
 
+JOIN_LIFE = "24h"
+"""How long a join token is valid, unless another time is given."""
 UNITS_S = {"m": 60.0, "h": 3_600.0, "d": 86_400.0}
 
 
-def create(state: StateDir, url: str | None, role: str, expires: str, name: str, *,
-           as_json: bool) -> None:
-    """Print a new secret on stdout: it cannot be shown again."""
-    life_s = life(expires)
-    body = {"name": name or _login_name(), "role": role, "life_s": life_s}
-    _show_secret(connect(state, url).post("/v1/tokens", body), as_json=as_json)
+def create(state: StateDir, url: str | None, role: str | None, expires: str, name: str, *,
+           join: bool, node: str, uses: int, reason: str, as_json: bool) -> None:
+    """Print a new secret on stdout, or a command with it: it cannot be shown again."""
+    if join == bool(role):
+        raise UsageError("give either --role or --join", "unicron token create --join")
+    if not join and (node or uses > 1):
+        raise UsageError("--node and --uses are for --join", "leave them out")
+    name = name or (f"join-{node or secrets.token_hex(4)}" if join else _login_name())
+    body = {"name": name, "role": role or "join", "node": node,
+            "uses": uses if join else 0, "reason": reason_or_user(reason),
+            "life_s": life(expires or (JOIN_LIFE if join else ""))}
+    client = connect(state, url)
+    _show_secret(client, client.post("/v1/tokens", body), as_json=as_json)
 
 
-def rotate(state: StateDir, url: str | None, name: str, *, as_json: bool) -> None:
+def rotate(state: StateDir, url: str | None, name: str, reason: str, *, as_json: bool) -> None:
     """Print the new secret of the name; the old one ends now."""
-    _show_secret(connect(state, url).post(f"/v1/tokens/{quote(name, safe='')}/rotate", {}),
-                 as_json=as_json)
+    client = connect(state, url)
+    _show_secret(client, client.post(f"/v1/tokens/{quote(name, safe='')}/rotate",
+                                     {"reason": reason_or_user(reason)}), as_json=as_json)
 
 
-def revoke(state: StateDir, url: str | None, name: str, *, as_json: bool) -> None:
+def revoke(state: StateDir, url: str | None, name: str, reason: str, *, as_json: bool) -> None:
     """End a token now."""
-    answer = connect(state, url).post(f"/v1/tokens/{quote(name, safe='')}/revoke", {})
+    answer = connect(state, url).post(f"/v1/tokens/{quote(name, safe='')}/revoke",
+                                      {"reason": reason_or_user(reason)})
     console.show(answer, [f"{name}  is refused from now on"], as_json=as_json)
 
 
@@ -40,8 +55,10 @@ def show(state: StateDir, url: str | None, *, as_json: bool) -> None:
     """List the tokens, without their secrets."""
     answer: Plain = connect(state, url).get("/v1/tokens")
     rows = [(one["name"], one["role"], rfc3339(one["created_s"]) if one["created_s"] else "-",
-             _end(one)) for one in answer["tokens"]]
-    console.show(answer, table(("NAME", "ROLE", "CREATED", "EXPIRES"), rows), as_json=as_json)
+             _end(one), f"{one['used']} of {one['uses']}" if one["uses"] else "-")
+            for one in answer["tokens"]]
+    console.show(answer, table(("NAME", "ROLE", "CREATED", "EXPIRES", "NODES"), rows),
+                 as_json=as_json)
 
 
 def life(expires: str) -> float:
@@ -61,14 +78,29 @@ def _end(token: Plain) -> str:
     return f"{rfc3339(token['expires_s'])}{', has expired' if token['expired'] else ''}"
 
 
-def _show_secret(answer: Plain, *, as_json: bool) -> None:
+def join_command(client: Client, secret: str, node: str) -> str:
+    """The command that starts an agent on another host. Its secret is not among its arguments,
+    which all users of that host can see."""
+    words = ["unicron", "agent", "--url", client.url]
+    if not client.is_secure and not network_address.is_loopback(client.host):
+        words.append("--insecure")
+    return f"UNICRON_TOKEN={secret} {shlex.join(words + (['--node', node] if node else []))}"
+
+
+def _show_secret(client: Client, answer: Plain, *, as_json: bool) -> None:
+    is_join = answer["role"] == "join"
+    if is_join:
+        answer["command"] = join_command(client, answer["token"], answer["node"])
     if as_json:
         console.out(json.dumps(answer))
         return
-    console.out(answer["token"])
+    console.out(answer["command" if is_join else "token"])
     end = f"until {rfc3339(answer['expires_s'])}" if answer["expires_s"] else "until it is revoked"
-    console.talk(f"{answer['name']}, role {answer['role']}, {end}; it is not shown again: "
-                 "UNICRON_TOKEN=... for whoever uses it")
+    use = (f"the command for {answer['uses']} host{'s' * (answer['uses'] > 1)}" if is_join
+           else "UNICRON_TOKEN=... for whoever uses it")
+    console.talk(f"{answer['name']}, role {answer['role']}, {end}; it is not shown again: {use}")
+    if is_join and network_address.is_loopback(client.host):
+        console.talk("only this machine reaches that address: see unicron control-plane --listen")
 
 
 def _login_name() -> str:

@@ -280,6 +280,7 @@ TEMPLATES = {
     "NodeDrained": "{node} is drained{reason:because}{:by}",
     "NodeUndrained": "{node} may have tasks again{reason:because}{:by}",
     "FaultRequested": "{:fault}{reason:because}{:by}",
+    "TokenChanged": "{act} the token {name}, role {token_role}{reason:because}{:by}",
     "NodeJoined": "{node} {num_slots} {accelerator} slots, pid {pid}, at {host}{labels:labels}",
     "NodeLeft": "{node}: {reason}",
     "MemoryCheckpointsLost": "{node} lost its in-memory checkpoints{task:? of task {task}}"

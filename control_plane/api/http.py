@@ -14,14 +14,13 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import msgspec
-import structlog
 from aiohttp import web
 from msgspec import Struct
 
 from ...events.errors import LogError, SpecError, UsageError
 from ...events.log.identity import RESERVED_NAMES, Identities, user_name, with_credentials
 from ...events.log.port import ReaderPort
-from ...events.records import codec, types
+from ...events.records import codec, reports, types
 from ...events.records.envelope import Record
 from ...events.records.types import Body
 from ...events.spec import job
@@ -30,10 +29,11 @@ from ..planner.pending import is_any_waiting
 from ..service.coordinator import Check, Coordinator
 from ..service.threads import aside
 from ..state.cluster import ClusterState, decode_state, encode_state
+from ..state.node import Node
 from . import dry_run, requests
 from .connections import Connection, error_answer
 from .requests import Refusal
-from .tokens import ROLES, Role, Token, Tokens
+from .tokens import Role, Token, Tokens, may
 from .view import view
 
 BODY_BYTES_MAX = 1 << 20
@@ -71,12 +71,16 @@ class _Join(Struct, frozen=True, forbid_unknown_fields=True):
     host: str
     incarnation: int
     labels: dict[str, str] = {}
+    identity: str = ""
 
 
 class _NewToken(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
-    role: Role
+    role: Literal["view", "operate", "admin", "join"]
     life_s: float = 0.0
+    node: str = ""
+    uses: int = 0
+    reason: str = ""
 
 
 class _Apply(Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,7 +97,6 @@ class HttpApi:
         self._coordinator, self._log = coordinator, log
         self._tokens, self._address = tokens, address
         self._identities = identities
-        self._logger = structlog.get_logger("http")
         self._writing = asyncio.Lock()
         """Serialises writes, so that each is checked against the earlier writes."""
         self._computing = asyncio.Lock()
@@ -113,7 +116,7 @@ class HttpApi:
         """Whether this control plane leads; to a client with a token also of what, and who it is.
         """
         leading = self._coordinator.leading
-        if CALLER not in request:
+        if CALLER not in request or not may(request[CALLER].role, "view"):
             return _json({"ok": leading})
         return _json({"ok": leading, "cluster": self._address.cluster,
                       "epoch": self._coordinator.epoch, "seq": self._coordinator.seq,
@@ -251,12 +254,35 @@ class HttpApi:
         if known is not None and known.incarnation > body.incarnation:
             raise Refusal(409, f"a newer agent of {body.node} has joined",
                           "give this one another --node, or set its clock")
+        await self._identify(request, body, known)
         await self._coordinator.admit(body.node, body.incarnation)
         return _json({"redis_url": self._url_of(body.node, body.incarnation),
                       "cluster": self._address.cluster, "node": body.node,
                       "epoch": self._coordinator.epoch,
                       "key": self._identities.key(body.node).hex(),
+                      "stores_secret": self._identities.stores_secret(),
                       "redact": state.policy.redact})
+
+    async def _identify(self, request: web.Request, body: _Join, known: Node | None) -> None:
+        """Enrol the node if its agent asks for that; else raise Refusal if it is another node, or
+        the agent of another node. Raises UsageError."""
+        caller = request[CALLER]
+        if body.identity and caller.role != "node":
+            # Whoever made a token for this node alone knows that a silent one of its name is gone.
+            is_live = known is not None and (known.health == "healthy" or (
+                known.health == "unreachable" and caller.node != body.node))
+            async with self._writing:
+                token = self._tokens.enrol(caller, body.node, body.identity, is_live=is_live)
+                await self._tell(request, "enrolled", token)
+        elif caller.role == "join":
+            raise Refusal(400, "a join token enrols a node, and this one sends no identity",
+                          "use an agent of this version")
+        elif caller.role == "node" and caller.name != body.node:
+            raise Refusal(400, f"this is the identity of {caller.name}, not of {body.node}",
+                          f"--node {caller.name}, or another --state")
+        elif caller.role == "admin" and body.node in self._tokens.enrolled_nodes():
+            raise Refusal(409, f"the name {body.node} is taken by a node that was enrolled",
+                          f"give this one another --node, or unicron token revoke {body.node}")
 
     def _url_of(self, node: str, incarnation: int) -> str:
         """The log's URL for an agent."""
@@ -270,27 +296,49 @@ class HttpApi:
     async def list_tokens(self, request: web.Request) -> web.Response:
         return _json({"tokens": [
             {"name": one.name, "role": one.role, "created_s": one.created_s,
-             "expires_s": one.expires_s, "expired": self._tokens.has_expired(one)}
+             "expires_s": one.expires_s, "expired": self._tokens.has_expired(one),
+             "node": one.node, "uses": one.uses, "used": one.used}
             for one in self._tokens.all()]})
 
     async def create_token(self, request: web.Request) -> web.Response:
         body = requests.convert(await _body(request), _NewToken)
-        return self._new_token(request, *self._tokens.create(body.name, body.role, body.life_s))
+        return await self._issue(request, "created", body.reason, lambda: self._tokens.create(
+            body.name, body.role, body.life_s, node=body.node, uses=body.uses))
 
     async def rotate_token(self, request: web.Request) -> web.Response:
-        return self._new_token(request, *self._tokens.rotate(request.match_info["of"]))
+        body = requests.convert(await _body(request), requests.Reason)
+        return await self._issue(request, "rotated", body.reason,
+                                 lambda: self._tokens.rotate(request.match_info["of"]))
 
-    def _new_token(self, request: web.Request, token: Token, secret: str) -> web.Response:
-        self._logger.info("token issued", name=token.name, role=token.role,
-                          by=request[CALLER].name)
+    async def _issue(self, request: web.Request, act: types.TokenAct, reason: str,
+                     make: Callable[[], tuple[Token, str]]) -> web.Response:
+        reason = requests.one_line(reason)
+        async with self._writing:
+            await self._coordinator.settled()
+            token, secret = make()
+            await self._tell(request, act, token, reason)
         return _json({"name": token.name, "role": token.role, "expires_s": token.expires_s,
-                      "token": secret})
+                      "node": token.node, "uses": token.uses, "token": secret})
 
     async def revoke_token(self, request: web.Request) -> web.Response:
-        name = request.match_info["of"]
-        self._tokens.revoke(name)
-        self._logger.info("token revoked", name=name, by=request[CALLER].name)
-        return _json({"name": name})
+        reason = requests.one_line(
+            requests.convert(await _body(request), requests.Reason).reason)
+        async with self._writing:
+            await self._coordinator.settled()
+            token = self._tokens.revoke(request.match_info["of"])
+            try:
+                await self._tell(request, "revoked", token, reason)
+            finally:
+                if token.role == "node":
+                    await self._coordinator.expel(token.name)
+        return _json({"name": token.name})
+
+    async def _tell(self, request: web.Request, act: types.TokenAct, token: Token, reason: str = ""
+                    ) -> None:
+        """Write who changed a token, and why, before a secret is answered."""
+        # Not under the caller's Idempotency-Key: with one that is in the log nothing is written.
+        await self._coordinator.write(secrets.token_hex(16), *_signed(request[CALLER], [
+            reports.TokenChanged(act=act, name=token.name, token_role=token.role, reason=reason)]))
 
     # --- authorisation and errors ---
     @web.middleware
@@ -332,6 +380,9 @@ class HttpApi:
         scheme, _, secret = authorization.partition(" ")
         token = self._tokens.find(secret) if scheme.lower() == "bearer" else None
         if token is None:
+            if node := self._tokens.revoked_node(secret):
+                raise Refusal(410, f"the identity of {node} was revoked",
+                              f"an admin: unicron token create --join --node {node}")
             raise _unknown_token()
         if self._tokens.has_expired(token):
             raise Refusal(401, f"the token {token.name} has expired",
@@ -345,10 +396,11 @@ class HttpApi:
 
         async def call(request: web.Request) -> web.StreamResponse:
             caller = request[CALLER]
-            if ROLES.index(caller.role) < ROLES.index(role):
+            if not may(caller.role, role):
                 raise Refusal(
                     403, f"this needs the role {role}; the token {caller.name} has the role "
-                    f"{caller.role}", f"an admin: unicron token create --role {role}")
+                    f"{caller.role}", "an admin: unicron token create "
+                    + ("--join" if role == "join" else f"--role {role}"))
             return await handler(request)
         return call
 
@@ -382,9 +434,9 @@ ROUTES = (
           lambda api: api.write(requests.lift_quarantine)),
     Route("POST", "/v1/freeze", "operate", lambda api: api.write(requests.freeze)),
     Route("POST", "/v1/unfreeze", "operate", lambda api: api.write(requests.unfreeze)),
-    # a fault ends healthy processes, and the answer to a join opens the whole log server
+    # a fault ends healthy processes
     Route("POST", "/v1/inject", "admin", lambda api: api.write(requests.inject)),
-    Route("POST", "/v1/join", "admin", lambda api: api.join),
+    Route("POST", "/v1/join", "join", lambda api: api.join),
     Route("GET", "/v1/tokens", "admin", lambda api: api.list_tokens),
     Route("POST", "/v1/tokens", "admin", lambda api: api.create_token),
     Route("POST", "/v1/tokens/{of}/rotate", "admin", lambda api: api.rotate_token),

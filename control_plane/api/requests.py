@@ -47,7 +47,7 @@ class Refusal(UsageError):
         self.status = status
 
 
-class _Reason(Struct, frozen=True, forbid_unknown_fields=True):
+class Reason(Struct, frozen=True, forbid_unknown_fields=True):
     reason: str = ""
 
 
@@ -89,7 +89,7 @@ def _modelled(job: JobSpec) -> Modelled | None:
 
 
 def cancel(state: ClusterState, body: Any, task: str) -> t.Body:
-    request = convert(body, _Reason)
+    request = convert(body, Reason)
     return r.TaskCancelRequested(task=_live_task(state, task).id, reason=one_line(request.reason))
 
 
@@ -105,7 +105,7 @@ def set_weight(state: ClusterState, body: Any, task: str) -> t.Body:
 
 def freeze(state: ClusterState, body: Any, _: str) -> t.Body:
     """Pause healing. A second freeze is refused, so the first reason stays."""
-    request = convert(body, _Reason)
+    request = convert(body, Reason)
     if state.frozen:
         raise Refusal(409, f"healing is frozen already: {state.frozen}",
                       "unicron unfreeze first, to freeze it for another reason")
@@ -114,7 +114,7 @@ def freeze(state: ClusterState, body: Any, _: str) -> t.Body:
 
 def unfreeze(state: ClusterState, body: Any, _: str) -> t.Body:
     """Resume healing."""
-    request = convert(body, _Reason)
+    request = convert(body, Reason)
     if not state.frozen:
         held = "; it is held by --observe" if state.policy.observe else ""
         raise Refusal(409, f"healing is not frozen{held}",
@@ -124,7 +124,7 @@ def unfreeze(state: ClusterState, body: Any, _: str) -> t.Body:
 
 def drain(state: ClusterState, body: Any, node: str) -> t.Body:
     """Drain the node: its tasks move away."""
-    request = convert(body, _Reason)
+    request = convert(body, Reason)
     found = _node(state, node)
     if found.drained:
         why = f": {found.drain_reason}" if found.drain_reason else ""
@@ -135,7 +135,7 @@ def drain(state: ClusterState, body: Any, node: str) -> t.Body:
 
 def undrain(state: ClusterState, body: Any, node: str) -> t.Body:
     """Let the node have tasks again."""
-    request = convert(body, _Reason)
+    request = convert(body, Reason)
     if not _node(state, node).drained:
         raise Refusal(409, f"node {node} is not drained", _undrain_hint(state, node))
     return r.NodeUndrained(node=node, reason=one_line(request.reason))
@@ -143,7 +143,7 @@ def undrain(state: ClusterState, body: Any, node: str) -> t.Body:
 
 def lift_quarantine(state: ClusterState, body: Any, node: str) -> t.Body:
     """Lift the node's quarantine; its earlier faults no longer count."""
-    request = convert(body, _Reason)
+    request = convert(body, Reason)
     if _node(state, node).quarantine is None:
         raise Refusal(409, f"node {node} is not quarantined", _undrain_hint(state, node))
     return r.QuarantineLifted(node=node, reason=one_line(request.reason))

@@ -1,13 +1,13 @@
 """Tokens of the HTTP API: who may do what. The control plane keeps only their hashes.
 
-They are in a file of the state folder and never in the log: a replay needs none of them.
+They are in a file of the state folder and never in the log: a replay needs none of them. The
+identity of a node is a token as well: its agent's own, named as the node.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,36 +17,50 @@ import msgspec
 from msgspec import Struct
 
 from ...events.errors import UsageError
+from ...events.log.identity import SECRET, new_secret
 from ...events.private_files import read_private, write_private
 from ...events.records.types import OWNER
+from ...events.spec import job
 
-Role = Literal["view", "operate", "admin"]
+Role = Literal["view", "operate", "admin", "join", "node"]
 ROLES: tuple[Role, ...] = ("view", "operate", "admin")
-"""Each role may do all that the roles before it may."""
-PREFIX = "unicron_"
-SECRET_BYTES_NUM = 32
-TOKENS_NUM_MAX = 1_000
+"""Each role may do all that the roles before it may. The others may only join."""
+TOKENS_NUM_MAX = 10_000
 LIFE_S_MAX = 10 * 365 * 86_400.0
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}\Z")
 
 
 class Token(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is known of a token. Times are seconds since 1970; `expires_s` 0: never."""
+    """What is known of a token. Times are seconds since 1970; `expires_s` 0: never.
+
+    One with the role `join` enrols `uses` nodes, or only `node`; it has enrolled `used` of them.
+    """
 
     name: str
     role: Role
     sha256: str
     created_s: float
     expires_s: float = 0.0
+    node: str = ""
+    uses: int = 0
+    used: int = 0
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.role == "join" and self.used >= self.uses
 
 
 class _File(Struct, frozen=True, kw_only=True):
     tokens: tuple[Token, ...] = ()
+    revoked: dict[str, str] = {}
+    """Hash -> node of the identities that were revoked."""
 
 
-def new_secret() -> str:
-    """A secret of 256 random bits. The prefix lets scanners of leaked secrets find it."""
-    return PREFIX + secrets.token_urlsafe(SECRET_BYTES_NUM)
+def may(role: Role, needed: Role) -> bool:
+    """Whether a token of that role may make a call that needs the other one."""
+    if needed == "join":
+        return role in ("join", "node", "admin")
+    return role in ROLES and ROLES.index(role) >= ROLES.index(needed)
 
 
 class Tokens:
@@ -70,11 +84,24 @@ class Tokens:
             raise UsageError(f"{path} is not a file of tokens: {error}",
                              "restore it, or remove it and create the tokens again") from None
         self._by_hash = {one.sha256: one for one in (*found.tokens, self._owner)}
+        self._revoked = found.revoked
 
     def find(self, secret: str) -> Token | None:
         """The token of that secret, also if it has expired; None if there is none."""
         # A table of hashes: how long the search takes tells nothing about a secret.
         return self._by_hash.get(_hash(secret))
+
+    def revoked_node(self, secret: str) -> str:
+        """The node whose identity this was until it was revoked; "": of none."""
+        return self._revoked.get(_hash(secret), "")
+
+    def revoked_nodes(self) -> set[str]:
+        """The nodes whose identity was revoked, and that have no other one since."""
+        return set(self._revoked.values()) - self.enrolled_nodes()
+
+    def enrolled_nodes(self) -> set[str]:
+        """The nodes that have an identity."""
+        return {one.name for one in self._by_hash.values() if one.role == "node"}
 
     def is_valid(self, token: Token) -> bool:
         """Whether the token is neither revoked, rotated nor expired."""
@@ -87,22 +114,63 @@ class Tokens:
         """All tokens, by name; the owner's first."""
         return sorted(self._by_hash.values(), key=lambda one: (one.name != OWNER, one.name))
 
-    def create(self, name: str, role: Role, life_s: float) -> tuple[Token, str]:
+    def create(self, name: str, role: Role, life_s: float, *, node: str = "", uses: int = 0
+               ) -> tuple[Token, str]:
         """A new token and its secret, which is nowhere else. `life_s` 0: it never expires.
 
-        Raises UsageError.
+        `node` and `uses`, 0: 1, are of a join token. Raises UsageError.
         """
+        if role != "join" and (node or uses):
+            raise UsageError("node and uses are of a token with the role join", "leave them out")
+        if node and (uses > 1 or not job.NAME.match(node)):
+            raise UsageError(f"node: {node[:64]!r} with {uses or 1} uses is not one node's name",
+                             "--node NAME for one node, or --uses N for any")
+        if not 0 <= uses <= TOKENS_NUM_MAX:
+            raise UsageError(f"uses: {uses} is not from 1 to {TOKENS_NUM_MAX}", "--uses N")
         if not NAME.match(name) or name == OWNER:
             raise UsageError(f"name: {name[:64]!r} is not a name for a token",
                              f"letters, digits and . _ @ -, at most 63, not {OWNER!r}")
         if not 0.0 <= life_s <= LIFE_S_MAX:
             raise UsageError(f"expires: {life_s:g} s is not a life of a token", "at most 10 years")
-        if any(one.name == name for one in self._by_hash.values()):
+        if any(one.name == name and not one.is_used_up for one in self._by_hash.values()):
             raise UsageError(f"there is a token named {name}",
                              f"unicron token rotate {name}, or give another --name")
-        if len(self._by_hash) >= TOKENS_NUM_MAX:
-            raise UsageError(f"there are {TOKENS_NUM_MAX} tokens", "unicron token revoke NAME")
-        return self._add(name, role, life_s)
+        self._check_room()
+        return self._add(Token(name=name, role=role, sha256="", created_s=0.0, node=node,
+                               uses=(uses or 1) if role == "join" else 0), life_s)
+
+    def enrol(self, caller: Token, node: str, secret: str, *, is_live: bool) -> Token:
+        """Give a node the identity that its agent has made; returns it. It may be asked for again.
+
+        `is_live`: an agent of that name may be at work. Raises UsageError.
+        """
+        if not SECRET.match(secret):
+            raise UsageError("identity: not a secret that an agent makes", "")
+        mine = self._by_hash.get(_hash(secret))
+        if mine is not None and (mine.role, mine.name) == ("node", node):
+            return mine
+        held = self._by_hash.get(caller.sha256)  # as it is now: it may have enrolled meanwhile
+        if held is None:
+            raise UsageError(f"the token {caller.name} was revoked", "use another one")
+        if caller.node not in ("", node):
+            raise UsageError(f"the token {caller.name} enrols {caller.node} only",
+                             f"--node {caller.node}, or another token")
+        if held.is_used_up:
+            raise UsageError(f"the token {caller.name} is used up",
+                             f"an admin: unicron token rotate {caller.name}")
+        if any(one.name == node for one in self._by_hash.values()) or (
+                is_live and node not in self.revoked_nodes()):
+            raise UsageError(f"the name {node} is taken", "give this node another --node; if the "
+                             f"other one is gone: unicron token revoke {node}, then unicron token "
+                             f"create --join --node {node}")
+        if mine is not None or self.revoked_node(secret):
+            raise UsageError("identity: it was in use before", "")
+        self._check_room()
+        new = Token(name=node, role="node", sha256=_hash(secret), created_s=self._clock())
+        if held.role == "join":
+            held = msgspec.structs.replace(held, used=held.used + 1)
+        self._keep({**self._by_hash, held.sha256: held, new.sha256: new})
+        return new
 
     def rotate(self, name: str) -> tuple[Token, str]:
         """A new secret for the name, with its role and as long a life. The old one ends now.
@@ -110,32 +178,44 @@ class Tokens:
         Raises UsageError.
         """
         old = self._named(name)
-        life_s = old.expires_s - old.created_s if old.expires_s else 0.0
-        return self._add(name, old.role, life_s, instead_of=old)
+        if old.role == "node":
+            raise UsageError(f"{name} is a node: its agent alone has its secret", "unicron token "
+                             f"revoke {name}, then unicron token create --join --node {name}")
+        return self._add(old, old.expires_s - old.created_s if old.expires_s else 0.0)
 
-    def revoke(self, name: str) -> None:
-        """The token ends now. Raises UsageError."""
+    def revoke(self, name: str) -> Token:
+        """The token ends now; returns it. Raises UsageError."""
         old = self._named(name)
-        self._keep({key: one for key, one in self._by_hash.items() if one is not old})
+        revoked = {**self._revoked, old.sha256: name} if old.role == "node" else self._revoked
+        self._keep({key: one for key, one in self._by_hash.items() if one is not old},
+                   dict(list(revoked.items())[-TOKENS_NUM_MAX:]))
+        return old
 
-    def _add(self, name: str, role: Role, life_s: float, instead_of: Token | None = None
-             ) -> tuple[Token, str]:
+    def _add(self, old: Token, life_s: float) -> tuple[Token, str]:
+        """A token as `old`, in place of the one with its name, with a new secret."""
         secret, now_s = new_secret(), self._clock()
-        token = Token(name=name, role=role, sha256=_hash(secret), created_s=now_s,
-                      expires_s=now_s + life_s if life_s else 0.0)
-        kept = {key: one for key, one in self._by_hash.items() if one is not instead_of}
+        token = msgspec.structs.replace(
+            old, sha256=_hash(secret), created_s=now_s, used=0,
+            expires_s=now_s + life_s if life_s else 0.0)
+        kept = {key: one for key, one in self._by_hash.items() if one.name != old.name}
         self._keep({**kept, token.sha256: token})
         return token, secret
 
-    def _keep(self, by_hash: dict[str, Token]) -> None:
+    def _check_room(self) -> None:
+        if len(self._by_hash) >= TOKENS_NUM_MAX:
+            raise UsageError(f"there are {TOKENS_NUM_MAX} tokens", "unicron token revoke NAME")
+
+    def _keep(self, by_hash: dict[str, Token], revoked: dict[str, str] | None = None) -> None:
         """Write the file first: what it does not hold is not answered."""
-        file = _File(tokens=tuple(one for one in by_hash.values() if one is not self._owner))
+        revoked = self._revoked if revoked is None else revoked
+        file = _File(tokens=tuple(one for one in by_hash.values() if one is not self._owner),
+                     revoked=revoked)
         try:
             write_private(self._path, msgspec.json.format(msgspec.json.encode(file)))
         except OSError as error:
             raise UsageError(f"{self._path}: {error.strerror}",
                              "the state folder cannot be written to") from None
-        self._by_hash = by_hash
+        self._by_hash, self._revoked = by_hash, revoked
 
     def _named(self, name: str) -> Token:
         if name == OWNER:

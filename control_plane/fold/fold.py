@@ -119,7 +119,7 @@ HANDLERS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.HealingResumed: operator_requests.healing_resumed,
     r.NodeDrained: operator_requests.node_drained,
     r.NodeUndrained: operator_requests.node_undrained,
-    r.FaultRequested: operator_requests.fault_requested,
+    r.FaultRequested: operator_requests.fault_requested, r.TokenChanged: _recorded,
     # decisions
     d.IncidentOpened: decisions.incident_opened, d.IncidentEscalated: decisions.incident_escalated,
     d.IncidentClosed: decisions.incident_closed, d.NodeQuarantined: node_health.node_quarantined,

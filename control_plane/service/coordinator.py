@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TypeVar
 
@@ -78,7 +78,7 @@ class Coordinator:
 
     def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
                  policy: Policy, jitter: random.Random | None = None,
-                 limits: Limits | None = None) -> None:
+                 limits: Limits | None = None, expelled: Iterable[str] = ()) -> None:
         self._log = log
         self._limits = limits or Limits()
         self._jitter = jitter or random.Random()
@@ -95,6 +95,9 @@ class Coordinator:
         self._trimmed_s = 0.0
         self._admitted: dict[str, int] = {}
         """Nodes that `admit` has let in: their NodeJoined may not be in the log yet."""
+        self._expelled = set(expelled)
+        self._have_users = False
+        """Whether the server has the users of all nodes but those of `_expelled`."""
         self._recent: deque[Record] = deque(maxlen=self._limits.recent_records_max)
         self._stopping = False
         self.leading = False
@@ -139,8 +142,17 @@ class Coordinator:
 
     async def admit(self, node: str, incarnation: int) -> None:
         """Let an agent use the log, in place of its predecessors. Raises LogError."""
+        self._expelled.discard(node)
         self._admitted[node] = incarnation
         await self._with_timeout(self._log.admit({node: incarnation}),
+                                 Unavailable("the log cannot be reached; try again"))
+
+    async def expel(self, node: str) -> None:
+        """End a node's access to the log, until it is admitted again. Raises LogError; it is then
+        tried again."""
+        self._expelled.add(node)
+        self._have_users = False
+        await self._with_timeout(self._log.expel((node,)),
                                  Unavailable("the log cannot be reached; try again"))
 
     async def follow(self, after: int) -> AsyncIterator[Sequence[Record]]:
@@ -375,9 +387,9 @@ class Coordinator:
             yield self._leader.report(body)
 
     async def _watch_heartbeats(self) -> None:
-        have_users = False
+        self._have_users = False
         while True:
-            have_users = await self._keep_users(have_users)
+            await self._keep_users()
             policy = self._leader.state.policy
             pause_s = min(self._limits.beats_s, policy.silence_s_max / 5, policy.suspect_s_max / 4)
             await asyncio.sleep(pause_s)
@@ -390,24 +402,26 @@ class Coordinator:
             if self._committed.is_set() and self._has_timed_events():
                 self._wake.set()
 
-    async def _keep_users(self, have_users: bool) -> bool:
-        """Admit all nodes when leadership begins, and to a server that has lost them: it was
-        restarted, or is another one. Returns whether they are admitted."""
+    async def _keep_users(self) -> None:
+        """Admit all nodes when leadership begins, after a node was expelled, and to a server that
+        has lost them: it was restarted, or is another one."""
+        had_users = self._have_users
         try:
-            if have_users and await self._log.has_users():
-                return True
-            if self._committed.is_set():
-                known = {name: node.incarnation for name, node in self._leader.state.nodes.items()}
-                await self._log.admit({name: max(incarnation, known.get(name, 0))
-                                       for name, incarnation in (known | self._admitted).items()})
-                await self._log.mark_admitted()
-                return True
+            if (had_users and await self._log.has_users()) or not self._committed.is_set():
+                return
+            self._have_users = True  # unless a node is expelled meanwhile
+            known = {name: node.incarnation for name, node in self._leader.state.nodes.items()}
+            await self._log.admit({name: max(incarnation, known.get(name, 0))
+                                   for name, incarnation in (known | self._admitted).items()
+                                   if name not in self._expelled})
+            await self._log.expel(self._expelled)
+            await self._log.mark_admitted()
         except (Unavailable, Ambiguous):
-            pass
+            self._have_users = False
         except LogError as error:
-            if have_users:
+            if had_users:
                 self._logger.error("the server no longer lets agents in", why=str(error))
-        return False
+            self._have_users = False
 
     async def _with_timeout(self, call: Awaitable[T], late: LogError) -> T:
         try:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
+import secrets
 from collections.abc import Callable
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -25,8 +27,16 @@ SIGNATURE_BYTES = 32
 RESERVED_NAMES = ("leader", "operator")
 """No node may have such a name: reports of the leader and of operators have it in their source."""
 
+PREFIX = "unicron_"
+SECRET = re.compile(rf"{PREFIX}[A-Za-z0-9_-]{{43}}\Z")
+
 Keys = Callable[[str], bytes]
 """Returns the key of a node."""
+
+
+def new_secret() -> str:
+    """A secret of 256 random bits. The prefix lets scanners of leaked secrets find it."""
+    return PREFIX + secrets.token_urlsafe(SECRET_BYTES)
 
 
 class Identities:
@@ -43,6 +53,10 @@ class Identities:
     def password(self, node: str, incarnation: int) -> str:
         """The server password of one incarnation of a node."""
         return self._derive("password", node, str(incarnation)).hex()
+
+    def stores_secret(self) -> str:
+        """What the checkpoint stores and the ranks of all nodes know each other by."""
+        return self._derive("stores").hex()
 
     def _derive(self, *parts: str) -> bytes:
         # No part holds a newline, so two lists of parts never give one text.

@@ -7,7 +7,7 @@ node. Every implementation passes the suite in tests/events/test_log.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -85,6 +85,10 @@ class LeaderPort(Protocol):
 
     async def admit(self, nodes: Mapping[str, int]) -> None:
         """Let these nodes (name -> incarnation) use the log, and no longer their predecessors."""
+        ...
+
+    async def expel(self, nodes: Iterable[str]) -> None:
+        """End the access of these nodes to the log."""
         ...
 
     async def mark_admitted(self) -> None:

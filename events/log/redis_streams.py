@@ -453,6 +453,12 @@ class RedisLog:
                 commands.append(self._user_command(node, known))
             await self._ask(commands)
 
+    async def expel(self, nodes: Iterable[str]) -> None:
+        """Remove the users of these nodes, which ends their connections."""
+        users = [user_name(self._cluster, node) for node in nodes]
+        if users and self._identities is not None:
+            await self._ask([("ACL", "DELUSER", *users)])
+
     async def mark_admitted(self) -> None:
         """Note on the server that every node has its user there: see `has_users`."""
         if self._identities is not None:

@@ -15,6 +15,7 @@ from .types import (
     Origin,
     RankReport,
     ReceivedState,
+    TokenAct,
 )
 
 
@@ -109,6 +110,16 @@ class FaultRequested(OperatorRequest, frozen=True):
     node: str = ""
     stop_s: float = 0.0
     """How long a stopped rank stays stopped; 0: without limit."""
+    reason: str = ""
+
+
+class TokenChanged(OperatorRequest, frozen=True):
+    """A token, or the identity of a node (`token_role` is `node`), has changed. Without effect on
+    any decision."""
+
+    act: TokenAct
+    name: str
+    token_role: str
     reason: str = ""
 
 

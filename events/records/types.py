@@ -63,6 +63,8 @@ def label_error(key: str, value: str) -> str:
 
 FaultKind = Literal["rank", "stop", "node"]
 """Faults that can be injected: kill a rank, stop a rank, kill an agent with its ranks."""
+TokenAct = Literal["created", "rotated", "revoked", "enrolled"]
+"""`enrolled`: an agent has exchanged a join token for the identity of its node."""
 
 
 class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):

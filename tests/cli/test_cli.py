@@ -334,6 +334,8 @@ def test_a_closed_pipe_is_no_error(log):
     (r.HealingResumed(), "healing is resumed"),
     (r.NodeDrained(node="n3", reason="thermal"), "n3 is drained: thermal"),
     (r.NodeUndrained(node="n3"), "n3 may have tasks again"),
+    (r.TokenChanged(act="enrolled", name="n3", token_role="node", who="join-n3", role="join"),
+     "enrolled the token n3, role node; by join-n3, join"),
     (r.FaultRequested(what="stop", task=3, rank=1), "stop task 3 rank 1 for good"),
     (r.FaultRequested(what="node", node="n2", reason="to see"),
      "kill the agent of n2 and its ranks: to see"),

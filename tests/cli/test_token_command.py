@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from http_site import Site, serving
-from unicron.cli.commands.token import life
+from unicron.cli.cluster.client import Client
+from unicron.cli.commands.token import join_command, life
 from unicron.cli.terminal.record_line import line
 from unicron.events.errors import UsageError
 from unicron.events.records import codec
@@ -76,6 +79,51 @@ async def _team(site: Site, folder: Path) -> None:
     assert (await viewer("status"))[0] == 2
     code, out, told = await admin("token revoke ana")
     assert (code, out, told[0]) == (2, "", "error: there is no token 'ana'")
+
+
+def test_a_join_token_is_a_command_to_paste(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving() as site:
+            await _join_tokens(site, tmp_path)
+
+    asyncio.run(main())
+
+
+async def _join_tokens(site: Site, folder: Path) -> None:
+    admin = User(site, folder, "secret")
+    code, out, told = await admin("token create --join --uses 2")
+    found = re.fullmatch(rf"UNICRON_TOKEN=(unicron_\S{{43}}) unicron agent --url {site.url}\n", out)
+    assert (code, bool(found)) == (0, True), out
+    assert re.match(r"join-[0-9a-f]{8}, role join, until 20.*the command for 2 hosts", told[0])
+    code, out, _ = await admin("token create --join --node h1 --expires 5m -o json")
+    made = json.loads(out)
+    assert made["command"] == (
+        f"UNICRON_TOKEN={made['token']} unicron agent --url {site.url} --node h1")
+    assert 290 < made["expires_s"] - time.time() < 310
+    _, out, _ = await admin("token rotate join-h1")
+    assert out.startswith("UNICRON_TOKEN=unicron_")
+    rows = [words.split() for words in (await admin("token list"))[1].splitlines()[1:]]
+    assert [(row[1], row[4:]) for row in rows] == [
+        ("admin", ["-"]), ("join", ["0", "of", "2"]), ("join", ["0", "of", "1"])]
+    for words, error in (
+            ("token create", "give either --role or --join"),
+            ("token create --join --role view", "give either --role or --join"),
+            ("token create --role view --uses 2", "--node and --uses are for --join"),
+            ("token create --join --node h1 --uses 2", "node: 'h1' with 2 uses"),
+            ("token create --join --node H1", "node: 'H1'"),
+            ("token create --join --uses 999999", "uses: 999999 is not from 1"),
+            ("token create --join --expires 5", "--expires '5' is not")):
+        code, out, told = await admin(words)
+        assert (code, out, told[0].startswith(f"error: {error}")) == (2, "", True), (words, told)
+        assert told[1].startswith("hint: "), told
+
+
+def test_the_command_says_what_the_way_to_the_control_plane_needs() -> None:
+    for url, words in (("http://10.0.0.1:8420", "--url http://10.0.0.1:8420 --insecure --node h1"),
+                       ("http://[::2]:8420", "--url 'http://[::2]:8420' --insecure --node h1"),
+                       ("https://c.example:8420", "--url https://c.example:8420 --node h1"),
+                       ("http://127.0.0.1:1", "--url http://127.0.0.1:1 --node h1")):
+        assert join_command(Client(url, "t"), "S", "h1") == f"UNICRON_TOKEN=S unicron agent {words}"
 
 
 def test_a_life_is_a_number_with_a_unit() -> None:

@@ -45,7 +45,7 @@ folder = os.environ.get("CHECKS")
 checks = CheckOptions(folder=Path(folder), every_s=0.2, s_max=60.0) if folder else None
 try:
     sys.exit(run(AgentOptions(node="n1", url=url, token=token, num_slots=2, state_dir=Path(state),
-                         checks=checks)))
+                         enrols="ENROLS" in os.environ, checks=checks)))
 except UsageError as error:
     sys.exit(f"error: {error}; hint: {error.hint}")
 """
@@ -286,14 +286,23 @@ class PlaneStub:
         self.url = ""
         self.agents: list[subprocess.Popen[bytes]] = []
         self._redis_url = url
+        self.refusal = 0
+        """If not 0, the status of the answers to joins."""
+        self.joined: list[tuple[str, str]] = []
+        """The token and the identity of each join."""
 
     async def joins(self, request: web.Request) -> web.Response:
-        if request.headers["Authorization"] != f"Bearer {TOKEN}":
-            return web.json_response({"error": "wrong token", "hint": ""}, status=401)
         request_body = await request.json()
+        token = request.headers["Authorization"].removeprefix("Bearer ")
+        self.joined.append((token, request_body.get("identity", "")))
+        if self.refusal:
+            return web.json_response({"error": "no", "hint": ""}, status=self.refusal)
+        if token != TOKEN and (TOKEN, token) not in self.joined:
+            return web.json_response({"error": "wrong token", "hint": ""}, status=401)
         return web.json_response({"redis_url": self._redis_url, "cluster": self.cluster,
                                   "node": request_body["node"], "epoch": self.leader.epoch,
-                                  "key": self.identities.key(request_body["node"]).hex()})
+                                  "key": self.identities.key(request_body["node"]).hex(),
+                                  "stores_secret": self.identities.stores_secret()})
 
     async def move(self, url: str) -> None:
         """The log is at another server from now on, and the control plane has another secret."""

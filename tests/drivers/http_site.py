@@ -35,9 +35,9 @@ class Site:
     """One control plane and an HTTP client of it."""
 
     def __init__(self, log: MemoryLog, coordinator: Coordinator, client: aiohttp.ClientSession,
-                 url: str, tokens: Tokens) -> None:
+                 url: str, tokens: Tokens, tokens_file: Path) -> None:
         self.log, self.coordinator, self.client, self.url = log, coordinator, client, url
-        self.tokens = tokens
+        self.tokens, self.tokens_file = tokens, tokens_file
         self.told = 0
 
     async def ask(self, method: str, path: str, body: object = None,
@@ -94,7 +94,8 @@ async def serving(policy: Policy = POLICY,
                               limits=Limits(call_s_max=0.5))
     leading = asyncio.create_task(coordinator.run())
     folder = TemporaryDirectory()
-    tokens = Tokens(Path(folder.name) / "tokens.json", owner="secret")
+    tokens_file = Path(folder.name) / "tokens.json"
+    tokens = Tokens(tokens_file, owner="secret")
     http = HttpApi(coordinator, log, tokens=tokens,
                    address=Address(redis_url="unix:///run/x", cluster="test"),
                    identities=IDENTITIES)
@@ -103,7 +104,7 @@ async def serving(policy: Policy = POLICY,
     await coordinator.settled()
     try:
         async with aiohttp.ClientSession() as client:
-            yield Site(log, coordinator, client, f"http://127.0.0.1:{port}", tokens)
+            yield Site(log, coordinator, client, f"http://127.0.0.1:{port}", tokens, tokens_file)
     finally:
         coordinator.stop()
         await asyncio.wait_for(leading, 60)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Unavailable
@@ -47,6 +47,7 @@ class MemoryLog:
         self._num_reports = 0
         self._orders: dict[str, list[tuple[tuple[int, int], Record]]] = {}
         self._beats: dict[str, tuple[int, float]] = {}
+        self.users: dict[str, int] = {}
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}
 
     async def close(self) -> None:
@@ -121,7 +122,13 @@ class MemoryLog:
             for node in nodes if (beat := self._beats.get(node)) is not None])
 
     async def admit(self, nodes: Mapping[str, int]) -> None:
-        """Do nothing: everybody who has this object may use the log."""
+        """Note it: everybody who has this object may use the log."""
+        self.users |= nodes
+
+    async def expel(self, nodes: Iterable[str]) -> None:
+        """Note it, see `admit`."""
+        for node in nodes:
+            self.users.pop(node, None)
 
     async def mark_admitted(self) -> None:
         """Do nothing, see `admit`."""

@@ -44,12 +44,15 @@ class HostsCluster(RealCluster):
         return client
 
     def start_agent(self, node: str) -> None:
-        """Start the agent of a host."""
-        client = self.client()
+        """Start the agent of a host; the first one enrols it."""
+        client, token = self.client(), ""
+        if not (self.path / node / "agents" / f"{node}.identity").exists():
+            token = client.post("/v1/tokens", {"name": f"join-{node}", "role": "join",
+                                               "node": node})["token"]
         self._run(node, "agent", "--node", node, "--slots", str(self._num_slots),
                   "--state", str(self.path / node), "--url", client.url, "--insecure",
                   "--advertise", self.network.address(node, TRAIN, self.version),
-                  env={"UNICRON_TOKEN": client.token,
+                  env={"UNICRON_TOKEN": token,
                        "UNICRON_TRACE_DIR": str(self.path / "trace")})
 
     def _run(self, host: str, *words: str, env: Mapping[str, str] | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from memory_log import MemoryLog
 from unicron.events.errors import Ambiguous, LogError, Unavailable
@@ -129,6 +129,9 @@ class LeaderLog:
 
     async def admit(self, nodes: Mapping[str, int]) -> None:
         """Do nothing: every simulated agent may use the log."""
+
+    async def expel(self, nodes: Iterable[str]) -> None:
+        """Do nothing, see `admit`."""
 
     async def mark_admitted(self) -> None:
         """Do nothing, see `admit`."""

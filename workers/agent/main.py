@@ -24,12 +24,11 @@ from ...events.log.redis_streams import RedisLog
 from ...events.process_io import LogStream
 from ...events.records.types import Labels
 from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
-from ..checkpoint_store import protocol
 from ..checkpoint_store.store import bytes_max
 from ..host import linux
 from . import output_files
 from .agent import Agent
-from .delivery.join import JOIN_S_MAX, Joined, join
+from .delivery.join import JOIN_S_MAX, IdentityFile, Joined, TokenRefused, join
 from .delivery.log_link import backoff_s
 from .delivery.outbox import LogReplaced
 from .delivery.spool import Spool, load_spool
@@ -108,6 +107,7 @@ _log = structlog.get_logger("agent")
 class AgentOptions(Struct, frozen=True, kw_only=True):
     """The options of `unicron agent`.
 
+    `enrols`: the token is exchanged for an identity of this node's own, unless it has one.
     `host` is the address of this node's ranks. `socket` is the control plane's, if it has one here.
     If `redis_url` is empty, the control plane gives it.
     If `devices` is None, CUDA_VISIBLE_DEVICES gives one GPU per slot; without any, slots are CPU.
@@ -118,6 +118,7 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     token: str
     num_slots: int
     state_dir: Path
+    enrols: bool = False
     host: str = "127.0.0.1"
     socket: str = ""
     redis_url: str = ""
@@ -168,7 +169,10 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
         _log.warning("killed an orphaned process of an earlier agent", pid=proc.pid)
     linux.adopt_orphans()
     try:
-        joined = await _join(options, incarnation)
+        identity = (IdentityFile(state_dir / "agents", options.node) if options.enrols else None)
+        joined = await _join(options, incarnation, identity)
+        if identity is not None:
+            identity.enrolled()
         log = await _connect(log_url(options.redis_url, joined.redis_url), joined,
                              f"{options.node}/{incarnation}")
         try:
@@ -177,7 +181,7 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
                               labels=options.labels, devices=_devices(options, os.environ),
                               trace=options.trace, watch=options.watch, rank_argv=options.rank_argv,
                               redact=joined.redact,
-                              secret=protocol.secret_of(options.token, joined.cluster))
+                              secret=joined.stores_secret)
             spool, left = open_spools(state_dir / "agents", node.name, node.source)
             sources = (None if os.environ.get(HEALTH) == "off"
                        else HealthSources(checks=options.checks))
@@ -188,7 +192,8 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
             try:
                 await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
                             sweeps=True, sources=sources,
-                            rejoin=partial(_rejoin, options, incarnation, joined, log)).run(stop)
+                            rejoin=partial(_rejoin, options, incarnation, identity, joined, log)
+                            ).run(stop)
             finally:
                 serving.cancel()
             spool.close(forget=not spool.num_unacked)
@@ -201,17 +206,34 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
     return 0
 
 
-async def _join(options: AgentOptions, incarnation: int, s_max: float = JOIN_S_MAX) -> Joined:
-    return await join(options.url, options.token, node=options.node, host=options.host,
-                      incarnation=incarnation, labels=options.labels, socket=options.socket,
-                      s_max=s_max)
-
-
-async def _rejoin(options: AgentOptions, incarnation: int, joined: Joined, log: RedisLog) -> None:
-    """Ask the control plane once where the log is now, and with which credentials; use those."""
+async def _join(options: AgentOptions, incarnation: int, identity: IdentityFile | None,
+                s_max: float = JOIN_S_MAX) -> Joined:
+    token, new = options.token, ""
+    if identity is not None:
+        token, new = (identity.secret, "") if identity.is_enrolled else (token, identity.secret)
     try:
-        now = await _join(options, incarnation, s_max=0.0)
+        return await join(options.url, token, node=options.node, host=options.host,
+                          incarnation=incarnation, labels=options.labels, socket=options.socket,
+                          identity=new, s_max=s_max)
+    except TokenRefused as error:
+        if identity is not None and identity.is_enrolled:
+            error.hint = (f"an admin: unicron token create --join --node {options.node}; then "
+                          f"remove {identity.path} and start with that command")
+        raise
+
+
+async def _rejoin(options: AgentOptions, incarnation: int, identity: IdentityFile | None,
+                  joined: Joined, log: RedisLog) -> None:
+    """Ask the control plane once where the log is now, and with which credentials; use those.
+
+    Raises TokenRefused if this node was revoked. A control plane that does not know it may be a
+    wrong one: no rank is ended for that.
+    """
+    try:
+        now = await _join(options, incarnation, identity, s_max=0.0)
     except UsageError as error:
+        if isinstance(error, TokenRefused) and error.revoked:
+            raise
         _log.warning("cannot ask where the log is", why=str(error))
         return
     if now.cluster == joined.cluster and await log.move(log_url(options.redis_url, now.redis_url),

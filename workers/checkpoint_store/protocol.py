@@ -177,11 +177,6 @@ _decoder = msgspec.msgpack.Decoder(
 _manifests = msgspec.msgpack.Decoder(Manifest)
 
 
-def secret_of(token: str, cluster: str) -> str:
-    """The secret that all nodes of a cluster derive from its token."""
-    return hmac.new(token.encode(), f"copies of {cluster}".encode(), "sha256").hexdigest()
-
-
 # --- messages and bytes ---
 def send(connection: socket.socket, message: Message) -> None:
     """Raises OSError."""

@@ -1,20 +1,33 @@
-"""Roles and tokens of the HTTP API: every call, for every role and for tokens that do not hold."""
+"""Roles and tokens of the HTTP API: every call, for every role and for tokens that do not hold.
+
+Join tokens: what they open, the identities for which agents exchange them, and how those end.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from http_site import JOB, Site, real
-from structlog.testing import capture_logs
+from http_site import JOB, POLICY, Site, real
 from unicron.control_plane.api.http import ROUTES
-from unicron.control_plane.api.tokens import ROLES, Role, Tokens
+from unicron.control_plane.api.tokens import ROLES, Role, Tokens, may
+from unicron.control_plane.service.coordinator import Coordinator
 from unicron.events.errors import UsageError
+from unicron.events.log.identity import new_secret
+from unicron.events.records import codec
+from unicron.events.records.reports import (
+    NodeJoined,
+    NodeLeft,
+    NodeUnreachable,
+    TokenChanged,
+)
 from unicron.events.records.types import OWNER
 
 DAY_S = 86_400.0
@@ -33,19 +46,28 @@ def issue(site: Site, role: Role, life_s: float = 0.0) -> dict[str, str]:
 @real
 async def test_every_call_needs_its_role(site: Site) -> None:
     """A role that is too low gets 403 with the role that is needed, a higher one gets further."""
-    headers = {role: issue(site, role) for role in ROLES}
+    headers = {role: issue(site, role) for role in (*ROLES, "join")}
+    status, _ = await enrol(site, headers["join"], "n1", identity := new_secret())
+    assert status == 200
+    headers["node"] = bearer(identity)
+    names: dict[Role, str] = {"node": "n1"}
+    allowed = {role for role in headers if may(role, "join")}
+    assert allowed == {"admin", "join", "node"}
     for route in ROUTES:
         path = route.path.replace("{of}", "none")
         if route.role is None:
             continue
         assert "token" in await site.refused(401, route.method, path, Authorization="Bearer no")
-        for role in ROLES:
+        for role in headers:
             status, answer = await site.ask(route.method, path, {}, **headers[role]) if (
                 path != "/v1/log") else (200, {})
-            if ROLES.index(role) < ROLES.index(route.role):
-                assert status == 403, (route.path, role, answer)
-                assert answer["error"] == (f"this needs the role {route.role}; the token {role} "
-                                           f"has the role {role}")
+            if role not in (allowed if route.role == "join" else
+                            ROLES[ROLES.index(route.role):]):
+                assert route.path == "/v1/log" or status == 403, (route.path, role, answer)
+                if answer:
+                    assert answer["error"] == (
+                        f"this needs the role {route.role}; the token {names.get(role, role)} "
+                        f"has the role {role}")
             else:
                 assert status not in (401, 500), (route.path, role, answer)
                 assert status != 403 or "does not allow faults" in answer["error"]
@@ -94,15 +116,196 @@ async def test_requests_carry_who_and_role(site: Site) -> None:
         assert (body.who, body.role) == (who, role)
 
 
+# --- join tokens and identities ------------------------------------------------------------------
+async def enrol(site: Site, token: dict[str, str], node: str, identity: str = "",
+                incarnation: int = 10) -> tuple[int, Any]:
+    """A join as an agent sends it: again while the log cannot be reached."""
+    body = {"node": node, "host": "h", "incarnation": incarnation}
+    while (answer := await site.ask("POST", "/v1/join", body | (
+            {"identity": identity} if identity else {}), **token))[0] == 503:
+        await asyncio.sleep(0.1)
+    return answer
+
+
+async def refused(site: Site, token: dict[str, str], node: str, identity: str = "",
+                  incarnation: int = 10) -> tuple[int, str, str]:
+    status, answer = await enrol(site, token, node, identity, incarnation)
+    return status, answer["error"], answer["hint"]
+
+
+async def join_token(site: Site, **more: object) -> dict[str, str]:
+    body = {"name": f"join-{len(site.tokens.all())}", "role": "join", **more}
+    status, answer = await site.ask("POST", "/v1/tokens", body)
+    assert status == 200, answer
+    return bearer(answer["token"])
+
+
+@real
+async def test_a_join_token_is_exchanged_once(site: Site) -> None:
+    token, mine = await join_token(site), new_secret()
+    status, answer = await enrol(site, token, "h1", mine)
+    assert status == 200
+    assert {"redis_url", "key", "stores_secret"} <= set(answer)
+    assert await enrol(site, token, "h1", mine) == (200, answer), "the answer may have been lost"
+    assert await refused(site, token, "h2", new_secret()) == (
+        400, "the token join-1 is used up", "an admin: unicron token rotate join-1")
+    assert await refused(site, token, "h1", new_secret()) == (
+        400, "the token join-1 is used up", "an admin: unicron token rotate join-1")
+    assert (await enrol(site, bearer(mine), "h1", incarnation=11))[1]["key"] == answer["key"]
+    for path in ("/v1/state", "/v1/tokens", "/v1/log"):
+        await site.refused(403, "GET", path, **bearer(mine))
+        await site.refused(403, "GET", path, **token)
+    for held in (token, bearer(mine)):
+        assert await site.ask("GET", "/v1/health", **held) == (200, {"ok": True})
+    stored = (site.tokens_file).read_text()
+    assert mine not in stored
+    _, listed = await site.ask("GET", "/v1/tokens")
+    assert [(one["name"], one["role"], one["used"], one["uses"]) for one in listed["tokens"]] == [
+        (OWNER, "admin", 0, 0), ("h1", "node", 0, 0), ("join-1", "join", 1, 1)]
+
+
+@real
+async def test_a_join_token_is_for_its_node_or_for_its_number_of_nodes(site: Site) -> None:
+    one, two = await join_token(site, node="h1"), await join_token(site, uses=2)
+    assert await refused(site, one, "h2", new_secret()) == (
+        400, "the token join-1 enrols h1 only", "--node h1, or another token")
+    made = await asyncio.gather(*(enrol(site, two, f"h{number}", new_secret())
+                                  for number in range(3, 8)))
+    assert sorted(status for status, _ in made) == [200, 200, 400, 400, 400]
+    assert (await enrol(site, one, "h1", new_secret()))[0] == 200
+    wrong: dict[str, Any]
+    for wrong in ({"node": "h1", "uses": 2}, {"node": "No"}, {"uses": -1}, {"uses": 1 << 40},
+                  {"role": "view", "node": "h1"}, {"role": "view", "uses": 1}, {"role": "node"}):
+        await site.refused(400, "POST", "/v1/tokens", {"name": "x", "role": "join"} | wrong)
+
+
+@real
+async def test_wrong_join_tokens_are_refused(site: Site) -> None:
+    expired = issue(site, "join", 0.001)
+    await asyncio.sleep(0.05)
+    assert (await refused(site, expired, "h1", new_secret()))[:2] == (
+        401, "the token join has expired")
+    revoked = await join_token(site)
+    site.tokens.revoke("join-2")
+    foreign = Tokens(site.tokens_file.with_name("other.json"), owner="another").create(
+        "join-1", "join", 0.0)[1]
+    for token in (revoked, bearer(foreign), bearer("")):
+        assert (await refused(site, token, "h1", new_secret()))[0] == 401
+    assert (await refused(site, issue(site, "operate"), "h1", new_secret()))[0] == 403
+    token = await join_token(site)
+    status, why, _ = await refused(site, token, "h1")
+    assert (status, "no identity" in why) == (400, True)
+    for identity in ("x", "unicron_short", "unicron_" + "ü" * 43, token["Authorization"][7:]):
+        assert (await refused(site, token, "h1", identity))[0] == 400
+    assert (await enrol(site, token, "h1", new_secret()))[0] == 200, "none of these used it"
+
+
+@real
+async def test_the_name_of_a_node_is_taken_once(site: Site) -> None:
+    await site.tell(NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=1))
+    token = await join_token(site, uses=9)
+    taken = ("give this node another --node; if the other one is gone: unicron token revoke n1, "
+             "then unicron token create --join --node n1")
+    assert await refused(site, token, "n1", new_secret()) == (400, "the name n1 is taken", taken)
+    mine = new_secret()
+    assert (await enrol(site, token, "h1", mine))[0] == 200
+    assert (await refused(site, token, "h1", new_secret()))[1] == "the name h1 is taken"
+    assert (await refused(site, token, "h2", mine))[1] == "identity: it was in use before"
+    status, why, hint = await refused(site, bearer(mine), "n1")
+    assert (status, why) == (400, "this is the identity of h1, not of n1")
+    assert hint.startswith("--node h1")
+    assert (await refused(site, bearer("secret"), "h1"))[0] == 409, "nor may an admin"
+    assert (await enrol(site, bearer("secret"), "n1"))[0] == 200, "as agents of this machine join"
+    of_n1 = await join_token(site, node="n1")
+    assert (await refused(site, of_n1, "n1", new_secret()))[1] == "the name n1 is taken"
+    await site.tell(NodeUnreachable(node="n1", incarnation=9, silence_s=9.0))
+    assert (await refused(site, token, "n1", new_secret()))[1] == "the name n1 is taken"
+    assert (await enrol(site, of_n1, "n1", new_secret()))[0] == 200
+    await site.tell(NodeJoined(node="n2", incarnation=9, host="h", pid=1, num_slots=1),
+                    NodeLeft(node="n2", incarnation=9, reason="stopped"))
+    assert (await enrol(site, token, "n2", new_secret()))[0] == 200
+
+
+@real
+async def test_a_clock_that_is_behind_does_not_replace_a_newer_agent(site: Site) -> None:
+    """An agent's incarnation is the time of its start; only a lost folder makes it older."""
+    await site.tell(NodeJoined(node="n1", incarnation=3_600_009, host="h", pid=1, num_slots=1))
+    status, why, hint = await refused(site, bearer("secret"), "n1", incarnation=9)
+    assert (status, why) == (409, "a newer agent of n1 has joined")
+    assert "clock" in hint
+
+
+@real
+async def test_a_revoked_node_is_told_so_and_may_be_enrolled_again(site: Site) -> None:
+    token, mine = await join_token(site, uses=2), new_secret()
+    assert (await enrol(site, token, "h1", mine))[0] == 200
+    assert "h1" in site.log.users
+    assert "its agent alone" in await site.refused(400, "POST", "/v1/tokens/h1/rotate", {})
+    assert await site.ask("POST", "/v1/tokens/h1/revoke", {"reason": "stolen"}) == (
+        200, {"name": "h1"})
+    assert "h1" not in site.log.users
+    for incarnation in (11, 12):
+        assert await refused(site, bearer(mine), "h1", incarnation=incarnation) == (
+            410, "the identity of h1 was revoked",
+            "an admin: unicron token create --join --node h1")
+    assert (await refused(site, token, "h1", mine))[1] == "identity: it was in use before"
+    again = Tokens(site.tokens_file, owner="secret")
+    assert (again.revoked_node(mine), again.revoked_nodes()) == ("h1", {"h1"})
+    assert (await enrol(site, token, "h1", new_secret(), 13))[0] == 200
+    assert site.log.users["h1"] == 13
+    assert not site.tokens.revoked_nodes()
+    assert (await refused(site, bearer(mine), "h1"))[0] == 410
+
+
+@real
+async def test_every_act_is_a_record_without_a_secret(site: Site) -> None:
+    token = await join_token(site, reason=" for\nh1 ")
+    mine = new_secret()
+    await enrol(site, token, "h1", mine)
+    key = {"Idempotency_Key": "one"}
+    await site.ask("POST", "/v1/freeze", {"reason": "x"}, **key)
+    _, renewed = await site.ask("POST", "/v1/tokens/join-1/rotate", {"reason": "more"}, **key)
+    await site.ask("POST", "/v1/tokens/h1/revoke", {"reason": "gone"}, **key)
+    await site.refused(422, "POST", "/v1/tokens/join-1/revoke", {"reason": "x" * 300})
+    found = [record for record in await site.log.read(after=0, num_max=99)
+             if isinstance(record.body, TokenChanged)]
+    assert [(one.body.act, one.body.name, one.body.token_role, one.body.who, one.body.role,
+             one.body.reason) for one in found if isinstance(one.body, TokenChanged)] == [
+        ("created", "join-1", "join", OWNER, "admin", "for h1"),
+        ("enrolled", "h1", "node", "join-1", "join", ""),
+        ("rotated", "join-1", "join", OWNER, "admin", "more"),
+        ("revoked", "h1", "node", OWNER, "admin", "gone")]
+    text = str([codec.to_plain(one) for one in found])
+    for secret in (mine, token["Authorization"][7:], renewed["token"]):
+        assert secret not in text
+        assert hashlib.sha256(secret.encode()).hexdigest() not in text
+
+
+@real
+async def test_a_revoked_node_stays_out_when_the_server_loses_its_users(site: Site) -> None:
+    await site.tell(NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=1))
+    log, token = site.log, await join_token(site)
+    assert (await enrol(site, token, "h1", new_secret()))[0] == 200
+    coordinator = Coordinator(log, clock=time.time, nonce="b", code="test", policy=POLICY,
+                              expelled={"h1"})
+    log.users.clear()
+    leading = asyncio.create_task(coordinator.run())
+    async with asyncio.timeout(60):
+        while "n1" not in log.users:
+            await asyncio.sleep(0.01)
+    assert set(log.users) == {"n1"}
+    await coordinator.admit("h1", 11)
+    assert log.users["h1"] == 11
+    coordinator.stop()
+    await asyncio.wait_for(leading, 60)
+
+
 # --- create, list, rotate, revoke ----------------------------------------------------------------
 @real
 async def test_the_life_of_a_token(site: Site) -> None:
     body = {"name": "ana", "role": "view", "life_s": DAY_S}
-    with capture_logs() as lines:
-        _, made = await site.ask("POST", "/v1/tokens", body)
+    _, made = await site.ask("POST", "/v1/tokens", body)
     assert re.fullmatch(r"unicron_[A-Za-z0-9_-]{43}", made["token"])
-    assert [line["name"] for line in lines] == ["ana"]
-    assert made["token"] not in str(lines)
     assert "named ana" in await site.refused(400, "POST", "/v1/tokens", body)
     ana = bearer(made["token"])
     assert (await site.ask("GET", "/v1/state", **ana))[0] == 200

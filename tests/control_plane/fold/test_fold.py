@@ -49,6 +49,8 @@ BODIES: st.SearchStrategy[t.Body] = st.one_of(
     st.builds(r.NodeLeft, node=NODES, incarnation=SMALL, reason=WORDS),
     st.builds(r.ReportsLost, node=NODES, num_lost=SMALL),
     _rank(r.RankReportsDropped, num_dropped=SMALL, kinds=st.just(("TaskProgressed",))),
+    st.builds(r.TokenChanged, act=st.sampled_from(["created", "enrolled"]), name=WORDS,
+              token_role=WORDS),
     st.builds(r.OrderRefused, node=NODES, order=st.integers(0, 80), why=WORDS),
     st.builds(r.TaskCancelRequested, task=st.sampled_from([4, 5, 77]), reason=WORDS),
     st.builds(r.DeadlineReached, deadline=WORDS),

@@ -241,6 +241,39 @@ async def test_refusals_are_one_line(server: embedded_server.Server, tmp_path: P
     assert "Traceback" not in one.said()
 
 
+async def test_an_identity_is_made_once_and_only_its_revocation_ends_an_agent(
+        plane: PlaneStub, own_server: embedded_server.Server) -> None:
+    plane.refusal = 503  # it was enrolled, and the answer is lost
+    first = plane.agent(ENROLS="1")
+    await until(lambda: plane.joined or None)
+    first.kill()
+    await ended(first)
+    plane.refusal = 0
+    agent = plane.agent(ENROLS="1")
+    await plane.wait(NodeJoined)
+    assert len(set(plane.joined)) == 1, "the second agent enrols with the same identity"
+    (token, identity), *_ = plane.joined
+    assert token == TOKEN
+    await plane.start(SLEEP)
+    (started,) = await plane.wait(RankStarted)
+    plane.joined.clear()
+    plane.refusal = 401
+    own_server.stop()
+    await until(lambda: "does not accept the token" in plane.said() or None)
+    assert plane.joined[-1] == (identity, "")
+    assert agent.poll() is None
+    assert alive(started.pid), "a control plane that does not know it may be a wrong one"
+    plane.refusal = 410
+    assert await ended(agent) == 1
+    await until_gone(started.pid)
+    assert "error: " in plane.said().splitlines()[-1]
+    assert f"remove {plane.state_dir}/agents/n1.identity" in plane.said().splitlines()[-1]
+    (file,) = plane.state_dir.glob("agents/*.identity*")
+    file.chmod(0o644)
+    assert await ended(plane.agent(ENROLS="1")) == 1
+    assert "others may read it" in plane.said()
+
+
 async def test_an_unreachable_control_plane_is_tried_and_then_named() -> None:
     began = time.monotonic()
     with pytest.raises(UsageError, match=r"cannot join http://127\.0\.0\.1:9"):

@@ -443,12 +443,6 @@ def test_idle_connections_without_the_secret_are_closed(keeper: LocalKeeper) -> 
     assert steps(keeper.shelf) == [10]
 
 
-def test_the_secret_depends_on_cluster_and_token() -> None:
-    secrets = {protocol.secret_of(token, cluster) for token in ("a", "b") for cluster in ("c", "d")}
-    assert len(secrets) == 4
-    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
-
-
 # --- the process, as an agent starts and ends it -------------------------------------------------
 class Losses(list[tuple[int, str]]):
     """(task, reason) of each loss that the store process reports to its agent."""

@@ -1,10 +1,15 @@
-"""Joins the control plane: POST /v1/join with the token returns the address of the log."""
+"""Joins the control plane: POST /v1/join with the token returns the address of the log.
+
+An agent of another host exchanges the token that it was given, once, for an identity of its own: a
+secret that it makes and keeps in a file. The control plane keeps the hash.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -12,6 +17,8 @@ from msgspec import Struct
 
 from ....events import unix_socket
 from ....events.errors import UsageError
+from ....events.log.identity import new_secret
+from ....events.private_files import read_private, write_private
 from ....events.records.types import Labels
 from ....events.spec.policy import REDACT
 from .log_link import backoff_s
@@ -31,6 +38,8 @@ class Joined(Struct, frozen=True, kw_only=True):
     epoch: int
     key: str
     """Signs this node's reports, and the orders for it; in hex digits."""
+    stores_secret: str
+    """What checkpoint stores and ranks know each other by."""
     redact: tuple[str, ...] = REDACT
 
 
@@ -39,15 +48,49 @@ class _Error(Struct, frozen=True):
     hint: str = ""
 
 
-async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
-               labels: Labels, socket: str = "", s_max: float = JOIN_S_MAX) -> Joined:
+class TokenRefused(UsageError):
+    """The control plane does not know the token. `revoked`: it was an identity until then."""
+
+    def __init__(self, message: str, hint: str, *, revoked: bool) -> None:
+        super().__init__(message, hint)
+        self.revoked = revoked
+
+
+class IdentityFile:
+    """The identity of a node, in the folder of its agent; its name ends in `.new` until enrolled.
+
+    So an agent that is killed before it has read the answer enrols with the same one again. Raises
+    UsageError if others may read the file.
+    """
+
+    def __init__(self, folder: Path, node: str) -> None:
+        self.path = folder / f"{node}.identity"
+        self._new = folder / f"{node}.identity.new"
+        self.is_enrolled = self.path.exists()
+        try:
+            self.secret = read_private(self.path if self.is_enrolled else self._new).decode()
+        except FileNotFoundError:
+            self.secret = new_secret()
+            write_private(self._new, self.secret.encode())
+
+    def enrolled(self) -> None:
+        """The control plane knows it now."""
+        if not self.is_enrolled:
+            self._new.replace(self.path)
+            self.is_enrolled = True
+
+
+async def join(url: str, token: str, *, node: str, host: str, incarnation: int, labels: Labels,
+               socket: str = "", identity: str = "", s_max: float = JOIN_S_MAX) -> Joined:
     """Send the join request until the server answers, for at most `s_max` seconds. Raises
     UsageError if the server rejects the token or the request, or stays unreachable.
 
-    `socket`: the path of the server's unix socket, used instead of the address in `url`."""
+    `socket`: the path of the server's unix socket, used instead of the address in `url`.
+    `identity`: enrol the node with it."""
     deadline = time.monotonic() + s_max
     body = {"node": node, "host": host, "incarnation": incarnation,
-            "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value}}
+            "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value},
+            **({"identity": identity} if identity else {})}
     headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": f"join-{node}-{incarnation}"}
     num_tries = 0
     limit = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
@@ -74,9 +117,9 @@ async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, 
     except aiohttp.InvalidURL:
         raise UsageError(f"{url!r} is not a URL", "give --url http://HOST:PORT") from None
     data = await reply.read()
-    if reply.status == 401 or reply.status == 403:
-        raise UsageError(f"{url} does not accept the token",
-                         "set UNICRON_TOKEN to what is in that cluster's token file")
+    if reply.status in (401, 403, 410):
+        raise TokenRefused(f"{url} does not accept the token: {_error(data).error}",
+                           "an admin: unicron token create --join", revoked=reply.status == 410)
     if reply.status >= 500:
         raise aiohttp.ClientError(f"{reply.status} {_error(data).error}".strip())
     if reply.status != 200:
