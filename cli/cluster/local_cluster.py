@@ -24,7 +24,7 @@ from ...events.errors import Unavailable, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.records import types
 from . import processes
-from .client import Client, Interrupted, Refused, Unable, Unreachable, connect
+from .client import Client, Interrupted, Refused, Unable, Unreachable, authority, connect
 from .processes import Process
 from .state_dir import StateDir, read_json, write_json
 
@@ -62,6 +62,7 @@ class ClusterOptions(Struct, frozen=True, kw_only=True):
     observe: bool = False
     allow_inject: bool = False
     shared_password: bool = False
+    insecure: bool = False
     watch: bool = True
     """Whether agents monitor the progress marks of their ranks."""
     labels: tuple[str, ...] = ()
@@ -122,7 +123,7 @@ class LocalCluster:
     def start(self, name: str) -> Process:
         """Start one of `names()`. Raises UnicronError if there is no free port."""
         environment: dict[str, str] = {}
-        common = ["--state", str(self.state.path)]
+        common = ["--state", str(self.state.path), *["--insecure"] * self.wanted.insecure]
         if name == CONTROL_PLANE:
             # Local clients use the socket, so the control plane does not wait for its port.
             self.port = self.wanted.port if wait_until_free(self.wanted.port) else free_port()
@@ -342,7 +343,9 @@ async def _check_log(url: str, cluster: str) -> None:
     from ...events.log.redis_streams import RedisLog
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    log = RedisLog(url, cluster)
+    parts = urlsplit(url)
+    log = RedisLog(url, cluster, ca=authority(parts.hostname or "", parts.port or 6379)
+                   if parts.scheme == "rediss" else "")
     try:
         await log.check()
     finally:

@@ -18,6 +18,7 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from ...events import tls
 from ...events.errors import LogError, UsageError
 from ...events.log.identity import Keys, only_key, with_credentials
 from ...events.log.redis_streams import RedisLog
@@ -126,6 +127,10 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     watch: bool = True
     rank_argv: tuple[str, ...] = RANK_ARGV
     checks: CheckOptions | None = None
+    ca: str = ""
+    """The authorities (PEM) that it trusts; "": the system's."""
+    insecure: bool = False
+    """The log may be used unencrypted on another host."""
 
 
 def run(options: AgentOptions) -> int:
@@ -168,7 +173,7 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
     linux.adopt_orphans()
     try:
         joined = await _join(options, incarnation)
-        log = await _connect(log_url(options.redis_url, joined.redis_url), joined,
+        log = await _connect(_log_url(options, joined), joined, options.ca,
                              f"{options.node}/{incarnation}")
         try:
             node = NodeConfig(name=options.node, incarnation=incarnation, cluster=joined.cluster,
@@ -198,18 +203,18 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
 async def _join(options: AgentOptions, incarnation: int, s_max: float = JOIN_S_MAX) -> Joined:
     return await join(options.url, options.token, node=options.node, host=options.host,
                       incarnation=incarnation, labels=options.labels, socket=options.socket,
-                      s_max=s_max)
+                      ca=options.ca, s_max=s_max)
 
 
 async def _rejoin(options: AgentOptions, incarnation: int, joined: Joined, log: RedisLog) -> None:
     """Ask the control plane once where the log is now, and with which credentials; use those."""
     try:
         now = await _join(options, incarnation, s_max=0.0)
+        url = _log_url(options, now)
     except UsageError as error:
         _log.warning("cannot ask where the log is", why=str(error))
         return
-    if now.cluster == joined.cluster and await log.move(log_url(options.redis_url, now.redis_url),
-                                                        _keys_of(now)):
+    if now.cluster == joined.cluster and await log.move(url, _keys_of(now)):
         _log.info("the log has moved", cluster=now.cluster)
 
 
@@ -265,14 +270,23 @@ def log_url(own: str, given: str) -> str:
     return with_credentials(own, unquote(user.username or ""), unquote(user.password))
 
 
+def _log_url(options: AgentOptions, joined: Joined) -> str:
+    """Raises UsageError if the log would be used unencrypted on another host."""
+    url = log_url(options.redis_url, joined.redis_url)
+    if tls.is_plain(url) and not options.insecure:
+        raise UsageError("the log's server has no TLS: reports would cross the network unencrypted",
+                         "--insecure allows it: on a network that you trust")
+    return url
+
+
 def _keys_of(joined: Joined) -> Keys:
     return only_key(joined.node, bytes.fromhex(joined.key))
 
 
-async def _connect(url: str, joined: Joined, source: str) -> RedisLog:
+async def _connect(url: str, joined: Joined, ca: str, source: str) -> RedisLog:
     """Raises UsageError if the server is unreachable, or refuses this agent, for CONNECT_S_MAX."""
     deadline, num_tries = time.monotonic() + CONNECT_S_MAX, 0
-    log = RedisLog(url, joined.cluster, _keys_of(joined))
+    log = RedisLog(url, joined.cluster, _keys_of(joined), ca=ca)
     while True:
         try:
             await log.acked(source)
