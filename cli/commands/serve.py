@@ -61,6 +61,7 @@ def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: st
     if tls.is_plain(redis_url):
         is_plain = _allow_plain("the log's server without TLS", insecure)
     server_of = urlsplit(redis_url)
+    shown = ServerCertificate(certificate, key) if certificate and key else None
     if is_open:
         port = port or HTTP_PORT
     loaded = policy_file.load(policy) if policy is not None else Policy()
@@ -68,8 +69,7 @@ def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: st
     raise typer.Exit(server.run(server.Options(
         state=state.path, redis_url=redis_url or embedded_server.ensure(state.server).url,
         listen=address, advertise=advertised, port=port, cluster=cluster,
-        certificate=None if certificate is None or key is None else ServerCertificate(
-            certificate, key), insecure=is_plain, shared_password=shared_password,
+        certificate=shown, insecure=is_plain, shared_password=shared_password,
         ca=authority(server_of.hostname or "", server_of.port or 6379)
         if server_of.scheme == "rediss" else "",
         policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject))))
