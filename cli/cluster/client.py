@@ -174,11 +174,11 @@ def connect(state: StateDir, url: str | None = None) -> Client:
                   str(control_plane_file.get("socket", "")))
 
 
-def authority(host: str, port: int, state: StateDir | None = None) -> str:
+def authority(host: str, port: int, state: StateDir) -> str:
     """What $UNICRON_CA names, else what an agent of the state folder has trusted; as PEM, "" for
     the system's authorities. Raises UsageError, Unreachable."""
     wanted = os.environ.get(tls.CA, "")
-    kept = read_private(state.ca).decode() if state is not None and state.ca.exists() else ""
+    kept = read_private(state.ca).decode() if state.ca.exists() else ""
     if not wanted or (kept and tls.digest(kept) == wanted.lower()):
         return kept
     try:

@@ -310,7 +310,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def check_redis(url: str, cluster: str) -> None:
+def check_redis(url: str, cluster: str, state: StateDir) -> None:
     """Raises UsageError if the URL does not reach a Redis that can hold the log."""
     hint = "for example --redis redis://:password@host:6379/0, or none for a private server"
     try:
@@ -332,20 +332,19 @@ def check_redis(url: str, cluster: str) -> None:
         why = (error.strerror or str(error)).lower()
         raise UsageError(f"no Redis answers at {where} ({why})", hint) from None
     try:
-        asyncio.run(_check_log(url, cluster))
+        asyncio.run(_check_log(
+            url, cluster, authority(host, port, state) if parts.scheme == "rediss" else ""))
     except Unavailable as error:
         raise UsageError(f"no Redis answers: {error}", hint) from None
 
 
-async def _check_log(url: str, cluster: str) -> None:
+async def _check_log(url: str, cluster: str, ca: str) -> None:
     import structlog
 
     from ...events.log.redis_streams import RedisLog
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    parts = urlsplit(url)
-    log = RedisLog(url, cluster, ca=authority(parts.hostname or "", parts.port or 6379)
-                   if parts.scheme == "rediss" else "")
+    log = RedisLog(url, cluster, ca=ca)
     try:
         await log.check()
     finally:

@@ -70,7 +70,7 @@ def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: st
         state=state.path, redis_url=redis_url or embedded_server.ensure(state.server).url,
         listen=address, advertise=advertised, port=port, cluster=cluster,
         certificate=shown, insecure=is_plain, shared_password=shared_password,
-        ca=authority(server_of.hostname or "", server_of.port or 6379)
+        ca=authority(server_of.hostname or "", server_of.port or 6379, state)
         if server_of.scheme == "rediss" else "",
         policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject))))
 

@@ -187,7 +187,8 @@ def _policy_kept(path: str, state: StateDir) -> None:
 def _start(cluster: LocalCluster, policy: Path | None) -> None:
     state = cluster.state
     if cluster.wanted.redis_url:
-        local_cluster.check_redis(cluster.wanted.redis_url, cluster.wanted.cluster)
+        local_cluster.check_redis(cluster.wanted.redis_url, cluster.wanted.cluster,
+                                  cluster.state)
     if not cluster.find(CONTROL_PLANE):
         local_cluster.check_port(cluster.wanted.port)
         cluster.choose_port()

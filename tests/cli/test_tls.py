@@ -17,6 +17,7 @@ from pathlib import Path
 
 import certificates
 import pytest
+import redis_with_tls
 from certificates import Pair
 from cli_process import refused, unicron
 from unicron.cli.cluster.state_dir import read_json
@@ -203,6 +204,24 @@ def test_https_to_a_plain_port(site: TlsSite, command: str) -> None:
 
 def test_a_closed_port_is_no_wrong_input(site: TlsSite) -> None:
     refused(site("status", "--ca", site.pair.digest, url="https://127.0.0.1:9"), "answers", code=3)
+
+
+def test_a_cluster_on_a_server_with_tls(tmp_path: Path) -> None:
+    if why := redis_with_tls.why_not():
+        pytest.skip(why)
+    pair, state = Pair(tmp_path / "certs"), ("--state", str(tmp_path / "s"))
+    with redis_with_tls.serving(pair, tmp_path) as url:
+        options = ("--redis", url, "--agents", "1", "-d", *state)
+        refused(unicron("up", *options, "--ca", str(Pair(tmp_path / "foreign").ca)),
+                "its certificate is refused")
+        try:
+            for more in (("--ca", str(pair.ca)), ()):  # the second time it has kept the authority
+                started = unicron("up", *options, *more)
+                assert started.returncode == 0, started.stderr
+                assert "1 healthy" in unicron("status", *state).stdout
+                unicron("down", *state)
+        finally:
+            unicron("down", *state)
 
 
 # --- while it runs: the last test, it replaces the certificate ---

@@ -1,25 +1,18 @@
-"""A server of one's own with TLS, Debian's redis-server: who it is is checked, and agents use it."""
+"""A server of one's own with TLS, Debian's redis-server: its certificate is checked."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import certificates
 import pytest
+import redis_with_tls
 from certificates import Pair
-from unicron.cli.cluster.local_cluster import free_port
-from unicron.events import tls
 from unicron.events.errors import Unavailable
 from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.log.redis_streams import RedisLog
-
-PROGRAM = shutil.which("redis-server")
-LIMIT_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -31,25 +24,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def url(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if PROGRAM is None:
-        pytest.skip("there is no `redis-server`")
-    port, folder = free_port(), tmp_path_factory.mktemp("redis")
-    process = subprocess.Popen(
-        [PROGRAM, "--port", "0", "--tls-port", str(port), "--tls-cert-file", str(pair.certificate),
-         "--tls-key-file", str(pair.key), "--tls-ca-cert-file", str(pair.ca), "--tls-auth-clients",
-         "no", "--requirepass", "hush", "--bind", "127.0.0.1", "--appendonly", "yes", "--dir",
-         str(folder), "--logfile", str(folder / "log")])
-    deadline_s = time.monotonic() + LIMIT_S
-    while True:
-        try:
-            tls.sent_chain("127.0.0.1", port)
-            break
-        except OSError:
-            assert process.poll() is None and time.monotonic() < deadline_s, "it does not listen"
-            time.sleep(0.05)
-    yield f"rediss://:hush@127.0.0.1:{port}/0"
-    process.terminate()
-    process.wait(LIMIT_S)
+    if why := redis_with_tls.why_not():
+        pytest.skip(why)
+    with redis_with_tls.serving(pair, tmp_path_factory.mktemp("redis")) as found:
+        yield found
 
 
 def log_at(url: str, ca: str) -> RedisLog:
