@@ -9,6 +9,7 @@ import hashlib
 import re
 import socket
 import ssl
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -86,6 +87,13 @@ def sent_chain(host: str, port: int) -> list[str]:
           context.wrap_socket(link, server_hostname=host) as secure):
         chain = cast(Any, secure)._sslobj.get_unverified_chain()  # public from Python 3.13 on
         return [str(one.public_bytes()) for one in chain or ()]
+
+
+def is_likely(error: Exception, host: str, port: int) -> bool:
+    """Whether a plain connection failed so because the server there speaks TLS."""
+    with suppress(OSError):  # without an answer the connection is closed
+        return isinstance(error, ConnectionResetError) and bool(sent_chain(host, port))
+    return False
 
 
 def refusal(error: BaseException | None, where: str) -> UsageError | None:

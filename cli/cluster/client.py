@@ -110,9 +110,7 @@ class Client:
             link.close()
             if refusal := tls.refusal(error, self.url):
                 raise refusal from None
-            # a server with TLS closes a plain connection without an answer
-            if not (self.is_secure or self.socket) and isinstance(
-                    error, ConnectionError | http.client.HTTPException) and self._speaks_tls():
+            if not (self.is_secure or self.socket) and tls.is_likely(error, self.host, self.port):
                 raise UsageError(f"{self.url}: what answers there speaks TLS",
                                  f"--url https://{self.url.rpartition('//')[2]}") from None
             raise Unreachable(f"no control plane answers at {self.url} ({_why(error)})",
@@ -128,11 +126,6 @@ class Client:
             return http.client.HTTPSConnection(self.host, self.port, timeout=REPLY_S_MAX,
                                                context=tls.client_context(self.ca))
         return http.client.HTTPConnection(self.host, self.port, timeout=REPLY_S_MAX)
-
-    def _speaks_tls(self) -> bool:
-        with suppress(OSError):
-            return bool(tls.sent_chain(self.host, self.port))
-        return False
 
 
 class _SocketConnection(http.client.HTTPConnection):
@@ -178,11 +171,13 @@ def authority(host: str, port: int, state: StateDir) -> str:
     """What $UNICRON_CA names, else what an agent of the state folder has trusted; as PEM, "" for
     the system's authorities. Raises UsageError, Unreachable."""
     wanted = os.environ.get(tls.CA, "")
-    kept = read_private(state.ca).decode() if state.ca.exists() else ""
-    if not wanted or (kept and tls.digest(kept) == wanted.lower()):
-        return kept
+    if state.ca.exists():
+        read_private(state.ca)  # nobody else may choose whom we trust
+        kept = tls.authority(str(state.ca), host, port)
+        if not wanted or tls.digest(kept) == wanted.lower():
+            return kept
     try:
-        return tls.authority(wanted, host, port)
+        return tls.authority(wanted, host, port) if wanted else ""
     except OSError as error:
         where = network_address.endpoint(host, port)
         raise Unreachable(f"nothing answers at {where} ({_why(error)})", "check it") from None

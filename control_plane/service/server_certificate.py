@@ -56,19 +56,17 @@ class ServerCertificate:
 
     def _read(self) -> tuple[ssl.SSLContext, str]:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        what = f"--tls-cert {self._certificate}"
         try:
             ca = tls.digest(self._certificate.read_text(encoding="ascii"))
-            what = f"--tls-key {self._key}"
             read_private(self._key)  # raises UsageError if others may read it
             context.load_cert_chain(self._certificate, self._key, password="")
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error)
+            why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
             if isinstance(error, ssl.SSLError):
-                why = ("it is not the key of --tls-cert" if error.reason == "KEY_VALUES_MISMATCH"
+                why = ("the key is another certificate's" if error.reason == "KEY_VALUES_MISMATCH"
                        else "no certificate with a key that has no password")
-            raise UsageError(f"{what}: {why}", "both in PEM; unicron certs init makes them"
-                             ) from None
+            raise UsageError(f"--tls-cert, --tls-key: {why}",
+                             "both in PEM; unicron certs init makes them") from None
         return context, ca
 
     def _marked(self) -> list[tuple[int, int, int]]:

@@ -44,7 +44,9 @@ class ServerRelay:
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         """Listen. Raises OSError."""
-        self._server = await asyncio.start_server(self._on_connect, host, port, ssl=tls)
+        self._server = await asyncio.start_server(
+            self._on_connect, host, port, ssl=tls,
+            ssl_handshake_timeout=CONNECT_S_MAX if tls else None)
 
     async def close(self) -> None:
         """End all connections."""

@@ -114,9 +114,9 @@ def test_certs_init_without_openssl(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 # --- a control plane that cannot start ---
 @pytest.mark.parametrize(("what", "words"), [
-    ("one", "go together"), ("missing", "--tls-cert"), ("empty", "no certificate"),
-    ("key of others", "others may read it"), ("foreign key", "not the key of"),
-    ("no key", "--tls-key"), ("garbage key", "no password")])
+    ("one", "go together"), ("missing", "control-plane.pem: No such"), ("empty", "no certificate"),
+    ("key of others", "others may read it"), ("foreign key", "another certificate's"),
+    ("no key", "control-plane.key: No such"), ("garbage key", "no password")])
 def test_unusable_files(tmp_path: Path, foreign: Pair, what: str, words: str) -> None:
     pair = Pair(tmp_path / "certs")
     given = ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key)]
