@@ -14,6 +14,7 @@ from typer.exceptions import Abort, TyperException
 from ..events.errors import UnicronError, UsageError
 from .terminal import console
 from .terminal.options import (
+    Ca,
     Checks,
     Form,
     Insecure,
@@ -38,11 +39,13 @@ app = typer.Typer(
 )
 inject = typer.Typer(help="Inject a fault (up --allow-inject).")
 token = typer.Typer(help="Tokens: who may do what on the cluster.")
+certs = typer.Typer(help="A certificate, for those who have none.")
 file_tools = typer.Typer()
 simulation = typer.Typer(invoke_without_command=True)
 # The help lists these groups in this order, after the commands of `app`.
 app.add_typer(inject, name="inject")
 app.add_typer(token, name="token")
+app.add_typer(certs, name="certs")
 app.add_typer(file_tools)
 app.add_typer(simulation, name="simulate")
 
@@ -85,6 +88,7 @@ def up(
     shared_password: Annotated[bool, typer.Option(
         "--shared-password", help="With --redis: let agents use the server with the password of "
         "the URL, if it does not let users be made; never remembered.")] = False,
+    ca: Ca = None, insecure: Insecure = False,
     detach: Annotated[bool, typer.Option("--detach", "-d",
                                          help="Run it in the background.")] = False,
 ) -> None:
@@ -99,7 +103,8 @@ def up(
         agents=agents, slots=slots, redis=redis, port=port, cluster=cluster, policy=policy,
         observe=observe if observe or act else None, allow_inject=allow_inject, watch=not no_watch,
         labels=() if label == ["none"] else tuple(label or ()) or None, checks=checks,
-        checks_every_s=checks_every, shared_password=shared_password), detach=detach)
+        checks_every_s=checks_every, shared_password=shared_password, insecure=insecure),
+        detach=detach)
 
 
 @app.command()
@@ -112,7 +117,7 @@ def down(state: State = None) -> None:
 
 @app.command()
 def agent(
-    state: State = None, url: Url = None,
+    state: State = None, url: Url = None, ca: Ca = None,
     node: Annotated[str, typer.Option(metavar="NAME", help="This node's name [the host's].")] = "",
     slots: Annotated[int, typer.Option(min=0, max=64, metavar="K",
                                        help="Slots here; 0: one for each GPU.")] = 0,
@@ -156,6 +161,11 @@ def control_plane(
     port: Annotated[int, typer.Option(
         min=0, max=65534, metavar="PORT",
         help="0: any, but 8420 beyond this machine.")] = 0,
+    tls_cert: Annotated[Path | None, typer.Option(
+        metavar="FILE", help="Its certificate for https://, and after it that of the "
+        "authority.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    ca: Ca = None,
     insecure: Insecure = False,
     cluster: Annotated[str, typer.Option(metavar="NAME")] = "default",
     policy: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
@@ -173,7 +183,8 @@ def control_plane(
     redis_url = os.environ.get(REDIS_URL, "")
     remove_secrets(REDIS_URL)
     serve.control_plane(folder(state), redis_url=redis_url, listen=listen, advertise=advertise,
-                        port=port, insecure=insecure, cluster=cluster, policy=policy,
+                        port=port, tls_files=(tls_cert, tls_key), insecure=insecure,
+                        cluster=cluster, policy=policy,
                         observe=observe, allow_inject=allow_inject,
                         shared_password=shared_password)
 
@@ -184,7 +195,7 @@ def submit(
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help="Only show the layout, the speed and the memory for numbers of "
         "slots, and with a cluster the plan that would follow.")] = False,
-    state: State = None, url: Url = None, output: Form = "text",
+    state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
     """Submit a task."""
     from .commands import submit_dry_run, tasks
@@ -201,7 +212,7 @@ def status(
         metavar="TASK|nodes", help="A task's name or id, or the word nodes.")] = "",
     watch: Annotated[bool, typer.Option("--watch", "-w",
                                         help="Refresh every second.")] = False,
-    state: State = None, url: Url = None, output: Form = "text",
+    state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
     """Show the cluster, one task, or the nodes."""
     from .commands import status as commands_status
@@ -219,7 +230,7 @@ def tail(
     task: Annotated[str | None, typer.Option(metavar="T", help="Only this task.")] = None,
     node: Annotated[str | None, typer.Option(metavar="N", help="Only this node.")] = None,
     incident: Annotated[str | None, typer.Option(metavar="I", help="Only this incident.")] = None,
-    state: State = None, url: Url = None,
+    state: State = None, url: Url = None, ca: Ca = None,
     output: Annotated[Literal["text", "json", "jsonl"], typer.Option(
         "-o", "--output", help="text, or jsonl: one JSON object a line.")] = "text",
 ) -> None:
@@ -235,7 +246,7 @@ def incident(
     which: Annotated[str, typer.Argument(
         metavar="ID", help="For example 41 or inc-41 [the newest].", show_default=False)] = "",
     every: Annotated[bool, typer.Option("--all", help="One line for each.")] = False,
-    state: State = None, url: Url = None, output: Form = "text",
+    state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
     """Show a fault: evidence, decision, plans, phases, cost, remaining steps."""
     from .commands import incident as commands_incident
@@ -263,7 +274,7 @@ def megatron(
 def cancel(
     task: TaskArg,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; it goes into the log.")] = "",
-    state: State = None, url: Url = None, output: Form = "text",
+    state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
     """Cancel a task."""
     from .commands import tasks
@@ -277,7 +288,7 @@ def logs(
     rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Only this rank.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f",
                                          help="Print new lines as they arrive.")] = False,
-    state: State = None, url: Url = None,
+    state: State = None, url: Url = None, ca: Ca = None,
 ) -> None:
     """Show what a task's ranks printed, from the files on this machine."""
     from .commands import logs as commands_logs
@@ -295,7 +306,7 @@ def replay(
                                                       "hash after it.")] = False,
     incident: Annotated[str | None, typer.Option(
         "--incident", metavar="ID", help="Show this incident's page.")] = None,
-    state: State = None, url: Url = None, output: Form = "text",
+    state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
     """Fold a log to its final state; needs no server and no torch."""
     from .commands import replay as commands_replay
@@ -307,7 +318,7 @@ def replay(
 @app.command()
 def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; must not exist.")],
-    state: State = None, url: Url = None,
+    state: State = None, url: Url = None, ca: Ca = None,
 ) -> None:
     """Write the running cluster's log to a file, as JSON lines."""
     from .commands import replay as commands_replay
@@ -368,7 +379,7 @@ def plan(
         "--seq", min=1, metavar="N", help="The plan that was in force after record N of the "
         "log.")] = None,
     reason: Reason = "",
-    state: State = None, url: Url = None, output: Form = "text",
+    state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
     """Show which task gets how many GPUs, why, and the alternatives; or a dry run."""
     from .commands.plan import PlanOptions
@@ -402,7 +413,7 @@ def set_weight(
     task: TaskArg,
     weight: Annotated[float, typer.Argument(
         metavar="WEIGHT", help="Only its ratio to other tasks' weights matters; 1 is usual.")],
-    reason: Reason = "", state: State = None, url: Url = None, output: Form = "text",
+    reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
     """Set the weight of a task; a new plan follows."""
     from .commands import operate
@@ -411,7 +422,7 @@ def set_weight(
 
 
 @app.command()
-def drain(node: NodesArg, reason: Reason = "", state: State = None, url: Url = None,
+def drain(node: NodesArg, reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None,
           output: Form = "text") -> None:
     """Remove the tasks from a node; no iteration is lost."""
     from .commands import operate
@@ -421,7 +432,7 @@ def drain(node: NodesArg, reason: Reason = "", state: State = None, url: Url = N
 
 @app.command()
 def undrain(node: NodesArg, reason: Reason = "", state: State = None, url: Url = None,
-            output: Form = "text") -> None:
+            ca: Ca = None, output: Form = "text") -> None:
     """Allow tasks on a drained node again."""
     from .commands import operate
 
@@ -429,7 +440,7 @@ def undrain(node: NodesArg, reason: Reason = "", state: State = None, url: Url =
 
 
 @app.command()
-def lift(node: NodesArg, reason: Reason = "", state: State = None, url: Url = None,
+def lift(node: NodesArg, reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None,
          output: Form = "text") -> None:
     """End the quarantine of a node that failed repeatedly."""
     from .commands import operate
@@ -438,7 +449,7 @@ def lift(node: NodesArg, reason: Reason = "", state: State = None, url: Url = No
 
 
 @app.command()
-def freeze(reason: Reason = "", state: State = None, url: Url = None,
+def freeze(reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None,
            output: Form = "text") -> None:
     """Pause healing: decide and log, order nothing."""
     from .commands import operate
@@ -447,7 +458,7 @@ def freeze(reason: Reason = "", state: State = None, url: Url = None,
 
 
 @app.command()
-def unfreeze(reason: Reason = "", state: State = None, url: Url = None,
+def unfreeze(reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None,
              output: Form = "text") -> None:
     """Resume healing, and act on the faults since the freeze."""
     from .commands import operate
@@ -457,7 +468,7 @@ def unfreeze(reason: Reason = "", state: State = None, url: Url = None,
 
 @inject.command("rank")
 def inject_rank(task: TaskArg, rank: RankArg = None, reason: Reason = "", state: State = None,
-                url: Url = None, output: Form = "text") -> None:
+                url: Url = None, ca: Ca = None, output: Form = "text") -> None:
     """Kill one rank of a task."""
     from .commands import operate
 
@@ -470,7 +481,7 @@ def inject_stop(
     for_s: Annotated[float, typer.Option(
         "--for", min=0.0, max=86_400.0, metavar="S", show_default=False,
         help="Continue the rank after this many seconds [never].")] = 0.0,
-    reason: Reason = "", state: State = None, url: Url = None, output: Form = "text",
+    reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
     """Stop one rank of a task where it is, so that it hangs."""
     from .commands import operate
@@ -481,7 +492,7 @@ def inject_stop(
 
 @inject.command("node")
 def inject_node(node: NodeArg, reason: Reason = "", state: State = None, url: Url = None,
-                output: Form = "text") -> None:
+                ca: Ca = None, output: Form = "text") -> None:
     """Kill a node's agent with all its ranks."""
     from .commands import operate
 
@@ -508,7 +519,8 @@ def token_create(
     name: Annotated[str, typer.Option(
         "--name", metavar="WHO", help="Whose it is; it goes into the log with each request [your "
         "login name].")] = "",
-    reason: Reason = "", state: State = None, url: Url = None, output: Form = "text",
+    reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None,
+    output: Form = "text",
 ) -> None:
     """Print a new token; only its hash is kept."""
     from .commands import token as command
@@ -518,7 +530,7 @@ def token_create(
 
 
 @token.command("list")
-def token_list(state: State = None, url: Url = None, output: Form = "text") -> None:
+def token_list(state: State = None, url: Url = None, ca: Ca = None, output: Form = "text") -> None:
     """List the tokens and the enrolled nodes, without their secrets."""
     from .commands import token as command
 
@@ -527,6 +539,7 @@ def token_list(state: State = None, url: Url = None, output: Form = "text") -> N
 
 @token.command("rotate")
 def token_rotate(name: TokenArg, reason: Reason = "", state: State = None, url: Url = None,
+                 ca: Ca = None,
                  output: Form = "text") -> None:
     """Print a new secret for a token; the old one ends now."""
     from .commands import token as command
@@ -536,11 +549,28 @@ def token_rotate(name: TokenArg, reason: Reason = "", state: State = None, url: 
 
 @token.command("revoke")
 def token_revoke(name: TokenArg, reason: Reason = "", state: State = None, url: Url = None,
+                 ca: Ca = None,
                  output: Form = "text") -> None:
     """End a token, or the identity of a node, now."""
     from .commands import token as command
 
     command.revoke(folder(state), url, name, reason, as_json=output == "json")
+
+
+@certs.command("init")
+def certs_init(
+    host: Annotated[list[str], typer.Option(
+        "--host", metavar="NAME|ADDRESS", help="The control plane's, as others name it; may be "
+        "repeated.")],
+    directory: Annotated[Path | None, typer.Option(
+        "--dir", metavar="DIR", help="For the files [certs in the cluster's folder].")] = None,
+    force: Annotated[bool, typer.Option(
+        "--force", help="Replace the certificate, not the authority.")] = False,
+) -> None:
+    """Make an authority, unless the folder has one, and a certificate of the control plane."""
+    from .commands import certs as command
+
+    command.init(directory or folder(None).path / "certs", host, force=force)
 
 
 @file_tools.command()

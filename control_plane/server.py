@@ -18,6 +18,7 @@ import asyncio
 import os
 import secrets
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,7 @@ from .api.http import Address, HttpApi
 from .api.tokens import Tokens
 from .service import server_relay
 from .service.coordinator import Coordinator
+from .service.server_certificate import ServerCertificate
 
 CONNECT_S_MAX = 5.0
 SHUTDOWN_S_MAX = 2.0
@@ -63,6 +65,12 @@ class Options(Struct, frozen=True, kw_only=True):
     advertise: str = ""
     port: int = 0
     cluster: str = "default"
+    certificate: ServerCertificate | None = None
+    """With it HTTP and the relay are over TLS."""
+    ca: str = ""
+    """The authorities (PEM) of a server at rediss://; "": the system's."""
+    insecure: bool = False
+    """Something crosses the network unencrypted: `unicron status` says so."""
     policy: Policy = Policy()
     """Replaces the policy of the log."""
     shared_password: bool = False
@@ -94,7 +102,7 @@ async def _serve(options: Options) -> int:
         logger.warning(too_few)
     identities = Identities(_secret(options.state), options.cluster)
     log = _CrashingLog(options.redis_url, options.cluster, identities.key,
-                       None if options.shared_password else identities, os.environ)
+                       None if options.shared_password else identities, os.environ, options.ca)
     try:
         await _wait_for_redis(log)
         if options.shared_password:
@@ -111,14 +119,19 @@ async def _serve(options: Options) -> int:
                       and not network_address.is_loopback(options.listen))
         address = Address(
             cluster=options.cluster, shared_password=options.shared_password,
-            redis_url=server_relay.url_at(options.redis_url, advertised, options.port + 1)
+            insecure=options.insecure,
+            redis_url=server_relay.url_at(options.redis_url, advertised, options.port + 1,
+                                          with_tls=options.certificate is not None)
             if is_relayed else options.redis_url)
-        http = HttpApi(coordinator, log, tokens=tokens, address=address, identities=identities)
+        http = HttpApi(coordinator, log, tokens=tokens, address=address, identities=identities,
+                       certificate=options.certificate)
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options, advertised)
         socket = await _listen_locally(listener, options.state)
         relay = server_relay.ServerRelay(options.redis_url)
         file = options.state / "control_plane.json"
+        reloading = (None if options.certificate is None else asyncio.create_task(
+            options.certificate.keep_reloading(), name="certificate"))
         try:
             if is_relayed:
                 await _relay(relay, options)
@@ -126,9 +139,12 @@ async def _serve(options: Options) -> int:
             _write(file, msgspec.json.encode({
                 "url": url, "socket": socket, "token": token, "pid": pid,
                 "start_time": start_time(pid), "cluster": options.cluster}))
-            logger.info("listening", url=url, cluster=options.cluster)
+            logger.info("listening", url=url, cluster=options.cluster,
+                        **{"ca": options.certificate.ca} if options.certificate else {})
             return await _lead(coordinator, stop)
         finally:
+            if reloading is not None:
+                reloading.cancel()
             await relay.close()
             await listener.stop()
             _remove(file, socket)
@@ -181,17 +197,22 @@ async def _wait_for_redis(log: RedisLog) -> None:
 async def _listen(listener: Listener, options: Options, advertised: str) -> str:
     """Listen for HTTP; returns the URL at which others reach it."""
     try:
-        bound_port = await listener.start(options.listen, options.port)
+        bound_port = await listener.start(options.listen, options.port, _tls(options))
     except OSError as error:
         raise _cannot_listen(options.listen, options.port, error) from None
-    return f"http://{network_address.endpoint(advertised, bound_port)}"
+    scheme = "http" if options.certificate is None else "https"
+    return f"{scheme}://{network_address.endpoint(advertised, bound_port)}"
 
 
 async def _relay(relay: server_relay.ServerRelay, options: Options) -> None:
     try:
-        await relay.start(options.listen, options.port + 1)
+        await relay.start(options.listen, options.port + 1, _tls(options))
     except OSError as error:
         raise _cannot_listen(options.listen, options.port + 1, error) from None
+
+
+def _tls(options: Options) -> ssl.SSLContext | None:
+    return None if options.certificate is None else options.certificate.context
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> UsageError:
@@ -285,8 +306,8 @@ class _CrashingLog(RedisLog):
     """The Redis log with the SIGKILLs of the module docstring."""
 
     def __init__(self, url: str, cluster: str, keys: Keys, identities: Identities | None,
-                 environment: Mapping[str, str]) -> None:
-        super().__init__(url, cluster, keys, identities)
+                 environment: Mapping[str, str], ca: str) -> None:
+        super().__init__(url, cluster, keys, identities, ca)
         self._seqs: dict[str, int] = {}
         self._kinds: dict[str, tuple[str, int]] = {}
         self._written: dict[str, int] = {}

@@ -12,8 +12,9 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from ...events import unix_socket
+from ...events import network_address, tls, unix_socket
 from ...events.errors import UnicronError, UsageError
+from ...events.private_files import read_private
 from .state_dir import StateDir, default, read_json
 
 REPLY_S_MAX = 10.0
@@ -46,7 +47,10 @@ class Interrupted(UnicronError):
 class Client:
     """Client of one control plane. Every call raises Unreachable, Refused or Unable.
 
-    `socket`: the path of its unix socket, used instead of the address in `url`."""
+    `socket`: the path of its unix socket, used instead of the address in `url`. `ca`: the
+    authorities (PEM) that it trusts at https://; "": the system's."""
+
+    ca = ""
 
     def __init__(self, url: str, token: str, hint: str = "unicron up", socket: str = "") -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -104,6 +108,11 @@ class Client:
             answer = link.getresponse()
         except (OSError, http.client.HTTPException) as error:
             link.close()
+            if refusal := tls.refusal(error, self.url):
+                raise refusal from None
+            if not (self.is_secure or self.socket) and tls.is_likely(error, self.host, self.port):
+                raise UsageError(f"{self.url}: what answers there speaks TLS",
+                                 f"--url https://{self.url.rpartition('//')[2]}") from None
             raise Unreachable(f"no control plane answers at {self.url} ({_why(error)})",
                               self._hint) from None
         if answer.status >= 400:
@@ -113,8 +122,10 @@ class Client:
     def _link(self) -> http.client.HTTPConnection:
         if self.socket:
             return _SocketConnection(self.socket, timeout=REPLY_S_MAX)
-        kind = http.client.HTTPSConnection if self.is_secure else http.client.HTTPConnection
-        return kind(self.host, self.port, timeout=REPLY_S_MAX)
+        if self.is_secure:
+            return http.client.HTTPSConnection(self.host, self.port, timeout=REPLY_S_MAX,
+                                               context=tls.client_context(self.ca))
+        return http.client.HTTPConnection(self.host, self.port, timeout=REPLY_S_MAX)
 
 
 class _SocketConnection(http.client.HTTPConnection):
@@ -140,7 +151,12 @@ def connect(state: StateDir, url: str | None = None) -> Client:
     given = url or os.environ.get("UNICRON_URL")
     token = os.environ.get("UNICRON_TOKEN") or str(control_plane_file.get("token", ""))
     if given:
-        return Client(given, token, "check --url or $UNICRON_URL, and that unicron up runs there")
+        client = Client(given, token, "check --url or $UNICRON_URL, and that unicron up runs there")
+        if client.is_secure:
+            client.ca = authority(client.host, client.port, state)
+        elif os.environ.get(tls.CA):
+            raise UsageError(f"{given}: --ca and $UNICRON_CA are for https://", "--url https://...")
+        return client
     start = "unicron up" + ("" if state.path == default() else f" {state.option}")
     if not control_plane_file.get("url"):
         raise Unreachable(f"no cluster runs on {state.path}", start)
@@ -149,6 +165,22 @@ def connect(state: StateDir, url: str | None = None) -> Client:
     # The socket is in a folder that only its owner can enter. The port may be a stranger's by now.
     return Client(str(control_plane_file["url"]), token, start,
                   str(control_plane_file.get("socket", "")))
+
+
+def authority(host: str, port: int, state: StateDir) -> str:
+    """What $UNICRON_CA names, else what an agent of the state folder has trusted; as PEM, "" for
+    the system's authorities. Raises UsageError, Unreachable."""
+    wanted = os.environ.get(tls.CA, "")
+    if state.ca.exists():
+        read_private(state.ca)  # nobody else may choose whom we trust
+        kept = tls.authority(str(state.ca), host, port)
+        if not wanted or tls.digest(kept) == wanted.lower():
+            return kept
+    try:
+        return tls.authority(wanted, host, port) if wanted else ""
+    except OSError as error:
+        where = network_address.endpoint(host, port)
+        raise Unreachable(f"nothing answers at {where} ({_why(error)})", "check it") from None
 
 
 def _why(error: Exception) -> str:

@@ -24,7 +24,7 @@ from ...events.errors import Unavailable, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.records import types
 from . import processes
-from .client import Client, Interrupted, Refused, Unable, Unreachable, connect
+from .client import Client, Interrupted, Refused, Unable, Unreachable, authority, connect
 from .processes import Process
 from .state_dir import StateDir, read_json, write_json
 
@@ -62,6 +62,7 @@ class ClusterOptions(Struct, frozen=True, kw_only=True):
     observe: bool = False
     allow_inject: bool = False
     shared_password: bool = False
+    insecure: bool = False
     watch: bool = True
     """Whether agents monitor the progress marks of their ranks."""
     labels: tuple[str, ...] = ()
@@ -122,7 +123,7 @@ class LocalCluster:
     def start(self, name: str) -> Process:
         """Start one of `names()`. Raises UnicronError if there is no free port."""
         environment: dict[str, str] = {}
-        common = ["--state", str(self.state.path)]
+        common = ["--state", str(self.state.path), *["--insecure"] * self.wanted.insecure]
         if name == CONTROL_PLANE:
             # Local clients use the socket, so the control plane does not wait for its port.
             self.port = self.wanted.port if wait_until_free(self.wanted.port) else free_port()
@@ -309,7 +310,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def check_redis(url: str, cluster: str) -> None:
+def check_redis(url: str, cluster: str, state: StateDir) -> None:
     """Raises UsageError if the URL does not reach a Redis that can hold the log."""
     hint = "for example --redis redis://:password@host:6379/0, or none for a private server"
     try:
@@ -331,18 +332,19 @@ def check_redis(url: str, cluster: str) -> None:
         why = (error.strerror or str(error)).lower()
         raise UsageError(f"no Redis answers at {where} ({why})", hint) from None
     try:
-        asyncio.run(_check_log(url, cluster))
+        asyncio.run(_check_log(
+            url, cluster, authority(host, port, state) if parts.scheme == "rediss" else ""))
     except Unavailable as error:
         raise UsageError(f"no Redis answers: {error}", hint) from None
 
 
-async def _check_log(url: str, cluster: str) -> None:
+async def _check_log(url: str, cluster: str, ca: str) -> None:
     import structlog
 
     from ...events.log.redis_streams import RedisLog
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    log = RedisLog(url, cluster)
+    log = RedisLog(url, cluster, ca=ca)
     try:
         await log.check()
     finally:

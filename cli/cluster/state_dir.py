@@ -36,6 +36,7 @@ class StateDir:
         self.logs = self.path / "logs"  # the output of our processes, one file each
         # Written by the control plane: url and token, readable by the owner only.
         self.control_plane = self.path / "control_plane.json"
+        self.ca = self.path / "ca.pem"  # what the agent trusts at https://
         self.cluster = self.path / "cluster.json"  # the options of `up`, for a later `up`
         # Our copy of `up`'s policy file: the original may change or be deleted.
         self.policy = self.path / "policy.yaml"

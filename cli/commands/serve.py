@@ -12,19 +12,22 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 import typer
 
-from ...events import network_address
+from ...events import network_address, tls
 from ...events.errors import UsageError
 from ...events.log import embedded_server
+from ...events.private_files import write_private
 from ...events.records import types
 from ...events.spec.policy import Policy
 from ..cluster import processes
-from ..cluster.client import Client, Unreachable, connect
+from ..cluster.client import Client, Unable, Unreachable, authority, connect
 from ..cluster.local_cluster import CONTROL_PLANE, agent_name
 from ..cluster.state_dir import StateDir
 
@@ -40,22 +43,35 @@ POLL_S = 0.05
 
 
 def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: str, port: int,
-                  insecure: bool, cluster: str, policy: Path | None, observe: bool,
-                  allow_inject: bool, shared_password: bool) -> None:
+                  tls_files: tuple[Path | None, Path | None], insecure: bool, cluster: str,
+                  policy: Path | None, observe: bool, allow_inject: bool,
+                  shared_password: bool) -> None:
     """Serve until a signal; without a Redis URL on a private server. Raises UsageError."""
     from ...control_plane import server
+    from ...control_plane.service.server_certificate import ServerCertificate
     from ..files import policy_file
 
     address, advertised = listen_address(listen, advertise)
-    if not network_address.is_loopback(address):
+    certificate, key = tls_files
+    if (certificate is None) != (key is None):
+        raise UsageError("--tls-cert and --tls-key go together", "unicron certs init makes both")
+    is_open = not network_address.is_loopback(address)
+    if is_plain := is_open and certificate is None:
         _allow_plain(f"--listen {listen}", insecure)
+    if tls.is_plain(redis_url):
+        is_plain = _allow_plain("the log's server without TLS", insecure)
+    server_of = urlsplit(redis_url)
+    shown = ServerCertificate(certificate, key) if certificate and key else None
+    if is_open:
         port = port or HTTP_PORT
     loaded = policy_file.load(policy) if policy is not None else Policy()
     _write_pid_file(state, CONTROL_PLANE)
     raise typer.Exit(server.run(server.Options(
         state=state.path, redis_url=redis_url or embedded_server.ensure(state.server).url,
         listen=address, advertise=advertised, port=port, cluster=cluster,
-        shared_password=shared_password,
+        certificate=shown, insecure=is_plain, shared_password=shared_password,
+        ca=authority(server_of.hostname or "", server_of.port or 6379, state)
+        if server_of.scheme == "rediss" else "",
         policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject))))
 
 
@@ -70,13 +86,19 @@ def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, advert
     client = _control_plane(state, url)
     if not client.is_secure and not network_address.is_loopback(client.host):
         _allow_plain(client.url, insecure)
+    ca = client.ca or authority(client.host, client.port, state)
+    if not client.socket:
+        with suppress(Unreachable, Unable):  # joining waits for it
+            client.get("/v1/health")
     name = node or node_name(platform.node())
     _write_pid_file(state, agent_name(name))
+    if ca:
+        write_private(state.ca, ca.encode())
     raise typer.Exit(main.run(main.AgentOptions(
         node=name, url=client.url, socket=client.socket, token=client.token,
         enrols=not client.socket, num_slots=num_slots or num_devices(), state_dir=state.path,
         host=advertised_address(advertise, client), redis_url=redis_url, labels=labels,
-        watch=watch, checks=own)))
+        watch=watch, checks=own, ca=ca, insecure=insecure)))
 
 
 def listen_address(listen: str, advertise: str) -> tuple[str, str]:
@@ -103,11 +125,12 @@ def advertised_address(advertise: str, client: Client) -> str:
                          "give --advertise ADDRESS, or another --url") from None
 
 
-def _allow_plain(what: str, insecure: bool) -> None:
-    """Raise UsageError unless the user accepts plain connections to other hosts."""
+def _allow_plain(what: str, insecure: bool) -> bool:
+    """True if the user accepts plain connections to other hosts, else raise UsageError."""
     if not insecure:
         raise UsageError(f"{what}: tokens and reports would cross the network unencrypted",
-                         "--insecure allows it: on a network that you trust")
+                         "use TLS: unicron certs init; or --insecure on a network that you trust")
+    return True
 
 
 def own_checks(folder: Path | None, every_s: float = 60.0, s_max: float = 30.0

@@ -82,7 +82,9 @@ def join_command(client: Client, secret: str, node: str) -> str:
     """The command that starts an agent on another host. Its secret is not among its arguments,
     which all users of that host can see."""
     words = ["unicron", "agent", "--url", client.url]
-    if not client.is_secure and not network_address.is_loopback(client.host):
+    if client.is_secure:
+        words += ["--ca", client.get("/v1/state")["cluster"]["ca"]]
+    elif not network_address.is_loopback(client.host):
         words.append("--insecure")
     return f"UNICRON_TOKEN={secret} {shlex.join(words + (['--node', node] if node else []))}"
 

@@ -55,7 +55,8 @@ class UpOptions(Struct, frozen=True, kw_only=True):
     allow_inject: bool = False
     watch: bool = True
     shared_password: bool = False
-    """`allow_inject`, `watch` and `shared_password` are not taken from the last `up`."""
+    insecure: bool = False
+    """Neither these two nor `allow_inject` and `watch` are taken from the last `up`."""
     checks: Path | None = None
     """A folder; `none` clears it."""
     checks_every_s: float | None = None
@@ -70,7 +71,7 @@ class UpOptions(Struct, frozen=True, kw_only=True):
                  "policy": str(state.policy) if self.policy or last.policy else None}
         return structs.replace(
             last, allow_inject=self.allow_inject, watch=self.watch,
-            shared_password=self.shared_password,
+            shared_password=self.shared_password, insecure=self.insecure,
             **{name: value for name, value in given.items() if value is not None})
 
     def refuse_other(self, before: ClusterOptions, state: StateDir) -> None:
@@ -186,7 +187,8 @@ def _policy_kept(path: str, state: StateDir) -> None:
 def _start(cluster: LocalCluster, policy: Path | None) -> None:
     state = cluster.state
     if cluster.wanted.redis_url:
-        local_cluster.check_redis(cluster.wanted.redis_url, cluster.wanted.cluster)
+        local_cluster.check_redis(cluster.wanted.redis_url, cluster.wanted.cluster,
+                                  cluster.state)
     if not cluster.find(CONTROL_PLANE):
         local_cluster.check_port(cluster.wanted.port)
         cluster.choose_port()
@@ -332,6 +334,7 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
     argv += ["--allow-inject"] * asked.allow_inject
     argv += ["--no-watch"] * (not asked.watch)
     argv += ["--shared-password"] * asked.shared_password
+    argv += ["--insecure"] * asked.insecure
     for label in ("none",) if asked.labels == () else asked.labels or ():
         argv += ["--label", label]
     # a Redis URL holds a password; argv is readable by all users

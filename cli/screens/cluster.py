@@ -212,6 +212,7 @@ def _totals(view: Plain, now_s: float) -> list[str]:
         + (", ".join(f"{num} {name}" for name, num in sorted(health.items())) or "none"),
         f"log    leader of epoch {cluster['epoch']}, {fmt.count(cluster['seq'])} records{lost}, "
         f"healing {cluster['healing'].partition(':')[0]}, {cluster['hash']}",
+        *["insecure: what passes between hosts is not encrypted"] * cluster.get("insecure", False),
     ]
 
 

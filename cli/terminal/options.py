@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from ...events import tls
 from ...events.errors import UsageError
 from ..cluster import state_dir
 from ..cluster.state_dir import StateDir
@@ -19,12 +21,22 @@ def _named(text: str) -> Path:
     return Path(text)
 
 
+def _trusted(text: str | None) -> str | None:
+    """The authority for this process and those that it starts."""
+    if text:
+        os.environ[tls.CA] = text
+    return text
+
+
 State = Annotated[Path | None, typer.Option(
     "--state", metavar="DIR", parser=_named, help="The cluster's folder on this machine "
     "[$UNICRON_STATE, else ~/.local/state/unicron].")]
 Url = Annotated[str | None, typer.Option(
     "--url", metavar="URL", help="The control plane, if it runs elsewhere "
     "[$UNICRON_URL; the token is $UNICRON_TOKEN].")]
+Ca = Annotated[str | None, typer.Option(
+    "--ca", metavar="FILE|sha256:DIGEST", callback=_trusted, help="The authority of the "
+    "certificate at https:// [$UNICRON_CA, else the system's].")]
 Form = Annotated[Literal["text", "json"], typer.Option("-o", "--output", help="text or json.")]
 TaskArg = Annotated[str, typer.Argument(metavar="TASK", help="A task's name or id.")]
 NodeArg = Annotated[str, typer.Argument(metavar="NODE", help="A node's name.")]

@@ -10,6 +10,7 @@ import asyncio
 import os
 import resource
 import socket
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -108,12 +109,13 @@ class Listener:
         self._logger = structlog.get_logger("http")
         self._servers: list[asyncio.Server] = []
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
         """Listen; returns the port. Raises OSError."""
         await self._runner.setup()
         try:
             server = await asyncio.get_running_loop().create_server(
-                self._connection, host, port, backlog=BACKLOG_NUM)
+                self._connection, host, port, backlog=BACKLOG_NUM, ssl=tls,
+                ssl_handshake_timeout=self._limits.headers_s_max if tls else None)
         except OSError:
             await self._runner.cleanup()
             raise

@@ -27,6 +27,7 @@ from ...events.spec import job
 from ..fold.fold import fold
 from ..planner.pending import is_any_waiting
 from ..service.coordinator import Check, Coordinator
+from ..service.server_certificate import ServerCertificate
 from ..service.threads import aside
 from ..state.cluster import ClusterState, decode_state, encode_state
 from ..state.node import Node
@@ -64,6 +65,8 @@ class Address(Struct, frozen=True, kw_only=True):
     redis_url: str
     cluster: str
     shared_password: bool = False
+    insecure: bool = False
+    """Something crosses the network unencrypted."""
 
 
 class _Join(Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,10 +96,11 @@ class HttpApi:
     """The HTTP calls of one control plane. Answers show only records that the log acknowledged."""
 
     def __init__(self, coordinator: Coordinator, log: ReaderPort, *, tokens: Tokens,
-                 address: Address, identities: Identities) -> None:
+                 address: Address, identities: Identities,
+                 certificate: ServerCertificate | None = None) -> None:
         self._coordinator, self._log = coordinator, log
         self._tokens, self._address = tokens, address
-        self._identities = identities
+        self._identities, self._certificate = identities, certificate
         self._writing = asyncio.Lock()
         """Serialises writes, so that each is checked against the earlier writes."""
         self._computing = asyncio.Lock()
@@ -127,8 +131,12 @@ class HttpApi:
         state = await self._coordinator.settled()
         if _number(request, "explain") and is_any_waiting(state):
             data = encode_state(state)
-            return _json(await aside(lambda: view(decode_state(data), explain=True)))
-        return _json(view(state))
+            shown = await aside(lambda: view(decode_state(data), explain=True))
+        else:
+            shown = view(state)
+        shown["cluster"] |= {"insecure": self._address.insecure,
+                             "ca": self._certificate.ca if self._certificate else ""}
+        return _json(shown)
 
     async def records(self, request: web.Request) -> web.StreamResponse:
         after = _number(request, "after")

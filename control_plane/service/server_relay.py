@@ -1,13 +1,14 @@
 """The relay to the log's server: agents on other hosts reach it at the control plane's address.
 
 The embedded server listens on this machine only. Each connection at the relay's port is passed on
-to the server, byte by byte.
+to the server, byte by byte; with a certificate, its TLS ends here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from contextlib import suppress
 from urllib.parse import urlsplit
 
@@ -25,12 +26,12 @@ def is_local(redis_url: str) -> bool:
     return parts.scheme == "unix" or network_address.is_loopback(parts.hostname or "localhost")
 
 
-def url_at(redis_url: str, host: str, port: int) -> str:
+def url_at(redis_url: str, host: str, port: int, *, with_tls: bool = False) -> str:
     """The URL of the same server as reached through a relay at `host` and `port`."""
     parts = urlsplit(redis_url)
     user, at, _ = parts.netloc.rpartition("@")
     path = "/0" if parts.scheme == "unix" else parts.path
-    return f"redis://{user}{at}{network_address.endpoint(host, port)}{path}"
+    return f"redis{'s' * with_tls}://{user}{at}{network_address.endpoint(host, port)}{path}"
 
 
 class ServerRelay:
@@ -41,9 +42,11 @@ class ServerRelay:
         self._passing: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         """Listen. Raises OSError."""
-        self._server = await asyncio.start_server(self._on_connect, host, port)
+        self._server = await asyncio.start_server(
+            self._on_connect, host, port, ssl=tls,
+            ssl_handshake_timeout=CONNECT_S_MAX if tls else None)
 
     async def close(self) -> None:
         """End all connections."""

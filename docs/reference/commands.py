@@ -31,6 +31,7 @@ page. From a checkout, write `.venv/bin/unicron`.
 | `UNICRON_STATE` | the cluster's folder on this machine; `--state` |
 | `UNICRON_URL` | the control plane; `--url` |
 | `UNICRON_TOKEN` | its token, when it runs elsewhere; here it is read from the folder |
+| `UNICRON_CA` | the authority of its certificate, a file or `sha256:DIGEST`; `--ca` |
 | `UNICRON_REDIS_URL` | your own Redis or Valkey, for `unicron up` and `unicron control-plane` |
 """
 

@@ -22,7 +22,7 @@ from redis.asyncio.connection import Connection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from .. import unix_socket
+from .. import tls, unix_socket
 from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
 from ..process_io import Seldom
 from ..records import codec
@@ -191,7 +191,7 @@ class _Lost(Exception):
 class _Link:
     """A connection that carries one request at a time and reconnects after an error."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, ca: str) -> None:
         self._where = re.sub(r"//[^/@]*@", "//", url)  # without the password
         try:
             options: dict[str, Any] = dict(parse_url(url))
@@ -203,6 +203,8 @@ class _Link:
         options |= {"socket_timeout": None, "socket_connect_timeout": CONNECT_S_MAX,
                     "retry": Retry(NoBackoff(), 0), "protocol": 2, "driver_info": None}
         self._connection: Any = make(**options)
+        if ca and hasattr(self._connection, "ssl_context"):  # redis-py would add the system's
+            self._connection.ssl_context.context = tls.client_context(ca)
         self._lock = asyncio.Lock()
         self._closed = False
 
@@ -262,7 +264,8 @@ class _Link:
             if isinstance(error.__cause__ or error, exceptions.AuthenticationError):
                 raise UsageError(f"{self._where}: {error}", URL_HINT) from None
             if isinstance(error, OSError | exceptions.RedisError):
-                what = str(error) or f"no connection within {CONNECT_S_MAX:g} s"
+                what = (tls.refusal(error.__context__, "TLS") or str(error)
+                        or f"no connection within {CONNECT_S_MAX:g} s")
                 raise Unavailable(f"{self._where}: {what}") from None
             raise
 
@@ -277,15 +280,16 @@ class RedisLog:
     It belongs to one event loop. Each blocking reader (of the intake, of a node's orders) has a
     connection of its own; all other calls share one connection. `keys` sign reports and orders and
     check them: an agent has its own, the control plane those of all nodes. With `identities`, the
-    control plane gives each node a user of its own on the server.
+    control plane gives each node a user of its own on the server. `ca`: the authorities (PEM) that
+    it trusts at rediss://; "": the system's.
     """
 
     def __init__(self, url: str, cluster: str, keys: Keys = _no_keys,
-                 identities: Identities | None = None) -> None:
+                 identities: Identities | None = None, ca: str = "") -> None:
         if not NAME.match(cluster):
             raise UsageError(f"{cluster!r} is not a cluster's name",
                              "lower-case letters, digits, '-' and '.', at most 63")
-        self._url = url
+        self._url, self._ca = url, ca
         self._cluster = cluster
         self._keys_of = keys
         self._identities = identities
@@ -293,7 +297,7 @@ class RedisLog:
         self._beat_ids: dict[str, bytes] = {}
         """By node: the newest heartbeat that `beats` has returned."""
         self._prefix = f"{{unicron:{cluster}}}:"
-        self._link = _Link(url)
+        self._link = _Link(url, ca)
         self._readers: dict[str, _Link] = {}
         self._read_to = (0, 0)
         """(seq, epoch) of the last record read, so that the next read needs no search."""
@@ -309,7 +313,7 @@ class RedisLog:
         self._keys_of = keys
         if url == self._url:
             return False
-        link = _Link(url)
+        link = _Link(url, self._ca)
         old, self._url, self._link = (self._link, *self._readers.values()), url, link
         self._readers, self._read_to = {}, (0, 0)
         for one in old:
@@ -621,7 +625,7 @@ class RedisLog:
         """The reply to a command that waits on the server at most `wait_s`."""
         # A call that does not wait must not queue behind a call that waits.
         if wait_s > 0 and name not in self._readers:
-            self._readers[name] = _Link(self._url)
+            self._readers[name] = _Link(self._url, self._ca)
         link = self._readers[name] if wait_s > 0 else self._link
         return (await self._ask([command], link=link, wait_s=wait_s + REPLY_S_MAX))[0]
 

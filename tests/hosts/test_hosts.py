@@ -16,6 +16,7 @@ from cluster_story import RATES
 from hosts.cluster import BRAIN, MANAGE, TRAIN, HostsCluster
 from hosts.network import laid
 from twins import Spec, Twins, small
+from unicron.cli.screens import cluster as cluster_screen
 from unicron.events.log.embedded_server import start_time
 
 NODES = ("h1", "h2", "h3")
@@ -68,6 +69,13 @@ def first_host(cluster: HostsCluster, task: int) -> str:
     """The host of the member that hosts the rendezvous store and reports progress."""
     ranks = cluster.task(task)["ranks"]
     return str(min(ranks, key=lambda rank: int(rank["rank"]))["node"])
+
+
+def test_status_says_that_it_is_insecure(cluster: HostsCluster) -> None:
+    view = cluster.client().get("/v1/state")
+    assert view["cluster"]["insecure"] is True
+    assert any(line.startswith("insecure: ")
+               for line in cluster_screen.status(view, cluster="c", now_s=view["cluster"]["at_s"]))
 
 
 def test_every_part_is_at_the_advertised_address(cluster: HostsCluster, task: int) -> None:

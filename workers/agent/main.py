@@ -18,6 +18,7 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from ...events import tls
 from ...events.errors import LogError, UsageError
 from ...events.log.identity import Keys, only_key, with_credentials
 from ...events.log.redis_streams import RedisLog
@@ -128,6 +129,10 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     watch: bool = True
     rank_argv: tuple[str, ...] = RANK_ARGV
     checks: CheckOptions | None = None
+    ca: str = ""
+    """The authorities (PEM) that it trusts; "": the system's."""
+    insecure: bool = False
+    """The log may be used unencrypted on another host."""
 
 
 def run(options: AgentOptions) -> int:
@@ -173,7 +178,7 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
         joined = await _join(options, incarnation, identity)
         if identity is not None:
             identity.enrolled()
-        log = await _connect(log_url(options.redis_url, joined.redis_url), joined,
+        log = await _connect(_log_url(options, joined), joined, options.ca,
                              f"{options.node}/{incarnation}")
         try:
             node = NodeConfig(name=options.node, incarnation=incarnation, cluster=joined.cluster,
@@ -214,7 +219,7 @@ async def _join(options: AgentOptions, incarnation: int, identity: IdentityFile 
     try:
         return await join(options.url, token, node=options.node, host=options.host,
                           incarnation=incarnation, labels=options.labels, socket=options.socket,
-                          identity=new, s_max=s_max)
+                          ca=options.ca, identity=new, s_max=s_max)
     except TokenRefused as error:
         if identity is not None and identity.is_enrolled:
             error.hint = (f"an admin: unicron token create --join --node {options.node}; then "
@@ -231,13 +236,13 @@ async def _rejoin(options: AgentOptions, incarnation: int, identity: IdentityFil
     """
     try:
         now = await _join(options, incarnation, identity, s_max=0.0)
+        url = _log_url(options, now)
     except UsageError as error:
         if isinstance(error, TokenRefused) and error.revoked:
             raise
         _log.warning("cannot ask where the log is", why=str(error))
         return
-    if now.cluster == joined.cluster and await log.move(log_url(options.redis_url, now.redis_url),
-                                                        _keys_of(now)):
+    if now.cluster == joined.cluster and await log.move(url, _keys_of(now)):
         _log.info("the log has moved", cluster=now.cluster)
 
 
@@ -293,14 +298,23 @@ def log_url(own: str, given: str) -> str:
     return with_credentials(own, unquote(user.username or ""), unquote(user.password))
 
 
+def _log_url(options: AgentOptions, joined: Joined) -> str:
+    """Raises UsageError if the log would be used unencrypted on another host."""
+    url = log_url(options.redis_url, joined.redis_url)
+    if tls.is_plain(url) and not options.insecure:
+        raise UsageError("the log's server has no TLS: reports would cross the network unencrypted",
+                         "--insecure allows it: on a network that you trust")
+    return url
+
+
 def _keys_of(joined: Joined) -> Keys:
     return only_key(joined.node, bytes.fromhex(joined.key))
 
 
-async def _connect(url: str, joined: Joined, source: str) -> RedisLog:
+async def _connect(url: str, joined: Joined, ca: str, source: str) -> RedisLog:
     """Raises UsageError if the server is unreachable, or refuses this agent, for CONNECT_S_MAX."""
     deadline, num_tries = time.monotonic() + CONNECT_S_MAX, 0
-    log = RedisLog(url, joined.cluster, _keys_of(joined))
+    log = RedisLog(url, joined.cluster, _keys_of(joined), ca=ca)
     while True:
         try:
             await log.acked(source)

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from ....events import unix_socket
+from ....events import tls, unix_socket
 from ....events.errors import UsageError
 from ....events.log.identity import new_secret
 from ....events.private_files import read_private, write_private
@@ -81,12 +81,14 @@ class IdentityFile:
 
 
 async def join(url: str, token: str, *, node: str, host: str, incarnation: int, labels: Labels,
-               socket: str = "", identity: str = "", s_max: float = JOIN_S_MAX) -> Joined:
+               socket: str = "", ca: str = "", identity: str = "",
+               s_max: float = JOIN_S_MAX) -> Joined:
     """Send the join request until the server answers, for at most `s_max` seconds. Raises
     UsageError if the server rejects the token or the request, or stays unreachable.
 
-    `socket`: the path of the server's unix socket, used instead of the address in `url`.
-    `identity`: enrol the node with it."""
+    `socket`: the path of the server's unix socket, used instead of the address in `url`. `ca`: the
+    authorities (PEM) that are trusted at https://; "": the system's. `identity`: enrol the node
+    with it."""
     deadline = time.monotonic() + s_max
     body = {"node": node, "host": host, "incarnation": incarnation,
             "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value},
@@ -96,7 +98,8 @@ async def join(url: str, token: str, *, node: str, host: str, incarnation: int, 
     limit = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
     while True:
         try:
-            link = aiohttp.UnixConnector(unix_socket.address(socket)) if socket else None
+            link = (aiohttp.UnixConnector(unix_socket.address(socket)) if socket
+                    else aiohttp.TCPConnector(ssl=tls.client_context(ca)))
             async with aiohttp.ClientSession(timeout=limit, connector=link) as session:
                 return await _post(session, url, headers, body)
         except (aiohttp.ClientError, OSError) as error:
