@@ -108,7 +108,7 @@ class OutputMonitor:
         return RankStalled(
             **self._ids, generation=0, iteration=line.iteration, where="own", what=WHAT,
             collective=0, in_s=in_s, normal_s=self._monitor.average_s or line.step_s,
-            stack=process_state.describe(self._busy_pid, self._before))
+            stack=process_state.describe(self._busy_pid, self._before), silent_peers=())
 
     def _has_printed_all(self, line: IterationsLogged) -> bool:
         """Whether the last iteration is done: a checkpoint and a test follow, but no more lines."""
