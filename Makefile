@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-overhead bench-paper megatron-lm gpu-check figures disasters check types docs wheel clean
+.PHONY: help setup demo demo-hosts test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-overhead bench-paper megatron-lm gpu-check figures disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -110,6 +110,10 @@ bench-submissions: setup types ## four clients submit 200 tasks at once: the tim
 
 bench-settlement: setup types ## what a settlement costs a rank of 64, 256 and 1,024 (N=3 CASES=a,b)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.settlement.main $(if $(filter-out file,$(origin N)),-n $(N)) \
+		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
+
+bench-scale: setup types ## what 64 to 4,096 agents cost control plane and server (N=1 CASES=a,b)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.scale.main $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
 
 bench-overhead: setup types ## an undisturbed iteration over one of Megatron's own loop (N=24 launches a case)

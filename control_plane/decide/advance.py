@@ -9,6 +9,7 @@ from ...events.records.decisions import IncidentOpened
 from ...events.records.envelope import Record, Report, incident_of, order_nodes
 from ...events.records.reports import CheckpointPublished, OrderRefused, ReportsLost
 from ...events.records.types import Body, RankReport
+from ..fold.edits import find_orphan, find_rank
 from ..fold.fold import fold
 from ..state.cluster import ClusterState
 from .decide import Decide, decide
@@ -76,8 +77,9 @@ def is_foreign(state: ClusterState, report: Report) -> bool:
     """
     node, body = report.source.rpartition("/")[0], report.body
     if isinstance(body, RankReport) and (task := state.tasks.get(body.task)) is not None:
-        return any(rank.rank == body.rank and rank.attempt == body.attempt
-                   and rank.slot.node != node for rank in (*task.ranks.values(), *task.orphans))
+        rank = (find_rank(task, body.rank, body.attempt)
+                or find_orphan(task, body.rank, body.attempt))
+        return rank is not None and rank.slot.node != node
     if isinstance(body, OrderRefused | CheckpointPublished) and body.order in state.orders:
         return node not in order_nodes(decode_record(state.orders[body.order]))
     return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from ...events.records.orders import DropMemoryCheckpoints, SetCheckpointStores
@@ -47,38 +48,24 @@ def assign_stores(state: ClusterState, task: Task, nodes: Sequence[str]) -> Stor
     train = task.spec.training
     if train is None or not train.copy_every or not nodes:
         return StoreAssignment()
-    names = sorted(state.nodes)
-    usable = [name for name in names if _is_usable(state.nodes[name])]
-    if not usable:
+    stores = _Stores(state, task, nodes)
+    if not stores.usable:
         return StoreAssignment(why="no node has a checkpoint store")
     each_bytes = CHECKPOINTS_NUM_MAX * share_bytes(task, len(nodes))
-    free = _free_bytes(state, task, usable)
-    now = {one.node: one.stores for one in task.stores}
-    index = {name: place for place, name in enumerate(names)}
-    num_shares, load = Counter(nodes), Counter[str]()
+    num_shares = Counter(nodes)
     found: list[NodeStores] = []
     for node in sorted(num_shares):
         own_bytes = num_shares[node] * each_bytes
         chosen: list[str] = []
-        others = [name for name in usable if name != node]
-        for _ in range(NUM_STORES_MAX):
-            racks = {rack for name in chosen if (rack := state.nodes[name].labels.rack)}
-            pool = [name for name in others or usable
-                    if name not in chosen and free[name] >= own_bytes]
-            if not pool and node not in chosen and node in usable and free[node] >= own_bytes:
-                pool = [node]
-            if not pool:
-                break
-            best = min(pool, key=lambda name: (
-                state.nodes[name].labels.rack in racks, name not in now.get(node, ()), load[name],
-                name in num_shares, (index[name] - index.get(node, 0)) % len(names)))
+        while len(chosen) < NUM_STORES_MAX and (best := stores.best(node, chosen, own_bytes)):
             chosen.append(best)
-            load[best] += num_shares[node]
-            free[best] -= own_bytes
+            stores.load[best] += num_shares[node]
+            stores.free[best] -= own_bytes
         if not chosen:
+            most = in_gib(max(stores.free[name] for name in stores.usable))
             return StoreAssignment(fits=False, why=f"they do not fit: {in_gib(own_bytes)} for the "
                                    f"{num_shares[node]} ranks of {node}, and no node has more than "
-                                   f"{in_gib(max(free.values()))} left for them")
+                                   f"{most} left for them")
         found.append(NodeStores(node, tuple(chosen)))
     keepers = sorted({name for one in found for name in one.stores})
     return StoreAssignment(
@@ -115,14 +102,65 @@ def bytes_max_of(state: ClusterState, node: Node) -> int:
     return min(limits, default=0)
 
 
-def _free_bytes(state: ClusterState, task: Task, names: Sequence[str]) -> dict[str, float]:
-    """By node: the memory that the in-memory checkpoints of other tasks leave."""
-    charged = Counter[str]()
-    for other in state.tasks.values():
-        if other is not task and not other.outcome:
-            charged.update(node_bytes(other))
-    return {name: (bytes_max_of(state, state.nodes[name]) or float("inf")) - charged[name]
-            for name in names}
+class _Stores:
+    """The stores that a task's members may be given: `load` by node, the shares given so far."""
+
+    def __init__(self, state: ClusterState, task: Task, nodes: Sequence[str]) -> None:
+        self._nodes, self._names, self._members = state.nodes, sorted(state.nodes), set(nodes)
+        self._index = {name: place for place, name in enumerate(self._names)}
+        self._now = {one.node: one.stores for one in task.stores}
+        self.usable = dict.fromkeys(
+            name for name in self._names if _is_usable(state.nodes[name]))
+        self.load, self.free = Counter[str](), _FreeBytes(state, task)
+
+    def best(self, node: str, chosen: Sequence[str], own_bytes: int) -> str:
+        """The best store for the node's shares beside `chosen`; "" if none has memory for them. It
+        looks at few nodes: the present stores, then the next nodes until none can be better."""
+        racks = {rack for name in chosen if (rack := self._nodes[name].labels.rack)}
+        at, kept = self._index[node], self._now.get(node, ())
+
+        def rank(name: str) -> tuple[bool, bool, int, bool, int]:
+            return (self._nodes[name].labels.rack in racks, name not in kept, self.load[name],
+                    name in self._members, (self._index[name] - at) % len(self._names))
+
+        def may(name: str) -> bool:
+            return name in self.usable and name not in chosen and self.free[name] >= own_bytes
+
+        found = min((name for name in kept if name != node and may(name)), key=rank, default="")
+        if found and not rank(found)[0]:
+            return found
+        for name in chain(self._names[at + 1:], self._names[:at]):
+            if may(name) and (not found or rank(name) < rank(found)):
+                found = name
+                if rank(name)[:4] == (False, True, 0, False):
+                    break
+        return found or (node if may(node) else "")
+
+
+class _FreeBytes(dict[str, float]):
+    """By node: the memory that in-memory checkpoints of other tasks leave, computed when read."""
+
+    def __init__(self, state: ClusterState, task: Task) -> None:
+        super().__init__()
+        self._state = state
+        self._tasks: dict[str, list[Task]] = {}  # by node: the other tasks that may store there
+        self._bytes: dict[int, dict[str, int]] = {}
+        for other in state.tasks.values():
+            if other is not task and not other.outcome:
+                assigned = other.stores if storing_nodes(other) else ()
+                for name in dict.fromkeys([name for one in assigned for name in one.stores]
+                                          or [copy.node for copy in other.copies]):
+                    self._tasks.setdefault(name, []).append(other)
+
+    def __missing__(self, name: str) -> float:
+        taken = 0
+        for other in self._tasks.get(name, ()):
+            if other.id not in self._bytes:
+                self._bytes[other.id] = node_bytes(other)
+            taken += self._bytes[other.id].get(name, 0)
+        most = bytes_max_of(self._state, self._state.nodes[name]) or float("inf")
+        self[name] = free = most - taken
+        return free
 
 
 def _is_usable(node: Node) -> bool:

@@ -398,7 +398,8 @@ class Coordinator:
                                                  Unavailable("no heartbeats"))
             except LogError:
                 continue
-            self._leases.observe(beats, self._leader.now_s(), pause_s=pause_s, policy=policy)
+            self._leases.observe(beats, self._leader.now_s(), pause_s=pause_s,
+                                 state=self._leader.state)
             if self._committed.is_set() and self._has_timed_events():
                 self._wake.set()
 

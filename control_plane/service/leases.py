@@ -12,6 +12,7 @@ from ...events.records.types import Body
 from ...events.spec.policy import Policy
 from ..incidents.node_loss import suspects
 from ..state.cluster import ClusterState
+from ..state.node import Node
 
 
 class _LastBeat(Struct, frozen=True):
@@ -30,6 +31,8 @@ class Leases:
 
     def __init__(self) -> None:
         self._last_beats: dict[str, _LastBeat] = {}
+        self._late: set[str] = set()
+        """Nodes whose last beat was older than the shortest lease at the last observation."""
         self._granted_s = self._granted_suspect_s = self._observed_s = 0.0
 
     def grant(self, now_s: float) -> None:
@@ -37,9 +40,10 @@ class Leases:
         self._granted_s = self._granted_suspect_s = self._observed_s = now_s
 
     def observe(self, beats: Iterable[Heartbeat], now_s: float, *, pause_s: float,
-                policy: Policy) -> None:
+                state: ClusterState) -> None:
         """Read the latest heartbeats. The server, not our clock, measures their age. If a read is
         more than half a lease late (it is due after `pause_s`), leases start again."""
+        policy = state.policy
         late_s = now_s - self._observed_s - pause_s
         if late_s > policy.silence_s_max / 2:
             self._granted_s = now_s
@@ -48,21 +52,29 @@ class Leases:
         self._observed_s = now_s
         for beat in beats:
             self._last_beats[beat.node] = _LastBeat(beat.incarnation, now_s - beat.age_s)
+        least_s = now_s - _shortest(policy)
+        self._late = {name for name, node in state.nodes.items() if self._beat_s(node) < least_s}
+
+    def _beat_s(self, node: Node) -> float:
+        """When the last heartbeat of this incarnation came; 0: none has come."""
+        beat = self._last_beats.get(node.name)
+        return beat.at_s if beat and beat.incarnation == node.incarnation else 0.0
 
     def verdicts(self, state: ClusterState) -> Iterator[Body]:
         """Yield, by node, the changes at the last observation that the state does not have yet.
-        Later heartbeats are unknown, so the time of the observation counts, not the present."""
+        Later heartbeats are unknown, so the time of the observation counts, not the present. This
+        is asked after each batch of reports, so it looks only at nodes that may have a change."""
         policy, now_s = state.policy, self._observed_s
-        suspected = suspects(state)
-        for name in sorted(state.nodes):
-            node = state.nodes[name]
-            if node.health == "left":
+        names = self._late.union(state.unreachable)
+        suspected = suspects(state) if names else ()
+        for name in sorted(names):
+            node = state.nodes.get(name)
+            if node is None or node.health == "left":
                 continue
-            beat = self._last_beats.get(name)
-            beat_s = beat.at_s if beat and beat.incarnation == node.incarnation else 0.0
+            beat_s = self._beat_s(node)
             if node.health != "healthy":
                 # The heartbeat must be more recent than the shortest lease.
-                if now_s - beat_s <= min(policy.silence_s_max, policy.suspect_s_max):
+                if now_s - beat_s <= _shortest(policy):
                     yield NodeReachable(node=name, incarnation=node.incarnation)
                 continue
             is_suspect = name in suspected and policy.suspect_s_max < policy.silence_s_max
@@ -71,3 +83,7 @@ class Leases:
             silence_s = now_s - max(beat_s, granted_s, node.since_s)
             if silence_s > lease_s:
                 yield NodeUnreachable(node=name, incarnation=node.incarnation, silence_s=silence_s)
+
+
+def _shortest(policy: Policy) -> float:
+    return min(policy.silence_s_max, policy.suspect_s_max)

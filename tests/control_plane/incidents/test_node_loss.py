@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from decider import Driver, at_rest, failed, kinds, only, spec, task_of, the
 from unicron.control_plane.incidents.node_loss import suspects
 from unicron.control_plane.service.leases import Leases
+from unicron.control_plane.state.node import Node
 from unicron.events.log.port import Heartbeat
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
@@ -54,7 +57,7 @@ class Cluster(Driver):
         self.leases.observe(
             [Heartbeat(node=name, incarnation=1, age_s=self.now_s - at_s)
              for name, at_s in self.last_s.items()],
-            self.now_s, pause_s=OBSERVE_S, policy=self.state.policy)
+            self.now_s, pause_s=OBSERVE_S, state=self.state)
         records = [self.tell(f"leader/{self.state.nonce}", body)
                    for body in list(self.leases.verdicts(self.state))]
         return [x for one in records for x in [*one, *self.obey(one)]]
@@ -215,3 +218,30 @@ def test_a_wrong_suspicion_ends_with_the_next_heartbeat() -> None:
     d.silent.clear()
     assert len(only(r.NodeReachable, d.run_for(1.0))) == 1
     assert d.state.nodes["n3"].health == "healthy"
+
+
+def test_a_node_that_never_sent_a_heartbeat_is_unreachable_after_its_lease() -> None:
+    d = Cluster()
+    del d.last_s["n3"]
+    assert not only(r.NodeUnreachable, d.run_for(4.5))
+    assert [x.body.node for x in only(r.NodeUnreachable, d.run_for(1.5))] == ["n3"]
+
+
+def test_only_nodes_that_may_have_a_change_are_looked_at() -> None:
+    """The question is asked after each batch of reports, on a cluster of any size."""
+    looked: list[str] = []
+
+    class Looked(dict[str, Node]):
+        def get(self, name: str, default: object = None) -> Any:
+            looked.append(name)
+            return super().get(name, default)
+
+    d = Cluster()
+    d.run_for(1.0)
+    d.state.nodes = Looked(d.state.nodes)
+    assert list(d.leases.verdicts(d.state)) == looked == []
+    d.silent.add("n3")
+    d.run_for(2.0)
+    looked.clear()
+    assert list(d.leases.verdicts(d.state)) == []
+    assert looked == ["n3"], "late, and its lease has not ended"
