@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-settlement bench-overhead bench-paper megatron-lm gpu-check figures disasters check types docs wheel clean
+.PHONY: help setup demo demo-hosts test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-settlement bench-overhead bench-paper megatron-lm gpu-check figures disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -37,6 +37,9 @@ $(STAMP): constraints.txt pyproject.toml
 
 demo: setup ## train a real model, break it, watch it heal (unicron demo)
 	@$(BIN)/unicron demo
+
+demo-hosts: setup types ## train on three hosts that die and lose cables (network namespaces; needs root)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m hosts.demo
 
 test: setup types ## run the tests, in three lanes side by side
 	@$(BOUND) $(if $(BOUND),$(TEST_S_MAX)) $(BIN)/python tests/suite.py

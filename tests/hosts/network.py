@@ -98,10 +98,20 @@ class Network:
                self.address(peer, network, version), "lladdr", NOWHERE, "nud", "permanent",
                "dev", network)
 
-    def mend_one_way(self, host: str, peer: str, network: str) -> None:
+    def mend_one_way(self, host: str, peer: str, network: str, *,
+                     missing_ok: bool = False) -> None:
         for version in (4, 6):
+            if missing_ok and not self._is_cut_one_way(host, peer, network, version):
+                continue
             ip("-n", self.namespace(host), "neighbour", "del",
                self.address(peer, network, version), "dev", network)
+
+    def _is_cut_one_way(self, host: str, peer: str, network: str, version: int) -> bool:
+        shown = subprocess.run(
+            ["ip", "-n", self.namespace(host), "neighbour", "show",
+             self.address(peer, network, version), "dev", network], check=True,
+            capture_output=True, text=True, timeout=IP_S_MAX).stdout
+        return NOWHERE in shown
 
     def kill(self, host: str) -> float:
         """Power off: the host is silent from one moment to the next. Returns the time."""
