@@ -39,8 +39,13 @@ NUM_SLOTS = 2
 POLICY = {"silence_s_max": 3.0, "evidence_s_max": 4.0, "hang_s_min": 3.0, "replace_after_s": 4.0}
 """`replace_after_s` is short, so that the control plane's own cut lasts longer."""
 TOUCHING = ("IncidentOpened", "Quiesce", "Reconfigure", "StartRank", "StopRank", "TaskPlaced")
-STEPS_NUM = 40
-"""Iterations under a cut that must change nothing: longer than every limit of the policy."""
+STEPS_NUM = 10
+"""The least iterations under a cut that must change nothing."""
+SLOW_S = 0.3
+"""Every rank sleeps for so long in each iteration, so that the cases take few iterations: each one
+is trained three more times for the comparison."""
+NUM_SLOWED = 16
+"""More numbers of ranks than a task gets."""
 FOLDER = ROOT / "build" / "demo-hosts"
 CASES = {
     "host_killed": "a host is switched off",
@@ -73,6 +78,9 @@ class Demo:
         self.tasks = {name: cluster.submit(spec) for name, spec in specs.items()}
         self._sizes = {self.tasks[name]: int(spec["slots"]["max"])
                        for name, spec in specs.items()}
+        for task in self.tasks.values():
+            for rank in range(NUM_SLOWED):
+                cluster.hold(task, rank, event="done", then="slow", slow_s=SLOW_S)
         self._wide = self.tasks["wide"]
         self._faulted: list[int] = []
         """The tasks that the present case may touch."""
@@ -180,7 +188,8 @@ class Demo:
             cluster.wait_told(after, "NodeUnreachable", node=name)
         far = cluster.traced(self._wide)[-1]["iteration"] + STEPS_NUM
         cluster.wait_traced(self._wide, event="step", iteration=far)
-        cluster.wait(lambda: time.time() > at_s + 3 * POLICY["replace_after_s"] or None, "a while")
+        quiet_s = at_s + 3 * POLICY["replace_after_s"]  # longer than every limit of the policy
+        cluster.wait(lambda: time.time() > quiet_s or None, "a while")
         yield min(one["t"] for one in cluster.traced(self._wide)
                   if one["event"] == "step" and one["t"] > at_s)
         self.network.mend(BRAIN)
@@ -319,7 +328,7 @@ def demo_hosts(cases: list[str], folder: Path) -> list[Row]:
                 "control plane and the server")
             batch = {"global": 32, "micro": 2}  # few iterations, so few differences of rounding
             specs = {name: small(name, folder / "out", slots=slots, weight=weight, rates=RATES,
-                                 checkpoint_every=20, batch=batch)
+                                 checkpoint_every=10, batch=batch)
                      for name, slots, weight in (("wide", (1, 3), 1.0), ("aside", (1, 1), 9.0))}
             demo = Demo(cluster, specs)
             say("tasks", "wide with 3 ranks on three hosts, aside with 1 rank: small GPTs")
