@@ -38,8 +38,8 @@ $(STAMP): constraints.txt pyproject.toml
 demo: setup ## train a real model, break it, watch it heal (unicron demo)
 	@$(BIN)/unicron demo
 
-demo-hosts: setup types ## train on three hosts that die and lose cables (network namespaces; needs root)
-	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m hosts.demo
+demo-hosts: setup types ## train on three hosts that die and lose cables (needs root; CASES=a,b)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m hosts.demo $(CASES:%=--cases %)
 
 test: setup types ## run the tests, in three lanes side by side
 	@$(BOUND) $(if $(BOUND),$(TEST_S_MAX)) $(BIN)/python tests/suite.py

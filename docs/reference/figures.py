@@ -22,6 +22,7 @@ from bench.memory import main as memory
 from bench.planner import main as planner
 from bench.recovery.rows import Row, describe, table
 from bench.settlement import main as settlement
+from hosts import demo as hosts
 from matrix.cells import cells, loop_cells
 from matrix.table import markdown, markdown_of_loops
 from unicron.control_plane.simulation.paper_evaluation import SENSITIVITY
@@ -258,6 +259,19 @@ def _loops(rows: Sequence[Row], about: About) -> str:
             f"{markdown_of_loops(outcomes)}")
 
 
+def _hosts(rows: Sequence[Row], about: About) -> str:
+    found = _by_key(rows)
+    lines: list[list[str]] = []
+    for case, title in hosts.CASES.items():
+        step_s, touched, equal = (found[case, hosts.SYSTEM, metric].value or 0
+                                  for metric in hosts.UNITS)
+        lines.append([f"`{case}`", title, f"{step_s:.1f}", f"{touched:g}",
+                      "yes" if equal else "NO"])
+    return (f"{about['cores']} cores.\n\n" + _lines(
+        "| case | what | fault to next step, s | healthy tasks touched | losses and state equal |",
+        lines))
+
+
 def _disasters(rows: Sequence[Row], about: About) -> str:
     import disasters  # plays scenarios, which takes a minute
 
@@ -292,6 +306,7 @@ BLOCKS = {
                           _fault_matrix),
     "fault-matrix-loops": Block("docs/reference/fault-matrix.md", "fault-matrix", LOOP_MATRIX,
                                 "outcome", _loops),
+    "hosts": Block("docs/guides/hosts.md", "hosts", tuple(hosts.CASES), "loss_equal", _hosts),
     "disasters": Block("docs/guides/disasters.md", "", (), "", _disasters)}
 
 

@@ -38,7 +38,11 @@ def why_not() -> str:
         return "there is no `ip`"
     tried = subprocess.run(["unshare", "-n", "true"], capture_output=True, text=True,
                            timeout=IP_S_MAX, check=False)
-    return "" if tried.returncode == 0 else f"no network namespaces here: {tried.stderr.strip()}"
+    if tried.returncode:
+        return f"no network namespaces here: {tried.stderr.strip()}"
+    tried = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True,
+                           timeout=IP_S_MAX, check=False)
+    return "" if tried.returncode == 0 else f"`ip netns` fails: {tried.stderr.strip()}"
 
 
 @contextmanager

@@ -1,15 +1,17 @@
 """`make demo-hosts`: two tasks train on three hosts; a fourth has the control plane and the server.
 
-Hosts die and cables are cut, one case after the other. In the end the losses of each case, and the
-parameters, are compared with the tasks' undisturbed runs. The hosts are network namespaces, so it
-needs root. Rows are in build/bench/hosts.json.
+Hosts die and cables are cut, one case after the other. In the end each task's losses, and its
+parameters and optimizer state after each case, are compared with undisturbed runs. The hosts are
+network namespaces, so it needs root. Rows are in build/bench/hosts.json, logs in build/demo-hosts.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
+import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +23,15 @@ from bench.recovery.rows import Row, row, write
 from cluster_story import RATES
 from hosts.cluster import BRAIN, MANAGE, TRAIN, HostsCluster
 from hosts.network import laid
-from twins import LOSS_REL_MAX, Spec, Twins, small
-from unicron.workers.training.reference import read
+from twins import SAME_REL_MAX, Spec, Twins, small
+from unicron.events.network_address import split_endpoint
+from unicron.workers.training.reference import (
+    NUM_ORDERS,
+    compare,
+    read,
+    state_folder,
+    tolerance,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("h1", "h2", "h3")
@@ -30,8 +39,25 @@ NUM_SLOTS = 2
 POLICY = {"silence_s_max": 3.0, "evidence_s_max": 4.0, "hang_s_min": 3.0, "replace_after_s": 4.0}
 """`replace_after_s` is short, so that the control plane's own cut lasts longer."""
 TOUCHING = ("IncidentOpened", "Quiesce", "Reconfigure", "StartRank", "StopRank", "TaskPlaced")
-STEPS_NUM = 40
-"""Iterations under a cut that must change nothing: longer than every limit of the policy."""
+STEPS_NUM = 10
+"""The least iterations under a cut that must change nothing."""
+SLOW_S = 0.3
+"""Every rank sleeps for so long in each iteration, so that the cases take few iterations: each one
+is trained three more times for the comparison."""
+NUM_SLOWED = 16
+"""More numbers of ranks than a task gets."""
+FOLDER = ROOT / "build" / "demo-hosts"
+CASES = {
+    "host_killed": "a host is switched off",
+    "agent_cut": "an agent loses the control plane, ranks reach each other",
+    "host_cut": "all cables of a host are pulled",
+    "ranks_cut": "only the cable between ranks is pulled",
+    "control_plane_cut": "the control plane loses all hosts",
+    "one_way_reports": "what an agent sends is lost",
+    "one_way_orders": "what is sent to an agent is lost",
+    "one_way_ranks": "what one host's ranks send to another's is lost"}
+UNITS = {"fault_to_step_s": "s", "healthy_tasks_touched": "tasks", "loss_equal": "yes"}
+SYSTEM = "unicron"
 
 
 class Result(NamedTuple):
@@ -40,8 +66,8 @@ class Result(NamedTuple):
     case: str
     fault_to_step_s: float
     touched: int
-    iterations: range
-    """Of the wide task, from before the fault until after it."""
+    reached: dict[str, int]
+    """The iteration of each task when all is mended."""
 
 
 class Demo:
@@ -52,37 +78,34 @@ class Demo:
         self.tasks = {name: cluster.submit(spec) for name, spec in specs.items()}
         self._sizes = {self.tasks[name]: int(spec["slots"]["max"])
                        for name, spec in specs.items()}
+        for task in self.tasks.values():
+            for rank in range(NUM_SLOWED):
+                cluster.hold(task, rank, event="done", then="slow", slow_s=SLOW_S)
         self._wide = self.tasks["wide"]
         self._faulted: list[int] = []
         """The tasks that the present case may touch."""
-        self._cases: dict[str, tuple[str, Callable[[], Iterator[float]]]] = {
-            "host_killed": ("a host is switched off", self._host_killed),
-            "agent_cut": ("an agent loses the control plane, ranks reach each other",
-                          lambda: self._unheard((self._host(),), lambda: self.network.cut(
-                              self._host(), MANAGE))),
-            "host_cut": ("all cables of a host are pulled", self._host_cut),
-            "ranks_cut": ("only the cable between ranks is pulled", lambda: self._ranks_cut(
-                lambda host: self.network.cut(host, TRAIN))),
-            "control_plane_cut": ("the control plane loses all hosts", lambda: self._unheard(
-                HOSTS, lambda: self.network.cut(BRAIN))),
-            "one_way_reports": ("what an agent sends is lost", lambda: self._unheard(
-                (self._host(),), lambda: self.network.cut_one_way(self._host(), BRAIN, MANAGE))),
-            "one_way_orders": ("what is sent to an agent is lost", lambda: self._unheard(
-                (self._host(),), lambda: self.network.cut_one_way(BRAIN, self._host(), MANAGE))),
-            "one_way_ranks": ("what one host's ranks send to another's is lost",
-                              lambda: self._ranks_cut(lambda host: self.network.cut_one_way(
-                                  host, self._peer(host), TRAIN)))}
+        self._acts: dict[str, Callable[[], Iterator[float]]] = {
+            "host_killed": self._host_killed,
+            "agent_cut": lambda: self._unheard((self._host(),), lambda: self.network.cut(
+                self._host(), MANAGE)),
+            "host_cut": self._host_cut,
+            "ranks_cut": lambda: self._ranks_cut(lambda host: self.network.cut(host, TRAIN)),
+            "control_plane_cut": lambda: self._unheard(HOSTS, lambda: self.network.cut(BRAIN)),
+            "one_way_reports": lambda: self._unheard(
+                (self._host(),), lambda: self.network.cut_one_way(self._host(), BRAIN, MANAGE)),
+            "one_way_orders": lambda: self._unheard(
+                (self._host(),), lambda: self.network.cut_one_way(BRAIN, self._host(), MANAGE)),
+            "one_way_ranks": lambda: self._ranks_cut(lambda host: self.network.cut_one_way(
+                host, self._peer(host), TRAIN))}
 
-    def run(self) -> list[Result]:
-        return [self._result(case, *of) for case, of in self._cases.items()]
-
-    def _result(self, case: str, title: str, act: Callable[[], Iterator[float]]) -> Result:
+    def run(self, case: str) -> Result:
+        """Run a case."""
         cluster = self.cluster
         for task, num in self._sizes.items():
             cluster.wait_whole(task, num)
             cluster.wait_paced(task, num)
-        after, begin = cluster.seq(), cluster.task(self._wide)["iteration"]
-        running = act()
+        after = cluster.seq()
+        running = self._acts[case]()
         at_s = next(running)
         step_s = next(running)
         healthy = set(self.tasks.values()) - set(self._faulted)
@@ -91,10 +114,18 @@ class Demo:
         for _ in running:  # all is mended
             pass
         cluster.wait_steps(self._wide)
-        result = Result(case, step_s - at_s, len(touched),
-                        range(begin, cluster.task(self._wide)["iteration"]))
-        print(f"{case:18} {title}: next step after {result.fault_to_step_s:.2f} s", flush=True)
-        return result
+        return Result(case, step_s - at_s, len(touched), {
+            name: int(cluster.task(task)["iteration"]) for name, task in self.tasks.items()})
+
+    def evidence(self, after: int) -> list[str]:
+        """Why each incident after `after` was opened, and whom failed collectives name."""
+        lines = [f"{record.body.severity}: {record.body.why}"
+                 for record in self.cluster.told(after, "IncidentOpened")]
+        for record in self.cluster.told(after, "CollectiveFailed"):
+            if peer := record.body.peer:
+                lines.append(f"rank {record.body.rank}'s collective failed with "
+                             f"{split_endpoint(peer)[0]}")
+        return list(dict.fromkeys(lines))
 
     # --- the cases: each yields the time of the fault, then that of the next step ----------------
     def _host_killed(self) -> Iterator[float]:
@@ -115,8 +146,7 @@ class Demo:
         yield self.network.cut(host)
         opened: Any = cluster.wait_told(after, "IncidentOpened").body
         kinds = {cluster.records()[seq - 1].kind for seq in opened.evidence}
-        assert "NodeUnreachable" in kinds
-        assert len(kinds) > 1, f"one source only: {kinds}"
+        assert len(kinds | {"NodeUnreachable"}) == len(kinds) > 1, f"one source only: {kinds}"
         cluster.wait_healed(after)
         yield self._step_s(generation)
         mended = cluster.seq()
@@ -124,6 +154,11 @@ class Demo:
         cluster.wait_told(mended, "NodeReachable", node=host)
         for rank in ranks:
             cluster.wait_told(mended, "RankExited", task=self._wide, rank=rank)
+        stale = {record.seq for record in cluster.records(mended)
+                 if record.source.startswith(f"{host}/")
+                 and getattr(record.body, "generation", 0) == generation}
+        caused = {record.kind for record in cluster.records(mended) if record.cause in stale}
+        assert not caused - {"StopRank"}, f"stale ranks caused {caused}"
 
     def _ranks_cut(self, cut: Callable[[str], object]) -> Iterator[float]:
         """The nodes are healthy all the time, and the link is mended while the task heals."""
@@ -133,14 +168,13 @@ class Demo:
         at_s = time.time()
         cut(host)
         yield at_s
-        opened: Any = cluster.wait_told(after, "IncidentOpened", task=self._wide).body
+        cluster.wait_told(after, "IncidentOpened", task=self._wide)
         self.network.mend(host, TRAIN)
         self.network.mend_one_way(host, peer, TRAIN, missing_ok=True)
         cluster.wait_told(after, "IncidentClosed")
         yield self._step_s(generation)
         for kind in ("NodeUnreachable", "NodeQuarantined"):
             assert not cluster.told(after, kind), cluster.tail(after)
-        print(f"{'':18} {opened.severity} {opened.why}")
 
     def _unheard(self, hosts: tuple[str, ...], cut: Callable[[], object]) -> Iterator[float]:
         """The control plane does not hear these hosts, and no task is touched."""
@@ -154,7 +188,8 @@ class Demo:
             cluster.wait_told(after, "NodeUnreachable", node=name)
         far = cluster.traced(self._wide)[-1]["iteration"] + STEPS_NUM
         cluster.wait_traced(self._wide, event="step", iteration=far)
-        cluster.wait(lambda: time.time() > at_s + 3 * POLICY["replace_after_s"] or None, "a while")
+        quiet_s = at_s + 3 * POLICY["replace_after_s"]  # longer than every limit of the policy
+        cluster.wait(lambda: time.time() > quiet_s or None, "a while")
         yield min(one["t"] for one in cluster.traced(self._wide)
                   if one["event"] == "step" and one["t"] > at_s)
         self.network.mend(BRAIN)
@@ -165,9 +200,9 @@ class Demo:
             cluster.wait_told(after, "NodeReachable", node=name)
         cluster.wait(lambda: cluster.task(self._wide)["iteration"] >= far or None,
                      "the reports come later")
-        assert self._pids() == pids
         for kind in TOUCHING:
-            assert not cluster.told(after, kind), cluster.tail(after)
+            assert not cluster.told(after, kind), f"a task was touched\n{cluster.tail(after)}"
+        assert self._pids() == pids, f"ranks were replaced: {pids}, now {self._pids()}"
 
     # --- what they look at ------------------------------------------------------------------------
     def _host(self) -> str:
@@ -198,29 +233,75 @@ class Demo:
         return self.cluster.wait(look, "the next step")
 
 
-def compare(cluster: HostsCluster, demo: Demo, specs: dict[str, Spec], twins: Twins,
-            results: list[Result]) -> list[bool]:
-    """Compare the tasks' next checkpoints with undisturbed runs; whether each case's losses are
-    equal. Raises AssertionError if the parameters differ."""
-    equal = [True] * len(results)
-    started = {}
-    for name, task in demo.tasks.items():
-        cluster.wait_told(cluster.seq(), "CheckpointPublished", task=task)
-        started[name] = twins.start(specs[name])
-        saved = int(started[name][0].name.removeprefix("iter-"))
-        cluster.wait(lambda task=task, saved=saved: (
-            cluster.task(task)["iteration"] >= saved or None), f"iteration {saved}")
-        cluster.cancel(task)
-    for name, task in demo.tasks.items():
-        ours, out = started[name]
-        losses = cluster.losses(task)
-        twins.hold(ours, out, losses)
-        wanted = list(read(out / "final")["numbers.losses"])
-        if name == "wide":
-            equal = [all(abs(losses[at] - wanted[at]) < LOSS_REL_MAX * wanted[at]
-                         for at in result.iterations) for result in results]
-    cluster.verify()
-    return equal
+class Comparison:
+    """Compares each task, after each case, with undisturbed runs that sum in different orders."""
+
+    def __init__(self, demo: Demo, specs: dict[str, Spec], results: list[Result]) -> None:
+        self._demo, self._specs, self._results = demo, specs, results
+        self._steps: dict[str, list[int]] = {}
+        """By task: the iteration of the first checkpoint after each case."""
+        self._saved: dict[str, dict[int, Path]] = {}
+
+    def run(self, twins: Twins) -> list[bool]:
+        """End the tasks; for each case, whether losses, parameters and optimizer are equal."""
+        cluster = self._demo.cluster
+        for name, task in self._demo.tasks.items():
+            self._wait_saved(name, task)
+        cluster.cancel(*self._demo.tasks.values())
+        say("compare", f"each task with {NUM_ORDERS} undisturbed runs, in one process each, to "
+            + ", ".join(f"{name} {steps[-1]}" for name, steps in self._steps.items()))
+        runs = {name: [twins.start(
+            self._specs[name], "--order", str(order), "--iterations", str(steps[-1]), "--keep",
+            *map(str, dict.fromkeys(steps)))[1] for order in range(NUM_ORDERS)]
+            for name, steps in self._steps.items()}
+        equal = [True] * len(self._results)
+        for name, task in self._demo.tasks.items():
+            for out in runs[name]:
+                twins.trained(out)
+            losses = cluster.losses(task)
+            for number, step in enumerate(self._steps[name]):
+                equal[number] &= self._is_equal(name, step, losses, runs[name])
+        cluster.verify()
+        return equal
+
+    def _wait_saved(self, name: str, task: int) -> None:
+        """Wait until the task has saved, and told its losses, after the last case."""
+        cluster, output = self._demo.cluster, Path(self._specs[name]["train"]["output"])
+        last = self._results[-1].reached[name]
+
+        def look() -> dict[int, Path] | None:
+            saved = {record.body.step_version: output / record.body.path
+                     for record in cluster.told(0, "CheckpointSaved", task=task)}
+            return saved if max(saved, default=-1) >= last else None
+        saved = self._saved[name] = cluster.wait(look, f"a checkpoint of {name} after {last}")
+        steps = self._steps[name] = [
+            min(step for step in saved if step >= result.reached[name])
+            for result in self._results]
+        cluster.wait(lambda: cluster.task(task)["iteration"] >= steps[-1] or None,
+                     f"{name}'s iteration {steps[-1]}")
+
+    def _is_equal(self, name: str, step: int, losses: list[float], runs: list[Path]) -> bool:
+        ours, (first, *others) = self._saved[name][step], [state_folder(one, step) for one in runs]
+        kept = list(read(ours)["numbers.losses"])
+        assert len(kept) == step, f"{name} at {step} has {len(kept)} losses"
+        assert all(abs(told - loss) <= SAME_REL_MAX * loss
+                   for told, loss in zip(losses, kept, strict=False)), f"{name}'s reported losses"
+        gap, noises = compare(ours, first), [compare(other, first) for other in others]
+        for what in ("loss_rel", "param_rel", "optimizer_rel"):
+            most = tolerance([getattr(noise, what) for noise in noises])
+            if not getattr(gap, what) <= most:
+                say("BROKEN", f"{name} at {step}: {what} {getattr(gap, what):.1e} > {most:.1e}")
+                return False
+        return True
+
+
+BEGAN_S = time.monotonic()
+
+
+def say(label: str, text: str) -> None:
+    """Print a line with the time since the start."""
+    elapsed = f"{time.monotonic() - BEGAN_S:.1f} s"
+    print(f"{elapsed:>8}  {label:<18} {text}".rstrip(), flush=True)
 
 
 @contextmanager
@@ -233,48 +314,82 @@ def started(folder: Path) -> Iterator[HostsCluster]:
             cluster.start()
             yield cluster
         finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave a part
             cluster.stop()
 
 
+def demo_hosts(cases: list[str], folder: Path) -> list[Row]:
+    """Run these cases; the rows. Raises AssertionError if a case did not go as it must."""
+    results: list[Result] = []
+    twins = Twins(folder)
+    try:
+        with started(folder) as cluster:
+            say("hosts", f"{', '.join(HOSTS)} with {NUM_SLOTS} slots each; {BRAIN} has the "
+                "control plane and the server")
+            batch = {"global": 32, "micro": 2}  # few iterations, so few differences of rounding
+            specs = {name: small(name, folder / "out", slots=slots, weight=weight, rates=RATES,
+                                 checkpoint_every=10, batch=batch)
+                     for name, slots, weight in (("wide", (1, 3), 1.0), ("aside", (1, 1), 9.0))}
+            demo = Demo(cluster, specs)
+            say("tasks", "wide with 3 ranks on three hosts, aside with 1 rank: small GPTs")
+            for case in cases:
+                after = cluster.seq()
+                results.append(result := demo.run(case))
+                say(case, f"{CASES[case]}: next step after {result.fault_to_step_s:.2f} s, "
+                    f"{result.touched} healthy tasks touched")
+                for line in demo.evidence(after):
+                    say("", line)
+            equal = Comparison(demo, specs, results).run(twins)
+    finally:
+        twins.stop()
+    return [row(result.case, SYSTEM, metric, [value], unit)
+            for result, same in zip(results, equal, strict=True)
+            for (metric, unit), value in zip(UNITS.items(), (
+                result.fault_to_step_s, result.touched, int(same)), strict=True)]
+
+
+def table(rows: list[Row]) -> str:
+    """One line for each case."""
+    found = {(one.case, one.metric): one.value or 0 for one in rows}
+    lines = [f"{'case':18}" + "".join(f"{metric:>{len(metric) + 2}}" for metric in UNITS)]
+    for case in dict.fromkeys(one.case for one in rows):
+        lines.append(f"{case:18}" + "".join(
+            f"{found[case, metric]:{len(metric) + 2}.{2 if unit == 's' else 0}f}"
+            for metric, unit in UNITS.items()))
+    return "\n".join(lines)
+
+
 def main() -> int:
-    """Run all cases; print a line for each and the table, and write the rows."""
+    """Run the cases; print a line for each and the table, and write the rows."""
+    parser = argparse.ArgumentParser(prog="make demo-hosts")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="for logs and checkpoints")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "hosts.json")
+    options = parser.parse_args()
+    cases = options.cases.split(",")
+    if unknown := [case for case in cases if case not in CASES]:
+        parser.error(f"no case {unknown[0]}; there are {', '.join(CASES)}")
     if why := network_namespaces.why_not():
-        print(f"error: {why}\nhint: run it as root on Linux, with the package iproute2",
-              file=sys.stderr)
+        print(f"error: {why} (run it as root on Linux, with the package iproute2)", file=sys.stderr)
         return 2
-    begin_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="demo-hosts-") as temporary:
-        folder = Path(temporary)
-        twins = Twins(folder)
-        try:
-            with started(folder) as cluster:
-                print(f"hosts    {', '.join(HOSTS)} with {NUM_SLOTS} slots each; {BRAIN} has the "
-                      "control plane and the server", flush=True)
-                batch = {"global": 32, "micro": 2}  # few iterations, so few differences of rounding
-                specs = {name: small(name, folder / "out", slots=slots, weight=weight, rates=RATES,
-                                     checkpoint_every=20, batch=batch)
-                         for name, slots, weight in (("wide", (1, 3), 1.0), ("aside", (1, 1), 9.0))}
-                demo = Demo(cluster, specs)
-                results = demo.run()
-                equal = compare(cluster, demo, specs, twins, results)
-        finally:
-            twins.stop()
-    rows: list[Row] = []
-    for result, same in zip(results, equal, strict=True):
-        for metric, value, unit in (("fault_to_step_s", result.fault_to_step_s, "s"),
-                                    ("healthy_tasks_touched", result.touched, "tasks"),
-                                    ("loss_equal", int(same), "yes")):
-            rows.append(row(result.case, "unicron", metric, [value], unit))
-    print(f"\n{'case':18} {'fault_to_step_s':>16} {'healthy_tasks_touched':>22} "
-          f"{'loss_equal':>11}")
-    for result, same in zip(results, equal, strict=True):
-        print(f"{result.case:18} {result.fault_to_step_s:16.2f} {result.touched:22} {same:11}")
-    print("\nThe parameters of both tasks EQUAL those of their undisturbed runs, and every "
-          "decision was made again: VERIFIED.")
-    file, took_s = ROOT / "build" / "bench" / "hosts.json", round(time.monotonic() - begin_s)
-    write(rows, file, {"cores": os.cpu_count(), "load_1min": os.getloadavg()[0], "took_s": took_s})
-    print(f"{len(rows)} rows in {file}; took {took_s} s")
-    return int(any(result.touched for result in results) or not all(equal))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    shutil.rmtree(options.folder, ignore_errors=True)
+    options.folder.mkdir(parents=True)
+    try:
+        rows = demo_hosts(cases, options.folder)
+    except AssertionError as error:
+        say("BROKEN", f"{error}; logs are in {options.folder}")
+        return 1
+    except KeyboardInterrupt:
+        say("end", "interrupted; all hosts are removed")
+        return 130
+    print(f"\n{table(rows)}")
+    took_s = round(time.monotonic() - BEGAN_S)
+    write(rows, options.out, {
+        "cores": os.cpu_count(), "load_1min": os.getloadavg()[0], "took_s": took_s})
+    print(f"\n{len(rows)} rows in {options.out}; took {took_s} s")
+    wanted = {"healthy_tasks_touched": 0, "loss_equal": 1}
+    return int(any(wanted.get(one.metric, one.value) != one.value for one in rows))
 
 
 if __name__ == "__main__":
