@@ -15,7 +15,9 @@ import hmac
 from collections.abc import Callable
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from ..records import reports
+from msgspec import Struct
+
+from ..records import orders, reports
 from ..records.codec import UnknownBody
 from ..records.envelope import Report
 from ..records.types import Body
@@ -104,14 +106,55 @@ def report_error(keys: Keys, report: Report, signature: bytes, wire: bytes) -> s
     return ""
 
 
-def sign_order(key: bytes, entry: str, wire: bytes) -> bytes:
-    """The signature of an order at its place (`<epoch>-<seq>`) in a node's stream."""
-    return _sign(key, b"order", entry.encode() + b"\n" + wire)
+def sign_order(key: bytes, entry: str, wire: bytes, store_keys: bytes = b"") -> bytes:
+    """The signature of an order, with its keys of stores, at its place (`<epoch>-<seq>`) in a
+    node's stream."""
+    return _sign(key, b"order", b"\n".join((entry.encode(), b"%d" % len(wire), wire + store_keys)))
 
 
-def is_order_signed(key: bytes, entry: str, wire: bytes, signature: bytes) -> bool:
+def is_order_signed(key: bytes, entry: str, wire: bytes, store_keys: bytes,
+                    signature: bytes) -> bool:
     """Whether the leader gave this order to the node of this key, at this place of its stream."""
-    return hmac.compare_digest(signature, sign_order(key, entry, wire))
+    return hmac.compare_digest(signature, sign_order(key, entry, wire, store_keys))
+
+
+# --- checkpoint stores --------------------------------------------------------------------------
+class StoreKey(Struct, frozen=True, array_like=True):
+    """Opens one node's checkpoint store to one task: its ranks read all shares of the task there,
+    and store shares of generations up to `generation`. 0: of any; a task that restarts from memory
+    counts by the attempts of its ranks, which the order does not have."""
+
+    task: int
+    generation: int
+    key: bytes
+
+
+StoreKeys = dict[str, StoreKey]
+"""By the node of the store."""
+
+
+def store_secret(key: bytes) -> bytes:
+    """The secret of a node's checkpoint store, from the node's key."""
+    return _sign(key, b"store", b"")
+
+
+def store_key(secret: bytes, task: int, generation: int) -> StoreKey:
+    """A key of the store that has this secret. Without the secret, none can be made."""
+    return StoreKey(task, generation, _sign(secret, b"task", b"%d\n%d" % (task, generation)))
+
+
+def store_keys(keys: Keys, order: Body, node: str) -> StoreKeys:
+    """The keys that the ranks of `node` need to carry out an order. They are not in the log: they
+    go to the node beside the order."""
+    if not isinstance(order, (orders.StartRank, orders.Reconfigure, orders.SetCheckpointStores)):
+        return {}
+    found = {copy.node for copy in getattr(order, "copies", ())}
+    if not isinstance(order, orders.StartRank):
+        own = next((one.stores for one in order.stores if one.node == node), None)
+        found |= {one.node for one in order.keepers if own is None or one.node in own}
+    generation = 0 if isinstance(order, orders.StartRank) else order.generation
+    return {name: store_key(store_secret(keys(name)), order.task, generation)
+            for name in sorted(found)}
 
 
 def _sign(key: bytes, purpose: bytes, data: bytes) -> bytes:

@@ -19,12 +19,11 @@ import structlog
 from msgspec import Struct
 
 from ...events.errors import LogError, UsageError
-from ...events.log.identity import Keys, only_key, with_credentials
+from ...events.log.identity import Keys, only_key, store_secret, with_credentials
 from ...events.log.redis_streams import RedisLog
 from ...events.process_io import LogStream
 from ...events.records.types import Labels
 from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
-from ..checkpoint_store import protocol
 from ..checkpoint_store.store import bytes_max
 from ..host import linux
 from .agent import Agent
@@ -176,7 +175,7 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
                               labels=options.labels, devices=_devices(options, os.environ),
                               trace=options.trace, watch=options.watch, rank_argv=options.rank_argv,
                               redact=joined.redact,
-                              secret=protocol.secret_of(options.token, joined.cluster))
+                              store_secret=store_secret(bytes.fromhex(joined.key)))
             spool, left = open_spools(state_dir / "agents", node.name, node.source)
             sources = (None if os.environ.get(HEALTH) == "off"
                        else HealthSources(checks=options.checks))

@@ -14,7 +14,6 @@ from ....events import network_address
 from ....events.records.orders import StartRank
 from ....events.records.types import Labels
 from ....events.spec.policy import REDACT
-from ...checkpoint_store import protocol
 from ...host import linux
 from ...ipc.pipe_protocol import FD, LOOP, PULSE
 from ...ipc.progress_page import ProgressPage
@@ -47,9 +46,8 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     """Policy.redact: names of variables whose values must not enter the log."""
     watch: bool = True
     """Whether its ranks are monitored for stalls."""
-    secret: str = ""
-    """Shared by the checkpoint stores and ranks of the cluster, to authenticate each other
-    (workers/checkpoint_store/protocol.py)."""
+    store_secret: bytes = b""
+    """Of the node's checkpoint store (workers/checkpoint_store/protocol.py)."""
 
     @property
     def source(self) -> str:
@@ -120,8 +118,6 @@ def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]
             "UNICRON_RANK": str(order.rank), "UNICRON_ATTEMPT": str(order.attempt)}
     if node.trace:
         env.setdefault("UNICRON_TRACE_DIR", str(node.state_dir / "trace"))
-    if order.spec.training is not None:
-        env[protocol.SECRET] = node.secret
     if order.spec.command:
         env |= {"RANK": str(order.rank), "WORLD_SIZE": str(order.num_seats),
                 "LOCAL_RANK": str(order.slot.index), "MASTER_ADDR": order.host,
