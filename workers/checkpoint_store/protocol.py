@@ -104,7 +104,13 @@ class Manifest(Struct, frozen=True, kw_only=True):
     numbers: bytes = b""
 
 
-class Offer(Message, frozen=True, kw_only=True):
+class Request(Message, frozen=True, kw_only=True):
+    """What a rank sends first, with the key of this task."""
+
+    task: int
+
+
+class Offer(Request, frozen=True, kw_only=True):
     """A share of an in-memory checkpoint, number `share` of `num_shares`.
 
     `shape` and `part`: how the sender's layout splits the model, and which part the sender has, so
@@ -114,7 +120,6 @@ class Offer(Message, frozen=True, kw_only=True):
     tasks; 0: its own limit.
     """
 
-    task: int
     rank: int
     attempt: int
     generation: int
@@ -134,10 +139,8 @@ class Offer(Message, frozen=True, kw_only=True):
         return self.generation, self.step_version
 
 
-class ListRequest(Message, frozen=True, kw_only=True):
+class ListRequest(Request, frozen=True, kw_only=True):
     """A request for the list of a task's shares."""
-
-    task: int
 
 
 class List(Message, frozen=True, kw_only=True):
@@ -146,10 +149,9 @@ class List(Message, frozen=True, kw_only=True):
     offers: tuple[Offer, ...]
 
 
-class ShareRequest(Message, frozen=True, kw_only=True):
+class ShareRequest(Request, frozen=True, kw_only=True):
     """A request for one share: its Offer, its manifest and its checksums."""
 
-    task: int
     generation: int
     step_version: int
     share: int
@@ -332,7 +334,7 @@ def authenticate(connection: socket.socket, secret: bytes) -> StoreKey | None:
     return key
 
 
-def violation(key: StoreKey, message: Offer | ListRequest | ShareRequest) -> str:
+def violation(key: StoreKey, message: Request) -> str:
     """Why the key does not open what the message asks for; "": it does."""
     if message.task != key.task:
         return f"this is the key of task {key.task}, not of {message.task}"

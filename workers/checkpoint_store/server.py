@@ -149,8 +149,7 @@ def handle_connection(connection: socket.socket, store: CheckpointStore, secret:
     key = protocol.authenticate(connection, secret)
     if key is None:
         raise TransferError("client without a key")
-    message: Offer | ListRequest | ShareRequest = protocol.receive(
-        connection, Offer, ListRequest, ShareRequest)
+    message = protocol.receive(connection, Offer, ListRequest, ShareRequest)
     if why := protocol.violation(key, message):
         protocol.send(connection, Refused(why=why))
         raise TransferError(f"task {key.task}: {why}")

@@ -383,7 +383,7 @@ def test_an_altered_checkpoint_is_skipped_for_the_next(driver: Any, drive: Drive
 
 
 def test_unusable_checkpoints_are_skipped_for_the_next(driver: Any) -> None:
-    """Unusable: another cluster's store, a closed store, another model, a missing generation."""
+    """Unusable: a store with another secret, a closed store, another model, a missing generation."""
     driver.start(0)
     hold_in(driver, 1)
     driver.form([0])
@@ -404,7 +404,7 @@ def test_unusable_checkpoints_are_skipped_for_the_next(driver: Any) -> None:
     assert (came.origin, came.origin_node, came.step_version) == ("copy", good.node, 6)
     text = log.read_text()
     assert text.count("in-memory checkpoint not usable") == 2
-    for why in ("another cluster", "refused", "another model"):
+    for why in ("not the key of task 7", "refused", "another model"):
         assert why in text
 
 
