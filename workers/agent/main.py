@@ -25,7 +25,8 @@ from ...events.process_io import LogStream
 from ...events.records.types import Labels
 from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
 from ..checkpoint_store.store import bytes_max
-from ..host import linux
+from ..host import linux, rank_user
+from ..host.rank_user import RankUser
 from .agent import Agent
 from .delivery.join import JOIN_S_MAX, Joined, join
 from .delivery.log_link import backoff_s
@@ -125,6 +126,8 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     watch: bool = True
     rank_argv: tuple[str, ...] = RANK_ARGV
     checks: CheckOptions | None = None
+    run_as: str = ""
+    """The user of the ranks; empty: that of the agent."""
 
 
 def run(options: AgentOptions) -> int:
@@ -140,11 +143,18 @@ def run(options: AgentOptions) -> int:
                          "run the control plane here and agents elsewhere")
     if options.checks is not None:
         check_folder(options.checks.folder)
+    run_as = rank_user.find(options.run_as)
+    if run_as is None:
+        _log.warning("ranks run as this agent's user and are trusted as the operator",
+                     hint="--run-as USER, see docs/guides/threat-model.md")
     bytes_max(os.environ)  # fail here on a bad value, not at every start of the store
     pid_file = PidFile(options.state_dir.absolute(), options.node)
     incarnation = pid_file.take(time.time())
     try:
-        return asyncio.run(_run(options, incarnation))
+        if run_as is not None:
+            trace = os.environ.get("UNICRON_TRACE_DIR", "")
+            rank_user.check(run_as, options.state_dir.absolute(), *([trace] if trace else []))
+        return asyncio.run(_run(options, incarnation, run_as))
     except LogReplaced as error:
         _log.error("stopped: the log was replaced by another one; start the agent again",
                    why=str(error))
@@ -153,7 +163,7 @@ def run(options: AgentOptions) -> int:
         pid_file.drop()
 
 
-async def _run(options: AgentOptions, incarnation: int) -> int:
+async def _run(options: AgentOptions, incarnation: int, run_as: RankUser | None) -> int:
     """Start in this order: signals, kill of orphaned processes, join, log, agent.
 
     Stop in this order: agent, log. A signal before the agent serves cancels the start. Later the
@@ -174,7 +184,7 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
                               host=options.host, num_slots=options.num_slots, state_dir=state_dir,
                               labels=options.labels, devices=_devices(options, os.environ),
                               trace=options.trace, watch=options.watch, rank_argv=options.rank_argv,
-                              redact=joined.redact,
+                              redact=joined.redact, run_as=run_as,
                               store_secret=store_secret(bytes.fromhex(joined.key)))
             spool, left = open_spools(state_dir / "agents", node.name, node.source)
             sources = (None if os.environ.get(HEALTH) == "off"

@@ -383,7 +383,7 @@ def test_an_altered_checkpoint_is_skipped_for_the_next(driver: Any, drive: Drive
 
 
 def test_unusable_checkpoints_are_skipped_for_the_next(driver: Any) -> None:
-    """Unusable: a store with another secret, a closed store, another model, a missing generation."""
+    """Unusable: a store with another secret, a closed one, another model, a missing generation."""
     driver.start(0)
     hold_in(driver, 1)
     driver.form([0])
