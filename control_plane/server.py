@@ -109,6 +109,7 @@ async def _serve(options: Options) -> int:
                       and not network_address.is_loopback(options.listen))
         address = Address(
             cluster=options.cluster, shared_password=options.shared_password,
+            names=(options.listen, advertised),
             redis_url=server_relay.url_at(options.redis_url, advertised, options.port + 1)
             if is_relayed else options.redis_url)
         tokens = Tokens(options.state / "tokens.json", owner=token)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -41,6 +42,7 @@ BODY_S_MAX = 10.0
 PAGE_RECORDS_MAX = 1_000
 FOLD_S_MAX = 30.0
 """Time limit for folding the log to a past record."""
+ADDRESS = re.compile(r"^([\d.]+|\[[^\]]*:[^\]]*\])(:\d*)?$")
 KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 
 CALLER = web.RequestKey("caller", Token)
@@ -55,12 +57,14 @@ Request = Callable[[ClusterState, Any, str], Body]
 class Address(Struct, frozen=True, kw_only=True):
     """The log that an agent is told when it joins.
 
-    `shared_password`: agents use the credentials of `redis_url`, instead of their own.
+    `shared_password`: agents use the credentials of `redis_url`, instead of their own. `names`: of
+    this control plane; a Host header may also be localhost, this host's name, or any address.
     """
 
     redis_url: str
     cluster: str
     shared_password: bool = False
+    names: tuple[str, ...] = ()
 
 
 class _Join(Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,6 +94,7 @@ class HttpApi:
         self._coordinator, self._log = coordinator, log
         self._tokens, self._address = tokens, address
         self._identities = identities
+        self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, address.names)}
         self._logger = structlog.get_logger("http")
         self._writing = asyncio.Lock()
         """Serialises writes, so that each is checked against the earlier writes."""
@@ -296,6 +301,11 @@ class HttpApi:
 
     def _admit(self, request: web.Request) -> None:
         """Raises Refusal, by the headers alone."""
+        host = request.headers.get("Host", "localhost")
+        if host.partition(":")[0].lower() not in self._names and not ADDRESS.match(host):
+            # In a browser, a page of another name that now stands for our address (DNS rebinding).
+            raise Refusal(421, "the Host header names another host", "use this host's address, or "
+                          "start the control plane with --advertise NAME")
         if "Content-Encoding" in request.headers:
             raise Refusal(415, "the body has a Content-Encoding", "send it as plain JSON")
         given = request.headers.get("Authorization")

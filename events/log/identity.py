@@ -148,12 +148,10 @@ def store_keys(keys: Keys, order: Body, node: str) -> StoreKeys:
     go to the node beside the order."""
     if not isinstance(order, (orders.StartRank, orders.Reconfigure, orders.SetCheckpointStores)):
         return {}
-    found = {copy.node for copy in getattr(order, "copies", ())}
-    if not isinstance(order, orders.StartRank):
-        own = next((one.stores for one in order.stores if one.node == node), None)
-        found |= {one.node for one in order.keepers if own is None or one.node in own}
-    generation = 0 if isinstance(order, orders.StartRank) else order.generation
-    return {name: store_key(store_secret(keys(name)), order.task, generation)
+    own = next((one.stores for one in getattr(order, "stores", ()) if one.node == node), None)
+    found = {one.node for one in getattr(order, "keepers", ()) if own is None or one.node in own}
+    found |= {copy.node for copy in getattr(order, "copies", ())}
+    return {name: store_key(store_secret(keys(name)), order.task, getattr(order, "generation", 0))
             for name in sorted(found)}
 
 

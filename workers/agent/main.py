@@ -152,8 +152,8 @@ def run(options: AgentOptions) -> int:
     incarnation = pid_file.take(time.time())
     try:
         if run_as is not None:
-            trace = os.environ.get("UNICRON_TRACE_DIR", "")
-            rank_user.check(run_as, options.state_dir.absolute(), *([trace] if trace else []))
+            rank_user.check(run_as, options.state_dir.absolute(),
+                            *filter(None, [os.environ.get("UNICRON_TRACE_DIR")]))
         return asyncio.run(_run(options, incarnation, run_as))
     except LogReplaced as error:
         _log.error("stopped: the log was replaced by another one; start the agent again",

@@ -35,7 +35,6 @@ from ...events.log.identity import StoreKey, store_key
 
 TASK_BYTES = 8
 """Length of a task number between agent and store: the task ended, or lost its checkpoints."""
-SECRET_BYTES_MAX = 64
 FIRST_CHECKPOINT_CODE = 0
 """The store sends this in place of a task number when it has its first checkpoint."""
 MESSAGE_BYTES_MAX = 1 << 20

@@ -24,6 +24,7 @@ import time
 import traceback
 from typing import NoReturn
 
+from ...events.log.identity import SIGNATURE_BYTES
 from ...events.process_io import LogStream
 from ..host import linux
 from . import protocol
@@ -60,7 +61,7 @@ def main() -> None:
     os.nice(NICE_NUM)
     with contextlib.suppress(OSError):
         linux.prefer_oom_kill()
-    secret = agent.recv(protocol.SECRET_BYTES_MAX)
+    secret = agent.recv(SIGNATURE_BYTES)
 
     def notify(task: int) -> None:
         agent.send(task.to_bytes(protocol.TASK_BYTES, "big"))

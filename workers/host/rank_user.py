@@ -22,7 +22,7 @@ private, *folders = sys.argv[1:]
 if os.access(private, os.X_OK):
     sys.exit(f"it can read {private}")
 for one in folders:
-    if not os.access(one, os.R_OK | os.W_OK | os.X_OK):
+    if os.path.exists(one) and not os.access(one, os.R_OK | os.W_OK | os.X_OK):
         sys.exit(f"it cannot write in {one}")
 import unicron.workers.ipc.pipe_protocol
 """
@@ -59,16 +59,16 @@ def find(name: str) -> RankUser | None:
 def check(user: RankUser, private: Path, *folders: str) -> None:
     """Check, as this user, that Python and this package can be loaded, that the temporary folder,
     /dev/shm and `folders` can be written, and `private` cannot be entered. Raises UsageError."""
-    used = [tempfile.gettempdir(), *(["/dev/shm"] if os.path.isdir("/dev/shm") else []), *folders]
     try:
-        done = subprocess.run([sys.executable, "-P", "-c", _PROBE, str(private), *used], cwd="/",
+        done = subprocess.run([sys.executable, "-P", "-c", _PROBE, str(private),
+                               tempfile.gettempdir(), "/dev/shm", *folders], cwd="/",
                               capture_output=True, text=True, check=False, timeout=PROBE_S_MAX,
                               preexec_fn=lambda: become(user))
-        why = "" if not done.returncode else (done.stderr.strip().splitlines() or ["?"])[-1]
+        why = done.stderr.strip().splitlines()[-1:] if done.returncode else []
     except (OSError, subprocess.SubprocessError) as error:
-        why = f"it cannot run {sys.executable}: {error}"
-    if why:
-        raise UsageError(f"--run-as {user.name}: {why}",
+        why = [f"it cannot run {sys.executable}: {error}"]
+    for line in why:
+        raise UsageError(f"--run-as {user.name}: {line}",
                          "ranks need Python, Unicron, their data, and to write their output, as "
                          "docs/guides/threat-model.md lists; the state folder must be closed")
 
@@ -83,17 +83,3 @@ def become(user: RankUser | None) -> None:
     os.setuid(user.uid)
     # Without exec the files in /proc/self would stay root's, and the rank could not read its own.
     _libc.prctl(_DUMPABLE_CODE, 1, 0, 0, 0)
-
-
-def make_folder(path: Path, user: RankUser) -> None:
-    """Make a folder of the user; its parent must be root's, so that nobody can replace it."""
-    path.mkdir(mode=0o700, exist_ok=True)
-    os.chown(path, user.uid, user.gid, follow_symlinks=False)
-
-
-def private_parent() -> Path:
-    """A new folder for folders of the user, which only root can change."""
-    path = Path(tempfile.mkdtemp(prefix="unicron-ranks-"))
-    path.chmod(0o711)
-    return path
-

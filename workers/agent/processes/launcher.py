@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from ....events import network_address
 from ....events.records.orders import StartRank
 from ....events.records.types import Labels
 from ....events.spec.policy import REDACT
-from ...host import linux, rank_user
+from ...host import linux
 from ...host.rank_user import RankUser
 from ...ipc.pipe_protocol import FD, LOOP, PULSE
 from ...ipc.progress_page import ProgressPage
@@ -77,7 +78,11 @@ class Launcher:
             self._zygote = Zygote(os.environ, (MARKER, f"{node.mark}{node.incarnation}:zygote"),
                                   node.state_dir / "logs" / f"zygote-{node.name}.log",
                                   node.run_as.name if node.run_as else "")
-        self._folders = rank_user.private_parent() if node.run_as else None
+        self._folders: Path | None = None
+        if node.run_as:
+            # Only root can change the parent, so no rank can replace a folder before its chown.
+            self._folders = Path(tempfile.mkdtemp(prefix="unicron-ranks-"))
+            self._folders.chmod(0o711)
 
     async def prepare(self, order: StartRank) -> None:
         """Wait for the zygote if the rank needs it: seconds the first time. Call before `start`."""
@@ -97,7 +102,8 @@ class Launcher:
         if self._folders is None or self._node.run_as is None:
             return log_path.parent
         path = self._folders / log_path.parent.name
-        rank_user.make_folder(path, self._node.run_as)
+        path.mkdir(mode=0o700, exist_ok=True)
+        os.chown(path, self._node.run_as.uid, self._node.run_as.gid)
         return path
 
     def _start(self, order: StartRank, pipe: Pipe | None, page: ProgressPage | None) -> Process:
