@@ -80,6 +80,9 @@ def up(
         "repeated; none: forget them [the last ones given].")] = None,
     no_watch: Annotated[bool, typer.Option(
         "--no-watch", help="Do not monitor the progress of ranks; never remembered.")] = False,
+    run_as: Annotated[str | None, typer.Option(
+        "--run-as", metavar="USER", help="Run ranks as this user, with no way to the cluster's "
+        "secrets; none: as yourself [the last one given].")] = None,
     checks: Annotated[Path | None, typer.Option(
         "--checks", metavar="DIR", help="Your own checks of the nodes, as of unicron agent; none: "
         "forget them [the last ones given].")] = None,
@@ -103,7 +106,8 @@ def up(
         agents=agents, slots=slots, redis=redis, port=port, cluster=cluster, policy=policy,
         observe=observe if observe or act else None, allow_inject=allow_inject, watch=not no_watch,
         labels=() if label == ["none"] else tuple(label or ()) or None, checks=checks,
-        checks_every_s=checks_every, shared_password=shared_password, insecure=insecure),
+        checks_every_s=checks_every, shared_password=shared_password, insecure=insecure,
+        run_as=run_as),
         detach=detach)
 
 
@@ -141,13 +145,17 @@ def agent(
         min=1, metavar="S", help="Seconds between two runs of each check.")] = 60,
     checks_limit: Annotated[float, typer.Option(
         min=1, metavar="S", help="Seconds that one run may take.")] = 30,
+    run_as: Annotated[str, typer.Option(
+        "--run-as", metavar="USER", help="Run ranks as this user, with no way to the agent's "
+        "secrets [the agent's: ranks are then trusted as the operator].")] = "",
 ) -> None:
     """Run the agent of one node; it joins the control plane by HTTP."""
     from .commands import serve
 
     serve.agent(folder(state), url=url, node=node, num_slots=slots, advertise=advertise or host,
                 insecure=insecure, redis_url=redis, label=label or (), watch=not no_watch,
-                checks=checks, checks_every_s=checks_every, checks_s_max=checks_limit)
+                checks=checks, checks_every_s=checks_every, checks_s_max=checks_limit,
+                run_as=run_as)
 
 
 @app.command("control-plane")

@@ -119,7 +119,7 @@ async def _serve(options: Options) -> int:
                       and not network_address.is_loopback(options.listen))
         address = Address(
             cluster=options.cluster, shared_password=options.shared_password,
-            insecure=options.insecure,
+            insecure=options.insecure, names=(options.listen, advertised),
             redis_url=server_relay.url_at(options.redis_url, advertised, options.port + 1,
                                           with_tls=options.certificate is not None)
             if is_relayed else options.redis_url)

@@ -70,6 +70,8 @@ class ClusterOptions(Struct, frozen=True, kw_only=True):
     checks: str = ""
     """Folder of custom checks; empty: none."""
     checks_every_s: float = 60.0
+    run_as: str = ""
+    """The user of the ranks; empty: that of the agents."""
 
 
 def saved_options(state: StateDir) -> ClusterOptions | None:
@@ -139,6 +141,7 @@ class LocalCluster:
         if self.wanted.trace_dir:
             environment["UNICRON_TRACE_DIR"] = self.wanted.trace_dir
         common += ["--no-watch"] * (not self.wanted.watch)
+        common += ["--run-as", self.wanted.run_as] if self.wanted.run_as else []
         node = name.removeprefix("agent-")
         for label in labels_of(node, self.wanted.labels):
             common += ["--label", label]

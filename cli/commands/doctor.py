@@ -17,7 +17,7 @@ from ...events.log import embedded_server
 from ...events.spec import support
 from ...workers.training.dependencies import known_versions
 from ...workers.training.dependencies.known_versions import Installed
-from ..cluster import processes
+from ..cluster import local_cluster, processes
 from ..cluster.local_cluster import CONTROL_PLANE, UP
 from ..cluster.state_dir import StateDir, shown
 from ..terminal import console
@@ -41,7 +41,7 @@ def doctor(state: StateDir, *, as_json: bool) -> int:
     """Print all findings; 1 if something is missing."""
     checks: tuple[Callable[[], Finding], ...] = (
         _python, _torch, _megatron, _gpus, _server, _loopback,
-        lambda: _folder(state), lambda: _running(state))
+        lambda: _folder(state), lambda: _ranks(state), lambda: _running(state))
     findings = [check() for check in checks]
     missing = any(one.grade == "missing" for one in findings)
     if as_json:
@@ -170,6 +170,14 @@ def _folder(state: StateDir) -> Finding:
     return Finding("folder", "note" if full else "ok",
                    f"{shown(state.path)}, {free_bytes / 1e9:.1f} GB free",
                    "the log needs room" if full else "")
+
+
+def _ranks(state: StateDir) -> Finding:
+    options = local_cluster.saved_options(state)
+    if options is not None and options.run_as:
+        return Finding("ranks", "ok", f"run as {options.run_as}")
+    return Finding("ranks", "note", "run as their agent's user, and are trusted as the operator",
+                   "unicron up --run-as USER")
 
 
 def _running(state: StateDir) -> Finding:

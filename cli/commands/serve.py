@@ -77,7 +77,7 @@ def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: st
 
 def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, advertise: str,
           insecure: bool, redis_url: str, label: Sequence[str], watch: bool, checks: Path | None,
-          checks_every_s: float, checks_s_max: float) -> None:
+          checks_every_s: float, checks_s_max: float, run_as: str) -> None:
     """Run the agent of a node until a signal. Raises UsageError."""
     from ...workers.agent import main
 
@@ -98,7 +98,7 @@ def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, advert
         node=name, url=client.url, socket=client.socket, token=client.token,
         enrols=not client.socket, num_slots=num_slots or num_devices(), state_dir=state.path,
         host=advertised_address(advertise, client), redis_url=redis_url, labels=labels,
-        watch=watch, checks=own, ca=ca, insecure=insecure)))
+        watch=watch, checks=own, ca=ca, insecure=insecure, run_as=run_as)))
 
 
 def listen_address(listen: str, advertise: str) -> tuple[str, str]:

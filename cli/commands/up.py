@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 from ...events.errors import ServerError, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.spec.job import NAME
+from ...workers.host import rank_user
 from ..cluster import local_cluster, processes
 from ..cluster.client import connect
 from ..cluster.local_cluster import CONTROL_PLANE, UP, ClusterOptions, LocalCluster, agent_name
@@ -60,6 +61,8 @@ class UpOptions(Struct, frozen=True, kw_only=True):
     checks: Path | None = None
     """A folder; `none` clears it."""
     checks_every_s: float | None = None
+    run_as: str | None = None
+    """A user; `none` clears it."""
 
     def wanted(self, before: ClusterOptions | None, state: StateDir) -> ClusterOptions:
         """The options of the last `up`, with those given now."""
@@ -67,6 +70,7 @@ class UpOptions(Struct, frozen=True, kw_only=True):
         given = {"num_agents": self.agents, "num_slots": self.slots, "redis_url": self.redis,
                  "port": self.port, "cluster": self.cluster, "labels": self.labels,
                  "observe": self.observe, "checks_every_s": self.checks_every_s,
+                 "run_as": "" if self.run_as == "none" else self.run_as,
                  "checks": None if self.checks is None else _absolute(self.checks),
                  "policy": str(state.policy) if self.policy or last.policy else None}
         return structs.replace(
@@ -82,6 +86,7 @@ class UpOptions(Struct, frozen=True, kw_only=True):
                 ("--port", self.port or None, before.port),
                 ("--checks", None if self.checks is None else _absolute(self.checks),
                  before.checks),
+                ("--run-as", "" if self.run_as == "none" else self.run_as, before.run_as),
                 ("--checks-every", self.checks_every_s, before.checks_every_s),
                 ("--redis", self.redis, before.redis_url),
                 ("--cluster", self.cluster, before.cluster),
@@ -142,6 +147,7 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
         serve.own_checks(Path(wanted.checks))
     if CONTROL_PLANE not in before and asked.policy is None and wanted.policy:
         _policy_kept(wanted.policy, state)
+    rank_user.find(wanted.run_as)
     cluster = LocalCluster(state, wanted)
     local_cluster.check_labels(asked.labels or (), cluster.nodes)
     processes.record(state, UP, os.getpid())
@@ -324,7 +330,8 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
     state.lock().close()
     options = {"--agents": asked.agents, "--slots": asked.slots, "--port": asked.port,
                "--cluster": asked.cluster, "--policy": asked.policy,
-               "--checks": asked.checks, "--checks-every": asked.checks_every_s}
+               "--checks": asked.checks, "--checks-every": asked.checks_every_s,
+               "--run-as": asked.run_as}
     argv = local_cluster.program("up", "--state", str(state.path))
     for option, value in options.items():
         if value is not None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -45,6 +46,7 @@ FILE_S_MAX = 5.0
 """Time limit for a part of a file that a node's agent reads."""
 FOLD_S_MAX = 30.0
 """Time limit for folding the log to a past record."""
+ADDRESS = re.compile(r"^([\d.]+|\[[^\]]*:[^\]]*\])(:\d*)?$")
 KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 
 CALLER = web.RequestKey("caller", Token)
@@ -59,7 +61,8 @@ Request = Callable[[ClusterState, Any, str], Body]
 class Address(Struct, frozen=True, kw_only=True):
     """The log that an agent is told when it joins.
 
-    `shared_password`: agents use the credentials of `redis_url`, instead of their own.
+    `shared_password`: agents use the credentials of `redis_url`, instead of their own. `names`: of
+    this control plane; a Host header may also be localhost, this host's name, or any address.
     """
 
     redis_url: str
@@ -67,6 +70,7 @@ class Address(Struct, frozen=True, kw_only=True):
     shared_password: bool = False
     insecure: bool = False
     """Something crosses the network unencrypted."""
+    names: tuple[str, ...] = ()
 
 
 class _Join(Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +105,7 @@ class HttpApi:
         self._coordinator, self._log = coordinator, log
         self._tokens, self._address = tokens, address
         self._identities, self._certificate = identities, certificate
+        self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, address.names)}
         self._writing = asyncio.Lock()
         """Serialises writes, so that each is checked against the earlier writes."""
         self._computing = asyncio.Lock()
@@ -268,7 +273,6 @@ class HttpApi:
                       "cluster": self._address.cluster, "node": body.node,
                       "epoch": self._coordinator.epoch,
                       "key": self._identities.key(body.node).hex(),
-                      "stores_secret": self._identities.stores_secret(),
                       "redact": state.policy.redact})
 
     async def _identify(self, request: web.Request, body: _Join, known: Node | None) -> None:
@@ -371,6 +375,11 @@ class HttpApi:
 
     def _admit(self, request: web.Request) -> None:
         """Raises Refusal, by the headers alone."""
+        host = request.headers.get("Host", "localhost")
+        if host.partition(":")[0].lower() not in self._names and not ADDRESS.match(host):
+            # In a browser, a page of another name that now stands for our address (DNS rebinding).
+            raise Refusal(421, "the Host header names another host", "use this host's address, or "
+                          "start the control plane with --advertise NAME")
         if "Content-Encoding" in request.headers:
             raise Refusal(415, "the body has a Content-Encoding", "send it as plain JSON")
         given = request.headers.get("Authorization")

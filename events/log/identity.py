@@ -17,7 +17,9 @@ import secrets
 from collections.abc import Callable
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from ..records import reports
+from msgspec import Struct
+
+from ..records import orders, reports
 from ..records.codec import UnknownBody
 from ..records.envelope import Report
 from ..records.types import Body
@@ -53,10 +55,6 @@ class Identities:
     def password(self, node: str, incarnation: int) -> str:
         """The server password of one incarnation of a node."""
         return self._derive("password", node, str(incarnation)).hex()
-
-    def stores_secret(self) -> str:
-        """What the checkpoint stores and the ranks of all nodes know each other by."""
-        return self._derive("stores").hex()
 
     def _derive(self, *parts: str) -> bytes:
         # No part holds a newline, so two lists of parts never give one text.
@@ -118,14 +116,53 @@ def report_error(keys: Keys, report: Report, signature: bytes, wire: bytes) -> s
     return ""
 
 
-def sign_order(key: bytes, entry: str, wire: bytes) -> bytes:
-    """The signature of an order at its place (`<epoch>-<seq>`) in a node's stream."""
-    return _sign(key, b"order", entry.encode() + b"\n" + wire)
+def sign_order(key: bytes, entry: str, wire: bytes, store_keys: bytes = b"") -> bytes:
+    """The signature of an order, with its keys of stores, at its place (`<epoch>-<seq>`) in a
+    node's stream."""
+    return _sign(key, b"order", b"\n".join((entry.encode(), b"%d" % len(wire), wire + store_keys)))
 
 
-def is_order_signed(key: bytes, entry: str, wire: bytes, signature: bytes) -> bool:
+def is_order_signed(key: bytes, entry: str, wire: bytes, store_keys: bytes,
+                    signature: bytes) -> bool:
     """Whether the leader gave this order to the node of this key, at this place of its stream."""
-    return hmac.compare_digest(signature, sign_order(key, entry, wire))
+    return hmac.compare_digest(signature, sign_order(key, entry, wire, store_keys))
+
+
+# --- checkpoint stores --------------------------------------------------------------------------
+class StoreKey(Struct, frozen=True, array_like=True):
+    """Opens one node's checkpoint store to one task: its ranks read all shares of the task there,
+    and store shares of generations up to `generation`. 0: of any; a task that restarts from memory
+    counts by the attempts of its ranks, which the order does not have."""
+
+    task: int
+    generation: int
+    key: bytes
+
+
+StoreKeys = dict[str, StoreKey]
+"""By the node of the store."""
+
+
+def store_secret(key: bytes) -> bytes:
+    """The secret of a node's checkpoint store, from the node's key."""
+    return _sign(key, b"store", b"")
+
+
+def store_key(secret: bytes, task: int, generation: int) -> StoreKey:
+    """A key of the store that has this secret. Without the secret, none can be made."""
+    return StoreKey(task, generation, _sign(secret, b"task", b"%d\n%d" % (task, generation)))
+
+
+def store_keys(keys: Keys, order: Body, node: str) -> StoreKeys:
+    """The keys that the ranks of `node` need to carry out an order. They are not in the log: they
+    go to the node beside the order."""
+    if not isinstance(order, (orders.StartRank, orders.Reconfigure, orders.SetCheckpointStores)):
+        return {}
+    own = next((one.stores for one in getattr(order, "stores", ()) if one.node == node), None)
+    found = {one.node for one in getattr(order, "keepers", ()) if own is None or one.node in own}
+    found |= {copy.node for copy in getattr(order, "copies", ())}
+    return {name: store_key(store_secret(keys(name)), order.task, getattr(order, "generation", 0))
+            for name in sorted(found)}
 
 
 def _sign(key: bytes, purpose: bytes, data: bytes) -> bytes:

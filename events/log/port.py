@@ -13,6 +13,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from ..records.envelope import Record, Report
+from .identity import StoreKeys
 
 
 class Heartbeat(Struct, frozen=True):
@@ -36,6 +37,8 @@ class SentOrder(Struct, frozen=True):
 
     record: Record
     cursor: str
+    store_keys: StoreKeys = {}
+    """Of the checkpoint stores that the order names, for the ranks that carry it out."""
 
 
 class FileRequest(Struct, frozen=True):

@@ -31,12 +31,14 @@ from ..spec.job import NAME
 from .identity import (
     Identities,
     Keys,
+    StoreKeys,
     is_order_signed,
     password_hash,
     report_error,
     sign_order,
     sign_report,
     split_report,
+    store_keys,
     user_name,
 )
 from .port import Batch, FilePart, FileRequest, Heartbeat, SentOrder
@@ -64,7 +66,7 @@ return number + 1
 APPEND = _IDS + """
 -- KEYS log epoch cursor acked nodes [orders...]
 -- ARGV epoch expect cursor num_records num_acked num_orders
---      [record]... [source source_seq]... [record_index orders_index signature]... [node]...
+--      [record]... [source source_seq]... [record_index orders_index signature keys]... [node]...
 local held = redis.call('HGET', KEYS[2], 'number')
 if held ~= ARGV[1] then return {'fenced', held or '0'} end
 local top = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
@@ -83,8 +85,8 @@ end
 for _ = 1, orders do
   local index = tonumber(ARGV[at + 1])
   redis.call('XADD', KEYS[5 + tonumber(ARGV[at + 2])], ARGV[1] .. '-' .. text(last + index),
-             'r', ARGV[6 + index], 's', ARGV[at + 3])
-  at = at + 3
+             'r', ARGV[6 + index], 's', ARGV[at + 3], 'k', ARGV[at + 4])
+  at = at + 4
 end
 for i = at + 1, #ARGV do redis.call('SADD', KEYS[5], ARGV[i]) end
 if ARGV[3] ~= '' then redis.call('SET', KEYS[3], ARGV[3]) end
@@ -93,15 +95,15 @@ return {'done', text(last + records)}
 
 REBUILD_ORDERS = """
 -- KEYS epoch nodes [orders...]
--- ARGV epoch num_orders [orders_index seq record signature]... [node]...
+-- ARGV epoch num_orders [orders_index seq record signature keys]... [node]...
 local held = redis.call('HGET', KEYS[1], 'number')
 if held ~= ARGV[1] then return {'fenced', held or '0'} end
 for i = 2, #KEYS do redis.call('DEL', KEYS[i]) end
 local at = 2
 for _ = 1, tonumber(ARGV[2]) do
   redis.call('XADD', KEYS[2 + tonumber(ARGV[at + 1])], ARGV[1] .. '-' .. ARGV[at + 2],
-             'r', ARGV[at + 3], 's', ARGV[at + 4])
-  at = at + 4
+             'r', ARGV[at + 3], 's', ARGV[at + 4], 'k', ARGV[at + 5])
+  at = at + 5
 end
 for i = at + 1, #ARGV do redis.call('SADD', KEYS[2], ARGV[i]) end
 return {'done', ''}
@@ -349,28 +351,30 @@ class RedisLog:
                      cursor: str, acked: Mapping[str, int]) -> None:
         """See LeaderPort; O(records). Raises ValueError for a float that is not finite."""
         wires: list[bytes] = []
-        sends: list[tuple[int, str, bytes]] = []
+        sends: list[tuple[int, str, tuple[bytes, bytes]]] = []
         for place, record in enumerate(records, start=1):
             assert record.seq == expect + place, f"record {record.seq} at {expect + place}"
             assert record.epoch == epoch, f"record of epoch {record.epoch} in {epoch}"
             wires.append(codec.encode_record(record))
-            sends += [(place, node, self._signature(node, epoch, record.seq, wires[-1]))
+            sends += [(place, node, self._sealed(node, record, epoch, wires[-1]))
                       for node in order_nodes(record)]
         names = dict.fromkeys(node for _, node, _ in sends)
         nodes = {node: index for index, node in enumerate(names, start=1)}
         keys = (*self._keys("log", "epoch", "cursor", "acked", "nodes"), *self._streams(nodes))
         args = (epoch, expect, cursor, len(wires), len(acked), len(sends), *wires,
                 *(part for pair in acked.items() for part in pair),
-                *(part for place, node, signature in sends
-                  for part in (place, nodes[node], signature)), *nodes)
+                *(part for place, node, sealed in sends
+                  for part in (place, nodes[node], *sealed)), *nodes)
         _check_result(await self._run(APPEND, keys, args, repeatable=False), epoch, expect)
 
     async def cursor(self) -> str:
         (reply,) = await self._ask([("GET", *self._keys("cursor"))])
         return reply.decode() if reply else "0-0"
 
-    def _signature(self, node: str, epoch: int, seq: int, wire: bytes) -> bytes:
-        return sign_order(self._keys_of(node), f"{epoch}-{seq}", wire)
+    def _sealed(self, node: str, order: Record, epoch: int, wire: bytes) -> tuple[bytes, bytes]:
+        """The signature of an order for a node, and the keys of stores that come with it."""
+        keys = msgspec.msgpack.encode(store_keys(self._keys_of, order.body, node))
+        return sign_order(self._keys_of(node), f"{epoch}-{order.seq}", wire, keys), keys
 
     async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:
         """Reports after `after`. Those that are unreadable, or not of the node that they name as
@@ -494,15 +498,15 @@ class RedisLog:
         Call it before the epoch's first order. Raises Fenced.
         """
         (known,) = await self._ask([("SMEMBERS", *self._keys("nodes"))])
-        sends = [(record.seq, node, codec.encode_record(record))
+        sends = [(record, node, codec.encode_record(record))
                  for record in sorted(open_orders, key=lambda record: record.seq)
                  for node in order_nodes(record)]
         used = dict.fromkeys(node for _, node, _ in sends)
         nodes = dict.fromkeys([*used, *sorted(node.decode() for node in known)])
         index = {node: place for place, node in enumerate(nodes, start=1)}
         args = (epoch, len(sends), *(
-            part for seq, node, wire in sends
-            for part in (index[node], seq, wire, self._signature(node, epoch, seq, wire))), *used)
+            part for record, node, wire in sends for part in (
+                index[node], record.seq, wire, *self._sealed(node, record, epoch, wire))), *used)
         keys = (*self._keys("epoch", "nodes"), *self._streams(nodes))
         _check_result(await self._run(REBUILD_ORDERS, keys, args), epoch, 0)
 
@@ -567,15 +571,16 @@ class RedisLog:
             command = ("XREAD", "COUNT", ORDERS_NUM_MAX, *block, "STREAMS", key, after)
             reply = await self._block(f"orders:{node}", command, wait_s)
             entries: list[_Entry] = reply[0][1] if reply else []
-            found = [SentOrder(record=_record(entry.decode(), fields[1]), cursor=entry.decode())
+            found = [SentOrder(record=_record(entry.decode(), fields[1]), cursor=entry.decode(),
+                               store_keys=msgspec.msgpack.decode(fields[5], type=StoreKeys))
                      for entry, fields in entries if self._is_order(node, entry.decode(), fields)]
             if found or not entries:
                 return found
             after = entries[-1][0].decode()
 
     def _is_order(self, node: str, entry: str, fields: Sequence[bytes]) -> bool:
-        signed = (len(fields) == 4 and fields[0] == b"r"
-                  and is_order_signed(self._keys_of(node), entry, fields[1], fields[3]))
+        signed = (len(fields) == 6 and fields[0] == b"r" and is_order_signed(
+            self._keys_of(node), entry, fields[1], fields[5], fields[3]))
         if not signed and (num := self._forged_orders.due()):
             _logger.warning("skipped an order that is not signed for this node", node=node,
                             id=entry, num_since_last_line=num)

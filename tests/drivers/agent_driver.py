@@ -301,8 +301,7 @@ class PlaneStub:
             return web.json_response({"error": "wrong token", "hint": ""}, status=401)
         return web.json_response({"redis_url": self._redis_url, "cluster": self.cluster,
                                   "node": request_body["node"], "epoch": self.leader.epoch,
-                                  "key": self.identities.key(request_body["node"]).hex(),
-                                  "stores_secret": self.identities.stores_secret()})
+                                  "key": self.identities.key(request_body["node"]).hex()})
 
     async def move(self, url: str) -> None:
         """The log is at another server from now on, and the control plane has another secret."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
+from unicron.events.log.identity import StoreKey, store_key, store_secret
 from unicron.events.records.reports import MemoryCheckpointStored
 from unicron.events.records.types import MemoryCheckpoint, StoreEndpoint
 from unicron.workers.checkpoint_store import protocol
@@ -17,10 +18,12 @@ from unicron.workers.checkpoint_store.protocol import Manifest, Offer, Piece, Sh
 from unicron.workers.checkpoint_store.server import serve
 from unicron.workers.checkpoint_store.store import CheckpointStore, StoredCheckpoint
 
-SECRET = "5ec3e7"
+NODE_KEY = b"5ec3e7"
+SECRET = store_secret(NODE_KEY)
 BYTES_MAX = 1 << 30
 WAIT_S = 60.0
 TASK = 7
+KEY = store_key(SECRET, TASK, 1)
 
 
 def offer(step: int, *, task: int = TASK, generation: int = 1, size: int = 100, share: int = 0,
@@ -46,7 +49,7 @@ def steps(shelf: CheckpointStore, task: int = TASK, share: int = 0) -> list[int]
 class LocalKeeper:
     """A checkpoint store that listens on loopback, as the store of node `node`."""
 
-    def __init__(self, node: str, *, bytes_max: int = BYTES_MAX, secret: str = SECRET) -> None:
+    def __init__(self, node: str, *, bytes_max: int = BYTES_MAX, secret: bytes = SECRET) -> None:
         self.lost: list[int] = []
         self.shelf = CheckpointStore(bytes_max, self.lost.append)
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -118,15 +121,20 @@ def offered(step: int, sent: Sequence[bytes], **changes: Any) -> tuple[Offer, by
     return offer(step, size=size, manifest_bytes=len(manifest), **changes), manifest
 
 
-def put(endpoint: str, step: int, sent: Sequence[bytes], secret: str = SECRET,
+def put(endpoint: str, step: int, sent: Sequence[bytes], key: StoreKey | None = None,
         **changes: Any) -> tuple[str, int]:
     """Store a share with these pieces."""
     one, manifest = offered(step, sent, **changes)
-    with protocol.connect(endpoint, secret) as connection:
+    with protocol.connect(endpoint, key or key_for(one)) as connection:
         sender = protocol.ShareSender(connection, one, manifest)
         for data in sent:
             sender.send(memoryview(data))
         return sender.finish()
+
+
+def key_for(one: Offer) -> StoreKey:
+    """The key that a rank needs for this offer."""
+    return store_key(SECRET, one.task, one.generation)
 
 
 def request(step: int, *, generation: int = 1, share: int = 0, num_shares: int = 1
@@ -137,7 +145,7 @@ def request(step: int, *, generation: int = 1, share: int = 0, num_shares: int =
 
 def get(endpoint: str, wish: ShareRequest, indices: Sequence[int] | None = None) -> list[bytes]:
     """The bytes of these pieces of a share, or of all."""
-    with protocol.connect(endpoint, SECRET) as connection:
+    with protocol.connect(endpoint, KEY) as connection:
         reader = protocol.ShareReader(connection, wish)
         every = range(len(reader.manifest.pieces))
         return [bytes(data) for _, data in reader.read(every if indices is None else indices)]

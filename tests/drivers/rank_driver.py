@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkpoint_stores import SECRET, LocalKeeper
+from checkpoint_stores import NODE_KEY, LocalKeeper
 from nursery import PATCH, Forked, Nursery
+from unicron.events.log.identity import store_keys
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.types import (
@@ -31,7 +32,6 @@ from unicron.events.records.types import (
 from unicron.events.spec.job import JobSpec, Loop, Train, parse
 from unicron.events.spec.model import Axes
 from unicron.workers.agent.processes.launcher import interface_variables
-from unicron.workers.checkpoint_store import protocol
 from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
 from unicron.workers.training.process.control_thread import EXIT_AGENT_GONE
 
@@ -59,7 +59,7 @@ class Process:
         self.log = folder / f"{rank}-{attempt}.log"
         environment = {**interface_variables("127.0.0.1"), **os.environ,
                        "UNICRON_TRACE_DIR": str(trace), "OMP_NUM_THREADS": "1",
-                       "UNICRON_RANK": str(rank), protocol.SECRET: SECRET}
+                       "UNICRON_RANK": str(rank)}
         self.popen: subprocess.Popen[bytes] | Forked
         with self.log.open("wb") as output, theirs:
             if isinstance(by, Nursery):
@@ -73,7 +73,8 @@ class Process:
         self.ready: r.RankReady | None = None
 
     def send(self, body: Body) -> None:
-        self.socket.sendall(pack(Frame(body=body, seq=1, epoch=1)))
+        self.socket.sendall(pack(Frame(body=body, seq=1, epoch=1,
+                                       store_keys=store_keys(lambda node: NODE_KEY, body, ""))))
 
     def read_all(self, limit_s: float) -> bool:
         """Wait until the process has read everything sent to it. Source: tcp(7), SIOCOUTQ."""

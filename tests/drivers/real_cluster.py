@@ -38,10 +38,10 @@ class RealCluster:
     """A cluster with nodes of two slots; reads the log and the ranks' traces."""
 
     def __init__(self, path: Path, num_agents: int = 2,
-                 policy: Mapping[str, object] | None = None) -> None:
+                 policy: Mapping[str, object] | None = None, run_as: str = "") -> None:
         self.path = path
         trace = path / "trace"
-        trace.mkdir(parents=True)
+        trace.mkdir(parents=True, exist_ok=True)
         self._trace = Trace(trace)
         self.state = StateDir(path / "state")
         self.state.create()
@@ -49,7 +49,7 @@ class RealCluster:
         limits = {"hang_s_min": HELD_S, "quarantine_faults": 1000} | dict(policy or {})
         file.write_text("".join(f"{name}: {value}\n" for name, value in limits.items()))
         self.local = LocalCluster(self.state, ClusterOptions(
-            num_agents=num_agents, trace_dir=str(trace), policy=str(file)))
+            num_agents=num_agents, trace_dir=str(trace), policy=str(file), run_as=run_as))
         self.local.choose_port()
         self._log: list[Record] = []
         self._client: Client | None = None
@@ -322,9 +322,9 @@ class RealCluster:
 
 @contextmanager
 def running(path: Path, num_agents: int = 2,
-            policy: Mapping[str, object] | None = None) -> Iterator[RealCluster]:
+            policy: Mapping[str, object] | None = None, run_as: str = "") -> Iterator[RealCluster]:
     """A started cluster; its processes are stopped by pid at the end."""
-    made = RealCluster(path, num_agents, policy)
+    made = RealCluster(path, num_agents, policy, run_as)
     try:
         made.start()
         yield made

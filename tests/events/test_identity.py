@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import msgspec
 import pytest
 import redis
 from redis.exceptions import NoPermissionError
@@ -16,19 +17,27 @@ from structlog.testing import capture_logs
 from unicron.events.errors import LogError, Unavailable, UsageError
 from unicron.events.log import embedded_server, identity
 from unicron.events.log.embedded_server import Server
-from unicron.events.log.identity import SECRET_BYTES, Identities, only_key, with_credentials
+from unicron.events.log.identity import (
+    SECRET_BYTES,
+    Identities,
+    only_key,
+    store_key,
+    store_secret,
+    with_credentials,
+)
 from unicron.events.log.port import FilePart, FileRequest
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import codec, decisions, orders, reports
 from unicron.events.records.codec import UnknownBody
 from unicron.events.records.envelope import KINDS, Record, Report
-from unicron.events.records.types import Body
+from unicron.events.records.types import Body, MemoryCheckpoint, NodeStores, StoreEndpoint
 
 CLUSTER = "c"
 KEY = f"{{unicron:{CLUSTER}}}:"
 N1, N2 = 1700000000001, 1700000000002
 """Incarnations of n1 and n2."""
 IDENTITIES = Identities(bytes(range(SECRET_BYTES)), CLUSTER)
+NO_KEYS = b"\x80"
 Redis: Any = redis.Redis
 
 
@@ -227,7 +236,8 @@ async def test_an_agent_executes_only_what_the_leader_gave_to_it(own_server: Ser
             # Without the leader's secret, but with the rights of the server's password.
             for place, fields in enumerate((
                     {"r": forged}, {"r": forged, "s": b""}, {"r": forged, "s": bytes(32)},
-                    {"r": forged, "s": identity.sign_order(other, f"{epoch}-12", forged)},
+                    {"r": forged, "s": identity.sign_order(other, f"{epoch}-13", forged, NO_KEYS),
+                     "k": NO_KEYS},
                     of_two,  # an order for another node
                     of_one,  # an order given before, at another place
                     {"x": forged, "s": bytes(32)}), start=10):
@@ -242,6 +252,49 @@ async def test_an_agent_executes_only_what_the_leader_gave_to_it(own_server: Ser
                 assert found[-1].record.seq == 21, "the forged records have muted nothing"
                 assert {sent.record.seq for sent in found} <= {1, 21}
         await one.close()
+
+
+def reconfigure(seq: int, epoch: int) -> Record:
+    """An order for n1 and n2, whose ranks store their shares on n2 and n3, resp. on n3 and n1."""
+    stores = [StoreEndpoint(name, "h:1") for name in ("n1", "n2", "n3")]
+    body = orders.Reconfigure(
+        nodes=("n1", "n2"), task=5, generation=4, members=(), store="", dp=2, checkpoint="",
+        copies=(MemoryCheckpoint(node="n9", endpoint="h:1", rank=0, generation=3, step_version=1,
+                                 copy_bytes=1, checksum=""),),
+        keepers=tuple(stores),
+        stores=(NodeStores("n1", ("n2", "n3")), NodeStores("n2", ("n3", "n1"))))
+    return msgspec.structs.replace(order(seq, epoch), body=body)
+
+
+async def test_the_keys_of_stores_come_with_an_order_and_are_not_in_the_log(
+        own_server: Server) -> None:
+    async with leader_of(own_server) as leader:
+        epoch = await leader.start_epoch("x")
+        record = reconfigure(1, epoch)
+        await leader.append([record], epoch=epoch, expect=0, cursor="", acked={})
+        for again in (False, True):
+            if again:
+                await leader.rebuild_orders([record], epoch=epoch)
+            for node, incarnation, stores in (("n1", N1, {"n2", "n3"}), ("n2", N2, {"n3", "n1"})):
+                one = agent(own_server, node, incarnation)
+                (sent,) = await one.orders(node, after="0-0", wait_s=5.0)
+                assert sent.record == record
+                assert sent.store_keys == {
+                    name: store_key(store_secret(IDENTITIES.key(name)), 5, 4)
+                    for name in stores | {"n9"}}
+                await one.close()
+        with Redis.from_url(own_server.url) as master:
+            assert sent.store_keys["n9"].key not in b"".join(
+                value for _, fields in master.xrange(KEY + "log") for value in fields.values())
+        assert sent.store_keys["n9"].key.hex() not in str(await leader.read(after=0, num_max=9))
+
+
+def test_the_keys_of_stores_are_signed_with_the_order() -> None:
+    signed = identity.sign_order(b"key", "1-1", b"order", b"keys")
+    assert identity.is_order_signed(b"key", "1-1", b"order", b"keys", signed)
+    for wire, keys in ((b"order", b"other"), (b"order", b""), (b"orderkeys", b""),
+                       (b"orde", b"rkeys")):
+        assert not identity.is_order_signed(b"key", "1-1", wire, keys, signed)
 
 
 async def test_open_orders_are_signed_anew_by_the_next_leader(own_server: Server) -> None:

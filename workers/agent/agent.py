@@ -131,7 +131,8 @@ class Agent:
                                                    task=task, why=why, keeper_start=store.start))
 
         store = CheckpointStore(
-            node.host, node.secret, os.environ, (MARKER, f"{node.mark}{node.incarnation}:keeper"),
+            node.host, node.store_secret, os.environ,
+            (MARKER, f"{node.mark}{node.incarnation}:keeper"),
             node.state_dir / "logs" / f"checkpoint-store-{node.name}.log", lost,
             first_store_number(node.incarnation))
         return store
@@ -152,7 +153,8 @@ class Agent:
                 cursor = order.cursor
                 if order.record.seq > last:
                     last = order.record.seq
-                    ranks.execute(order.record, stale=not self._has_joined, again=again)
+                    ranks.execute(order.record, order.store_keys, stale=not self._has_joined,
+                                  again=again)
 
     async def _beat(self) -> None:
         """Send a heartbeat every BEAT_S; a failed one is not retried."""

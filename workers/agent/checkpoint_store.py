@@ -43,14 +43,14 @@ class CheckpointStore:
     held a checkpoint. At most STORES_NUM_MAX numbers are used: higher ones are the next agent's.
     """
 
-    def __init__(self, host: str, secret: str, env: Mapping[str, str], marker: tuple[str, str],
+    def __init__(self, host: str, secret: bytes, env: Mapping[str, str], marker: tuple[str, str],
                  log_path: Path, lost: Callable[[int, str], None], start: int) -> None:
         self.start = start
         self.bytes_max = bytes_max(env)
         """The memory that its checkpoints may take."""
         self._last = start + STORES_NUM_MAX - 1
-        self._env = {**env, protocol.SECRET: secret, marker[0]: marker[1],
-                     BYTES_MAX: str(self.bytes_max)}
+        self._secret = secret
+        self._env = {**env, marker[0]: marker[1], BYTES_MAX: str(self.bytes_max)}
         self._log_path = log_path
         self._lost = lost
         self._loop = asyncio.get_running_loop()
@@ -93,6 +93,7 @@ class CheckpointStore:
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
+                ours.send(self._secret)  # not by the environment, which others may read
                 ours.setblocking(False)
                 self._log_path.parent.mkdir(parents=True, exist_ok=True)
                 fds = (theirs.fileno(), self._listener.fileno())

@@ -20,13 +20,14 @@ from msgspec import Struct
 
 from ...events import tls
 from ...events.errors import LogError, UsageError
-from ...events.log.identity import Keys, only_key, with_credentials
+from ...events.log.identity import Keys, only_key, store_secret, with_credentials
 from ...events.log.redis_streams import RedisLog
 from ...events.process_io import LogStream
 from ...events.records.types import Labels
 from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
 from ..checkpoint_store.store import bytes_max
-from ..host import linux
+from ..host import linux, rank_user
+from ..host.rank_user import RankUser
 from . import output_files
 from .agent import Agent
 from .delivery.join import JOIN_S_MAX, IdentityFile, Joined, TokenRefused, join
@@ -133,6 +134,8 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     """The authorities (PEM) that it trusts; "": the system's."""
     insecure: bool = False
     """The log may be used unencrypted on another host."""
+    run_as: str = ""
+    """The user of the ranks; empty: that of the agent."""
 
 
 def run(options: AgentOptions) -> int:
@@ -148,11 +151,18 @@ def run(options: AgentOptions) -> int:
                          "run the control plane here and agents elsewhere")
     if options.checks is not None:
         check_folder(options.checks.folder)
+    run_as = rank_user.find(options.run_as)
+    if run_as is None:
+        _log.warning("ranks run as this agent's user and are trusted as the operator",
+                     hint="--run-as USER, see docs/guides/threat-model.md")
     bytes_max(os.environ)  # fail here on a bad value, not at every start of the store
     pid_file = PidFile(options.state_dir.absolute(), options.node)
     incarnation = pid_file.take(time.time())
     try:
-        return asyncio.run(_run(options, incarnation))
+        if run_as is not None:
+            rank_user.check(run_as, options.state_dir.absolute(),
+                            *filter(None, [os.environ.get("UNICRON_TRACE_DIR")]))
+        return asyncio.run(_run(options, incarnation, run_as))
     except LogReplaced as error:
         _log.error("stopped: the log was replaced by another one; start the agent again",
                    why=str(error))
@@ -161,7 +171,7 @@ def run(options: AgentOptions) -> int:
         pid_file.drop()
 
 
-async def _run(options: AgentOptions, incarnation: int) -> int:
+async def _run(options: AgentOptions, incarnation: int, run_as: RankUser | None) -> int:
     """Start in this order: signals, kill of orphaned processes, join, log, agent.
 
     Stop in this order: agent, log. A signal before the agent serves cancels the start. Later the
@@ -185,8 +195,8 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
                               host=options.host, num_slots=options.num_slots, state_dir=state_dir,
                               labels=options.labels, devices=_devices(options, os.environ),
                               trace=options.trace, watch=options.watch, rank_argv=options.rank_argv,
-                              redact=joined.redact,
-                              secret=joined.stores_secret)
+                              redact=joined.redact, run_as=run_as,
+                              store_secret=store_secret(bytes.fromhex(joined.key)))
             spool, left = open_spools(state_dir / "agents", node.name, node.source)
             sources = (None if os.environ.get(HEALTH) == "off"
                        else HealthSources(checks=options.checks))

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import structlog
 
+from ...events.log.identity import StoreKeys
 from ...events.records import orders, reports
 from ...events.records.envelope import Record
 from ...events.records.types import Body
@@ -71,8 +72,9 @@ class OrderExecutor:
         """The processes that the executor reaps itself."""
         return {rank.process.pid for rank in self._ranks.values() if rank.process is not None}
 
-    def execute(self, record: Record, *, stale: bool = False, again: bool = False) -> None:
-        """Execute one order.
+    def execute(self, record: Record, store_keys: StoreKeys, *, stale: bool = False,
+                again: bool = False) -> None:
+        """Execute one order. `store_keys` go with it to the ranks that carry it out.
 
         `stale`: the order is older than this agent's NodeJoined. `again`: the order may be older,
         and an earlier incarnation may have answered it.
@@ -80,7 +82,7 @@ class OrderExecutor:
         match record.body:
             case orders.StartRank() as order:
                 if not stale and order.incarnation in (0, self._node.incarnation):
-                    self._start(order, record)
+                    self._start(order, record, store_keys)
             case orders.StopRank() as order:
                 rank = self._ranks.get((order.task, order.rank, order.attempt))
                 if rank is not None:
@@ -89,18 +91,18 @@ class OrderExecutor:
                     # Its StartRank was withdrawn before it could arrive, or the rank has exited.
                     self._refuse(record.seq, "there is no such rank")
             case orders.Quiesce() as order:
-                self._forward(record, [rank for rank in self._of(order.task)
-                                       if rank.order.rank in order.ranks])
+                self._forward(record, store_keys, [rank for rank in self._of(order.task)
+                                                   if rank.order.rank in order.ranks])
             case orders.Reconfigure() as order:
                 members = {(m.rank, m.attempt) for m in order.members if m.node == self._node.name}
                 ranks = [rank for rank in self._of(order.task)
                          if (rank.order.rank, rank.order.attempt) in members]
                 for rank in ranks:
                     rank.generation = max(rank.generation, order.generation)
-                self._forward(record, ranks)
+                self._forward(record, store_keys, ranks)
             case orders.Resume() | orders.SetCheckpointStores() as order:
-                self._forward(record, [rank for rank in self._of(order.task)
-                                       if rank.generation == order.generation])
+                self._forward(record, store_keys, [rank for rank in self._of(order.task)
+                                                   if rank.generation == order.generation])
             case orders.DropMemoryCheckpoints() as order:
                 self._store.forget(order.task)
                 self._report(reports.MemoryCheckpointsLost(
@@ -169,7 +171,7 @@ class OrderExecutor:
     def _of(self, task: int) -> list[RankAttempt]:
         return [rank for rank in self._ranks.values() if rank.order.task == task]
 
-    def _start(self, order: orders.StartRank, record: Record) -> None:
+    def _start(self, order: orders.StartRank, record: Record, store_keys: StoreKeys) -> None:
         slot = order.slot
         if slot.node != self._node.name or not 0 <= slot.index < self._node.num_slots:
             self._refuse(record.seq, f"slot {slot.node}/{slot.index} is not on this node")
@@ -185,7 +187,7 @@ class OrderExecutor:
         rank = RankAttempt(order, record.seq, record.epoch,
                            ReportLimits(order, self._clock, self._loop.time),
                            Redactor(environment(order, self._node, os.environ),
-                                    self._node.redact))
+                                    self._node.redact), store_keys)
         self._ranks[order.task, order.rank, order.attempt] = rank
         self._spawn_task(self._run_rank(rank),
                          f"task {order.task} rank {order.rank}.{order.attempt}")
@@ -205,10 +207,11 @@ class OrderExecutor:
             rank.process.signal_group(signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
             rank.stop.set()
 
-    def _forward(self, record: Record, ranks: list[RankAttempt]) -> None:
+    def _forward(self, record: Record, store_keys: StoreKeys, ranks: list[RankAttempt]) -> None:
         for rank in ranks:
             sent = rank.pipe is not None and rank.pipe.send(
-                Frame(body=record.body, seq=record.seq, epoch=record.epoch))
+                Frame(body=record.body, seq=record.seq, epoch=record.epoch,
+                      store_keys=store_keys))
             if not sent and rank.process is not None and not rank.process.has_ended:
                 self._refuse(record.seq, f"rank {rank.order.rank} does not read its pipe")
 
@@ -283,7 +286,8 @@ class OrderExecutor:
             pid=process.pid, log_path=str(process.log_path)), None)
         if pipe is not None:
             pipe.started()
-            pipe.send(Frame(body=order, seq=rank.seq, epoch=rank.epoch))
+            pipe.send(Frame(body=order, seq=rank.seq, epoch=rank.epoch,
+                            store_keys=rank.store_keys))
         return True
 
     async def _watch(self, rank: RankAttempt) -> None:

@@ -1,7 +1,9 @@
 """The protocol between a rank and a checkpoint store: shares of in-memory checkpoints over TCP.
 
-First, both sides prove that they know the cluster's secret: Greeting, Proof, Proof. Each side
-answers the nonce of the other, so the secret itself is never sent. Then the rank sends one of:
+First, both sides prove that they know the key of the rank's task: Greeting, Claim, Proof. The store
+has a secret, from which it derives the key that belongs to a claim; an order gave it to the rank.
+Each side answers the nonce of the other, so the key itself is never sent. What the rank sends next
+must be about that task, and about a generation that the key opens. It is one of:
 
 - Offer: a share to keep. The store replies Go, receives the share, and replies StoredReply.
 - ListRequest: the store replies with a List of the task's shares.
@@ -29,13 +31,12 @@ import msgspec
 from msgspec import Struct
 
 from ...events import network_address
+from ...events.log.identity import StoreKey, store_key
 
 TASK_BYTES = 8
 """Length of a task number between agent and store: the task ended, or lost its checkpoints."""
 FIRST_CHECKPOINT_CODE = 0
 """The store sends this in place of a task number when it has its first checkpoint."""
-SECRET = "UNICRON_COPIES_SECRET"
-"""Environment variable of stores and ranks: the shared secret, in hex digits."""
 MESSAGE_BYTES_MAX = 1 << 20
 CHUNK_BYTES = 1 << 20
 """A chunk is sent while it is still in the processor's cache from the checksum."""
@@ -66,11 +67,20 @@ class Greeting(Message, frozen=True, kw_only=True):
     nonce: bytes
 
 
+class Claim(Message, frozen=True, kw_only=True):
+    """The rank: `answer` proves that it has the key for this task and generation. `nonce` is what
+    the store's Proof answers."""
+
+    task: int
+    generation: int
+    answer: bytes
+    nonce: bytes
+
+
 class Proof(Message, frozen=True, kw_only=True):
-    """`answer` proves the secret. The rank's Proof has a nonce, which the store's Proof answers."""
+    """The store: `answer` proves that it can make the key that was claimed."""
 
     answer: bytes
-    nonce: bytes = b""
 
 
 class Piece(Struct, frozen=True, array_like=True):
@@ -93,7 +103,13 @@ class Manifest(Struct, frozen=True, kw_only=True):
     numbers: bytes = b""
 
 
-class Offer(Message, frozen=True, kw_only=True):
+class Request(Message, frozen=True, kw_only=True):
+    """What a rank sends first, with the key of this task."""
+
+    task: int
+
+
+class Offer(Request, frozen=True, kw_only=True):
     """A share of an in-memory checkpoint, number `share` of `num_shares`.
 
     `shape` and `part`: how the sender's layout splits the model, and which part the sender has, so
@@ -103,7 +119,6 @@ class Offer(Message, frozen=True, kw_only=True):
     tasks; 0: its own limit.
     """
 
-    task: int
     rank: int
     attempt: int
     generation: int
@@ -123,10 +138,8 @@ class Offer(Message, frozen=True, kw_only=True):
         return self.generation, self.step_version
 
 
-class ListRequest(Message, frozen=True, kw_only=True):
+class ListRequest(Request, frozen=True, kw_only=True):
     """A request for the list of a task's shares."""
-
-    task: int
 
 
 class List(Message, frozen=True, kw_only=True):
@@ -135,10 +148,9 @@ class List(Message, frozen=True, kw_only=True):
     offers: tuple[Offer, ...]
 
 
-class ShareRequest(Message, frozen=True, kw_only=True):
+class ShareRequest(Request, frozen=True, kw_only=True):
     """A request for one share: its Offer, its manifest and its checksums."""
 
-    task: int
     generation: int
     step_version: int
     share: int
@@ -172,8 +184,8 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 _decoder = msgspec.msgpack.Decoder(
-    Greeting | Proof | Offer | ListRequest | List | ShareRequest | PiecesRequest | Go | Checksum
-    | StoredReply | Refused)
+    Greeting | Claim | Proof | Offer | ListRequest | List | ShareRequest | PiecesRequest | Go
+    | Checksum | StoredReply | Refused)
 _manifests = msgspec.msgpack.Decoder(Manifest)
 
 
@@ -278,45 +290,61 @@ def decode_manifest(data: bytes, data_bytes: int) -> Manifest:
 
 
 # --- authentication ---
-def connect(endpoint: str, secret: str, wait_s: float = STALL_S_MAX) -> socket.socket:
-    """Connect to the store at `endpoint`; both sides authenticate.
+def connect(endpoint: str, key: StoreKey | None, wait_s: float = STALL_S_MAX) -> socket.socket:
+    """Connect to the store at `endpoint`; both sides authenticate. `key`: None if no order gave one
+    for this store.
 
     No single wait on the connection is longer than `wait_s`. Raises OSError, TransferError.
     """
+    if key is None:
+        raise TransferError(f"no order has a key of the store at {endpoint}")
     connection = socket.create_connection(network_address.split_endpoint(endpoint),
                                           timeout=min(CONNECT_S_MAX, wait_s))
     try:
         connection.settimeout(min(STALL_S_MAX, wait_s))
         greeting = receive(connection, Greeting)
         nonce = secrets.token_bytes(NONCE_LENGTH)
-        send(connection, Proof(answer=_answer(secret, "rank", greeting.nonce), nonce=nonce))
+        send(connection, Claim(task=key.task, generation=key.generation, nonce=nonce,
+                               answer=_answer(key, b"rank", greeting.nonce)))
         proof = receive(connection, Proof)
-        if not hmac.compare_digest(proof.answer, _answer(secret, "keeper", nonce)):
-            raise TransferError(f"{endpoint} does not know this cluster's secret")
+        if not hmac.compare_digest(proof.answer, _answer(key, b"keeper", nonce)):
+            raise TransferError(f"{endpoint} does not know the key of task {key.task}")
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def authenticate(connection: socket.socket, secret: str) -> bool:
-    """The store's side: whether the client is authenticated. Raises OSError, TransferError."""
+def authenticate(connection: socket.socket, secret: bytes) -> StoreKey | None:
+    """The store's side: the key that the client has, None for none. Raises OSError, TransferError.
+    """
     until_s = time.monotonic() + GREET_S_MAX
     connection.settimeout(GREET_S_MAX)
     nonce = secrets.token_bytes(NONCE_LENGTH)
     send(connection, Greeting(nonce=nonce))
-    proof = receive(connection, Proof, until_s=until_s)
+    claim = receive(connection, Claim, until_s=until_s)
     connection.settimeout(STALL_S_MAX)
-    if not hmac.compare_digest(proof.answer, _answer(secret, "rank", nonce)):
-        send(connection, Refused(why="this checkpoint store is of another cluster, or its "
-                                 "token has changed"))
-        return False
-    send(connection, Proof(answer=_answer(secret, "keeper", proof.nonce)))
-    return True
+    key = store_key(secret, claim.task, claim.generation)
+    if not hmac.compare_digest(claim.answer, _answer(key, b"rank", nonce)):
+        send(connection, Refused(why=f"this is not the key of task {claim.task}, or the control "
+                                 "plane's secret has changed: then restart the agents"))
+        return None
+    send(connection, Proof(answer=_answer(key, b"keeper", claim.nonce)))
+    return key
 
 
-def _answer(secret: str, role: str, nonce: bytes) -> bytes:
-    return hmac.digest(secret.encode(), role.encode() + b" " + nonce, "sha256")
+def violation(key: StoreKey, message: Request) -> str:
+    """Why the key does not open what the message asks for; "": it does."""
+    if message.task != key.task:
+        return f"this is the key of task {key.task}, not of {message.task}"
+    if isinstance(message, Offer) and key.generation and (
+            newest := max(message.generation, message.whole[0])) > key.generation:
+        return f"this is the key of generation {key.generation}, not of {newest}"
+    return ""
+
+
+def _answer(key: StoreKey, role: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(key.key, role + b" " + nonce, "sha256")
 
 
 # --- requests of a rank ---

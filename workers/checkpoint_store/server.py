@@ -1,11 +1,12 @@
 """The checkpoint store process, `python -m unicron.workers.checkpoint_store.server`.
 
 Options: `--fd N --listen M --start NUMBER`. It serves the listening socket M, which its agent also
-holds, so that a restarted store has the same address. Over socket N the agent sends the number of
-each task that has ended. The store sends the number of a task that has lost all its checkpoints
-before its end. With its first checkpoint, it sends FIRST_CHECKPOINT_CODE. It exits with its agent.
+holds, so that a restarted store has the same address. Over socket N the agent sends the store's
+secret (protocol.py), then the number of each task that has ended. The store sends the number of a
+task that has lost all its checkpoints before its end. With its first checkpoint, it sends
+FIRST_CHECKPOINT_CODE. It exits with its agent.
 
-Environment: UNICRON_COPIES_SECRET (protocol.py); UNICRON_COPIES_BYTES_MAX (store.py).
+Environment: UNICRON_COPIES_BYTES_MAX (store.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import time
 import traceback
 from typing import NoReturn
 
+from ...events.log.identity import SIGNATURE_BYTES
 from ...events.process_io import LogStream
 from ..host import linux
 from . import protocol
@@ -59,7 +61,7 @@ def main() -> None:
     os.nice(NICE_NUM)
     with contextlib.suppress(OSError):
         linux.prefer_oom_kill()
-    secret = os.environ[protocol.SECRET]
+    secret = agent.recv(SIGNATURE_BYTES)
 
     def notify(task: int) -> None:
         agent.send(task.to_bytes(protocol.TASK_BYTES, "big"))
@@ -95,7 +97,7 @@ class FailureLog:
             log_line(f"{who}: recovered")
 
 
-def _serve_for_ever(listener: socket.socket, store: CheckpointStore, secret: str) -> NoReturn:
+def _serve_for_ever(listener: socket.socket, store: CheckpointStore, secret: bytes) -> NoReturn:
     """Serve; exit if serving ends, so that the agent starts another store."""
     try:
         serve(listener, store, secret)
@@ -106,7 +108,7 @@ def _serve_for_ever(listener: socket.socket, store: CheckpointStore, secret: str
         os._exit(1)
 
 
-def serve(listener: socket.socket, store: CheckpointStore, secret: str) -> None:
+def serve(listener: socket.socket, store: CheckpointStore, secret: bytes) -> None:
     """Serve each connection in a thread, until the listener is closed."""
     free, failures = threading.Semaphore(CONNECTIONS_NUM_MAX), FailureLog()
     while True:
@@ -129,7 +131,7 @@ def serve(listener: socket.socket, store: CheckpointStore, secret: str) -> None:
             failures.succeeded("accept")
 
 
-def _serve_connection(connection: socket.socket, host: str, store: CheckpointStore, secret: str,
+def _serve_connection(connection: socket.socket, host: str, store: CheckpointStore, secret: bytes,
                       free: threading.Semaphore, failures: FailureLog) -> None:
     try:
         with connection:
@@ -142,12 +144,17 @@ def _serve_connection(connection: socket.socket, host: str, store: CheckpointSto
         free.release()
 
 
-def handle_connection(connection: socket.socket, store: CheckpointStore, secret: str,
+def handle_connection(connection: socket.socket, store: CheckpointStore, secret: bytes,
                       failures: FailureLog) -> None:
     """Serve one connection, from the greeting on. Raises OSError, TransferError."""
-    if not protocol.authenticate(connection, secret):
-        raise TransferError("client without the cluster's secret")
-    match protocol.receive(connection, Offer, ListRequest, ShareRequest):
+    key = protocol.authenticate(connection, secret)
+    if key is None:
+        raise TransferError("client without a key")
+    message = protocol.receive(connection, Offer, ListRequest, ShareRequest)
+    if why := protocol.violation(key, message):
+        protocol.send(connection, Refused(why=why))
+        raise TransferError(f"task {key.task}: {why}")
+    match message:
         case Offer() as offer:
             _receive(connection, store, offer, failures)
         case ListRequest() as request:

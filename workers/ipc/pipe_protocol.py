@@ -12,6 +12,7 @@ import struct
 import msgspec
 from msgspec import Raw, Struct
 
+from ...events.log.identity import StoreKeys
 from ...events.records.codec import decode_body, encode_body
 from ...events.records.types import Body
 
@@ -32,6 +33,8 @@ class Frame(Struct, frozen=True, kw_only=True):
     at_s: float = 0.0
     num_bytes: int = 0
     """The length of a received frame."""
+    store_keys: StoreKeys = {}
+    """Of the checkpoint stores that the order names."""
 
 
 class WriteDump(Body, frozen=True):
@@ -57,6 +60,7 @@ class _Wire(Struct, frozen=True, kw_only=True):
     seq: int
     epoch: int
     at_s: float
+    store_keys: StoreKeys = {}
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -67,7 +71,8 @@ def pack(frame: Frame) -> bytes:
     """The frame's bytes, with its header."""
     kind, v, raw = encode_body(frame.body)
     data = _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), seq=frame.seq,
-                                 epoch=frame.epoch, at_s=frame.at_s))
+                                 epoch=frame.epoch, at_s=frame.at_s,
+                                 store_keys=frame.store_keys))
     assert len(data) <= FRAME_BYTES_MAX, f"{kind} of {len(data)} bytes"
     return _HEAD.pack(len(data)) + data
 
@@ -93,7 +98,7 @@ class Unpacker:
             wire = _decoder.decode(bytes(self._buffer[_HEAD.size : end]))
             del self._buffer[:end]
             frames.append(Frame(body=_body(wire), seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s,
-                                num_bytes=num_bytes))
+                                num_bytes=num_bytes, store_keys=wire.store_keys))
         return frames
 
 

@@ -17,7 +17,6 @@ from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
 from ...events.spec.job import Train, is_url
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
-from ..checkpoint_store import protocol
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
 from .checkpoint.checkpoint_format import OwnFormat
@@ -104,13 +103,12 @@ class Member:
             roots += trainee.roots
         self.history = History()
         self.iteration = Iteration(trainee, words, self.trace, pulse, self.history)
-        secret = environment.get(protocol.SECRET, "")
-        self.recovery = StateRecovery(start, work, self.communicators, self.iteration, secret,
-                                      begins=begins, sparing=self.exclude_new_sockets,
-                                      note=self._note)
+        self.recovery = StateRecovery(start, work, self.communicators, self.iteration,
+                                      control.store_keys, begins=begins,
+                                      sparing=self.exclude_new_sockets, note=self._note)
         self.copier = memory_checkpoint.MemorySaver(
-            start, secret, spare=self.communicators.spare, tell=control.tell_unless_behind,
-            note=self.trace.note)
+            start, control.store_keys, spare=self.communicators.spare,
+            tell=control.tell_unless_behind, note=self.trace.note)
         self.iteration.copy_status = lambda: self.copier.status(self._current_stores())
         self.savers = [Saver(form, exclude_new_sockets=self.exclude_new_sockets,
                              note=self.trace.note) for form in (

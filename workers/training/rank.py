@@ -80,7 +80,9 @@ def connect_agent(fd: int) -> tuple[Control, StartRank, ExitReporter]:
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     unpacker = Unpacker()
-    order, early_frames = _first(connection, unpacker)
+    early_frames = _first(connection, unpacker)
+    order = early_frames[0].body
+    assert isinstance(order, StartRank), f"{type(order).__name__} before StartRank"
     control = Control(connection, order.rank, unpacker)
     control.start(early_frames)
     exit_reporter = ExitReporter(control, order)
@@ -108,17 +110,15 @@ def preload() -> None:
     assert training_member
 
 
-def _first(connection: socket.socket, unpacker: Unpacker) -> tuple[StartRank, list[Frame]]:
-    """Read StartRank, and the frames that arrive together with it."""
+def _first(connection: socket.socket, unpacker: Unpacker) -> list[Frame]:
+    """Read the first frame, and those that arrive together with it."""
     while True:
         data = connection.recv(RECEIVE_BYTES)
         if not data:
             os._exit(EXIT_AGENT_GONE)
         frames = unpacker.feed(data)
         if frames:
-            order = frames[0].body
-            assert isinstance(order, StartRank), f"{type(order).__name__} before StartRank"
-            return order, frames[1:]
+            return frames
 
 
 def _prepare() -> None:

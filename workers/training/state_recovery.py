@@ -20,6 +20,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from ...events.errors import UsageError
+from ...events.log.identity import StoreKeys
 from ...events.records.orders import Reconfigure, StartRank
 from ...events.records.types import Origin, ReceivedState
 from ...events.spec.model import Axes
@@ -62,12 +63,12 @@ class StateRecovery:
     """Recovers the state of one member into the model of its `iteration`."""
 
     def __init__(self, start: StartRank, work: Workload, communicators: Communicators,
-                 iteration: Iteration, secret: str, *, begins: bool,
+                 iteration: Iteration, store_keys: StoreKeys, *, begins: bool,
                  sparing: Callable[[], AbstractContextManager[None]],
                  note: Callable[[Event], None]) -> None:
         self._start, self._work, self._train = start, work, work.train
         self._communicators, self._iteration = communicators, iteration
-        self._secret, self._sparing, self._note = secret, sparing, note
+        self._store_keys, self._sparing, self._note = store_keys, sparing, note
         self._staged: TrainingModel | None = None
         self._staged_numbers: training_state.Numbers | None = None
         self._staged_in = 0
@@ -386,7 +387,7 @@ class StateRecovery:
                              stored: int, *, has_place: bool) -> Recovered | None:
         """Read the newest in-memory checkpoint that every member can read, from step version
         `stored` on. None if there is none. All members call this. Raises RuntimeError."""
-        stores = Stores(self._start.task, order.copies, self._secret,
+        stores = Stores(self._start.task, order.copies, self._store_keys,
                         lambda: self._communicators.woken)
         shares = memory_restore.gather_shares(stores.shares(place, len(order.members)))
         for version in stores.versions(shares):

@@ -23,7 +23,8 @@ from typing import NoReturn
 import msgspec
 
 from ...events.errors import UsageError
-from ..host import linux
+from ..host import linux, rank_user
+from ..host.rank_user import RankUser
 from ..ipc.fork_protocol import FDS_NUM_MAX, REQUEST_BYTES_MAX, ForkReply, ForkRequest
 from . import rank
 
@@ -35,7 +36,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="unicron.workers.training.zygote")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--agent", type=int, required=True)
+    parser.add_argument("--run-as", default="")
     args = parser.parse_args()
+    user = rank_user.find(args.run_as)
     connection = socket.socket(fileno=args.fd)
     connection.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -53,16 +56,17 @@ def main() -> None:
         data, fds, _, _ = socket.recv_fds(connection, REQUEST_BYTES_MAX, FDS_NUM_MAX)
         if not data:
             return
-        _fork(connection, args.agent, msgspec.msgpack.decode(data, type=ForkRequest), fds)
+        _fork(connection, args.agent, user, msgspec.msgpack.decode(data, type=ForkRequest), fds)
 
 
-def _fork(connection: socket.socket, agent: int, request: ForkRequest, fds: list[int]) -> None:
+def _fork(connection: socket.socket, agent: int, user: RankUser | None, request: ForkRequest,
+          fds: list[int]) -> None:
     """Fork twice. The process in between sends the rank's pid and exits."""
     between = os.fork()
     if between == 0:
         pid = os.fork()
         if pid == 0:
-            _run_rank(connection, agent, request, fds)
+            _run_rank(connection, agent, user, request, fds)
         connection.send(msgspec.msgpack.encode(ForkReply(pid=pid)))
         os._exit(0)
     for fd in fds:
@@ -70,8 +74,8 @@ def _fork(connection: socket.socket, agent: int, request: ForkRequest, fds: list
     os.waitpid(between, 0)
 
 
-def _run_rank(connection: socket.socket, agent: int, request: ForkRequest, fds: list[int]
-              ) -> NoReturn:
+def _run_rank(connection: socket.socket, agent: int, user: RankUser | None, request: ForkRequest,
+              fds: list[int]) -> NoReturn:
     """Run the rank as if rank.py had been started by exec."""
     os.setsid()
     connection.close()
@@ -88,7 +92,8 @@ def _run_rank(connection: socket.socket, agent: int, request: ForkRequest, fds: 
         if time.monotonic() > deadline_s:
             os._exit(1)  # the agent is gone, or adopts no orphans
         time.sleep(ADOPTED_S_MAX / 10_000)
-    linux.die_with(agent)
+    rank_user.become(user)
+    linux.die_with(agent)  # a change of the user clears it
     linux.set_process_name(f"rank {request.env['UNICRON_RANK']}")
     rank.run_rank(pipe, *pulse)
 

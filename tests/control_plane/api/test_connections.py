@@ -73,7 +73,7 @@ async def refused(site: Site, text: str, body: bytes = b"") -> tuple[int, dict[s
 @real
 async def test_a_body_with_an_encoding_is_refused_unread(site: Site) -> None:
     bomb = zlib.compress(b" " * (256 << 20), 1)
-    head = (f"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Encoding: deflate\r\n"
+    head = (f"POST /v1/tasks HTTP/1.1\r\nHost: [::]\r\nContent-Encoding: deflate\r\n"
             f"Content-Length: {len(bomb)}\r\n")
     cpu_s = time.process_time()
     for token in ("", TOKEN, "Authorization: Bearer wrong\r\n"):
@@ -86,7 +86,7 @@ async def test_a_body_with_an_encoding_is_refused_unread(site: Site) -> None:
 @real
 async def test_what_the_headers_tell_is_refused_before_the_body(site: Site) -> None:
     """The promised body is never sent: who would wait for it would not answer, or not close."""
-    promise = "POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n{}\r\n"
+    promise = "POST /v1/tasks HTTP/1.1\r\nHost: [::]\r\nContent-Length: {}\r\n{}\r\n"
     assert (await refused(site, promise.format(1000, "")))[0] == 401
     assert (await refused(site, promise.format(1000, "Authorization: Bearer no\r\n")))[0] == 401
     status, answer = await refused(site, promise.format(2 << 20, TOKEN))
@@ -94,7 +94,7 @@ async def test_what_the_headers_tell_is_refused_before_the_body(site: Site) -> N
     nowhere = promise.replace("/v1/tasks", "/v1/nowhere").format(1000, TOKEN)
     assert (await refused(site, nowhere))[0] == 404
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
-    chunked = f"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n{TOKEN}\r\n"
+    chunked = f"POST /v1/tasks HTTP/1.1\r\nHost: [::]\r\nTransfer-Encoding: chunked\r\n{TOKEN}\r\n"
     assert (await refused(site, chunked, chunk * 40))[0] == 413
 
 
@@ -110,7 +110,7 @@ async def test_a_client_hears_why_its_body_was_not_read(site: Site) -> None:
 async def test_a_body_that_does_not_come_is_given_up(site: Site) -> None:
     with mock.patch.object(api_http, "BODY_S_MAX", 0.2):
         status, answer = await refused(
-            site, f"POST /v1/freeze HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n{TOKEN}\r\n", b"{")
+            site, f"POST /v1/freeze HTTP/1.1\r\nHost: 1\r\nContent-Length: 10\r\n{TOKEN}\r\n", b"{")
     assert (status, answer["error"]) == (408, "the body did not arrive within 0.2 s")
     assert (await site.ask("GET", "/v1/state"))[1]["cluster"]["healing"] == "on"
 
@@ -119,7 +119,7 @@ async def test_a_body_that_does_not_come_is_given_up(site: Site) -> None:
 async def test_a_malformed_body_is_no_error_of_the_server(site: Site) -> None:
     """Neither one that comes with the headers, nor one that comes later: aiohttp's parser ends then
     without a word to the reader of the body."""
-    head = f"POST /v1/freeze HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n{TOKEN}\r\n"
+    head = f"POST /v1/freeze HTTP/1.1\r\nHost: [::]\r\nTransfer-Encoding: chunked\r\n{TOKEN}\r\n"
     assert (await refused(site, head, b"no size\r\n"))[0] == 400
     link = await Link.to(site)
     with mock.patch.object(api_http, "BODY_S_MAX", 1.0):
@@ -157,7 +157,7 @@ def test_a_client_that_leaves_early_writes_no_traceback(caplog: pytest.LogCaptur
         async with asyncio.timeout(LIMIT_S), serving() as site:
             for _ in range(20):
                 link = await Link.to(site)
-                await link.say("POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+                await link.say("POST /v1/tasks HTTP/1.1\r\nHost: [::]\r\nContent-Length: 5\r\n"
                                "Expect: 100-continue\r\n\r\n")
                 link.writer.write_eof()
                 await link.rest()
@@ -180,7 +180,7 @@ def test_half_open_connections_end() -> None:
         limits = ConnectionLimits(headers_s_max=0.5)
         async with asyncio.timeout(150), serving(limits=limits) as site:
             silent, half = await Link.to(site), await Link.to(site)
-            await half.say("GET /v1/health HTTP/1.1\r\nHost: x\r\n")
+            await half.say("GET /v1/health HTTP/1.1\r\nHost: [::]\r\n")
             slow = asyncio.create_task(_trickle(site))
             assert await silent.is_closed_by_server(LIMIT_S)
             assert await half.is_closed_by_server(LIMIT_S)
@@ -207,7 +207,7 @@ def test_strangers_make_room() -> None:
         async with (asyncio.timeout(150),
                     serving(limits=ConnectionLimits(connections_num_max=10)) as site):
             follower = await Link.to(site)
-            await follower.say(f"GET /v1/log?follow=1 HTTP/1.1\r\nHost: x\r\n{TOKEN}\r\n")
+            await follower.say(f"GET /v1/log?follow=1 HTTP/1.1\r\nHost: [::]\r\n{TOKEN}\r\n")
             assert b"200 OK" in await follower.reader.read(1 << 16)
             half = [await Link.to(site) for _ in range(40)]
             for link in half:
@@ -241,6 +241,6 @@ async def test_a_connection_serves_many_requests(site: Site) -> None:
                                              "train": {"iterations": 3, "output": f"/o{number}"}})
     link = await Link.to(site)
     for _ in range(3):
-        await link.say(f"GET /v1/health HTTP/1.1\r\nHost: x\r\n{TOKEN}\r\n")
+        await link.say(f"GET /v1/health HTTP/1.1\r\nHost: [::]\r\n{TOKEN}\r\n")
         async with asyncio.timeout(LIMIT_S):
             assert b'"leader":true' in await link.reader.readuntil(b"}")

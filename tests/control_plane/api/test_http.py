@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -338,7 +339,7 @@ async def test_an_agent_joins(site: Site) -> None:
     assert answer == {
         "redis_url": f"unix://unicron%3Atest%3An1:{password}@/run/x", "cluster": "test",
         "node": "n1", "epoch": 1, "key": IDENTITIES.key("n1").hex(),
-        "stores_secret": IDENTITIES.stores_secret(), "redact": list(REDACT)}
+        "redact": list(REDACT)}
     for name in ("No Name", "operator", "leader"):
         await site.refused(400, "POST", "/v1/join", body | {"node": name})
     assert "incarnation" in await site.refused(400, "POST", "/v1/join", {"node": "n1", "host": ""})
@@ -362,3 +363,18 @@ async def test_an_unreachable_log_is_503(site: Site) -> None:
     _, answer = await site.ask("POST", "/v1/tasks", JOB, Idempotency_Key="k")
     written = [r for r in await site.log.read(after=0, num_max=99) if r.kind == "TaskSubmitted"]
     assert [r.seq for r in written] == [answer["seq"]], "sent twice, written once"
+
+
+@real
+async def test_a_host_header_with_another_name_is_refused(site: Site) -> None:
+    """A page in a browser must not reach the port by a name of its own (DNS rebinding)."""
+    own = socket.gethostname()
+    for host in ("localhost", "LocalHost:1", own, f"{own}:80", "127.0.0.1", "10.1.2.3:99", "[::1]",
+                 "[fd00::1]:8420"):
+        assert (await site.ask("GET", "/v1/health", Host=host))[0] == 200, host
+    for host in ("evil.example", "evil.example:8420", "localhost.evil.example", "127.0.0.1.nip.io",
+                 "x[::1]", "[evil]", "[::1", ":80", "a:b:c", "", " "):
+        for path in ("/v1/health", "/v1/state", "/none"):
+            words, hint = await site.refusal(421, "GET", path, Host=host)
+            assert (words, "--advertise NAME" in hint) == ("the Host header names another host",
+                                                           True), host

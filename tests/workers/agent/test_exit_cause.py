@@ -56,7 +56,8 @@ def why(how: Exit, text: str = "", *, path: Path = NO_FILE, kills: dict[int, str
     """The cause that this evidence gives. `kills`: pid -> the kernel's line about an OOM kill."""
     by_pid = kills or {}
     return cause_of(
-        ExitEvidence(how=how, text=text, path=path, killed=lambda pid: by_pid.get(pid, ""), pid=7)
+        ExitEvidence(how=how, text=text, path=path, killed=lambda pid: by_pid.get(pid, ""), pid=7,
+                     uid=os.geteuid())
     )
 
 
@@ -175,7 +176,7 @@ def test_an_error_file_is_read_completely(
 def test_garbage_is_no_error_file(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "error.json"
     path.write_bytes(data)
-    assert torch_files.read(path) is None
+    assert torch_files.read(path, os.geteuid()) is None
 
 
 def test_only_an_own_regular_file_is_read(tmp_path: Path) -> None:
@@ -185,13 +186,13 @@ def test_only_an_own_regular_file_is_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(real)
     for name in ("pipe", "link", "."):
-        assert torch_files.read(tmp_path / name) is None
-    assert torch_files.read(Path("/dev/zero")) is None
-    assert torch_files.read(Path("a\0b")) is None
-    assert torch_files.read(real) is not None
+        assert torch_files.read(tmp_path / name, os.geteuid()) is None
+    assert torch_files.read(Path("/dev/zero"), os.geteuid()) is None
+    assert torch_files.read(Path("a\0b"), os.geteuid()) is None
+    assert torch_files.read(real, os.geteuid()) is not None
     if os.geteuid() == 0:
         os.chown(real, 12345, -1)
-        assert torch_files.read(real) is None
+        assert torch_files.read(real, os.geteuid()) is None
 
 
 # --- torchrun's summary, as torch 2.13 prints it (data/torchrun.md) ------------------------

@@ -24,6 +24,7 @@ from typing import NoReturn
 import msgspec
 import pytest
 from checkpoint_stores import (
+    KEY,
     SECRET,
     TASK,
     WAIT_S,
@@ -31,6 +32,7 @@ from checkpoint_stores import (
     alter,
     get,
     keep,
+    key_for,
     offer,
     offered,
     put,
@@ -41,6 +43,7 @@ from checkpoint_stores import (
 from checkpoint_stores import stored as stored_share
 from structlog.testing import capture_logs
 from unicron.events.errors import UsageError
+from unicron.events.log.identity import StoreKey, store_key, store_secret
 from unicron.workers.agent import checkpoint_store as agents_keeper
 from unicron.workers.agent.checkpoint_store import CheckpointStore as StoreProcess
 from unicron.workers.agent.delivery.log_link import BACKOFF_S_MIN
@@ -61,10 +64,12 @@ from unicron.workers.checkpoint_store.store import (
 )
 from unicron.workers.host import linux
 
+GUESSED = StoreKey(TASK, 1, b"guessed")
+
 
 def propose(endpoint: str, one: Offer) -> None:
     """Offer a share; raises TransferError if it is refused."""
-    with protocol.connect(endpoint, SECRET) as connection:
+    with protocol.connect(endpoint, key_for(one)) as connection:
         protocol.send(connection, one)
         protocol.receive(connection, Go)
 
@@ -292,7 +297,7 @@ def test_get_returns_the_pieces_that_were_put(keeper: LocalKeeper) -> None:
     assert re.fullmatch("crc32:[0-9a-f]{8}", checksum)
     assert get(keeper.keeper.endpoint, request(10)) == sent
     assert get(keeper.keeper.endpoint, request(10), [2, 0]) == [sent[2], sent[0]]
-    with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
+    with protocol.connect(keeper.keeper.endpoint, KEY) as connection:
         assert protocol.list_shares(connection, TASK) == (kept.offer,)
 
 
@@ -313,7 +318,7 @@ def test_a_share_altered_in_transit_is_refused(keeper: LocalKeeper) -> None:
     put(keeper.keeper.endpoint, 10, sent)
     one, manifest = offered(20, sent)
     sums = protocol.encode_sums(map(zlib.crc32, sent))
-    with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
+    with protocol.connect(keeper.keeper.endpoint, KEY) as connection:
         protocol.send(connection, one)
         protocol.receive(connection, Go)
         connection.sendall(manifest + b"abc" + b"dexg" + sums)
@@ -328,7 +333,7 @@ def test_a_manifest_that_does_not_match_the_bytes_is_refused(keeper: LocalKeeper
     one, manifest = offered(20, [b"abc"])
     longer = msgspec.structs.replace(one, copy_bytes=one.copy_bytes + 1)
     for wrong, text in ((manifest, longer), (b"x" * len(manifest), one)):
-        with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
+        with protocol.connect(keeper.keeper.endpoint, KEY) as connection:
             protocol.send(connection, text)
             protocol.receive(connection, Go)
             connection.sendall(wrong)
@@ -338,7 +343,7 @@ def test_a_manifest_that_does_not_match_the_bytes_is_refused(keeper: LocalKeeper
 
 def test_a_checkpoint_that_comes_too_late_is_refused(keeper: LocalKeeper) -> None:
     one, manifest = offered(10, [bytes(100)])
-    with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
+    with protocol.connect(keeper.keeper.endpoint, KEY) as connection:
         sender = protocol.ShareSender(connection, one, manifest)
         put(keeper.keeper.endpoint, 8, [bytes(100)], generation=2)
         sender.send(memoryview(bytes(100)))
@@ -350,7 +355,7 @@ def test_a_checkpoint_that_comes_too_late_is_refused(keeper: LocalKeeper) -> Non
 def test_a_partial_transfer_is_discarded(keeper: LocalKeeper) -> None:
     sent = data()
     one, manifest = offered(10, sent)
-    with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
+    with protocol.connect(keeper.keeper.endpoint, KEY) as connection:
         sender = protocol.ShareSender(connection, one, manifest)
         sender.send(memoryview(sent[0]))
         assert keeper.shelf.used_bytes == one.copy_bytes
@@ -361,15 +366,17 @@ def test_a_partial_transfer_is_discarded(keeper: LocalKeeper) -> None:
 
 def test_a_request_for_a_missing_piece_closes_the_connection(keeper: LocalKeeper) -> None:
     put(keeper.keeper.endpoint, 10, [b"abc"])
-    with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
+    with protocol.connect(keeper.keeper.endpoint, KEY) as connection:
         protocol.ShareReader(connection, request(10))
         protocol.send(connection, protocol.PiecesRequest(indices=(1,)))
         assert connection.recv(1) == b""
 
 
 def test_a_client_without_the_secret_is_refused(keeper: LocalKeeper) -> None:
-    with pytest.raises(TransferError, match="of another cluster, or its token has changed"):
-        put(keeper.keeper.endpoint, 10, [bytes(100)], "guessed")
+    with pytest.raises(TransferError, match="not the key of task 7, or the control plane's secret"):
+        put(keeper.keeper.endpoint, 10, [bytes(100)], GUESSED)
+    with pytest.raises(TransferError, match="no order has a key of the store"):
+        protocol.connect(keeper.keeper.endpoint, None)
     with socket.create_connection(("127.0.0.1", keeper.listener.getsockname()[1])) as connection:
         protocol.receive(connection, protocol.Greeting)
         protocol.send(connection, offer(10))  # without a proof
@@ -387,18 +394,18 @@ def test_a_store_without_the_secret_gets_no_state() -> None:
         connection, _ = listener.accept()
         with connection:
             protocol.send(connection, protocol.Greeting(nonce=bytes(32)))
-            received.append(protocol.receive(connection, protocol.Proof))
+            received.append(protocol.receive(connection, protocol.Claim))
             protocol.send(connection, protocol.Proof(answer=bytes(32)))
             connection.settimeout(WAIT_S)
             more.append(connection.recv(1))
 
     thread = threading.Thread(target=play, daemon=True)
     thread.start()
-    with listener, pytest.raises(TransferError, match="does not know this cluster's secret"):
+    with listener, pytest.raises(TransferError, match="does not know the key of task 7"):
         put(f"127.0.0.1:{listener.getsockname()[1]}", 10, [bytes(100)])
     thread.join(WAIT_S)
     assert more == [b""], "data was sent after the wrong proof"
-    assert SECRET.encode() not in received[0].answer  # type: ignore[attr-defined]
+    assert KEY.key not in received[0].answer  # type: ignore[attr-defined]
 
 
 def test_malformed_input_closes_the_connection(keeper: LocalKeeper) -> None:
@@ -441,6 +448,44 @@ def test_idle_connections_without_the_secret_are_closed(keeper: LocalKeeper) -> 
         for stranger in strangers:
             stranger.close()
     assert steps(keeper.shelf) == [10]
+
+
+def test_a_rank_reaches_the_shares_of_its_own_task_only(keeper: LocalKeeper) -> None:
+    endpoint, foreign = keeper.keeper.endpoint, store_key(SECRET, 8, 1)
+    put(endpoint, 10, [b"state of task 7"])
+    with pytest.raises(TransferError, match="the key of task 8, not of 7"):
+        put(endpoint, 20, [b"replaced"], foreign)
+    for wish in (protocol.ListRequest(task=TASK), request(10)):
+        with protocol.connect(endpoint, foreign) as connection:
+            protocol.send(connection, wish)
+            with pytest.raises(TransferError, match="the key of task 8, not of 7"):
+                protocol.receive(connection, protocol.List, Offer)
+    for claimed in (msgspec.structs.replace(foreign, task=TASK),  # the key of another task
+                    msgspec.structs.replace(KEY, generation=2)):  # and of another generation
+        with pytest.raises(TransferError, match="not the key of task 7"):
+            put(endpoint, 20, [b"replaced"], claimed)
+    assert get(endpoint, request(10)) == [b"state of task 7"]
+    assert steps(keeper.shelf) == [10]
+
+
+def test_a_rank_cannot_claim_a_future_generation(keeper: LocalKeeper) -> None:
+    endpoint = keeper.keeper.endpoint
+    for changes in ({"generation": 10**9}, {"generation": 2}, {"whole": (10**9, 1)}):
+        with pytest.raises(TransferError, match="the key of generation 1, not of"):
+            put(endpoint, 10, [b"x"], KEY, **changes)
+    put(endpoint, 10, [b"x"])
+    put(endpoint, 20, [b"x"], store_key(SECRET, TASK, 2))  # one of before, on its way
+    put(endpoint, 30, [b"x"], generation=2)
+    assert steps(keeper.shelf) == [20, 30]
+    restarts = store_key(SECRET, TASK, 0)
+    put(endpoint, 40, [b"x"], restarts, generation=3)
+    assert steps(keeper.shelf)[-1] == 40
+
+
+def test_keys_are_of_a_node_a_task_and_a_generation() -> None:
+    found = {store_key(store_secret(node), task, generation).key
+             for node in (b"a", b"b") for task in (1, 11) for generation in (1, 11)}
+    assert len(found) == 8
 
 
 # --- the process, as an agent starts and ends it -------------------------------------------------
@@ -575,7 +620,7 @@ async def test_a_lost_checkpoint_is_reported_with_its_task(tmp_path: Path) -> No
     losses = Losses()
     async with store_process(tmp_path, losses, UNICRON_COPIES_BYTES_MAX="150") as keeper:
         await asyncio.to_thread(put, keeper.endpoint, 10, [bytes(100)])
-        connection = await asyncio.to_thread(protocol.connect, keeper.endpoint, SECRET)
+        connection = await asyncio.to_thread(protocol.connect, keeper.endpoint, KEY)
         with connection:
             protocol.send(connection, offer(20))
             await asyncio.to_thread(protocol.receive, connection, Go)
@@ -592,14 +637,14 @@ def test_repeated_failures_are_logged_once(tmp_path: Path) -> None:
                 with pytest.raises(TransferError, match=f"share of {size} bytes does not"):
                     await asyncio.to_thread(propose, keeper.endpoint, offer(10, size=size))
             for _ in range(3):
-                with pytest.raises(TransferError, match="another cluster"):
-                    await asyncio.to_thread(put, keeper.endpoint, 10, [], "guessed")
+                with pytest.raises(TransferError, match="not the key"):
+                    await asyncio.to_thread(put, keeper.endpoint, 10, [], GUESSED)
             await asyncio.to_thread(put, keeper.endpoint, 20, [bytes(100)])
             await until(lambda: path.read_text().count("recovered") == 2, "both are logged")
 
     asyncio.run(live())
     assert sorted(path.read_text().splitlines()) == [
-        "127.0.0.1: connection failed: client without the cluster's secret",
+        "127.0.0.1: connection failed: client without a key",
         "127.0.0.1: recovered", "memory for checkpoints: 1000 bytes",
         "task 7: recovered",
         "task 7: refused: share of 1001 bytes does not fit into 1000"]

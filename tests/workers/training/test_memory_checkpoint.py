@@ -18,6 +18,7 @@ from checkpoint_stores import SECRET, TASK, WAIT_S, LocalKeeper, alter, named, p
 from msgspec.structs import replace
 from rank_driver import Drive, Twins
 from structlog.testing import capture_logs
+from unicron.events.log.identity import store_key
 from unicron.events.records import reports as r
 from unicron.events.records.orders import SetCheckpointStores, StartRank
 from unicron.events.records.types import Body, MemoryCheckpoint, Slot, StoreEndpoint
@@ -38,6 +39,7 @@ TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16),
               optimizer=Optimizer(lr=1e-2, warmup_iterations=2), iterations=10, output="unused")
 EVERY = 3
 ITERATIONS = 14
+KEYS = {f"n{number}": store_key(SECRET, TASK, 99) for number in range(1, 10)}
 
 
 class Bench:
@@ -56,7 +58,7 @@ class Bench:
                                        slots=Slots(min=1, max=1)),
                           checkpoint="")
         self.copier = memory_checkpoint.MemorySaver(
-            start, SECRET, spare=lambda descriptor: nullcontext(), tell=self._tell, note=self._note
+            start, KEYS, spare=lambda descriptor: nullcontext(), tell=self._tell, note=self._note
         )
 
     def copy(self, step: int, *keepers: LocalKeeper, generation: int = 1,
@@ -227,7 +229,7 @@ def restored(stores: memory_restore.Stores, trainee: Any) -> memory_restore.Fetc
 
 
 def stores_of(bench: Bench, *keepers: LocalKeeper) -> memory_restore.Stores:
-    return memory_restore.Stores(TASK, [named(keepers, told) for told in bench.told], SECRET,
+    return memory_restore.Stores(TASK, [named(keepers, told) for told in bench.told], KEYS,
                                  lambda: False)
 
 
@@ -381,13 +383,13 @@ def test_an_altered_checkpoint_is_skipped_for_the_next(driver: Any, drive: Drive
 
 
 def test_unusable_checkpoints_are_skipped_for_the_next(driver: Any) -> None:
-    """Unusable: another cluster's store, a closed store, another model, a missing generation."""
+    """Unusable: a store with another secret, a closed one, another model, a missing generation."""
     driver.start(0)
     hold_in(driver, 1)
     driver.form([0])
     die_at(driver, [0], 7)
     good = reported(driver)[0]
-    stranger, closed = LocalKeeper("n3", secret="another"), LocalKeeper("n4")
+    stranger, closed = LocalKeeper("n3", secret=b"another"), LocalKeeper("n4")
     driver.keepers += [stranger, closed]
     closed.close()
     other = LocalKeeper("n5")
@@ -402,7 +404,7 @@ def test_unusable_checkpoints_are_skipped_for_the_next(driver: Any) -> None:
     assert (came.origin, came.origin_node, came.step_version) == ("copy", good.node, 6)
     text = log.read_text()
     assert text.count("in-memory checkpoint not usable") == 2
-    for why in ("another cluster", "refused", "another model"):
+    for why in ("not the key of task 7", "refused", "another model"):
         assert why in text
 
 
@@ -569,7 +571,7 @@ def test_stores_that_do_not_answer_are_asked_once_at_the_same_time(
     first, second, third = silent.copies()
     named = (first, first, second, first, second, third)
     began_s = time.monotonic()
-    stores = memory_restore.Stores(TASK, named, SECRET, lambda: False)
+    stores = memory_restore.Stores(TASK, named, KEYS, lambda: False)
     assert stores.versions(stores.shares(0, 1)) == []
     assert 0.5 <= time.monotonic() - began_s < 1.2
     assert silent.num_asked() == [1, 1, 1]
@@ -579,10 +581,10 @@ def test_stores_that_do_not_answer_are_asked_once_at_the_same_time(
 
 def test_no_store_is_asked_after_the_limit_or_the_next_order(
         silent: SilentStores, monkeypatch: pytest.MonkeyPatch) -> None:
-    stores = memory_restore.Stores(TASK, silent.copies(), SECRET, lambda: True)
+    stores = memory_restore.Stores(TASK, silent.copies(), KEYS, lambda: True)
     assert stores.shares(0, 1) == []
     monkeypatch.setattr(memory_restore, "RESTORE_S_MAX", 0.0)
-    stores = memory_restore.Stores(TASK, silent.copies(), SECRET, lambda: False)
+    stores = memory_restore.Stores(TASK, silent.copies(), KEYS, lambda: False)
     assert stores.shares(0, 1) == []
     assert silent.num_asked() == [0, 0, 0]
 

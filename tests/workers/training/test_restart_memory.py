@@ -9,9 +9,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from checkpoint_stores import SECRET, TASK, LocalKeeper, alter, named, wait
+from checkpoint_stores import NODE_KEY, TASK, LocalKeeper, alter, named, wait
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from unicron.events.log.identity import store_keys
 from unicron.events.records.orders import SetCheckpointStores, StartRank
 from unicron.events.records.reports import MemoryCheckpointStored
 from unicron.events.records.types import MemoryCheckpoint, Slot
@@ -111,7 +112,9 @@ class Process:
                               heal="in-memory", loop=loop))
         order = SetCheckpointStores(nodes=("n1",), task=TASK, generation=0,
                                     keepers=(keeper.keeper,))
-        self.memory = RestartMemory(start, SECRET, place, num, tell=self.tell,
+        keys = store_keys(lambda node: NODE_KEY, start, "n1") | store_keys(
+            lambda node: NODE_KEY, order, "n1")
+        self.memory = RestartMemory(start, keys, place, num, tell=self.tell,
                                     stores=lambda: order)
 
     def tell(self, body: Any) -> bool:

@@ -38,8 +38,6 @@ class Joined(Struct, frozen=True, kw_only=True):
     epoch: int
     key: str
     """Signs this node's reports, and the orders for it; in hex digits."""
-    stores_secret: str
-    """What checkpoint stores and ranks know each other by."""
     redact: tuple[str, ...] = REDACT
 
 

@@ -22,7 +22,7 @@ _log = structlog.get_logger("agent")
 
 
 def request_dumps(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> Dumps:
-    """Request a dump from each rank. Returns the paths, in the folders of the ranks' logs.
+    """Request a dump from each rank. Returns the paths, in the folders of the ranks.
 
     Does not wait, and does not disturb a healthy rank. A file appears within milliseconds, complete
     or not at all. A rank that is stopped or holds its GIL writes none until it continues: a missing
@@ -32,7 +32,7 @@ def request_dumps(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> D
     for rank, process, pipe in ranks:
         if process is None or pipe is None:  # a command without a pipe, or not started yet
             continue
-        path = process.log_path.parent / f"flight-rank-{rank}.json"
+        path = process.folder / f"flight-rank-{rank}.json"
         path.unlink(missing_ok=True)  # the dump of an earlier hang
         if pipe.send(Frame(body=WriteDump(path=str(path)))):
             paths[rank] = path

@@ -63,6 +63,8 @@ class ExitEvidence(NamedTuple):
     """Takes a pid (0: unknown) and returns the kernel's line on the OOM kill of this process or "".
     Called only if a process was killed."""
     pid: int
+    uid: int
+    """The user that it ran as."""
 
 
 def cause_of(end: ExitEvidence) -> Cause:
@@ -82,9 +84,9 @@ def cause_of(end: ExitEvidence) -> Cause:
                            (0, how.signal is None and bool(_KILLED_CHILD.search(end.text)))):
         if is_killed and (line := end.killed(pid)):
             return Cause(statuses.EXITED_ABNORMALLY, "oom-killer", clipped(line))
-    recorded = torch_files.read(end.path)
+    recorded = torch_files.read(end.path, end.uid)
     if recorded is None and root is not None and root.error_file:
-        recorded = torch_files.read(Path(root.error_file))
+        recorded = torch_files.read(Path(root.error_file), end.uid)
     if recorded is not None:
         return _cause_of_torch_error(recorded)
     if root is not None:

@@ -92,8 +92,8 @@ class ExitReporter:
         if reported is not None:
             return cause_of_error(reported), output
         return cause_of(ExitEvidence(
-            how=how, text=text, path=torch_files.error_file_of(process.log_path), killed=killed,
-            pid=process.pid)), output
+            how=how, text=text, killed=killed, pid=process.pid, uid=process.uid,
+            path=torch_files.error_file_of(process.log_path, process.folder))), output
 
     def _kernel_line(self, pid: int) -> str | None:
         """Call `killed` on the agent's event loop, which owns the kernel log, from this thread."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +16,8 @@ from ....events import network_address
 from ....events.records.orders import StartRank
 from ....events.records.types import Labels
 from ....events.spec.policy import REDACT
-from ...checkpoint_store import protocol
 from ...host import linux
+from ...host.rank_user import RankUser
 from ...ipc.pipe_protocol import FD, LOOP, PULSE
 from ...ipc.progress_page import ProgressPage
 from . import torch_files
@@ -45,11 +47,12 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     rank_argv: tuple[str, ...] = RANK_ARGV
     redact: tuple[str, ...] = REDACT
     """Policy.redact: names of variables whose values must not enter the log."""
+    run_as: RankUser | None = None
+    """The user of its ranks; None: that of the agent."""
     watch: bool = True
     """Whether its ranks are monitored for stalls."""
-    secret: str = ""
-    """Shared by the checkpoint stores and ranks of the cluster, to authenticate each other
-    (workers/checkpoint_store/protocol.py)."""
+    store_secret: bytes = b""
+    """Of the node's checkpoint store (workers/checkpoint_store/protocol.py)."""
 
     @property
     def source(self) -> str:
@@ -73,7 +76,13 @@ class Launcher:
         self._zygote: Zygote | None = None
         if node.rank_argv == RANK_ARGV and linux.adopts_orphans():
             self._zygote = Zygote(os.environ, (MARKER, f"{node.mark}{node.incarnation}:zygote"),
-                                  node.state_dir / "logs" / f"zygote-{node.name}.log")
+                                  node.state_dir / "logs" / f"zygote-{node.name}.log",
+                                  node.run_as.name if node.run_as else "")
+        self._folders: Path | None = None
+        if node.run_as:
+            # Only root can change the parent, so no rank can replace a folder before its chown.
+            self._folders = Path(tempfile.mkdtemp(prefix="unicron-ranks-"))
+            self._folders.chmod(0o711)
 
     async def prepare(self, order: StartRank) -> None:
         """Wait for the zygote if the rank needs it: seconds the first time. Call before `start`."""
@@ -83,12 +92,27 @@ class Launcher:
     def start(self, order: StartRank, pipe: Pipe | None, page: ProgressPage | None) -> Process:
         """Start the rank with its pipe to the agent and its progress page. Raises OSError,
         ValueError."""
+        process = self._start(order, pipe, page)
+        process.folder = self._folder(process.log_path)
+        process.uid = self._node.run_as.uid if self._node.run_as else process.uid
+        return process
+
+    def _folder(self, log_path: Path) -> Path:
+        """Where a rank with this log writes files for the agent."""
+        if self._folders is None or self._node.run_as is None:
+            return log_path.parent
+        path = self._folders / log_path.parent.name
+        path.mkdir(mode=0o700, exist_ok=True)
+        os.chown(path, self._node.run_as.uid, self._node.run_as.gid)
+        return path
+
+    def _start(self, order: StartRank, pipe: Pipe | None, page: ProgressPage | None) -> Process:
         node = self._node
         log_path = (node.state_dir / "logs" / f"{order.task}-{order.spec.name}"
                     / f"rank-{order.rank}.attempt-{order.attempt}.log")
         marker = (MARKER,
                   f"{node.mark}{node.incarnation}:{order.task}.{order.rank}.{order.attempt}")
-        errors = torch_files.error_file_of(log_path)
+        errors = torch_files.error_file_of(log_path, self._folder(log_path))
         with suppress(OSError):  # in an earlier log a task with this number may have left a file
             errors.unlink()
         env = {**environment(order, node, os.environ), torch_files.ERROR_FILE_ENV: str(errors)}
@@ -99,18 +123,21 @@ class Launcher:
         if order.spec.command:
             fd_env = {FD_ENV[option]: str(fd) for option, fd in files.items()}
             return Process.start(order.spec.command, env=env | fd_env, marker=marker,
-                                 log_path=log_path, pass_fds=fds, folder=order.spec.folder)
+                                 log_path=log_path, pass_fds=fds, folder=order.spec.folder,
+                                 user=node.run_as)
         if self._zygote is not None and self._zygote.can_fork(env):
             return Process.fork(self._zygote, env=env, marker=marker, log_path=log_path,
                                 pass_fds=fds)
         args = [arg for option, fd in files.items() for arg in (option, str(fd))]
         return Process.start((*node.rank_argv, *args), env=env, marker=marker,
-                             log_path=log_path, pass_fds=fds)
+                             log_path=log_path, pass_fds=fds, user=node.run_as)
 
     def close(self) -> None:
         """End the zygote; its forked ranks continue."""
         if self._zygote is not None:
             self._zygote.close()
+        if self._folders is not None:
+            shutil.rmtree(self._folders, ignore_errors=True)
 
 
 def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -118,10 +145,10 @@ def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]
     env = {"PYTHONUNBUFFERED": "1", **interface_variables(node.host), **inherited}
     env |= {"UNICRON_HOST": node.host, "UNICRON_NODE": node.name, "UNICRON_TASK": str(order.task),
             "UNICRON_RANK": str(order.rank), "UNICRON_ATTEMPT": str(order.attempt)}
+    if node.run_as:
+        env |= {"HOME": node.run_as.home, "USER": node.run_as.name, "LOGNAME": node.run_as.name}
     if node.trace:
         env.setdefault("UNICRON_TRACE_DIR", str(node.state_dir / "trace"))
-    if order.spec.training is not None:
-        env[protocol.SECRET] = node.secret
     if order.spec.command:
         env |= {"RANK": str(order.rank), "WORLD_SIZE": str(order.num_seats),
                 "LOCAL_RANK": str(order.slot.index), "MASTER_ADDR": order.host,

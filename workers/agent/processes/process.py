@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ...host import linux
+from ...host import linux, rank_user
+from ...host.rank_user import RankUser
 from .zygote import Zygote
 
 ADOPTED_S_MAX = 5.0
@@ -45,6 +46,9 @@ class Process:
                  popen: subprocess.Popen[bytes] | None = None) -> None:
         self.pid = pid
         self.log_path = log_path
+        self.folder = log_path.parent
+        """Where the process may write files for the agent."""
+        self.uid = os.geteuid()
         self._popen = popen
         self._is_reaped = False
         self.log_start = log_start
@@ -65,20 +69,26 @@ class Process:
 
     @classmethod
     def start(cls, argv: Sequence[str], *, env: Mapping[str, str], marker: tuple[str, str],
-              log_path: Path, pass_fds: Sequence[int] = (), folder: str = "") -> Process:
+              log_path: Path, pass_fds: Sequence[int] = (), folder: str = "",
+              user: RankUser | None = None) -> Process:
         """Start `argv` in `folder`, or in that of this process if it is empty; append stdout and
-        stderr to `log_path`. Raises OSError."""
+        stderr to `log_path`. With `user`, as that user. Raises OSError."""
         if folder and not os.path.isdir(folder):
             raise NotADirectoryError(f"its folder {folder} is not on this node: submit from a "
                                      "folder that all nodes have, or name one with folder:")
         log_path.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
+
+        def prepare() -> None:
+            rank_user.become(user)
+            linux.die_with(parent)  # a change of the user clears it
+
         with log_path.open("ab") as log:
             log_start = log.tell()
             popen = subprocess.Popen(
                 list(argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**env, marker[0]: marker[1]}, pass_fds=tuple(pass_fds), cwd=folder or None,
-                start_new_session=True, preexec_fn=lambda: linux.die_with(parent))
+                start_new_session=True, preexec_fn=prepare)
         return cls(popen.pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(), popen=popen)
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 
+from ....events.log.identity import StoreKeys
 from ....events.records.orders import StartRank
 from ....events.records.reports import RankErrored
 from .oom_kills import MemoryCgroup
@@ -18,10 +19,11 @@ class RankAttempt:
     """One attempt: waits for its slot, runs, is stopped and reaped."""
 
     def __init__(self, order: StartRank, seq: int, epoch: int, limits: ReportLimits,
-                 redactor: Redactor) -> None:
+                 redactor: Redactor, store_keys: StoreKeys) -> None:
         self.order = order
         self.limits = limits
         self.redactor = redactor
+        self.store_keys = store_keys
         self.seq = seq
         self.epoch = epoch
         self.process: Process | None = None

@@ -24,15 +24,15 @@ class TorchError(NamedTuple):
     trace: str
 
 
-def error_file_of(log_path: Path) -> Path:
-    """The error file of the process whose log this is."""
-    return log_path.with_suffix(".error.json")
+def error_file_of(log_path: Path, folder: Path) -> Path:
+    """The error file, in that folder, of the process whose log this is."""
+    return folder / log_path.with_suffix(".error.json").name
 
 
-def read(path: Path) -> TorchError | None:
+def read(path: Path, uid: int) -> TorchError | None:
     """Read an error file; None if it is missing or invalid.
 
-    Never blocks: it reads only regular files of this user of at most FILE_BYTES_MAX.
+    Never blocks: it reads only regular files of the user `uid` of at most FILE_BYTES_MAX.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -40,7 +40,7 @@ def read(path: Path) -> TorchError | None:
         return None
     try:
         found = os.fstat(fd)
-        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == uid
         if not is_ours or found.st_size > FILE_BYTES_MAX:
             return None
         data = os.read(fd, FILE_BYTES_MAX)

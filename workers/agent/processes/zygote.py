@@ -37,11 +37,16 @@ _log = structlog.get_logger("agent")
 
 
 class Zygote:
-    """Forks ranks for one agent; `close` ends it. `UNICRON_ZYGOTE=0` in `env` disables it."""
+    """Forks ranks for one agent; `close` ends it. `UNICRON_ZYGOTE=0` in `env` disables it.
 
-    def __init__(self, env: Mapping[str, str], marker: tuple[str, str], log_path: Path) -> None:
+    It runs as the agent's user, and its ranks as the user `run_as`: a rank that had the zygote's
+    rights could send to the agent in its place."""
+
+    def __init__(self, env: Mapping[str, str], marker: tuple[str, str], log_path: Path,
+                 run_as: str = "") -> None:
         self._env = {**env, **ONE_THREAD, **WITHOUT_CUDA, marker[0]: marker[1]}
         self._log_path = log_path
+        self._run_as = run_as
         self._tries_num = TRIES_NUM_MAX if env.get("UNICRON_ZYGOTE") == "0" else 0
         self._popen: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -101,7 +106,8 @@ class Zygote:
         parent = os.getpid()
         with theirs, self._log_path.open("ab") as log:
             self._popen = subprocess.Popen(
-                [*ARGV, "--fd", str(theirs.fileno()), "--agent", str(parent)],
+                [*ARGV, "--fd", str(theirs.fileno()), "--agent", str(parent),
+                 "--run-as", self._run_as],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env,
                 pass_fds=(theirs.fileno(),), start_new_session=True,
                 preexec_fn=lambda: linux.die_with(parent))

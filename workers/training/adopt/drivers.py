@@ -23,7 +23,6 @@ from ....events.records.orders import StartRank
 from ....events.spec.job import Train, is_url
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import is_plain
-from ...checkpoint_store import protocol
 from ...ipc.pipe_protocol import Unpacker
 from ...ipc.progress_page import ProgressWriter
 from ..checkpoint import checkpoint
@@ -109,7 +108,7 @@ class RestartOnlyDriver:
         self._memory: RestartMemory | None = None
         if agent is not None and work.train.copy_every:
             self._memory = RestartMemory(
-                agent.start, environment.get(protocol.SECRET, ""), self._place, num,
+                agent.start, agent.control.store_keys, self._place, num,
                 tell=agent.control.tell_unless_behind, stores=lambda: agent.control.keep,
                 spare=self.communicators.spare)
         self.settled = self._agreed(self._load(trainee), device)

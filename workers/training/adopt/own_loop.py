@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from ....events.errors import UsageError
 from ....events.records.reports import InMemoryRecoveryDeclined
-from ...checkpoint_store import protocol
 from ...ipc.pipe_protocol import FD, Adopted
 from ..checkpoint.process_state import meshes_of
 from ..checkpoint.restart_memory import RestartMemory
@@ -94,7 +93,7 @@ def keep_in_memory(why: str, environment: Mapping[str, str] = os.environ) -> Gen
                 from_memory=True))
         place, num = start.rank, start.num_seats
         assert not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) == (place, num)
-        memory = RestartMemory(start, environment.get(protocol.SECRET, ""), place, num,
+        memory = RestartMemory(start, control.store_keys, place, num,
                                tell=control.tell_unless_behind, stores=lambda: control.keep)
         yield OwnLoop(memory, loop.copy_every)
         memory.wait()

@@ -19,6 +19,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from ....events.log.identity import StoreKeys
 from ....events.records.orders import Reconfigure, SetCheckpointStores, StartRank
 from ....events.records.reports import MemoryCheckpointStored
 from ....events.records.types import Body, StoreEndpoint
@@ -84,16 +85,17 @@ class _Share(NamedTuple):
 
 
 class MemorySaver:
-    """Sends in-memory checkpoints of one member. `spare` excludes a connection from the sockets
-    that an interrupt shuts down. `tell` sends a report and can be called from any thread; it
-    returns False if the report is not accepted now. `note` writes the trace.
+    """Sends in-memory checkpoints of one member. Each new order may change `store_keys`. `spare`
+    excludes a connection from the sockets that an interrupt shuts down. `tell` sends a report and
+    can be called from any thread; it returns False if the report is not accepted now. `note` writes
+    the trace.
     """
 
-    def __init__(self, start: StartRank, secret: str, *,
+    def __init__(self, start: StartRank, store_keys: StoreKeys, *,
                  spare: Callable[[int], AbstractContextManager[None]], tell: Callable[[Body], bool],
                  note: Callable[[Event, int, int], None]) -> None:
         self._start = start
-        self._secret = secret
+        self._store_keys = store_keys
         self._spare, self._tell, self._note = spare, tell, note
         self._share: _Share | None = None
         self._thread: threading.Thread | None = None
@@ -201,7 +203,8 @@ class MemorySaver:
             senders: dict[StoreEndpoint, ShareSender] = {}
             for store in stores:
                 with self._failures(store, failed):
-                    connection = stack.enter_context(protocol.connect(store.endpoint, self._secret))
+                    connection = stack.enter_context(protocol.connect(
+                        store.endpoint, self._store_keys.get(store.node)))
                     stack.enter_context(self._spare(connection.fileno()))
                     senders[store] = ShareSender(connection, offer, share.manifest)
             self._send_pieces(share, senders, failed)

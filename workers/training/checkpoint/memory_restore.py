@@ -8,6 +8,7 @@ first; others are opened only if something is still missing.
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from ....events.log.identity import StoreKeys
 from ....events.records.types import MemoryCheckpoint
 from ...checkpoint_store import protocol
 from ...checkpoint_store.protocol import Offer, Piece, ShareReader, ShareRequest, TransferError
@@ -77,9 +79,9 @@ class Fetched(NamedTuple):
 class Stores:
     """The checkpoint stores that an order names (`copies`), as seen by one member of a task."""
 
-    def __init__(self, task: int, copies: Sequence[MemoryCheckpoint], secret: str,
+    def __init__(self, task: int, copies: Sequence[MemoryCheckpoint], store_keys: StoreKeys,
                  is_interrupted: Callable[[], bool]) -> None:
-        self._task, self._secret, self._is_interrupted = task, secret, is_interrupted
+        self._task, self._store_keys, self._is_interrupted = task, store_keys, is_interrupted
         self._copies = copies
         self._nodes = {copy.endpoint: copy.node for copy in copies}
         self.endpoints = list(self._nodes)
@@ -96,13 +98,17 @@ class Stores:
 
     def _list(self, store: int) -> list[StoredShare]:
         try:
-            with protocol.connect(self.endpoints[store], self._secret, self._wait_s()
-                                  ) as connection:
+            with self._connect(store) as connection:
                 offers = protocol.list_shares(connection, self._task)
         except (OSError, TransferError) as error:
             self._warn(store, error)
             return []
         return [_stored(store, offer) for offer in offers]
+
+    def _connect(self, store: int) -> socket.socket:
+        endpoint = self.endpoints[store]
+        return protocol.connect(endpoint, self._store_keys.get(self._nodes[endpoint]),
+                                self._wait_s())
 
     def versions(self, shares: Sequence[StoredShare]) -> list[Version]:
         """The whole versions that may be used, the newest first. The same on every member."""
@@ -148,8 +154,7 @@ class Stores:
         raise TransferError("; ".join(errors))
 
     def _read_all(self, stored: StoredShare) -> tuple[bytes, dict[str, Tensor]]:
-        with protocol.connect(self.endpoints[stored.store], self._secret, self._wait_s()
-                              ) as connection:
+        with self._connect(stored.store) as connection:
             reader = ShareReader(connection, self._request(stored))
             found: dict[str, Tensor] = {}
             for piece, data in reader.read(range(len(reader.manifest.pieces))):
@@ -189,8 +194,7 @@ class Stores:
         raise TransferError("; ".join(errors))
 
     def _read_from(self, share: StoredShare, reading: _Reading) -> None:
-        endpoint = self.endpoints[share.store]
-        with protocol.connect(endpoint, self._secret, self._wait_s()) as connection:
+        with self._connect(share.store) as connection:
             reader = ShareReader(connection, self._request(share))
             if share.share == 0:
                 reading.numbers = reader.manifest.numbers

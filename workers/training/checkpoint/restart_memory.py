@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
+from ....events.log.identity import StoreKeys
 from ....events.records.orders import SetCheckpointStores, StartRank
 from ....events.records.types import Body
 from ...checkpoint_store.protocol import TransferError
@@ -54,13 +55,13 @@ class RestartMemory:
     order about stores. `spare`: as in MemorySaver; None: nothing interrupts a connection.
     """
 
-    def __init__(self, start: StartRank, secret: str, place: int, num: int, *,
+    def __init__(self, start: StartRank, store_keys: StoreKeys, place: int, num: int, *,
                  tell: Callable[[Body], bool], stores: Callable[[], SetCheckpointStores | None],
                  spare: Callable[[int], AbstractContextManager[None]] | None = None) -> None:
-        self._start, self._secret, self._place, self._num = start, secret, place, num
+        self._start, self._store_keys, self._place, self._num = start, store_keys, place, num
         self._stores = stores
         self._generation = start.attempt
-        self._saver = MemorySaver(start, secret, spare=spare or _interrupts_none, tell=tell,
+        self._saver = MemorySaver(start, store_keys, spare=spare or _interrupts_none, tell=tell,
                                   note=_untraced)
         self._why = ""
         """Why the state cannot be stored."""
@@ -69,7 +70,7 @@ class RestartMemory:
         """The newest state of which every process has its own, if it is newer than the largest
         `after`. It sets the random generators too. None: the log says why, unless this is the first
         start. `meshes`: the device meshes of distributed tensors in the state."""
-        stores = Stores(self._start.task, self._start.copies, self._secret, lambda: False)
+        stores = Stores(self._start.task, self._start.copies, self._store_keys, lambda: False)
         mine = _Found(self._start.attempt, after, stores.shares(self._place, self._num))
         all_found = [mine]
         if self._num > 1:

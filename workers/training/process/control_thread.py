@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
+from ....events.log.identity import StoreKeys
 from ....events.process_io import LogStream
 from ....events.records.orders import Quiesce, Reconfigure, Resume, SetCheckpointStores
 from ....events.records.types import Body, QuiesceMode
@@ -81,13 +82,15 @@ class Control:
         self._detached = DetachedThread("collective")
         self.keep: SetCheckpointStores | None = None
         """The newest SetCheckpointStores order; it names the stores for in-memory checkpoints."""
+        self.store_keys: StoreKeys = {}
+        """The newest key of each checkpoint store that an order has named."""
         self.write_dump: Callable[[str], None] | None = None
         """A function that writes the flight recorder to a path, without blocking."""
 
     def start(self, early: list[Frame]) -> None:
-        """Start the control thread. `early`: orders that arrived with the first frame."""
+        """Start the control thread. `early`: StartRank, and orders that arrived with it."""
         for frame in early:
-            self._take(frame.body)
+            self._take(frame)
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def tell(self, body: Body) -> None:
@@ -234,7 +237,9 @@ class Control:
                 found = "boundary"
         return found
 
-    def _take(self, order: Body) -> None:
+    def _take(self, frame: Frame) -> None:
+        order = frame.body
+        self.store_keys.update(frame.store_keys)  # before the order that needs them
         if isinstance(order, SetCheckpointStores):
             self.keep = order
         if isinstance(order, WriteDump) and self.write_dump is not None:
@@ -321,7 +326,7 @@ class Control:
             if not data:
                 os._exit(EXIT_AGENT_GONE)
             for frame in self._unpacker.feed(data):
-                self._take(frame.body)
+                self._take(frame)
 
 
 def _is_running(future: Future[T]) -> Callable[[], bool]:

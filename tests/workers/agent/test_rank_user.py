@@ -1,0 +1,113 @@
+"""`--run-as`: which users are taken, and what is checked as that user before an agent starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import rmtree
+
+import pytest
+from unicron.events.errors import UsageError
+from unicron.workers.host import rank_user
+from unicron.workers.host.rank_user import RankUser
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start others")
+AS_NOBODY = """
+import os, pathlib
+from unicron.workers.host import rank_user
+rank_user.become(rank_user.find("nobody"))
+print(os.getresuid(), os.getresgid(), 0 in os.getgroups())
+pathlib.Path("/proc/self/environ").read_bytes()
+try:
+    os.setuid(0)
+except PermissionError:
+    print("for good")
+"""
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that others may enter; pytest's may not be entered."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o755)
+    yield path
+    rmtree(path)
+
+
+def run(*words: str, user: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "unicron.cli.main", *words], capture_output=True, text=True,
+        check=False, timeout=120, user=user, env={**os.environ, "UNICRON_TOKEN": "x"})
+
+
+def test_no_name_is_no_user() -> None:
+    assert rank_user.find("") is None
+
+
+@root_only
+@pytest.mark.parametrize(("name", "words"), [
+    ("root", "root is root"), ("no-such-user", "there is no user 'no-such-user'"),
+    ("a\0b", "there is no user"), ("0", "there is no user '0'")])
+def test_a_user_that_cannot_be_is_refused(name: str, words: str) -> None:
+    with pytest.raises(UsageError, match=f"--run-as: {words}"):
+        rank_user.find(name)
+
+
+@root_only
+def test_up_and_agent_refuse_it_in_one_line(tmp_path: Path) -> None:
+    for words in (["up", "--state", str(tmp_path)],
+                  ["agent", "--state", str(tmp_path), "--url", "http://127.0.0.1:1"]):
+        done = run(*words, "--run-as", "no-such-user")
+        assert done.returncode == 2, done
+        assert "error: --run-as: there is no user 'no-such-user'" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "pids").glob("control-plane*")), "nothing was started"
+
+
+def test_without_root_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UsageError, match="only root can start processes as another user"):
+        rank_user.find("nobody")
+
+
+@root_only
+def test_a_process_gives_up_its_rights_for_good() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", AS_NOBODY], capture_output=True, text=True,
+                          check=False, timeout=60)
+    user = rank_user.find("nobody")
+    assert user is not None
+    assert done.stdout.splitlines() == [
+        f"{(user.uid,) * 3} {(user.gid,) * 3} False", "for good"], done.stderr
+
+
+def user_of_tests() -> RankUser:
+    user = rank_user.find("nobody")
+    assert user is not None
+    try:
+        rank_user.check(user, Path("/proc/1/fd"))
+    except UsageError as error:
+        pytest.skip(str(error))
+    return user
+
+
+@root_only
+def test_what_ranks_need_is_checked_as_their_user(open_folder: Path, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    user, private = user_of_tests(), tmp_path / "state"
+    private.mkdir(mode=0o700)
+    ours, theirs = open_folder / "ours", open_folder / "theirs"
+    for folder in (ours, theirs):
+        folder.mkdir()
+    os.chown(theirs, user.uid, user.gid)
+    rank_user.check(user, private, str(theirs))
+    with pytest.raises(UsageError, match=f"--run-as nobody: it cannot write in {ours}"):
+        rank_user.check(user, private, str(theirs), str(ours))
+    with pytest.raises(UsageError, match=f"it can read {open_folder}"):
+        rank_user.check(user, open_folder)
+    monkeypatch.setattr(sys, "executable", str(ours / "python"))
+    with pytest.raises(UsageError, match=f"it cannot run {ours}/python"):
+        rank_user.check(user, private)
