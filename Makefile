@@ -41,7 +41,7 @@ demo: setup ## train a real model, break it, watch it heal (unicron demo)
 demo-hosts: setup types ## train on three hosts that die and lose cables (needs root; CASES=a,b)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m hosts.demo $(CASES:%=--cases %)
 
-test: setup types ## run the tests, in three lanes side by side
+test: setup types ## run the tests, in four lanes side by side
 	@$(BOUND) $(if $(BOUND),$(TEST_S_MAX)) $(BIN)/python tests/suite.py
 
 test-thorough: setup types ## run every test with all its examples, and note the run in the guide

@@ -1,4 +1,4 @@
-"""Runs the tests in three concurrent lanes; two of them mostly wait.
+"""Runs the tests in four concurrent lanes; three of them mostly wait.
 
 `make test` skips tests marked `thorough` and tries a quarter of each property's examples.
 `make test-thorough` runs everything and writes its counts to docs/guides/test-runs.md. The exit
@@ -29,11 +29,13 @@ WITH_OTHERS = [f"{RANKS}/test_{name}.py"
                for name in ("data_loader", "known_versions", "megatron_wheels", "resharding")]
 """Tests of ranks in another lane, so that no lane is much longer than the rest."""
 OF_RANKS = [f"{RANKS}/{file.name}" for file in sorted((ROOT / RANKS).glob("test_*.py"))]
+PROGRAMS = ["tests/cli", "tests/workers/agent"]
 LANES = {
     "clusters": ["tests/cluster", "tests/hosts", *WITH_CLUSTERS],
     "ranks": [RANKS, *(f"--ignore={file}" for file in (*WITH_CLUSTERS, *WITH_OTHERS))],
-    "others": ["tests", "--ignore=tests/cluster", "--ignore=tests/hosts",
-               *(f"--ignore={file}" for file in OF_RANKS if file not in WITH_OTHERS)],
+    "programs": [*PROGRAMS, *WITH_OTHERS],
+    "others": ["tests", *(f"--ignore={path}" for path in (
+        "tests/cluster", "tests/hosts", *PROGRAMS, *OF_RANKS))],
 }
 """Lane -> arguments of its pytest, which runs one test at a time and at most six real ranks."""
 POLL_S, STOP_S = 0.2, 50.0
