@@ -40,7 +40,7 @@ class ClusterState(Struct, kw_only=True):
 
     It holds no caches. `num_running`, `unreachable`, `undecided` and `Task.num_outstanding` follow
     from other fields, but counting them each time would take too long. They are part of the state
-    and of its hash. Tests compare them with a fresh count (check.py).
+    and of its hash. Tests compare them with a fresh count (tests/drivers/state_check.py).
     """
 
     seq: int = 0

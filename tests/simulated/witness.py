@@ -8,8 +8,8 @@ from typing import Any
 
 from simulated.health_checks import HealthWitness
 from simulated.plans import is_small, wrong_plan, wrong_price
+from state_check import check
 from unicron.control_plane.decide import transition
-from unicron.control_plane.fold.check import check
 from unicron.control_plane.fold.edits import STOPPED
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.fold.stragglers import SLOWED

@@ -164,7 +164,7 @@ class StateRecovery:
         optimizer = self._train.parallel.optimizer
         part = HeldState(axes=axes, optimizer=optimizer, place=place)
         if (not (begins and is_overwritten) and not iteration.is_stuck and not mine.is_released
-                and _same_part(held_by(mine), part)):
+                and held_by(mine).shards == part.shards):
             self._communicators.bind()
             mine.axes, mine.place = axes, place
             return mine, False
@@ -404,8 +404,7 @@ class StateRecovery:
                             why=why)
             if self._communicators.woken:
                 raise RuntimeError("interrupted while it restored its state")
-            least, _ = self._extremes(NO_STATE if why else version.step_version, counts=True)
-            if least != NO_STATE:
+            if self._all(not why):
                 return Recovered(version.step_version, "copy", fetched.node,
                                  fetched.received_bytes, NO_STATE)
         return None
@@ -419,13 +418,11 @@ class StateRecovery:
         training_state.load(trainee, fetched.numbers, self._iteration.history)
         return fetched
 
-    def _extremes(self, step_version: int, *, counts: bool) -> tuple[int, int]:
-        """The least and the highest step version of all members that count."""
-        least = step_version if counts else torch.iinfo(torch.int64).max
-        most = step_version if counts else torch.iinfo(torch.int64).min + 1
-        found = torch.tensor([-least, most], device=self._iteration.trainee.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return -int(found[0].item()), int(found[1].item())
+    def _all(self, mine: bool) -> bool:
+        """Whether it is so on all members."""
+        found = torch.tensor(float(mine), device=self._iteration.trainee.device)
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return bool(found)
 
     def _begin(self, trainee: TrainingModel, axes: Axes, place: int) -> None:
         """Set a model to the state of the first iteration, if the workload needs it."""
@@ -451,8 +448,3 @@ def with_shards(trainee: TrainingModel) -> TrainingModel:
     if trainee.shards is None:
         trainee.shards = state_shards.list_shards(trainee)
     return trainee
-
-
-def _same_part(one: HeldState | None, other: HeldState) -> bool:
-    """Whether both hold the same shards of the state."""
-    return one is not None and one.shards == other.shards

@@ -18,6 +18,7 @@ from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import coordinates, num_positions
 from unicron.workers.training.communicators.communicators import pack_news, unpack_news
 from unicron.workers.training.recovery import state_exchange
+from unicron.workers.training.recovery.peers import World
 from unicron.workers.training.recovery.resharding import ShardList
 from unicron.workers.training.recovery.settlement import (
     assign_micro_batches,
@@ -73,7 +74,7 @@ def scenes(num_ranks: int, num_shards: int) -> dict[str, Scene]:
         axes, Axes(tp=TP, pp=PP // 2, dp=2 * axes.dp), -1, layers)}
 
 
-class SimulatedPeers:
+class SimulatedPeers(World):
     """The members of a scene as one member sees them; counts the bytes that it sends and receives.
     """
 

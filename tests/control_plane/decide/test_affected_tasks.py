@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 from decider import Driver, drain, failed, only, spec
 from scenarios import EXAMPLE
+from state_check import check
 from unicron.cli.simulate import compare as command
 from unicron.control_plane.decide import transition
 from unicron.control_plane.decide.decide import affected_tasks
-from unicron.control_plane.fold.check import check
 from unicron.control_plane.fold.fold import HANDLERS
 from unicron.control_plane.simulation.policies.policy import Policy
 from unicron.control_plane.simulation.run import Run, RunInput

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from unicron.control_plane.fold.check import check
+from state_check import check
 from unicron.control_plane.simulation.engine import Engine
 
 REPORTS_NUM = 1000

@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from megatron_arguments import HONOURED, NEEDS
 from megatron_trial import clones
 from unicron.workers.training.megatron_lm import arguments, checkpoints
 
 ROOT = Path(__file__).parents[3]
-TABLES = (arguments.HONOURED, arguments.NAMED, arguments.DECLINES, arguments.NEEDS)
+TABLES = (HONOURED, arguments.NAMED, arguments.DECLINES, NEEDS)
 RUN_UNCHANGED = frozenset((
     "get_model", "build_model", "setup_model_and_optimizer", "get_optimizer_param_scheduler",
     "get_megatron_optimizer_config", "get_megatron_ddp_config", "num_floating_point_operations",
@@ -82,7 +83,7 @@ def test_each_argument_of_the_loops_is_in_one_table(folder: Path) -> None:
 def test_an_argument_is_in_one_table_and_what_it_needs_has_a_word() -> None:
     names = [name for table in TABLES for name in table]
     assert sorted(names) == sorted(set(names))
-    assert {*arguments.NEEDS.values()} <= {*arguments.NAMED, *arguments.DECLINES}
+    assert {*NEEDS.values()} <= {*arguments.NAMED, *arguments.DECLINES}
 
 
 def parsed_of(*words: str) -> list[arguments.Given]:

@@ -53,13 +53,18 @@ def check_output(output: str) -> None:
         except OSError as error:
             raise UsageError(f"train.output: {output}: {object_storage.reason(error).lower()}",
                              "name a place that every node can reach and write") from None
-        return
+    else:
+        check_folder("train.output", output)
+
+
+def check_folder(what: str, folder: str) -> None:
+    """Raise UsageError if a folder cannot be written; `what` names it to the user."""
     try:
-        Path(output).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UsageError(f"train.output: {output}: {(error.strerror or 'not usable').lower()}",
+        raise UsageError(f"{what}: {folder}: {(error.strerror or 'not usable').lower()}",
                          "name a folder that every node can write") from None
 
 

@@ -10,8 +10,8 @@ store rejects a share, the rank logs a warning. Training never fails because of 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -202,14 +202,14 @@ class MemorySaver:
             stack.callback(share.snapshot.release)
             senders: dict[StoreEndpoint, ShareSender] = {}
             for store in stores:
-                with self._failures(store, failed):
+                with _failures(store, failed):
                     connection = stack.enter_context(protocol.connect(
                         store.endpoint, self._store_keys.get(store.node)))
                     stack.enter_context(self._spare(connection.fileno()))
                     senders[store] = ShareSender(connection, offer, share.manifest)
             self._send_pieces(share, senders, failed)
             for store, sender in senders.items():
-                with self._failures(store, failed):
+                with _failures(store, failed):
                     checksum, store_start = sender.finish()
                     num_stored += 1
                     self._report_stored(store, offer, checksum, store_start)
@@ -233,7 +233,7 @@ class MemorySaver:
                     self._note("copy_mid", share.offer.generation, share.offer.step_version)
                 data = _bytes_of(tensor)
                 for store, sender in list(senders.items()):
-                    with self._failures(store, failed):
+                    with _failures(store, failed):
                         sender.send(data)
                     if store.node in failed:
                         del senders[store]
@@ -244,9 +244,6 @@ class MemorySaver:
             senders.clear()
         finally:
             pieces.close()
-
-    def _failures(self, store: StoreEndpoint, failed: dict[str, str]) -> _Failures:
-        return _Failures(store.node, failed)
 
     def _pause(self) -> None:
         self._pause_s = min(PAUSE_S_MAX, max(PAUSE_S_MIN, 2 * self._pause_s))
@@ -279,17 +276,15 @@ class MemorySaver:
             self._reported[store.node] = store_start, now_s
 
 
-class _Failures(AbstractContextManager[None]):
+@contextmanager
+def _failures(store: StoreEndpoint, failed: dict[str, str]) -> Generator[None]:
     """Records why a store failed, and continues."""
-
-    def __init__(self, node: str, failed: dict[str, str]) -> None:
-        self._node, self._failed = node, failed
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, SEND_ERRORS) or is_cuda_error(error):
-            return False
-        self._failed[self._node] = str(error) or type(error).__name__
-        return True
+    try:
+        yield
+    except SEND_ERRORS as error:
+        if is_cuda_error(error):
+            raise
+        failed[store.node] = str(error) or type(error).__name__
 
 
 def _content(trainee: TrainingModel, step_version: int, history: History,

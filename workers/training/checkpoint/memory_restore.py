@@ -12,9 +12,10 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import inf
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -35,6 +36,7 @@ from ..step.gradient_reduction import is_cuda_error
 from ..step.iteration import clock
 from .share import shape_of
 
+T = TypeVar("T")
 RESTORE_S_MAX = 15.0
 """Time limit for all stores together when a generation restores its state. It is below
 reconfigure_s_max, so that time is left to read the checkpoint on disk. A transfer in progress is
@@ -144,14 +146,7 @@ class Stores:
     def read_share(self, version: Version, share: int) -> tuple[bytes, dict[str, Tensor]]:
         """The numbers of one share, and its tensors by key, each of one dimension. Raises
         TransferError."""
-        errors: list[str] = []
-        for stored in version.shares[share]:
-            try:
-                return self._read_all(stored)
-            except (OSError, TransferError) as error:
-                self._warn(stored.store, error, iteration=stored.step_version, share=share)
-                errors.append(str(error) or type(error).__name__)
-        raise TransferError("; ".join(errors))
+        return self._from_any(version.shares[share], self._read_all)
 
     def _read_all(self, stored: StoredShare) -> tuple[bytes, dict[str, Tensor]]:
         with self._connect(stored.store) as connection:
@@ -181,19 +176,21 @@ class Stores:
     def _read(self, stored: Sequence[StoredShare], reading: _Reading, place: int) -> None:
         """Read the missing pieces of one share from one of the stores that have it. The members
         begin with different stores."""
+        first = place % len(stored)
+        self._from_any((*stored[first:], *stored[:first]), partial(self._read_from, reading))
+
+    def _from_any(self, stored: Sequence[StoredShare], read: Callable[[StoredShare], T]) -> T:
+        """What `read` returns for the first of the stores from which it can read."""
         errors: list[str] = []
-        for index in range(len(stored)):
-            share = stored[(place + index) % len(stored)]
+        for share in stored:
             try:
-                self._read_from(share, reading)
+                return read(share)
             except (OSError, TransferError) as error:
                 self._warn(share.store, error, iteration=share.step_version, share=share.share)
                 errors.append(str(error) or type(error).__name__)
-                continue
-            return
         raise TransferError("; ".join(errors))
 
-    def _read_from(self, share: StoredShare, reading: _Reading) -> None:
+    def _read_from(self, reading: _Reading, share: StoredShare) -> None:
         with self._connect(share.store) as connection:
             reader = ShareReader(connection, self._request(share))
             if share.share == 0:

@@ -145,7 +145,7 @@ class _Encoder:
 
 class _Decoder:
     def __init__(self, tensors: Mapping[str, Tensor], meshes: Sequence[Any]) -> None:
-        self._tensors, self._meshes = tensors, {_hashable(mesh): mesh for mesh in meshes}
+        self._tensors, self._meshes = tensors, {_mesh_name(mesh): mesh for mesh in meshes}
         self._kinds: dict[str, Callable[..., Any]] = {
             "tuple": lambda *items: tuple(map(self.value, items)),
             "list": lambda *items: list(map(self.value, items)),
@@ -165,7 +165,7 @@ class _Decoder:
 
     def _dtensor(self, local: Any, shape: list[int], stride: list[int], name: Any, sizes: list[int],
                  ranks: list[int], placements: list[int]) -> Tensor:
-        mesh = self._meshes[_named(name, sizes, ranks)]
+        mesh = self._meshes[tuple(name), tuple(sizes), tuple(ranks)]
         return DTensor.from_local(
             self.value(local), mesh, [Replicate() if dim < 0 else Shard(dim) for dim in placements],
             run_check=False, shape=torch.Size(shape), stride=tuple(stride))
@@ -175,18 +175,11 @@ def _array(dtype: str, shape: list[int], data: bytes) -> Any:
     return numpy.frombuffer(data, dtype=dtype).reshape(shape).copy()
 
 
-def _mesh_name(mesh: Any) -> tuple[list[str], list[int], list[int]]:
+def _mesh_name(mesh: Any) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
     """What identifies a device mesh in another process of the same place: the names and sizes of
     its dimensions, and its ranks."""
-    return list(mesh.mesh_dim_names or ()), list(mesh.mesh.shape), mesh.mesh.flatten().tolist()
-
-
-def _named(*name: Any) -> tuple[tuple[Any, ...], ...]:
-    return tuple(tuple(part) for part in name)
-
-
-def _hashable(mesh: Any) -> tuple[tuple[Any, ...], ...]:
-    return _named(*_mesh_name(mesh))
+    return (tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape),
+            tuple(mesh.mesh.flatten().tolist()))
 
 
 def _tensors(tree: object) -> Iterator[Tensor]:

@@ -121,11 +121,6 @@ class Snapshot:
                 if not self._changed.wait(STALLED_S) and self._next == before:
                     self._lose(f"nothing was written for {STALLED_S:.0f} s")
 
-    def cancel(self, why: str) -> None:
-        """Give the snapshot up: `read` raises SnapshotLost."""
-        with self._changed:
-            self._lose(why)
-
     def release(self) -> None:
         """Drop all references to live memory. The reader calls it when it ends, also early."""
         with self._changed:

@@ -1,8 +1,9 @@
-"""What becomes of each argument that Megatron-LM's training loop reads, in Unicron's loop.
+"""The arguments of Megatron-LM's training loop that do not work in Unicron's loop, and why.
 
 Megatron-LM's own functions build the model, the optimizer, the schedule and the datasets, so what
 only they read works as ever. The tables here are about its loops, which pretrain.py replaces. Their
-keys are the names in `get_args()`. A test reads the loops of a clone, and compares.
+keys are the names in `get_args()`. A test reads the loops of a clone, and compares; it has the
+arguments that work (tests/drivers/megatron_arguments.py).
 """
 
 from __future__ import annotations
@@ -10,34 +11,6 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
-
-HONOURED = frozenset((
-    "align_param_gather", "async_save", "batch_invariant_backend", "batch_invariant_mode",
-    "calculate_per_token_loss", "check_for_large_grads", "check_for_nan_in_loss_and_grad",
-    "check_for_spiky_loss", "ckpt_assume_constant_structure", "ckpt_fully_parallel_load",
-    "ckpt_fully_parallel_save", "ckpt_step", "create_attention_mask_in_dataloader", "decoupled_lr",
-    "decoupled_min_lr", "decrease_batch_size_if_needed", "dist_ckpt_optim_fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient", "empty_unused_memory_level",
-    "enable_gloo_process_groups", "enable_one_logger", "eval_global_batch_size", "eval_interval",
-    "eval_iters", "exit_interval", "exit_on_missing_checkpoint", "finetune", "global_batch_size",
-    "hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model", "load", "log_interval",
-    "log_loss_scale_to_tensorboard", "log_memory_to_tensorboard", "log_num_zeros_in_grad",
-    "log_params_norm", "log_throughput", "log_validation_ppl_to_tensorboard",
-    "log_world_size_to_tensorboard", "logging_level", "lr", "micro_batch_size", "min_lr",
-    "moe_layer_freq", "moe_router_load_balancing_type", "moe_z_loss_coeff", "no_load_optim",
-    "no_load_rng", "no_save_rng", "num_experts", "num_layers",
-    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "num_workers",
-    "overlap_grad_reduce", "overlap_param_gather", "override_opt_param_scheduler",
-    "pretrained_checkpoint", "result_rejected_tracker_filename", "save", "save_interval",
-    "save_tokenizer_assets", "seed", "seq_length", "sequence_parallel", "start_eval_at_iter",
-    "tensorboard_dir", "tensorboard_log_interval", "train_iters", "train_samples",
-    "train_sync_interval", "use_cpu_initialization", "use_distributed_optimizer",
-    "use_gloo_process_groups"))
-"""Arguments whose meaning is that of Megatron-LM's loop. The batch never needs to be decreased: the
-number of replicas need not divide it. Each step synchronises with the GPU. Checkpoints are written
-beside training, also without `--async-save`; each member reads and writes a part of its own, and
-the optimizer's state is always fully reshardable. They have no state of random generators, because
-each micro-batch seeds them. The files of the tokenizer are not copied beside them."""
 
 NAMED: Mapping[str, str] = {
     "adlr_autoresume": "not asked: after a fault Unicron restarts the task itself",
@@ -179,106 +152,6 @@ DECLINES: Mapping[str, str] = {
     "yaml_cfg": "the arguments are not on the command line",
 }
 """Arguments that prevent in-memory recovery if they are given, and the reasons."""
-
-NEEDS: Mapping[str, str] = {
-    "adlr_autoresume_interval": "adlr_autoresume",
-    "barrier_with_L1_time": "timing_log_level",
-    "calc_ft_timeouts": "enable_ft_package",
-    "ckpt_convert_save": "ckpt_convert_format",
-    "cuda_graph_modules": "cuda_graph_impl",
-    "cuda_graph_scope": "cuda_graph_impl",
-    "cuda_graph_scope_deprecated": "cuda_graph_impl",
-    "cuda_graph_warmup_steps": "cuda_graph_impl",
-    "data_sharding": "dataloader_type",
-    "disable_straggler_on_startup": "log_straggler",
-    "error_injection_rate": "rerun_mode",
-    "error_injection_type": "rerun_mode",
-    "exit_signal": "exit_signal_handler",
-    "fault_injector_delay_start_iteration": "fault_injector_num_ranks",
-    "fault_injector_fault_delay": "fault_injector_num_ranks",
-    "fault_injector_fault_probabilities": "fault_injector_num_ranks",
-    "fault_injector_fault_types": "fault_injector_num_ranks",
-    "fault_injector_mtti_seconds": "fault_injector_num_ranks",
-    "fault_injector_offset_seconds": "fault_injector_num_ranks",
-    "fault_injector_seed": "fault_injector_num_ranks",
-    "flight_recorder_dump_on_timeout": "flight_recorder_dump_path",
-    "flight_recorder_extra_dump_on_exec": "flight_recorder_dump_path",
-    "flight_recorder_include_only_active": "flight_recorder_dump_path",
-    "flight_recorder_include_stack_trace": "flight_recorder_dump_path",
-    "flight_recorder_trace_buffer_size": "flight_recorder_dump_path",
-    "fsdp_manual_registration": "use_megatron_fsdp",
-    "ft_num_warmup_iters": "enable_ft_package",
-    "grpo_group_size": "perform_rl_step",
-    "grpo_iterations": "perform_rl_step",
-    "grpo_prompts_per_step": "perform_rl_step",
-    "grpo_samples_per_iteration": "perform_rl_step",
-    "gtp_expert_remat_nccl_ub": "expert_tensor_parallel_num_weight_shards",
-    "gtp_remat_nccl_ub": "tensor_parallel_num_weight_shards",
-    "hierarchical_context_parallel_sizes": "context_parallel_size",
-    "inprocess_active_world_size": "inprocess_restart",
-    "inprocess_barrier_timeout": "inprocess_restart",
-    "inprocess_completion_timeout": "inprocess_restart",
-    "inprocess_empty_cuda_cache": "inprocess_restart",
-    "inprocess_granularity": "inprocess_restart",
-    "inprocess_hard_timeout": "inprocess_restart",
-    "inprocess_heartbeat_interval": "inprocess_restart",
-    "inprocess_heartbeat_timeout": "inprocess_restart",
-    "inprocess_last_call_wait": "inprocess_restart",
-    "inprocess_monitor_process_interval": "inprocess_restart",
-    "inprocess_monitor_thread_interval": "inprocess_restart",
-    "inprocess_soft_timeout": "inprocess_restart",
-    "inprocess_termination_grace_time": "inprocess_restart",
-    "manual_gc_eval": "manual_gc",
-    "manual_gc_interval": "manual_gc",
-    "memory_snapshot_path": "record_memory_history",
-    "moe_routing_trace_capture_hidden_states": "moe_routing_trace_path",
-    "moe_routing_trace_capture_logits": "moe_routing_trace_path",
-    "moe_routing_trace_dump_weights": "moe_routing_trace_path",
-    "moe_routing_trace_max_training_iters": "moe_routing_trace_path",
-    "mtp_use_repeated_layer": "mtp_num_layers",
-    "non_persistent_ckpt_type": "non_persistent_save_interval",
-    "non_persistent_global_ckpt_dir": "non_persistent_save_interval",
-    "non_persistent_local_ckpt_algo": "non_persistent_save_interval",
-    "non_persistent_local_ckpt_dir": "non_persistent_save_interval",
-    "otel_service_name": "otel_enabled",
-    "otel_span_groups": "otel_enabled",
-    "profile_ranks": "profile",
-    "profile_step_end": "profile",
-    "profile_step_start": "profile",
-    "pytorch_profiler_collect_callstack": "profile",
-    "pytorch_profiler_collect_chakra": "profile",
-    "pytorch_profiler_collect_shapes": "profile",
-    "record_shapes": "profile",
-    "refit_method": "perform_rl_step",
-    "replication": "non_persistent_save_interval",
-    "replication_factor": "non_persistent_save_interval",
-    "replication_jump": "non_persistent_save_interval",
-    "reuse_grad_buf_for_mxfp8_param_ag": "fp8",
-    "rl_durable_rollout_bank": "perform_rl_step",
-    "rl_inference_expert_model_parallel_size": "perform_rl_step",
-    "rl_inference_expert_tensor_model_parallel_size": "perform_rl_step",
-    "rl_inference_logprobs_is_correction": "perform_rl_step",
-    "rl_inference_model_unified_memory_level": "perform_rl_step",
-    "rl_inference_pipeline_model_parallel_size": "perform_rl_step",
-    "rl_inference_tensor_model_parallel_size": "perform_rl_step",
-    "rl_offload_inference_model_weights_when_idle": "perform_rl_step",
-    "rl_offload_optimizer_during_inference": "perform_rl_step",
-    "rl_profile": "perform_rl_step",
-    "rl_profile_dir": "perform_rl_step",
-    "rl_use_sequence_packing": "perform_rl_step",
-    "sharp_enabled_group": "use_sharp",
-    "straggler_ctrlr_port": "log_straggler",
-    "straggler_minmax_count": "log_straggler",
-    "strict_fsdp_dtensor_load": "use_megatron_fsdp",
-    "tp_comm_bootstrap_backend": "tp_comm_overlap",
-    "tp_comm_overlap_cfg": "tp_comm_overlap",
-    "use_mp_args_from_checkpoint_args": "use_checkpoint_args",
-    "use_pytorch_profiler": "profile",
-    "use_tokenizer_model_from_checkpoint_args": "use_checkpoint_args",
-    "validation_set_names": "multiple_validation_sets",
-    "vision_pretraining_type": "vision_pretraining",
-}
-"""Arguments that mean nothing without another one, which is named or declines."""
 
 WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
     "cuda_graph_impl": ("none",), "dataloader_type": ("single",), "rerun_mode": ("disabled",),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from ....events.errors import UsageError
@@ -145,15 +144,3 @@ def _compare(state: MegatronState, args: Any) -> None:
                 f"{state.path} is of another model: its {name} is {stored}, the arguments say "
                 f"{getattr(args, name)}", "give the arguments of the checkpoint's run, or name "
                 "another checkpoint")
-
-
-def check_folder(folder: str) -> None:
-    """Raise UsageError if a folder for checkpoints cannot be written."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        probe = Path(folder) / ".writable"
-        probe.touch()
-        probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"--save: {folder}: {(error.strerror or 'not usable').lower()}",
-                         "name a folder that every node can write") from None

@@ -46,12 +46,8 @@ from ..adopt.arguments import Loss  # isort: skip
 from ..dependencies.private_megatron import make_tensorboard_writer  # isort: skip
 from ..model import cpu_device  # isort: skip
 from . import own_loop  # isort: skip
-from .checkpoints import (  # isort: skip
-    Checkpoints,
-    check_folder,
-    eval_batch,
-    num_evaluations,
-)
+from ..checkpoint.checkpoint import check_folder  # isort: skip
+from .checkpoints import Checkpoints, eval_batch, num_evaluations  # isort: skip
 from .progress_line import Norms, Progress, StepResult  # isort: skip
 from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
 
@@ -179,7 +175,7 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
         make_tensorboard_writer(load("global_vars"), args)
     _disable_reruns()
     if args.save:
-        check_folder(args.save)
+        check_folder("--save", args.save)
     index_builder.ensure()
     return Start(interface, args, original)
 

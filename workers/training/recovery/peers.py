@@ -1,13 +1,10 @@
-"""The other members of a generation, as the state exchange uses them.
-
-`World` is the real one: torch.distributed, and the generation's store for what few members read.
-"""
+"""The other members of a generation, as the state exchange uses them."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,51 +14,17 @@ from ..dependencies.private_torch import world_store
 from .state_transfer import comm_device, transfer
 
 
-class Peers(Protocol):
-    """All members call the collectives `gather`, `collect`, `maximum` and `swap`, in one order."""
-
-    place: int
-    num: int
-
-    def gather(self, record: bytes) -> Sequence[bytes]:
-        """The records of all members, by place. All have the same size."""
-        ...
-
-    def collect(self, data: bytes) -> Sequence[bytes]:
-        """The data of all members, by place, of any size."""
-        ...
-
-    def maximum(self, data: bytes) -> bytes:
-        """The largest value of each byte. All members give the same number of bytes."""
-        ...
-
-    def swap(self, outgoing: Mapping[int, bytes], sources: Collection[int]) -> Mapping[int, bytes]:
-        """Send data to some members, and receive the data of `sources`."""
-        ...
-
-    def publish(self, name: str, data: bytes) -> None:
-        """Publish data for the members that `read` it."""
-        ...
-
-    def read(self, name: str) -> bytes:
-        """Published data; waits until it is there."""
-        ...
-
-    def transfer(self, give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
-                 goes_on: Callable[[], bool]) -> set[int]:
-        """See state_transfer.py."""
-        ...
-
-
 class World:
-    """The members of the torch.distributed world. Every method raises RuntimeError."""
+    """The members of the torch.distributed world, and the generation's store for what few members
+    read. All members call the collectives `gather`, `collect`, `maximum` and `swap`, in one order.
+    Every method raises RuntimeError."""
 
     def __init__(self) -> None:
         self.place, self.num = dist.get_rank(), dist.get_world_size()
         self._store: Any = world_store()
 
     def gather(self, record: bytes) -> Sequence[bytes]:
-        """All-gather."""
+        """The records of all members, by place. All have the same size."""
         size = len(record)
         found = torch.empty(size * self.num, dtype=torch.uint8, device=comm_device())
         dist.all_gather([found[at:at + size] for at in range(0, size * self.num, size)],
@@ -70,20 +33,20 @@ class World:
         return [whole[at:at + size] for at in range(0, len(whole), size)]
 
     def collect(self, data: bytes) -> Sequence[bytes]:
-        """All-gather of the sizes, then of the compressed data."""
+        """The data of all members, by place, of any size: the sizes, then the compressed data."""
         data = zlib.compress(data, level=1)
         sizes = [int.from_bytes(size) for size in self.gather(len(data).to_bytes(8))]
         found = self.gather(data.ljust(max(sizes), b"\0"))
         return [zlib.decompress(each[:size]) for each, size in zip(found, sizes, strict=True)]
 
     def maximum(self, data: bytes) -> bytes:
-        """All-reduce."""
+        """The largest value of each byte. All members give the same number of bytes."""
         found = tensor_of(data).to(comm_device())
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return bytes_of(found)
 
     def swap(self, outgoing: Mapping[int, bytes], sources: Collection[int]) -> Mapping[int, bytes]:
-        """The sizes, then the data."""
+        """Send data to some members, and receive that of `sources`: the sizes, then the data."""
         sizes = self._swap({place: len(data).to_bytes(8) for place, data in outgoing.items()},
                            dict.fromkeys(sources, 8))
         return self._swap(outgoing, {place: int.from_bytes(size) for place, size in sizes.items()})
@@ -100,17 +63,17 @@ class World:
         return {place: bytes_of(buffer) for place, buffer in incoming.items()}
 
     def publish(self, name: str, data: bytes) -> None:
-        """Set a key of the generation's store."""
+        """Publish data for the members that `read` it."""
         self._store.set(name, data)
 
     def read(self, name: str) -> bytes:
-        """Get a key of the generation's store."""
+        """Published data; waits until it is there."""
         found: bytes = self._store.get(name)
         return found
 
     def transfer(self, give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
                  goes_on: Callable[[], bool]) -> set[int]:
-        """Streams of chunks."""
+        """See state_transfer.py."""
         return transfer(give, take, goes_on)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ....events.spec.parallelism import coordinates
 from ..model import training_state
-from .peers import Peers, World, tensor_of
+from .peers import World, tensor_of
 from .resharding import (
     DIGEST_BYTES,
     Holding,
@@ -168,7 +168,7 @@ class Planner:
     that this member wants. `nodes` is by place.
     """
 
-    def __init__(self, peers: Peers, have: ShardList, want: ShardList | None, *,
+    def __init__(self, peers: World, have: ShardList, want: ShardList | None, *,
                  step_version: int, held: Mapping[int, HeldState], seat: HeldState,
                  nodes: Sequence[str]) -> None:
         self.peers, self.have, self.want = peers, have, want
@@ -385,7 +385,7 @@ def decode_request(data: bytes) -> Request:
         raise RuntimeError(f"the request cannot be decoded: {error}") from None
 
 
-def _agree(peers: Peers, bad: set[int]) -> set[int]:
+def _agree(peers: World, bad: set[int]) -> set[int]:
     """The places in `bad` of any member. Returns when all members have received their data."""
     flags = peers.maximum(bytes(place in bad for place in range(peers.num)))
     return {place for place, flag in enumerate(flags) if flag}

@@ -210,14 +210,9 @@ def _is_whole(holders: dict[int, StateHolder]) -> bool:
     if optimizer != "whole":
         return has_every_part(axes, optimizer, [part.place for part in held])
     one_replica = replace(axes, dp=1)
-    return has_every_part(
-        one_replica,
-        optimizer,
-        [
-            position_of(one_replica, coordinates(part.axes, part.place)._replace(dp=0))
-            for part in held
-        ],
-    )
+    return has_every_part(one_replica, optimizer, [
+        position_of(one_replica, coordinates(part.axes, part.place)._replace(dp=0))
+        for part in held])
 
 
 def overlap(wanted: HeldState, held: HeldState) -> tuple[float, float]:

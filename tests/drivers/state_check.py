@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..incidents.node_incidents import is_open
-from ..state.cluster import (
+from unicron.control_plane.fold.edits import task_of_deadline
+from unicron.control_plane.incidents.node_incidents import is_open
+from unicron.control_plane.state.cluster import (
     NUM_INCIDENTS_MAX,
     NUM_WORK_SPANS_MAX,
     WORK_SPAN_S,
     ClusterState,
     open_orders,
 )
-from ..state.members import outstanding
-from ..state.node import Node, Occupant
-from ..state.task import Task
-from .edits import task_of_deadline
+from unicron.control_plane.state.members import outstanding
+from unicron.control_plane.state.node import Node, Occupant
+from unicron.control_plane.state.task import Task
 
 
 def check(state: ClusterState) -> list[str]:
