@@ -1,16 +1,4 @@
-"""The control plane process: Redis connection, leadership and HTTP, from start to a clean stop.
-
-For tests that kill the process at a given record, four environment variables are read here and
-nowhere else. Each ends the process with SIGKILL around one append:
-
-- `UNICRON_CRASH_AFTER_SEQ=N`: right after the append that holds record N is acknowledged;
-- `UNICRON_CRASH_BEFORE_SEQ=N`: right before that append;
-- `UNICRON_CRASH_AFTER_KIND=Kind[:n]`: after the append that holds the n-th record (default the
-  first) of that kind which this process writes;
-- `UNICRON_CRASH_BEFORE_KIND=Kind[:n]`: right before it.
-
-An append is atomic, so no kill is possible between its records.
-"""
+"""The control plane process: Redis connection, leadership and HTTP, from start to a clean stop."""
 
 from __future__ import annotations
 
@@ -21,7 +9,7 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -33,11 +21,10 @@ from unicron import __version__
 from ..events import network_address
 from ..events.errors import Fenced, Unavailable, UsageError
 from ..events.log.embedded_server import start_time
-from ..events.log.identity import SECRET_BYTES, Identities, Keys, new_secret
+from ..events.log.identity import SECRET_BYTES, Identities, new_secret
 from ..events.log.redis_streams import RedisLog
 from ..events.private_files import read_private, write_private
 from ..events.process_io import LogStream
-from ..events.records.envelope import KINDS, Record
 from ..events.spec.policy import Policy
 from .api.connections import ConnectionLimits, Listener, limits_of_descriptors, seldom_logged
 from .api.http import Address, HttpApi
@@ -101,8 +88,8 @@ async def _serve(options: Options) -> int:
     if too_few:
         logger.warning(too_few)
     identities = Identities(_secret(options.state), options.cluster)
-    log = _CrashingLog(options.redis_url, options.cluster, identities.key,
-                       None if options.shared_password else identities, os.environ, options.ca)
+    log = RedisLog(options.redis_url, options.cluster, identities.key,
+                   None if options.shared_password else identities, options.ca)
     try:
         await _wait_for_redis(log)
         if options.shared_password:
@@ -300,41 +287,3 @@ def _configure_logging() -> None:
         processors=[structlog.processors.add_log_level,
                     structlog.processors.TimeStamper(fmt="iso", utc=True), last],
         logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, LogStream(stderr))))
-
-
-class _CrashingLog(RedisLog):
-    """The Redis log with the SIGKILLs of the module docstring."""
-
-    def __init__(self, url: str, cluster: str, keys: Keys, identities: Identities | None,
-                 environment: Mapping[str, str], ca: str) -> None:
-        super().__init__(url, cluster, keys, identities, ca)
-        self._seqs: dict[str, int] = {}
-        self._kinds: dict[str, tuple[str, int]] = {}
-        self._written: dict[str, int] = {}
-        for when in ("BEFORE", "AFTER"):
-            seq = environment.get(f"UNICRON_CRASH_{when}_SEQ", "")
-            kind, _, number = environment.get(f"UNICRON_CRASH_{when}_KIND", "").partition(":")
-            if (seq and not seq.isdecimal()) or (number and not number.isdecimal()):
-                raise UsageError(f"UNICRON_CRASH_{when}_*: not a number", "N, or Kind:n")
-            if kind and kind not in KINDS:
-                raise UsageError(f"UNICRON_CRASH_{when}_KIND: {kind!r} is not a kind of record")
-            if seq:
-                self._seqs[when] = int(seq)
-            if kind:
-                self._kinds[when] = kind, int(number or 1)
-
-    async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
-                     cursor: str, acked: Mapping[str, int]) -> None:
-        """Append as RedisLog does, with a SIGKILL before or after it if requested."""
-        for record in records:
-            self._written[record.kind] = self._written.get(record.kind, 0) + 1
-        self._crash("BEFORE", records)
-        await super().append(records, epoch=epoch, expect=expect, cursor=cursor, acked=acked)
-        self._crash("AFTER", records)
-
-    def _crash(self, when: str, records: Sequence[Record]) -> None:
-        kind, number = self._kinds.get(when, ("", 0))
-        seq = self._seqs.get(when)
-        if any(r.seq == seq for r in records) or (
-                kind in {r.kind for r in records} and self._written[kind] >= number):
-            os.kill(os.getpid(), signal.SIGKILL)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
+import crashing_log
 from unicron.cli.cluster import local_cluster
 from unicron.cli.cluster.client import Client, Interrupted, Refused, Unable, Unreachable
 from unicron.cli.cluster.local_cluster import ClusterOptions, LocalCluster
@@ -65,15 +67,14 @@ class RealCluster:
     def start_control_plane(self, crash_after: str = "") -> None:
         """Start a new one, which kills itself after (with `-`: before) a `crash_after` record."""
         self._client = None
-        environment = {"UNICRON_CRASH_AFTER_KIND": crash_after} if crash_after else {}
-        os.environ.update(environment)
-        try:
-            self.local.start(local_cluster.CONTROL_PLANE)
-        finally:
-            for name in environment:
-                del os.environ[name]
         if not crash_after:
+            self.local.start(local_cluster.CONTROL_PLANE)
             self.local.wait_control_plane()
+            return
+        with (mock.patch.dict(os.environ, {"UNICRON_CRASH_AFTER_KIND": crash_after}),
+              mock.patch.object(local_cluster, "program",
+                                lambda *words: [*crashing_log.PROGRAM, *words])):
+            self.local.start(local_cluster.CONTROL_PLANE)
 
     def kill_control_plane(self) -> None:
         process = self.local.find(local_cluster.CONTROL_PLANE)

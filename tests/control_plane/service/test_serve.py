@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import crashing_log
 import pytest
 import redis
 from unicron.events.log.embedded_server import Server
@@ -29,8 +30,11 @@ from unicron.events.spec.policy import Policy
 
 Redis: Any = redis.Redis
 MAIN = """
-import json, sys, pathlib
+import json, os, sys, pathlib
 from unicron.control_plane import server
+if any(name.startswith("UNICRON_CRASH_") for name in os.environ):
+    import crashing_log
+    crashing_log.install()
 from unicron.events.errors import UsageError
 from unicron.events.spec.policy import Policy
 state, url, port, cluster, policy, *switches = sys.argv[1:]
@@ -99,7 +103,8 @@ def control_plane(state: Path, url: str, *, port: int = 0, cluster: str = "serve
     process = subprocess.Popen(
         [*limited, sys.executable, "-c", MAIN, str(state), url, str(port), cluster, policy,
          *switches],
-        stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+        stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(crashing_log.__file__).parent), **environment})
     try:
         yield Running(process, state)
     finally:
