@@ -27,7 +27,7 @@ from ...events.private_files import write_private
 from ...events.records import types
 from ...events.spec.policy import Policy
 from ..cluster import processes
-from ..cluster.client import Client, Unable, Unreachable, authority, connect
+from ..cluster.client import Client, Refused, Unable, Unreachable, authority, connect
 from ..cluster.local_cluster import CONTROL_PLANE, agent_name
 from ..cluster.state_dir import StateDir
 
@@ -88,7 +88,7 @@ def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, advert
         _allow_plain(client.url, insecure)
     ca = client.ca or authority(client.host, client.port, state)
     if not client.socket:
-        with suppress(Unreachable, Unable):  # joining waits for it
+        with suppress(Refused, Unreachable, Unable):  # joining waits for it, and has its own token
             client.get("/v1/health")
     name = node or node_name(platform.node())
     _write_pid_file(state, agent_name(name))

@@ -78,13 +78,11 @@ def _end(token: Plain) -> str:
     return f"{rfc3339(token['expires_s'])}{', has expired' if token['expired'] else ''}"
 
 
-def join_command(client: Client, secret: str, node: str) -> str:
+def join_command(client: Client, secret: str, node: str, ca: str = "") -> str:
     """The command that starts an agent on another host. Its secret is not among its arguments,
-    which all users of that host can see."""
-    words = ["unicron", "agent", "--url", client.url]
-    if client.is_secure:
-        words += ["--ca", client.get("/v1/state")["cluster"]["ca"]]
-    elif not network_address.is_loopback(client.host):
+    which all users of that host can see. `ca`: the digest of the control plane's authority."""
+    words = ["unicron", "agent", "--url", client.url, *(["--ca", ca] if ca else [])]
+    if not client.is_secure and not network_address.is_loopback(client.host):
         words.append("--insecure")
     return f"UNICRON_TOKEN={secret} {shlex.join(words + (['--node', node] if node else []))}"
 
@@ -92,7 +90,8 @@ def join_command(client: Client, secret: str, node: str) -> str:
 def _show_secret(client: Client, answer: Plain, *, as_json: bool) -> None:
     is_join = answer["role"] == "join"
     if is_join:
-        answer["command"] = join_command(client, answer["token"], answer["node"])
+        ca = client.get("/v1/state")["cluster"]["ca"]
+        answer["command"] = join_command(client, answer["token"], answer["node"], ca)
     if as_json:
         console.out(json.dumps(answer))
         return

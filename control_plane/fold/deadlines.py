@@ -19,7 +19,6 @@ from .edits import (
     record_generation_failure,
     running_deadlines,
     schedule_estimate,
-    set_deadline,
 )
 from .hangs import command_hang_timed_out, hang_timed_out
 from .node_health import node_deadline_reached
@@ -115,11 +114,8 @@ _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
 
 def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached) -> None:
     """Handle the report of a passed deadline. A stale or early report has no effect."""
-    deadline = state.deadlines.get(body.deadline)
+    deadline = running_deadlines(state).get(body.deadline)
     if deadline is None or record.at_s < deadline.due_s:
-        return
-    if body.deadline not in running_deadlines(state):
-        set_deadline(state, body.deadline, deadline.length_s)
         return
     del state.deadlines[body.deadline]
     what, *of = body.deadline.split("/")

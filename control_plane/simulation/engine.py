@@ -11,6 +11,7 @@ from ...events.records.reports import DeadlineReached
 from ...events.records.types import Body
 from ..decide.advance import advance
 from ..decide.decide import Decide
+from ..fold.edits import running_deadlines
 from ..state.cluster import ClusterState, Deadline
 
 LEADER = "leader/simulated"
@@ -70,11 +71,18 @@ class Engine:
         seq = self._last_seq[source] = self._last_seq.get(source, 0) + 1
         return seq
 
+    def _next_deadline(self) -> tuple[float, str]:
+        """Time and name of the earliest deadline that may pass now; (inf, "") if there is none."""
+        if not self.state.hears_no_node:
+            return self._deadlines.next()
+        return min(((deadline.due_s, name)
+                    for name, deadline in running_deadlines(self.state).items()), default=(inf, ""))
+
     def run(self, until_s: float) -> None:
         """Process all events due by `until_s`. A deadline precedes a call due at the same time."""
         while True:
             due_s = self._due[0][0] if self._due else inf
-            deadline_s, name = self._deadlines.next()
+            deadline_s, name = self._next_deadline()
             if min(due_s, deadline_s) > until_s:
                 self.now_s = until_s
                 return
