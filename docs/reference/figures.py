@@ -265,7 +265,7 @@ def _hosts(rows: Sequence[Row], about: About) -> str:
     for case, title in hosts.CASES.items():
         step_s, touched, equal = (found[case, hosts.SYSTEM, metric].value or 0
                                   for metric in hosts.UNITS)
-        lines.append([f"`{case}`", title, f"{step_s:.1f}", f"{touched:g}",
+        lines.append([f"`{case}`", title, f"{step_s:.2f}", f"{touched:g}",
                       "yes" if equal else "NO"])
     return (f"{about['cores']} cores.\n\n" + _lines(
         "| case | what | fault to next step, s | healthy tasks touched | losses and state equal |",
