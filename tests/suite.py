@@ -23,19 +23,20 @@ FOLDER = ROOT / "build" / "tests"
 PAGE = ROOT / "docs" / "guides" / "test-runs.md"
 BEGIN = "<!-- the last run -->"
 RANKS = "tests/workers/training"
-WITH_CLUSTERS = [f"{RANKS}/test_{name}.py"
-                 for name in ("experts", "gpu_check", "saving_layouts", "usual_flags")]
+WITH_PROGRAMS = [f"{RANKS}/test_{name}.py"
+                 for name in ("data_loader", "known_versions", "megatron_wheels", "resharding")]
 WITH_OTHERS = [f"{RANKS}/test_{name}.py"
-               for name in ("data_loader", "known_versions", "megatron_wheels", "resharding")]
+               for name in ("experts", "gpu_check", "saving_layouts", "usual_flags")]
 """Tests of ranks in another lane, so that no lane is much longer than the rest."""
 OF_RANKS = [f"{RANKS}/{file.name}" for file in sorted((ROOT / RANKS).glob("test_*.py"))]
 PROGRAMS = ["tests/cli", "tests/workers/agent"]
 LANES = {
-    "clusters": ["tests/cluster", "tests/hosts", *WITH_CLUSTERS],
-    "ranks": [RANKS, *(f"--ignore={file}" for file in (*WITH_CLUSTERS, *WITH_OTHERS))],
-    "programs": [*PROGRAMS, *WITH_OTHERS],
+    "clusters": ["tests/cluster", "tests/hosts"],
+    "ranks": [RANKS, *(f"--ignore={file}" for file in (*WITH_PROGRAMS, *WITH_OTHERS))],
+    "programs": [*PROGRAMS, *WITH_PROGRAMS],
     "others": ["tests", *(f"--ignore={path}" for path in (
-        "tests/cluster", "tests/hosts", *PROGRAMS, *OF_RANKS))],
+        "tests/cluster", "tests/hosts", *PROGRAMS,
+        *(file for file in OF_RANKS if file not in WITH_OTHERS)))],
 }
 """Lane -> arguments of its pytest, which runs one test at a time and at most six real ranks."""
 POLL_S, STOP_S = 0.2, 50.0
