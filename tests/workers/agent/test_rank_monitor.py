@@ -94,7 +94,8 @@ def test_a_mark_is_read_as_it_was_written(page: ProgressPage) -> None:
     pulse.finish()
     (done,) = page.done(0)
     assert (done.num, done.generation, done.iteration, done.kind) == (1, 3, 7, "boundary")
-    assert done.own_s == pytest.approx(done.iteration_s - mark.waited_s)
+    # It excludes waits for a core as well.
+    assert 0.0 <= done.own_s <= done.iteration_s - mark.waited_s + 1e-9
     assert page.done(1) == []
     pulse.begin(3, 8, "usual")
     mark = page.mark()
