@@ -71,6 +71,28 @@ def test_a_task_loses_a_rank(tmp_path: Path, older: Nursery, changes: dict[str, 
         check(driver, older, 3, Axes(dp=3), [0, 2], Axes(dp=2), event)
 
 
+def test_an_order_before_the_last_backward_leaves_no_counts(tmp_path: Path, older: Nursery) -> None:
+    """The last backward then launches nothing, but Megatron has counted its gradients."""
+    spec = small_spec(tmp_path / "out", iterations=ITERATIONS, **OVERLAPPED)
+    with closing(Driver(spec, tmp_path, older)) as driver:
+        twin = Twin(spec, tmp_path / "twin", older, num_orders=2)
+        driver.start(0, 1, 2, axes=Axes(dp=3))
+        holds = [driver.hold(rank, "reduce", STRUCK) for rank in range(3)]
+        driver.form([0, 1, 2], axes=Axes(dp=3))
+        for rank in range(3):
+            driver.held(rank, STRUCK)
+        driver.kill(1)
+        driver.ask_to_leave([0, 2], "now")
+        driver.heard(0, 2)
+        for hold in holds:
+            hold.unlink()
+        driver.quiesced([0, 2])
+        driver.form([0, 2], axes=Axes(dp=2))
+        driver.finish([0, 2])
+        assert list(driver.losses()) == list(range(ITERATIONS))
+        assert twin.is_equal(driver.final_checkpoint())
+
+
 def test_a_mirrored_optimizer_is_refused(tmp_path: Path, older: Nursery) -> None:
     spec = small_spec(tmp_path / "out", parallel={"optimizer": "mirrored"})
     with closing(Driver(spec, tmp_path, older)) as driver:

@@ -203,6 +203,7 @@ class Reduction:
             self.begin(control, communicators, mine, losses)
         reduction = buckets.current
         if reduction is None:
+            buckets.reset()  # the last backward has launched nothing, but counted its gradients
             return "quiesced"
         buckets.launch_rest()
         check_active, groups = _check_of(communicators), communicators.groups
