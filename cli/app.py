@@ -107,8 +107,7 @@ def up(
         observe=observe if observe or act else None, allow_inject=allow_inject, watch=not no_watch,
         labels=() if label == ["none"] else tuple(label or ()) or None, checks=checks,
         checks_every_s=checks_every, shared_password=shared_password, insecure=insecure,
-        run_as=run_as),
-        detach=detach)
+        run_as=run_as), detach=detach)
 
 
 @app.command()
@@ -192,9 +191,8 @@ def control_plane(
     remove_secrets(REDIS_URL)
     serve.control_plane(folder(state), redis_url=redis_url, listen=listen, advertise=advertise,
                         port=port, tls_files=(tls_cert, tls_key), insecure=insecure,
-                        cluster=cluster, policy=policy,
-                        observe=observe, allow_inject=allow_inject,
-                        shared_password=shared_password)
+                        cluster=cluster, policy=policy, observe=observe,
+                        allow_inject=allow_inject, shared_password=shared_password)
 
 
 @app.command()
@@ -298,7 +296,7 @@ def logs(
                                          help="Print new lines as they arrive.")] = False,
     state: State = None, url: Url = None, ca: Ca = None,
 ) -> None:
-    """Show what a task's ranks printed, from the files on this machine."""
+    """Show what a task's ranks printed, from the files here or by the agents of other hosts."""
     from .commands import logs as commands_logs
 
     commands_logs.logs(folder(state), url, task, rank, follow=follow)
@@ -547,8 +545,7 @@ def token_list(state: State = None, url: Url = None, ca: Ca = None, output: Form
 
 @token.command("rotate")
 def token_rotate(name: TokenArg, reason: Reason = "", state: State = None, url: Url = None,
-                 ca: Ca = None,
-                 output: Form = "text") -> None:
+                 ca: Ca = None, output: Form = "text") -> None:
     """Print a new secret for a token; the old one ends now."""
     from .commands import token as command
 
@@ -557,8 +554,7 @@ def token_rotate(name: TokenArg, reason: Reason = "", state: State = None, url: 
 
 @token.command("revoke")
 def token_revoke(name: TokenArg, reason: Reason = "", state: State = None, url: Url = None,
-                 ca: Ca = None,
-                 output: Form = "text") -> None:
+                 ca: Ca = None, output: Form = "text") -> None:
     """End a token, or the identity of a node, now."""
     from .commands import token as command
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from msgspec import Struct
 
@@ -78,11 +79,13 @@ def start(state: StateDir, name: str, argv: Sequence[str],
 
 def limit_logs(state: StateDir) -> None:
     """Move what a log above LOG_BYTES_MAX has to NAME.log.1. Its process keeps it open to append,
-    so it is copied and emptied; lines written meanwhile are lost."""
+    so it is copied and emptied; lines written meanwhile are lost, and all if the disk is full."""
     for path in state.logs.glob("*.log"):
-        if path.stat().st_size > LOG_BYTES_MAX:
-            shutil.copyfile(path, path.with_name(f"{path.name}.1"))
-            os.truncate(path, 0)
+        with suppress(FileNotFoundError):
+            if path.stat().st_size > LOG_BYTES_MAX:
+                with suppress(OSError):
+                    shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+                os.truncate(path, 0)
 
 
 def stop_together(state: StateDir, together: Sequence[Process], grace_s: float) -> None:

@@ -564,3 +564,23 @@ def test_a_reply_is_awaited_for_the_given_time(url: str) -> None:
 
 def test_a_process_that_ended_before_its_pid_file_is_not_alive():
     assert not processes.alive(processes.Process(name="n1", pid=2 ** 22 + 1, started=""))
+
+
+def test_a_log_of_ours_that_grows_is_cut_while_its_process_writes_on(tmp_path, monkeypatch):
+    state = StateDir(tmp_path / "state")
+    state.create()
+    monkeypatch.setattr(processes, "LOG_BYTES_MAX", 100)
+    log, before = state.logs / "up.log", state.logs / "up.log.1"
+    with log.open("ab", buffering=0) as writes:
+        writes.write(b"a" * 101)
+        processes.limit_logs(state)
+        writes.write(b"b")
+        processes.limit_logs(state)
+        assert (log.read_bytes(), before.read_bytes()) == (b"b", b"a" * 101)
+        writes.write(b"c" * 100)
+        before.unlink()
+        before.mkdir()  # it cannot be copied
+        processes.limit_logs(state)
+        assert log.read_bytes() == b""
+    log.unlink()
+    processes.limit_logs(state)

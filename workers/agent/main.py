@@ -184,7 +184,7 @@ async def _run(options: AgentOptions, incarnation: int, run_as: RankUser | None)
         _log.warning("killed an orphaned process of an earlier agent", pid=proc.pid)
     linux.adopt_orphans()
     try:
-        identity = (IdentityFile(state_dir / "agents", options.node) if options.enrols else None)
+        identity = IdentityFile(state_dir / "agents", options.node) if options.enrols else None
         joined = await _join(options, incarnation, identity)
         if identity is not None:
             identity.enrolled()
