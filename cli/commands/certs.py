@@ -59,6 +59,8 @@ def _make(path: Path, name: str, days: int, extensions: Sequence[str], by: Seque
             why = " ".join(ran.stderr.split())[-200:] if ran.returncode else ""
         except OSError as error:
             why = (error.strerror or "").lower()
+        except subprocess.TimeoutExpired:
+            why = f"it did not end within {OPENSSL_S_MAX:g} s"
         if why:
             raise UsageError(f"openssl: {why}", "OpenSSL 3.0 or later is needed: apt-get install "
                              "openssl; or use a certificate from elsewhere")
