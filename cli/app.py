@@ -147,10 +147,16 @@ def agent(
     run_as: Annotated[str, typer.Option(
         "--run-as", metavar="USER", help="Run ranks as this user, with no way to the agent's "
         "secrets [the agent's: ranks are then trusted as the operator].")] = "",
+    restart: Annotated[bool, typer.Option(
+        "--restart", help="Have the running agent of this node execute itself again, as after an "
+        "upgrade. Its ranks run on.")] = False,
 ) -> None:
     """Run the agent of one node; it joins the control plane by HTTP."""
     from .commands import serve
 
+    if restart:
+        serve.restart_agent(folder(state), node)
+        return
     serve.agent(folder(state), url=url, node=node, num_slots=slots, advertise=advertise or host,
                 insecure=insecure, redis_url=redis, label=label or (), watch=not no_watch,
                 checks=checks, checks_every_s=checks_every, checks_s_max=checks_limit,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -218,12 +219,27 @@ def stop_all(state: StateDir, *, grace: bool = True) -> list[str]:
                  if (process := processes.find(state, name)) is not None]
         processes.stop_together(state, found, grace_s if grace else 0.0)
         stopped += [process.name for process in found]
+    _kill_marked(state, "")  # ranks whose agent had been killed
     state.control_plane.unlink(missing_ok=True)
     server = embedded_server.adopt(state.server)
     if server is not None:
         server.stop()
         stopped.append("server")
     return stopped
+
+
+def kill_node(state: StateDir, node: str) -> None:
+    """Kill the agent of a node and all its processes without a warning: a lost node."""
+    if (agent := processes.find(state, agent_name(node))) is not None:
+        processes.signal_to(agent, signal.SIGKILL)
+    _kill_marked(state, f"{node}/")
+
+
+def _kill_marked(state: StateDir, prefix: str) -> None:
+    from ...workers.agent.processes.launcher import MARKER
+    from ...workers.host import linux
+
+    linux.kill_marked(f"{MARKER}={state.path.absolute()}:{prefix}".encode())
 
 
 def labels_of(node: str, labels: Sequence[str]) -> list[str]:

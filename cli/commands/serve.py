@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from ..cluster import processes
 from ..cluster.client import Client, Refused, Unable, Unreachable, authority, connect
 from ..cluster.local_cluster import CONTROL_PLANE, agent_name
 from ..cluster.state_dir import StateDir
+from ..terminal import console
 
 if TYPE_CHECKING:
     from ...workers.agent.health.custom_checks import CheckOptions
@@ -99,6 +101,17 @@ def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, advert
         enrols=not client.socket, num_slots=num_slots or num_devices(), state_dir=state.path,
         host=advertised_address(advertise, client), redis_url=redis_url, labels=labels,
         watch=watch, checks=own, ca=ca, insecure=insecure, run_as=run_as)))
+
+
+def restart_agent(state: StateDir, node: str) -> None:
+    """Have the node's agent execute itself again. Raises UsageError if none runs here."""
+    name = node or node_name(platform.node())
+    found = processes.find(state, agent_name(name))
+    if found is None:
+        raise UsageError(f"no agent for node {name} runs on {state.path}",
+                         "give its --node and --state, or start it")
+    processes.signal_to(found, signal.SIGUSR2)
+    console.talk(f"agent {name}, pid {found.pid}, restarts; its ranks run on")
 
 
 def listen_address(listen: str, advertise: str) -> tuple[str, str]:

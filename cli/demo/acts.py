@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from ...events.spec.job import JobSpec, Train
-from ..cluster import processes
+from ..cluster import local_cluster, processes
 from ..cluster.local_cluster import CONTROL_PLANE, agent_name
 from ..cluster.state_dir import shown
 from ..commands.request_outcome import hidden
@@ -318,7 +318,7 @@ def _short(state_hash: str) -> str:
 
 # --- A node is lost. ---
 def lose_node(stage: Stage, faulted: Player, other: Player) -> None:
-    """SIGKILL an agent, and with it its ranks; one plan for both tasks heals the loss."""
+    """SIGKILL all processes of a node; one plan for both tasks heals the loss."""
     pids = {player.task: stage.trace.pids(player.task) for player in (faulted, other)}
     members = stage.members(faulted.task)
     gone = sorted(rank for rank, node in members.items() if node == NODE)
@@ -329,11 +329,11 @@ def lose_node(stage: Stage, faulted: Player, other: Player) -> None:
     agent = stage.process(agent_name(NODE))
     seq = stage.history.seq
     at_s = time.time()
-    processes.signal_to(agent, signal.SIGKILL)
+    local_cluster.kill_node(stage.cluster.state, NODE)
     stage.count_kill()
     stage.say(f"FAULT {stage.num_kills}",
-              f"kill -9 {agent.pid}: the agent of {NODE}; {faulted.name}'s {ranks(gone)} "
-              "die with it: a lost node")
+              f"kill -9 of {NODE}: its agent {agent.pid}, {faulted.name}'s {ranks(gone)} "
+              "and the rest: a lost node")
     _suspect_then_lost(stage, faulted, seq, at_s)
     placed = stage.wait(lambda: stage.find("TaskPlaced", after=seq, task=other.task),
                         HEAL_S_MAX, "a plan for both tasks")

@@ -283,6 +283,8 @@ TEMPLATES = {
     "TokenChanged": "{act} the token {name}, role {token_role}{reason:because}{:by}",
     "NodeJoined": "{node} {num_slots} {accelerator} slots, pid {pid}, at {host}{labels:labels}",
     "NodeLeft": "{node}: {reason}",
+    "AgentRestarting": "{node}: the agent is back within {back_s:g} s; its ranks run on",
+    "AgentRestarted": "{node}: agent pid {pid} has adopted the node's processes",
     "MemoryCheckpointsLost": "{node} lost its in-memory checkpoints{task:? of task {task}}"
                              "{why:because}",
     "ReportsLost": "{node} lost {num_lost} reports",

@@ -273,7 +273,8 @@ class HttpApi:
                       "cluster": self._address.cluster, "node": body.node,
                       "epoch": self._coordinator.epoch,
                       "key": self._identities.key(body.node).hex(),
-                      "redact": state.policy.redact})
+                      "redact": state.policy.redact,
+                      "agent_gone_s_max": state.policy.agent_gone_s_max})
 
     async def _identify(self, request: web.Request, body: _Join, known: Node | None) -> None:
         """Enrol the node if its agent asks for that; else raise Refusal if it is another node, or

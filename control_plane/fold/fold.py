@@ -88,6 +88,7 @@ HANDLERS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
     r.EpochStarted: _epoch_started, r.PolicySet: _policy_set, r.DeadlineReached: deadline_reached,
     # nodes
     r.NodeJoined: nodes.node_joined, r.NodeLeft: nodes.node_left,
+    r.AgentRestarting: nodes.agent_restarting, r.AgentRestarted: nodes.agent_restarted,
     r.NodeUnreachable: nodes.node_unreachable, r.NodeReachable: nodes.node_reachable,
     r.OrderRefused: nodes.order_refused, r.ReportsLost: nodes.reports_lost,
     r.DeviceErred: node_health.device_erred, r.HealthChanged: node_health.health_changed,

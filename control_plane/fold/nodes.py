@@ -82,6 +82,18 @@ def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
             del state.sources[source]
 
 
+def agent_restarting(state: ClusterState, record: Record, body: r.AgentRestarting) -> None:
+    node = state.nodes.get(body.node)
+    if node is not None and node.incarnation == body.incarnation:
+        node.away_until_s = record.at_s + min(max(body.back_s, 0.0), state.policy.agent_gone_s_max)
+
+
+def agent_restarted(state: ClusterState, record: Record, body: r.AgentRestarted) -> None:
+    node = state.nodes.get(body.node)
+    if node is not None and node.incarnation == body.incarnation:
+        node.pid, node.away_until_s = body.pid, record.at_s
+
+
 def node_left(state: ClusterState, record: Record, body: r.NodeLeft) -> None:
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation:

@@ -80,7 +80,7 @@ class Leases:
             is_suspect = name in suspected and policy.suspect_s_max < policy.silence_s_max
             lease_s = policy.suspect_s_max if is_suspect else policy.silence_s_max
             granted_s = self._granted_suspect_s if is_suspect else self._granted_s
-            silence_s = now_s - max(beat_s, granted_s, node.since_s)
+            silence_s = now_s - max(beat_s, granted_s, node.since_s, node.away_until_s)
             if silence_s > lease_s:
                 yield NodeUnreachable(node=name, incarnation=node.incarnation, silence_s=silence_s)
 

@@ -112,6 +112,8 @@ class Node(Struct, kw_only=True):
     since_s: float = 0.0
     improved_s: float = 0.0
     """When the node last ceased to be unhealthy or degraded."""
+    away_until_s: float = 0.0
+    """Its agent restarts and is due until then; a shorter silence does not count."""
     unreachable_seq: int = 0
     replace: bool = False
     """The node has been unreachable for replace_after_s (policy)."""

@@ -170,7 +170,8 @@ def _sign(key: bytes, purpose: bytes, data: bytes) -> bytes:
 
 
 AGENT_REPORTS: tuple[type[Body], ...] = (
-    reports.NodeJoined, reports.NodeLeft, reports.MemoryCheckpointsLost, reports.ReportsLost,
+    reports.NodeJoined, reports.NodeLeft, reports.AgentRestarting, reports.AgentRestarted,
+    reports.MemoryCheckpointsLost, reports.ReportsLost,
     reports.OrderRefused, reports.HealthChanged, reports.DeviceErred,
     reports.RankStarted, reports.RankReady, reports.RankErrored, reports.RankExited,
     reports.RankReportsDropped,

@@ -144,6 +144,23 @@ class NodeJoined(Body, frozen=True):
     copies_bytes_max: int = 0
 
 
+class AgentRestarting(Body, frozen=True):
+    """An agent ends, and leaves its processes to the next one, which is due within `back_s`. The
+    node is not unreachable before."""
+
+    node: str
+    incarnation: int
+    back_s: float
+
+
+class AgentRestarted(Body, frozen=True):
+    """A new agent continues the incarnation: it has adopted the processes of the former one."""
+
+    node: str
+    incarnation: int
+    pid: int
+
+
 class NodeLeft(Body, frozen=True):
     """An agent stopped on request together with its ranks; not a fault."""
 

@@ -20,7 +20,7 @@ _WAIT = (1e-3, 1e6)
 _SPAN = (1e-3, 1e15)
 _NUM_MAX = 2**31 - 1
 BOUNDS: dict[str, tuple[float, float]] = {
-    "silence_s_max": _WAIT,
+    "silence_s_max": _WAIT, "agent_gone_s_max": _WAIT,
     "evidence_s_max": (0, 1e6),
     "start_s_max": _WAIT,
     "quiesce_s_max": _WAIT,
@@ -57,6 +57,8 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     silence_s_max: float = 5.0
     """A node without a heartbeat for this long is unreachable."""
+    agent_gone_s_max: float = 60.0
+    """How long the ranks of a node run on without an agent. An agent has it from its start on."""
     evidence_s_max: float = 1.0
     """How long the report of a root cause is awaited after a failed collective, before a retry in
     place; and how long paused members wait for members on unreachable nodes."""

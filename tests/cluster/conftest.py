@@ -21,7 +21,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]
 def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
     with running(tmp_path_factory.mktemp("three"), 3, {
             "silence_s_max": 2.0, "evidence_s_max": 4.0, "replace_after_s": 10.0,
-            "stopped_s_max": 60.0}) as made:
+            "stopped_s_max": 60.0, "agent_gone_s_max": 6.0}) as made:
         yield made
 
 

@@ -77,7 +77,7 @@ def test_a_task_on_a_lost_node_recovers_from_the_stores_of_other_nodes(
     for name in stores:
         wait_copied(cluster, task, 0, name)
     begin = cluster.seq()
-    cluster.kill_agent(own)
+    cluster.kill_node(own)
     cluster.wait(lambda: linux.read(rank["pid"]) is None or None, "the held rank is gone")
     hold.unlink()
     came = cluster.wait_told(begin, "Reconfigured", task=task).body
@@ -89,6 +89,7 @@ def test_a_task_on_a_lost_node_recovers_from_the_stores_of_other_nodes(
     cluster.cancel(task)
     cluster.verify()
     cluster.start_agent(own)
+    cluster.wait_told(begin, "NodeJoined", node=own)
 
 
 def test_a_task_that_a_fault_hurt_and_the_plan_preempts_comes_back_from_memory(
@@ -105,7 +106,7 @@ def test_a_task_that_a_fault_hurt_and_the_plan_preempts_comes_back_from_memory(
     cluster.wait_steps(task)
     lost = min(nodes)
     begin = cluster.seq()
-    cluster.kill_agent(lost)
+    cluster.kill_node(lost)
     cluster.wait_told(begin, "TaskWaiting", task=task)
     cluster.wait(lambda: not cluster.task(task)["ranks"] or None, "its processes have ended")
     saved = cluster.told(begin, "CheckpointSaved", task=task)[-1].body

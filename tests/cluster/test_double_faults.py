@@ -145,7 +145,7 @@ def test_a_rank_dies_and_then_the_agent_of_its_node(pair: Pair) -> None:
     victim = cluster.pids(pair.one)[on[node][0]]
     os.kill(victim, signal.SIGKILL)
     pair.wait_exit(pair.one, victim, after)  # the agent must report the exit before it dies
-    cluster.kill_agent(node)
+    cluster.kill_node(node)
     cluster.wait_told(after, "IncidentEscalated", node=node, severity="SEV1")
     pair.healed(after, pair.one, num=2)
     back = cluster.seq()
@@ -164,7 +164,7 @@ def test_two_of_three_nodes_are_lost_and_both_tasks_continue(pair: Pair) -> None
     before = {task: cluster.pids(task) for task in pair.specs}
     lost = [node for node in NODES if node != third]
     for node in lost:
-        cluster.kill_agent(node)
+        cluster.kill_node(node)
     pair.healed(after, *pair.specs, num=1)
     for task in pair.specs:
         assert set(cluster.pids(task).values()) < set(before[task].values())

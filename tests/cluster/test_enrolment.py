@@ -126,7 +126,7 @@ def test_the_printed_command_enrols_a_host_once(hosts: Hosts) -> None:
     assert [line.split()[:2] for line in listed[1:]] == [
         ["owner", "admin"], ["h1", "node"], ["join-h1", "join"]]
     assert listed[-1].endswith("1 of 1")
-    agent.kill()
+    agent.terminate()
     agent.wait()
     hosts.start("h1", command.replace(found[1], ""))
     hosts.joined("h1", 2)

@@ -99,7 +99,7 @@ def test_a_new_leader_gives_the_users_again(own: RealCluster, tmp_path: Path) ->
 def test_a_restarted_agent_replaces_its_user(own: RealCluster) -> None:
     with master(own) as server:
         before = server.acl_getuser(USERS[1])["passwords"]
-        own.kill_agent("n1")
+        own.kill_node("n1")
         own.start_agent("n1")
         own.local.wait_agents(own.client())
         assert server.acl_getuser(USERS[1])["passwords"] != before

@@ -47,7 +47,7 @@ def test_a_lost_node_takes_one_plan_and_rejoins(pair: Pair) -> None:
     node = next(node for node in NODES if cluster.on(heavy, node) and not cluster.on(light, node))
     hurt, before = cluster.on(heavy, node), {task: cluster.pids(task) for task in pair.specs}
     after = cluster.seq()
-    cluster.kill_agent(node)
+    cluster.kill_node(node)
     pair.wait_whole(3, 1)
 
     # the node counts as lost only after a second source

@@ -94,7 +94,7 @@ def test_a_task_that_lost_both_its_nodes_resumes_from_its_checkpoint(
     after = cluster.wait_told(task, "CheckpointPublished", task=task).seq
     cluster.wait_steps(task)
     for node in nodes:
-        cluster.kill_agent(node)
+        cluster.kill_node(node)
     cluster.wait_told(after, "IncidentClosed")
     view = cluster.wait_whole(task, 2)
     assert {rank["node"] for rank in view["ranks"]}.isdisjoint(nodes)

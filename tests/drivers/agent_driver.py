@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ from unicron.events.spec.job import JobSpec, parse
 from unicron.workers.agent.agent import Agent
 from unicron.workers.agent.delivery.spool import Spool
 from unicron.workers.agent.processes.launcher import NodeConfig
+from unicron.workers.agent.processes.process import Process
+from unicron.workers.agent.processes.shim import Shim
 from unicron.workers.host import linux
 
 LIMIT_S = 40.0
@@ -42,10 +45,13 @@ from unicron.workers.agent.health.custom_checks import CheckOptions
 from unicron.workers.agent.main import AgentOptions, run
 url, state, token = sys.argv[1:]
 folder = os.environ.get("CHECKS")
+changes = {"num_slots": int(os.environ.get("SLOTS", "2"))}
+if "RANK" in os.environ:
+    changes["rank_argv"] = (sys.executable, os.environ["RANK"])
 checks = CheckOptions(folder=Path(folder), every_s=0.2, s_max=60.0) if folder else None
 try:
-    sys.exit(run(AgentOptions(node="n1", url=url, token=token, num_slots=2, state_dir=Path(state),
-                         enrols="ENROLS" in os.environ, checks=checks)))
+    sys.exit(run(AgentOptions(node="n1", url=url, token=token, state_dir=Path(state),
+                              enrols="ENROLS" in os.environ, checks=checks, **changes)))
 except UsageError as error:
     sys.exit(f"error: {error}; hint: {error.hint}")
 """
@@ -202,6 +208,17 @@ async def until_text(path: str | Path) -> str:
     return await until(lambda: (file.read_text() if file.exists() else "") or None)
 
 
+def new_shim(folder: Path) -> Shim:
+    return Shim.open(folder / "n1.shim", os.environ, ("UNICRON_PROCESS", "shim"),
+                     folder / "shim.log")
+
+
+def start(shim: Shim, argv: Sequence[str], log_path: Path, marker: tuple[str, str]) -> Process:
+    """A process as of a rank."""
+    return Process.start(shim, "1.0.1", lambda at: b"", argv, env=os.environ, marker=marker,
+                         log_path=log_path)
+
+
 class LocalNode:
     """A leader and an agent in this process, on one log. The agent's ranks are real processes."""
 
@@ -213,9 +230,10 @@ class LocalNode:
             NodeConfig(name="n1", incarnation=7, cluster="c", host="127.0.0.9", num_slots=2,
                        state_dir=state_dir, rank_argv=(sys.executable, str(script))), **changes)
         self.stop = asyncio.Event()
+        shim = new_shim(state_dir)
         self.agent = Agent(self.node, log, time.time, os.getpid(),
                            spool=Spool(self.node.source, self.node.name, time.time), left=[],
-                           sweeps=False)
+                           sweeps=False, shim=shim)
         self.serving: asyncio.Task[None] | None = None
 
     async def start(self, spec: JobSpec, rank: int = 0, **changes: Any) -> int:
@@ -285,6 +303,7 @@ class PlaneStub:
         self.state_dir = state_dir
         self.url = ""
         self.agents: list[subprocess.Popen[bytes]] = []
+        self.gone_s = 60.0
         self._redis_url = url
         self.refusal = 0
         """If not 0, the status of the answers to joins."""
@@ -301,7 +320,8 @@ class PlaneStub:
             return web.json_response({"error": "wrong token", "hint": ""}, status=401)
         return web.json_response({"redis_url": self._redis_url, "cluster": self.cluster,
                                   "node": request_body["node"], "epoch": self.leader.epoch,
-                                  "key": self.identities.key(request_body["node"]).hex()})
+                                  "key": self.identities.key(request_body["node"]).hex(),
+                                  "agent_gone_s_max": self.gone_s})
 
     async def move(self, url: str) -> None:
         """The log is at another server from now on, and the control plane has another secret."""
@@ -326,6 +346,17 @@ class PlaneStub:
                 stdout=log, stderr=log, start_new_session=True, env={**os.environ, **env})
         self.agents.append(process)
         return process
+
+    def shims(self) -> list[int]:
+        """The shim of the node, which is the parent of its ranks."""
+        mark = f"UNICRON_PROCESS={self.state_dir}:n1/:shim".encode()
+        return [proc.pid for proc in linux.table()
+                if proc.state != "Z" and mark in linux.environ(proc.pid)]
+
+    def kill_shim(self) -> None:
+        """Kill the shim. Its ranks die with it."""
+        (shim,) = self.shims()
+        os.kill(shim, signal.SIGKILL)
 
     def said(self) -> str:
         return (self.state_dir / "agent.log").read_text()

@@ -155,7 +155,7 @@ class Striker:
         if len(nodes) < 2 or self.cluster.local.find(name) is None:
             return ""
         self._away(name, fault)
-        self.cluster.kill_agent(name.removeprefix("agent-"))
+        self.cluster.kill_node(name.removeprefix("agent-"))
         return f"{name}, back after {fault.away_s:.1f} s"
 
     def _kill_control_plane(self, fault: Fault) -> str:

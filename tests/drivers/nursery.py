@@ -69,7 +69,7 @@ class Nursery:
         with log.open("wb") as output, theirs:
             self.popen = subprocess.Popen(
                 [sys.executable, "-P", "-c", ZYGOTE,
-                 "--fd", str(theirs.fileno()), "--agent", str(os.getpid())],
+                 "--fd", str(theirs.fileno()), "--parent", str(os.getpid())],
                 pass_fds=[theirs.fileno()], stdout=output, stderr=output,
                 env={**os.environ, **ONE_THREAD, **WITHOUT_CUDA}, start_new_session=True)
         self.socket.settimeout(START_S)

@@ -71,9 +71,11 @@ class Process:
                     [*by, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()],
                     stdout=output, stderr=output, env=environment, start_new_session=True)
         self.ready: r.RankReady | None = None
+        self.num_sent = 0
 
     def send(self, body: Body) -> None:
-        self.socket.sendall(pack(Frame(body=body, seq=1, epoch=1,
+        self.num_sent += 1
+        self.socket.sendall(pack(Frame(body=body, seq=self.num_sent, epoch=1,
                                        store_keys=store_keys(lambda node: NODE_KEY, body, ""))))
 
     def read_all(self, limit_s: float) -> bool:

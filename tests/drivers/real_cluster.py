@@ -166,12 +166,16 @@ class RealCluster:
         assert process is not None, f"the agent of {node} does not run"
         return process
 
+    def kill_node(self, node: str) -> None:
+        """Kill the agent with all processes of its node, as if the node was lost."""
+        local_cluster.kill_node(self.state, node)
+
     def kill_agent(self, node: str) -> None:
-        """Kill the agent. Its ranks die with it, as if the node was lost."""
+        """Kill the agent alone."""
         os.kill(self.agent(node).pid, signal.SIGKILL)
 
     def start_agent(self, node: str) -> None:
-        """Restart a killed agent as a new incarnation."""
+        """Start the agent of a node after it was killed."""
         name = local_cluster.agent_name(node)
         self.wait(lambda: self.local.find(name) is None or None, f"the agent of {node} has ended")
         self.local.start(name)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import network_namespaces
 import pytest
+from agent_driver import new_shim
 from hosts.cluster import BRAIN, TRAIN, HostsCluster
 from hosts.network import laid
 from twins import Twins, small
 from unicron.events import network_address
 from unicron.events.errors import UsageError
+from unicron.workers.agent.checkpoint_store import CheckpointStore
 
 NODES = ("h1", "h2")
 HOSTS = (BRAIN, *NODES)
@@ -49,6 +51,27 @@ def test_a_task_trains_over_ipv6(tmp_path: Path) -> None:
         finally:
             twins.stop()
             cluster.stop()
+
+
+async def test_a_full_range_of_ports_is_one_line(tmp_path: Path) -> None:
+    if why := network_namespaces.why_not():
+        pytest.skip(why)
+    with (
+        laid(f"unicron-f{os.getpid()}", ("h1",), (TRAIN,)) as network,
+        network_namespaces.within(network.namespace("h1")),
+    ):
+        network.set_ports("h1", 21000, 21001)
+        host = network.address("h1", TRAIN)
+        taken = [network_address.listen(host) for _ in range(2)]
+        shim = new_shim(tmp_path)
+        try:
+            with pytest.raises(UsageError, match=f"listen at {host}: Address already in use"):
+                CheckpointStore(host, b"", {}, ("UNICRON_PROCESS", "test"), tmp_path / "log",
+                                lambda task, why: None, 1, shim)
+        finally:
+            shim.end()
+            for one in taken:
+                one.close()
 
 
 def test_addresses_of_a_host(tmp_path: Path) -> None:

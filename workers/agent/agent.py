@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -14,7 +13,13 @@ import structlog
 
 from ...events.errors import Ambiguous, Unavailable
 from ...events.log.port import AgentPort
-from ...events.records.reports import MemoryCheckpointsLost, NodeJoined, NodeLeft
+from ...events.records.reports import (
+    AgentRestarted,
+    AgentRestarting,
+    MemoryCheckpointsLost,
+    NodeJoined,
+    NodeLeft,
+)
 from ...events.records.types import first_store_number
 from ..host import linux
 from .checkpoint_store import CheckpointStore
@@ -27,6 +32,7 @@ from .monitoring.output_reader import LOOK_S as READ_S
 from .monitoring.rank_monitor import WATCH_S
 from .order_executor import STOP_GRACE_S, OrderExecutor
 from .processes.launcher import MARKER, NodeConfig
+from .processes.shim import Shim, ShimLost
 
 BEAT_S = 0.5
 REJOIN_S = 5.0
@@ -45,15 +51,18 @@ _log = structlog.get_logger("agent")
 class Agent:
     """Serves one node. `clock` gives seconds since 1970.
 
-    `sweeps`: the agent owns every child of this process, and reaps orphans among them. `sources`
-    configures the health checks; None disables them. `rejoin` asks the control plane anew for the
-    address of the log, and moves `port` there.
+    `sweeps`: the agent owns every child of this process, and reaps orphans among them. `shim` is
+    the parent of all others; what it holds of a former agent of this incarnation is continued, and
+    `spool` is that agent's. `sources` configures the health checks; None disables them. `rejoin`
+    asks the control plane anew for the address of the log, and moves `port` there. `restart`
+    replaces this process by its successor; it is called if it is there when `run` is to stop.
     """
 
     def __init__(self, node: NodeConfig, port: AgentPort, clock: Callable[[], float], pid: int, *,
-                 spool: Spool, left: list[Spool], sweeps: bool,
+                 spool: Spool, left: list[Spool], sweeps: bool, shim: Shim,
                  sources: HealthSources | None = None,
-                 rejoin: Callable[[], Awaitable[None]] | None = None) -> None:
+                 rejoin: Callable[[], Awaitable[None]] | None = None,
+                 restart: Callable[[], Callable[[], None] | None] = lambda: None) -> None:
         self._node = node
         self._port = port
         self._clock = clock
@@ -64,6 +73,8 @@ class Agent:
         self._sweeps = sweeps
         self._sources = sources
         self._rejoin = rejoin
+        self._shim = shim
+        self._restart = restart
         self._has_joined = False
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -75,28 +86,36 @@ class Agent:
         the ranks (SIGTERM, SIGKILL after STOP_GRACE_S), flushes reports for at most FLUSH_S_MAX,
         and ends the other loops. The spool's file keeps unacknowledged reports.
         Cancel, or an error in a loop: the agent kills the ranks and neither reports nor flushes.
+        Restart: the agent reports AgentRestarting, flushes, and leaves all as it is.
         Raises LogReplaced if the log was replaced by another one, TokenRefused if the node was
-        revoked.
+        revoked, ShimLost.
         """
         try:
             await self._serve(stop)
         except BaseExceptionGroup as group:
-            if found := group.subgroup((LogReplaced, TokenRefused)):
+            if found := group.subgroup((LogReplaced, TokenRefused, ShimLost)):
                 raise found.exceptions[0] from None
             raise
 
     async def _serve(self, stop: asyncio.Event) -> None:
         node = self._node
         store = self._make_store()
-        self._outbox.put(NodeJoined(
-            node=node.name, incarnation=node.incarnation, host=node.host, pid=self._pid,
-            num_slots=node.num_slots, accelerator="cuda" if node.devices else "cpu",
-            keeper=store.endpoint, labels=node.labels, copies_bytes_max=store.bytes_max))
+        if self._spool.last:
+            self._spool.resume()
+            self._outbox.put(AgentRestarted(node=node.name, incarnation=node.incarnation,
+                                            pid=self._pid))
+        else:
+            self._outbox.put(NodeJoined(
+                node=node.name, incarnation=node.incarnation, host=node.host, pid=self._pid,
+                num_slots=node.num_slots, accelerator="cuda" if node.devices else "cpu",
+                keeper=store.endpoint, labels=node.labels, copies_bytes_max=store.bytes_max))
         async with asyncio.TaskGroup() as group:
-            health = HealthMonitor(node, self._sources, self._outbox.put) if self._sources else None
+            health = (HealthMonitor(node, self._sources, self._outbox.put, self._spool)
+                      if self._sources else None)
             ranks = OrderExecutor(node, self._outbox.put, group, store, self._clock,
-                                  health.killed if health else None)
+                                  self._shim, self._spool, health.killed if health else None)
             try:
+                ranks.adopt()
                 loops = [group.create_task(self._outbox.run(), name="reports"),
                          group.create_task(self._beat(), name="heartbeats"),
                          group.create_task(self._ask_address(), name="rejoin"),
@@ -107,6 +126,12 @@ class Agent:
                 orders = group.create_task(self._follow(ranks), name="orders")
                 heeds = [group.create_task(health.run(), name="health")] if health else []
                 await stop.wait()
+                if (restart := self._restart()) is not None:
+                    _log.info("restarting; the ranks run on", ranks=len(ranks.pids))
+                    self._outbox.put(AgentRestarting(node=node.name, incarnation=node.incarnation,
+                                                     back_s=node.gone_s))
+                    await self._outbox.flush(FLUSH_S_MAX)
+                    restart()
                 _log.info("stopping", ranks=len(ranks.pids))
                 for task in (orders, *heeds):
                     task.cancel()
@@ -121,7 +146,9 @@ class Agent:
                     loop.cancel()
             finally:
                 ranks.kill_all()
-                store.close()
+                with suppress(ShimLost):
+                    store.close()
+                self._shim.end()
 
     def _make_store(self) -> CheckpointStore:
         node = self._node
@@ -134,7 +161,7 @@ class Agent:
             node.host, node.store_secret, os.environ,
             (MARKER, f"{node.mark}{node.incarnation}:keeper"),
             node.state_dir / "logs" / f"checkpoint-store-{node.name}.log", lost,
-            first_store_number(node.incarnation))
+            first_store_number(node.incarnation), self._shim)
         return store
 
     async def _follow(self, ranks: OrderExecutor) -> None:
@@ -174,24 +201,19 @@ class Agent:
     async def _look(self, ranks: OrderExecutor) -> None:
         """Find stopped and continued ranks: the peers of a stopped rank wait in a collective.
 
-        SIGCHLD triggers a look. A look every LOOK_S also finds changes without SIGCHLD: the signal
-        was lost, or the process is not a direct child.
+        A SIGCHLD of the shim triggers a look. A look every LOOK_S also finds changes of other
+        processes. Raises ShimLost.
         """
         child_changed = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        if self._sweeps:
-            loop.add_signal_handler(signal.SIGCHLD, child_changed.set)
-        try:
-            while True:
-                child_changed.clear()
-                ranks.look()
-                await asyncio.sleep(LOOK_S_MIN)  # a burst of signals causes one look
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
-                        await child_changed.wait()
-        finally:
-            if self._sweeps:
-                loop.remove_signal_handler(signal.SIGCHLD)
+        self._shim.on_change(child_changed.set)
+        while True:
+            child_changed.clear()
+            self._shim.check()
+            ranks.look()
+            await asyncio.sleep(LOOK_S_MIN)  # a burst of signals causes one look
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await child_changed.wait()
 
     async def _read(self, ranks: OrderExecutor) -> None:
         """Read the output of commands every READ_S."""
@@ -207,8 +229,11 @@ class Agent:
 
     async def _sweep(self, ranks: OrderExecutor, health: HealthMonitor | None) -> None:
         """Reap orphans that exited while their rank still runs."""
-        while self._sweeps:
-            for pid in linux.dead_children():
-                if pid not in ranks.pids and not (health and pid in health.pids):
+        while True:
+            if dead := [pid for pid in linux.dead_children(self._shim.pid)
+                        if pid not in ranks.pids]:
+                self._shim.reap(*dead)
+            for pid in linux.dead_children(os.getpid()) if self._sweeps else ():
+                if not (health and pid in health.pids):
                     linux.reap(pid)
             await asyncio.sleep(SWEEP_S)

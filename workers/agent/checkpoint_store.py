@@ -1,17 +1,15 @@
 """Runs the node's checkpoint store: the process that holds in-memory checkpoints of ranks.
 
-The agent owns the listening socket. It starts the store (workers/checkpoint_store) when a rank
-connects and no store runs. So a node without checkpoints has no such process, and the address never
-changes. If the store exits before it held a checkpoint, nothing was lost, and the agent waits
-longer before each restart.
+The agent listens. It starts the store (workers/checkpoint_store) when a rank connects and no store
+runs; the shim holds both for the next agent. So a node without checkpoints has no such process, and
+the address never changes. If the store exits before it held a checkpoint, nothing was lost, and the
+agent waits longer before each restart.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,32 +18,34 @@ from pathlib import Path
 import structlog
 
 from ...events import network_address
+from ...events.errors import UsageError
 from ...events.records.types import STORES_NUM_MAX
 from ..checkpoint_store import protocol
 from ..checkpoint_store.store import BYTES_MAX, bytes_max
-from ..host import linux
 from .delivery.log_link import backoff_s
+from .processes.shim import STORE, STORE_PROCESS, Shim
 
 ARGV = (sys.executable, "-P", "-m", "unicron.workers.checkpoint_store.server")
 BACKLOG_NUM = 64
 RESTART_S_MAX = 60.0
 """Longest wait before a restart if the store keeps exiting before it holds a checkpoint."""
-END_S_MAX = 1.0
-"""How long `close` waits for the exit. The agent reaps a later exit with its other children."""
 
 _log = structlog.get_logger("agent")
 
 
 class CheckpointStore:
-    """Listens on `host`. Calls `lost` with the task that lost its checkpoints (0: all) and why.
+    """Listens on `host`; raises UsageError if it cannot. Calls `lost` with the task that lost its
+    checkpoints (0: all) and why.
 
     `start` is the number of the current or next process; it grows by one after each process that
     held a checkpoint. At most STORES_NUM_MAX numbers are used: higher ones are the next agent's.
     """
 
     def __init__(self, host: str, secret: bytes, env: Mapping[str, str], marker: tuple[str, str],
-                 log_path: Path, lost: Callable[[int, str], None], start: int) -> None:
-        self.start = start
+                 log_path: Path, lost: Callable[[int, str], None], start: int, shim: Shim) -> None:
+        self._shim = shim
+        former = shim.held.get(STORE)
+        self.start = int(former.note) if former is not None else start
         self.bytes_max = bytes_max(env)
         """The memory that its checkpoints may take."""
         self._last = start + STORES_NUM_MAX - 1
@@ -54,8 +54,14 @@ class CheckpointStore:
         self._log_path = log_path
         self._lost = lost
         self._loop = asyncio.get_running_loop()
-        self._listener = network_address.listen(host, backlog=BACKLOG_NUM)
-        self._popen: subprocess.Popen[bytes] | None = None
+        try:
+            self._listener = (socket.socket(fileno=former.files[0]) if former is not None
+                              else network_address.listen(host, backlog=BACKLOG_NUM))
+        except OSError as error:
+            raise UsageError(f"the checkpoint store cannot listen at {host}: {error.strerror}",
+                             "free a port of sysctl net.ipv4.ip_local_port_range") from None
+        self.pid = 0
+        """The pid of the store's process; 0: none runs."""
         self._socket: socket.socket | None = None
         self._restart_timer: asyncio.TimerHandle | None = None
         self._has_stored = False
@@ -63,12 +69,18 @@ class CheckpointStore:
         self._num_failures = 0
         """Consecutive exits before a first checkpoint."""
         self.endpoint = network_address.endpoint(host, self._listener.getsockname()[1])
+        running = shim.held.get(STORE_PROCESS)
+        if running is not None:
+            # It may have held a checkpoint: if it exits, that is reported.
+            self.pid, self._socket, self._has_stored = (
+                running.pid, socket.socket(fileno=running.files[0]), True)
+            self._loop.add_reader(self._socket, self._on_message)
+            return
+        self._hold()
         self._loop.add_reader(self._listener, self._start)
 
-    @property
-    def pid(self) -> int:
-        """The pid of the store's process; 0: none runs."""
-        return self._popen.pid if self._popen is not None else 0
+    def _hold(self) -> None:
+        self._shim.hold(STORE, b"%d" % self.start, [self._listener.fileno()])
 
     def forget(self, task: int) -> None:
         """Drop the checkpoints of a task that has ended."""
@@ -80,15 +92,19 @@ class CheckpointStore:
         """Kill the process and stop listening. A second call does nothing."""
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener)
-            self._listener.close()
+            self._listen_no_more()
         if self._restart_timer is not None:
             self._restart_timer.cancel()
         self._end()
 
+    def _listen_no_more(self) -> None:
+        """New connections are refused."""
+        self._listener.close()
+        self._shim.reap(key=STORE)
+
     def _start(self) -> None:
         """Start the process for a waiting connection."""
         self._loop.remove_reader(self._listener)
-        parent = os.getpid()
         ours: socket.socket | None = None
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,14 +112,11 @@ class CheckpointStore:
                 ours.send(self._secret)  # not by the environment, which others may read
                 ours.setblocking(False)
                 self._log_path.parent.mkdir(parents=True, exist_ok=True)
-                fds = (theirs.fileno(), self._listener.fileno())
                 with self._log_path.open("ab") as log:
-                    self._popen = subprocess.Popen(
-                        [*ARGV, "--fd", str(fds[0]), "--listen", str(fds[1]),
-                         "--start", str(self.start)],
-                        stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env,
-                        pass_fds=fds, start_new_session=True,
-                        preexec_fn=lambda: linux.die_with(parent))
+                    self.pid = self._shim.start(
+                        STORE_PROCESS, b"", [*ARGV, "--start", str(self.start)], self._env,
+                        log.fileno(), held=[ours.fileno()],
+                        files={"--fd": theirs.fileno(), "--listen": self._listener.fileno()})
         except OSError as error:
             if ours is not None:
                 ours.close()
@@ -111,12 +124,12 @@ class CheckpointStore:
             return
         self._socket, self._has_stored = ours, False
         self._loop.add_reader(ours, self._on_message)
-        _log.info("started the checkpoint store", pid=self._popen.pid, endpoint=self.endpoint)
+        _log.info("started the checkpoint store", pid=self.pid, endpoint=self.endpoint)
 
     def _on_message(self) -> None:
         assert self._socket is not None
         try:
-            data = self._socket.recv(protocol.TASK_BYTES)
+            data = self._socket.recv(protocol.TASK_BYTES, socket.MSG_PEEK)
         except BlockingIOError:
             return
         except OSError:
@@ -126,15 +139,18 @@ class CheckpointStore:
             self._has_stored, self._num_failures = True, 0
         elif data:
             self._lost(task, "evicted for a checkpoint that did not arrive")
+        if data:
+            self._socket.recv(protocol.TASK_BYTES)  # only now: the next agent would find it
         else:
             self._end()
             if self._has_stored:
                 self._lost(0, "the checkpoint store has exited")
                 self.start += 1
+                self._hold()
             if self.start > self._last:
                 _log.error("no more checkpoint store until the agent restarts", num=STORES_NUM_MAX,
                            see=str(self._log_path))
-                self._listener.close()  # new connections are refused
+                self._listen_no_more()
                 return
             self._listen_again("the checkpoint store has exited; its checkpoints are lost"
                                if self._has_stored else
@@ -152,10 +168,6 @@ class CheckpointStore:
         if self._socket is not None:
             self._loop.remove_reader(self._socket)
             self._socket.close()
-        if self._popen is not None:
-            self._popen.kill()
-            try:
-                self._popen.wait(END_S_MAX)
-            except subprocess.TimeoutExpired:
-                _log.warning("the checkpoint store survives SIGKILL", pid=self._popen.pid)
-        self._socket = self._popen = None
+        if self.pid:
+            self._shim.discard(STORE_PROCESS, self.pid)
+        self._socket, self.pid = None, 0

@@ -11,12 +11,12 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TextIO, cast
+from typing import NoReturn, TextIO, cast
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 import structlog
-from msgspec import Struct
+from msgspec import Struct, msgpack
 
 from ...events import tls
 from ...events.errors import LogError, UsageError
@@ -37,6 +37,7 @@ from .delivery.spool import Spool, load_spool
 from .health.custom_checks import CheckOptions, check_folder
 from .health.health_monitor import HealthSources
 from .processes.launcher import MARKER, RANK_ARGV, NodeConfig, marker_prefix
+from .processes.shim import NODE, ZYGOTE, Shim, ShimLost
 
 # --- The PID file `agents/NODE.json`: one agent per node and state directory. ---
 
@@ -58,12 +59,8 @@ class PidFile:
         self._node = node
         self._lock = -1
 
-    def take(self, now_s: float) -> int:
-        """Lock and write the file; return the incarnation: `now_s` in ms, above all earlier ones.
-
-        The lock file stores the last incarnation, so a clock that was set back does no harm. Raises
-        UsageError if another agent holds the lock.
-        """
+    def take(self) -> None:
+        """Lock. Raises UsageError if another agent holds the lock, also a stopped one."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._folder / f"{self._node}.lock",
                              os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -74,8 +71,15 @@ class PidFile:
             self._lock = -1
             raise UsageError(f"an agent for node {self._node} already runs on {self._folder}",
                              "give another --node or --state") from None
+
+    def write(self, now_s: float, former: int = 0) -> int:
+        """Write the file; return the incarnation: `former` if this agent continues it, else `now_s`
+        in ms, above all earlier ones.
+
+        The lock file stores the last incarnation, so a clock that was set back does no harm.
+        """
         last = os.pread(self._lock, 32, 0).strip()
-        incarnation = max(int(now_s * 1000), int(last) + 1 if last.isdigit() else 0)
+        incarnation = former or max(int(now_s * 1000), int(last) + 1 if last.isdigit() else 0)
         os.pwrite(self._lock, b"%d\n" % incarnation, 0)
         proc = linux.read(os.getpid())
         assert proc is not None
@@ -141,9 +145,11 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
 def run(options: AgentOptions) -> int:
     """Run the node's agent until SIGTERM or SIGINT; return the exit code. Raises UsageError.
 
-    0: stopped on request. 1: the log was replaced by another one, or a second signal came.
+    SIGUSR2: the agent executes itself again, and its ranks run on. 0: stopped on request. 1: the
+    log was replaced by another one, the shim was killed, or a second signal came.
     """
     _configure_logging()
+    secrets = {name: os.environ[name] for name in (TOKEN, URL, REDIS_URL) if name in os.environ}
     # The options have them. No process that an agent starts may: rank, check, store, zygote.
     remove_secrets(TOKEN, URL, REDIS_URL)
     if not sys.platform.startswith("linux"):
@@ -157,33 +163,37 @@ def run(options: AgentOptions) -> int:
                      hint="--run-as USER, see docs/guides/threat-model.md")
     bytes_max(os.environ)  # fail here on a bad value, not at every start of the store
     pid_file = PidFile(options.state_dir.absolute(), options.node)
-    incarnation = pid_file.take(time.time())
+    pid_file.take()
     try:
         if run_as is not None:
             rank_user.check(run_as, options.state_dir.absolute(),
                             *filter(None, [os.environ.get("UNICRON_TRACE_DIR")]))
-        return asyncio.run(_run(options, incarnation, run_as))
+        return asyncio.run(_run(options, pid_file, secrets, run_as))
     except LogReplaced as error:
         _log.error("stopped: the log was replaced by another one; start the agent again",
                    why=str(error))
+        return 1
+    except ShimLost as error:
+        _log.error("stopped: its processes are gone; start the agent again", why=str(error))
         return 1
     finally:
         pid_file.drop()
 
 
-async def _run(options: AgentOptions, incarnation: int, run_as: RankUser | None) -> int:
-    """Start in this order: signals, kill of orphaned processes, join, log, agent.
+async def _run(options: AgentOptions, pid_file: PidFile, secrets: Mapping[str, str],
+               run_as: RankUser | None) -> int:
+    """Start in this order: signals, shim, kill of orphaned processes, join, log, agent.
 
-    Stop in this order: agent, log. A signal before the agent serves cancels the start. Later the
-    first signal stops the agent cleanly; the second cancels it, which kills the ranks.
+    Stop in this order: agent, shim, log. A signal before the agent serves cancels the start. Later
+    the first signal stops the agent cleanly; the second cancels it, which kills the ranks.
     """
     stop = asyncio.Event()
     signals = _Signals(stop)
     state_dir = options.state_dir.absolute()
-    for proc in linux.kill_marked(f"{MARKER}={marker_prefix(state_dir, options.node)}".encode()):
-        _log.warning("killed an orphaned process of an earlier agent", pid=proc.pid)
     linux.adopt_orphans()
+    shim, former = await asyncio.to_thread(_attach, state_dir, options.node)
     try:
+        incarnation = pid_file.write(time.time(), cast(int, former["incarnation"]) if former else 0)
         identity = IdentityFile(state_dir / "agents", options.node) if options.enrols else None
         joined = await _join(options, incarnation, identity)
         if identity is not None:
@@ -191,12 +201,15 @@ async def _run(options: AgentOptions, incarnation: int, run_as: RankUser | None)
         log = await _connect(_log_url(options, joined), joined, options.ca,
                              f"{options.node}/{incarnation}")
         try:
-            node = NodeConfig(name=options.node, incarnation=incarnation, cluster=joined.cluster,
-                              host=options.host, num_slots=options.num_slots, state_dir=state_dir,
-                              labels=options.labels, devices=_devices(options, os.environ),
-                              trace=options.trace, watch=options.watch, rank_argv=options.rank_argv,
-                              redact=joined.redact, run_as=run_as,
-                              store_secret=store_secret(bytes.fromhex(joined.key)))
+            node = _node(options, joined, incarnation, run_as)
+            note = _note(node, options)
+            if former and former != note:
+                _log.warning("this agent has other options: it ends the ranks of the former one",
+                             former=former, now=note)
+                shim.end()
+                return await _run(options, pid_file, secrets, run_as)
+            shim.hold(NODE, msgpack.encode(note))
+            shim.serve(node.gone_s)
             spool, left = open_spools(state_dir / "agents", node.name, node.source)
             sources = (None if os.environ.get(HEALTH) == "off"
                        else HealthSources(checks=options.checks))
@@ -206,9 +219,10 @@ async def _run(options: AgentOptions, incarnation: int, run_as: RankUser | None)
                 output_files.serve(log, node.name, (state_dir / "logs").resolve()))
             try:
                 await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
-                            sweeps=True, sources=sources,
-                            rejoin=partial(_rejoin, options, incarnation, identity, joined, log)
-                            ).run(stop)
+                            sweeps=True, shim=shim, sources=sources,
+                            rejoin=partial(_rejoin, options, incarnation, identity, joined, log),
+                            restart=lambda: partial(_execute_again, secrets) if signals.is_restart
+                            else None).run(stop)
             finally:
                 serving.cancel()
             spool.close(forget=not spool.num_unacked)
@@ -218,7 +232,40 @@ async def _run(options: AgentOptions, incarnation: int, run_as: RankUser | None)
         if not signals.num_received:
             raise
         return 1 if signals.is_serving else 0
+    finally:
+        if not former:  # else a successor may still serve its ranks
+            shim.end()
     return 0
+
+
+def _attach(state_dir: Path, node: str) -> tuple[Shim, dict[str, object]]:
+    """The node's shim, a new one if it has none, and the note of the agent that it served."""
+    prefix = marker_prefix(state_dir, node)
+    shim = Shim.open(state_dir / "agents" / f"{node}.shim", os.environ,
+                     (MARKER, f"{prefix}:shim"), state_dir / "logs" / f"shim-{node}.log")
+    if ZYGOTE in shim.held:  # the new agent's ranks are forked from new code
+        shim.discard(ZYGOTE, shim.held.pop(ZYGOTE).pid)
+    shim.kill_unknown(f"{MARKER}={prefix}".encode())
+    if NODE in shim.held:
+        return shim, msgpack.decode(shim.held[NODE].note, type=dict[str, object])
+    return shim, {}
+
+
+def _node(options: AgentOptions, joined: Joined, incarnation: int, run_as: RankUser | None
+          ) -> NodeConfig:
+    return NodeConfig(
+        name=options.node, incarnation=incarnation, cluster=joined.cluster, host=options.host,
+        num_slots=options.num_slots, state_dir=options.state_dir.absolute(), labels=options.labels,
+        devices=_devices(options, os.environ), trace=options.trace, watch=options.watch,
+        rank_argv=options.rank_argv, redact=joined.redact, run_as=run_as,
+        gone_s=joined.agent_gone_s_max, store_secret=store_secret(bytes.fromhex(joined.key)))
+
+
+def _note(node: NodeConfig, options: AgentOptions) -> dict[str, object]:
+    """What the next agent must have in common with this one to adopt its ranks."""
+    return {"incarnation": node.incarnation, "cluster": node.cluster, "host": node.host,
+            "slots": node.num_slots, "devices": list(node.devices), "run_as": options.run_as,
+            "labels": msgspec.to_builtins(node.labels)}
 
 
 async def _join(options: AgentOptions, incarnation: int, identity: IdentityFile | None,
@@ -256,11 +303,19 @@ async def _rejoin(options: AgentOptions, incarnation: int, identity: IdentityFil
         _log.info("the log has moved", cluster=now.cluster)
 
 
+def _execute_again(secrets: Mapping[str, str]) -> NoReturn:
+    """Replace this process by a new agent, with the same pid, arguments and environment. To the
+    shim and to the kernel's lock that is the end of the agent."""
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **secrets})
+
+
 class _Signals:
-    """SIGTERM and SIGINT: the first stops a serving agent cleanly; the second cancels it."""
+    """SIGTERM and SIGINT: the first stops a serving agent cleanly; the second cancels it. SIGUSR2
+    restarts a serving agent."""
 
     def __init__(self, stop: asyncio.Event) -> None:
         self.num_received = 0
+        self.is_restart = False
         self.is_serving = False
         self._stop = stop
         self._loop = asyncio.get_running_loop()
@@ -269,6 +324,12 @@ class _Signals:
         self._task = task
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
+        self._loop.add_signal_handler(signal.SIGUSR2, self._on_restart)
+
+    def _on_restart(self) -> None:
+        if self.is_serving and not self.num_received:
+            self.is_restart = True
+            self._stop.set()
 
     def _on_signal(self) -> None:
         self.num_received += 1
@@ -279,7 +340,7 @@ class _Signals:
 
 
 def open_spools(folder: Path, node: str, source: str) -> tuple[Spool, list[Spool]]:
-    """Open this agent's spool and the undelivered spools of earlier incarnations, oldest first."""
+    """Open this incarnation's spool, and the undelivered ones of earlier ones, oldest first."""
     folder.mkdir(parents=True, exist_ok=True)
     mine = f"{node}.{source.rpartition('/')[2]}.spool"
     # The file name ends in the incarnation, which is the sort key. A node's name may hold dots.
@@ -290,13 +351,14 @@ def open_spools(folder: Path, node: str, source: str) -> tuple[Spool, list[Spool
         _log.warning("deleted the undelivered reports of an earlier agent", file=path.name)
         path.unlink()
     left: list[Spool] = []
-    for _, path in found[-OLD_SPOOLS_NUM_MAX:]:
-        spool = load_spool(path, node, time.time)
-        if spool is None:
+    for old, path in found[-OLD_SPOOLS_NUM_MAX:]:
+        spool = load_spool(path, f"{node}/{old}", node, time.time)
+        if spool is None or not spool.num_unacked:
             path.unlink()
         else:
             left.append(spool)
-    return Spool(source, node, time.time, file=folder / mine), left
+    own = load_spool(folder / mine, source, node, time.time) if (folder / mine).exists() else None
+    return own or Spool(source, node, time.time, file=folder / mine), left
 
 
 def log_url(own: str, given: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import NoReturn
 
 import structlog
+from msgspec import Struct, msgpack
 
 from ...events.log.identity import StoreKeys
 from ...events.records import orders, reports
@@ -16,19 +17,22 @@ from ...events.records.envelope import Record
 from ...events.records.types import Body
 from ..host import linux
 from ..ipc.pipe_protocol import Adopted, Frame
+from ..ipc.progress_page import ProgressPage
 from .checkpoint_store import CheckpointStore
 from .delivery.outbox import Put
+from .delivery.spool import NO_SLOT, Spool
 from .monitoring.flight_recorder_dumps import Dumps, DumpTrigger, request_dumps
 from .monitoring.output_monitor import DEFAULT_LIMITS
 from .monitoring.output_reader import OutputReaders
 from .monitoring.rank_monitor import RankMonitors
 from .processes.exit_report import ExitReporter, OomLookup
-from .processes.launcher import MARKER, Launcher, NodeConfig, environment
+from .processes.launcher import MARKER, Launcher, NodeConfig, environment, key_of
 from .processes.pipe import Pipe
 from .processes.process import Exit, Process
-from .processes.rank_process import RankAttempt
+from .processes.rank_process import RankAttempt, RankNote
 from .processes.redaction import Redactor
 from .processes.report_limits import ReportLimits
+from .processes.shim import Shim
 from .publish import Publisher, PublishRefused, Superseded
 
 STOP_GRACE_S = 5.0
@@ -40,21 +44,37 @@ REAP_S_MAX = 5.0
 """After this long the exit is reported even if a process of the rank survives SIGKILL; the slot
 stays occupied."""
 
+_ORDERS = "orders"
 _log = structlog.get_logger("agent")
+
+
+class _OrdersNote(Struct, frozen=True):
+    """What the journal has of orders: the last one that was carried out, and the StartRanks up to
+    it whose process has not started."""
+
+    last: int = 0
+    starts: tuple[int, ...] = ()
 
 
 class OrderExecutor:
     """Owns all ranks of the node. `report` spools a body; `group` owns one task per rank. `clock`
-    gives seconds since 1970."""
+    gives seconds since 1970. `journal` has the notes of a former agent."""
 
     def __init__(self, node: NodeConfig, report: Put,
                  group: asyncio.TaskGroup, store: CheckpointStore, clock: Callable[[], float],
-                 killed: OomLookup | None = None) -> None:
+                 shim: Shim, journal: Spool, killed: OomLookup | None = None) -> None:
         self._node = node
         self._store = store
-        self._starter = Launcher(node)
+        self._starter = Launcher(node, shim)
         self._report = report
-        self.readers = OutputReaders(report, DEFAULT_LIMITS if node.watch else None)
+        self._journal = journal
+        note = journal.notes.get(_ORDERS)
+        former = msgpack.decode(note, type=_OrdersNote) if note is not None else _OrdersNote()
+        self._former_last = self._last = former.last
+        self._unstarted = set(former.starts)
+        """Of the former agent's StartRanks, those that were not read again yet."""
+        self.readers = OutputReaders(self._on_monitor_report,
+                                     DEFAULT_LIMITS if node.watch else None)
         self._dump_trigger = DumpTrigger(self.dump)
         self.watch = RankMonitors(self._on_monitor_report, is_on=node.watch)
         self._group = group
@@ -74,11 +94,61 @@ class OrderExecutor:
 
     def execute(self, record: Record, store_keys: StoreKeys, *, stale: bool = False,
                 again: bool = False) -> None:
-        """Execute one order. `store_keys` go with it to the ranks that carry it out.
+        """Execute one order, or what is left of it if a former agent of this incarnation has.
+        `store_keys` go with it to the ranks that carry it out.
 
-        `stale`: the order is older than this agent's NodeJoined. `again`: the order may be older,
-        and an earlier incarnation may have answered it.
+        `stale`: the order is older than this incarnation's NodeJoined. `again`: the order may be
+        older, and an earlier incarnation may have answered it.
         """
+        if record.seq > self._former_last:
+            self._execute(record, store_keys, stale, again)
+            self._last = record.seq
+            self._note_orders()
+            return
+        match record.body:
+            case orders.StartRank() as order if record.seq in self._unstarted:
+                self._unstarted.discard(record.seq)
+                self._start(order, record, store_keys)
+            case orders.StopRank() as order:
+                if (rank := self._ranks.get((order.task, order.rank, order.attempt))) is not None:
+                    self._stop(rank, order.grace_s)
+            case orders.PublishCheckpoint():
+                self._execute(record, store_keys, stale, again=True)
+            case _:
+                pass
+
+    def adopt(self) -> None:
+        """Continue with the ranks of a former agent. Call it before the first order."""
+        for frame, process, files in self._starter.held():
+            order = frame.body
+            assert isinstance(order, orders.StartRank)
+            rank = self._attempt(order, frame)
+            self._unstarted.discard(frame.seq)
+            note, rank.is_adopted = self._journal.notes.get(key_of(order)), True
+            if note is not None:
+                rank.note = msgpack.decode(note, type=RankNote)
+            pipe = self._pipe(rank, files.pop(0)) if order.spec.training is not None else None
+            self._begin(rank, process, pipe, ProgressPage(files.pop(0)) if files else None)
+            if note is None:  # its start was not reported
+                self._announce(rank, process)
+            if rank.note.followed and process.follow(rank.note.followed):
+                self.watch.adopted(order, rank.note.followed)
+            _log.info("adopted a rank", task=order.task, rank=order.rank, pid=process.pid)
+        known = {key_of(rank.order) for rank in self._ranks.values()}
+        for key in list(self._journal.notes):
+            if key[0].isdecimal() and key not in known:
+                self._journal.note(key, None)
+
+    def _note_orders(self) -> None:
+        starts = {rank.frame.seq for rank in self._ranks.values()
+                  if rank.process is None and not rank.is_withdrawn}
+        self._journal.note(_ORDERS, msgpack.encode(
+            _OrdersNote(last=self._last, starts=tuple(sorted(starts | self._unstarted)))))
+
+    def _note(self, rank: RankAttempt) -> tuple[str, bytes]:
+        return key_of(rank.order), msgpack.encode(rank.note)
+
+    def _execute(self, record: Record, store_keys: StoreKeys, stale: bool, again: bool) -> None:
         match record.body:
             case orders.StartRank() as order:
                 if not stale and order.incarnation in (0, self._node.incarnation):
@@ -98,11 +168,12 @@ class OrderExecutor:
                 ranks = [rank for rank in self._of(order.task)
                          if (rank.order.rank, rank.order.attempt) in members]
                 for rank in ranks:
-                    rank.generation = max(rank.generation, order.generation)
+                    rank.note.generation = max(rank.note.generation, order.generation)
+                    self._journal.note(*self._note(rank))
                 self._forward(record, store_keys, ranks)
             case orders.Resume() | orders.SetCheckpointStores() as order:
                 self._forward(record, store_keys, [rank for rank in self._of(order.task)
-                                                   if rank.generation == order.generation])
+                                                   if rank.note.generation == order.generation])
             case orders.DropMemoryCheckpoints() as order:
                 self._store.forget(order.task)
                 self._report(reports.MemoryCheckpointsLost(
@@ -128,15 +199,22 @@ class OrderExecutor:
             self._report_dropped(rank)
             process, order = rank.process, rank.order
             is_stopped = process.is_stopped() if process is not None else None
-            if process is None or is_stopped in (None, rank.is_suspended):
+            if process is None or is_stopped in (None, rank.note.is_suspended):
                 continue
-            rank.is_suspended = not rank.is_suspended
-            kind = reports.RankSuspended if rank.is_suspended else reports.RankContinued
+            rank.note.is_suspended = not rank.note.is_suspended
+            kind = reports.RankSuspended if rank.note.is_suspended else reports.RankContinued
             self._report(kind(task=order.task, rank=order.rank, attempt=order.attempt,
-                              pid=process.pid), None)
+                              pid=process.pid), None, NO_SLOT, self._note(rank))
 
     def _on_monitor_report(self, body: Body, occurred_s: float | None) -> None:
-        self._report(body, occurred_s)
+        key = (getattr(body, "task", 0), getattr(body, "rank", -1), getattr(body, "attempt", 0))
+        note = None
+        if (rank := self._ranks.get(key)) is not None:
+            if isinstance(body, reports.RankStalled | reports.RankUnstalled):
+                rank.note.is_stalled = isinstance(body, reports.RankStalled)
+            rank.note.log_at = self.readers.reported_at(key) or rank.note.log_at
+            note = self._note(rank)
+        self._report(body, occurred_s, NO_SLOT, note)
         self._dump_trigger.on_report(body)
 
     def dump(self, task: int) -> Dumps:
@@ -155,7 +233,6 @@ class OrderExecutor:
     def kill_all(self) -> None:
         """Send SIGKILL to every process group and cancel all tasks; does not wait."""
         self._stopping = True
-        self._starter.close()
         for rank in self._ranks.values():
             if rank.process is not None:
                 rank.process.signal_group(signal.SIGKILL)
@@ -184,13 +261,17 @@ class OrderExecutor:
                 if other.order.attempt >= order.attempt:
                     return  # a repeated order, or one superseded by a later attempt
                 self._stop(other, 0.0)  # a lower attempt of the same rank is fenced
-        rank = RankAttempt(order, record.seq, record.epoch,
-                           ReportLimits(order, self._clock, self._loop.time),
+        self._attempt(order, Frame(body=order, seq=record.seq, epoch=record.epoch,
+                                   store_keys=store_keys))
+
+    def _attempt(self, order: orders.StartRank, frame: Frame) -> RankAttempt:
+        rank = RankAttempt(order, frame, ReportLimits(order, self._clock, self._loop.time),
                            Redactor(environment(order, self._node, os.environ),
-                                    self._node.redact), store_keys)
+                                    self._node.redact))
         self._ranks[order.task, order.rank, order.attempt] = rank
         self._spawn_task(self._run_rank(rank),
                          f"task {order.task} rank {order.rank}.{order.attempt}")
+        return rank
 
     def _stop(self, rank: RankAttempt, grace_s: float) -> None:
         stop_at = self._loop.time() + grace_s
@@ -253,42 +334,59 @@ class OrderExecutor:
         order = rank.order
         try:
             async with self._slots[order.slot.index]:
-                await self._starter.prepare(order)
-                if not rank.is_withdrawn and self._spawn(rank):
+                if not rank.is_adopted:
+                    await self._starter.prepare(order)
+                if rank.is_adopted or (not rank.is_withdrawn and self._spawn(rank)):
                     await self._watch(rank)
         finally:
             del self._ranks[order.task, order.rank, order.attempt]
+            self._note_orders()
 
     def _spawn(self, rank: RankAttempt) -> bool:
         """Start the process. If the system refuses, report OrderRefused and return False."""
         order = rank.order
         pipe: Pipe | None = None
         if order.spec.training is not None:
-            pipe = Pipe(lambda frame: self._on_frame(rank, frame),
-                        lambda why: self._end_faulty(rank, why), rank.limits.bytes_max)
+            pipe = self._pipe(rank)
         page = self.watch.open(order)
         try:
-            process = self._starter.start(order, pipe, page)
+            process = self._starter.start(order, rank.frame, pipe, page)
         except (OSError, ValueError) as error:
             for end in (pipe, page):
                 if end is not None:
                     end.close()
             program = next(iter(order.spec.command), "a rank")
-            self._refuse(rank.seq, f"cannot start {program}: {error}")
+            self._refuse(rank.frame.seq, f"cannot start {program}: {error}")
             return False
+        self._begin(rank, process, pipe, page)
+        self._announce(rank, process)
+        self._note_orders()
+        return True
+
+    def _pipe(self, rank: RankAttempt, fd: int = -1) -> Pipe:
+        return Pipe(lambda frame: self._on_frame(rank, frame),
+                    lambda why: self._end_faulty(rank, why), rank.limits.bytes_max, fd)
+
+    def _begin(self, rank: RankAttempt, process: Process, pipe: Pipe | None,
+               page: ProgressPage | None) -> None:
+        """Monitor a process that runs."""
+        order, note = rank.order, rank.note
         rank.process, rank.pipe = process, pipe
-        self.watch.begin(order, page, process.pid)
+        self.watch.begin(order, page, process.pid, is_stalled=note.is_stalled)
         rank.memory = self._exit_reporter.watch(process.pid)
-        if order.spec.command:
-            self.readers.begin(order, process.log_path, process.log_start, process.pid)
-        self._report(reports.RankStarted(
-            task=order.task, rank=order.rank, attempt=order.attempt, node=self._node.name,
-            pid=process.pid, log_path=str(process.log_path)), None)
+        if order.spec.command and not note.is_ready:
+            self.readers.begin(order, process.log_path, process.log_start, process.pid,
+                               log_at=note.log_at, is_stalled=note.is_stalled)
         if pipe is not None:
             pipe.started()
-            pipe.send(Frame(body=order, seq=rank.seq, epoch=rank.epoch,
-                            store_keys=rank.store_keys))
-        return True
+
+    def _announce(self, rank: RankAttempt, process: Process) -> None:
+        order = rank.order
+        if rank.pipe is not None:
+            rank.pipe.send(rank.frame)
+        self._report(reports.RankStarted(
+            task=order.task, rank=order.rank, attempt=order.attempt, node=self._node.name,
+            pid=process.pid, log_path=str(process.log_path)), None, NO_SLOT, self._note(rank))
 
     async def _watch(self, rank: RankAttempt) -> None:
         process = rank.process
@@ -297,23 +395,26 @@ class OrderExecutor:
             how = await rank.until_end()
             # An unexpected exit of a training rank is reported before its children are cleaned up:
             # other ranks wait for the report, and a busy node takes longer to find the children.
-            is_reported = rank.pipe is not None and rank.stop_at is None
-            if is_reported:
+            is_reported = rank.note.is_exit_reported
+            if not is_reported and rank.pipe is not None and rank.stop_at is None:
+                is_reported = True
                 process.signal_group(signal.SIGKILL)
                 await self._report_exit(rank, process, how)
             elif rank.stop_at is not None:  # the grace period covers the whole process group
                 await process.wait_group(max(0.0, rank.stop_at - self._loop.time()))
-            is_gone = await process.end_group(REAP_S_MAX)
+            is_gone = await process.end_group(REAP_S_MAX, reap=False)
             if not is_reported:
                 await self._report_exit(rank, process, how)
             while not is_gone:
                 _log.error("a process survives SIGKILL; its slot stays occupied", pid=process.pid)
-                is_gone = await process.end_group(60.0)
+                is_gone = await process.end_group(60.0, reap=False)
+            process.reap()  # only now: without its report, the next agent finds it again
         finally:
             if rank.continue_timer is not None:
                 rank.continue_timer.cancel()
             process.signal_group(signal.SIGKILL)
             process.close()
+            self._journal.note(key_of(rank.order), None)
             self.readers.drop(rank.order)
             self.watch.drop(rank.order)
             if rank.pipe is not None:
@@ -325,12 +426,17 @@ class OrderExecutor:
             self._report_dropped(rank, is_last=True)
         self.readers.end(rank.order)
         known = rank.fault or ("" if rank.stop_at is not None else None)
-        self._report(await self._exit_reporter.report(
-            rank.order, process, how, rank.memory, error=rank.error, known=known,
-            redact=rank.redactor.text), None)
+        exited = await self._exit_reporter.report(
+            rank.order, process, how, rank.memory, error=rank.note.error, known=known,
+            redact=rank.redactor.text)
+        rank.note.is_exit_reported = True
+        self._report(exited, None, NO_SLOT, self._note(rank))
 
     # --- reports of ranks -----------------------------------------------------------------------
     def _on_frame(self, rank: RankAttempt, frame: Frame) -> None:
+        if frame.seq and frame.seq <= rank.note.frames:
+            return  # a former agent has taken it
+        rank.note.frames = frame.seq
         if rank.fault:
             return  # it has broken the protocol: nothing that it sends counts any more
         if not isinstance(frame.body, Adopted) and (why := rank.limits.violation(frame)):
@@ -343,17 +449,22 @@ class OrderExecutor:
         if isinstance(frame.body, Adopted):
             if rank.process is not None and rank.process.follow(frame.body.pid):
                 self.watch.adopted(rank.order, frame.body.pid)
+                rank.note.followed = frame.body.pid
+                self._journal.note(*self._note(rank))
             return
         body = rank.redactor.body(frame.body)
         if isinstance(body, reports.RankErrored):
-            rank.error = body
+            rank.note.error = body
         if isinstance(body, reports.RankReady):
             # It reports its iterations itself. The rank that prints Megatron's lines may change.
             self.readers.drop(rank.order)
+            rank.note.is_ready = True
         if rank.process is not None and isinstance(
                 body, (reports.RankFinished, reports.InMemoryRecoveryDeclined)):
             rank.process.unfollow()  # from now on only the exit of the command counts
-        self._report(body, rank.limits.occurred_s(frame.at_s), rank.order.slot.index)
+            rank.note.followed = 0
+        self._report(body, rank.limits.occurred_s(frame.at_s), rank.order.slot.index,
+                     self._note(rank))
 
     def _report_dropped(self, rank: RankAttempt, *, is_last: bool = False) -> None:
         if (dropped := rank.limits.take_dropped(is_last=is_last)) is not None:

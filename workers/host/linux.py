@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -137,26 +138,28 @@ def reap(pid: int) -> None:
         os.waitpid(pid, os.WNOHANG)
 
 
-def dead_children() -> list[int]:
-    """Zombie children of this process, from the kernel's list of children if it has one."""
-    me = os.getpid()
+def dead_children(parent: int) -> list[int]:
+    """Zombie children of a process without threads, or of this one, from the kernel's list of
+    children if it has one."""
     try:
-        children = Path(f"/proc/{me}/task/{me}/children").read_text(encoding="ascii").split()
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text("ascii").split()
         procs = [proc for pid in children if (proc := read(int(pid))) is not None]
-    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
-        procs = [proc for proc in table() if proc.ppid == me]
+    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
+        procs = [proc for proc in table() if proc.ppid == parent]
     return [proc.pid for proc in procs if proc.state == "Z"]
 
 
-def kill_marked(marker: bytes) -> list[Proc]:
-    """SIGKILL every other process with an environment entry that begins with `marker`.
+def kill_marked(marker: bytes, but: Callable[[Proc, bytes], bool] = lambda proc, entry: False
+                ) -> list[Proc]:
+    """SIGKILL every other process with an environment entry that begins with `marker`, unless
+    `but`, called with the process and the entry, is true.
 
-    Returns those that were found.
+    Returns those that were killed.
     """
     found: list[Proc] = []
     for proc in table():
-        marked = any(entry.startswith(marker) for entry in environ(proc.pid))
-        if marked and proc.pid != os.getpid():
+        entry = next((one for one in environ(proc.pid) if one.startswith(marker)), b"")
+        if entry and proc.pid != os.getpid() and not but(proc, entry):
             kill(proc)
             found.append(proc)
     return found

@@ -1,8 +1,9 @@
 """The pipe between an agent and a rank: length-prefixed msgpack over a socket pair.
 
 Agent to rank: orders with their seq and epoch, StartRank first; WriteDump, which is no record. Rank
-to agent: reports with the rank's clock; Adopted, which is no record. A closed pipe means that the
-agent is gone: the rank exits.
+to agent: reports with the rank's clock, numbered; Adopted, which is no record. A frame that an
+agent's successor sends or finds again has the same number. A closed pipe means that the agent and
+its shim are gone: the rank exits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _HEAD = struct.Struct(">I")
 
 
 class Frame(Struct, frozen=True, kw_only=True):
-    """One message. Orders carry `seq` and `epoch`; reports carry `at_s` (seconds since 1970)."""
+    """One message. Orders carry `seq` and `epoch`; reports carry `at_s` (seconds since 1970), and
+    as `seq` their number in this pipe, from 1 (0: not numbered)."""
 
     body: Body
     seq: int = 0
@@ -77,12 +79,31 @@ def pack(frame: Frame) -> bytes:
     return _HEAD.pack(len(data)) + data
 
 
+def whole_bytes(data: bytes, bytes_max: int) -> int:
+    """The length of the whole frames at the beginning of `data`; all if one is too long."""
+    end = 0
+    while len(data) - end >= _HEAD.size:
+        (num_bytes,) = _HEAD.unpack_from(data, end)
+        after = end + _HEAD.size + num_bytes
+        if num_bytes > bytes_max:
+            return len(data)
+        if after > len(data):
+            break
+        end = after
+    return end
+
+
 class Unpacker:
     """Splits a byte stream into frames of at most `bytes_max`."""
 
     def __init__(self, bytes_max: int = FRAME_BYTES_MAX) -> None:
         self._buffer = bytearray()
         self._bytes_max = bytes_max
+
+    @property
+    def has_part(self) -> bool:
+        """Whether a part of a frame is held."""
+        return bool(self._buffer)
 
     def feed(self, data: bytes) -> list[Frame]:
         """Add bytes; returns the completed frames. Raises ValueError if a frame is too long."""

@@ -149,11 +149,14 @@ class ProgressWriter:
 
 
 class ProgressPage:
-    """The agent's side: creates the page, passes `fd` to the rank, and reads."""
+    """The agent's side: creates the page, passes `fd` to the rank, and reads. With `fd`, it reads a
+    page that the rank has already."""
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("unicron-pulse", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, PAGE_BYTES)
+    def __init__(self, fd: int = -1) -> None:
+        self.fd = fd
+        if fd < 0:
+            self.fd = os.memfd_create("unicron-pulse", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, PAGE_BYTES)
         self._page = mmap.mmap(self.fd, PAGE_BYTES, prot=mmap.PROT_READ)
 
     def close_fd(self) -> None:

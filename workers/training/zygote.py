@@ -1,12 +1,12 @@
 """The zygote: a process with torch and Megatron imported, from which an agent forks ranks.
 
-`python -m unicron.workers.training.zygote --fd N --agent PID` imports what a rank imports, sends a
+`python -m unicron.workers.training.zygote --fd N --parent PID` imports what a rank imports, sends a
 ForkReply on socket N, and then forks one rank for each ForkRequest. A fork of a process that has
 threads, an event loop or a CUDA context is broken. The zygote therefore exits with code 1 if an
 import has started a thread; the agent then starts ranks by exec, which is slower.
 
-A rank is forked twice, so it is not a child of the zygote. The agent adopts the rank, and watches,
-signals and reaps it like a process that it has started itself. The zygote exits with its agent.
+A rank is forked twice, so it is not a child of the zygote. The process PID adopts the rank like any
+other orphan; this is the shim. The zygote exits with its agent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     """Import torch and Megatron, then fork on request until the agent closes the socket."""
     parser = argparse.ArgumentParser(prog="unicron.workers.training.zygote")
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--agent", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--run-as", default="")
     args = parser.parse_args()
     user = rank_user.find(args.run_as)
@@ -56,17 +56,17 @@ def main() -> None:
         data, fds, _, _ = socket.recv_fds(connection, REQUEST_BYTES_MAX, FDS_NUM_MAX)
         if not data:
             return
-        _fork(connection, args.agent, user, msgspec.msgpack.decode(data, type=ForkRequest), fds)
+        _fork(connection, args.parent, user, msgspec.msgpack.decode(data, type=ForkRequest), fds)
 
 
-def _fork(connection: socket.socket, agent: int, user: RankUser | None, request: ForkRequest,
+def _fork(connection: socket.socket, parent: int, user: RankUser | None, request: ForkRequest,
           fds: list[int]) -> None:
     """Fork twice. The process in between sends the rank's pid and exits."""
     between = os.fork()
     if between == 0:
         pid = os.fork()
         if pid == 0:
-            _run_rank(connection, agent, user, request, fds)
+            _run_rank(connection, parent, user, request, fds)
         connection.send(msgspec.msgpack.encode(ForkReply(pid=pid)))
         os._exit(0)
     for fd in fds:
@@ -74,7 +74,7 @@ def _fork(connection: socket.socket, agent: int, user: RankUser | None, request:
     os.waitpid(between, 0)
 
 
-def _run_rank(connection: socket.socket, agent: int, user: RankUser | None, request: ForkRequest,
+def _run_rank(connection: socket.socket, parent: int, user: RankUser | None, request: ForkRequest,
               fds: list[int]) -> NoReturn:
     """Run the rank as if rank.py had been started by exec."""
     os.setsid()
@@ -88,12 +88,12 @@ def _run_rank(connection: socket.socket, agent: int, user: RankUser | None, requ
     os.environ.clear()
     os.environ.update(request.env)
     deadline_s = time.monotonic() + ADOPTED_S_MAX
-    while os.getppid() != agent:
+    while os.getppid() != parent:
         if time.monotonic() > deadline_s:
-            os._exit(1)  # the agent is gone, or adopts no orphans
+            os._exit(1)  # the parent is gone, or adopts no orphans
         time.sleep(ADOPTED_S_MAX / 10_000)
     rank_user.become(user)
-    linux.die_with(agent)  # a change of the user clears it
+    linux.die_with(parent)  # a change of the user clears it
     linux.set_process_name(f"rank {request.env['UNICRON_RANK']}")
     rank.run_rank(pipe, *pulse)
 

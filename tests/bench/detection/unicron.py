@@ -94,7 +94,7 @@ class Watched:
             return faults.inside(self.folder, self._made.task, VICTIM_NUM, case)
         if case == "agent_killed":
             at_s = time.time()
-            os.kill(self._made.process(local_cluster.agent_name(node)).pid, signal.SIGKILL)
+            local_cluster.kill_node(StateDir(self._made.folder / "state"), node)
             return at_s
         return faults.by_signal(self._victim()["pid"], case)
 

@@ -339,7 +339,7 @@ async def test_an_agent_joins(site: Site) -> None:
     assert answer == {
         "redis_url": f"unix://unicron%3Atest%3An1:{password}@/run/x", "cluster": "test",
         "node": "n1", "epoch": 1, "key": IDENTITIES.key("n1").hex(),
-        "redact": list(REDACT)}
+        "redact": list(REDACT), "agent_gone_s_max": 60.0}
     for name in ("No Name", "operator", "leader"):
         await site.refused(400, "POST", "/v1/join", body | {"node": name})
     assert "incarnation" in await site.refused(400, "POST", "/v1/join", {"node": "n1", "host": ""})

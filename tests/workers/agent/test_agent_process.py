@@ -87,7 +87,7 @@ async def test_a_rank_finds_no_secret_of_its_agent(plane: PlaneStub, tmp_path: P
     assert CANARY not in text
 
 
-async def test_ranks_die_with_their_agent_and_its_successor_clears_up(
+async def test_ranks_die_with_their_node_and_the_next_agent_clears_up(
         plane: PlaneStub, tmp_path: Path) -> None:
     first = plane.agent()
     await plane.wait(NodeJoined)
@@ -95,8 +95,8 @@ async def test_ranks_die_with_their_agent_and_its_successor_clears_up(
     await plane.start(CHILD_OF_ITS_OWN, str(note))
     (started,) = await plane.wait(RankStarted)
     child = int(await until_text(note))
-    first.kill()
-    await ended(first)
+    plane.kill_shim()
+    assert await ended(first) == 1
     await until_gone(started.pid)
     second = plane.agent()
     old, new = await plane.wait(NodeJoined, 2)
@@ -176,6 +176,7 @@ async def test_a_successor_delivers_the_reports_of_a_killed_agent(
     await until(lambda: not Path(f"/proc/{started.pid}").exists() or None)
     await asyncio.sleep(0.2)
     first.kill()
+    plane.kill_shim()
     await ended(first)
     second = plane.agent()
     embedded_server.start(tmp_path / "server")

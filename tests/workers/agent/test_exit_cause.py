@@ -15,7 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_driver import LocalNode, alive, command, go, local_node, python, train, until, until_text
+from agent_driver import (
+    LocalNode,
+    alive,
+    command,
+    go,
+    local_node,
+    new_shim,
+    python,
+    start,
+    train,
+    until,
+    until_text,
+)
 from memory_log import MemoryLog
 from unicron.events.records import reports as r
 from unicron.events.records.orders import Resume
@@ -630,28 +642,22 @@ async def test_a_process_that_cannot_be_watched_is_not_started(
 
 
 def test_a_fork_that_ends_before_it_is_adopted_is_waited_for(tmp_path: Path) -> None:
-    """Only its parent can reap it, until the parent exits and the agent adopts it."""
-    linux.adopt_orphans()
-    note = tmp_path / "pid"
-    between = os.fork()
-    if between == 0:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(7)
-        note.write_text(str(pid))
-        time.sleep(1.0)
-        os._exit(0)
+    """Only its parent can reap it, until the parent exits and the shim adopts it."""
+    shim, note = new_shim(tmp_path), tmp_path / "pid"
+    code = ("import os, sys, time\npid = os.fork()\nif pid == 0:\n    os._exit(7)\n"
+            "open(sys.argv[1], 'w').write(str(pid))\ntime.sleep(1.0)")
 
     async def test() -> None:
+        start(shim, [sys.executable, "-c", code, str(note)], tmp_path / "log", ("MARK", "between"))
         pid = int(await until_text(note))
         await until(lambda: None if alive(pid) else True)
-        process = Process(pid, tmp_path / "log", 0, b"UNICRON_TEST=none")
+        process = Process(pid, tmp_path / "log", 0, b"UNICRON_TEST=none", shim)
         how = await asyncio.wait_for(process.wait(), 20)
         assert how.exit_code == 7
         assert await process.end_group(5.0)
+        shim.end()
 
     go(test)
-    os.waitpid(between, 0)
 
 
 EXECS = """#!/bin/sh
@@ -661,26 +667,26 @@ exec "$0"
 
 def test_an_orphan_inside_execve_is_ended_too(tmp_path: Path) -> None:
     """Only its environment shows whose it is, and inside execve it has none."""
-    linux.adopt_orphans()
+    shim = new_shim(tmp_path)
     script = tmp_path / "execs"
     script.write_text(EXECS)
     script.chmod(0o700)
 
     def is_orphan(pid: int) -> bool | None:
         proc = linux.read(pid)
-        return (proc is not None and (proc.sid, proc.ppid) == (pid, os.getpid())) or None
+        return (proc is not None and (proc.sid, proc.ppid) == (pid, shim.pid)) or None
 
     async def test() -> None:
         for number in range(60):
             note, mark = tmp_path / f"pid-{number}", f"{tmp_path}-{number}"
-            process = Process.start(
-                ["/bin/sh", "-c", f"setsid {script} & echo $! > {note}"], env=os.environ,
-                marker=("UNICRON_PROCESS", mark), log_path=tmp_path / "log")
+            process = start(shim, ["/bin/sh", "-c", f"setsid {script} & echo $! > {note}"],
+                            tmp_path / "log", ("UNICRON_PROCESS", mark))
             await asyncio.wait_for(process.wait(), 20)
             pid = int(note.read_text())
             await until(partial(is_orphan, pid))
             assert await process.end_group(20.0)
             assert not alive(pid)
+        shim.end()
 
     go(test)
 
@@ -689,18 +695,20 @@ def test_a_child_without_environment_delays_no_end(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "EXECVE_S_MAX", 3600.0)
 
+    shim = new_shim(tmp_path)
+
     async def test() -> None:
         other = subprocess.Popen(["/bin/sleep", "60"], env={})
         try:
             await until(lambda: linux.environ_after_execve(other.pid))
-            process = Process.start(["/bin/true"], env=os.environ,
-                                    marker=("UNICRON_PROCESS", str(tmp_path)),
-                                    log_path=tmp_path / "log")
+            process = start(shim, ["/bin/true"], tmp_path / "log",
+                            ("UNICRON_PROCESS", str(tmp_path)))
             await asyncio.wait_for(process.wait(), 20)
             assert await process.end_group(20.0)
             assert other.poll() is None
         finally:
             other.kill()
             other.wait()
+            shim.end()
 
     go(test)

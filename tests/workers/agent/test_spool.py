@@ -230,13 +230,13 @@ def test_another_nodes_spools_are_not_ours(tmp_path: Path) -> None:
 def test_a_truncated_end_is_dropped_and_empty_files_vanish(tmp_path: Path) -> None:
     path = tmp_path / "n1.7.spool"
     spool = Spool("n1/7", "n1", clock, file=path)
-    assert load_spool(path, "n1", clock) is None
+    assert load_spool(path, "n1/7", "n1", clock) is None
     spool.put(JOINED)
     spool.put(exited(0))
     whole = path.read_bytes()
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
-        left = load_spool(path, "n1", clock)
+        left = load_spool(path, "n1/7", "n1", clock)
         assert bodies(left) if left else True
         if left is not None:
             assert bodies(left) == [JOINED]
@@ -251,7 +251,7 @@ def test_the_file_is_bounded_and_holds_what_memory_holds(tmp_path: Path) -> None
         if number % 7 == 0:
             spool.trim(spool.acked + 5)
         assert path.stat().st_size <= 2 * 30_000 + (64 << 10) + 1_000
-    left = load_spool(path, "n1", clock)
+    left = load_spool(path, "n1/7", "n1", clock)
     assert left is not None
     left.trim(spool.acked)
     assert left.behind(0, 10_000) == spool.behind(0, 10_000)
@@ -274,6 +274,6 @@ def test_a_full_disk_raises_nothing_and_the_file_is_restored(tmp_path: Path) -> 
     spool.trim(6)
     spool.put(exited(20))
     spool.close(forget=False)
-    left = load_spool(path, "n1", clock)
+    left = load_spool(path, "n1/7", "n1", clock)
     assert left is not None
     assert [report.source_seq for report in left.behind(0, 99)] == list(range(7, 23))

@@ -11,7 +11,6 @@ import re
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import NoReturn
 
 import msgspec
 import pytest
+from agent_driver import new_shim
 from checkpoint_stores import (
     KEY,
     SECRET,
@@ -498,13 +498,15 @@ class Losses(list[tuple[int, str]]):
 
 @asynccontextmanager
 async def store_process(tmp_path: Path, losses: Losses, **env: str) -> AsyncIterator[StoreProcess]:
+    shim = new_shim(tmp_path)
     keeper = StoreProcess("127.0.0.1", SECRET, {**os.environ, **env},
                     ("UNICRON_PROCESS", "test:n1/1:keeper"), tmp_path / "keeper.log", losses.hear,
-                          start=5)
+                          start=5, shim=shim)
     try:
         yield keeper
     finally:
         keeper.close()
+        shim.end()
 
 
 async def until(look: Callable[[], object], what: str) -> None:
@@ -601,21 +603,6 @@ async def test_an_agent_that_cannot_start_a_store_tries_again(
         "the checkpoint store cannot start", "started the checkpoint store"]
 
 
-async def test_close_does_not_wait_for_a_store_that_survives_sigkill(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel frees the memory of a killed process before it exits, which may take long."""
-    def wait_in_vain(popen: subprocess.Popen[bytes], timeout: float | None = None) -> NoReturn:
-        assert timeout is not None, "the wait has no time limit"
-        raise subprocess.TimeoutExpired("keeper", timeout)
-
-    async with store_process(tmp_path, Losses()) as keeper:
-        await asyncio.to_thread(put, keeper.endpoint, 10, [bytes(100)])
-        monkeypatch.setattr(subprocess.Popen, "wait", wait_in_vain)
-        with capture_logs() as logs:
-            keeper.close()
-        assert [one["event"] for one in logs] == ["the checkpoint store survives SIGKILL"]
-
-
 async def test_a_lost_checkpoint_is_reported_with_its_task(tmp_path: Path) -> None:
     losses = Losses()
     async with store_process(tmp_path, losses, UNICRON_COPIES_BYTES_MAX="150") as keeper:
@@ -696,7 +683,7 @@ def _shut(endpoint: str) -> None:
     raise AssertionError(f"no socket listens on {endpoint}")
 
 
-def test_the_store_exits_with_its_agent(tmp_path: Path) -> None:
+def test_the_store_exits_with_its_shim(tmp_path: Path) -> None:
     read, write = os.pipe()
     agent = os.fork()
     if agent == 0:
@@ -704,6 +691,9 @@ def test_the_store_exits_with_its_agent(tmp_path: Path) -> None:
             async with store_process(tmp_path, Losses()) as keeper:
                 await asyncio.to_thread(put, keeper.endpoint, 10, [bytes(100)])
                 os.write(write, b"%d\n" % keeper.pid)
+                proc = linux.read(keeper.pid)
+                assert proc is not None
+                os.kill(proc.ppid, signal.SIGKILL)
                 await asyncio.sleep(WAIT_S)
 
         try:
@@ -713,7 +703,6 @@ def test_the_store_exits_with_its_agent(tmp_path: Path) -> None:
     os.close(write)
     with os.fdopen(read) as pipe:
         pid = int(pipe.readline())
-    assert linux.read(pid) is not None
+    wait(lambda: (proc := linux.read(pid)) is None or proc.state == "Z", "the keeper has ended")
     os.kill(agent, signal.SIGKILL)
     os.waitpid(agent, 0)
-    wait(lambda: (proc := linux.read(pid)) is None or proc.state == "Z", "the keeper has ended")

@@ -14,18 +14,19 @@ from unicron.workers.training.process.control_thread import (
 )
 
 BEGIN = """
-import gc, os, socket, threading, time, weakref
+import gc, itertools, os, socket, threading, time, weakref
 from unicron.events.records.orders import Quiesce
 from unicron.workers.training.process import control_thread as control
 from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
 
 ours, theirs = socket.socketpair()
+seqs = itertools.count(1)
 rank = control.Control(ours, 0, Unpacker())
 rank.start([])
 
 def leave(generation, *ranks):
     body = Quiesce(nodes=("n1",), task=1, generation=generation, mode="now", ranks=ranks or (0,))
-    theirs.sendall(pack(Frame(seq=1, epoch=1, body=body)))
+    theirs.sendall(pack(Frame(seq=next(seqs), epoch=1, body=body)))
 """
 
 

@@ -6,18 +6,17 @@ import asyncio
 import importlib.util
 import json
 import mmap
-import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from agent_driver import new_shim, start
 from rank_driver import Driver
 from unicron.cli.app import run_command
 from unicron.workers.agent.monitoring import flight_recorder_dumps
 from unicron.workers.agent.processes.pipe import Pipe
-from unicron.workers.agent.processes.process import Process
 from unicron.workers.diagnosis.dump_files import read_files
 from unicron.workers.diagnosis.hang_locator import HangLocation, locate
 from unicron.workers.ipc.pipe_protocol import Unpacker, WriteDump
@@ -112,8 +111,9 @@ def test_the_agent_requests_a_dump_of_each_rank(tmp_path: Path) -> None:
     old.write_text("{}")
 
     async def main() -> None:
-        process = Process.start(["sleep", "60"], env=os.environ, marker=("UNICRON_TEST", "dumps"),
-                                log_path=tmp_path / "rank-5.attempt-1.log")
+        shim = new_shim(tmp_path)
+        process = start(shim, ["sleep", "60"], tmp_path / "rank-5.attempt-1.log",
+                        ("UNICRON_TEST", "dumps"))
         pipe = Pipe(lambda frame: None, lambda why: None)
         try:
             requested = flight_recorder_dumps.request_dumps(
@@ -125,6 +125,7 @@ def test_the_agent_requests_a_dump_of_each_rank(tmp_path: Path) -> None:
         finally:
             pipe.close()
             assert await process.end_group(10.0)
+            shim.end()
 
     asyncio.run(main())
     assert not old.exists()

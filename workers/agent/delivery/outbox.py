@@ -25,9 +25,11 @@ RESEND_S_MIN, RESEND_S_MAX = 5.0, 300.0
 
 
 class Put(Protocol):
-    """Takes a report: its body, its time (None: now), and the slot of the rank that sent it."""
+    """Takes a report: its body, its time (None: now), the slot of the rank that sent it, and a note
+    for the journal (Spool.put)."""
 
-    def __call__(self, body: Body, occurred_s: float | None, slot: int = NO_SLOT, /) -> None: ...
+    def __call__(self, body: Body, occurred_s: float | None, slot: int = NO_SLOT,
+                 note: tuple[str, bytes] | None = None, /) -> None: ...
 
 
 class LogReplaced(LogError):
@@ -62,9 +64,10 @@ class Outbox:
         self._channels.append(_Channel(spool, NUM_WINDOW))
         self._wakeup = asyncio.Event()
 
-    def put(self, body: Body, occurred_s: float | None = None, slot: int = NO_SLOT) -> None:
+    def put(self, body: Body, occurred_s: float | None = None, slot: int = NO_SLOT,
+            note: tuple[str, bytes] | None = None) -> None:
         """Spool a report and wake `run`. Raises ValueError for a float that is not finite."""
-        self._spool.put(body, occurred_s, slot)
+        self._spool.put(body, occurred_s, slot, note)
         self._wakeup.set()
 
     @property

@@ -13,8 +13,10 @@ among the slots that hold reports. Adjacent dropped reports are replaced by one 
 number of the last. If a dropped report was already sent, it may still reach the log; its
 ReportsLost then counts as a duplicate.
 
-The next incarnation delivers the file. The file survives SIGKILL, but not a power cut. If the disk
-is full or gone, the agent holds reports in memory until it can write the file again.
+The file is also the agent's journal: with a report, or alone, it stores notes by key, of which the
+newest counts. If the agent restarts, its successor continues the file and has the notes; the next
+incarnation only delivers it. The file survives SIGKILL, but not a power cut. If the disk is full or
+gone, the agent holds reports in memory until it can write the file again.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from pathlib import Path
 
 import msgspec
 import structlog
+from msgspec import Struct
 
 from ....events.records import reports
 from ....events.records.codec import decode_report, encode_report
@@ -44,6 +47,10 @@ _SHRINK_RATIO = 0.9
 """A full spool drops reports down to this share, so that the next report does not fill it again."""
 _FILE_SLACK_BYTES = 64 << 10
 _HEAD = struct.Struct(">I")
+_NOTED_CODE = 1 << 31
+"""In the length of an entry: it is a _Noted."""
+_LAST = "last"
+"""The note of the last number, which the file needs when it has no report."""
 _log = structlog.get_logger("agent")
 
 
@@ -60,6 +67,14 @@ class _Entry:
         self.num_lost = body.num_lost if isinstance(body, reports.ReportsLost) else 0
 
 
+class _Noted(Struct, frozen=True, array_like=True):
+    """A note, None if it is removed, and the report that was put with it, if any."""
+
+    wire: bytes
+    key: str
+    note: bytes | None
+
+
 class Spool:
     """The reports of one source. `clock` gives seconds since 1970; `file` may be None.
 
@@ -69,14 +84,17 @@ class Spool:
 
     def __init__(self, source: str, node: str, clock: Callable[[], float], *,
                  file: Path | None = None, bytes_max: int = SPOOL_BYTES_MAX,
-                 left: Iterable[_Entry] = ()) -> None:
+                 left: Iterable[_Entry] = (), notes: dict[str, bytes] | None = None) -> None:
         self.source = source
-        self.acked = 0
+        self.notes = notes or {}
+        """What a former agent of this incarnation knew, and this one has noted."""
         self._node = node
         self._clock = clock
         self._bytes_max = bytes_max
         self._entries: deque[_Entry] = deque(left)
-        self.last = self._entries[-1].report.source_seq if self._entries else 0
+        last = int(self.notes.pop(_LAST, b"0"))
+        self.last = self._entries[-1].report.source_seq if self._entries else last
+        self.acked = 0
         self._num_bytes = sum(len(entry.wire) for entry in self._entries)
         self._path = file
         self._file: BufferedWriter | None = None
@@ -90,19 +108,32 @@ class Spool:
         """Number of unacknowledged reports; a ReportsLost counts as one."""
         return len(self._entries)
 
-    def put(self, body: Body, occurred_s: float | None = None, slot: int = NO_SLOT) -> Report:
-        """Number and store a report, from the rank in `slot`. Raises ValueError for a float that is
-        not finite."""
+    def put(self, body: Body, occurred_s: float | None = None, slot: int = NO_SLOT,
+            note: tuple[str, bytes] | None = None) -> Report:
+        """Number and store a report, from the rank in `slot`, and a note (key, value) in the same
+        write. Raises ValueError for a float that is not finite."""
         report = Report(source=self.source, source_seq=self.last + 1,
                         occurred_s=self._clock() if occurred_s is None else occurred_s, body=body)
         entry = _Entry(report, encode_report(report), slot)
         self.last += 1
         self._entries.append(entry)
         self._num_bytes += len(entry.wire)
-        self._write(entry)
+        if note is None:
+            self._write(entry.wire)
+        else:
+            self._write_note(entry.wire, *note)
         if self._num_bytes > self._bytes_max:
             self._shrink()
         return report
+
+    def note(self, key: str, note: bytes | None) -> None:
+        """Store a note; None removes it."""
+        self._write_note(b"", key, note)
+
+    def resume(self) -> None:
+        """Continue the file of a former agent of this incarnation: what it no longer has was
+        acknowledged."""
+        self.acked = self._entries[0].report.source_seq - 1 if self._entries else self.last
 
     def behind(self, after: int, num_max: int) -> list[Report]:
         """Reports with a number above `after`, in order, at most `num_max`. Linear."""
@@ -192,13 +223,20 @@ class Spool:
         return _Entry(report, encode_report(report))
 
     # --- the file -------------------------------------------------------------------------------
-    def _write(self, entry: _Entry) -> None:
+    def _write_note(self, wire: bytes, key: str, note: bytes | None) -> None:
+        if note is None:
+            self.notes.pop(key, None)
+        else:
+            self.notes[key] = note
+        self._write(msgspec.msgpack.encode(_Noted(wire, key, note)), _NOTED_CODE)
+
+    def _write(self, data: bytes, code: int = 0) -> None:
         if self._file is None:
             return
         try:
-            self._file.write(_HEAD.pack(len(entry.wire)) + entry.wire)
+            self._file.write(_HEAD.pack(len(data) | code) + data)
             self._file.flush()
-            self._file_bytes += _HEAD.size + len(entry.wire)
+            self._file_bytes += _HEAD.size + len(data)
         except OSError as error:
             self._log_change(error)
 
@@ -209,6 +247,9 @@ class Spool:
         new = self._path.with_name(self._path.name + ".new")
         try:
             with new.open("wb") as file:
+                for key, note in [*self.notes.items(), (_LAST, b"%d" % self.last)]:
+                    data = msgspec.msgpack.encode(_Noted(b"", key, note))
+                    file.write(_HEAD.pack(len(data) | _NOTED_CODE) + data)
                 for entry in self._entries:
                     file.write(_HEAD.pack(len(entry.wire)) + entry.wire)
             new.replace(self._path)
@@ -232,25 +273,36 @@ class Spool:
                              why=str(error))
 
 
-def load_spool(path: Path, node: str, clock: Callable[[], float]) -> Spool | None:
-    """Load the spool of an earlier incarnation, to deliver under its own source; None if empty.
+def load_spool(path: Path, source: str, node: str, clock: Callable[[], float]) -> Spool | None:
+    """Load a spool, to continue it or to deliver it under its own source; None if it has no report
+    and never had one.
 
     The first truncated or invalid entry is dropped, and everything behind it.
     """
     data = path.read_bytes()
     entries: list[_Entry] = []
+    notes: dict[str, bytes] = {}
     at = 0
     while at + _HEAD.size <= len(data):
         (num_bytes,) = _HEAD.unpack_from(data, at)
-        wire = data[at + _HEAD.size : at + _HEAD.size + num_bytes]
-        at += _HEAD.size + num_bytes
+        at += _HEAD.size
+        wire = data[at : at + (num_bytes & ~_NOTED_CODE)]
+        at += num_bytes & ~_NOTED_CODE
         try:
-            entries.append(_Entry(decode_report(wire), wire))
+            if num_bytes & _NOTED_CODE:
+                noted = msgspec.msgpack.decode(wire, type=_Noted)
+                wire = noted.wire
+                if noted.note is None:
+                    notes.pop(noted.key, None)
+                else:
+                    notes[noted.key] = noted.note
+            if wire:
+                entries.append(_Entry(decode_report(wire), wire))
         except msgspec.MsgspecError:
             break
-    if not entries:
+    if not entries and notes.get(_LAST, b"0") == b"0":
         return None
-    return Spool(entries[0].report.source, node, clock, file=path, left=entries)
+    return Spool(source, node, clock, file=path, left=entries, notes=notes)
 
 
 def _is_superseded(entries: list[_Entry]) -> Callable[[_Entry], bool]:

@@ -147,7 +147,7 @@ class CheckRunner:
             assert popen.stdout is not None
             self.pids.add(popen.pid)
             process = processes.Process(popen.pid, Path(os.devnull), 0,
-                                        f"{mark[0]}={mark[1]}".encode(), popen=popen)
+                                        f"{mark[0]}={mark[1]}".encode(), popen)
             output = _Output(popen.stdout.fileno())
             try:
                 try:
@@ -216,8 +216,11 @@ class CheckSchedule:
     """Runs all checks of a folder periodically; files may be added or removed meanwhile."""
 
     def __init__(self, checks: CheckOptions, run: CheckRunner, num_slots: int,
-                 report: Callable[[Finding], None]) -> None:
+                 report: Callable[[Finding], None],
+                 reported: Callable[[str], Finding | None] = lambda check: None) -> None:
+        """`reported` tells the last report of a former agent on a check."""
         self._checks = checks
+        self._reported = reported
         self._run = run
         self._num_slots = num_slots
         self._report = report
@@ -236,7 +239,8 @@ class CheckSchedule:
                     if steady.pop(name).reported.health != "healthy":
                         self._report(Finding(f"check/{name}", "healthy", "the check was removed"))
                 for name in sorted(set(found or ()) - set(rounds)):
-                    steady[name] = Debouncer(num_better=limits.CHECK_LOOKS_BETTER_NUM)
+                    steady[name] = Debouncer(num_better=limits.CHECK_LOOKS_BETTER_NUM,
+                                             reported=self._reported(f"check/{name}"))
                     rounds[name] = group.create_task(self._repeat(
                         name, self._checks.folder / name, steady[name]), name=f"check {name}")
                 await asyncio.sleep(self._checks.every_s)

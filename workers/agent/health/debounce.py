@@ -13,13 +13,14 @@ class Debouncer:
     """Debounces one health check: reports a change after several consecutive equal readings.
 
     A definite failure (`is_fact`) is reported at the first reading. An initial "healthy" is not
-    reported.
+    reported. `reported`: the last report of a former agent.
     """
 
     def __init__(self, num_worse: int = limits.LOOKS_WORSE_NUM,
-                 num_better: int = limits.LOOKS_BETTER_NUM) -> None:
+                 num_better: int = limits.LOOKS_BETTER_NUM,
+                 reported: Finding | None = None) -> None:
         self._num_worse, self._num_better = num_worse, num_better
-        self.reported = Finding("", "healthy")
+        self.reported = reported or Finding("", "healthy")
         self._direction: object = None
         self._num_looks = 0
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, msgpack
 
 from ....events.records.reports import DeviceErred, HealthChanged
 from ....events.records.types import Body
+from ..delivery.spool import Spool
 from ..processes.launcher import MARKER, NodeConfig
 from . import limits
 from .blocking_call import BlockingCalls, Late
@@ -24,6 +25,8 @@ from .kernel_log import KMSG, KernelLog
 from .machine import BlockedProcesses, Disk, Memory
 from .network import Network
 
+_KEY = "health:"
+"""Of notes in the journal."""
 _log = structlog.get_logger("agent")
 
 
@@ -40,8 +43,10 @@ class HealthMonitor:
     """Runs the readers of one node. A reader that hangs is a finding, and blocks no other one."""
 
     def __init__(self, node: NodeConfig, sources: HealthSources,
-                 report: Callable[[Body], None]) -> None:
+                 report: Callable[[Body], None], journal: Spool | None = None) -> None:
+        """`journal` has what a former agent has reported, and gets what this one reports."""
         self._node = node
+        self._journal = journal
         self._report = report
         self._gpus = Gpus(node.devices)
         if sources.readers is not None:
@@ -82,7 +87,7 @@ class HealthMonitor:
                     group.create_task(self._follow(reader), name=reader.name)
                 if self._checks is not None:
                     rounds = CheckSchedule(self._checks, self._run, self._node.num_slots,
-                                           self._report_check)
+                                           self._report_check, self._reported)
                     group.create_task(rounds.run(), name="checks")
         finally:
             self._kernel.close()
@@ -119,10 +124,19 @@ class HealthMonitor:
                     status=new.status, rule=new.rule, text=new.text, devices=new.devices,
                     code=new.code, pid=new.pid))
         for finding in findings:
-            steady = self._steady.setdefault(finding.check, Debouncer())
+            steady = self._steady.setdefault(
+                finding.check, Debouncer(reported=self._reported(finding.check)))
             changed = steady.see(finding)
             if changed is not None:
                 self._report_change(changed)
+
+    def _reported(self, check: str) -> Finding | None:
+        note = self._journal.notes.get(_KEY + check) if self._journal is not None else None
+        if note is None:
+            return None
+        finding = msgpack.decode(note, type=Finding)
+        self._named_slots.setdefault(check, finding.devices)
+        return finding
 
     def _report_check(self, finding: Finding) -> None:
         """Report a site's check, which is already debounced; debounce a finding on the folder."""
@@ -148,3 +162,5 @@ class HealthMonitor:
             node=node.name, incarnation=node.incarnation, check=finding.check,
             health=finding.health, why=finding.why, devices=finding.devices,
             status=finding.status, rule=finding.rule))
+        if self._journal is not None:
+            self._journal.note(_KEY + finding.check, msgpack.encode(finding))

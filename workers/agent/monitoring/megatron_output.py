@@ -110,6 +110,11 @@ class ProgressLines:
             whole.find(mark, begin + 1) >= 0 for mark in _PAUSE_MARKS)
         return list(_found(whole))
 
+    @property
+    def num_begun(self) -> int:
+        """The bytes of the current line."""
+        return len(self._begun)
+
     def skip(self) -> None:
         """Mark a gap in the output: drop the current line and the rest of the next one."""
         self._begun, self._dropping = b"", True
@@ -163,6 +168,10 @@ class IterationRanges:
             self._waiting[-1] = _merged(before, one)
         else:
             self._waiting.append(one)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._waiting
 
     def take(self) -> IterationRange | None:
         """Remove and return the oldest range; None if there is none."""

@@ -42,7 +42,8 @@ DEFAULT_LIMITS = HangLimits()
 class OutputMonitor:
     """Monitors one process that prints progress lines. `now_s` is always the monotonic clock."""
 
-    def __init__(self, order: StartRank, pid: int, limits: HangLimits) -> None:
+    def __init__(self, order: StartRank, pid: int, limits: HangLimits, *,
+                 is_stalled: bool = False) -> None:
         self._ids = {"task": order.task, "rank": order.rank, "attempt": order.attempt}
         self._pid = pid
         self._limits = limits
@@ -57,7 +58,7 @@ class OutputMonitor:
         """The time since the last line is unknown."""
         self._before: process_state.ProcessState | None = None
         self._busy_pid = pid
-        self._stalled_s = -1.0
+        self._stalled_s = 0.0 if is_stalled else -1.0
         """Time without a line when the stall was reported; below 0: no stall is reported."""
 
     def exclude(self, late_s: float, now_s: float) -> None:

@@ -41,11 +41,19 @@ class OutputReaders:
         self._watched: dict[tuple[int, int, int], OutputMonitor] = {}
         self._looked_s: float | None = None
 
-    def begin(self, order: StartRank, log_path: Path, log_start: int, pid: int) -> None:
-        """Read a started command; its output begins at `log_start`."""
-        self._logs[_key(order)] = OutputReader(order, log_path, log_start)
+    def begin(self, order: StartRank, log_path: Path, log_start: int, pid: int, *,
+              log_at: int = 0, is_stalled: bool = False) -> None:
+        """Read a started command; its output begins at `log_start`. A former agent has reported it
+        up to `log_at`, or nothing (0)."""
+        self._logs[_key(order)] = one = OutputReader(order, log_path, log_at or log_start)
+        one.has_reported = log_at > 0
         if self._limits is not None:
-            self._watched[_key(order)] = OutputMonitor(order, pid, self._limits)
+            self._watched[_key(order)] = OutputMonitor(order, pid, self._limits,
+                                                       is_stalled=is_stalled)
+
+    def reported_at(self, key: tuple[int, int, int]) -> int:
+        """Up to where the output of a process is reported; 0: it is not known."""
+        return self._logs[key].reported_at if key in self._logs else 0
 
     def look(self, now_s: float) -> None:
         """Report commands that stall, and new progress (at most one report for each task).
@@ -110,6 +118,7 @@ class OutputReader:
         self._order = order
         self.key, self.task = _key(order), order.task
         self.has_reported = False
+        self.reported_at = 0
         self._at = log_start
         self._lines = ProgressLines()
         self._stretches = IterationRanges()
@@ -130,6 +139,8 @@ class OutputReader:
             except OSError as error:
                 self._give_up(error)
         merged = self._stretches.take()
+        if self._stretches.is_empty:
+            self.reported_at = self._at - self._lines.num_begun
         return self._report(merged) if merged is not None else None
 
     @property

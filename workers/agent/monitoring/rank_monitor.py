@@ -49,11 +49,13 @@ class RankMonitors:
         """A progress page for a training rank about to start; None if it is not monitored."""
         return ProgressPage() if self._is_on and order.spec.training is not None else None
 
-    def begin(self, order: StartRank, page: ProgressPage | None, pid: int) -> None:
-        """Monitor a rank that has started and inherited its page."""
+    def begin(self, order: StartRank, page: ProgressPage | None, pid: int, *,
+              is_stalled: bool = False) -> None:
+        """Monitor a rank that has started and inherited its page. `is_stalled`: a former agent has
+        reported that it stalls."""
         if page is not None:
             page.close_fd()
-            self._watched[_key(order)] = RankMonitor(order, page, pid)
+            self._watched[_key(order)] = RankMonitor(order, page, pid, is_stalled=is_stalled)
 
     def adopted(self, order: StartRank, pid: int) -> None:
         """Monitor `pid`, the process that trains."""
@@ -80,7 +82,8 @@ class RankMonitors:
 class RankMonitor:
     """One rank: the state of its page, and what was reported."""
 
-    def __init__(self, order: StartRank, page: ProgressPage, pid: int) -> None:
+    def __init__(self, order: StartRank, page: ProgressPage, pid: int, *,
+                 is_stalled: bool = False) -> None:
         self.page = page
         self._ids = {"task": order.task, "rank": order.rank, "attempt": order.attempt}
         self.pid = pid
@@ -92,8 +95,10 @@ class RankMonitor:
         self._missed_s = 0.0
         """Time without monitoring since the last mark."""
         self._mark_num: int = 0
+        if is_stalled and (mark := page.mark()) is not None:  # its end is the next mark
+            self._mark_num, self._generation = mark.num, mark.generation
         self._before: process_state.ProcessState | None = None
-        self._stalled: Mark | None = None
+        self._stalled: Mark | None = page.mark() if is_stalled else None
         self._reported_s = -REPORT_S
         self._slow: tuple[int, int] | None = None
         """Generation and iteration of the last slow iteration that was reported."""

@@ -6,23 +6,23 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from msgspec import Struct, json, structs
+from msgspec import Struct, json, msgpack, structs
 
 from ....events import network_address
 from ....events.records.orders import StartRank
 from ....events.records.types import Labels
 from ....events.spec.policy import REDACT
-from ...host import linux
 from ...host.rank_user import RankUser
-from ...ipc.pipe_protocol import FD, LOOP, PULSE
+from ...ipc.pipe_protocol import FD, LOOP, PULSE, Frame, Unpacker, pack
 from ...ipc.progress_page import ProgressPage
 from . import torch_files
 from .pipe import Pipe
 from .process import Process
+from .shim import ZYGOTE, Shim
 from .zygote import Zygote
 
 MARKER = "UNICRON_PROCESS"
@@ -51,6 +51,8 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     """The user of its ranks; None: that of the agent."""
     watch: bool = True
     """Whether its ranks are monitored for stalls."""
+    gone_s: float = 60.0
+    """Policy.agent_gone_s_max."""
     store_secret: bytes = b""
     """Of the node's checkpoint store (workers/checkpoint_store/protocol.py)."""
 
@@ -68,76 +70,111 @@ def marker_prefix(state_dir: Path, node: str) -> str:
     return f"{state_dir}:{node}/"
 
 
-class Launcher:
-    """Starts the processes of one node's ranks."""
+class _Note(Struct, frozen=True):
+    """What the shim holds of a rank: its StartRank as a frame, its log, where its output begins,
+    and the folder where it writes files for the agent."""
 
-    def __init__(self, node: NodeConfig) -> None:
+    order: bytes
+    log_path: str
+    log_start: int
+    folder: str
+
+
+class Launcher:
+    """Starts the processes of one node's ranks, and finds those of a former agent."""
+
+    def __init__(self, node: NodeConfig, shim: Shim) -> None:
         self._node = node
+        self._shim = shim
         self._zygote: Zygote | None = None
-        if node.rank_argv == RANK_ARGV and linux.adopts_orphans():
-            self._zygote = Zygote(os.environ, (MARKER, f"{node.mark}{node.incarnation}:zygote"),
-                                  node.state_dir / "logs" / f"zygote-{node.name}.log",
+        if node.rank_argv == RANK_ARGV:
+            self._zygote = Zygote(os.environ, (MARKER, f"{node.mark}{node.incarnation}:{ZYGOTE}"),
+                                  node.state_dir / "logs" / f"zygote-{node.name}.log", shim,
                                   node.run_as.name if node.run_as else "")
         self._folders: Path | None = None
-        if node.run_as:
-            # Only root can change the parent, so no rank can replace a folder before its chown.
-            self._folders = Path(tempfile.mkdtemp(prefix="unicron-ranks-"))
-            self._folders.chmod(0o711)
+        """With `run_as`: where ranks write files for the agent."""
 
     async def prepare(self, order: StartRank) -> None:
         """Wait for the zygote if the rank needs it: seconds the first time. Call before `start`."""
         if self._zygote is not None and order.spec.train is not None:
             await self._zygote.is_ready()
 
-    def start(self, order: StartRank, pipe: Pipe | None, page: ProgressPage | None) -> Process:
-        """Start the rank with its pipe to the agent and its progress page. Raises OSError,
-        ValueError."""
-        process = self._start(order, pipe, page)
-        process.folder = self._folder(process.log_path)
-        process.uid = self._node.run_as.uid if self._node.run_as else process.uid
+    def held(self) -> Iterator[tuple[Frame, Process, list[int]]]:
+        """The ranks of a former agent: the order (its body is a StartRank, with seq and epoch), the
+        process, and the files that the shim has held."""
+        for key, held in self._shim.held.items():
+            if held.note and held.pid:
+                note = msgpack.decode(held.note, type=_Note)
+                (frame,) = Unpacker().feed(note.order)
+                marker = f"{MARKER}={self._node.mark}{self._node.incarnation}:{key}".encode()
+                process = Process(held.pid, Path(note.log_path), note.log_start, marker,
+                                  self._shim, key)
+                yield frame, self._with_user(process, Path(note.folder)), held.files
+
+    def _with_user(self, process: Process, folder: Path) -> Process:
+        process.folder = folder
+        if self._node.run_as:
+            process.uid, self._folders = self._node.run_as.uid, folder.parent
         return process
 
     def _folder(self, log_path: Path) -> Path:
         """Where a rank with this log writes files for the agent."""
-        if self._folders is None or self._node.run_as is None:
+        if self._node.run_as is None:
             return log_path.parent
+        if self._folders is None:
+            # Only root can change the parent, so no rank can replace a folder before its chown.
+            self._folders = Path(tempfile.mkdtemp(prefix="unicron-ranks-"))
+            self._folders.chmod(0o711)
         path = self._folders / log_path.parent.name
         path.mkdir(mode=0o700, exist_ok=True)
         os.chown(path, self._node.run_as.uid, self._node.run_as.gid)
         return path
 
-    def _start(self, order: StartRank, pipe: Pipe | None, page: ProgressPage | None) -> Process:
+    def start(self, order: StartRank, frame: Frame, pipe: Pipe | None,
+              page: ProgressPage | None) -> Process:
+        """Start the rank with its pipe to the agent and its progress page. `frame`: the order, for
+        the next agent. Raises OSError, ValueError."""
         node = self._node
+        user = node.run_as.name if node.run_as else ""
         log_path = (node.state_dir / "logs" / f"{order.task}-{order.spec.name}"
                     / f"rank-{order.rank}.attempt-{order.attempt}.log")
-        marker = (MARKER,
-                  f"{node.mark}{node.incarnation}:{order.task}.{order.rank}.{order.attempt}")
-        errors = torch_files.error_file_of(log_path, self._folder(log_path))
+        key, folder = key_of(order), self._folder(log_path)
+        marker = (MARKER, f"{node.mark}{node.incarnation}:{key}")
+
+        def note(log_start: int) -> bytes:
+            return msgpack.encode(_Note(pack(frame), str(log_path), log_start, str(folder)))
+
+        errors = torch_files.error_file_of(log_path, folder)
         with suppress(OSError):  # in an earlier log a task with this number may have left a file
             errors.unlink()
         env = {**environment(order, node, os.environ), torch_files.ERROR_FILE_ENV: str(errors)}
         files = {"--fd": pipe.theirs.fileno()} if pipe is not None else {}
         if page is not None:
             files["--pulse"] = page.fd
-        fds = tuple(files.values())
+        held = [*([pipe.fileno()] if pipe is not None else []),
+                *([page.fd] if page is not None else [])]
         if order.spec.command:
-            fd_env = {FD_ENV[option]: str(fd) for option, fd in files.items()}
-            return Process.start(order.spec.command, env=env | fd_env, marker=marker,
-                                 log_path=log_path, pass_fds=fds, folder=order.spec.folder,
-                                 user=node.run_as)
-        if self._zygote is not None and self._zygote.can_fork(env):
-            return Process.fork(self._zygote, env=env, marker=marker, log_path=log_path,
-                                pass_fds=fds)
-        args = [arg for option, fd in files.items() for arg in (option, str(fd))]
-        return Process.start((*node.rank_argv, *args), env=env, marker=marker,
-                             log_path=log_path, pass_fds=fds, user=node.run_as)
+            process = Process.start(
+                self._shim, key, note, order.spec.command, env=env, marker=marker,
+                log_path=log_path, files={FD_ENV[option]: fd for option, fd in files.items()},
+                held=held, folder=order.spec.folder, user=user)
+        elif self._zygote is not None and self._zygote.can_fork(env):
+            process = Process.fork(self._zygote, self._shim, key, note, env=env, marker=marker,
+                                   log_path=log_path, files=tuple(files.values()), held=held)
+        else:
+            process = Process.start(self._shim, key, note, node.rank_argv, env=env, marker=marker,
+                                    log_path=log_path, files=files, held=held, user=user)
+        return self._with_user(process, folder)
 
     def close(self) -> None:
-        """End the zygote; its forked ranks continue."""
-        if self._zygote is not None:
-            self._zygote.close()
+        """Remove the folders of ranks of another user."""
         if self._folders is not None:
             shutil.rmtree(self._folders, ignore_errors=True)
+
+
+def key_of(order: StartRank) -> str:
+    """The name of a rank's attempt."""
+    return f"{order.task}.{order.rank}.{order.attempt}"
 
 
 def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -8,33 +8,47 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...ipc.pipe_protocol import FRAME_BYTES_MAX, Frame, Unpacker, pack
+from ...ipc.pipe_protocol import FRAME_BYTES_MAX, Frame, Unpacker, pack, whole_bytes
 
 WAITING_BYTES_MAX = 64 << 20
 """Unsent bytes for a rank that does not read; beyond this, `send` refuses frames."""
+WHOLE_BYTES_MAX = 16 << 10
+"""The kernel wakes a waiting sender when three quarters of its buffer (208 kB) are free: the rest
+of a longer frame might never come."""
+PART_S = 0.005
+"""Wait for the rest of a frame."""
 _READ_BYTES = 256 << 10
 
 
 class Pipe:
     """Sends frames. Calls `on_frame` for each received frame, `on_broken` for an invalid one or one
-    above `bytes_max`.
+    above `bytes_max`. A frame leaves the socket only after `on_frame`, so that the next agent finds
+    it if this one is killed; of a frame above WHOLE_BYTES_MAX the parts leave as they come.
 
     A closed pipe is not reported, because the pidfd reports the rank's exit. `drain` reads what a
-    dead rank has written.
+    dead rank has written. `fd`: the agent's end, if the rank has the other one already.
     """
 
     def __init__(self, on_frame: Callable[[Frame], None], on_broken: Callable[[str], None],
-                 bytes_max: int = FRAME_BYTES_MAX) -> None:
+                 bytes_max: int = FRAME_BYTES_MAX, fd: int = -1) -> None:
         self._on_frame = on_frame
         self._on_broken = on_broken
+        self._bytes_max = bytes_max
         self._unpacker = Unpacker(bytes_max)
         self._waiting = bytearray()
         self._loop = asyncio.get_running_loop()
-        self._ours, self.theirs = socket.socketpair()
+        if fd < 0:
+            self._ours, self.theirs = socket.socketpair()
+        else:
+            self._ours, self.theirs = socket.socket(fileno=fd), socket.socket()
         self._ours.setblocking(False)
         self._open = True
         self._pause: asyncio.TimerHandle | None = None
         self._loop.add_reader(self._ours, self._read)
+
+    def fileno(self) -> int:
+        """The agent's end."""
+        return self._ours.fileno()
 
     def started(self) -> None:
         """Close the rank's end here: the rank has inherited it."""
@@ -58,7 +72,7 @@ class Pipe:
     def drain(self) -> None:
         """Read everything that the rank wrote before it exited, then close."""
         while self._open:
-            self._read(stop_when_empty=True)
+            self._read(is_last=True)
 
     def close(self) -> None:
         """Close both ends. A second call does nothing."""
@@ -75,26 +89,39 @@ class Pipe:
         self._pause = None
         self._loop.add_reader(self._ours, self._read)
 
-    def _read(self, stop_when_empty: bool = False) -> None:
+    def _read(self, is_last: bool = False) -> None:
         try:
-            data = self._ours.recv(_READ_BYTES)
+            data = self._ours.recv(_READ_BYTES, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
-            if stop_when_empty:
+            if is_last:
                 self.close()
             return
         except OSError:
             data = b""
-        if not data:
+        num_bytes = self._num_whole(data)
+        if not data or (is_last and not num_bytes):
             self.close()
             return
+        if not num_bytes:
+            self.pause(PART_S)  # the rest of a frame is on its way; the socket stays readable
+            return
         try:
-            frames = self._unpacker.feed(data)
+            frames = self._unpacker.feed(data[:num_bytes])
         except (ValueError, msgspec.MsgspecError) as error:
             self.close()
             self._on_broken(str(error))
             return
         for frame in frames:
             self._on_frame(frame)
+        if self._open:
+            self._ours.recv(num_bytes)
+
+    def _num_whole(self, data: bytes) -> int:
+        """The bytes of whole frames; all if a part of one is held, or if the last is too long."""
+        if self._unpacker.has_part:
+            return len(data)
+        end = whole_bytes(data, self._bytes_max)
+        return end if end or len(data) < WHOLE_BYTES_MAX else len(data)
 
     def _write(self) -> None:
         try:

@@ -1,8 +1,9 @@
 """One process of a rank: starts it, monitors its pidfd, ends and reaps it with its descendants.
 
-The process leads its own session, dies with the agent (PR_SET_PDEATHSIG), and writes to a file. Its
-pidfd reports the exit. The agent reaps the process after all others of its group. Until then the
-kernel cannot reuse its pid, which is also the id of its group and session.
+The process leads its own session, dies with its parent (PR_SET_PDEATHSIG), and writes to a file.
+Its parent is the shim, or the agent itself. Its pidfd reports the exit. The process is reaped after
+all others of its group. Until then the kernel cannot reuse its pid, which is also the id of its
+group and session.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ...host import linux, rank_user
-from ...host.rank_user import RankUser
+from ...host import linux
+from .shim import Shim
 from .zygote import Zygote
 
 ADOPTED_S_MAX = 5.0
-"""Maximum wait until a fork is the agent's child: the intermediate process must exit first."""
+"""Maximum wait until a fork is the shim's child: the intermediate process must exit first."""
 FOLLOW_S = 0.1
 """After the exit of a followed process, the command that started it has this long to exit too."""
 EXECVE_S_MAX = 2.0
@@ -40,16 +41,22 @@ class Exit(NamedTuple):
 
 
 class Process:
-    """A running process. `marker` is an environment entry that all its descendants inherit."""
+    """A running process. `marker` is an environment entry that all its descendants inherit.
 
-    def __init__(self, pid: int, log_path: Path, log_start: int, marker: bytes, *,
-                 popen: subprocess.Popen[bytes] | None = None) -> None:
+    `parent` is the shim that holds it under `key`, or its Popen if this process has started it.
+    """
+
+    def __init__(self, pid: int, log_path: Path, log_start: int, marker: bytes,
+                 parent: Shim | subprocess.Popen[bytes], key: str = "") -> None:
         self.pid = pid
         self.log_path = log_path
         self.folder = log_path.parent
         """Where the process may write files for the agent."""
         self.uid = os.geteuid()
-        self._popen = popen
+        self._shim = parent if isinstance(parent, Shim) else None
+        self._popen = parent if not isinstance(parent, Shim) else None
+        self._key = key
+        self._parent_pid = self._shim.pid if self._shim is not None else os.getpid()
         self._is_reaped = False
         self.log_start = log_start
         """Where its own output begins in the log file, which it may share."""
@@ -68,44 +75,44 @@ class Process:
         self._loop.add_reader(self._pidfd, self._see_end)
 
     @classmethod
-    def start(cls, argv: Sequence[str], *, env: Mapping[str, str], marker: tuple[str, str],
-              log_path: Path, pass_fds: Sequence[int] = (), folder: str = "",
-              user: RankUser | None = None) -> Process:
-        """Start `argv` in `folder`, or in that of this process if it is empty; append stdout and
-        stderr to `log_path`. With `user`, as that user. Raises OSError."""
+    def start(cls, parent: Shim, key: str, note: Callable[[int], bytes], argv: Sequence[str], *,
+              env: Mapping[str, str], marker: tuple[str, str], log_path: Path,
+              files: Mapping[str, int] | None = None, held: Sequence[int] = (),
+              folder: str = "", user: str = "") -> Process:
+        """Have the shim start `argv` in `folder`, or in its own if that is empty, as `user`, or as
+        its own; stdout and stderr are appended to `log_path`. `note` makes what the shim holds, of
+        the place where the output begins; `files` and `held` as for Shim.start. Raises OSError."""
         if folder and not os.path.isdir(folder):
             raise NotADirectoryError(f"its folder {folder} is not on this node: submit from a "
                                      "folder that all nodes have, or name one with folder:")
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        parent = os.getpid()
-
-        def prepare() -> None:
-            rank_user.become(user)
-            linux.die_with(parent)  # a change of the user clears it
-
         with log_path.open("ab") as log:
             log_start = log.tell()
-            popen = subprocess.Popen(
-                list(argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env={**env, marker[0]: marker[1]}, pass_fds=tuple(pass_fds), cwd=folder or None,
-                start_new_session=True, preexec_fn=prepare)
-        return cls(popen.pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(), popen=popen)
+            pid = parent.start(key, note(log_start), argv, {**env, marker[0]: marker[1]},
+                               log.fileno(), files=files or {}, held=held, folder=folder, user=user)
+        return cls(pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(), parent, key)
 
     @classmethod
-    def fork(cls, zygote: Zygote, *, env: Mapping[str, str], marker: tuple[str, str],
-             log_path: Path, pass_fds: Sequence[int]) -> Process:
-        """Fork a training rank out of the zygote; `pass_fds`: its pipe and progress page. Raises
-        OSError."""
+    def fork(cls, zygote: Zygote, parent: Shim, key: str, note: Callable[[int], bytes], *,
+             env: Mapping[str, str], marker: tuple[str, str], log_path: Path,
+             files: Sequence[int], held: Sequence[int]) -> Process:
+        """Fork a training rank out of the zygote; `files`: its pipe and progress page. The shim
+        adopts it. Raises OSError."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             log_start = log.tell()
-            pid = zygote.fork({**env, marker[0]: marker[1]}, log.fileno(), *pass_fds)
-        return cls(pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode())
+            pid = zygote.fork({**env, marker[0]: marker[1]}, log.fileno(), *files)
+        parent.hold(key, note(log_start), held, pid)
+        return cls(pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(), parent, key)
 
     async def wait(self) -> Exit:
         """Wait until the process has ended; it stays a zombie until `end_group`."""
         await asyncio.shield(self._ended)
         await self._until_adopted()
+        if self._shim is not None:
+            reply = self._shim.status(self.pid)
+            assert reply.has_ended, f"{self.pid} has ended without a status"
+            return Exit(reply.exit_code, reply.signal, reply.dumped)
         status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         assert status is not None, f"{self.pid} has ended without a status"
         if status.si_code == os.CLD_EXITED:
@@ -161,10 +168,11 @@ class Process:
         """Wait until no descendant of the ended process is left; False after `s_max`."""
         return await self._until_alone(s_max, kill=False)
 
-    async def end_group(self, s_max: float) -> bool:
-        """Kill and reap all descendants, then the process; False if some live after `s_max`.
+    async def end_group(self, s_max: float, *, reap: bool = True) -> bool:
+        """Kill and reap all descendants, then the process; False if some live after `s_max`. With
+        `reap` False, `reap` is to be called after True.
 
-        After True the kernel may reuse the pid. After False, call it again.
+        Once it is reaped, the kernel may reuse the pid. After False, call it again.
         """
         last_s = self._loop.time() + s_max
         self.signal_group(signal.SIGKILL)
@@ -172,9 +180,14 @@ class Process:
         await asyncio.wait([self._ended], timeout=s_max)
         if not self.has_ended or not await self._until_alone(last_s - self._loop.time(), kill=True):
             return False
+        if reap:
+            self.reap()
+        return True
+
+    def reap(self) -> None:
+        """Reap the ended process."""
         self._reap()
         self.close()
-        return True
 
     def output(self, bytes_max: int) -> bytes:
         """The end of this attempt's output. Raises OSError."""
@@ -195,8 +208,8 @@ class Process:
     def _reap(self) -> None:
         if self._popen is not None:
             self._popen.wait()
-        else:
-            linux.reap(self.pid)
+        elif self._shim is not None:
+            self._shim.reap(self.pid, key=self._key)
         self._is_reaped = True
 
     def _see_end(self) -> None:
@@ -205,9 +218,9 @@ class Process:
             self._ended.set_result(None)
 
     async def _until_adopted(self) -> None:
-        """Wait until a fork is our child: it may have been killed before it was adopted."""
+        """Wait until the shim has adopted a fork: it may have been killed before."""
         deadline = self._loop.time() + ADOPTED_S_MAX
-        while ((proc := linux.read(self.pid)) is not None and proc.ppid != os.getpid()
+        while ((proc := linux.read(self.pid)) is not None and proc.ppid != self._parent_pid
                and self._loop.time() < deadline):
             await asyncio.sleep(_POLL_S_MIN)
 
@@ -227,22 +240,25 @@ class Process:
             pause_s = min(2 * pause_s, _POLL_S_MAX)
 
     def _descendants(self) -> tuple[list[linux.Proc], bool]:
-        """(Live processes of the session and group, and the orphans that the agent has adopted;
-        whether another child of the agent may be one: inside execve it has no environment)."""
-        procs, me = linux.table(), os.getpid()
+        """(Live processes of the session and group, and the orphans that the parent has adopted;
+        whether another child of it may be one: inside execve it has no environment)."""
+        procs, parent = linux.table(), self._parent_pid
         roots: set[int] = set()
         has_unknown = False
         for proc in procs:
             if proc.pid == self.pid:
                 continue
             is_ours = self.pid in (proc.sid, proc.pgid)
-            if not is_ours and proc.ppid == me and proc.state not in "ZX":
+            if not is_ours and proc.ppid == parent and proc.state not in "ZX":
                 entries = linux.environ_after_execve(proc.pid)
                 is_ours = entries is not None and self._marker in entries
                 has_unknown |= entries is None
             if is_ours:
                 roots.add(proc.pid)
-                if proc.state == "Z" and proc.ppid == me:
-                    linux.reap(proc.pid)
+                if proc.state == "Z" and proc.ppid == parent:
+                    if self._shim is not None:
+                        self._shim.reap(proc.pid)
+                    else:
+                        linux.reap(proc.pid)
         left = [proc for proc in linux.descendants(roots, procs) if proc.state not in "ZX"]
         return left, has_unknown

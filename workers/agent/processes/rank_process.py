@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 
-from ....events.log.identity import StoreKeys
+from msgspec import Struct
+
 from ....events.records.orders import StartRank
 from ....events.records.reports import RankErrored
+from ...ipc.pipe_protocol import Frame
 from .oom_kills import MemoryCgroup
 from .pipe import Pipe
 from .process import Exit, Process
@@ -15,20 +17,41 @@ from .redaction import Redactor
 from .report_limits import ReportLimits
 
 
+class RankNote(Struct, kw_only=True):
+    """What the journal has of an attempt, for the next agent."""
+
+    frames: int = 0
+    """The number of the last frame that was taken."""
+    generation: int = 0
+    followed: int = 0
+    """The process that trains, if it is not the command's own; 0: none."""
+    log_at: int = 0
+    """Where the output of a command begins that is not reported yet; 0: nothing is reported."""
+    is_suspended: bool = False
+    """Whether the last report says that the process is stopped."""
+    is_stalled: bool = False
+    """The same for stalls."""
+    is_ready: bool = False
+    is_exit_reported: bool = False
+    error: RankErrored | None = None
+    """The rank's own report of its error."""
+
+
 class RankAttempt:
     """One attempt: waits for its slot, runs, is stopped and reaped."""
 
-    def __init__(self, order: StartRank, seq: int, epoch: int, limits: ReportLimits,
-                 redactor: Redactor, store_keys: StoreKeys) -> None:
+    def __init__(self, order: StartRank, frame: Frame, limits: ReportLimits,
+                 redactor: Redactor) -> None:
         self.order = order
+        self.frame = frame
+        """The order as the rank gets it."""
         self.limits = limits
         self.redactor = redactor
-        self.store_keys = store_keys
-        self.seq = seq
-        self.epoch = epoch
         self.process: Process | None = None
         self.pipe: Pipe | None = None
-        self.generation = 0
+        self.note = RankNote()
+        self.is_adopted = False
+        """Started by a former agent."""
         self.is_withdrawn = False
         """Stopped before its process started."""
         self.stop_at: float | None = None
@@ -36,11 +59,7 @@ class RankAttempt:
         self.stop = asyncio.Event()
         self.continue_timer: asyncio.TimerHandle | None = None
         """Set while an injected fault of limited duration keeps the process stopped."""
-        self.is_suspended = False
-        """Whether the last report says that the process is stopped."""
         self.memory: MemoryCgroup | None = None
-        self.error: RankErrored | None = None
-        """The rank's own report of its error."""
         self.fault = ""
         """Why the agent killed the process without an order."""
 

@@ -8,9 +8,7 @@ rank, and this rank waits for it. If the zygote cannot be used, the agent starts
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +16,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from ...host import linux
 from ...ipc.fork_protocol import REQUEST_BYTES_MAX, ForkReply, ForkRequest
+from .shim import ZYGOTE, Shim
 
 ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.zygote")
 LOAD_S_MAX = 60.0
@@ -39,16 +37,18 @@ _log = structlog.get_logger("agent")
 class Zygote:
     """Forks ranks for one agent; `close` ends it. `UNICRON_ZYGOTE=0` in `env` disables it.
 
+
     It runs as the agent's user, and its ranks as the user `run_as`: a rank that had the zygote's
     rights could send to the agent in its place."""
 
     def __init__(self, env: Mapping[str, str], marker: tuple[str, str], log_path: Path,
-                 run_as: str = "") -> None:
+                 shim: Shim, run_as: str = "") -> None:
+        self._shim = shim
         self._env = {**env, **ONE_THREAD, **WITHOUT_CUDA, marker[0]: marker[1]}
         self._log_path = log_path
         self._run_as = run_as
         self._tries_num = TRIES_NUM_MAX if env.get("UNICRON_ZYGOTE") == "0" else 0
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._pid = 0
         self._socket: socket.socket | None = None
         self._loading: asyncio.Future[bool] | None = None
 
@@ -59,10 +59,10 @@ class Zygote:
 
     async def is_ready(self) -> bool:
         """Start the zygote if necessary and wait until it can fork; False: use exec."""
-        if self._popen is not None and self._popen.poll() is not None:
-            _log.warning("the zygote has exited", code=self._popen.returncode)
+        if self._pid and (how := self._shim.status(self._pid)).has_ended:
+            _log.warning("the zygote has exited", code=how.exit_code, signal=how.signal)
             self.close()
-        if self._popen is None:
+        if not self._pid:
             if self._tries_num >= TRIES_NUM_MAX:
                 return False
             self._tries_num += 1
@@ -79,7 +79,7 @@ class Zygote:
         """Fork a rank and return its pid. On failure, close the zygote and raise OSError.
 
         `files`: the rank's log, its end of the pipe, and its progress page if it has one. The rank
-        becomes a child of this process. If it exists despite an OSError, its closed pipe ends it.
+        becomes a child of the shim. If it exists despite an OSError, its closed pipe ends it.
         """
         assert self._socket is not None, "the zygote does not run"
         try:
@@ -95,22 +95,17 @@ class Zygote:
         """End the zygote; its forked ranks continue."""
         if self._socket is not None:
             self._socket.close()
-        if self._popen is not None:
-            self._popen.kill()
-            self._popen.wait()
-        self._socket = self._popen = None
+        if self._pid:
+            self._shim.discard(ZYGOTE, self._pid)
+        self._socket, self._pid = None, 0
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        parent = os.getpid()
         with theirs, self._log_path.open("ab") as log:
-            self._popen = subprocess.Popen(
-                [*ARGV, "--fd", str(theirs.fileno()), "--agent", str(parent),
-                 "--run-as", self._run_as],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env,
-                pass_fds=(theirs.fileno(),), start_new_session=True,
-                preexec_fn=lambda: linux.die_with(parent))
+            self._pid = self._shim.start(
+                ZYGOTE, b"", [*ARGV, "--parent", str(self._shim.pid), "--run-as", self._run_as],
+                self._env, log.fileno(), files={"--fd": theirs.fileno()})
         self._socket = ours
 
     async def _load(self) -> bool:

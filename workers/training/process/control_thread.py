@@ -71,6 +71,9 @@ class Control:
         self._changed = threading.Condition()
         self._sending = threading.Condition()
         self._unsent = bytearray()
+        self._num_told = 0
+        self._last_order = 0
+        """Seq of the last order. A restarted agent may send an order again."""
         self._generation = 0
         self._replica: frozenset[int] = frozenset()
         self._num_waits = 0
@@ -90,7 +93,7 @@ class Control:
     def start(self, early: list[Frame]) -> None:
         """Start the control thread. `early`: StartRank, and orders that arrived with it."""
         for frame in early:
-            self._take(frame)
+            self._take_frame(frame)
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def tell(self, body: Body) -> None:
@@ -99,8 +102,9 @@ class Control:
         The calling thread itself writes to the socket, so that the agent has the report even if
         this process dies. A sending thread would have to wait some 10 ms for a busy main thread.
         """
-        data = pack(Frame(body=body, at_s=time.time()))
         with self._sending:
+            self._num_told += 1
+            data = pack(Frame(body=body, seq=self._num_told, at_s=time.time()))
             if self._unsent:
                 self._unsent += data
                 return
@@ -237,6 +241,11 @@ class Control:
                 found = "boundary"
         return found
 
+    def _take_frame(self, frame: Frame) -> None:
+        if not frame.seq or frame.seq > self._last_order:
+            self._last_order = max(self._last_order, frame.seq)
+            self._take(frame)
+
     def _take(self, frame: Frame) -> None:
         order = frame.body
         self.store_keys.update(frame.store_keys)  # before the order that needs them
@@ -326,7 +335,7 @@ class Control:
             if not data:
                 os._exit(EXIT_AGENT_GONE)
             for frame in self._unpacker.feed(data):
-                self._take(frame)
+                self._take_frame(frame)
 
 
 def _is_running(future: Future[T]) -> Callable[[], bool]:
