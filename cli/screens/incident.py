@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ..terminal import format as fmt
 from ..terminal.format import Plain
-from ..terminal.record_line import state_source, status_in_words
+from ..terminal.record_line import outage, state_source, status_in_words
 
 if TYPE_CHECKING:
     from ...control_plane.history.history import History, IncidentHistory
@@ -237,9 +239,11 @@ def _after(after_s: float) -> str:
 
 
 def every(history: History, *, now_s: float, option: str = "") -> list[str]:
-    """All incidents, one per line, the newest last."""
+    """All incidents, one per line, the newest last; then all outages."""
+    away = [line for one in history.outages.values()
+            for line in fmt.labelled("AWAY", outage(msgspec.to_builtins(one)))]
     if not history.incidents:
-        return [NONE]
+        return [NONE, *away]
     rows = [row(history, one, fmt.SCREEN_COLUMNS, now_s) for one in history.incidents.values()]
     for cells, one in zip(rows, history.incidents.values(), strict=True):
         cells[1] = fmt.rfc3339(one.detected_s)[:19] + "Z"
@@ -249,7 +253,7 @@ def every(history: History, *, now_s: float, option: str = "") -> list[str]:
     what_columns = max(len(cells[4]) for cells in rows) - max(over, 0)
     for cells in rows:
         cells[4] = fmt.clipped(cells[4], what_columns)
-    return [*fmt.table(head, rows, right=(6, 7, 8)),
+    return [*fmt.table(head, rows, right=(6, 7, 8)), *away,
             "", f"next       unicron incident {max(history.incidents)}{option}"]
 
 

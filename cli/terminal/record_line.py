@@ -195,6 +195,17 @@ def _changes(policy: Plain) -> str:
                    and name not in ("silence_s_max", "restarts_max", *FLAGS_ONLY))
 
 
+def outage(body: Plain) -> str:
+    """What was away, for how long, what waited, and whether training went on."""
+    name = {"server": "log's server", "leader": "leader"}.get(body["what"], body["what"])
+    num = body["num_iterations"]
+    trained = (f"training went on: {fmt.number_of(num, 'iteration')}" if num else
+               "no iteration was reported")
+    return (f"the {name} was away for {fmt.span(body['length_s'])} since "
+            f"{fmt.rfc3339(body['since_s'])[:19]}Z; {fmt.number_of(body['num_reports'], 'report')} "
+            f"waited, {trained}{_because(body['why'])}")
+
+
 def _fault(body: Plain) -> str:
     """The fault that a request or an order injects."""
     if body["what"] == "node":
@@ -215,7 +226,8 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "labels": lambda labels: "".join(f", {key} {name}" for key, name in labels.items() if name),
     "loss": lambda loss: "" if loss is None else f" loss {loss:.4f}",
     "meaning": _meaning, "members": lambda members: fmt.ranks(member["rank"] for member in members),
-    "ms": fmt.ms, "nodes": _nodes, "plan": _plan, "progress": _progress, "ranks": fmt.ranks,
+    "ms": fmt.ms, "nodes": _nodes, "outage": outage, "plan": _plan, "progress": _progress,
+    "ranks": fmt.ranks,
     "rates": lambda body: " ".join(
         f"{size}:{fmt.scaled(rate, 'FLOP/s').replace(' ', '')}"
         for size, rate in zip(body["sizes"], body["rates_flops"], strict=False)),
@@ -264,7 +276,9 @@ _FORMATTER = _Formatter()
 _RANK = "task {task} rank {rank}.{attempt}"
 _GENERATION = "task {task} generation {generation}"
 TEMPLATES = {
-    "EpochStarted": "decider {heart}, code {code}",
+    "EpochStarted": "decider {heart}, code {code}{durability:?, durability {durability}}"
+                    "{replicas_min:? on {replicas_min} replicas}",
+    "OutageEnded": "{:outage}",
     "PolicySet": "silence {policy[silence_s_max]:g} s, {policy[restarts_max]} restarts"
                  "{policy:changes}"
                  "{policy[observe]:?, OBSERVING}"

@@ -131,6 +131,12 @@ class HttpApi:
                       "epoch": self._coordinator.epoch, "seq": self._coordinator.seq,
                       "leader": leading, "pid": os.getpid()})
 
+    async def ready(self, request: web.Request) -> web.Response:
+        """Whether this control plane acknowledges; 503 if not, and to a client with a token why."""
+        away = self._coordinator.away or "it does not lead" * (not self._coordinator.leading)
+        tells = CALLER in request and may(request[CALLER].role, "view")
+        return _json({"ok": not away} | ({"why": away} if tells else {}), 503 if away else 200)
+
     async def state(self, request: web.Request) -> web.Response:
         """The state. With `explain=1` also what each waiting task needs, computed in a thread."""
         state = await self._coordinator.settled()
@@ -435,6 +441,8 @@ class Route(Struct, frozen=True):
 
 ROUTES = (
     Route("GET", "/v1/health", None, lambda api: api.health),
+    Route("GET", "/livez", None, lambda api: api.health),
+    Route("GET", "/readyz", None, lambda api: api.ready),
     Route("GET", "/v1/state", "view", lambda api: api.state),
     Route("GET", "/v1/log", "view", lambda api: api.records),
     Route("GET", "/v1/plan", "view", lambda api: api.plan),

@@ -56,6 +56,7 @@ def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
                   for key in sorted(state.tasks)],
         "incidents": [msgspec.to_builtins(state.incidents[key])
                       for key in sorted(state.incidents)],
+        "outages": [msgspec.to_builtins(one) for one in state.outages],
         "plan": {"seq": state.plan_seq, "at_s": state.plan_s, **msgspec.to_builtins(state.plan)}
                 if state.plan is not None else None,
         "deadlines": [{"id": name, "due_s": state.deadlines[name].due_s,

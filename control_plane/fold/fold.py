@@ -17,7 +17,7 @@ from ...events.records import types as t
 from ...events.records.codec import UnknownBody
 from ...events.records.envelope import Record
 from ..incidents.node_incidents import update_undecided
-from ..state.cluster import ClusterState, live_tasks
+from ..state.cluster import NUM_OUTAGES_MAX, ClusterState, live_tasks
 from ..throughput.transition_cost import observe_time, update_mtbf, void_transitions
 from . import (
     checkpoints,
@@ -83,9 +83,14 @@ def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
     void_transitions(state)
 
 
+def _outage_ended(state: ClusterState, record: Record, body: r.OutageEnded) -> None:
+    state.outages = [*state.outages, body][-NUM_OUTAGES_MAX:]
+
+
 HANDLERS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
     # the leader
     r.EpochStarted: _epoch_started, r.PolicySet: _policy_set, r.DeadlineReached: deadline_reached,
+    r.OutageEnded: _outage_ended,
     # nodes
     r.NodeJoined: nodes.node_joined, r.NodeLeft: nodes.node_left,
     r.AgentRestarting: nodes.agent_restarting, r.AgentRestarted: nodes.agent_restarted,

@@ -26,6 +26,7 @@ from ...events.records.reports import (
     IterationsLogged,
     LossNotFinite,
     MemoryCheckpointStored,
+    OutageEnded,
     RankStarted,
     Reconfigured,
     TaskProgressed,
@@ -150,6 +151,8 @@ class History(Struct):
     work: list[Work] = field(default_factory=list[Work])
     plans: list[Planned] = field(default_factory=list[Planned])
     injected: InjectedFaults = field(default_factory=InjectedFaults)
+    outages: dict[int, OutageEnded] = field(default_factory=dict[int, OutageEnded])
+    """By seq."""
 
     @property
     def seq(self) -> int:
@@ -185,6 +188,8 @@ class History(Struct):
             self._planned(record, body)
         elif isinstance(body, TaskEnded) and all(x.outcome for x in self.state.tasks.values()):
             self.plans.append(Planned(record.seq, record.at_s))
+        elif isinstance(body, OutageEnded):
+            self.outages[record.seq] = body
         self.injected.add(record)
 
     def slot_s(self, one: IncidentHistory, at_s: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from ..fold.edits import running_deadlines
 from ..state.cluster import ClusterState
 from .leader import Leader
 from .leases import Leases
+from .outages import LENGTH_S_MIN, Outages
 
 T = TypeVar("T")
 Check = Callable[[ClusterState], None]
@@ -41,7 +43,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     disputes_max: int = 50
     """Conflicts or lost replies in a row after which the leader gives up."""
     beats_s: float = 1.0
-    """Longest interval between checks of the heartbeats; shorter if leases are short."""
+    """Longest interval between checks of the heartbeats, shorter if leases are short; interval of
+    the leader's own."""
     trim_s: float = 1.0
     writes_max: int = 256
     recent_records_max: int = 4_096
@@ -84,6 +87,8 @@ class Coordinator:
         self._jitter = jitter or random.Random()
         self._leader = Leader(log, clock=clock, nonce=nonce, code=code, policy=policy)
         self._leases = Leases()
+        self._outages = Outages()
+        self._started_s = self._leader.now_s()
         self._logger = structlog.get_logger("control_plane")
         self._wake = asyncio.Event()
         self._committed = asyncio.Event()
@@ -110,13 +115,20 @@ class Coordinator:
         """The epoch of this leader; 0 before it has one."""
         return self._leader.epoch
 
+    @property
+    def away(self) -> str:
+        """Why nothing is acknowledged at present, since when; "" if it is."""
+        return self._outages.in_words(self._leader.now_s())
+
     def answer(self, request_id: str) -> int | None:
         """The seq of a write that is already in the log; None for a new one."""
         return self._leader.answers.get(f"operator/{request_id}")
 
     async def settled(self) -> ClusterState:
         """Wait until the state matches the log exactly, and return it. Read it before the next
-        await. Raises Unavailable when the log cannot be reached for `call_s_max`."""
+        await. Raises Unavailable when the log cannot be reached for `call_s_max`, or `away`."""
+        if self.away:
+            raise Unavailable(self.away)
         await self._with_timeout(self._committed.wait(), Unavailable("the log cannot be reached"))
         return self._leader.state
 
@@ -180,7 +192,7 @@ class Coordinator:
         ended: LogError | None = None
         async with asyncio.TaskGroup() as group:
             try:
-                await self._retry(self._leader.take_over)
+                await self._retry(self._take_over)
                 # `take_over` runs once: a fenced leader that repeated it would take the log back.
                 await self._retry(self._recover)
                 watch = group.create_task(self._watch_heartbeats(), name="heartbeats")
@@ -210,12 +222,21 @@ class Coordinator:
                 write.done.exception()  # the caller may be gone
         self._writes.clear()
 
+    async def _take_over(self) -> None:
+        now_s = self._leader.now_s()
+        for last in await self._log.beats(["leader"]):
+            since_s = now_s - last.age_s
+            self._outages.began("leader" if since_s > self._started_s else "control plane",
+                                since_s, "")
+        await self._leader.take_over()
+
     async def _recover(self) -> None:
         self._committed.clear()
         self._recent.clear()
         await self._leader.recover()
         self._leases.grant(self._leader.now_s())
         self.leading = True
+        self._outages.ended(self._leader.now_s(), self._leader.state.outages)
         self._publish(())
         self._logger.info("leading", epoch=self.epoch, seq=self.seq)
 
@@ -250,6 +271,8 @@ class Coordinator:
                     self._logger.warning("the log cannot be reached, ranks continue",
                                          why=str(error))
                 reported = True
+                self._outages.began("server", self._outages.alive_s or self._leader.now_s(),
+                                    str(error) or "the log's server does not answer in time")
             except (Conflict, Ambiguous):
                 disputes += 1
                 if disputes > self._limits.disputes_max:
@@ -282,6 +305,7 @@ class Coordinator:
                 cursor=batch.cursor),
             Ambiguous("the append was not acknowledged in time"))
         self._publish(records)
+        self._outages.appended(records)
         for write in writes:
             self._writes.remove(write)
             seq = self._leader.answers.get(write.source)
@@ -341,8 +365,9 @@ class Coordinator:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        due_s = min((d.due_s for d in running_deadlines(self._leader.state).values()), default=None)
-        if due_s is not None:
+        due_s = min([self._outages.due_s, *(
+            d.due_s for d in running_deadlines(self._leader.state).values())])
+        if due_s < math.inf:
             delay_s = max(0.0, due_s - self._leader.now_s())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
 
@@ -371,12 +396,16 @@ class Coordinator:
     # --- timed events -----------------------------------------------------------------------------
     def _has_timed_events(self) -> bool:
         state, now_s = self._leader.state, self._leader.now_s()
-        return any(d.due_s <= now_s for d in running_deadlines(state).values()) or any(
+        return self._outages.due_s <= now_s or any(
+            d.due_s <= now_s for d in running_deadlines(state).values()) or any(
             True for _ in self._leases.verdicts(state))
 
     def _timed_reports(self, now_s: float) -> Iterator[Report]:
-        """Deadlines that have passed and leases that have changed, in the current state."""
+        """An outage that is over, deadlines that have passed and leases that have changed, in the
+        current state."""
         state = self._leader.state
+        if self._outages.outage is not None and self._outages.due_s <= now_s:
+            yield self._leader.report(self._outages.outage)
         due = sorted((d.due_s, name) for name, d in running_deadlines(state).items()
                      if d.due_s <= now_s)
         for _, name in due:
@@ -392,7 +421,9 @@ class Coordinator:
             await self._keep_users()
             policy = self._leader.state.policy
             pause_s = min(self._limits.beats_s, policy.silence_s_max / 5, policy.suspect_s_max / 4)
+            before_s = self._leader.now_s()
             await asyncio.sleep(pause_s)
+            await self._keep_alive(before_s, pause_s)
             try:
                 beats = await self._with_timeout(self._log.beats(sorted(self._leader.state.nodes)),
                                                  Unavailable("no heartbeats"))
@@ -401,6 +432,26 @@ class Coordinator:
             self._leases.observe(beats, self._leader.now_s(), pause_s=pause_s,
                                  state=self._leader.state)
             if self._committed.is_set() and self._has_timed_events():
+                self._wake.set()
+
+    async def _keep_alive(self, before_s: float, pause_s: float) -> None:
+        """Check the server, and note there that this leader lives. `before_s`: when the pause began
+        that was to last `pause_s`."""
+        now_s, outages = self._leader.now_s(), self._outages
+        if not self._committed.is_set() or now_s - (outages.alive_s or 0.0) < self._limits.beats_s:
+            return
+        if now_s - before_s - pause_s > LENGTH_S_MIN:  # it was stopped (SIGSTOP)
+            outages.began("control plane", before_s, "it did not run")
+            outages.ended(now_s, self._leader.state.outages)
+        try:
+            late = Unavailable("the log's server does not answer in time")
+            await self._with_timeout(self._log.check_durable(), late)
+            if outages.outage is None:
+                await self._with_timeout(self._log.beat("leader", self.epoch), late)
+            outages.alive_s = now_s
+        except LogError as error:
+            if self._committed.is_set():  # the next turn raises it
+                self._taken = self._leader.position, Unavailable(str(error))
                 self._wake.set()
 
     async def _keep_users(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import structlog
 
 from ...events.errors import CorruptLog, Fenced
+from ...events.log.identity import RESERVED_NAMES
 from ...events.log.port import LogPort
 from ...events.process_io import Seldom
 from ...events.records.envelope import Record, Report
@@ -60,6 +61,7 @@ class Leader:
 
     async def recover(self) -> None:
         """Fold the log, in pages, start this epoch, restore the orders. Safe to repeat."""
+        await self._log.check_durable()
         state, answers = await self._fold_log()
         # Read the cursor after the fold. If an append of ours still arrives in between, it moves
         # log and cursor. The next append then finds its seq taken, which is a Conflict.
@@ -68,17 +70,22 @@ class Leader:
             raise Fenced(f"epoch {state.epoch} holds the log, this is {self.epoch}")
         self.state, self.answers, self.position = state, answers, position
         self._offset_s = max(self._offset_s, state.at_s - self._clock())
-        if state.epoch == self.epoch:
+        if state.epoch == self.epoch and not self._policy.replicas_min:
             # This epoch has started before; its appends wrote log and streams atomically.
             return
         # Before the first order of this epoch, so that open orders come before new orders.
-        await self._log.rebuild_orders(open_orders(state), epoch=self.epoch)
-        await self.commit(self._epoch_reports())
+        acked = {source: num for source, num in state.sources.items()
+                 if source.partition("/")[0] not in RESERVED_NAMES}
+        await self._log.rebuild_orders(open_orders(state), epoch=self.epoch, acked=acked)
+        if state.epoch != self.epoch:
+            await self.commit(self._epoch_reports())
 
     def _epoch_reports(self) -> Iterator[Report]:
         """The first reports of an epoch, in one append: the log always has a policy."""
         first = self.state.seq == 0
-        yield self.report(EpochStarted(nonce=self._nonce, code=self._code, heart=DECIDER_VERSION))
+        yield self.report(EpochStarted(
+            nonce=self._nonce, code=self._code, heart=DECIDER_VERSION,
+            durability=self._policy.durability, replicas_min=self._policy.replicas_min))
         if first or self._policy != self.state.policy:
             yield self.report(PolicySet(policy=self._policy))
 

@@ -11,6 +11,7 @@ from msgspec import Struct, field
 from ...events.records.codec import decode_record
 from ...events.records.decisions import PlanChosen
 from ...events.records.envelope import Record
+from ...events.records.reports import OutageEnded
 from ...events.records.types import Seat, Slot
 from ...events.spec.policy import Policy
 from .incident import Incident
@@ -22,6 +23,8 @@ NUM_REQUESTS_MAX = 1024
 """Operator requests that are remembered to recognise repetitions; the oldest are dropped first."""
 NUM_INCIDENTS_MAX = 256
 """Closed incidents that the state keeps; the log keeps all."""
+NUM_OUTAGES_MAX = 16
+"""Outages that the state keeps; the log keeps all."""
 WORK_SPAN_S = 1800
 """Length of the spans over which the cluster's achieved work is summed."""
 NUM_WORK_SPANS_MAX = 48
@@ -88,6 +91,7 @@ class ClusterState(Struct, kw_only=True):
     to_price: list[str] = field(default_factory=list[str])
     """Nodes whose cost is estimated with the next decision."""
     reports_lost: int = 0
+    outages: list[OutageEnded] = field(default_factory=list[OutageEnded])
 
     @property
     def held(self) -> str:

@@ -117,6 +117,12 @@ def adopt(directory: Path) -> Server | None:
     return None
 
 
+def has_ended(directory: Path) -> bool:
+    """Whether a server was started on this directory, and no longer runs."""
+    note = _note(directory)
+    return note is not None and start_time(note.pid) != note.start_time
+
+
 def start(directory: Path) -> Server:
     """Start a server on the data in `directory` (created if absent).
 

@@ -102,8 +102,15 @@ class LeaderPort(Protocol):
         """Whether that note is still there. If not, no node may use the log any more."""
         ...
 
-    async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
-        """Rebuild the order streams from the open orders of the fold, after a takeover."""
+    async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int,
+                             acked: Mapping[str, int]) -> None:
+        """Rebuild the order streams with ids of this epoch from the open orders of the fold, and
+        publish `acked`: after a takeover, or an append that stopped before its orders."""
+        ...
+
+    async def check_durable(self) -> None:
+        """Raises Unavailable while the server cannot keep what it acknowledges as the policy asks.
+        """
         ...
 
     async def trim_reports(self, *, before: str) -> None:

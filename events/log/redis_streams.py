@@ -28,6 +28,8 @@ from ..process_io import Seldom
 from ..records import codec
 from ..records.envelope import Record, Report, order_nodes
 from ..spec.job import NAME
+from ..spec.policy import Policy
+from . import durability
 from .identity import (
     Identities,
     Keys,
@@ -65,18 +67,23 @@ return number + 1
 
 APPEND = _IDS + """
 -- KEYS log epoch cursor acked nodes [orders...]
--- ARGV epoch expect cursor num_records num_acked num_orders
+-- ARGV epoch expect cursor num_records num_acked num_orders part
 --      [record]... [source source_seq]... [record_index orders_index signature keys]... [node]...
+-- part: `all`; or `log`, and when replicas have that, `rest`: what agents may act upon.
 local held = redis.call('HGET', KEYS[2], 'number')
 if held ~= ARGV[1] then return {'fenced', held or '0'} end
 local top = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
 local last = top[1] and seq_of(top[1][1]) or 0
-if last ~= tonumber(ARGV[2]) then return {'conflict', text(last)} end
 local records, acked, orders = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local at = 6
-for i = 1, records do
-  redis.call('XADD', KEYS[1], ARGV[1] .. '-' .. text(last + i), 'r', ARGV[at + i])
+local first, part, at = tonumber(ARGV[2]), ARGV[7], 7
+if last ~= first + (part == 'rest' and records or 0) then return {'conflict', text(last)} end
+if part ~= 'rest' then
+  for i = 1, records do
+    redis.call('XADD', KEYS[1], ARGV[1] .. '-' .. text(first + i), 'r', ARGV[at + i])
+  end
+  if ARGV[3] ~= '' then redis.call('SET', KEYS[3], ARGV[3]) end
 end
+if part == 'log' then return {'done', text(first + records)} end
 at = at + records
 for _ = 1, acked do
   redis.call('HSET', KEYS[4], ARGV[at + 1], ARGV[at + 2])
@@ -84,28 +91,32 @@ for _ = 1, acked do
 end
 for _ = 1, orders do
   local index = tonumber(ARGV[at + 1])
-  redis.call('XADD', KEYS[5 + tonumber(ARGV[at + 2])], ARGV[1] .. '-' .. text(last + index),
-             'r', ARGV[6 + index], 's', ARGV[at + 3], 'k', ARGV[at + 4])
+  redis.call('XADD', KEYS[5 + tonumber(ARGV[at + 2])], ARGV[1] .. '-' .. text(first + index),
+             'r', ARGV[7 + index], 's', ARGV[at + 3], 'k', ARGV[at + 4])
   at = at + 4
 end
 for i = at + 1, #ARGV do redis.call('SADD', KEYS[5], ARGV[i]) end
-if ARGV[3] ~= '' then redis.call('SET', KEYS[3], ARGV[3]) end
-return {'done', text(last + records)}
+return {'done', text(first + records)}
 """
 
 REBUILD_ORDERS = """
--- KEYS epoch nodes [orders...]
--- ARGV epoch num_orders [orders_index seq record signature keys]... [node]...
+-- KEYS epoch acked nodes [orders...]
+-- ARGV epoch num_orders num_acked [orders_index seq record signature keys]...
+--      [source source_seq]... [node]...
 local held = redis.call('HGET', KEYS[1], 'number')
 if held ~= ARGV[1] then return {'fenced', held or '0'} end
-for i = 2, #KEYS do redis.call('DEL', KEYS[i]) end
-local at = 2
+for i = 3, #KEYS do redis.call('DEL', KEYS[i]) end
+local at = 3
 for _ = 1, tonumber(ARGV[2]) do
-  redis.call('XADD', KEYS[2 + tonumber(ARGV[at + 1])], ARGV[1] .. '-' .. ARGV[at + 2],
+  redis.call('XADD', KEYS[3 + tonumber(ARGV[at + 1])], ARGV[1] .. '-' .. ARGV[at + 2],
              'r', ARGV[at + 3], 's', ARGV[at + 4], 'k', ARGV[at + 5])
   at = at + 5
 end
-for i = at + 1, #ARGV do redis.call('SADD', KEYS[2], ARGV[i]) end
+for _ = 1, tonumber(ARGV[3]) do
+  redis.call('HSET', KEYS[2], ARGV[at + 1], ARGV[at + 2])
+  at = at + 2
+end
+for i = at + 1, #ARGV do redis.call('SADD', KEYS[3], ARGV[i]) end
 return {'done', ''}
 """
 
@@ -153,6 +164,8 @@ return {redis.call('TIME'), beats}
 CONNECT_S_MAX = 5.0
 REPLY_S_MAX = 10.0
 """Time for a reply, in addition to the time that the command itself waits on the server."""
+REPLICAS_S_MAX = 2.0
+"""Time for replicas to have an append, and again to have it on their disks."""
 TRIES_MAX = 2
 """Tries of a call that may be repeated: an open connection may belong to an earlier server."""
 SEND_NUM_MAX = 500
@@ -170,11 +183,11 @@ ORDERS_NUM_MAX = 1000
 """Orders in one reply; the caller continues after the last of these."""
 READ_NUM_MAX = 5000
 """Records in one reply; a longer read takes several replies."""
-VERSION_MIN = (6, 2)
+VERSION_MIN, WAITAOF_VERSION_MIN = (6, 2), (7, 2)
 URL_HINT = "redis://:PASSWORD@HOST:PORT/0, rediss://... or unix://:PASSWORD@/PATH"
 TRANSIENT = (exceptions.OutOfMemoryError, exceptions.ReadOnlyError, exceptions.ClusterDownError,
              exceptions.MasterDownError, exceptions.TryAgainError)
-TRANSIENT_CODES = ("OOM", "MISCONF", "BUSY", "NOREPLICAS", "READONLY", "CLUSTERDOWN")
+TRANSIENT_CODES = ("OOM", "MISCONF", "BUSY", "NOREPLICAS", "READONLY", "CLUSTERDOWN", "WAIT")
 
 Command = tuple[bytes | str | int, ...]
 _Entry = tuple[bytes, list[bytes]]
@@ -283,15 +296,17 @@ class RedisLog:
     connection of its own; all other calls share one connection. `keys` sign reports and orders and
     check them: an agent has its own, the control plane those of all nodes. With `identities`, the
     control plane gives each node a user of its own on the server. `ca`: the authorities (PEM) that
-    it trusts at rediss://; "": the system's.
+    it trusts at rediss://; "": the system's. `policy`: what the leader asks of the server.
     """
 
     def __init__(self, url: str, cluster: str, keys: Keys = _no_keys,
-                 identities: Identities | None = None, ca: str = "") -> None:
+                 identities: Identities | None = None, ca: str = "",
+                 policy: Policy | None = None) -> None:
         if not NAME.match(cluster):
             raise UsageError(f"{cluster!r} is not a cluster's name",
                              "lower-case letters, digits, '-' and '.', at most 63")
-        self._url, self._ca = url, ca
+        self._url, self._ca, self._policy = url, ca, policy or Policy()
+        self._has_waitaof = False
         self._cluster = cluster
         self._keys_of = keys
         self._identities = identities
@@ -323,24 +338,57 @@ class RedisLog:
         return True
 
     async def check(self) -> None:
-        """Refuse a server that is too old or evicts keys; warn if it does not persist the log.
-        Raises UsageError, Unavailable."""
-        sections = [("INFO", name) for name in ("server", "memory", "persistence")]
-        text = b"\n".join(await self._ask(sections)).decode()
-        info = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-        version = info.get("redis_version", "0.0")
-        if tuple(int(part) for part in version.split(".")[:2]) < VERSION_MIN:
+        """Refuse a server that is too old, or that by its settings would lose what the policy wants
+        to be kept. Raises UsageError, Unavailable."""
+        settings = await self.settings()
+        version = settings.get("redis_version", "0.0")
+        number = tuple(int(part) for part in version.split(".")[:2])
+        if number < VERSION_MIN:
             raise UsageError(f"the server has Redis version {version}; 6.2 or later is required",
                              "use Valkey, or a newer Redis")
-        policy = info.get("maxmemory_policy", "noeviction")
-        if policy.startswith("allkeys"):
-            raise UsageError(f"maxmemory-policy is {policy}: the server would evict the log",
-                             "CONFIG SET maxmemory-policy noeviction")
-        if policy != "noeviction":
-            _logger.warning("maxmemory-policy should be noeviction", policy=policy)
-        if info.get("aof_enabled") == "0":
-            _logger.warning("the server has no append-only file: a restart loses the log",
-                            hint="CONFIG SET appendonly yes")
+        self._has_waitaof = number >= WAITAOF_VERSION_MIN
+        why, hint = durability.refusal(settings, self._policy)
+        if why:
+            raise UsageError(why, hint)
+        if (evicts := settings.get("maxmemory_policy", "noeviction")) != "noeviction":
+            _logger.warning("maxmemory-policy should be noeviction", policy=evicts)
+
+    async def settings(self) -> durability.Settings:
+        """The server's INFO, and `appendfsync`. Raises Unavailable."""
+        (text,) = await self._ask([("INFO",)])
+        found = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
+        try:
+            (pair,) = await self._ask([("CONFIG", "GET", "appendfsync")])
+        except LogError as error:
+            if isinstance(error, Unavailable | Ambiguous):
+                raise
+            pair = ()  # managed services forbid CONFIG
+        return {**found, "appendfsync": pair[1].decode() if pair else ""}
+
+    async def check_durable(self) -> None:
+        """See LeaderPort."""
+        if why := durability.failure(await self.settings(), self._policy):
+            raise Unavailable(why)
+        await self._replicate()
+
+    async def _replicate(self) -> None:
+        """Write, and wait until the replicas that the policy asks for have that, and so all that
+        was written before it. Raises Unavailable."""
+        num, wait_ms = self._policy.replicas_min, round(1e3 * REPLICAS_S_MAX)
+        # WAIT counts from the last write of its own connection.
+        commands: list[Command] = [("SET", *self._keys("written"), "")]
+        if num:
+            commands.append(("WAIT", num, wait_ms))
+        if num and self._has_waitaof and self._policy.durability != "none":
+            # After WAIT it takes 1 ms; alone up to 1 s, until a replica's next regular answer.
+            commands.append(("WAITAOF", 1, num, wait_ms))
+        _, *replies = await self._ask(commands, link=self._reader("written"),
+                                      wait_s=2 * REPLICAS_S_MAX + REPLY_S_MAX)
+        for where, reply in zip(("", " on disk"), replies, strict=False):
+            have = reply[1] if isinstance(reply, list) else reply
+            if have < num:
+                raise Unavailable(f"{have} of {num} replicas of the log's server have the last "
+                                  f"record{where}")
 
     # --- the leader -----------------------------------------------------------------------------
     async def start_epoch(self, nonce: str) -> int:
@@ -361,11 +409,15 @@ class RedisLog:
         names = dict.fromkeys(node for _, node, _ in sends)
         nodes = {node: index for index, node in enumerate(names, start=1)}
         keys = (*self._keys("log", "epoch", "cursor", "acked", "nodes"), *self._streams(nodes))
-        args = (epoch, expect, cursor, len(wires), len(acked), len(sends), *wires,
-                *(part for pair in acked.items() for part in pair),
+        args = (*wires, *(part for pair in acked.items() for part in pair),
                 *(part for place, node, sealed in sends
                   for part in (place, nodes[node], *sealed)), *nodes)
-        _check_result(await self._run(APPEND, keys, args, repeatable=False), epoch, expect)
+        for part in ("log", "rest") if self._policy.replicas_min else ("all",):
+            head = (epoch, expect, cursor, len(wires), len(acked), len(sends), part)
+            _check_result(await self._run(APPEND, keys, (*head, *args), repeatable=False), epoch,
+                          expect)
+            if part == "log":
+                await self._replicate()
 
     async def cursor(self) -> str:
         (reply,) = await self._ask([("GET", *self._keys("cursor"))])
@@ -492,11 +544,11 @@ class RedisLog:
                 f"(+xread %R~{orders})", f"(+hget %R~{acked})",
                 f"(+blpop ~{asked})", f"(+rpush %W~{read})")
 
-    async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
-        """Rebuild the streams of all nodes with ids of this epoch; agents read open orders again.
-
-        Call it before the epoch's first order. Raises Fenced.
-        """
+    async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int,
+                             acked: Mapping[str, int]) -> None:
+        """See LeaderPort. Raises Fenced."""
+        if self._policy.replicas_min:
+            await self._replicate()
         (known,) = await self._ask([("SMEMBERS", *self._keys("nodes"))])
         sends = [(record, node, codec.encode_record(record))
                  for record in sorted(open_orders, key=lambda record: record.seq)
@@ -504,10 +556,11 @@ class RedisLog:
         used = dict.fromkeys(node for _, node, _ in sends)
         nodes = dict.fromkeys([*used, *sorted(node.decode() for node in known)])
         index = {node: place for place, node in enumerate(nodes, start=1)}
-        args = (epoch, len(sends), *(
+        args = (epoch, len(sends), len(acked), *(
             part for record, node, wire in sends for part in (
-                index[node], record.seq, wire, *self._sealed(node, record, epoch, wire))), *used)
-        keys = (*self._keys("epoch", "nodes"), *self._streams(nodes))
+                index[node], record.seq, wire, *self._sealed(node, record, epoch, wire))),
+                *(part for pair in acked.items() for part in pair), *used)
+        keys = (*self._keys("epoch", "acked", "nodes"), *self._streams(nodes))
         _check_result(await self._run(REBUILD_ORDERS, keys, args), epoch, 0)
 
     async def trim_reports(self, *, before: str) -> None:
@@ -626,12 +679,15 @@ class RedisLog:
     def _streams(self, nodes: Iterable[str]) -> tuple[str, ...]:
         return self._keys(*(f"orders:{node}" for node in nodes))
 
+    def _reader(self, name: str) -> _Link:
+        """A connection for calls that wait: no other call must queue behind them."""
+        if name not in self._readers:
+            self._readers[name] = _Link(self._url, self._ca)
+        return self._readers[name]
+
     async def _block(self, name: str, command: Command, wait_s: float) -> Any:
         """The reply to a command that waits on the server at most `wait_s`."""
-        # A call that does not wait must not queue behind a call that waits.
-        if wait_s > 0 and name not in self._readers:
-            self._readers[name] = _Link(self._url, self._ca)
-        link = self._readers[name] if wait_s > 0 else self._link
+        link = self._reader(name) if wait_s > 0 else self._link
         return (await self._ask([command], link=link, wait_s=wait_s + REPLY_S_MAX))[0]
 
     async def _run(self, script: str, keys: Sequence[str], args: Sequence[bytes | str | int], *,
@@ -662,17 +718,6 @@ class RedisLog:
                     raise _error_of(reply)
             return replies
         raise Unavailable(lost)
-
-
-async def connect(url: str, cluster: str, keys: Keys = _no_keys) -> RedisLog:
-    """Connect to a log and check its server. Raises UsageError, Unavailable."""
-    log = RedisLog(url, cluster, keys)
-    try:
-        await log.check()
-    except BaseException:
-        await log.close()
-        raise
-    return log
 
 
 def _error_of(refusal: exceptions.ResponseError) -> Exception:

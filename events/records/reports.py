@@ -21,11 +21,28 @@ from .types import (
 
 # --- sent by the leader -------------------------------------------------------------------------
 class EpochStarted(Body, frozen=True):
-    """A leader took the log. Every deadline and lease restarts with its full length."""
+    """A leader took the log. Every deadline and lease restarts with its full length. `durability`
+    and `replicas_min` are the policy's."""
 
     nonce: str
     code: str
     heart: int
+    durability: str = ""
+    replicas_min: int = 0
+
+
+class OutageEnded(Body, frozen=True):
+    """`what` was away for `length_s`. Without effect on any decision. `leader`: another control
+    plane took over. `num_reports` waited meanwhile, and told of `num_iterations` finished
+    iterations; the record is written when they are in the log.
+    """
+
+    what: Literal["control plane", "leader", "server"]
+    since_s: float
+    length_s: float
+    num_reports: int = 0
+    num_iterations: int = 0
+    why: str = ""
 
 
 class PolicySet(Body, frozen=True):

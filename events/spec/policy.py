@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct, field
@@ -14,6 +14,7 @@ from .validation import spec_error
 
 ALPHAS = (0.0, 0.5, 1.0, 2.0)
 """The values of `alpha` that a policy may set."""
+DURABILITIES = ("always", "everysec", "none")
 REDACT = ("*KEY*", "*TOKEN*", "*SECRET*", "*PASSWORD*", "*CREDENTIAL*")
 REDACT_NUM_MAX, REDACT_CHARS_MAX = 64, 100
 _WAIT = (1e-3, 1e6)
@@ -47,6 +48,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "copies_bytes_max": (0, 2**53),
     "calibrate_iterations": (1, 10_000),
     "calibrate_min": (0, 1),
+    "replicas_min": (0, 100),
 }
 """Bounds of the numbers in a policy file, both ends included. Within these bounds every planned
 value is finite and every record can be written. `gain_min` and `alpha` are checked separately."""
@@ -130,6 +132,12 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shared_folders: tuple[str, ...] = ()
     """Folders that all hosts have in common. If nodes are on several hosts, the output of a task is
     a URL, or in one of these folders."""
+    durability: Literal["always", "everysec", "none"] = "always"
+    """What the log's server does before a record counts. `always`: sync its append-only file;
+    `everysec`: write it, a crash of its host loses seconds; `none`: a restart may lose the log."""
+    replicas_min: int = 0
+    """How many replicas of the log's server must have a record before it counts: on their disks,
+    if the server has WAITAOF (Redis 7.2, Valkey) and `durability` is not `none`, else in memory."""
     observe: bool = False
     """Decide, price and log everything, but send no orders."""
     allow_inject: bool = False

@@ -137,18 +137,24 @@ class MemoryLog:
         """True, see `admit`."""
         return True
 
-    async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
-        """Rebuild all order streams. Raises Fenced."""
+    async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int,
+                             acked: Mapping[str, int]) -> None:
+        """Rebuild all order streams, and note `acked`. Raises Fenced."""
         outcome = self._outcome("rebuild_orders")
         if outcome != "lost":
             if epoch != self._epoch:
                 raise Fenced(f"epoch {epoch} is over: {self._epoch} holds the log")
             self._orders.clear()
+            self._acked.update(acked)
             for record in sorted(open_orders, key=lambda record: record.seq):
                 for node in order_nodes(record):
                     self._orders.setdefault(node, []).append(((epoch, record.seq), record))
                     self._wake(f"orders:{node}")
         self._reply(outcome, None)
+
+    async def check_durable(self) -> None:
+        """What this process has written is kept as long as this process."""
+        self._reply(self._outcome("check_durable"), None)
 
     async def trim_reports(self, *, before: str) -> None:
         """Delete reports up to and including cursor `before`."""

@@ -24,7 +24,7 @@ from unicron.events import unix_socket
 from unicron.events.errors import ServerError
 from unicron.events.log import embedded_server
 from unicron.events.log.embedded_server import Server
-from unicron.events.log.redis_streams import connect
+from unicron.events.log.redis_streams import RedisLog
 from unicron.events.process_io import LogStream, defer_signals
 
 Redis: Any = redis.Redis
@@ -146,7 +146,9 @@ def test_a_long_path_has_a_socket_too(tmp_path: Path) -> None:
         assert embedded_server.adopt(directory) == server
 
         async def ask() -> None:
-            await (await connect(server.url, "c")).close()
+            log = RedisLog(server.url, "c")
+            await log.check()
+            await log.close()
 
         asyncio.run(ask())
     finally:

@@ -211,7 +211,8 @@ async def test_an_agent_cannot_speak_for_another(own_server: Server) -> None:
 
 def test_every_kind_of_record_is_an_agents_or_is_not() -> None:
     """A new kind must be added to AGENT_REPORTS, or to this list of what agents never report."""
-    others = {"EpochStarted", "PolicySet", "DeadlineReached", "NodeUnreachable", "NodeReachable",
+    others = {"EpochStarted", "PolicySet", "OutageEnded", "DeadlineReached",
+              "NodeUnreachable", "NodeReachable",
               "TaskSubmitted", "TaskCancelRequested", "TaskWeightSet", "HealingFrozen",
               "HealingResumed", "NodeDrained", "NodeUndrained", "FaultRequested",
               "QuarantineLifted", "TokenChanged"}
@@ -274,7 +275,7 @@ async def test_the_keys_of_stores_come_with_an_order_and_are_not_in_the_log(
         await leader.append([record], epoch=epoch, expect=0, cursor="", acked={})
         for again in (False, True):
             if again:
-                await leader.rebuild_orders([record], epoch=epoch)
+                await leader.rebuild_orders([record], epoch=epoch, acked={})
             for node, incarnation, stores in (("n1", N1, {"n2", "n3"}), ("n2", N2, {"n3", "n1"})):
                 one = agent(own_server, node, incarnation)
                 (sent,) = await one.orders(node, after="0-0", wait_s=5.0)
@@ -302,7 +303,7 @@ async def test_open_orders_are_signed_anew_by_the_next_leader(own_server: Server
         first = await leader.start_epoch("a")
         await leader.append([order(1, first, "n1")], epoch=first, expect=0, cursor="", acked={})
         second = await leader.start_epoch("b")
-        await leader.rebuild_orders([order(1, first, "n1")], epoch=second)
+        await leader.rebuild_orders([order(1, first, "n1")], epoch=second, acked={})
         one = agent(own_server, "n1", N1)
         (sent,) = await one.orders("n1", after="0-0", wait_s=5.0)
         assert (sent.record.seq, sent.cursor) == (1, f"{second}-1")

@@ -112,7 +112,7 @@ async def test_an_older_epoch_is_fenced_and_changes_nothing(opened: Open) -> Non
         with pytest.raises(Fenced):
             await put(old, order(2, first, "n1"), cursor="9-9", acked={"n1/7": 9})
         with pytest.raises(Fenced):
-            await old.rebuild_orders([order(1, first, "n1")], epoch=first)
+            await old.rebuild_orders([order(1, first, "n1")], epoch=first, acked={})
         with pytest.raises(Fenced):  # both apply: Fenced takes precedence over Conflict
             await old.append([], epoch=first, expect=77, cursor="", acked={})
         await put(new, record(2, second))
@@ -162,7 +162,7 @@ async def test_rebuilt_orders_replace_all_streams_and_are_read_again(
     await put(log, *batch)
     seen = (await agent.orders("n1", after="0-0", wait_s=0))[-1].cursor
     second = await log.start_epoch("b")
-    await log.rebuild_orders([batch[2], batch[0]], epoch=second)
+    await log.rebuild_orders([batch[2], batch[0]], epoch=second, acked={})
     again = await agent.orders("n1", after=seen, wait_s=0)
     assert [sent.record for sent in again] == [batch[0]], "a rebuilt order is sent again"
     assert await agent.orders("n2", after="0-0", wait_s=0) == []
@@ -172,7 +172,7 @@ async def test_rebuilt_orders_replace_all_streams_and_are_read_again(
     assert [s.record.seq for s in await agent.orders("n1", after="0-0", wait_s=0)] == [1, 4]
     assert [s.record.seq for s in await agent.orders("n2", after="0-0", wait_s=0)] == [4]
     third = await log.start_epoch("c")
-    await log.rebuild_orders([], epoch=third)
+    await log.rebuild_orders([], epoch=third, acked={})
     for node in ("n1", "n2", "n3"):
         assert await agent.orders(node, after="0-0", wait_s=0) == []
 
@@ -218,7 +218,7 @@ async def test_blocking_orders_of_two_nodes_through_one_client(
     await put(log, order(1, epoch, "n2"))
     assert [sent.record.seq for sent in await two] == [1]
     assert not one.done()
-    await log.rebuild_orders([], epoch=epoch)  # deletes the stream that a client waits for
+    await log.rebuild_orders([], epoch=epoch, acked={})  # deletes a stream that is awaited
     await put(log, order(2, epoch, "n1"))
     assert [sent.record.seq for sent in await one] == [2]
 

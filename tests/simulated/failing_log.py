@@ -13,8 +13,8 @@ from unicron.events.records.envelope import Record, Report
 
 CALL_S_MAX = 5.0
 """Seconds that an agent waits for a server that does not answer."""
-LEADER_CALLS = ("start_epoch", "append", "cursor", "take", "beats", "rebuild_orders",
-                "trim_reports", "read")
+LEADER_CALLS = ("start_epoch", "append", "cursor", "take", "beats", "beat", "rebuild_orders",
+                "check_durable", "trim_reports", "read")
 
 
 class WitnessedLog(MemoryLog):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import replicated_servers
 from memory_log import MemoryLog, Outcome
 from simulated import virtual_time
 from structlog.testing import capture_logs
@@ -404,3 +407,178 @@ async def test_a_refused_stop_of_an_unstarted_rank_ends_the_task(log: MemoryLog)
         records = await until(log, "TaskEnded")
         assert kinds(records).count("StopRank") == 1
         assert not (await leader.settled()).nodes["n1"].occupants
+
+
+# --- outages -------------------------------------------------------------------------------------
+def outages(records: list[Record]) -> list[r.OutageEnded]:
+    return [record.body for record in records if isinstance(record.body, r.OutageEnded)]
+
+
+def progress(number: int, occurred_s: float) -> Report:
+    body = r.TaskProgressed(
+        task=9, generation=1, first_iteration=4, losses=(1.0, 1.0, 1.0), step_s=(0.1, 0.1, 0.1),
+        micro_batches=1, rate_flops=1.0)
+    return Report(source="n1/1", source_seq=number, occurred_s=occurred_s, body=body)
+
+
+@virtual
+async def test_an_outage_of_the_server_is_a_record_with_what_waited(log: MemoryLog) -> None:
+    async with leading(log) as leader:
+        await log.send([reported(1, joined())])
+        await asyncio.sleep(10.0)
+        began_s = virtual_clock()
+        log.fault = lambda call: "unavailable"
+        await asyncio.sleep(60.0)
+        assert re.fullmatch(r"nothing is acknowledged since \d{4}-\S+Z \(6\d s\): .* cannot be "
+                            "reached; ranks train on, their reports wait", leader.away)
+        with pytest.raises(Unavailable, match="nothing is acknowledged since"):
+            await leader.settled()
+        log.fault = lambda call: "done"
+        ended_s = virtual_clock()
+        await asyncio.sleep(3.0)
+        assert leader.away == ""
+        await log.send([progress(2, began_s + 30.0), progress(3, began_s + 50.0),
+                        progress(4, ended_s + 5.0)])
+        (one,) = outages(await until(log, "OutageEnded"))
+        assert (one.what, one.num_reports, one.num_iterations) == ("server", 2, 6)
+        assert began_s - 1.5 < one.since_s <= began_s
+        assert ended_s <= one.since_s + one.length_s < ended_s + 3.1
+        assert "cannot be reached" in one.why
+        await asyncio.sleep(30.0)
+        assert len(outages(await log.read(after=0, num_max=999))) == 1
+        assert (await leader.settled()).outages == [one]
+
+
+@virtual
+async def test_what_the_server_cannot_keep_is_not_acknowledged(log: MemoryLog) -> None:
+    """It answers, and appends: only the check between two appends finds it."""
+    async with leading(log) as leader:
+        await asyncio.sleep(5.0)
+        log.fault = lambda call: "unavailable" if call == "check_durable" else "done"
+        await asyncio.sleep(5.0)
+        assert "check_durable" in leader.away
+        with pytest.raises(Unavailable):
+            await leader.write("x", job())
+        log.fault = lambda call: "done"
+        assert [one.what for one in outages(await until(log, "OutageEnded"))] == ["server"]
+        assert leader.answer("x") is not None, "it had waited"
+
+
+@pytest.mark.parametrize(("follows", "what"), [(False, "control plane"), (True, "leader")])
+def test_the_absence_of_a_leader_is_a_record_of_the_next_epoch(follows: bool, what: str) -> None:
+    """`follows`: the next leader was there already when the last one went."""
+    async def main() -> None:
+        log = MemoryLog(virtual_clock)
+        next_one = None
+        async with leading(log, "a"):
+            await asyncio.sleep(2.0)
+            if follows:
+                next_one = Coordinator(log, clock=virtual_clock, nonce="b", code="test",
+                                       policy=POLICY)
+            await asyncio.sleep(8.0)
+        gone_s = virtual_clock()
+        await asyncio.sleep(100.0)
+        next_one = next_one or Coordinator(log, clock=virtual_clock, nonce="b", code="test",
+                                           policy=POLICY)
+        task = asyncio.create_task(next_one.run())
+        (one,) = outages(await until(log, "OutageEnded"))
+        assert (one.what, one.num_reports) == (what, 0)
+        assert gone_s - 1.5 < one.since_s <= gone_s
+        assert one.since_s + one.length_s == pytest.approx(gone_s + 100.0, abs=1.0)
+        next_one.stop()
+        await task
+
+    virtual_time.run(main())
+
+
+@virtual
+async def test_a_leader_killed_before_the_record_hides_no_outage(log: MemoryLog) -> None:
+    async with leading(log, "a"):
+        await asyncio.sleep(10.0)
+    gone_s = virtual_clock()
+    await asyncio.sleep(50.0)
+    async with leading(log, "b"):
+        await asyncio.sleep(2.0)
+    assert outages(await log.read(after=0, num_max=99)) == []
+    async with leading(log, "c"):
+        (one,) = outages(await until(log, "OutageEnded"))
+    assert gone_s - 1.5 < one.since_s <= gone_s
+    assert one.length_s > 50.0
+
+
+@virtual
+async def test_a_leader_that_did_not_run_says_so(log: MemoryLog) -> None:
+    """SIGSTOP: its clock jumps between two lines."""
+    jump_s = 0.0
+    async with leading(log, clock=lambda: virtual_clock() + jump_s):
+        await asyncio.sleep(5.0)
+        jump_s = 60.0
+        (one,) = outages(await until(log, "OutageEnded"))
+    assert (one.what, one.why) == ("control plane", "it did not run")
+    assert 60.0 <= one.length_s < 63.0
+
+
+@pytest.mark.parametrize("outcome", ["lost", "applied"])
+def test_an_outage_is_recorded_once_also_if_the_reply_is_lost(outcome: Outcome) -> None:
+    async def main() -> None:
+        log = MemoryLog(virtual_clock)
+        async with leading(log):
+            log.fault = lambda call: "unavailable"
+            await asyncio.sleep(30.0)
+            left = [outcome]
+            log.fault = lambda call: left.pop() if call == "append" and left else "done"
+            await until(log, "OutageEnded")
+            await asyncio.sleep(30.0)
+            assert not left
+            assert len(outages(await log.read(after=0, num_max=99))) == 1
+
+    virtual_time.run(main())
+
+
+@virtual
+async def test_a_moment_without_the_server_is_no_outage(log: MemoryLog) -> None:
+    async with leading(log):
+        await asyncio.sleep(5.0)
+        left = ["check_durable"]
+        log.fault = lambda call: "unavailable" if left and left.pop() == call else "done"
+        await asyncio.sleep(20.0)
+        assert outages(await log.read(after=0, num_max=99)) == []
+
+
+async def test_a_replica_that_is_gone_stops_the_acknowledgements_and_not_the_log(
+        tmp_path: Path) -> None:
+    """With real servers: nothing is answered or ordered meanwhile, and nothing is lost after."""
+    policy = Policy(replicas_min=1)
+    with replicated_servers.replicated(tmp_path) as (primary, replica):
+        log = RedisLog(primary.url, "gone", Identities(bytes(SECRET_BYTES), "gone").key,
+                       policy=policy)
+        agent = RedisLog(primary.url, "gone", Identities(bytes(SECRET_BYTES), "gone").key)
+        await log.check()
+        coordinator = Coordinator(log, clock=time.time, nonce="a", code="test", policy=policy)
+        task = asyncio.create_task(coordinator.run())
+        while not coordinator.leading:
+            await asyncio.sleep(0.1)
+        await agent.send([reported(1, joined())])
+        await until(log, "NodeJoined")
+        started = next(x for x in await log.read(after=0, num_max=9) if x.kind == "EpochStarted")
+        assert isinstance(started.body, r.EpochStarted)
+        assert (started.body.durability, started.body.replicas_min) == ("always", 1)
+        replica.process.send_signal(signal.SIGSTOP)
+        write = asyncio.create_task(coordinator.write("x", job()))
+        deadline_s = time.monotonic() + 60.0
+        while "0 of 1 replicas" not in coordinator.away:
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.1)
+        assert not write.done() or write.exception()
+        assert await agent.orders("n1", after="0-0", wait_s=0) == []
+        replica.process.send_signal(signal.SIGCONT)
+        (one,) = outages(await until(log, "OutageEnded"))
+        assert "0 of 1 replicas" in one.why
+        with suppress(Unavailable):
+            assert await write == coordinator.answer("x")
+        assert coordinator.answer("x")
+        assert [x.record.kind for x in await agent.orders("n1", after="0-0", wait_s=0)]
+        coordinator.stop()
+        await task
+        await log.close()
+        await agent.close()

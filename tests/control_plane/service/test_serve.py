@@ -302,3 +302,64 @@ def test_a_server_without_users_needs_a_word_of_the_operator(
         assert join(agreed, "n1", 7)["redis_url"] == url
         words = agreed.words().splitlines()
     assert len([line for line in words if "every agent has the server's password" in line]) == 1
+
+
+def probe(process: Running, path: str) -> tuple[int, dict[str, Any]]:
+    """Status and body of an answer."""
+    note = process.note()
+    request = urllib.request.Request(note["url"] + path,
+                                     headers={"Authorization": f"Bearer {note['token']}"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status, json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_probes_and_status_say_that_nothing_is_acknowledged(
+        own_server: Server, tmp_path: Path) -> None:
+    """A setting that changes while the control plane runs, and back: it goes on, and tells."""
+    with control_plane(tmp_path, own_server.url) as process:
+        process.wait_leading()
+        assert probe(process, "/livez")[0] == 200
+        assert probe(process, "/readyz") == (200, {"ok": True, "why": ""})
+        with Redis.from_url(own_server.url) as client:
+            client.config_set("appendfsync", "everysec")
+            deadline = time.monotonic() + 60
+            while probe(process, "/readyz")[0] == 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            status, answer = probe(process, "/readyz")
+            assert (status, answer["ok"]) == (503, False)
+            assert "nothing is acknowledged since" in answer["why"]
+            assert "appendfsync everysec" in answer["why"]
+            status, answer = probe(process, "/v1/state")
+            assert status == 503
+            assert "ranks train on" in answer["error"]
+            assert probe(process, "/livez")[0] == 200
+            with pytest.raises(urllib.error.HTTPError) as told:
+                urllib.request.urlopen(process.note()["url"] + "/readyz", timeout=30)
+            assert json.loads(told.value.read()) == {"ok": False}, "without a token"
+            client.config_set("appendfsync", "always")
+        while probe(process, "/readyz")[0] != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        while not (found := probe(process, "/v1/state")[1]["outages"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert [one["what"] for one in found] == ["server"]
+        process.process.send_signal(signal.SIGTERM)
+        assert process.end() == 0
+
+
+def test_a_server_that_would_lose_the_log_ends_the_start(
+        own_server: Server, tmp_path: Path) -> None:
+    with Redis.from_url(own_server.url) as client:
+        client.config_set("appendonly", "no")
+    with control_plane(tmp_path, own_server.url) as refused:
+        assert refused.end() == 2
+        (line,) = refused.words().strip().splitlines()
+    assert line.startswith("USAGE the log's server has appendonly no")
+    assert line.endswith("or in the policy durability: none")
+    with control_plane(tmp_path, own_server.url, policy='{"durability": "none"}') as agreed:
+        agreed.wait_leading()

@@ -219,7 +219,7 @@ async def test_rewritten_orders_are_duplicates(node: LocalNode, memory: MemoryLo
     await node.leader.wait(RankExited)
     orders = [r for r in node.leader.records if isinstance(r.body, o.StartRank)]
     node.leader.epoch = await memory.start_epoch("again")
-    await memory.rebuild_orders(orders, epoch=node.leader.epoch)
+    await memory.rebuild_orders(orders, epoch=node.leader.epoch, acked={})
     await node.start(python("pass"), rank=1)
     await node.leader.wait(RankExited, 2)
     assert [s.rank for s in node.leader.all(RankStarted)] == [0, 1]
