@@ -22,6 +22,7 @@ from bench.recovery.rows import Row, finish, row
 from bench.scale.cluster import Cluster, Watch
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
+from unicron.events.records.types import Member
 from unicron.events.spec.job import API_VERSION
 from unicron.workers.agent.agent import BEAT_S
 
@@ -164,11 +165,14 @@ async def faults(cluster: Cluster) -> Found:
     """One rank after another is killed, and heals in memory."""
     watch = cluster.watch
     first, struck = len(watch.records), set[tuple[int, int]]()
+
+    def unharmed() -> list[tuple[int, Member]]:
+        return [(number, one) for number, latest in sorted(watch.whole.items())
+                for one in latest.members if (number, one.rank) not in struck]
+
     for _ in range(NUM_FAULTS):
-        await cluster.until(lambda: bool(watch.whole), "a task without an incident")
-        number = random.choice(sorted(watch.whole))
-        member = random.choice([one for one in watch.latest[number].members
-                                if (number, one.rank) not in struck])
+        await cluster.until(lambda: bool(unharmed()), "a task without an incident")
+        number, member = random.choice(unharmed())
         struck.add((number, member.rank))
         cluster.tell(f"kill {member.node} {number} {member.rank}")
         await asyncio.sleep(FAULT_EVERY_S)
