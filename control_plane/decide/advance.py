@@ -14,7 +14,7 @@ from ..fold.fold import fold
 from ..state.cluster import ClusterState
 from .decide import Decide, decide
 
-DECIDER_VERSION = 20
+DECIDER_VERSION = 21
 """Version of the decisions of `decide`. Each epoch of a log records the version used (`heart`)."""
 
 

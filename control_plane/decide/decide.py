@@ -9,7 +9,7 @@ from ...events.records import types as t
 from ...events.records.decisions import TaskPlaced
 from ...events.records.envelope import Record
 from ...events.records.types import Slot
-from ..fold.edits import task_of_deadline
+from ..fold.edits import LOSSES, task_of_deadline
 from ..incidents import node_incidents
 from ..placement import placement
 from ..planner import constraints, explain, hot_spare, pending, straggler_cost
@@ -66,7 +66,8 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
 
 def _can_plan(state: ClusterState) -> bool:
     """True if a plan may change any task. Else `state.replan` stays set until this is possible."""
-    return any(not task.ending and not is_pinned(state, task) for task in live_tasks(state))
+    return LOSSES not in state.deadlines and any(
+        not task.ending and not is_pinned(state, task) for task in live_tasks(state))
 
 
 def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
@@ -74,7 +75,7 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
 
     Records about nodes or the policy may affect every task. Any other record affects the task that
     it names, or the task of its deadline. The exit of a process also affects each task that has a
-    seat without a process, since the seat may wait for the slot. Progress affects only a task with
+    seat without a process on that node, since the seat may wait for the slot. Progress affects only a task with
     faults or an incident: progress may close the incident, or show a straggler. An answer to an
     order has no effect while other answers are outstanding. While healing is paused, `decisions`
     looks at every task after each record.
@@ -86,8 +87,9 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     if isinstance(body, _AFFECTING_ALL) or (isinstance(body, r.DeadlineReached) and not number):
         return _all_tasks(state)
     if isinstance(body, r.RankExited):
+        node = record.source.rpartition("/")[0]
         return [task for task in _all_tasks(state) if task.id == number or any(
-            seat.rank not in task.ranks for seat in task.target)]
+            seat.slot.node == node and seat.rank not in task.ranks for seat in task.target)]
     task = state.tasks.get(number)
     if task is None:
         return []

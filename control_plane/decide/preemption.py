@@ -119,6 +119,6 @@ def _blocks_others(state: ClusterState, task: Task) -> bool:
     Such tasks can wait for each other in a cycle, so one task must leave its slots first."""
     if any(seat.rank in task.ranks or is_starting(state, task, seat) for seat in task.target):
         return False
-    own = [rank.slot for rank in task.living_members()]
+    own = {rank.slot for rank in task.living_members()}
     return any(seat.slot in own for other in state.tasks.values() if other is not task
                for seat in other.target)

@@ -280,17 +280,23 @@ def _transition(state: ClusterState, task: Task) -> Iterator[Body]:
 def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
     """Stop processes that have timed out, and processes that no longer have a seat."""
     slots = task.seats_at
+    ends: bool | None = None  # it depends on the other tasks: not once for each rank
     for key in sorted(task.ranks):
         rank = task.ranks[key]
         if rank.timeout_reason:
             if not stop_pending(state, task, rank):
                 yield stop_rank(task, rank, 0.0, f"it {rank.timeout_reason}")
-        elif slots.get(key) != rank.slot and not rank.stopping and (
-                task.member(key) is None or may_end(state, task)):
+                ends = None
+        elif slots.get(key) != rank.slot and not rank.stopping:
+            if task.member(key) is not None:
+                ends = may_end(state, task) if ends is None else ends
+                if not ends:
+                    continue
             num = num_unsaved(task) if task.member(key) is not None else 0
             lost = f"; {num} iterations could not be saved" if num else ""
             yield stop_rank(task, rank, state.policy.stop_s_max,
                             f"the plan has no seat for it{lost}")
+            ends = None
 
 
 def _stop_orphans(state: ClusterState, task: Task) -> Iterator[Body]:

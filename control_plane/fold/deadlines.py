@@ -12,6 +12,7 @@ from ..state.cluster import ClusterState
 from ..state.members import count_outstanding, has_settled, unanswered
 from ..state.task import Rank, Task
 from .edits import (
+    LOSSES,
     PLAN,
     STOPPED,
     find_rank,
@@ -124,7 +125,7 @@ def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached)
         if node is not None:
             node.replace = True
         return
-    if what == PLAN:
+    if what in (PLAN, LOSSES):
         state.replan = state.replan or "tasks were submitted"
         return
     if what == "price":

@@ -135,7 +135,10 @@ def _disable(state: ClusterState, task: Task, number: int, why: str) -> None:
     if node.unreachable:
         if node.health == "unreachable":
             edits.set_health(state, node, "lost")
-        state.replan = f"node {node.name} lost"
+        state.replan = ("nodes lost" if edits.LOSSES in state.deadlines
+                        else f"node {node.name} lost")
+        if state.plan_s == state.at_s:
+            edits.set_deadline(state, edits.LOSSES, 0.0)
     else:
         disable_slots(node, (slot.index,), why)
         task.restarts.pop(number, None)
@@ -185,6 +188,7 @@ def throughput_set(state: ClusterState, record: Record, body: d.ThroughputSet) -
 def plan_chosen(state: ClusterState, record: Record, body: d.PlanChosen) -> None:
     state.plan, state.plan_seq, state.plan_s, state.replan = body, record.seq, record.at_s, ""
     edits.clear_deadline(state, edits.PLAN)
+    edits.clear_deadline(state, edits.LOSSES)
 
 
 def task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> None:

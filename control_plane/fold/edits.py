@@ -37,6 +37,9 @@ EARLY_S = 1e-3
 """Tolerance of deadlines: float sums of seconds since 1970 are not exact."""
 PLAN = "plan"
 """The deadline at which tasks that were submitted soon after a plan are planned."""
+LOSSES = "losses"
+"""The deadline, due at once, until which nodes that are lost in the moment of a plan share the
+next one: many verdicts have the same time."""
 _NODE_DEADLINES = frozenset(("replace", "price", "device", "recovered", "quarantine"))
 PRICE_S = 60.0
 """Minimum time between two cost estimates of a degraded node."""

@@ -18,7 +18,7 @@ from ...events.records.envelope import Record, Report
 from ...events.records.reports import DeadlineReached
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
-from ..fold.edits import running_deadlines
+from ..fold.edits import LOSSES, running_deadlines
 from ..state.cluster import ClusterState
 from .leader import Leader
 from .leases import Leases
@@ -278,7 +278,8 @@ class Coordinator:
         records = await self._with_timeout(
             self._leader.commit(
                 chain(batch.reports, self._checked_reports(writes),
-                      self._timed_reports(self._leader.now_s()) if has_timed else ()),
+                      self._timed_reports(self._leader.now_s()) if has_timed else (),
+                      self._losses()),
                 cursor=batch.cursor),
             Ambiguous("the append was not acknowledged in time"))
         self._publish(records)
@@ -385,6 +386,11 @@ class Coordinator:
                 yield self._leader.report(DeadlineReached(deadline=name))
         for body in self._leases.verdicts(state):
             yield self._leader.report(body)
+
+    def _losses(self) -> Iterator[Report]:
+        """The end of a turn is that of the moment in which lost nodes share a plan."""
+        if LOSSES in running_deadlines(self._leader.state):
+            yield self._leader.report(DeadlineReached(deadline=LOSSES))
 
     async def _watch_heartbeats(self) -> None:
         self._have_users = False

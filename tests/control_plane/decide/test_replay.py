@@ -185,7 +185,8 @@ def test_an_empty_log_and_a_stray_decision() -> None:
 # --- logs of older deciders ----------------------------------------------------------------------
 # tests/golden/heart-N.jsonl is a log that the last code of decider version N wrote: of a seeded
 # simulation, 18 of a task that meets the same wrong input three times, 19 of many submissions at
-# once. heart-N-states.json holds states that the same code folded, by seq.
+# once, 20 of three nodes that are lost at once. heart-N-states.json holds states that the same code
+# folded, by seq.
 GOLDEN = Path(__file__).parents[2] / "golden"
 REMOVED = {"num_inputs", "needs", "cost_waf", "weight_from"}
 """Fields of the state and of its tasks that later versions do not have."""
@@ -201,7 +202,7 @@ RENAMED = {
 """Fields of the state: the name in version 15 and the present name."""
 
 
-@pytest.mark.parametrize("version", [15, 16, 17, 18, 19])
+@pytest.mark.parametrize("version", [15, 16, 17, 18, 19, 20])
 def test_a_log_of_an_older_version_folds_to_an_equal_state(version: int) -> None:
     states = _renamed(json.loads((GOLDEN / f"heart-{version}-states.json").read_text()))
     state, compared = ClusterState(), 0
@@ -239,7 +240,7 @@ def _common(one: Any, other: Any) -> Any:
 
 @pytest.mark.parametrize(("version", "kind"), [(15, "PlanChosen"), (16, "StartRank"),
                                                (17, "TaskPlaced"), (18, "StartRank"),
-                                               (19, "PlanChosen")])
+                                               (19, "PlanChosen"), (20, "PlanChosen")])
 def test_decisions_of_an_older_version_may_differ(version: int, kind: str) -> None:
     verdict = verify(archive.read(GOLDEN / f"heart-{version}.jsonl"))
     assert verdict.ok, verdict.words
