@@ -40,12 +40,14 @@ app = typer.Typer(
 inject = typer.Typer(help="Inject a fault (up --allow-inject).")
 token = typer.Typer(help="Tokens: who may do what on the cluster.")
 certs = typer.Typer(help="A certificate, for those who have none.")
+sealed = typer.Typer(help="The sealed log: segment files and snapshots.")
 file_tools = typer.Typer()
 simulation = typer.Typer(invoke_without_command=True)
 # The help lists these groups in this order, after the commands of `app`.
 app.add_typer(inject, name="inject")
 app.add_typer(token, name="token")
 app.add_typer(certs, name="certs")
+app.add_typer(sealed, name="log")
 app.add_typer(file_tools)
 app.add_typer(simulation, name="simulate")
 
@@ -185,6 +187,9 @@ def control_plane(
     observe: Annotated[bool, typer.Option("--observe")] = False,
     allow_inject: Annotated[bool, typer.Option("--allow-inject")] = False,
     shared_password: Annotated[bool, typer.Option("--shared-password")] = False,
+    segments: Annotated[str, typer.Option(
+        metavar="FOLDER|URL", help="Where the sealed log is kept [log in the state "
+        "folder].")] = "",
 ) -> None:
     """Run the control plane of several hosts; `up` is for one machine.
 
@@ -198,7 +203,8 @@ def control_plane(
     serve.control_plane(folder(state), redis_url=redis_url, listen=listen, advertise=advertise,
                         port=port, tls_files=(tls_cert, tls_key), insecure=insecure,
                         cluster=cluster, policy=policy, observe=observe,
-                        allow_inject=allow_inject, shared_password=shared_password)
+                        allow_inject=allow_inject, shared_password=shared_password,
+                        segments=segments)
 
 
 @app.command()
@@ -224,12 +230,16 @@ def status(
         metavar="TASK|nodes", help="A task's name or id, or the word nodes.")] = "",
     watch: Annotated[bool, typer.Option("--watch", "-w",
                                         help="Refresh every second.")] = False,
+    at: Annotated[str, typer.Option(
+        "--at", metavar="SEQ|TIME", help="As it was after that record, or at that time, for "
+        "example 2026-11-27T02:10:00Z.")] = "",
     state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
     """Show the cluster, one task, or the nodes."""
     from .commands import status as commands_status
 
-    commands_status.status(folder(state), url, what, watch=watch, as_json=output == "json")
+    commands_status.status(folder(state), url, what, watch=watch, at=at,
+                           as_json=output == "json")
 
 
 @app.command()
@@ -565,6 +575,36 @@ def token_revoke(name: TokenArg, reason: Reason = "", state: State = None, url: 
     from .commands import token as command
 
     command.revoke(folder(state), url, name, reason, as_json=output == "json")
+
+
+Segments = Annotated[str, typer.Option(
+    "--segments", metavar="FOLDER|URL", help="The folder [log in the state folder].")]
+
+
+@sealed.command("status")
+def log_status(segments: Segments = "", state: State = None, url: Url = None, ca: Ca = None,
+               output: Form = "text") -> None:
+    """Show what is sealed, and what the loss of the server's disk would cost now."""
+    from .commands import sealed as command
+
+    command.status(folder(state), url, segments, as_json=output == "json")
+
+
+@sealed.command("verify")
+def log_verify(segments: Segments = "", state: State = None) -> None:
+    """Read every segment and snapshot; say which records are gone."""
+    from .commands import sealed as command
+
+    command.verify(folder(state), segments)
+
+
+@sealed.command("restore")
+def log_restore(segments: Segments = "", state: State = None) -> None:
+    """Fill an empty server (the private one, or $UNICRON_REDIS_URL) with the sealed log."""
+    from ..events.secret_environment import REDIS_URL
+    from .commands import sealed as command
+
+    command.restore(folder(state), segments, os.environ.get(REDIS_URL, ""))
 
 
 @certs.command("init")

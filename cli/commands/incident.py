@@ -30,7 +30,7 @@ from ...events.records.decisions import (
 from ...events.records.envelope import Record
 from ...events.records.orders import Resume
 from ...events.records.reports import DeadlineReached, NodeUnreachable, Quiesced, RankStalled
-from ..cluster.client import DRY_RUN_S_MAX, connect
+from ..cluster.client import DRY_RUN_S_MAX
 from ..cluster.state_dir import StateDir
 from ..screens import incident as incident_screen
 from ..screens.fault_start import FaultStart, began
@@ -40,6 +40,7 @@ from ..screens.plan import bound_by, not_taken
 from ..terminal import console
 from ..terminal.format import Plain, lost_state, plan_waf, way_to_act
 from ..terminal.record_line import essentials, status_in_words
+from .offline import connect_to_read
 from .request_outcome import hidden
 from .tail import incident_id
 from .tasks import option_for
@@ -64,7 +65,7 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
     if which:  # reject an invalid ID before the first request
         incident_id(which, f"for example inc-41; all, and whose they are: unicron incident "
                            f"--all{option}")
-    client = connect(state, url)
+    client = connect_to_read(state, url)
 
     def read() -> Iterator[Record]:
         return map(from_plain, client.records(0, follow=False))

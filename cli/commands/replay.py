@@ -12,11 +12,11 @@ from ...events.errors import CorruptLog, UnicronError, UsageError
 from ...events.log import archive
 from ...events.records import codec
 from ...events.records.envelope import Record
-from ..cluster.client import connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, count, labelled, lost_cell, table
 from ..terminal.record_line import line
+from .offline import connect_to_read
 from .tasks import option_for
 
 
@@ -30,7 +30,7 @@ def export(state: StateDir, url: str | None, path: Path) -> None:
     """Write the running cluster's log to a file. Raises UsageError."""
     if path.exists():
         raise UsageError(f"{path} exists", "name a new file")
-    client = connect(state, url)
+    client = connect_to_read(state, url)
     cluster = client.get("/v1/health")["cluster"]
     records = (codec.from_plain(data) for data in client.records(0, follow=False))
     num = archive.write(path, records, cluster=cluster, code=__version__)
@@ -51,7 +51,7 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
 
     def read() -> Iterator[Record]:
         records = archive.read(path) if path is not None else map(
-            codec.from_plain, connect(state, url).records(0, follow=False))
+            codec.from_plain, connect_to_read(state, url).records(0, follow=False))
         return _until(records, until)
 
     records = read()

@@ -47,7 +47,7 @@ POLL_S = 0.05
 def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: str, port: int,
                   tls_files: tuple[Path | None, Path | None], insecure: bool, cluster: str,
                   policy: Path | None, observe: bool, allow_inject: bool,
-                  shared_password: bool) -> None:
+                  shared_password: bool, segments: str) -> None:
     """Serve until a signal; without a Redis URL on a private server. Raises UsageError."""
     from ...control_plane import server
     from ...control_plane.service.server_certificate import ServerCertificate
@@ -71,7 +71,7 @@ def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: st
     raise typer.Exit(server.run(server.Options(
         state=state.path, redis_url=redis_url or embedded_server.ensure(state.server).url,
         listen=address, advertise=advertised, port=port, cluster=cluster,
-        certificate=shown, insecure=is_plain, shared_password=shared_password,
+        certificate=shown, insecure=is_plain, shared_password=shared_password, segments=segments,
         ca=authority(server_of.hostname or "", server_of.port or 6379, state)
         if server_of.scheme == "rediss" else "",
         policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject))))

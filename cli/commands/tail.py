@@ -14,6 +14,7 @@ from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain
 from ..terminal.record_line import line, matches
+from .offline import connect_to_read
 from .operate import pick_node
 from .tasks import pick
 
@@ -61,7 +62,7 @@ def _kind(text: str) -> str:
 def tail(state: StateDir, url: str | None, wanted: Filter, *, after: int, follow: bool,
          as_json: bool) -> None:
     """Print the records that pass the filters. Ctrl-C ends --follow."""
-    client = connect(state, url)
+    client = connect_to_read(state, url)
     client.get("/v1/health")  # fail now if the address is wrong
     view: Plain = client.get("/v1/state")
     task = None if wanted.task is None else int(pick(view["tasks"], wanted.task)["id"])

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import yaml
 
+from ...events import object_storage
 from ...events.errors import SpecError, UsageError
 from ...events.spec.job import JobSpec, is_url, parse
-from ...workers.host import object_storage
 from . import megatron_command
 
 FILE_BYTES_MAX = 1 << 20

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from ...events.errors import Ambiguous, Conflict, LogError, Unavailable, UsageError
 from ...events.log.port import Batch, LogPort
+from ...events.log.segments import Folder
 from ...events.records.envelope import Record, Report
 from ...events.records.reports import DeadlineReached
 from ...events.records.types import Body
@@ -22,6 +23,7 @@ from ..fold.edits import LOSSES, running_deadlines
 from ..state.cluster import ClusterState
 from .leader import Leader
 from .leases import Leases
+from .sealer import Sealer
 
 T = TypeVar("T")
 Check = Callable[[ClusterState], None]
@@ -78,11 +80,14 @@ class Coordinator:
 
     def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
                  policy: Policy, jitter: random.Random | None = None,
-                 limits: Limits | None = None, expelled: Iterable[str] = ()) -> None:
+                 limits: Limits | None = None, expelled: Iterable[str] = (),
+                 folder: Folder | None = None) -> None:
         self._log = log
+        self._folder = folder
         self._limits = limits or Limits()
         self._jitter = jitter or random.Random()
-        self._leader = Leader(log, clock=clock, nonce=nonce, code=code, policy=policy)
+        self._leader = Leader(log, clock=clock, nonce=nonce, code=code, policy=policy,
+                              folder=folder)
         self._leases = Leases()
         self._logger = structlog.get_logger("control_plane")
         self._wake = asyncio.Event()
@@ -183,11 +188,15 @@ class Coordinator:
                 await self._retry(self._leader.take_over)
                 # `take_over` runs once: a fenced leader that repeated it would take the log back.
                 await self._retry(self._recover)
-                watch = group.create_task(self._watch_heartbeats(), name="heartbeats")
+                beside = [group.create_task(self._watch_heartbeats(), name="heartbeats")]
+                if self._folder is not None:
+                    sealer = Sealer(self._log, self._folder, self._leader, self._committed.is_set)
+                    beside.append(group.create_task(sealer.run(), name="segments"))
                 try:
                     await self._lead(group)
                 finally:
-                    watch.cancel()
+                    for task in beside:
+                        task.cancel()
             except LogError as error:
                 ended = error
             finally:

@@ -13,9 +13,9 @@ from unicron.cli.files import job_file, plan_file
 from unicron.cli.files.job_file import read_yaml
 from unicron.cli.files.plan_file import read_large
 from unicron.cli.files.policy_file import load as read_policy
+from unicron.events import object_storage
 from unicron.events.errors import SpecError, UsageError
 from unicron.events.spec.policy import BOUNDS, Policy
-from unicron.workers.host import object_storage
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "deploy" / "examples"
 GOOD = """\

@@ -150,6 +150,14 @@ class MemoryLog:
                     self._wake(f"orders:{node}")
         self._reply(outcome, None)
 
+    sealed_seq = 0
+
+    async def open_segments(self) -> None:
+        """Do nothing: this log has no segments."""
+
+    async def seal(self, records: Sequence[Record], *, epoch: int) -> None:
+        """Do nothing, see `open_segments`."""
+
     async def trim_reports(self, *, before: str) -> None:
         """Delete reports up to and including cursor `before`."""
         outcome = self._outcome("trim_reports")

@@ -16,11 +16,11 @@ from pathlib import Path, PurePosixPath
 import msgspec
 from msgspec import Struct
 
+from ...events import object_storage
 from ...events.errors import UnicronError, UsageError
 from ...events.records.envelope import Record
 from ...events.records.orders import PublishCheckpoint
 from ...events.spec.job import is_url
-from ..host import object_storage
 
 PUBLISH_S_MAX = 60.0
 _LATEST = "latest"

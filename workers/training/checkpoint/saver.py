@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import structlog
 
+from ....events import object_storage
 from ....events.spec.parallelism import has_every_part
-from ...host import object_storage
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event

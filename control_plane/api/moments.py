@@ -1,0 +1,34 @@
+"""Moments of the log, as people write them: a seq, or a time."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+
+from ...events.errors import UsageError
+from ...events.records.envelope import Record
+
+
+async def seq_at(text: str, last: int, read: Callable[[int], Awaitable[Record]]) -> int:
+    """The last record at a moment: `SEQ`, or a time as in RFC 3339 (without a zone: UTC). `last`:
+    the log's last seq; `read` reads a record. Raises UsageError if the log has no such moment."""
+    if text.isdecimal():
+        if not 0 < int(text) <= last:
+            raise UsageError(f"--at {text[:20]} is not in the log", f"it has seq 1 to {last}")
+        return int(text)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise UsageError(f"--at {text[:40]!r} is neither a seq nor a time",
+                         "for example 2026-11-27T02:10:00Z") from None
+    at_s = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    low, high = 0, last
+    while low < high:  # the last record whose time is not later; times in the log never fall
+        middle = (low + high + 1) // 2
+        if (await read(middle)).at_s <= at_s:
+            low = middle
+        else:
+            high = middle - 1
+    if not low:
+        raise UsageError(f"--at {text[:40]} is before the log", "its first record is seq 1")
+    return low
