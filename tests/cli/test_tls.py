@@ -19,7 +19,7 @@ import certificates
 import pytest
 import redis_with_tls
 from certificates import Pair
-from cli_process import refused, unicron
+from cli_process import in_process, refused, unicron
 from unicron.cli.cluster.state_dir import read_json
 from unicron.events import tls
 
@@ -54,13 +54,15 @@ class TlsSite:
 
     def __call__(self, *words: str, url: str = "", env: dict[str, str] | None = None
                  ) -> subprocess.CompletedProcess[str]:
-        """Run a command on another folder, as on another host."""
+        """Run a command on another folder, as on another host. An agent has its own process."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")}
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "unicron.cli.main", *words, "--url", url or self.url],
-            text=True, capture_output=True, check=False, timeout=LIMIT_S, env={
-                **clean, "UNICRON_STATE": str(self.folder / "elsewhere"), "NO_COLOR": "1",
-                "UNICRON_TOKEN": self.token, **(env or {})})
+        environment = {**clean, "UNICRON_STATE": str(self.folder / "elsewhere"), "NO_COLOR": "1",
+                       "UNICRON_TOKEN": self.token, **(env or {})}
+        words = (*words, "--url", url or self.url)
+        if words[0] != "agent":
+            return in_process(words, None, environment)
+        return subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", *words], text=True,
+                              capture_output=True, check=False, timeout=LIMIT_S, env=environment)
 
 
 @pytest.fixture(scope="module")
