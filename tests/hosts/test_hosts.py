@@ -60,6 +60,7 @@ def spec(cluster: HostsCluster) -> Spec:
 @pytest.fixture(scope="module")
 def task(cluster: HostsCluster, spec: Spec) -> int:
     number = cluster.submit(spec)
+    cluster.rest(number)
     cluster.wait_whole(number, NUM)
     cluster.wait_paced(number, NUM)
     return number
