@@ -193,9 +193,16 @@ def test_an_expired_certificate(site: TlsSite, tmp_path: Path, command: str) -> 
         refused(site(command, "--ca", str(pair.ca), url=f"https://127.0.0.1:{port}"), "expired")
 
 
+class Silent(BaseHTTPRequestHandler):
+    """Logs nothing: its thread would write among the lines of a command of this process."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
 @pytest.mark.parametrize("command", ["status", "agent"])
 def test_https_to_a_plain_port(site: TlsSite, command: str) -> None:
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+    with HTTPServer(("127.0.0.1", 0), Silent) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         url = f"https://127.0.0.1:{server.server_address[1]}"
