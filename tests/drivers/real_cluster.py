@@ -188,13 +188,13 @@ class RealCluster:
         new.rename(hold)
         return hold
 
-    def rest(self, *tasks: int) -> None:
+    def rest(self, *tasks: int, rest_s: float = REST_S) -> None:
         """Let the ranks of these tasks sleep in each iteration, until a test holds them for
         something else. Tasks that train while a test waits then leave the cores to others, and
         have fewer iterations for their reference runs to repeat."""
         for task in tasks:
             for rank in range(RESTING_NUM):
-                self.hold(task, rank, event="done", then="slow", slow_s=REST_S)
+                self.hold(task, rank, event="done", then="slow", slow_s=rest_s)
 
     def wait_held(self, task: int, rank: int, after_s: float) -> dict[str, Any]:
         """The trace line that says that the rank is held, with a time after `after_s`."""
