@@ -70,7 +70,6 @@ def test_a_cut_node_is_lost_and_its_old_ranks_are_stale(
         cluster: PartedCluster, tmp_path: Path, twins: Twins) -> None:
     spec = small("parted", tmp_path / "out", checkpoint_every=20, rates=RATES)
     task = cluster.submit(spec)
-    cluster.rest(task)
     cluster.wait_whole(task, NUM)
     cluster.wait_paced(task, NUM)
     before, generation, after = cluster.pids(task), cluster.task(task)["generation"], cluster.seq()
