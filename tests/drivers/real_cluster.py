@@ -32,7 +32,9 @@ HELD_S = 1e6
 unless a test says otherwise."""
 LIMIT_S = 120.0
 """Limit of every wait; enough on a loaded machine."""
-POLL_S = 0.02
+REST_S, RESTING_NUM = 0.05, 6
+"""How long a rank of a resting task sleeps in each iteration, and how many of its ranks do."""
+POLL_S = 0.05
 """Each poll asks the control plane. Shorter intervals would take CPU time from the cluster."""
 
 
@@ -189,6 +191,14 @@ class RealCluster:
         new.write_text(json.dumps(asked))
         new.rename(hold)
         return hold
+
+    def rest(self, *tasks: int, rest_s: float = REST_S) -> None:
+        """Let the ranks of these tasks sleep in each iteration, until a test holds them for
+        something else. Tasks that train while a test waits then leave the cores to others, and
+        have fewer iterations for their reference runs to repeat."""
+        for task in tasks:
+            for rank in range(RESTING_NUM):
+                self.hold(task, rank, event="done", then="slow", slow_s=rest_s)
 
     def wait_held(self, task: int, rank: int, after_s: float) -> dict[str, Any]:
         """The trace line that says that the rank is held, with a time after `after_s`."""
