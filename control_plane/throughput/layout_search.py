@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from ...events.spec.model import MegatronModel, Modelled
 from .flops import iteration_flops
 from .layouts import CHUNKS_NUM_MAX, Layout, divisors, shapes
-from .memory import capacity, memory
+from .memory import capacity, in_gib, memory
 from .step_time import Floats, bubble, constants_of, ending, parts
 
 GAIN_RATIO_MIN = 1.005
 """A gain below this ratio is not mentioned."""
 AMPLE_TIMES = 2
 """Memory is the limit if this many times the memory allows a faster layout."""
-_GIB_BYTES = 1 << 30
 Ints = NDArray[np.int64]
 
 
@@ -117,9 +116,10 @@ class Search:
             return
         micro_s = parts(self.model, layout, self.constants).total_s
         num = -(-(self.model.global_batch // layout.micro) // dps)
-        seconds = (num + bubble(layout)) * micro_s + ending(
+        reduce_s, step_s = ending(
             self.model, layout, self.constants, micro_s).seconds_each(dps.astype(np.float64))
-        rates, sizes = self.flops / seconds, dps * layout.model_parallel
+        rates = self.flops / ((num + bubble(layout)) * micro_s + (reduce_s + step_s))
+        sizes = dps * layout.model_parallel
         better = rates > self._rates[sizes]
         self._rates[sizes[better]] = rates[better]
         self._chosen[sizes[better]] = len(self._layouts)
@@ -146,11 +146,11 @@ def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
 
 def describe(model: MegatronModel, best: Best, free: Best) -> str:
     """Describe a layout and its limit. `free` is the best layout with AMPLE_TIMES the memory."""
-    used = memory(model, best.layout).total / _GIB_BYTES
-    text = f"{best.layout.told()}; {used:.1f} of {capacity(model) / _GIB_BYTES:.1f} GiB"
+    used = in_gib(memory(model, best.layout).total).removesuffix(" GiB")
+    text = f"{best.layout.told()}; {used} of {in_gib(capacity(model))}"
     if free.rate_flops > best.rate_flops * GAIN_RATIO_MIN:
-        needs = memory(model, free.layout).total / _GIB_BYTES
-        return (f"{text}; memory binds: {free.layout.told()} needs {needs:.1f} GiB and would be "
+        needs = in_gib(memory(model, free.layout).total)
+        return (f"{text}; memory binds: {free.layout.told()} needs {needs} and would be "
                 f"{100 * (free.rate_flops / best.rate_flops - 1):.0f} % faster")
     what, share = losses(model, best.layout)[0]
     return f"{text}; most is lost to {what}: {100 * share:.0f} % of the time"
@@ -187,5 +187,5 @@ def _refused(model: MegatronModel, num_gpus: int) -> str:
             nearest, least = layout.told(), memory(model, layout).total
     if not nearest:
         return f"no layout that Megatron accepts has at most {num_gpus} GPUs"
-    return (f"no layout on at most {num_gpus} GPUs fits into {capacity(model) / _GIB_BYTES:.1f} "
-            f"GiB: {nearest} needs {least / _GIB_BYTES:.1f} GiB")
+    return (f"no layout on at most {num_gpus} GPUs fits into {in_gib(capacity(model))}: "
+            f"{nearest} needs {in_gib(least)}")

@@ -25,7 +25,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     `ep` GPUs with the same layers and different samples share the experts. `chunks` is Megatron's
     number of virtual pipeline stages: the layers of one GPU form that many groups of consecutive
     layers. `sequence_parallel` has an effect if tp > 1. `shards` is what data-parallel ranks shard:
-    `optimizer` is ZeRO-1, `all` is FSDP (ZeRO-3), which the search does not use.
+    `optimizer` is ZeRO-1.
     """
 
     tp: int = 1
@@ -37,7 +37,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     chunks: int = 1
     recompute: Recomputed = "none"
     sequence_parallel: bool = True
-    shards: Literal["none", "optimizer", "all"] = "none"
+    shards: Literal["none", "optimizer"] = "none"
 
     @property
     def model_parallel(self) -> int:
