@@ -16,7 +16,7 @@ import structlog
 from ....events.records.orders import StartRank
 from ....events.records.reports import IterationsLogged
 from ....events.records.types import Body
-from .megatron_output import IterationRange, IterationRanges, ProgressLines
+from .megatron_output import IterationRanges, ProgressLine, ProgressLines
 from .output_monitor import DEFAULT_LIMITS, HangLimits, OutputMonitor
 
 LOOK_S = 1.0
@@ -186,7 +186,7 @@ class OutputReader:
         self._at += len(data)
         return data
 
-    def _report(self, merged: IterationRange) -> IterationsLogged:
+    def _report(self, merged: ProgressLine) -> IterationsLogged:
         self.has_reported = True
         order = self._order
         model = order.spec.model
