@@ -8,7 +8,7 @@ from ...events.records.codec import encode_record
 from ...events.records.envelope import Record
 from ..incidents.hangs import WAITED_FOR
 from ..incidents.node_incidents import update_undecided
-from ..incidents.severity import worse
+from ..incidents.severity import worst
 from ..state.cluster import NUM_INCIDENTS_MAX, ClusterState
 from ..state.incident import NUM_FAILURES_MAX, Incident
 from ..state.members import awaited, is_pinned, is_starting, release_standbys
@@ -70,7 +70,7 @@ def incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsca
     count_sev1_fault(state, incident, body, on_purpose=_was_injected(state, task, body.node))
     assign_evidence(state, incident, body)
     known = incident.ranks
-    if body.root or worse(incident.severity, body.severity) != incident.severity:
+    if body.root or worst(incident.severity, body.severity) != incident.severity:
         if (body.root or incident.severity == "SEV3") and body.ranks:
             known = []  # the known ranks reported only consequences
         incident.severity, incident.why = body.severity, body.why

@@ -96,7 +96,14 @@ def iterations_logged(state: ClusterState, record: Record, body: IterationsLogge
     logged.global_batch = body.global_batch
     keep_logged(state, task, body)
     logged.disturbed = any(one.is_stopped for one in task.ranks.values())
-    _apply_progress(state, task, body)
+    counts = batch_counts(task)
+    new = min(body.iteration - task.max_iteration, body.num_iterations)
+    add_work(state, task, task.max_iteration + (new if counts else 0))
+    task.max_iteration = max(task.max_iteration, body.iteration)
+    task.iteration, task.progressed_s = body.iteration, state.at_s
+    task.loss, task.step_s = body.loss, body.step_s
+    rate_flops = task.iteration_flops / body.step_s if counts and body.step_s > 0 else 0.0
+    task.rate_flops = min(rate_flops, RATE_FLOPS_MAX)
     if body.iteration - logged.max_iteration >= state.policy.restart_iterations:
         task.restarts.clear()
 
@@ -115,14 +122,3 @@ def _round_begins(state: ClusterState, task: Task, iteration: int) -> None:
                 incident.outcome = "set back"
                 task.healed -= 1
         return
-
-
-def _apply_progress(state: ClusterState, task: Task, body: IterationsLogged) -> None:
-    counts = batch_counts(task)
-    new = min(body.iteration - task.max_iteration, body.num_iterations)
-    add_work(state, task, task.max_iteration + (new if counts else 0))
-    task.max_iteration = max(task.max_iteration, body.iteration)
-    task.iteration, task.progressed_s = body.iteration, state.at_s
-    task.loss, task.step_s = body.loss, body.step_s
-    rate_flops = task.iteration_flops / body.step_s if counts and body.step_s > 0 else 0.0
-    task.rate_flops = min(rate_flops, RATE_FLOPS_MAX)
