@@ -27,10 +27,8 @@ def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
     transition do not count: a rank that restarts on the same machine slows the others."""
     if not _counts(state, task) or task.failed_s >= 0 or len(task.members) != len(task.target):
         return
-    first = body.first_iteration
-    times = [step_s for iteration, step_s in enumerate(body.step_s, first)
-             if iteration >= task.settled + NUM_WARM_UP]
-    _keep(state, task, times)
+    _keep(state, task, [step_s for iteration, step_s in enumerate(
+        body.step_s, body.first_iteration) if iteration >= task.settled + NUM_WARM_UP])
 
 
 def keep_logged(state: ClusterState, task: Task, body: IterationsLogged) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
 from typing import Literal
 
 from ...events.records.decisions import ThroughputSet
@@ -32,7 +31,8 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
         return table_through(task, "declared", spec, declared, modelled)
     sizes = _sizes(spec, modelled)
     if spec.throughput:
-        rates = tuple(_below(spec.throughput, size) for size in sizes)
+        below = (max((x for x in spec.throughput if x <= size), default=0) for size in sizes)
+        rates = tuple(spec.throughput.get(size, 0.0) for size in below)
         return ThroughputSet(task=task, origin="declared", sizes=sizes, rates_flops=rates)
     own = training_layouts.slot_flops(spec.training) if spec.training is not None else 0.0
     unit = 1.0 if modelled is not None else own or slot_flops
@@ -93,11 +93,6 @@ def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
     places = [bisect_left(counts, size) for size in modelled.sizes]
     found = {counts[at] for at in places if at < len(counts)} or {counts[-1]}
     return tuple(sorted(found | {spec.slots.floor} - {0}))
-
-
-def _below(rates: Mapping[int, float], size: int) -> float:
-    below = [declared for declared in rates if declared <= size]
-    return rates[max(below)] if below else 0.0
 
 
 def rate_at(throughput: ThroughputSet | None, size: int) -> float:

@@ -16,9 +16,8 @@ class Debouncer:
     reported.
     """
 
-    def __init__(self, num_worse: int = limits.LOOKS_WORSE_NUM,
-                 num_better: int = limits.LOOKS_BETTER_NUM) -> None:
-        self._num_worse, self._num_better = num_worse, num_better
+    def __init__(self, num_better: int = limits.LOOKS_BETTER_NUM) -> None:
+        self._num_better = num_better
         self.reported = Finding("", "healthy")
         self._direction: object = None
         self._num_looks = 0
@@ -33,7 +32,7 @@ class Debouncer:
         direction: object = _key(finding) if step == 0 else step > 0
         self._num_looks = self._num_looks + 1 if direction == self._direction else 1
         self._direction = direction
-        needed = self._num_better if step < 0 else 1 if finding.is_fact else self._num_worse
+        needed = self._num_better if step < 0 else 1 if finding.is_fact else limits.LOOKS_WORSE_NUM
         if self._num_looks < needed:
             return None
         self._direction, self._num_looks = None, 0

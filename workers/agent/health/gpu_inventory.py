@@ -58,10 +58,7 @@ class Gpus:
             finding, errors = gpu.look()
             findings.append(finding)
             erred += errors
-        with self._lock:
-            erred += self._xids
-            self._xids = []
-        return Reading(findings, erred)
+        return Reading(findings, [*erred, *self.take_xids()])
 
     def take_xids(self) -> list[DeviceError]:
         """New XIDs; does not call the driver."""
@@ -81,7 +78,8 @@ class Gpus:
         try:
             nvml.nvmlInit()
             for device in self._devices:
-                handles.append(self._handle(nvml, device))
+                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(device)) if device.isdecimal()
+                               else nvml.nvmlDeviceGetHandleByUUID(device.encode()))
             pci = {slot: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
                    for slot, handle in enumerate(handles)}
         except nvml.NVMLError as error:
@@ -102,11 +100,6 @@ class Gpus:
         _log.info("monitors GPUs by NVML", num_gpus=len(handles))
         self._listen(nvml, handles)
         return True
-
-    def _handle(self, nvml: Nvml, device: str) -> object:
-        if device.isdecimal():
-            return nvml.nvmlDeviceGetHandleByIndex(int(device))
-        return nvml.nvmlDeviceGetHandleByUUID(device.encode())
 
     def _listen(self, nvml: Nvml, handles: Sequence[object]) -> None:
         try:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -56,7 +57,8 @@ class KernelLog:
         """Errors since the last look, from at most LINES_NUM_MAX lines."""
         self._read()
         lines, self._lines = self._lines, []
-        found = [erred for line in lines if (erred := self._judge(line)) is not None]
+        found = [erred for line in lines if (erred := device_error_of(
+            "kernel", classify(line), line, self._slots())) is not None]
         if self._num_skipped:
             _log.warning("too many kernel messages; some were skipped", num_lines=self._num_skipped)
             self._num_skipped = 0
@@ -111,11 +113,8 @@ class KernelLog:
         else:
             self._num_skipped += 1
 
-    def _judge(self, line: str) -> DeviceError | None:
-        return device_error_of("kernel", classify(line), line, self._slots())
 
-
-def device_error_of(origin: str, verdict: Verdict, line: str,
+def device_error_of(origin: Literal["kernel", "nvml"], verdict: Verdict, line: str,
                     slots: GpuSlots) -> DeviceError | None:
     """The error in a line. None if there is none, or if the GPU is not one of this agent."""
     if not verdict.status or verdict.second_hand:
@@ -128,8 +127,7 @@ def device_error_of(origin: str, verdict: Verdict, line: str,
         devices = () if slot is None else (slot,)
     found = _PID.search(line)
     pid = int(found[1] or found[2]) if found else 0
-    return DeviceError("nvml" if origin == "nvml" else "kernel", verdict.status, verdict.rule, line,
-                       devices, verdict.code, pid)
+    return DeviceError(origin, verdict.status, verdict.rule, line, devices, verdict.code, pid)
 
 
 def _open(path: Path) -> int:
