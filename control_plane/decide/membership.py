@@ -1,10 +1,9 @@
 """Membership of the next generation: its ranks, their layout and their positions.
 
-Every waiting rank that has a seat is a member. Members without a position in the layout are standby
-members: spares, and ranks that alone have some state. If the shape of a replica stays the same,
-each rank keeps its part of the model. Otherwise the ranks are ordered node by node: first
-tensor-parallel groups, then whole replicas, are on one node if possible. The copies of each part of
-the model are on as many nodes as possible.
+Every waiting rank that has a seat is a member. Members without a position are standby members:
+spares, and ranks that alone have some state. If the shape of a replica stays the same, each rank
+keeps its part of the model. Otherwise tensor-parallel groups, then replicas, are on one node if
+possible, and the copies of each part of the model on as many nodes as possible.
 """
 
 from __future__ import annotations
@@ -73,19 +72,16 @@ def next_membership(state: ClusterState, task: Task) -> Membership:
 
 
 class ExpectedPositions(NamedTuple):
-    """The layout of the next generation that has a rank in every seat, and the place of each rank.
-    If `axes` is None, the layout is data-parallel only."""
+    """The layout once every seat has a rank (None: data-parallel only), and each rank's place."""
 
     axes: Axes | None
     places: dict[int, int]
 
 
 def expected_positions(task: Task) -> ExpectedPositions:
-    """The positions that the task's ranks will take once every seat has one, if nothing else
-    changes. A process that starts builds its part of the model for this position.
-
-    If a member is gone, the members that are left first form a generation of their own.
-    """
+    """The positions of the task's ranks once every seat has one, if nothing else changes: for
+    these, starting processes build their parts. Members that are left first form a generation of
+    their own."""
     train = task.spec.training
     assert train is not None
     ranks = [_rank_in(task, seat) for seat in task.target]

@@ -59,10 +59,9 @@ def publish_ordered(state: ClusterState, record: Record, body: o.PublishCheckpoi
 
 # --- in-memory checkpoints ---
 def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpointStored) -> None:
-    """Record an in-memory checkpoint of the current generation; older ones are not used. A task
-    that restarts from memory has no generations: its ranks number theirs by their attempts. The
-    agent of the rank reports it. The agent of the store may report the store's end before or
-    after."""
+    """Record an in-memory checkpoint of the current generation; older ones are not used. Of a task
+    that restarts from memory, ranks count attempts instead. The end of the store may be reported
+    before."""
     task, node = state.tasks.get(body.task), state.nodes.get(body.node)
     if task is None or node is None or node.health == "left" or not node.keeper:
         return

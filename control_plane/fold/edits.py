@@ -215,9 +215,8 @@ def settle_phase(state: ClusterState, task: Task) -> None:
 
 
 def update_unreachable_deadline(state: ClusterState, task: Task) -> None:
-    """Set or clear the deadline of members on unreachable nodes. It runs while the task waits for
-    these members (`_silent_alone`) and the others hold the complete state. It is as long as the
-    wait for a second source (evidence_s_max)."""
+    """Set or clear the deadline of members on unreachable nodes: it runs while the task waits for
+    them (`_silent_alone`) and the others hold the complete state."""
     name = f"silent/{task.id}/{task.generation}"
     if not state.unreachable or not _silent_alone(state, task) or not is_complete(task, [
             rank for rank in task.living_members() if not is_unreachable(state, rank)]):

@@ -147,10 +147,9 @@ def rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -
 
 
 def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
-    """Clear the stalls that a finished iteration disproves. No member is stalled in iterations
-    before the last: all have entered the last one. At its end a member may still be stalled, since
-    a collective can end for some members only, or the member hangs in its own work after the
-    collective. Such a stall is reported once and stays until RankUnstalled."""
+    """Clear the stalls that a finished iteration disproves: all members have entered it. At its end
+    a member may still be stalled, since a collective can end for some members only, or in its own
+    work after it. Such a stall is reported once and stays until RankUnstalled."""
     if any(stall.iteration < iteration - 1 for stall in task.stalls.values()):
         task.stalls = {number: stall for number, stall in task.stalls.items()
                        if stall.iteration >= iteration - 1}

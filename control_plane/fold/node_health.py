@@ -141,10 +141,9 @@ def _is_confirmed(check: Check) -> bool:
 
 
 def update_unhealthy_slots(state: ClusterState) -> None:
-    """Fold: update the slots that checks disable. Recovered slots are enabled after a time. Of
-    nodes with only unconfirmed checks, the first few are believed: if many fail, the check itself
-    is suspect. A node stays believed until its slots are used again. Otherwise a check that
-    recovers on one node after the other would disable all in turn."""
+    """Fold: update the slots that checks disable. Of nodes with only unconfirmed checks the first
+    few are believed: if many fail, the check is suspect. A node stays believed until its slots are
+    used again, or a check that recovers on one node after the other would disable all in turn."""
     if not any(node.checks or node.slots_unhealthy or node.slots_recovering or node.unhealthy_why
                for node in state.nodes.values()):
         return

@@ -71,9 +71,8 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
 
 # --- of commands ---
 def iterations_logged(state: ClusterState, record: Record, body: IterationsLogged) -> None:
-    """Record progress of a command, from the first rank of a round that logs any. A command counts
-    its own iterations. After a restart it continues from its own checkpoint. Work before its first
-    report does not count. `restart_iterations` new iterations clear the count of restarts."""
+    """Record progress of a command, from the first rank of a round that logs any. It counts its own
+    iterations, also after a restart. Work before its first report does not count."""
     task = state.tasks.get(body.task)
     rank = find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or task.heals_in_memory or task.phase == "ended":

@@ -1,5 +1,4 @@
-"""The severity of error statuses, and how each severity is handled (our reading of the Unicron
-paper's table)."""
+"""The severity of error statuses, and how each is handled (our reading of the paper's table)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""The topology spread constraint: each part of a task's state on two nodes, and on two racks if
-labelled.
+"""The topology spread constraint: a task's state on two nodes, and on two racks if labelled.
 
-Seats of movable tasks move between nodes until no node, and then no rack, holds all seats of a
-training task. This is a flow from tasks through racks to nodes. The bound on each edge is one seat
-less than the task has. Each task that violates the constraint needs one cheapest augmenting path.
-If there is no path, the constraint cannot hold for more tasks.
+Seats of movable tasks move until no node, and then no rack, holds all seats of a training task.
+This is a flow from tasks through racks to nodes, with one seat less than the task has as the bound
+of each edge. Each task that violates it needs one cheapest augmenting path, if there is any.
 """
 
 from __future__ import annotations

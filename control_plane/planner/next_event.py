@@ -1,8 +1,5 @@
-"""Plans for every possible next event, as in the paper's precomputed table.
-
-Computed on request (`unicron plan --offline --table`); no decision reads these plans. Each event
-takes the time of one plan.
-"""
+"""Plans for every next event, the paper's table: for `unicron plan --offline`, not for
+decisions."""
 
 from __future__ import annotations
 

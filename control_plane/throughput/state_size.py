@@ -21,9 +21,8 @@ NUM_STORES_MAX = 2
 
 
 def seat_bytes(task: Task, count: int) -> int:
-    """Bytes of state on one of `count` slots: a rank's part of the model, if the task trains in
-    memory and its model is known. For a command, it is an equal share of the state of its `model`;
-    0 without a model."""
+    """Bytes of state on one of `count` slots: of a rank's part of the model; for a command an equal
+    share of the state of its `model`; 0 if the model is not known."""
     train, loop = task.spec.train, task.spec.loop
     if train is not None:
         return trained_bytes(train, count)

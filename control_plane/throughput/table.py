@@ -20,10 +20,9 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
           modelled: Modelled | None = None) -> ThroughputSet:
     """The declared table if there is one, else the modelled one, over the allowed sizes.
 
-    In a declared table, a size that is not declared has the rate of the next smaller declared size,
-    or 0 if there is none. If the spec has a `model`, the size follows the model's shape from the
-    nearest declared size instead. In a modelled table, a size has the model's rate (`model` or
-    `loop.model`), or without a model `slot_flops` times the shape.
+    An undeclared size has the rate of the next smaller declared one, or 0; with a `model` it
+    follows the model's shape from the nearest declared size. A modelled size has the model's rate,
+    or without a model `slot_flops` times the shape.
     """
     allowed = set(spec.slots.counts)
     declared = {size: rate for size, rate in spec.throughput.items() if size in allowed}

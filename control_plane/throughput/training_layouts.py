@@ -37,8 +37,7 @@ def megatron_model(train: Train) -> MegatronModel:
 
 
 def described(train: Train | Loop) -> MegatronModel | None:
-    """The trained model as input of the analytical model, with the sum that recovery keeps; None if
-    a loop does not describe it."""
+    """The model for the analytical model, with the sum that recovery keeps; None: not described."""
     if isinstance(train, Train):
         return replace(megatron_model(train), kept_sum=train.kept_sum)
     if train.model is None:

@@ -10,11 +10,8 @@ from .finding import RANKED, DeviceError, Finding
 
 
 class Debouncer:
-    """Debounces one health check: reports a change after several consecutive equal readings.
-
-    A definite failure (`is_fact`) is reported at the first reading. An initial "healthy" is not
-    reported.
-    """
+    """Debounces one check: reports a change after several equal readings, a definite failure
+    (`is_fact`) at once, an initial "healthy" never."""
 
     def __init__(self, num_better: int = limits.LOOKS_BETTER_NUM) -> None:
         self._num_better = num_better

@@ -22,9 +22,7 @@ _log = structlog.get_logger("agent")
 
 class Gpus:
     """Reads all GPUs. `devices`: for each slot an entry of CUDA_VISIBLE_DEVICES (index or UUID).
-
-    `read` calls the driver and may hang; the other methods do not.
-    """
+    Only `read` calls the driver, and may hang."""
 
     name = "gpu"
     every_s, s_max = limits.GPU_EVERY_S, limits.GPU_S_MAX

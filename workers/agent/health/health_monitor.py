@@ -71,10 +71,8 @@ class HealthMonitor:
         return self._kernel.killed(pid)
 
     async def run(self) -> None:
-        """Run until cancelled: a loop for each reader, the kernel log, and the site's checks.
-
-        When cancelled, it kills running checks and abandons a thread that hangs in a driver.
-        """
+        """Run until cancelled: a loop for each reader, the kernel log, and the site's checks. Then
+        it kills running checks and abandons a thread that hangs in a driver."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow_kernel(), name="kernel")

@@ -31,10 +31,8 @@ _log = structlog.get_logger("agent")
 
 
 class KernelLog:
-    """Reads the messages after its own creation. `slots` maps the GPU of a line to its slot.
-
-    If the kernel log cannot be read, this is logged once, and nothing is ever found.
-    """
+    """Reads the messages after its own creation; none, with a log line, if it may not. `slots` maps
+    the GPU of a line to its slot."""
 
     def __init__(self, slots: Callable[[], GpuSlots], path: Path = KMSG) -> None:
         self._slots = slots
@@ -45,11 +43,9 @@ class KernelLog:
         self._num_skipped = 0
 
     def killed(self, pid: int) -> str | None:
-        """The kernel's line on the OOM kill of this process, None if there is none.
-
-        Reads to the end of the log first: the line is written before the process can be reaped.
-        Always None in a separate pid namespace (most containers), where the kernel's pids differ.
-        """
+        """The kernel's line on the OOM kill of this process; None: there is none. It is written
+        before the process can be reaped. In another pid namespace (most containers) pids differ:
+        always None."""
         self._read()
         return self._killed.get(pid)
 

@@ -48,8 +48,7 @@ class OutputReaders:
             self._watched[_key(order)] = OutputMonitor(order, pid, self._limits)
 
     def look(self, now_s: float) -> None:
-        """Report commands that stall, and new progress (at most one report for each task).
-        `now_s` is the monotonic clock."""
+        """Report commands that stall, and new progress, one report a task. `now_s`: monotonic."""
         late_s = now_s - self._looked_s - LOOK_S if self._looked_s is not None else 0.0
         self._looked_s = now_s
         if late_s > LATE_S:
@@ -157,8 +156,7 @@ class OutputReader:
         return self._lines.is_pause_announced
 
     def end(self) -> Iterable[IterationsLogged]:
-        """Take a last look, close the log and return all remaining reports; later output is not
-        read."""
+        """Take a last look, close the log and return all remaining reports."""
         report = self.look()
         self.close()
         while report is not None:
