@@ -53,8 +53,9 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
     yield from task_decisions(state, affected_tasks(state, record))
     yield from node_incidents.decide_nodes(state, record)
     for _ in range(2 * len(state.tasks) + 2):
-        if not state.replan or not _can_plan(state):
-            break
+        if not state.replan or all(task.ending or is_pinned(state, task)
+                                   for task in live_tasks(state)):
+            break  # `state.replan` stays set until a plan may change any task
         yield from plan(state)
         yield from task_decisions(state, _all_tasks(state))
         yield from node_incidents.decide_nodes(state, record)
@@ -62,11 +63,6 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
         raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
     if state.held:  # any record may change what would be ordered, and that is recorded
         yield from task_decisions(state, _all_tasks(state))
-
-
-def _can_plan(state: ClusterState) -> bool:
-    """True if a plan may change any task. Else `state.replan` stays set until this is possible."""
-    return any(not task.ending and not is_pinned(state, task) for task in live_tasks(state))
 
 
 def affected_tasks(state: ClusterState, record: Record) -> list[Task]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ...events.records import decisions as d
 from ...events.records import orders as o
 from ...events.records.codec import encode_record
@@ -11,7 +13,7 @@ from ..incidents.node_incidents import update_undecided
 from ..incidents.severity import worst
 from ..state.cluster import NUM_INCIDENTS_MAX, ClusterState
 from ..state.incident import NUM_FAILURES_MAX, Incident
-from ..state.members import awaited, is_pinned, is_starting, release_standbys
+from ..state.members import awaited, is_pinned, is_standby, is_starting
 from ..state.node import Occupant
 from ..state.task import Rank, Task
 from ..throughput.calibration import learn_slot
@@ -329,8 +331,13 @@ def resume_ordered(state: ClusterState, record: Record, body: o.Resume) -> None:
     edits.close_orders(state, [task.reconfigure_order])
     task.resume_order = record.seq
     state.orders[record.seq] = encode_record(record)
-    edits.discard_newer_checkpoints(task)
-    release_standbys(task)
+    # The task continues from `settled`. A store may have newer checkpoints that it did not report.
+    task.copies = [replace(copy, step_version_max=min(
+        task.settled, copy.step_version_max if copy.step_version_max >= 0 else task.settled))
+        for copy in task.copies if copy.step_version <= task.settled]
+    for rank in task.living_members():
+        if is_standby(task, rank):  # it gives up the state that it held
+            rank.held, rank.has_state, rank.step_version = None, False, -1
     lost = max(task.iteration - task.settled, 0)
     task.iterations_lost += lost
     task.iteration = min(task.iteration, body.progress_from)

@@ -390,15 +390,6 @@ def forget_store(state: ClusterState, task: Task, node: str) -> None:
         task.drop_order = 0
 
 
-def discard_newer_checkpoints(task: Task) -> None:
-    """Discard in-memory checkpoints of steps beyond `settled`, from which the task continues. Limit
-    `step_version_max` too: a store may have newer checkpoints that it has not reported."""
-    for place, copy in enumerate(task.copies):
-        most = copy.step_version_max if copy.step_version_max >= 0 else task.settled
-        task.copies[place] = replace(copy, step_version_max=min(most, task.settled))
-    task.copies = [copy for copy in task.copies if copy.step_version <= task.settled]
-
-
 def record_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: str) -> None:
     """Update the incident's source of state: the farthest source of all members. If no member had
     the state, forget earlier attempts. `checkpoint`: the order's path; `node`: the member's."""

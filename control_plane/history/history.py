@@ -266,7 +266,8 @@ class History(Struct):
                 past.paces_s.setdefault(len(task.members), []).extend(body.step_s)
             past.skipped = body.skipped
             past.micro_batches.add(body.micro_batches)
-        elif isinstance(body, IterationsLogged) and _believed(task, body):
+        elif isinstance(body, IterationsLogged) and task.logged is not None and (  # it counts
+                task.logged.rank == body.rank and task.attempts.get(body.rank) == body.attempt):
             new = (min(task.max_iteration - furthest, body.num_iterations) if batch_counts(task)
                    else 0)
             self._worked(task, record, new, new * body.step_s)
@@ -333,12 +334,6 @@ def num_stepping(state: ClusterState, task: Task) -> int:
         rank.error_seq or rank.timeout_reason or (
             at_boundary and rank.quiesced == task.generation) for rank in living)
     return len(living) if whole else 0
-
-
-def _believed(task: Task, body: IterationsLogged) -> bool:
-    """Whether the fold counted the report: only the first rank that logs progress counts."""
-    return (task.logged is not None and task.logged.rank == body.rank
-            and task.attempts.get(body.rank) == body.attempt)
 
 
 def _phase(one: IncidentHistory, record: Record, task: Task) -> None:

@@ -133,14 +133,6 @@ class SeatMoves:
             return SAME_SWITCH
         return SAME_RACK if self.racks[key][self.rack[node]] else ANYWHERE
 
-    def may_come(self, key: int, node: str) -> bool:
-        """True if the task is still on two nodes with one more seat on this node."""
-        return not self.ruled[key] or self.on[key][node] < len(self.taken[key]) - 1
-
-    def may_leave(self, key: int, node: str) -> bool:
-        """True if a seat can leave the node without splitting a group."""
-        return key not in self.groups or self.on[key][node] % self.groups[key] > 0
-
     def one_rack(self, key: int, rack: str) -> int:
         """BROKEN if one more seat on this rack brings the whole task onto the rack, else 0."""
         alone = self.ruled[key] and self.racks[key][rack] >= len(self.taken[key]) - 1
@@ -244,8 +236,8 @@ class Search:
         """The moves of the cheapest path; None if the constraint cannot hold for one more task."""
         board, first = self._board, self._first
         self._offer(first, "", 0)
-        if self._own:
-            self._offer_rack(first, "", self._own, board.rack[self._home[0]])
+        for other in board.near[board.rack[self._home[0]]] if self._own else ():
+            self._reach(other, first, "", self._own)
         while self._todo:
             cost, node = heappop(self._todo)
             if node in self._done:
@@ -276,16 +268,17 @@ class Search:
         """Offer other tasks' seats on this node, in exchange for the seat that comes to it."""
         board, rack = self._board, self._board.rack[node]
         for key in sorted(board.guests[node]):
-            if key == self._first or not board.may_leave(key, node):
+            if key == self._first or (  # no group may be split
+                    key in board.groups and not board.on[key][node] % board.groups[key]):
                 continue
             hand = cost + board.leaves(key, node)
             for held in ("", rack):
                 if hand < self._hand.get((key, held), FAR):
                     self._hand[key, held] = hand
-                    if held:
-                        self._offer_rack(key, node, hand, rack)
-                    else:
+                    if not held:
                         self._offer(key, node, hand)
+                    for other in board.near[held] if held else ():
+                        self._reach(other, key, node, hand)
 
     def _offer(self, key: int, node: str, hand: int) -> None:
         """Offer to all nodes a seat that has left `node`; it may leave its rack."""
@@ -305,13 +298,10 @@ class Search:
                 self._find(other, step)
         self._open[most] = rest
 
-    def _offer_rack(self, key: int, node: str, hand: int, rack: str) -> None:
-        for other in self._board.near[rack]:
-            self._reach(other, key, node, hand)
-
     def _reach(self, node: str, key: int, old: str, hand: int) -> None:
         board = self._board
-        if node in self._done or not board.may_come(key, node):
+        if node in self._done or (  # the task must stay on two nodes
+                board.ruled[key] and board.on[key][node] >= len(board.taken[key]) - 1):
             return
         cost = hand + board.comes(key, node)
         if node not in self._found or cost < self._found[node].cost:

@@ -18,9 +18,9 @@ from ..state.task import Task
 from . import constraints
 from .alternative_names import slots_in_words
 from .planner import Plan, allowed_candidates, plan_of, solve
-from .problem import PlanLimits, PlanProblem, TaskDemand, waf_of
+from .problem import PlanProblem, TaskDemand, waf_of
 from .problem_of_state import planning_snapshot
-from .solver.candidates import Candidates, SlotsAndGain
+from .solver.candidates import Candidates
 from .solver.dynamic_program import IMPOSSIBLE, LeaveOneOut
 
 # --- Price of a waiting task: what the others would lose, and the weight from which it runs ---
@@ -122,7 +122,10 @@ def _limited(after: PlanProblem, rows: Candidates, plan: Plan,
         left -= (len(sizes) + 1) * work_under_limits(after)
         if left < 0:
             break
-        free = _beside(rows, i, sizes, after.num_slots, limits)
+        # By size of the row, 0 included: the best plan in which the row has that size.
+        free = {size: constraints.within_limits(
+            rows.only((rows.row_of != i) | (rows.sizes == size)), after.num_slots, limits)
+            for size in (0, *(size for size, _ in sizes))}
         runs = [(one[1], one[0]) for size, _ in sizes if (one := free[size]) is not None]
         if not runs:
             continue
@@ -135,14 +138,6 @@ def _limited(after: PlanProblem, rows: Candidates, plan: Plan,
             cost_waf=max(plan.waf - best.waf, 0.0), plan=best,
             times=_times(sizes, num, rest.__getitem__))
     return found
-
-
-def _beside(rows: Candidates, row: int, sizes: Sequence[tuple[int, int]], num_slots: int,
-            limits: PlanLimits) -> dict[int, SlotsAndGain | None]:
-    """By size of the row, 0 included: the best plan in which the row has that size."""
-    return {size: constraints.within_limits(
-        rows.only((rows.row_of != row) | (rows.sizes == size)), num_slots, limits)
-        for size in (0, *(size for size, _ in sizes))}
 
 
 def work_under_limits(problem: PlanProblem) -> int:

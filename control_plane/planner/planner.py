@@ -67,9 +67,10 @@ def choose_plan(problem: PlanProblem) -> Choice:
     costs = bool(found.violated) and free.objective > plan.objective
     allocations = tuple(allocation(demand, x)
                         for demand, x in zip(problem.demands, plan.slots, strict=True))
+    running = int(found.first_terms[
+        found.bounds.every.vector(plan.slots)].sum()) if problem.alpha else 0
     return Choice(plan=plan, allocations=allocations,
-                  alternatives=alternatives(problem, plan, others,
-                                            found.running() if problem.alpha else 0),
+                  alternatives=alternatives(problem, plan, others, running),
                   unconstrained=free if costs else None,
                   binding=found.violated if costs else ())
 
@@ -235,10 +236,6 @@ class _Solutions(Struct, frozen=True, kw_only=True):
             violated = violated if plan.slots != free.slots else ()
         return cls(bounds=bounds, first_terms=first_terms, solved=solved, free=free,
                    plan=plan, violated=violated)
-
-    def running(self) -> int:
-        """The first term of the plan's objective, on the scale of the objective."""
-        return int(self.first_terms[self.bounds.every.vector(self.plan.slots)].sum())
 
     def unchanged(self) -> Iterator[tuple[str, Plan]]:
         """The plan in which every task keeps its slots; nothing if it is not allowed."""

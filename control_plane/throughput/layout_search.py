@@ -71,9 +71,9 @@ class Search:
         least, self._before = layout.dp, layout
         num = self.model.global_batch // layout.micro
         most = min(num, self.num_gpus // layout.model_parallel) // least * least
-        fewest = self._fewest(layout, least, most)
-        if fewest == 0:
+        if most < least or not self._fits(layout, most):
             return
+        fewest = least * (1 + self._first(layout, range(least, most + 1, least)))
         dps = -(-self._steps(num) // least) * least
         dps = np.unique(np.concatenate(([fewest], dps[(dps > fewest) & (dps <= most)])))
         even = dps[num % (dps * layout.pp) == 0]
@@ -86,13 +86,6 @@ class Search:
             self._keep(other, counts[begin:])
             if fewest == least and begin == 0:
                 self._done.add(chunks)
-
-    def _fewest(self, layout: Layout, least: int, most: int) -> int:
-        """The smallest dp, a multiple of `least`, that fits; 0 if none does."""
-        if most < least or not self._fits(layout, most):
-            return 0
-        counts = range(least, most + 1, least)
-        return counts[self._first(layout, counts)]
 
     def _first(self, layout: Layout, counts: range | list[int]) -> int:
         """The index of the first dp that fits, by bisection: a larger dp never needs more."""
