@@ -74,7 +74,6 @@ def _trained_state_bytes(train: Train) -> int:
 
 
 def _num_params(train: Train) -> int:
-    """The parameters of the GPT."""
     model = train.model
     # `parameters` counts neither learned positions nor biases nor the last norm.
     more = model.hidden * (model.sequence + 9 * model.num_layers + 2)
