@@ -71,14 +71,7 @@ def next_membership(state: ClusterState, task: Task) -> Membership:
     return Membership(axes, [*order_members(axes, seated, apart=apart), *others])
 
 
-class ExpectedPositions(NamedTuple):
-    """The layout once every seat has a rank (None: data-parallel only), and each rank's place."""
-
-    axes: Axes | None
-    places: dict[int, int]
-
-
-def expected_positions(task: Task) -> ExpectedPositions:
+def expected_positions(task: Task) -> tuple[Axes | None, dict[int, int]]:
     """The positions of the task's ranks once every seat has one, if nothing else changes: for
     these, starting processes build their parts. Members that are left first form a generation of
     their own."""
@@ -90,7 +83,7 @@ def expected_positions(task: Task) -> ExpectedPositions:
     else:
         axes = layout_within(train, len(ranks))
         if axes is None:
-            return ExpectedPositions(None, {})
+            return None, {}
         apart = train.parallel.optimizer == "mirrored"
         left = [rank for rank in ranks if rank.has_state]
         between = layout_within(train, len(left))
@@ -100,7 +93,7 @@ def expected_positions(task: Task) -> ExpectedPositions:
                     if place < num_positions(between)}
             ranks = [replace(rank, held=held.get(rank.rank)) for rank in ranks]
         order = order_members(axes, ranks, apart=apart)
-    return ExpectedPositions(axes, {rank.rank: place for place, rank in enumerate(order)})
+    return axes, {rank.rank: place for place, rank in enumerate(order)}
 
 
 def _rank_in(task: Task, seat: Seat) -> Rank:

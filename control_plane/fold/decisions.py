@@ -109,21 +109,16 @@ def _settle_faults(state: ClusterState, task: Task, incident: Incident,
                                  for seat in task.target
                                  if (node := state.nodes.get(seat.slot.node)) is not None):
         state.replan = f"task {task.spec.name} is to start elsewhere"
-    if task.reattempts > state.policy.restarts_max:
-        _restart(task, ranks)
+    if task.reattempts > state.policy.restarts_max:  # reattempts in place did not help
+        task.reattempts = 0
+        for number in ranks:
+            rank = task.member(number)
+            if rank is not None and not rank.timeout_reason and not rank.error_seq:
+                rank.timeout_reason = "was reattempted in place too often"
+                task.restarts[number] = task.restarts.get(number, 0) + 1
     if severity == "SEV1":
         for number in ranks:
             _disable(state, task, number, f"{task.spec.name}, {body.why}")
-
-
-def _restart(task: Task, ranks: tuple[int, ...]) -> None:
-    """Mark the processes for a restart, because reattempts in place did not help."""
-    task.reattempts = 0
-    for number in ranks:
-        rank = task.member(number)
-        if rank is not None and not rank.timeout_reason and not rank.error_seq:
-            rank.timeout_reason = "was reattempted in place too often"
-            task.restarts[number] = task.restarts.get(number, 0) + 1
 
 
 def _disable(state: ClusterState, task: Task, number: int, why: str) -> None:

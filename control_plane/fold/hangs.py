@@ -78,10 +78,9 @@ def command_hang_timed_out(state: ClusterState, record: Record, task: Task,
 
 
 def _stalled(task: Task) -> tuple[Rank, Stall] | None:
-    logged = task.logged
-    prints = logged is not None and not task.heals_in_memory
-    stall = task.stalls.get(logged.rank) if logged is not None and prints else None
-    rank = task.ranks.get(logged.rank) if logged is not None else None
+    if task.logged is None or task.heals_in_memory:
+        return None
+    rank, stall = task.ranks.get(task.logged.rank), task.stalls.get(task.logged.rank)
     return (rank, stall) if rank is not None and stall is not None else None
 
 

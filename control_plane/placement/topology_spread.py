@@ -83,7 +83,7 @@ class SeatMoves:
         self.moved = {task.id: MOVED + BYTE * seat_bytes(task, len(taken[task.id]))
                       for task in movable}
         self.on = {task.id: Counter(slot.node for slot in taken[task.id]) for task in movable}
-        self.nodes = room.nodes
+        self.nodes = sorted({slot.node for slot in room.allocatable})
         self.rack = {node: domain(node, where) for node in self.nodes}
         self.near: dict[str, list[str]] = {}
         """The nodes of each rack and of each switch."""
