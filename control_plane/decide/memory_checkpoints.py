@@ -199,8 +199,9 @@ def _entries(task: Task, whole: WholeCheckpoint) -> Iterator[MemoryCheckpoint]:
 
 
 def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
-    """While the task trains, replace lost stores by usable nodes. Until all its nodes are healthy
-    it keeps them: perhaps only an agent failed, and a silent member could not receive the order."""
+    """While the task trains, replace lost stores, and use a node that has become usable. Until then
+    members use the store of a lost node, since perhaps only its agent failed. A member on such a
+    node could not receive the order."""
     nodes = storing_nodes(task)
     if task.phase != "training" or not nodes or _has_stores(state, task):
         return

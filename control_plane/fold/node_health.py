@@ -208,7 +208,7 @@ def _recovered(state: ClusterState, node: Node) -> None:
 
 # --- deadlines ---
 def node_deadline_reached(state: ClusterState, what: str, rest: str) -> None:
-    """Handle a node deadline: it is given up, an error is judged alone, slots recover, or a
+    """Handle a node deadline: its tasks may move, an error is judged alone, slots recover, or a
     quarantine ends."""
     name, _, seq = rest.rpartition("/") if what == "device" else (rest, "", "0")
     node = state.nodes.get(name)
