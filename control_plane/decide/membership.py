@@ -72,9 +72,8 @@ def next_membership(state: ClusterState, task: Task) -> Membership:
 
 
 def expected_positions(task: Task) -> tuple[Axes | None, dict[int, int]]:
-    """The positions of the task's ranks once every seat has one, if nothing else changes: for
-    these, starting processes build their parts. Members that are left first form a generation of
-    their own."""
+    """The positions of the task's ranks once every seat has one, if nothing else changes: starting
+    processes build these parts. Members that are left first form a generation of their own."""
     train = task.spec.training
     assert train is not None
     ranks = [_rank_in(task, seat) for seat in task.target]

@@ -208,8 +208,7 @@ def _recovered(state: ClusterState, node: Node) -> None:
 
 # --- deadlines ---
 def node_deadline_reached(state: ClusterState, what: str, rest: str) -> None:
-    """Handle a node deadline: its tasks may move, an error is judged alone, slots recover, or a
-    quarantine ends."""
+    """Handle a node deadline: replace it, judge an error alone, enable slots, end a quarantine."""
     name, _, seq = rest.rpartition("/") if what == "device" else (rest, "", "0")
     node = state.nodes.get(name)
     if node is None:

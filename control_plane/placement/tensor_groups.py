@@ -164,8 +164,7 @@ class _Offer(NamedTuple):
 
 def _offers(task: Task, slots: Sequence[Slot], home: str,
             where: Mapping[str, Labels]) -> Iterator[_Offer]:
-    """A group of each other node that may move to the node `home`. What the task has on two nodes
-    stays on two."""
+    """A group of each other node that may move to `home`. The task stays on two nodes if it is."""
     each, at = size(task, len(slots)), {seat.slot for seat in task.target}
     most = len(slots) - num_elsewhere(task, len(slots))
     on: dict[str, list[Slot]] = {}

@@ -1,5 +1,4 @@
-"""Plans for every next event, the paper's table: for `unicron plan --offline`, not for
-decisions."""
+"""Plans for every next event, as in the paper's table: only for `unicron plan --offline`."""
 
 from __future__ import annotations
 

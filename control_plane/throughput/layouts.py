@@ -69,9 +69,8 @@ class Layout(Struct, frozen=True, kw_only=True):
 
 
 def refusal(model: MegatronModel, layout: Layout) -> str:
-    """Why Megatron would not start with this layout; empty if it would. The rules are those of
-    megatron-core 0.16 (TransformerConfig, parallel_state, schedules). One rule is our own: tensor
-    parallelism stays inside a node."""
+    """Why megatron-core 0.16 (TransformerConfig, parallel_state, schedules) would not start with
+    this layout; empty if it would. Our own rule: tensor parallelism stays inside a node."""
     tp, pp, cp, ep = layout.tp, layout.pp, layout.cp, layout.ep
     rules = (
         (tp > model.gpus_per_node, f"TP {tp} is more than a node's {model.gpus_per_node} GPUs"),

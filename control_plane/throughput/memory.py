@@ -15,14 +15,12 @@ from .gpus import KINDS
 from .layouts import Layout
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES, KEPT_BYTES = 2, 4, 12, 4
-"""Bytes per parameter: 16-bit weight; fp32 gradient; fp32 master copy and Adam's two moments; fp32
-accumulated local gradient."""
+"""Bytes per parameter: 16-bit weight; fp32 gradient; fp32 copy and two moments; fp32 kept sum."""
 LOGIT_BYTES = 4
 """Bytes per logit: fp32, for the loss."""
 RESERVED_BYTES = 3 << 29
-"""1.5 GiB of a GPU, beside tensors: CUDA's context, NCCL's buffers, the libraries' workspaces, and
-what the allocator loses. An assumption, not a measurement; `make gpu-check CHECKS=memory` compares
-it with a GPU."""
+"""1.5 GiB beside tensors: CUDA's context, NCCL's buffers, workspaces, what the allocator loses. An
+assumption; `make gpu-check CHECKS=memory` compares it with a GPU."""
 
 
 class Memory(Struct, frozen=True, kw_only=True):

@@ -208,9 +208,8 @@ def _pipeline_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Consta
 
 
 def _rate(model: MegatronModel, span: int, groups: int, kind: GpuKind, is_: Constants) -> float:
-    """Bytes per second of a collective among GPUs within `span` consecutive ranks. If it leaves the
-    node, the node's `groups` communicate at the same time and share its network; data inside a node
-    is combined over NVLink first."""
+    """Bytes per second of a collective within `span` consecutive ranks. Beyond the node, its
+    `groups` share the network at the same time; data in the node is combined over NVLink first."""
     link = kind.nvlink_bytes_s * is_.link_share
     if span <= model.gpus_per_node:
         return link

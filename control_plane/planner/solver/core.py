@@ -108,8 +108,7 @@ class LossTable(Struct, frozen=True):
 
 
 class ArrayCore:
-    """All vectors with a total loss within the budget. By row: the least loss of the remaining
-    rows, by state."""
+    """All vectors within the budget. By row: the least loss of the remaining rows, by state."""
 
     def __init__(self, kept: CoreProblem) -> None:
         self._kept = kept

@@ -34,8 +34,7 @@ ACTION_CODE = 230
 
 
 Nvml = Any
-"""The module of nvidia-ml-py, which has no types. Its functions raise NVMLError, whose `value` is
-the code."""
+"""nvidia-ml-py, which has no types. Its functions raise NVMLError; the code is its `value`."""
 
 
 def load() -> Nvml | None:

@@ -34,9 +34,8 @@ def normalize_address(address: str) -> str:
 
 
 def slots_from_driver(devices: Sequence[str], gpus: Path = GPUS) -> GpuSlots:
-    """Read the mapping from the driver's /proc files, without NVML. `devices`, as in
-    CUDA_VISIBLE_DEVICES: a UUID, a prefix of one, or an index by PCI address, as nvidia-smi
-    counts."""
+    """Read the mapping from the driver's /proc files, without NVML. `devices`, as
+    CUDA_VISIBLE_DEVICES: a UUID, a prefix of one, or an index by PCI address as in nvidia-smi."""
     found: dict[str, str] = {}
     try:
         folders = sorted(gpus.iterdir(), key=lambda folder: normalize_address(folder.name))

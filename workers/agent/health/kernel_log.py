@@ -43,9 +43,8 @@ class KernelLog:
         self._num_skipped = 0
 
     def killed(self, pid: int) -> str | None:
-        """The kernel's line on the OOM kill of this process; None: there is none. It is written
-        before the process can be reaped. In another pid namespace (most containers) pids differ:
-        always None."""
+        """The kernel's line on the OOM kill of this process, which is written before it is reaped;
+        None: there is none. In another pid namespace (most containers) always None."""
         self._read()
         return self._killed.get(pid)
 
