@@ -44,12 +44,9 @@ class HealthMonitor:
         self._node = node
         self._report = report
         self._gpus = Gpus(node.devices)
-        if sources.readers is not None:
-            self._readers = sources.readers
-        else:
-            self._readers = [
-                *([self._gpus] if node.devices else []), Network(), Disk(node.state_dir), Memory(),
-                BlockedProcesses(f"{MARKER}={node.mark}".encode())]
+        self._readers = sources.readers if sources.readers is not None else [
+            *([self._gpus] if node.devices else []), Network(), Disk(node.state_dir), Memory(),
+            BlockedProcesses(f"{MARKER}={node.mark}".encode())]
         self._kernel = KernelLog(self._gpus.slots, sources.kmsg)
         self._bursts = BurstFilter()
         self._steady: dict[str, Debouncer] = {}
