@@ -44,7 +44,7 @@ class HealthMonitor:
         self._node = node
         self._report = report
         self._gpus = Gpus(node.devices)
-        self._readers = sources.readers if sources.readers is not None else [
+        self._readers: Sequence[Reader] = sources.readers if sources.readers is not None else [
             *([self._gpus] if node.devices else []), Network(), Disk(node.state_dir), Memory(),
             BlockedProcesses(f"{MARKER}={node.mark}".encode())]
         self._kernel = KernelLog(self._gpus.slots, sources.kmsg)
