@@ -45,8 +45,9 @@ def root_cause(state: ClusterState, task: Task) -> Cause:
     pairs = [(erred, strike) for fault in causes for strike in fault.strikes
              for erred in _near(state, task, strike)]
     if pairs:
-        gravest = worst(*(severity_of(one.status) for one, _ in pairs))
-        erred, strike = next(x for x in pairs if severity_of(x[0].status) == gravest)
+        of_pairs: list[Severity] = [severity_of(one.status) for one, _ in pairs]
+        gravest = worst(*of_pairs)
+        erred, strike = pairs[of_pairs.index(gravest)]
         if worst(gravest, severity) == gravest:
             struck = sorted({x.rank for one, x in pairs if severity_of(one.status) == gravest})
             ranks = struck if gravest != severity else ranks

@@ -56,8 +56,8 @@ def number_of(value: Any) -> int | None:
     """The value of a c_nvmlFieldValue_t; None if the driver does not know the field."""
     if value.nvmlReturn != 0:
         return None
-    name = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")[value.valueType]
-    return int(getattr(value.value, name))
+    names = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+    return int(getattr(value.value, names[int(value.valueType)]))
 
 T = TypeVar("T")
 
