@@ -53,8 +53,9 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
     yield from task_decisions(state, affected_tasks(state, record))
     yield from node_incidents.decide_nodes(state, record)
     for _ in range(2 * len(state.tasks) + 2):
-        if not state.replan or not _can_plan(state):
-            break
+        if not state.replan or LOSSES in state.deadlines or all(
+                task.ending or is_pinned(state, task) for task in live_tasks(state)):
+            break  # `state.replan` stays set until a plan may change any task
         yield from plan(state)
         yield from task_decisions(state, _all_tasks(state))
         yield from node_incidents.decide_nodes(state, record)
@@ -64,21 +65,16 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
         yield from task_decisions(state, _all_tasks(state))
 
 
-def _can_plan(state: ClusterState) -> bool:
-    """True if a plan may change any task. Else `state.replan` stays set until this is possible."""
-    return LOSSES not in state.deadlines and any(
-        not task.ending and not is_pinned(state, task) for task in live_tasks(state))
-
 
 def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     """The tasks for which decisions may follow from the record, by id.
 
     Records about nodes or the policy may affect every task. Any other record affects the task that
     it names, or the task of its deadline. The exit of a process also affects each task that has a
-    seat without a process on that node, since the seat may wait for the slot. Progress affects only a task with
-    faults or an incident: progress may close the incident, or show a straggler. An answer to an
-    order has no effect while other answers are outstanding. While healing is paused, `decisions`
-    looks at every task after each record.
+    seat without a process on that node, since the seat may wait for the slot. Progress affects only
+    a task with faults or an incident: progress may close the incident, or show a straggler. An
+    answer to an order has no effect while other answers are outstanding. While healing is paused,
+    `decisions` looks at every task after each record.
     """
     body = record.body
     number: int = getattr(body, "task", 0)

@@ -28,11 +28,9 @@ class Verdict(Struct, kw_only=True):
     expected: dict[str, Any] | None = None
     recorded: dict[str, Any] | None = None
     num_records: int = 0
-    num_reports: int = 0
     recomputed: dict[str, int] = field(default_factory=dict[str, int])
     """Recomputed decisions that are equal, by kind."""
     differ: dict[str, int] = field(default_factory=dict[str, int])
-    num_epochs: int = 0
     hearts: list[int] = field(default_factory=list[int])
     state_hash: str = ""
     log_hash: str = ""
@@ -113,10 +111,9 @@ class _Check:
 
     def _batch(self, report: Record) -> None:
         self._envelope(report)
-        if isinstance(report.body, r.EpochStarted):
-            self.verdict.num_epochs += 1
-            if report.body.heart not in self.verdict.hearts:
-                self.verdict.hearts.append(report.body.heart)
+        if isinstance(report.body, r.EpochStarted) and (
+                report.body.heart not in self.verdict.hearts):
+            self.verdict.hearts.append(report.body.heart)
         given = Report(source=report.source, source_seq=report.source_seq,
                       occurred_s=report.occurred_s, body=report.body)
         if accepts(self.state, given) != "next":
@@ -127,7 +124,6 @@ class _Check:
         if want != report:
             raise _Difference(report.seq, "the envelope differs", want, report)
         self._take(report)
-        self.verdict.num_reports += 1
         for body in decide(self.state, report):
             want = decision_record(self.state, body, cause=report)
             got = self._ahead

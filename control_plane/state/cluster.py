@@ -36,12 +36,9 @@ class Deadline(Struct):
 
 
 class ClusterState(Struct, kw_only=True):
-    """The whole input of the decider, folded from the log.
-
-    It holds no caches. `num_running`, `unreachable`, `undecided` and `Task.num_outstanding` follow
-    from other fields, but counting them each time would take too long. They are part of the state
-    and of its hash. Tests compare them with a fresh count (tests/drivers/state_check.py).
-    """
+    """The whole input of the decider, folded from the log. It holds no caches but `num_running`,
+    `unreachable`, `undecided` and `Task.num_outstanding`, which would take too long to count each
+    time. Tests compare them with a fresh count (tests/drivers/state_check.py)."""
 
     seq: int = 0
     epoch: int = 0
@@ -109,8 +106,7 @@ _decoder = msgspec.msgpack.Decoder(ClusterState)
 
 
 def encode_state(state: ClusterState) -> bytes:
-    """The whole state as msgpack. Maps keep the order in which the log filled them. So a log has
-    exactly one encoding, even if the fold continued from a snapshot."""
+    """The whole state as msgpack: one encoding of a log, as maps keep the order of its records."""
     return _encoder.encode(state)
 
 
