@@ -18,7 +18,7 @@ from ...events.records.reports import MemoryCheckpointsLost, NodeJoined, NodeLef
 from ...events.records.types import first_store_number
 from ..host import linux
 from .checkpoint_store import CheckpointStore
-from .delivery.join import TokenRefused
+from .delivery.join import NodeRevoked
 from .delivery.log_link import CALL_S_MAX, LogLink
 from .delivery.outbox import LogReplaced, Outbox
 from .delivery.spool import Spool
@@ -75,13 +75,12 @@ class Agent:
         the ranks (SIGTERM, SIGKILL after STOP_GRACE_S), flushes reports for at most FLUSH_S_MAX,
         and ends the other loops. The spool's file keeps unacknowledged reports.
         Cancel, or an error in a loop: the agent kills the ranks and neither reports nor flushes.
-        Raises LogReplaced if the log was replaced by another one, TokenRefused if the node was
-        revoked.
+        Raises LogReplaced if the log was replaced by another one, NodeRevoked.
         """
         try:
             await self._serve(stop)
         except BaseExceptionGroup as group:
-            if found := group.subgroup((LogReplaced, TokenRefused)):
+            if found := group.subgroup((LogReplaced, NodeRevoked)):
                 raise found.exceptions[0] from None
             raise
 
