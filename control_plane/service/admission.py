@@ -25,13 +25,18 @@ class Admission:
 
     async def listen(self, made: Callable[[], asyncio.Protocol], host: str, port: int,
                      tls: ssl.SSLContext | None, *, handshake_s_max: float) -> asyncio.Server:
-        """Listen. `made` gives a protocol that admits and forgets its connection. Raises OSError.
-        """
-        def accepted() -> Any:
-            return made() if tls is None else _Tls(self, made(), tls, handshake_s_max)
+        """Listen; `made` gives the protocol of each connection. Raises OSError."""
+        loop = asyncio.get_running_loop()
 
-        return await asyncio.get_running_loop().create_server(
-            accepted, host, port, backlog=BACKLOG_NUM)
+        def accepted() -> Any:
+            protocol: asyncio.BaseProtocol = made() if tls is None else _Tls(
+                loop, made(), tls, cast(Any, None), server_side=True,
+                ssl_handshake_timeout=cast(Any, handshake_s_max))
+            if isinstance(protocol, Counted):
+                protocol.admission = self
+            return protocol
+
+        return await loop.create_server(accepted, host, port, backlog=BACKLOG_NUM)
 
     def admit(self, transport: asyncio.BaseTransport) -> None:
         """Count a connection as a stranger's; counted already, nothing happens."""
@@ -55,21 +60,22 @@ class Admission:
         self._trusted.discard(key)
 
 
-class _Tls(SSLProtocol):
-    """TLS of one connection, as asyncio does it for a server. A protocol hears of its connection
-    after the handshake, of one that does not complete never: so this one admits and forgets."""
+class Counted(asyncio.BaseProtocol):
+    """A protocol whose connection is counted, unless it is inside TLS, which is counted itself."""
 
-    def __init__(self, admission: Admission, protocol: asyncio.Protocol, tls: ssl.SSLContext,
-                 handshake_s_max: float) -> None:
-        super().__init__(asyncio.get_running_loop(), protocol, tls, cast(Any, None),
-                         server_side=True, ssl_handshake_timeout=cast(Any, handshake_s_max))
-        self._admission = admission
+    admission: Admission | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._raw = transport
-        self._admission.admit(transport)
+        self._transport_made = transport
+        if self.admission is not None:
+            self.admission.admit(transport)
         super().connection_made(transport)
 
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._admission.forget(self._raw)
+    def connection_lost(self, exc: Any) -> None:
+        if self.admission is not None:
+            self.admission.forget(self._transport_made)
         super().connection_lost(exc)
+
+
+class _Tls(Counted, SSLProtocol):
+    """Its own connection is made before the handshake, that of the protocol inside only after."""

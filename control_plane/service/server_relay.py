@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 from ...events import network_address, unix_socket
-from .admission import Admission
+from .admission import Admission, Counted
 
 RELAYED_NUM_MAX = 8_192
 """An agent has some four connections. By default a server takes 10,000 clients, and the control
@@ -53,7 +52,7 @@ class ServerRelay:
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         """Listen. Raises OSError."""
         self._server = await self._admission.listen(
-            lambda: _Client(self._admission, self._on_connect), host, port, tls,
+            lambda: _Client(asyncio.StreamReader(), self._on_connect), host, port, tls,
             handshake_s_max=CONNECT_S_MAX)
 
     async def close(self) -> None:
@@ -104,22 +103,8 @@ class ServerRelay:
         return await asyncio.open_connection(self._to.hostname, self._to.port or 6379)
 
 
-class _Client(asyncio.StreamReaderProtocol):
-    """A connection as streams, admitted until it is lost."""
-
-    def __init__(self, admission: Admission, on_connect: Callable[
-            [asyncio.StreamReader, asyncio.StreamWriter], None]) -> None:
-        super().__init__(asyncio.StreamReader(), on_connect)
-        self._admission = admission
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._admission.admit(transport)
-        self._connection = transport
-        super().connection_made(transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._admission.forget(self._connection)
-        super().connection_lost(exc)
+class _Client(Counted, asyncio.StreamReaderProtocol):
+    """A connection as streams."""
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
