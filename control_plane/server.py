@@ -87,7 +87,10 @@ async def _serve(options: Options) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     asyncio.get_running_loop().set_exception_handler(seldom_logged())
-    limits, too_few = limits_of_descriptors(ConnectionLimits())
+    is_relayed = (server_relay.is_local(options.redis_url)
+                  and not network_address.is_loopback(options.listen))
+    limits, too_few = limits_of_descriptors(ConnectionLimits(
+        relayed_num_max=server_relay.RELAYED_NUM_MAX if is_relayed else 0))
     if too_few:
         logger.warning(too_few)
     identities = Identities(_secret(options.state), options.cluster)
@@ -106,8 +109,6 @@ async def _serve(options: Options) -> int:
                                   code=__version__, policy=options.policy,
                                   expelled=tokens.revoked_nodes(), folder=folder)
         advertised = options.advertise or options.listen
-        is_relayed = (server_relay.is_local(options.redis_url)
-                      and not network_address.is_loopback(options.listen))
         address = Address(
             cluster=options.cluster, shared_password=options.shared_password,
             insecure=options.insecure, names=(options.listen, advertised),
@@ -119,7 +120,7 @@ async def _serve(options: Options) -> int:
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options, advertised)
         socket = await _listen_locally(listener, options.state)
-        relay = server_relay.ServerRelay(options.redis_url)
+        relay = server_relay.ServerRelay(options.redis_url, limits.relayed_num_max)
         file = options.state / "control_plane.json"
         reloading = (None if options.certificate is None else asyncio.create_task(
             options.certificate.keep_reloading(), name="certificate"))

@@ -1,6 +1,7 @@
 """The error tree.
 
-UnicronError              exit code 1; cli/cluster/client.py, Unreachable: 3
+UnicronError              exit code 1; cli/cluster/client.py, Unreachable: 3; an agent's
+                          NodeRevoked: 77
 ├── UsageError            wrong user input: one line, a hint, exit code 2
 │   └── SpecError         a job spec is malformed or can never fit; names the path
 ├── LogError

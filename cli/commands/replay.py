@@ -66,7 +66,7 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
             _step(records, as_json=as_json)
         else:
             _fold(records, as_json=as_json)
-    except AssertionError as error:
+    except (AssertionError, ValueError, OverflowError) as error:  # records that no leader wrote
         raise UsageError(f"{path or 'the log'} cannot be folded: {error}",
                          "unicron replay FILE --verify names the first seq that differs") from None
     except CorruptLog as error:
