@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
-    forward_backward_pipelining_with_interleaving,
-    forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
     get_tensor_shapes,
 )
 from torch import Tensor
@@ -68,10 +67,7 @@ def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int
     each = padded(items, axes.pp, axes.chunks)
     stages = _Stages(trainee, groups, config, note, must_stop)
     losses, last = Losses(), _LastBackward(begin)
-    # Megatron chooses it by its globals, and by arguments only since 0.16.
-    schedule = (forward_backward_pipelining_with_interleaving if is_chunked else
-                forward_backward_pipelining_without_interleaving)
-    schedule(
+    get_forward_backward_func(axes.pp, axes.chunks if is_chunked else None)(
         forward_step_func=partial(_forward, trainee, stages, iteration, sample, note, losses,
                                   partial(last.begins, losses)),
         data_iterator=[_numbered(each) for _ in trainee.ddps] if is_chunked else _numbered(each),
