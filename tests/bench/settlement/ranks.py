@@ -201,7 +201,6 @@ class World:
         rows, requests = self._asking[place]
         blob = pack_news(self.claims)
         peers = SimulatedPeers(place, self.offers, self.described, rows, requests)
-        state_exchange.forget_lists()
         gc.collect()
         gc.freeze()
         began_s = time.process_time()

@@ -11,11 +11,8 @@ the exchange fails.
 
 from __future__ import annotations
 
-import gc
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -43,15 +40,12 @@ from .state_sources import NO_STATE, HeldState, overlap
 
 LARGEST_NUM = 1 << 20
 """Maximum elements of a move. A larger region is split, so that several holders can send it."""
-LISTS_NUM_MAX = 64
-"""Lists of other members that are remembered for later generations."""
 NO_LIST = bytes(DIGEST_BYTES)
 NUMBERS = "numbers"
 """Stands for the numbers of the state among the keys that are missing."""
 Note = Callable[[Literal["give", "receive"]], None]
 
 log = structlog.get_logger()
-_lists: OrderedDict[bytes, ShardList] = OrderedDict()
 
 
 class ExchangeResult(NamedTuple):
@@ -143,24 +137,6 @@ class Plan(NamedTuple):
                 for place in sorted(senders)}
 
 
-@contextmanager
-def _without_collection() -> Generator[None]:
-    """No garbage collection within the context: it would search the thousands of new objects, and
-    there is no garbage among them. Otherwise a plan takes a quarter longer."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def forget_lists() -> None:
-    """Forget the lists of other members, for a measurement."""
-    _lists.clear()
-
-
 class Planner:
     """Plans what this member receives, and agrees with the others on who sends to whom.
 
@@ -177,6 +153,8 @@ class Planner:
         self.receivers: list[int] = []
         self.senders: dict[int, bytes] = {}
         """The digest of each holder's list, without the excluded holders."""
+        self._lists: dict[bytes, ShardList] = {}
+        """The lists of other members that were read."""
         self._failed: set[int] = set()
         """The places whose data failed a checksum."""
 
@@ -230,16 +208,12 @@ class Planner:
         for own in (self.want, self.have):
             if own is not None and own.digest == digest:
                 return own
-        if digest not in _lists:
+        if digest not in self._lists:
             try:
-                found = ShardList.decode(self.peers.read(f"shards/{digest.hex()}"))
+                self._lists[digest] = ShardList.decode(self.peers.read(f"shards/{digest.hex()}"))
             except ValueError as error:
                 raise RuntimeError(str(error)) from None
-            _lists[digest] = found
-            if len(_lists) > LISTS_NUM_MAX:
-                _lists.popitem(last=False)
-        _lists.move_to_end(digest)
-        return _lists[digest]
+        return self._lists[digest]
 
     def _describe(self) -> None:
         """Publish the list of this member, if it is the first sender that has it, and a receiver
@@ -254,7 +228,6 @@ class Planner:
         if first.get(self.have.digest) == self.peers.place:
             self.peers.publish(f"shards/{self.have.digest.hex()}", self.have.encoded)
 
-    @_without_collection()
     def _own_plan(self, want: ShardList) -> tuple[Plan, Problem]:
         """The plan with the lists that this member reads, or why there is none."""
         me, odd = self.peers.place, dict[int, str]()

@@ -209,8 +209,7 @@ class Iteration:
         self.trainee.scale_auxiliary_losses()
         outcome = self._expect_gather(control, communicators, will_pass=bool(todo))
         if outcome is None:
-            outcome = (self._pass(control, communicators, todo) if self.trainee.replica_size == 1
-                       else self._pass_together(control, communicators, todo))
+            outcome = self._pass(control, communicators, todo)
             if outcome is not None and not self.trainee.is_gathered:
                 self._end_gather(control, communicators)
         return outcome or self._reduce_and_step(control, communicators)
@@ -250,39 +249,28 @@ class Iteration:
     # --- passes ---
     def _pass(self, control: Control, communicators: Communicators, todo: Sequence[int]
               ) -> Outcome | None:
-        """Run the passes of a whole replica; waits for no other member. None when all are done."""
-        for item in todo:
-            if control.pending_quiesce(communicators.generation) == "now":
-                return "quiesced"
-            run = partial(self._micro_batch, item, partial(
-                self._begin_reduction, control, communicators) if item == todo[-1] else None)
-            if self.trainee.is_gathered:
-                run()
-                continue
-            found = self.reduction.run_collectively(control, communicators, run)
-            if found is not None:
-                self._fail_passes(control, communicators)
-                return found
-            self.trainee.is_gathered = True
-        return None
-
-    def _pass_together(self, control: Control, communicators: Communicators, todo: Sequence[int]
-                       ) -> Outcome | None:
-        """Run the passes with the other members of this replica. None when all are done.
+        """Run the passes, with the other members of this replica if there are any. None when all
+        are done.
 
         A unit is one micro-batch, and the members agree to continue (stop_agreement.py), so that
         all stop after the same one. With a pipeline, a unit is all micro-batches, because they have
         one schedule, and its first stage decides where the schedule stops (pipeline.py).
         """
-        items = tuple(todo)
+        items, is_alone = tuple(todo), self.trainee.replica_size == 1
         units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]
-        agreement = StopAgreement(communicators.groups.mp, self.trainee.device)
+        agreement = None if is_alone else StopAgreement(communicators.groups.mp,
+                                                        self.trainee.device)
         for unit in units:
-            found = self.reduction.run_collectively(
-                control, communicators,
-                partial(self._unit, control, communicators, unit, agreement,
-                        is_last=unit == units[-1]),
-                communicators.replica)
+            if is_alone and control.pending_quiesce(communicators.generation) == "now":
+                return "quiesced"
+            run = partial(self._unit, control, communicators, unit, agreement,
+                          is_last=unit == units[-1])
+            # A forward that gathers parameters waits for members of other replicas.
+            found = run() if is_alone and self.trainee.is_gathered else (
+                self.reduction.run_collectively(
+                    control, communicators, run,
+                    frozenset() if is_alone else communicators.replica))
+            self._item = -1
             if isinstance(found, str):
                 self._fail_passes(control, communicators)
                 return found
@@ -302,13 +290,13 @@ class Iteration:
         self._clear_sums()
 
     def _unit(self, control: Control, communicators: Communicators, unit: tuple[int, ...],
-              agreement: StopAgreement, *, is_last: bool) -> Passes:
+              agreement: StopAgreement | None, *, is_last: bool) -> Passes:
         """Run a unit. All members run less of it if one has an order to stop, and then return the
         same number of micro-batches. Raises RuntimeError."""
         def must_stop() -> bool:
             return control.pending_quiesce(communicators.generation) == "now"
 
-        if self.trainee.axes.pp == 1:
+        if agreement is not None and self.trainee.axes.pp == 1:
             if agreement.answer():
                 return Passes(0, Losses())
             if not is_last:
@@ -331,37 +319,8 @@ class Iteration:
 
     def _note_of(self, event: Event, item: int) -> None:
         self._item = item
-        if event == "forward":
-            self.forward_calls += 1
-            self._note("micro_batch")
+        self.forward_calls += event == "forward"
         self._note(event)
-        self._item = -1
-
-    def _begin_reduction(self, control: Control, communicators: Communicators, losses: Losses
-                         ) -> None:
-        self.reduction.begin(control, communicators, self._stats(), losses)
-
-    def _micro_batch(self, item: int, begin: Callable[[Losses], None] | None) -> None:
-        """Run forward and backward. `begin` is called between them, for the last micro-batch."""
-        trainee = self.trainee
-        self._item = item
-        self._note("micro_batch")
-        trainee.draw.at(self.step_version, item)
-        tokens = self._sample(item)
-        self._note("forward")
-        self.forward_calls += 1
-        loss = trainee.loss(tokens)
-        own = Losses()
-        own.add(item, loss, trainee.num_tokens(tokens))
-        if begin is not None:
-            begin(self.losses.with_losses(own))
-        self._note("backward")
-        with self.reduction.backward(is_last=begin is not None):
-            trainee.optimizer.scale_loss(loss).backward()
-        self.losses.extend(own)
-        self.done.append(item)
-        self.marks.pulse.micro_batch_done()
-        self._item = -1
 
     def _note(self, event: Event, bucket: int = -1) -> None:
         # The step that the gather belongs to has already been counted.
