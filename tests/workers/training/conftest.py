@@ -34,7 +34,7 @@ def drive(tmp_path: Path, nursery: Nursery) -> Iterator[Callable[..., Driver]]:
 def alone() -> Iterator[Any]:
     """The process groups of a world of one process."""
     import torch.distributed as dist
-from unicron.events.spec.model import Axes
+    from unicron.events.spec.model import Axes
     from unicron.workers.training.communicators import process_groups
     from unicron.workers.training.dependencies import private_megatron
     from unicron.workers.training.model import cpu_device
