@@ -12,6 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+
 def _by_name(names_of: Mapping[str, str]) -> Mapping[str, str]:
     """Argument -> what happens, of what happens -> arguments."""
     return {name: why for why, names in names_of.items() for name in names.split()}
