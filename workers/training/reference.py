@@ -9,13 +9,12 @@ gradient finalisation. FILE is a job spec as JSON. `--iterations` stops early, b
 schedule is that of the whole task. `--order` chooses the order in which the micro-batches are
 summed (see `orders`). The differences between the orders are the noise: two equal trainings may
 differ by that much. `--keep` saves the state after N iterations, too. The output is JSON lines: one
-for each iteration, then the result, then one for each comparison.
+for each iteration or each comparison.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -62,14 +61,6 @@ class Difference(Struct, frozen=True, kw_only=True):
     optimizer_rel: float
 
 
-class Result(Struct, frozen=True, kw_only=True):
-    """The losses of all iterations, and the digest and the path of the final parameters."""
-
-    losses: list[float]
-    digest: str
-    path: str
-
-
 def orders(num: int, num_orders: int = NUM_ORDERS) -> list[list[int]]:
     """The orders to sum `num` micro-batches in: ascending, descending, the others shuffled."""
     up, shuffles = list(range(num)), random.Random(num)
@@ -93,7 +84,7 @@ def state_folder(out: Path, iteration: int) -> Path:
 
 def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = None,
                       tell: Callable[[int, float], None] | None = None,
-                      num_iterations: int | None = None, keep: Collection[int] = ()) -> Result:
+                      num_iterations: int | None = None, keep: Collection[int] = ()) -> None:
     """Train; the final state goes to `out`/final.
 
     `order` is the order in which an iteration's micro-batches are summed (default: 0, 1, ...).
@@ -156,8 +147,6 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     checkpoint.save(str(out / "final"), trainee, num_iterations, history)
     private_megatron.clear_globals()
     dist.destroy_process_group()
-    return Result(losses=list(history.losses), digest=_digest(trainee.modules[0]),
-                  path=str(out / "final"))
 
 
 def _forward(trainee: TrainingModel, words: Text, iterator: Iterator[tuple[int, int]], ddp: Any
@@ -177,15 +166,6 @@ def _forward(trainee: TrainingModel, words: Text, iterator: Iterator[tuple[int, 
         return loss, num_tokens, (loss.item(), int(num_tokens.item()))
 
     return trainee.forward(ddp, tokens), summed
-
-
-def _digest(module: Any) -> str:
-    import torch
-
-    digest = hashlib.sha256()
-    for param in module.parameters():
-        digest.update(param.detach().cpu().view(torch.uint8).numpy().tobytes())
-    return f"sha256:{digest.hexdigest()}"
 
 
 def _loss(train: Train, sums: Sequence[tuple[float, int]]) -> float:
@@ -282,9 +262,8 @@ def _train(file: Path, out: Path, *, order: int, num_iterations: int | None,
     def tell(iteration: int, loss: float) -> None:
         _say({"iteration": iteration, "loss": loss})
 
-    result = train_undisturbed(spec.train, out, order=orders(spec.train.num_micro_batches)[order],
-                               tell=tell, num_iterations=num_iterations, keep=keep)
-    _say({"losses": result.losses, "digest": result.digest, "path": result.path})
+    train_undisturbed(spec.train, out, order=orders(spec.train.num_micro_batches)[order],
+                      tell=tell, num_iterations=num_iterations, keep=keep)
 
 
 def _say(line: dict[str, Any]) -> None:
