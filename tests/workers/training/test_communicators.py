@@ -133,17 +133,17 @@ def test_an_aborted_group_means_quiesced_only_after_an_interrupt() -> None:
     ours.meet(0, 0, 1, ours.endpoint, b"")
     ours.up(Axes(dp=ours.num_members))
     trainee = model.build(TRAIN, torch.device("cpu"), ours.groups)
-    reduction = Reduction(trainee, lambda event, bucket=-1: None,
-                          Marks(ProgressWriter(), overlap=False), closely=False)
     agent, theirs = socket.socketpair()
     with agent, theirs:
-        control = Control(theirs, 0, Unpacker())
+        reduction = Reduction(trainee, Control(theirs, 0, Unpacker()), ours,
+                              lambda event, bucket=-1: None,
+                              Marks(ProgressWriter(), overlap=False), closely=False)
         ours.backend = "nccl"
         dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="has not been initialized"):
-            reduction.meet(control, ours, Stats())
+            reduction.meet(Stats())
         ours.interrupt()
-        assert reduction.meet(control, ours, Stats()) == "quiesced"
+        assert reduction.meet(Stats()) == "quiesced"
     ours.down(trainee.roots)
 
 

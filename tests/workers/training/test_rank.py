@@ -374,13 +374,13 @@ from unicron.workers.training.step.forward_backward import Passes
 from unicron.workers.training.step.iteration import Iteration
 from unicron.workers.training.step.losses import Losses
 right = Iteration._unit
-def wrong(self, control, communicators, unit, *rest, **named):
+def wrong(self, unit, *rest, **named):
     struck = self.step_version == 4 and unit == (5,)
     if struck and fault == "dropped":
         return Passes(1, Losses())
     if struck:
-        right(self, control, communicators, unit, *rest, is_last=False)
-    return right(self, control, communicators, unit, *rest, **named)
+        right(self, unit, *rest, is_last=False)
+    return right(self, unit, *rest, **named)
 Iteration._unit = wrong
 """
 

@@ -113,8 +113,8 @@ class RestartOnlyDriver:
                 tell=agent.control.tell_unless_behind, stores=lambda: agent.control.keep,
                 spare=self.communicators.spare)
         self.settled = self._agreed(self._load(trainee))
-        self.iteration = Iteration(trainee, work, Trace("", 0, self._place, 0), ProgressWriter(),
-                                   self.history)
+        self.iteration = Iteration(trainee, self.control, self.communicators, work,
+                                   Trace("", 0, self._place, 0), ProgressWriter(), self.history)
         if self._memory is not None:
             self.iteration.copy_status = self._memory.status
             self.iteration.before_change = self._memory.detach
@@ -167,7 +167,7 @@ class RestartOnlyDriver:
         """Yield each completed iteration. Raises RuntimeError if a collective fails."""
         yield None
         while self.iteration.step_version < self._train.iterations:
-            outcome = self.iteration.run(self.control, self.communicators)
+            outcome = self.iteration.run()
             if outcome not in ("stepped", "boundary"):
                 raise RuntimeError(self.iteration.reduction.why)
             if self._place == 0:
@@ -175,12 +175,12 @@ class RestartOnlyDriver:
             self._store()
             yield self.iteration.step_version - 1
         # A peer fails if this process exits before the peer has received the last message.
-        self.iteration.meet(self.control, self.communicators)
-        self.iteration.meet(self.control, self.communicators)
+        self.iteration.meet()
+        self.iteration.meet()
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
         """Run `call` on all members. Raises RuntimeError if a collective fails."""
-        outcome = self.iteration.beside(self.control, self.communicators, call)
+        outcome = self.iteration.beside(call)
         if outcome is not None:
             raise RuntimeError(self.iteration.reduction.why)
         return True
