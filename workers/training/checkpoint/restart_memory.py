@@ -58,7 +58,7 @@ class RestartMemory:
         self._start, self._store_keys, self._place, self._num = start, store_keys, place, num
         self._stores = stores
         self._generation = start.attempt
-        self._saver = MemorySaver(start, store_keys, spare=spare or (lambda _: nullcontext()),
+        self._saver = MemorySaver(start, store_keys, spare=spare or _interrupts_none,
                                   tell=tell, note=lambda *_: None)
         self._why = ""
         """Why the state cannot be stored."""
@@ -147,3 +147,8 @@ class RestartMemory:
     def _order(self) -> StoreOrder:
         order = self._stores()
         return StoreOrder() if order is None else StoreOrder.of(order, self._start.slot.node)
+
+
+def _interrupts_none(_: int) -> AbstractContextManager[None]:
+    """The `spare` of a process in which nothing interrupts a connection."""
+    return nullcontext()

@@ -85,16 +85,24 @@ class InOrder:
 
 def _answer_for_streams() -> None:
     """Megatron-LM builds a model in a stream of its own, and reads figures of the device."""
+    def nothing(device: Any) -> None:
+        pass
+
     def num_bytes(device: Any = None) -> int:
         return 0
 
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        return defaultdict(int)
+
+    def properties(device: Any = None) -> SimpleNamespace:
+        # The first architecture on which Megatron-LM asks for no CUDA_DEVICE_MAX_CONNECTIONS.
+        return SimpleNamespace(major=10, minor=0)
+
     torch.cuda.__dict__.update(
         Stream=InOrder, Event=InOrder, current_stream=InOrder, default_stream=InOrder,
-        stream=nullcontext, set_device=lambda device: None, memory_allocated=num_bytes,
+        stream=nullcontext, set_device=nothing, memory_allocated=num_bytes,
         max_memory_allocated=num_bytes, memory_reserved=num_bytes, max_memory_reserved=num_bytes,
-        memory_stats=lambda device=None: defaultdict(int),
-        # The first architecture on which Megatron-LM asks for no CUDA_DEVICE_MAX_CONNECTIONS.
-        get_device_properties=lambda device=None: SimpleNamespace(major=10, minor=0))
+        memory_stats=memory_stats, get_device_properties=properties)
 
 
 @contextmanager
@@ -173,6 +181,18 @@ class _Tracker:
         pass
 
 
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def _get_state(*device: Any, **options: Any) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_state(state: Tensor, *device: Any, **options: Any) -> None:
+    torch.set_rng_state(state)
+
+
 _is_installed = False
 
 
@@ -187,9 +207,8 @@ def install_stand_ins() -> None:
 
     from ..dependencies.private_megatron import replace_generators
 
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-    replace_generators(_Tracker(), lambda *_, **__: torch.get_rng_state(),
-                       lambda state, *_, **__: torch.set_rng_state(state))
+    torch.cuda.manual_seed = _seed
+    replace_generators(_Tracker(), _get_state, _set_state)
     random.CheckpointFunction.apply = _with_mode(random.CheckpointFunction.apply)
     WrappedTorchNorm.__new__ = _marked(WrappedTorchNorm.__new__)
     _stand_in_for_experts()
