@@ -59,7 +59,7 @@ class RestartMemory:
         self._stores = stores
         self._generation = start.attempt
         self._saver = MemorySaver(start, store_keys, spare=spare or _interrupts_none,
-                                  tell=tell, note=lambda *_: None)
+                                  tell=tell, note=_untraced)
         self._why = ""
         """Why the state cannot be stored."""
 
@@ -152,3 +152,7 @@ class RestartMemory:
 def _interrupts_none(_: int) -> AbstractContextManager[None]:
     """The `spare` of a process in which nothing interrupts a connection."""
     return nullcontext()
+
+
+def _untraced(*_: object) -> None:
+    """The `note` of a process without a trace."""
