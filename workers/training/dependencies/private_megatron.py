@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.distributed.param_and_grad_buffer import BufferType
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
@@ -64,15 +63,14 @@ _GTP = {
 }
 """From 0.19 on, Megatron can also shard weights over replicas. Here a group of those has one
 member, so that groups with and without them are the same."""
-_SINCE_16 = "_EXPERT_MODEL_PARALLEL_RANKS"
 
 
 @reaches(_STATE, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "_GLOBAL_MEMORY_BUFFER",
          "_set_global_memory_buffer",
-         *(name for names in _BY_ROLE.values() for name in names if name not in ("", _SINCE_16)))
+         *(name for names in _BY_ROLE.values() for name in names if name))
 def publish_globals(groups: Any, chunks: int) -> None:
     """Set Megatron's globals from the generation's ProcessGroupCollection; `chunks`: model chunks
-    per pipeline stage. 0.15 does not have `_EXPERT_MODEL_PARALLEL_RANKS`, and does not read it."""
+    per pipeline stage."""
     for role, (group_name, ranks_name) in _BY_ROLE.items():
         group = getattr(groups, role)
         setattr(parallel_state, group_name, group)
@@ -174,17 +172,12 @@ def reduction_works(group: Any) -> list[Any]:
     return works_of(group.grad_reduce_handle)
 
 
-@reaches(_BUFFER, f"{_GROUP}.is_last_microbatch",
-         f"{_GROUP}.per_param_grad_ready_counts or {_GROUP}.params_with_grad")
+@reaches(_BUFFER, f"{_GROUP}.is_last_microbatch", f"{_GROUP}.per_param_grad_ready_counts")
 def reset_reduction(group: Any) -> None:
-    """Clear a failed reduction from a bucket group, which does not expect a failure. What it counts
-    is `params_with_grad` until 0.15, `per_param_grad_ready_counts` since 0.16."""
+    """Clear a failed reduction from a bucket group, which does not expect a failure."""
     group.grad_reduce_handle = None
     group.is_last_microbatch = True
-    if hasattr(group, "params_with_grad"):
-        group.params_with_grad = set()
-    else:
-        group.per_param_grad_ready_counts = {}
+    group.per_param_grad_ready_counts = {}
 
 
 @reaches(_BUFFER, f"{_GROUP}.param_gather_handle")
@@ -218,11 +211,6 @@ def divide_no_gradients(ddp: Any) -> None:
     for buffer in buffers_of(ddp):
         for bucket in buffer.buckets:
             bucket.gradient_scaling_factor = 1.0
-
-
-def can_reduce_all() -> bool:
-    """Whether a sharded gradient can be reduced on all members: since 0.16."""
-    return "force_all_reduce" in finalize_model_grads.__code__.co_varnames
 
 
 # --- The distributed optimizer ---
@@ -282,22 +270,14 @@ def data_parallel_groups(buffers: Sequence[Any], of: Callable[[Any], Any]) -> Ge
 class StageMessages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
     """Megatron's sends and receives between stages. All of them go through `exchange`."""
 
-    def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
-                     recv_prev: bool, recv_next: bool, tensor_shape: Any,
-                     wait_on_reqs: bool = True) -> Any:
-        return self.exchange(
-            tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev,
-            recv_prev=recv_prev, recv_next=recv_next, tensor_shape=tensor_shape,
-            wait_on_reqs=wait_on_reqs)
+    def _communicate(self, **given: Any) -> Any:
+        return self.exchange(given)
 
-    def exchange(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
-                 recv_prev: bool, recv_next: bool, tensor_shape: Any, wait_on_reqs: bool) -> Any:
-        """Send and receive what is not None or True. Returns the received tensors of the previous
-        and of the next stage, and None or the requests to wait for."""
-        return super()._communicate(
-            tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev,
-            recv_prev=recv_prev, recv_next=recv_next, tensor_shape=tensor_shape,
-            wait_on_reqs=wait_on_reqs)
+    def exchange(self, given: dict[str, Any]) -> Any:
+        """Send the tensors `tensor_send_next` and `tensor_send_prev`, and receive what `recv_prev`
+        and `recv_next` ask for. Returns the received tensors of the previous and of the next stage,
+        and None or, unless `wait_on_reqs`, the requests to wait for."""
+        return super()._communicate(**given)
 
 
 # --- Random numbers, and Megatron-LM ---

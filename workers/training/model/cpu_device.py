@@ -85,9 +85,6 @@ class InOrder:
 
 def _answer_for_streams() -> None:
     """Megatron-LM builds a model in a stream of its own, and reads figures of the device."""
-    def stream_of(device: Any = None) -> InOrder:
-        return InOrder()
-
     def nothing(device: Any) -> None:
         pass
 
@@ -102,7 +99,7 @@ def _answer_for_streams() -> None:
         return SimpleNamespace(major=10, minor=0)
 
     torch.cuda.__dict__.update(
-        Stream=InOrder, Event=InOrder, current_stream=stream_of, default_stream=stream_of,
+        Stream=InOrder, Event=InOrder, current_stream=InOrder, default_stream=InOrder,
         stream=nullcontext, set_device=nothing, memory_allocated=num_bytes,
         max_memory_allocated=num_bytes, memory_reserved=num_bytes, max_memory_reserved=num_bytes,
         memory_stats=memory_stats, get_device_properties=properties)
