@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "guides" / "test-runs.md"
 BEGIN = "<!-- the last run -->"
 RANKS = "tests/workers/training"
 WITH_PROGRAMS = [f"{RANKS}/test_{name}.py"
-                 for name in ("data_loader", "known_versions", "resharding")]
+                 for name in ("data_loader", "known_versions", "megatron_wheels", "resharding")]
 WITH_OTHERS = [f"{RANKS}/test_{name}.py"
                for name in ("checkpoint", "experts", "gpu_check", "saving_layouts",
                             "usual_flags")]

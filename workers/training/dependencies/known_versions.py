@@ -36,9 +36,9 @@ class _Dependency(NamedTuple):
 DEPENDENCIES = (
     # 2.13: all tests, on the CPU. 2.11: `make gpu-check` on a GPU (docs/guides/gpu.md).
     _Dependency("torch", "torch", "private_torch", ("2.11", "2.13")),
-    # 0.16: all tests. The others: docs/guides/megatron-lm.md.
+    # 0.16: all tests. 0.15: test_megatron_wheels.py. The others: docs/guides/megatron-lm.md.
     _Dependency("megatron-core", "megatron.core", "private_megatron",
-                ("0.16", "0.17", "0.18", "0.19", "0.20")))
+                ("0.15", "0.16", "0.17", "0.18", "0.19", "0.20")))
 
 
 class Installed(Struct, frozen=True):

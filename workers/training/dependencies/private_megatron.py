@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.distributed.param_and_grad_buffer import BufferType
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
@@ -63,14 +64,15 @@ _GTP = {
 }
 """From 0.19 on, Megatron can also shard weights over replicas. Here a group of those has one
 member, so that groups with and without them are the same."""
+_SINCE_16 = "_EXPERT_MODEL_PARALLEL_RANKS"
 
 
 @reaches(_STATE, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "_GLOBAL_MEMORY_BUFFER",
          "_set_global_memory_buffer",
-         *(name for names in _BY_ROLE.values() for name in names if name))
+         *(name for names in _BY_ROLE.values() for name in names if name not in ("", _SINCE_16)))
 def publish_globals(groups: Any, chunks: int) -> None:
     """Set Megatron's globals from the generation's ProcessGroupCollection; `chunks`: model chunks
-    per pipeline stage."""
+    per pipeline stage. 0.15 does not have `_EXPERT_MODEL_PARALLEL_RANKS`, and does not read it."""
     for role, (group_name, ranks_name) in _BY_ROLE.items():
         group = getattr(groups, role)
         setattr(parallel_state, group_name, group)
@@ -172,12 +174,17 @@ def reduction_works(group: Any) -> list[Any]:
     return works_of(group.grad_reduce_handle)
 
 
-@reaches(_BUFFER, f"{_GROUP}.is_last_microbatch", f"{_GROUP}.per_param_grad_ready_counts")
+@reaches(_BUFFER, f"{_GROUP}.is_last_microbatch",
+         f"{_GROUP}.per_param_grad_ready_counts or {_GROUP}.params_with_grad")
 def reset_reduction(group: Any) -> None:
-    """Clear a failed reduction from a bucket group, which does not expect a failure."""
+    """Clear a failed reduction from a bucket group, which does not expect a failure. What it counts
+    is `params_with_grad` until 0.15, `per_param_grad_ready_counts` since 0.16."""
     group.grad_reduce_handle = None
     group.is_last_microbatch = True
-    group.per_param_grad_ready_counts = {}
+    if hasattr(group, "params_with_grad"):
+        group.params_with_grad = set()
+    else:
+        group.per_param_grad_ready_counts = {}
 
 
 @reaches(_BUFFER, f"{_GROUP}.param_gather_handle")
@@ -211,6 +218,11 @@ def divide_no_gradients(ddp: Any) -> None:
     for buffer in buffers_of(ddp):
         for bucket in buffer.buckets:
             bucket.gradient_scaling_factor = 1.0
+
+
+def can_reduce_all() -> bool:
+    """Whether a sharded gradient can be reduced on all members: since 0.16."""
+    return "force_all_reduce" in finalize_model_grads.__code__.co_varnames
 
 
 # --- The distributed optimizer ---

@@ -20,6 +20,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from ....events.errors import UsageError
 from ....events.spec.job import Model, Train
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import VOCABULARY, Coordinates, coordinates, is_fully_replicated
@@ -244,6 +245,9 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
         draw.at(0, 0)
     config = _config(train, axes)
     shards = train.parallel.optimizer != "whole"
+    if train.parallel.optimizer == "mirrored" and not private_megatron.can_reduce_all():
+        raise UsageError("a mirrored optimizer needs megatron-core 0.16 or later",
+                         "install it, or set train.parallel.optimizer to sharded")
     groups = groups_for_building(groups) if groups is not None else None
     modules = [_module(train, config, draw, axes, at, chunk, groups, draws=draws)
                for chunk in range(axes.chunks)]
@@ -278,10 +282,14 @@ def _module(train: Train, config: Any, draw: Draw, axes: Axes, at: Coordinates, 
 
 def _ddp(train: Train, config: Any, module: Any, groups: Any, *, shards: bool, is_first: bool
          ) -> Any:
+    bucket_size = train.bucket_params or None
+    if groups is not None and bucket_size is None:
+        # Megatron's own default, which 0.15 would compute from a global that is not set.
+        bucket_size = max(40_000_000, 1_000_000 * groups.dp.size())
     ddp: Any = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=train.overlap,
-                                      bucket_size=train.bucket_params or None,
+                                      bucket_size=bucket_size,
                                       use_distributed_optimizer=shards,
                                       check_for_nan_in_grad=False),
         module if train.precision == "fp32" else Float16Module(config, module),

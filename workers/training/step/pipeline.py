@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
-    get_forward_backward_func,
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
     get_tensor_shapes,
 )
 from torch import Tensor
@@ -70,7 +71,10 @@ def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int
     each = padded(items, axes.pp, axes.chunks)
     stages = _Stages(trainee, groups, config, note, must_stop)
     losses, last = Losses(), _LastBackward(begin)
-    get_forward_backward_func(axes.pp, axes.chunks if is_chunked else None)(
+    # Megatron chooses it by its globals, and by arguments only since 0.16.
+    schedule = (forward_backward_pipelining_with_interleaving if is_chunked else
+                forward_backward_pipelining_without_interleaving)
+    schedule(
         forward_step_func=partial(_forward, trainee, stages, iteration, sample, note, losses,
                                   partial(last.begins, losses)),
         data_iterator=[_numbered(each) for _ in trainee.ddps] if is_chunked else _numbered(each),
