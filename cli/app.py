@@ -62,14 +62,15 @@ def calls(group: typer.Typer, function: str, shared: Mapping[str, tuple[Any, obj
     """A command of the group with the options of the decorated function, which has no body, and
     with the `shared` ones. It calls `function`, a path below cli/, imported only then."""
     def declare(declared: Callable[..., None]) -> Callable[..., None]:
-        def command(**given: Any) -> None:
+        def command(**given: Any) -> object:
             given.pop("ca", None)  # the option has stored it
             if "state" in given:
                 given["state"] = folder(given["state"])
             if "output" in given:
-                given["as_json"] = given.pop("output") == "json"
+                given["as_json"] = given.pop("output") != "text"
             module, _, called = function.rpartition(".")
-            getattr(import_module(f".{module}", __package__), called)(**given)
+            code: object = getattr(import_module(f".{module}", __package__), called)(**given)
+            return code
 
         signature = inspect.signature(declared, eval_str=True)
         vars(command)["__signature__"] = signature.replace(parameters=[
@@ -251,7 +252,7 @@ def status(
     """Show the cluster, one task, or the nodes."""
 
 
-@app.command()
+@calls(app, "commands.tail.tail", TARGET)
 def tail(
     follow: Annotated[bool, typer.Option("--follow", "-f",
                                          help="Print new records as they arrive.")] = False,
@@ -261,15 +262,10 @@ def tail(
     task: Annotated[str | None, typer.Option(metavar="T", help="Only this task.")] = None,
     node: Annotated[str | None, typer.Option(metavar="N", help="Only this node.")] = None,
     incident: Annotated[str | None, typer.Option(metavar="I", help="Only this incident.")] = None,
-    state: State = None, url: Url = None, ca: Ca = None,
     output: Annotated[Literal["text", "json", "jsonl"], typer.Option(
         "-o", "--output", help="text, or jsonl: one JSON object a line.")] = "text",
 ) -> None:
     """Read the log: one record a line."""
-    from .commands import tail as commands_tail
-
-    commands_tail.tail(folder(state), url, commands_tail.Filter.make(
-        kind or [], task, node, incident), after=after, follow=follow, as_json=output != "text")
 
 
 @calls(app, "commands.incident.incident")
@@ -336,30 +332,22 @@ def export(
     """Write the running cluster's log to a file, as JSON lines."""
 
 
-@app.command()
+@calls(app, "demo.demo.demo", {})
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster running.")] = False,
-    iterations: Annotated[int, typer.Option(
-        min=100, max=10_000, metavar="N", help="Iterations of the task that finishes.")] = 128,
+    num_iterations: Annotated[int, typer.Option(
+        "--iterations", min=100, max=10_000, metavar="N",
+        help="Iterations of the task that finishes.")] = 128,
 ) -> None:
     """Train two real models on three nodes through several faults; under two minutes."""
-    from .demo import demo as demo_demo
-
-    raise typer.Exit(demo_demo.demo(keep=keep, num_iterations=iterations))
 
 
-@app.command()
+@calls(app, "commands.doctor.doctor", STATE | OUTPUT)
 def doctor(
-    state: State = None, output: Form = "text",
-    support: Annotated[bool, typer.Option(
+    only_support: Annotated[bool, typer.Option(
         "--support", help="Only list which features of Megatron heal in memory, and why.")] = False,
 ) -> None:
     """Check what this machine provides and lacks; list what heals in memory."""
-    from .commands import doctor as commands_doctor
-
-    if support:
-        raise typer.Exit(commands_doctor.print_support(as_json=output == "json"))
-    raise typer.Exit(commands_doctor.doctor(folder(state), as_json=output == "json"))
 
 
 @app.command()
