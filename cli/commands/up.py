@@ -368,7 +368,6 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
 
 
 def _raise_as(said: str, code: int) -> None:
-    """Raise the error that the detached `up` printed."""
     lines = said.splitlines()
     message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")),
                    f"up ended with code {code}: {lines[-1] if lines else 'no output'}")

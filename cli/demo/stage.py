@@ -304,7 +304,6 @@ class Stage:
         return self.history.tasks[task].losses
 
     def _progress(self) -> None:
-        """Print the training progress every few seconds."""
         if time.monotonic() - self._said_s < PROGRESS_S:
             return
         parts = [f"{task.name} {max(task.losses) + 1}/{task.num_iterations}, loss "

@@ -190,7 +190,6 @@ def _trace_runs(case: str, seed: int, systems: tuple[str, ...], change: Change |
 
 def _runs(base: Scenario, case: str, seed: int = 0, changed: str = "",
           drawn: Sequence[ExternalEvent] = ()) -> list[EvaluationRun]:
-    """The scenario under each of its policies."""
     return [EvaluationRun(case, name, seed, changed, chosen, run_input(base, chosen, drawn))
             for name in base.policies for chosen in [policy(base, name)]]
 
