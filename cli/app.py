@@ -52,7 +52,8 @@ app.add_typer(file_tools)
 app.add_typer(simulation, name="simulate")
 
 STATE: dict[str, tuple[Any, object]] = {"state": (State, None)}
-TARGET = STATE | {"url": (Url, None), "ca": (Ca, None)}
+CA: dict[str, tuple[Any, object]] = {"ca": (Ca, None)}
+TARGET = STATE | {"url": (Url, None)} | CA
 OUTPUT: dict[str, tuple[Any, object]] = {"output": (Form, "text")}
 
 
@@ -148,9 +149,8 @@ def down() -> None:
     """Stop the cluster of this machine; its log stays."""
 
 
-@app.command()
+@calls(app, "commands.serve.agent", TARGET)
 def agent(
-    state: State = None, url: Url = None, ca: Ca = None,
     node: Annotated[str, typer.Option(metavar="NAME", help="This node's name [the host's].")] = "",
     slots: Annotated[int, typer.Option(min=0, max=64, metavar="K",
                                        help="Slots here; 0: one for each GPU.")] = 0,
@@ -179,17 +179,10 @@ def agent(
         "secrets [the agent's: ranks are then trusted as the operator].")] = "",
 ) -> None:
     """Run the agent of one node; it joins the control plane by HTTP."""
-    from .commands import serve
-
-    serve.agent(folder(state), url=url, node=node, num_slots=slots, advertise=advertise or host,
-                insecure=insecure, redis_url=redis, label=label or (), watch=not no_watch,
-                checks=checks, checks_every_s=checks_every, checks_s_max=checks_limit,
-                run_as=run_as)
 
 
-@app.command("control-plane")
+@calls(app, "commands.serve.control_plane", STATE | CA, name="control-plane")
 def control_plane(
-    state: State = None,
     listen: Annotated[str, typer.Option(
         metavar="ADDRESS|INTERFACE", help="Where it listens; beyond this machine also at the next "
         "port, for the log.")] = "127.0.0.1",
@@ -202,7 +195,6 @@ def control_plane(
         metavar="FILE", help="Its certificate for https://, and after it that of the "
         "authority.")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
-    ca: Ca = None,
     insecure: Insecure = False,
     cluster: Annotated[str, typer.Option(metavar="NAME")] = "default",
     policy: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
@@ -214,15 +206,6 @@ def control_plane(
 
     The log is on a private server, or on that of $UNICRON_REDIS_URL.
     """
-    from ..events.secret_environment import REDIS_URL, remove_secrets
-    from .commands import serve
-
-    redis_url = os.environ.get(REDIS_URL, "")
-    remove_secrets(REDIS_URL)
-    serve.control_plane(folder(state), redis_url=redis_url, listen=listen, advertise=advertise,
-                        port=port, tls_files=(tls_cert, tls_key), insecure=insecure,
-                        cluster=cluster, policy=policy, observe=observe,
-                        allow_inject=allow_inject, shared_password=shared_password)
 
 
 @app.command()
