@@ -32,7 +32,6 @@ from ..terminal.format import Plain, ms, span
 # --- The ranks' trace: every phase of every micro-batch. ---
 
 
-
 class Trace:
     """The trace files of the ranks, read as they grow."""
 

@@ -221,7 +221,6 @@ th { color: var(--soft); font-weight: 600; }
 th:first-child, td:first-child { text-align: left; white-space: normal; }
 tr.ours td { font-weight: 600; color: var(--ours); }
 footer { color: var(--soft); font-size: 13px; }
-code { font: 13px/1.4 ui-monospace, "DejaVu Sans Mono", monospace; }
 """
 
 

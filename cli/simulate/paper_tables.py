@@ -60,7 +60,7 @@ def paper(*, seeds: int, report: Path | None, as_json: bool) -> None:
 def evaluate(seeds: int) -> Evaluation:
     """Run the whole evaluation."""
     began_s = time.perf_counter()
-    parts = [*paper_evaluation.all_policies(seeds), *paper_evaluation.sensitivity(1),
+    parts = [*paper_evaluation.all_policies(seeds), *paper_evaluation.sensitivity(),
              *paper_evaluation.allocation_cases()]
     keys = [(part.case, part.system, part.seed, part.changed) for part in parts]
     played = play([RunSpec(part.policy, part.run_input) for part in parts])
