@@ -121,7 +121,7 @@ def _records(state: ClusterState, seats: Seats) -> Iterator[t.Body]:
         waf=task.weight * table.rate_at(task.throughput, slots))
         for task in tasks for slots in [len(seats.get(task.id, ()))]])
     yield PlanChosen(trigger=state.replan, num_slots=len(allocatable_slots(state)),
-                     waf=sum([one.waf for one in allocations]), allocations=allocations,
+                     waf=math.fsum([one.waf for one in allocations]), allocations=allocations,
                      objective=0, alternatives=())
     for task in tasks:
         mine = seats.get(task.id, ())
