@@ -24,6 +24,7 @@ from ...events import unix_socket
 from ...events.errors import Unavailable, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.records import types
+from ...events.secret_environment import REDIS_URL
 from . import processes
 from .client import Client, Interrupted, Refused, Unable, Unreachable, authority, connect
 from .processes import Process
@@ -41,7 +42,6 @@ PORT_MIN, PORT_MAX = 20000, 32000
 """Below the ephemeral ports of Linux (from 32768) and macOS (from 49152)."""
 PORT_TRIES_MAX = 5
 PORT_WAIT_S_MAX = 2.0
-REDIS_URL = "UNICRON_REDIS_URL"
 T = TypeVar("T")
 
 

@@ -4,12 +4,14 @@ an empty server."""
 from __future__ import annotations
 
 import asyncio
+import os
 
 from ...events.errors import CorruptLog, LogError, UsageError
 from ...events.log import embedded_server
 from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder, SealedLog, Segment, Snapshot
 from ...events.object_storage import reason
+from ...events.secret_environment import REDIS_URL
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import count, rfc3339
@@ -17,9 +19,9 @@ from .offline import cluster_of, connect_to_read
 from .replay import CorruptError
 
 
-def status(state: StateDir, url: str | None, where: str, *, as_json: bool) -> None:
+def status(state: StateDir, url: str | None, *, segments: str, as_json: bool) -> None:
     """Print what is sealed, and how many records only the server has. Raises UsageError."""
-    folder = _folder(state, where)
+    folder = _folder(state, segments)
     sealed = _sealed(folder)
     last = int(connect_to_read(state, url).get("/v1/state")["cluster"]["seq"])
     snapshots = folder.snapshots()
@@ -36,9 +38,9 @@ def status(state: StateDir, url: str | None, where: str, *, as_json: bool) -> No
         "cost"], as_json=as_json)
 
 
-def verify(state: StateDir, where: str) -> None:
+def verify(state: StateDir, *, segments: str) -> None:
     """Read every segment and snapshot. Raises CorruptError that says which records are gone."""
-    folder = _folder(state, where)
+    folder = _folder(state, segments)
     sealed, bad = _sealed(folder), list[str]()
     files: list[Segment | Snapshot] = [*sealed.chain, *folder.snapshots()]
     for one in files:
@@ -60,12 +62,12 @@ def verify(state: StateDir, where: str) -> None:
                 f"{len(sealed.chain)} segments, {len(folder.snapshots())} snapshots")
 
 
-def restore(state: StateDir, where: str, redis_url: str) -> None:
+def restore(state: StateDir, *, segments: str) -> None:
     """Fill an empty server with the log of the folder. Raises UsageError."""
     from ...control_plane.fold.fold import fold
     from ...control_plane.service import snapshots
 
-    folder = _folder(state, where)
+    folder = _folder(state, segments)
     sealed = _sealed(folder)
     if not sealed.chain:
         raise UsageError(f"{folder.where} has no segment", "name the folder with --segments")
@@ -77,7 +79,7 @@ def restore(state: StateDir, where: str, redis_url: str) -> None:
             fold(folded, record)
     except CorruptLog as error:
         raise UsageError(str(error), "unicron log verify") from None
-    url = redis_url or embedded_server.ensure(state.server).url
+    url = os.environ.get(REDIS_URL) or embedded_server.ensure(state.server).url
 
     async def fill() -> None:
         log = RedisLog(url, folder.cluster, folder=folder)

@@ -152,7 +152,6 @@ def _state(facts: Plain) -> list[str]:
 
 
 def _from_peers(cost: Plain) -> str:
-    """The bytes that members received from other members."""
     if not cost["peer_bytes"]:
         return ""
     near, far = cost["near_bytes"], cost["peer_bytes"] - cost["near_bytes"]

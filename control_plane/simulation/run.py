@@ -219,7 +219,6 @@ class Run:
             self._fail_process(home, key, one.cause, self._detection_s(one))
 
     def _fail_process(self, node: SimulatedNode, key: Key, cause: str, detection_s: float) -> None:
-        """End the process, or fail one of its collectives."""
         self._stop_processes([key])
         task = self.engine.state.tasks[key[0]]
         if TABLE[cause] == "SEV3" and task.heals_in_memory and task.member(key[1]) is not None:
