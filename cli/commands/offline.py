@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import takewhile
@@ -129,7 +129,7 @@ class OfflineClient(Client):
 
 
 @contextmanager
-def _usage_errors(where: str) -> Iterator[None]:
+def _usage_errors(where: str) -> Generator[None]:
     """Turn errors of the log's files into UsageError."""
     try:
         yield
@@ -160,7 +160,7 @@ async def _read_rest(url: str, cluster: str, after: int) -> list[Record]:
 
 
 @contextmanager
-def _server_of(state: StateDir) -> Iterator[str]:
+def _server_of(state: StateDir) -> Generator[str]:
     """The URL of the state folder's server, which is not started: if it is down, that of a server
     on a copy of its files. "": it has none."""
     if (running := embedded_server.adopt(state.server)) is not None:
