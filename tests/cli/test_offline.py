@@ -68,7 +68,7 @@ def test_a_moment_is_a_seq_or_a_time(state: Path) -> None:
 
 def test_the_log_is_whole_or_says_what_is_gone(state: Path, tmp_path: Path) -> None:
     copy = tmp_path / "state"
-    shutil.copytree(state, copy, ignore=shutil.ignore_patterns("*.shim"))
+    shutil.copytree(state, copy)
     assert unicron(copy, "log", "verify").stdout.startswith("WHOLE    records 1 to ")
     shown = json.loads(unicron(copy, "log", "status", "-o", "json").stdout)
     assert shown["last"] - shown["sealed"] == shown["unsealed"] < 10
@@ -88,7 +88,7 @@ def test_the_log_is_whole_or_says_what_is_gone(state: Path, tmp_path: Path) -> N
 
 def test_a_lost_server_is_refused_and_restored(state: Path, tmp_path: Path) -> None:
     copy = tmp_path / "state"
-    shutil.copytree(state, copy, ignore=shutil.ignore_patterns("*.shim"))
+    shutil.copytree(state, copy)
     sealed = json.loads(unicron(copy, "log", "status", "-o", "json").stdout)["sealed"]
     before = unicron(copy, "tail", "-o", "jsonl").stdout.splitlines()[:sealed]
     shutil.rmtree(copy / "server")
