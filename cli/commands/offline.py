@@ -17,7 +17,6 @@ import msgspec
 
 from ...events.errors import LogError, ServerError, UsageError
 from ...events.log import embedded_server
-from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder, SealedLog
 from ...events.object_storage import reason
 from ...events.records import codec
@@ -148,6 +147,8 @@ def cluster_of(state: StateDir) -> str:
 
 async def _read_rest(url: str, cluster: str, after: int) -> list[Record]:
     """The records of the server that are not sealed."""
+    from ...events.log.redis_streams import RedisLog
+
     log = RedisLog(url, cluster)
     records: list[Record] = []
     try:

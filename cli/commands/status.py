@@ -7,6 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import typer
+
 from ...events.errors import UsageError
 from ...events.records.codec import from_plain
 from ..cluster.client import DRY_RUN_S_MAX, Client, Interrupted, Unable, Unreachable, connect
@@ -16,7 +18,7 @@ from ..screens import nodes
 from ..screens import task as task_screen
 from ..terminal import console
 from ..terminal.format import Plain
-from .offline import connect_to_read
+from .offline import OfflineClient, connect_to_read
 from .tasks import option_for, pick
 
 if TYPE_CHECKING:
@@ -28,7 +30,8 @@ CLEAR = "\x1b[H\x1b[J"
 
 def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json: bool,
            at: str = "") -> None:
-    """Print the screen, with `at` that of a past moment. Raises UsageError. Ctrl-C ends --watch."""
+    """Print the screen, with `at` that of a past moment. Raises UsageError. Ctrl-C ends --watch.
+    Exits as Unreachable does if nothing answers, also if the screen comes from files."""
     if watch and at:
         raise UsageError("--watch and --at do not go together", "give one of the two")
     client = connect_to_read(state, url)
@@ -39,6 +42,8 @@ def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json:
         history = History()
     if not watch:
         console.lines(_screen(state, client, what, history, as_json=as_json, at=at))
+        if isinstance(client, OfflineClient) and not at:
+            raise typer.Exit(Unreachable.exit_code)
         return
     client.get("/v1/state")  # fail now if the address is wrong
     try:

@@ -37,7 +37,7 @@ class Told:
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     one = Told()
     for module in (tail, logs):
-        monkeypatch.setattr(module, "connect", lambda state, url: one)
+        monkeypatch.setattr(module, "connect_to_read", lambda state, url: one)
     return one
 
 

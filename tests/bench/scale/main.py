@@ -32,6 +32,8 @@ CASES = {"agents_64": (64, 1), "agents_256": (256, 1), "agents_1024": (1024, 1),
 """The number of agents, and of the ranks of each."""
 CPU_ONLY = ("agents_4096",)
 """More agents than the cores of one machine can play at their rates: only CPU seconds count."""
+RARE_BEAT_S = 2.0
+"""The interval of heartbeats there. `core_share` is that for each second of the usual rate."""
 TASK_NODES = 16
 PP = 4
 QUIET_S, SETTLE_S = 20.0, 5.0
