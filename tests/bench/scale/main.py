@@ -91,7 +91,8 @@ def check_descriptors(num_agents: int) -> None:
 # --- one trial ----------------------------------------------------------------------------------
 async def trial(folder: Path, case: str, num: int, num_ranks: int) -> Found:
     """Start a cluster of `num` agents of `num_ranks` ranks, take it through all phases, stop it."""
-    cluster, cpu_only = Cluster(folder, num, num_ranks), case in CPU_ONLY
+    cpu_only = case in CPU_ONLY
+    cluster = Cluster(folder, num, num_ranks, RARE_BEAT_S if cpu_only else BEAT_S)
     try:
         await cluster.start()
         found = await joined(cluster, num)
