@@ -105,7 +105,7 @@ def read(rank: int, document: object) -> Dump:
     dump = cast(Json, document)
     try:
         return _read(rank, dump)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise NotADump(f"it is malformed: {type(error).__name__} {error}") from None
 
 
