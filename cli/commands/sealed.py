@@ -42,6 +42,8 @@ def verify(state: StateDir, *, segments: str) -> None:
     """Read every segment and snapshot. Raises CorruptError that says which records are gone."""
     folder = _folder(state, segments)
     sealed, bad = _sealed(folder), list[str]()
+    if not sealed.chain:
+        raise _nothing(folder)
     files: list[Segment | Snapshot] = [*sealed.chain, *folder.snapshots()]
     for one in files:
         try:
@@ -70,7 +72,7 @@ def restore(state: StateDir, *, segments: str) -> None:
     folder = _folder(state, segments)
     sealed = _sealed(folder)
     if not sealed.chain:
-        raise UsageError(f"{folder.where} has no segment", "name the folder with --segments")
+        raise _nothing(folder)
     last = sealed.chain[-1]
     records = folder.read(last)
     folded, _ = snapshots.newest(folder, last.last)
@@ -100,6 +102,11 @@ def restore(state: StateDir, *, segments: str) -> None:
                     "were only on the lost server; agents report again what they still hold")
         folder.remove(one for one in folder.snapshots() if one.seq > last.last)
     console.talk("next: start the control plane")
+
+
+def _nothing(folder: Folder) -> UsageError:
+    return UsageError(f"{folder.where} has no segment", "name the folder with --segments or "
+                      "--state; a young log is on the server alone: unicron log status")
 
 
 def _folder(state: StateDir, where: str) -> Folder:

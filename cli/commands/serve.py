@@ -114,8 +114,11 @@ def restart_agent(state: StateDir, node: str) -> None:
     name = node or node_name(platform.node())
     found = processes.find(state, agent_name(name))
     if found is None:
+        there = [one.removeprefix("agent-") for one in processes.names(state)
+                 if one.startswith("agent-") and processes.find(state, one) is not None]
         raise UsageError(f"no agent for node {name} runs on {state.path}",
-                         "give its --node and --state, or start it")
+                         f"there {'is' if len(there) == 1 else 'are'} {', '.join(there)}"
+                         if there else "give its --state, or start it")
     processes.signal_to(found, signal.SIGUSR2)
     console.talk(f"agent {name}, pid {found.pid}, restarts; its ranks run on")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
@@ -20,8 +21,10 @@ async def seq_at(text: str, last: int, read: Callable[[int], Awaitable[Record]])
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise UsageError(f"--at {text[:40]!r} is neither a seq nor a time",
-                         "for example 2026-11-27T02:10:00Z") from None
+                         "for example 41, or 2026-11-27T02:10:00Z") from None
     at_s = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    if at_s > time.time() + 1.0:
+        raise UsageError(f"--at {text[:40]} is in the future", "give a seq or a past time")
     low, high = 0, last
     while low < high:  # the last record whose time is not later; times in the log never fall
         middle = (low + high + 1) // 2

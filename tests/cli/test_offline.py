@@ -60,6 +60,7 @@ def test_a_moment_is_a_seq_or_a_time(state: Path) -> None:
     then = json.loads(unicron(state, "status", "--at", moment, "-o", "json").stdout)
     assert then["cluster"]["seq"] == sum(at_s <= times[4] + 1e-5 for at_s in times)
     for wrong, why in (("0", "is not in the log"), ("99999", "is not in the log"),
+                       ("2999-01-01T00:00:00Z", "is in the future"),
                        ("soon", "is neither a seq nor a time"),
                        ("2001-01-01T00:00:00Z", "is before the log")):
         refused = unicron(state, "status", "--at", wrong)
@@ -84,6 +85,12 @@ def test_the_log_is_whole_or_says_what_is_gone(state: Path, tmp_path: Path) -> N
     verdict = unicron(copy, "log", "verify")
     assert verdict.returncode == 1
     assert f"records {missing.first} to {missing.last} are missing" in verdict.stderr
+
+
+def test_a_folder_without_a_log_is_not_whole(tmp_path: Path) -> None:
+    for words in (("log", "verify"), ("log", "restore")):
+        refused = unicron(tmp_path / "none", *words)
+        assert (refused.returncode, "has no segment" in refused.stderr) == (2, True), refused
 
 
 def test_a_lost_server_is_refused_and_restored(state: Path, tmp_path: Path) -> None:
