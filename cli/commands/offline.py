@@ -90,6 +90,7 @@ class OfflineClient(Client):
 
         if path == "/v1/health":
             return {"cluster": self._folder.cluster}
+
         async def read(seq: int) -> Record:
             return next(self._read(seq - 1))
 

@@ -74,13 +74,15 @@ def restore(state: StateDir, *, segments: str) -> None:
     if not sealed.chain:
         raise _nothing(folder)
     last = sealed.chain[-1]
-    records = folder.read(last)
-    folded, _ = snapshots.newest(folder, last.last)
     try:
+        records = folder.read(last)
+        folded, _ = snapshots.newest(folder, last.last)
         for record in sealed.records(after=folded.seq):
             fold(folded, record)
     except CorruptLog as error:
         raise UsageError(str(error), "unicron log verify") from None
+    except OSError as error:
+        raise _unreadable(folder, error) from None
     url = os.environ.get(REDIS_URL) or embedded_server.ensure(state.server).url
 
     async def fill() -> None:
@@ -119,5 +121,8 @@ def _sealed(folder: Folder) -> SealedLog:
     except CorruptLog as error:
         raise CorruptError(str(error), "unicron log verify names every damaged file") from None
     except OSError as error:
-        raise UsageError(f"{folder.where}: {reason(error)}",
-                         "name the folder with --segments") from None
+        raise _unreadable(folder, error) from None
+
+
+def _unreadable(folder: Folder, error: OSError) -> UsageError:
+    return UsageError(f"{folder.where}: {reason(error)}", "name the folder with --segments")

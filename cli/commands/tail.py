@@ -49,7 +49,6 @@ def tail(state: StateDir, url: str | None, *, kind: Sequence[str] | None = None,
     kinds = frozenset(map(kind_named, kind or ()))
     number = None if incident is None else incident_id(incident)
     client = connect_to_read(state, url)
-    client.get("/v1/health")  # fail now if the address is wrong
     view: Plain = client.get("/v1/state")
     of = None if task is None else int(pick(view["tasks"], task)["id"])
     _check(client, view, node, number, None if follow else after)

@@ -140,8 +140,8 @@ class HttpApi:
         `at=SEQ` or `at=TIME` that of a past moment."""
         state = await self._coordinator.settled()
         if at := request.query.get("at"):
-            seq = await moments.seq_at(at, state.seq, self._record)
             async with self._computing:
+                seq = await moments.seq_at(at, state.seq, self._record)
                 shown = view(await self._state_after(seq))
         elif _number(request, "explain") and is_any_waiting(state):
             data = encode_state(state)

@@ -36,8 +36,6 @@ class Sealer:
         self._failed = Seldom(FAILED_LOG_S)
         self._sealed_s = leader.now_s()
         self._is_snapshot_due = False
-        self.error = ""
-        """Why the last attempt failed; empty: it did not."""
 
     async def run(self) -> None:
         """Seal until cancelled. What fails is tried again: the server keeps the records."""
@@ -45,11 +43,10 @@ class Sealer:
             await asyncio.sleep(POLL_S)
             try:
                 await self._seal_due()
-                self.error = ""
             except (LogError, UsageError, OSError) as error:
-                self.error = f"{self._folder.where}: {reason(error)}"
                 if self._failed.due():
-                    _logger.warning("cannot seal the log; the server keeps it", why=self.error)
+                    _logger.warning("cannot seal the log; the server keeps it",
+                                    why=f"{self._folder.where}: {reason(error)}")
 
     async def _seal_due(self) -> None:
         """Seal all that is due, a segment at a time, then write a snapshot."""

@@ -6,13 +6,11 @@ state, is passed over for the one before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import structlog
 
 from ...events.errors import CorruptLog
-from ...events.log.segments import Folder, Snapshot
+from ...events.log.segments import Folder
 from ..state.cluster import SCHEMA, ClusterState, decode_state, encode_state
 
 _logger = structlog.get_logger("control_plane")
@@ -28,16 +26,17 @@ def write(folder: Folder, seq: int, epoch: int, encoded: bytes) -> None:
     folder.write_snapshot(seq, epoch, SCHEMA, encoded)
 
 
-def newest(folder: Folder | None, seq_max: int | None = None,
-           usable: Callable[[Snapshot], bool] = lambda one: True
+def newest(folder: Folder | None, seq_max: int | None = None
            ) -> tuple[ClusterState, dict[str, int]]:
     """The state and answers of the newest good snapshot at or before `seq_max`; else those before
     record 1. Raises OSError."""
-    for one in reversed(folder.snapshots() if folder is not None else []):
-        if (seq_max is not None and one.seq > seq_max) or not usable(one):
+    if folder is None:
+        return ClusterState(), {}
+    for one in reversed(folder.snapshots()):
+        if seq_max is not None and one.seq > seq_max:
             continue
         try:
-            schema, data = folder.read_snapshot(one) if folder is not None else ("", b"")
+            schema, data = folder.read_snapshot(one)
             if schema == SCHEMA:
                 answers, state = msgspec.msgpack.decode(data, type=tuple[dict[str, int], bytes])
                 return decode_state(state), answers

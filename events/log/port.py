@@ -111,7 +111,7 @@ class LeaderPort(Protocol):
         ...
 
     async def open_segments(self) -> None:
-        """Read which segments are the log's. Raises OSError, CorruptLog, UsageError."""
+        """Read which segments are the log's. Raises CorruptLog, UsageError."""
         ...
 
     async def seal(self, records: Sequence[Record], *, epoch: int) -> None:

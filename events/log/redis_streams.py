@@ -12,7 +12,8 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from redis.backoff import NoBackoff
 
 from .. import tls, unix_socket
 from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
+from ..object_storage import reason
 from ..process_io import Seldom
 from ..records import codec
 from ..records.envelope import Record, Report, order_nodes
@@ -538,11 +540,12 @@ class RedisLog:
         return self._segments.last if self._segments is not None else 0
 
     async def open_segments(self) -> None:
-        """Read which segments are the log's, from the head that the server holds. Raises OSError,
-        CorruptLog, UsageError."""
+        """Read which segments are the log's, from the head that the server holds. Raises
+        CorruptLog, UsageError, Unavailable."""
         if self._folder is not None:
-            head = await self._head()
-            self._segments = await asyncio.to_thread(SealedLog, self._folder, head)
+            with _unavailable(self._folder):
+                self._segments = await asyncio.to_thread(
+                    SealedLog, self._folder, await self._head())
 
     async def _head(self) -> str:
         (head,) = await self._ask([("GET", *self._keys("head"))])
@@ -580,9 +583,10 @@ class RedisLog:
     # --- readers --------------------------------------------------------------------------------
     async def read(self, *, after: int, num_max: int) -> list[Record]:
         """Records with seq above `after`, sealed ones from their segment. Raises CorruptLog for a
-        gap, OSError."""
+        gap."""
         if self._segments is not None and after < self._segments.last:
-            return await asyncio.to_thread(self._segments.read, after=after, num_max=num_max)
+            with _unavailable(self._segments.folder):
+                return await asyncio.to_thread(self._segments.read, after=after, num_max=num_max)
         records: list[Record] = []
         start = await self._start_id(after)
         while start and len(records) < num_max:
@@ -738,6 +742,15 @@ async def connect(url: str, cluster: str, keys: Keys = _no_keys) -> RedisLog:
         await log.close()
         raise
     return log
+
+
+@contextmanager
+def _unavailable(folder: Folder) -> Generator[None]:
+    """Turn an error of the folder's disk or store into Unavailable: it is tried again."""
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(f"{folder.where}: {reason(error)}") from None
 
 
 def _error_of(refusal: exceptions.ResponseError) -> Exception:

@@ -268,14 +268,15 @@ class SealedLog:
     def read(self, *, after: int, num_max: int) -> list[Record]:
         """Records with seq above `after`, in order, at most `num_max`, and at most to the end of
         a segment. Raises CorruptLog, OSError."""
-        if not self._records or not self._records[0].seq <= after + 1 <= self._records[-1].seq:
+        records = self._records  # another thread may read elsewhere meanwhile
+        if not records or not records[0].seq <= after + 1 <= records[-1].seq:
             segment = next((one for one in reversed(self.chain)
                             if one.first <= after + 1 <= one.last), None)
             if segment is None:
                 return []
-            self._records = self.folder.read(segment)
-        begin = after + 1 - self._records[0].seq
-        return self._records[begin : begin + num_max]
+            self._records = records = self.folder.read(segment)
+        begin = after + 1 - records[0].seq
+        return records[begin : begin + num_max]
 
     def records(self, *, after: int = 0) -> Iterator[Record]:
         """All records above `after`, in order. Raises CorruptLog, OSError."""

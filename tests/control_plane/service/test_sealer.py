@@ -16,7 +16,7 @@ from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.service import sealer, snapshots
 from unicron.control_plane.service.coordinator import Coordinator
 from unicron.control_plane.state.cluster import ClusterState, state_hash
-from unicron.events.errors import CorruptLog
+from unicron.events.errors import CorruptLog, Unavailable
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.log.segments import Folder
 from unicron.events.records import reports as r
@@ -181,6 +181,24 @@ async def test_a_full_disk_seals_later_and_leads_on(
     assert [one["why"] for one in logs if one["event"] == (
         "cannot seal the log; the server keeps it")] == [
             f"{tmp_path / 'log'}: No space left on device"]
+
+
+async def test_a_segment_that_cannot_be_read_now_is_tried_again(
+        redis_log: Any, tmp_path: Path) -> None:
+    folder = Folder(tmp_path, redis_log.name)
+    async with redis_log(folder=folder) as log, leading(log, folder) as coordinator:
+        await write(coordinator, 0, 30)
+        await until_sealed(log, 20)
+    path = tmp_path / folder.chain()[0].name
+    path.rename(tmp_path / "kept")
+    path.mkdir()
+    async with redis_log(folder=folder) as log:
+        await log.open_segments()
+        with pytest.raises(Unavailable, match=f"{tmp_path}: Is a directory"):
+            await log.read(after=0, num_max=10)
+        path.rmdir()
+        (tmp_path / "kept").rename(path)
+        assert [record.seq for record in await log.read(after=0, num_max=10)] == [*range(1, 11)]
 
 
 async def test_a_snapshot_is_found_by_its_moment(redis_log: Any, tmp_path: Path) -> None:
