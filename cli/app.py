@@ -318,13 +318,16 @@ def replay(
                                                       "hash after it.")] = False,
     incident: Annotated[str | None, typer.Option(
         "--incident", metavar="ID", help="Show this incident's page.")] = None,
+    diff: Annotated[tuple[str, str] | None, typer.Option(
+        "--diff", metavar="A B", help="Compare two files, or two moments (SEQ or TIME) of FILE or "
+        "--live.", show_default=False)] = None,
     state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
     """Fold a log to its final state; needs no server and no torch."""
     from .commands import replay as commands_replay
 
     commands_replay.replay(folder(state), url, file, live=live, until=until, verify=verify,
-                           step=step, incident=incident, as_json=output == "json")
+                           step=step, incident=incident, diff=diff, as_json=output == "json")
 
 
 @app.command()

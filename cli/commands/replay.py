@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unicron import __version__
 
@@ -18,6 +19,11 @@ from ..terminal import console
 from ..terminal.format import Plain, count, labelled, lost_cell, table
 from ..terminal.record_line import line
 from .tasks import option_for
+
+if TYPE_CHECKING:
+    from ...control_plane.decide.replay import Different
+
+DIFFERENT_ROWS_MAX = 20
 
 
 class CorruptError(UnicronError):
@@ -39,9 +45,13 @@ def export(state: StateDir, url: str | None, path: Path) -> None:
 
 
 def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, until: int | None,
-           verify: bool, step: bool, as_json: bool, incident: str | None = None) -> None:
-    """Fold a log and print the final state, or one incident. Raises UsageError, CorruptError."""
-    if (path is None) == (not live):
+           verify: bool, step: bool, as_json: bool, incident: str | None = None,
+           diff: tuple[str, str] | None = None) -> None:
+    """Fold a log and print the final state, one incident, or a difference. Raises UsageError,
+    CorruptError, DifferError."""
+    if diff is not None and (verify or step or until is not None or incident is not None):
+        raise UsageError("--diff goes with no other option than --live", "give one of them")
+    if (path is None) == (not live) and (diff is None or live):
         raise UsageError("name either an exported file or --live",
                          "unicron replay FILE, or unicron replay --live")
     if step and verify:
@@ -54,8 +64,11 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
             codec.from_plain, connect(state, url).records(0, follow=False))
         return _until(records, until)
 
-    records = read()
     try:
+        if diff is not None:
+            _diff(read if path is not None or live else None, diff, as_json=as_json)
+            return
+        records = read()
         if incident is not None:
             option = option_for(state)
             log = f"--live{option}" if path is None else str(path)
@@ -73,6 +86,17 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
         where = f"{path}: " if path is not None else ""
         raise UsageError(f"{where}{error}", "the records before that seq are valid; "
                          "export the log again") from None
+
+
+def _diff(read: Callable[[], Iterator[Record]] | None, diff: tuple[str, str], *,
+          as_json: bool) -> None:
+    """Two moments of the log that `read` reads; without one, two files."""
+    from . import log_difference
+
+    if read is None:
+        log_difference.of_files(Path(diff[0]), Path(diff[1]), as_json=as_json)
+    else:
+        log_difference.of_moments(read, *diff, as_json=as_json)
 
 
 def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, option: str,
@@ -165,8 +189,32 @@ def _verify(records: Iterable[Record], *, complete: bool, as_json: bool) -> None
                 [kind, str(verdict.recomputed.get(kind, 0)), str(verdict.differ.get(kind, 0))]
                 for kind in sorted(kinds)], right=(1, 2)))
         console.out(f"state {verdict.state_hash}, log {verdict.log_hash or '-'}")
+        if verdict.different:
+            console.lines(_different(verdict.different))
         for what, record in (("expected", verdict.expected), ("recorded", verdict.recorded)):
             if record is not None:
                 console.out(f"{what} {line(record)}")
     if not verdict.ok:
         raise CorruptError(f"seq {verdict.seq}: {verdict.problem}")
+    if verdict.differ:
+        from .log_difference import DifferError
+
+        raise DifferError("this version would decide otherwise", "the log is intact, and its "
+                          "records stay; the version that wrote it verifies its decisions")
+
+
+def _different(found: Sequence[Different]) -> list[str]:
+    """The first decisions that this version makes otherwise, each with the first field that
+    differs."""
+    from ...control_plane.history.differences import differences
+    from .log_difference import in_words
+
+    rows: list[list[str]] = []
+    for one in found[:DIFFERENT_ROWS_MAX]:
+        kinds = [record["kind"] if record else "-" for record in (one.recorded, one.now)]
+        what = next(differences(one.recorded["body"], one.now["body"]), None) if (
+            one.recorded and one.now and kinds[0] == kinds[1]) else None
+        rows.append([str(one.seq), *kinds, in_words(what) if what is not None else ""])
+    left = len(found) - DIFFERENT_ROWS_MAX
+    more = [f"and {left} more (-o json)"] if left > 0 else []
+    return ["", *table(("SEQ", "RECORDED", "NOW", "FIRST FIELD"), rows, right=(0,)), *more]

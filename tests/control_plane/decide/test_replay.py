@@ -10,10 +10,11 @@ import msgspec
 import pytest
 from decider import Driver, kinds
 from state_check import check
-from unicron.control_plane.decide.advance import DECIDER_VERSION, advance
+from unicron.control_plane.decide.advance import advance
 from unicron.control_plane.decide.replay import replay, verify
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.state.cluster import (
+    DECIDER_VERSION,
     ClusterState,
     decode_state,
     encode_state,

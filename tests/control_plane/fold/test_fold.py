@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from msgspec import inspect
 from msgspec.structs import replace
 from unicron.control_plane.api.view import view
-from unicron.control_plane.decide.advance import DECIDER_VERSION, accepts, advance
+from unicron.control_plane.decide.advance import accepts, advance
 from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.state.cluster import (
+    DECIDER_VERSION,
     NUM_REQUESTS_MAX,
     SCHEMA,
     ClusterState,
