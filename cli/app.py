@@ -331,6 +331,19 @@ def replay(
 
 
 @app.command()
+def explain(
+    seq: Annotated[int, typer.Argument(min=1, metavar="SEQ", help="For example 41.")],
+    file: Annotated[Path | None, typer.Argument(
+        metavar="FILE", help="An exported log [the cluster's].", show_default=False)] = None,
+    state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
+) -> None:
+    """Show what a record rests on, what a plan was preferred to, and what followed."""
+    from .commands import explain as commands_explain
+
+    commands_explain.explain(folder(state), url, seq, file, as_json=output == "json")
+
+
+@app.command()
 def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; must not exist.")],
     state: State = None, url: Url = None, ca: Ca = None,

@@ -1,5 +1,4 @@
-"""`replay --diff`: the first record, and the fields of the state, in which two logs differ, or one
-log at two moments."""
+"""`replay --diff`: the first record and the fields of the state in which logs or moments differ."""
 
 from __future__ import annotations
 
@@ -7,8 +6,6 @@ import json
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from itertools import takewhile
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -22,7 +19,6 @@ from ...control_plane.history.differences import (
 )
 from ...control_plane.state.cluster import ClusterState
 from ...events.errors import UnicronError, UsageError
-from ...events.log import archive
 from ...events.records.codec import to_plain
 from ...events.records.envelope import Record
 from ..terminal import console
@@ -37,19 +33,37 @@ class DifferError(UnicronError):
     """Two logs differ, or what two decider versions make of one; exit code 1."""
 
 
-def of_files(a: Path, b: Path, *, as_json: bool) -> None:
-    """Compare two exported logs. Raises DifferError if they differ."""
-    _show(log_difference(archive.read(a), archive.read(b)), str(a), str(b), as_json=as_json)
+def diff(read: Callable[[], Iterable[Record]] | None, logs: Iterable[Iterable[Record]], a: str,
+         b: str, *, as_json: bool) -> None:
+    """Compare two moments of the log that `read` reads, each a seq or a time; without it, two
+    logs. `a`, `b`: their names. Raises DifferError, UsageError, NewerLog."""
+    found = log_difference(*logs) if read is None else _between(read, a, b)
+    if found is None:
+        console.show({"equal": True}, [f"{a} and {b} are equal"], as_json=as_json)
+        return
+    records = [to_plain(record) if record is not None else None for record in (found.a, found.b)]
+    fields = [next(differences(*records))] if all(records) else []
+    lines = ["the first record that differs", *(
+        f"  {name:<{max(len(a), len(b))}}  {line(record) if record else 'has no record there'}"
+        for name, record in zip((a, b), records, strict=True)), *map(in_words, fields)]
+    num = fmt.number_of(len(found.fields), "difference")
+    lines += ["", f"the state after seq {found.state_seq}, {num}",
+              *map(in_words, found.fields[:FIELDS_NUM_MAX])]
+    if left := found.fields[FIELDS_NUM_MAX:]:
+        lines.append(f"  and {len(left)} more: -o json has all")
+    console.show({"equal": False, "a": records[0], "b": records[1], "state_seq": found.state_seq,
+                  "fields": msgspec.to_builtins(found.fields)},
+                 lines if found.fields else [*lines[:-2], "the states are equal"], as_json=as_json)
+    raise DifferError(f"{a} and {b} differ")
 
 
-def of_moments(read: Callable[[], Iterable[Record]], a: str, b: str, *, as_json: bool) -> None:
-    """Compare a log at two moments, each a seq or a time. Raises DifferError, UsageError."""
-    one, other = sorted((_at(read(), a), _at(read(), b)), key=lambda state: state.seq)
-    found = None
-    if one.seq != other.seq:
-        first = next(record for record in read() if record.seq > one.seq)
-        found = LogDifference(None, first, list(state_differences(one, other)), other.seq)
-    _show(found, f"seq {one.seq}", f"seq {other.seq}", as_json=as_json)
+def _between(read: Callable[[], Iterable[Record]], a: str, b: str) -> LogDifference | None:
+    one, other = _at(read(), a), _at(read(), b)
+    if one.seq == other.seq:
+        return None
+    first = next(record for record in read() if record.seq > min(one.seq, other.seq))
+    return LogDifference(*((first, None) if one.seq > other.seq else (None, first)),
+                         state_differences(one, other), max(one.seq, other.seq))
 
 
 def _at(records: Iterable[Record], moment: str) -> ClusterState:
@@ -69,36 +83,6 @@ def _at(records: Iterable[Record], moment: str) -> ClusterState:
     return replay(takewhile(lambda record: record.at_s < until_s, records))
 
 
-def _show(found: LogDifference | None, a: str, b: str, *, as_json: bool) -> None:
-    if found is None:
-        console.show({"equal": True}, [f"{a} and {b} are equal"], as_json=as_json)
-        return
-    records = [to_plain(record) if record is not None else None for record in (found.a, found.b)]
-    field = next(differences(*records), None) if all(records) else None
-    data = {"equal": False, "a": records[0], "b": records[1], "field": field,
-            "state_seq": found.state_seq, "fields": found.fields}
-    console.show(msgspec.to_builtins(data), _page(found, field, records, a, b), as_json=as_json)
-    raise DifferError(f"{a} and {b} differ", "the state's fields are named in "
-                      "docs/ARCHITECTURE.md, control_plane/state")
-
-
-def _page(found: LogDifference, field: Difference | None, records: list[dict[str, Any] | None],
-          a: str, b: str) -> list[str]:
-    width = max(len(a), len(b))
-    lines = ["the first record that differs"]
-    lines += [f"  {name:<{width}}  {line(record) if record else 'has ended'}"
-              for name, record in zip((a, b), records, strict=True)]
-    if field is not None:
-        lines.append(f"  {in_words(field)}")
-    if not found.fields:
-        return [*lines, "the states are equal"]
-    num = fmt.number_of(len(found.fields), "field")
-    lines += ["", f"the state after seq {found.state_seq}: {num} differ{'s' * (num == '1 field')}"]
-    lines += [f"  {in_words(one)}" for one in found.fields[:FIELDS_NUM_MAX]]
-    left = len(found.fields) - FIELDS_NUM_MAX
-    return [*lines, f"  and {left} more (-o json has all)"] if left > 0 else lines
-
-
 def in_words(one: Difference) -> str:
-    """`tasks.4.phase: "training", "idle"`."""
-    return fmt.clipped(f"{one.field}: {json.dumps(one.a)}, {json.dumps(one.b)}", FIELD_LENGTH_MAX)
+    """`  tasks.4.phase: "training", "idle"`."""
+    return fmt.clipped(f"  {one.field}: {json.dumps(one.a)}, {json.dumps(one.b)}", FIELD_LENGTH_MAX)

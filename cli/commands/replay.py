@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,27 @@ def export(state: StateDir, url: str | None, path: Path) -> None:
     console.talk(f"next: unicron replay {path} --verify")
 
 
+def records_of(state: StateDir, url: str | None, path: Path | None) -> Iterator[Record]:
+    """The records of an exported file, else of the running cluster. Raises UsageError."""
+    try:
+        yield from archive.read(path) if path is not None else map(
+            codec.from_plain, connect(state, url).records(0, follow=False))
+    except CorruptLog as error:
+        where = f"{path}: " if path is not None else ""
+        raise UsageError(f"{where}{error}", "the records before that seq are valid; "
+                         "export the log again") from None
+
+
+@contextmanager
+def foldable(path: Path | None) -> Generator[None]:
+    """Turn a failed fold of a log into UsageError."""
+    try:
+        yield
+    except AssertionError as error:
+        raise UsageError(f"{path or 'the log'} cannot be folded: {error}",
+                         "unicron replay FILE --verify names the first seq that differs") from None
+
+
 def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, until: int | None,
            verify: bool, step: bool, as_json: bool, incident: str | None = None,
            diff: tuple[str, str] | None = None) -> None:
@@ -60,13 +82,15 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
         raise UsageError("--incident goes with neither --step nor --verify", "give one of them")
 
     def read() -> Iterator[Record]:
-        records = archive.read(path) if path is not None else map(
-            codec.from_plain, connect(state, url).records(0, follow=False))
-        return _until(records, until)
+        return _until(records_of(state, url, path), until)
 
-    try:
+    with foldable(path):
         if diff is not None:
-            _diff(read if path is not None or live else None, diff, as_json=as_json)
+            from . import log_difference
+
+            log_difference.diff(
+                read if path is not None or live else None,
+                [records_of(state, url, Path(name)) for name in diff], *diff, as_json=as_json)
             return
         records = read()
         if incident is not None:
@@ -79,24 +103,6 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
             _step(records, as_json=as_json)
         else:
             _fold(records, as_json=as_json)
-    except AssertionError as error:
-        raise UsageError(f"{path or 'the log'} cannot be folded: {error}",
-                         "unicron replay FILE --verify names the first seq that differs") from None
-    except CorruptLog as error:
-        where = f"{path}: " if path is not None else ""
-        raise UsageError(f"{where}{error}", "the records before that seq are valid; "
-                         "export the log again") from None
-
-
-def _diff(read: Callable[[], Iterator[Record]] | None, diff: tuple[str, str], *,
-          as_json: bool) -> None:
-    """Two moments of the log that `read` reads; without one, two files."""
-    from . import log_difference
-
-    if read is None:
-        log_difference.of_files(Path(diff[0]), Path(diff[1]), as_json=as_json)
-    else:
-        log_difference.of_moments(read, *diff, as_json=as_json)
 
 
 def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, option: str,
@@ -214,7 +220,7 @@ def _different(found: Sequence[Different]) -> list[str]:
         kinds = [record["kind"] if record else "-" for record in (one.recorded, one.now)]
         what = next(differences(one.recorded["body"], one.now["body"]), None) if (
             one.recorded and one.now and kinds[0] == kinds[1]) else None
-        rows.append([str(one.seq), *kinds, in_words(what) if what is not None else ""])
+        rows.append([str(one.seq), *kinds, in_words(what).strip() if what is not None else ""])
     left = len(found) - DIFFERENT_ROWS_MAX
     more = [f"and {left} more (-o json)"] if left > 0 else []
     return ["", *table(("SEQ", "RECORDED", "NOW", "FIRST FIELD"), rows, right=(0,)), *more]

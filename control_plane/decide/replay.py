@@ -16,7 +16,6 @@ from ..state.cluster import DECIDER_VERSION, ClusterState, state_hash
 from .advance import accepts, decision_record, report_record
 from .decide import decide
 
-
 DIFFERENT_NUM_MAX = 100
 """Different decisions that a verdict names; the others are only counted."""
 

@@ -1,4 +1,4 @@
-"""Where two logs differ: the first record, and the fields of the states after it."""
+"""Where two logs differ: the first record, and the fields of the state after it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from ...events.records.envelope import Record
 from ..fold.fold import fold
 from ..state.cluster import ClusterState
 
-NOT_COMPARED = ("seq", "at_s")
-"""Fields of the state that say only which moment it is of."""
-
 
 class Difference(Struct, frozen=True):
     """A field by its path, such as `tasks.4.phase`, with both values; None: it is absent."""
@@ -27,8 +24,8 @@ class Difference(Struct, frozen=True):
 
 
 class LogDifference(Struct):
-    """The first records that differ; None: that log has ended. Without `fields` the states never
-    differ; else they differ from `state_seq` on."""
+    """The first records that differ; None: the log has none there. The states differ in `fields`
+    after `state_seq`; no fields: they never do."""
 
     a: Record | None
     b: Record | None
@@ -46,39 +43,31 @@ def log_difference(a: Iterable[Record], b: Iterable[Record]) -> LogDifference | 
                 fold(state, record)
         if x != y and found is None:
             found = LogDifference(x, y)
-        if found is not None and (fields := list(state_differences(one, other))):
-            found.fields, found.state_seq = fields, max(one.seq, other.seq)
-            break
+        if found is not None and (fields := state_differences(one, other)):
+            return LogDifference(found.a, found.b, fields, max(one.seq, other.seq))
     return found
 
 
-def state_differences(a: ClusterState, b: ClusterState) -> Iterator[Difference]:
-    """The fields of two states that differ, in the order of ClusterState."""
-    return differences(_plain(a), _plain(b))
-
-
-def _plain(state: ClusterState) -> dict[str, Any]:
-    data: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
-    data["orders"] = {str(seq): to_plain(decode_record(wire)) for seq, wire in state.orders.items()}
-    return {name: value for name, value in data.items() if name not in NOT_COMPARED}
+def state_differences(a: ClusterState, b: ClusterState) -> list[Difference]:
+    """The fields of two states that differ, in the order of ClusterState, but seq and time."""
+    plain = [{**msgspec.to_builtins(state, str_keys=True), "seq": 0, "at_s": 0.0,
+              "orders": {seq: to_plain(decode_record(wire)) for seq, wire in state.orders.items()}}
+             for state in (a, b)]
+    return list(differences(*plain))
 
 
 def differences(a: Any, b: Any, field: str = "") -> Iterator[Difference]:
     """The values that differ in two pieces of plain data."""
-    if a == b:
-        return
     one, other = _items(a), _items(b)
-    if one is None or other is None:
+    if one is not None and other is not None:
+        for name in dict.fromkeys((*one, *other)):
+            yield from differences(one.get(name), other.get(name), f"{field}.{name}".lstrip("."))
+    elif a != b:
         yield Difference(field, a, b)
-        return
-    for name in dict.fromkeys((*one, *other)):
-        yield from differences(one.get(name), other.get(name), f"{field}.{name}" if field else name)
 
 
-def _items(value: Any) -> dict[str, Any] | None:
-    """The items of a mapping or list by name or index; None for a single value."""
+def _items(value: Any) -> dict[Any, Any] | None:
+    """The items of a mapping or list by key or index; None for a single value."""
     if isinstance(value, list | tuple):
-        value = dict(enumerate(cast(list[Any], value)))
-    if not isinstance(value, dict):
-        return None
-    return {str(key): item for key, item in cast(dict[Any, Any], value).items()}
+        return dict(enumerate(cast(list[Any], value)))
+    return cast(dict[Any, Any], value) if isinstance(value, dict) else None
