@@ -54,7 +54,8 @@ def diff(read: Callable[[], Iterable[Record]] | None, logs: Iterable[Iterable[Re
     console.show({"equal": False, "a": records[0], "b": records[1], "state_seq": found.state_seq,
                   "fields": msgspec.to_builtins(found.fields)},
                  lines if found.fields else [*lines[:-2], "the states are equal"], as_json=as_json)
-    raise DifferError(f"{a} and {b} differ")
+    raise DifferError(f"{a} and {b} differ", "unicron explain SEQ [FILE] shows what a record "
+                      "rests on")
 
 
 def _between(read: Callable[[], Iterable[Record]], a: str, b: str) -> LogDifference | None:
