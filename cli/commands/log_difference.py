@@ -42,7 +42,7 @@ def diff(read: Callable[[], Iterable[Record]] | None, logs: Iterable[Iterable[Re
         console.show({"equal": True}, [f"{a} and {b} are equal"], as_json=as_json)
         return
     records = [to_plain(record) if record is not None else None for record in (found.a, found.b)]
-    fields = [next(differences(*records))] if all(records) else []
+    fields = [next(differences(records[0], records[1]))] if all(records) else []
     lines = ["the first record that differs", *(
         f"  {name:<{max(len(a), len(b))}}  {line(record) if record else 'has no record there'}"
         for name, record in zip((a, b), records, strict=True)), *map(in_words, fields)]
@@ -63,7 +63,8 @@ def _between(read: Callable[[], Iterable[Record]], a: str, b: str) -> LogDiffere
     if one.seq == other.seq:
         return None
     first = next(record for record in read() if record.seq > min(one.seq, other.seq))
-    return LogDifference(*((first, None) if one.seq > other.seq else (None, first)),
+    return LogDifference(first if one.seq > other.seq else None,
+                         first if other.seq > one.seq else None,
                          state_differences(one, other), max(one.seq, other.seq))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -50,10 +50,12 @@ def log_difference(a: Iterable[Record], b: Iterable[Record]) -> LogDifference | 
 
 def state_differences(a: ClusterState, b: ClusterState) -> list[Difference]:
     """The fields of two states that differ, in the order of ClusterState, but seq and time."""
-    plain = [{**msgspec.to_builtins(state, str_keys=True), "seq": 0, "at_s": 0.0,
-              "orders": {seq: to_plain(decode_record(wire)) for seq, wire in state.orders.items()}}
-             for state in (a, b)]
-    return list(differences(*plain))
+    return list(differences(_plain(a), _plain(b)))
+
+
+def _plain(state: ClusterState) -> dict[str, Any]:
+    orders = {seq: to_plain(decode_record(wire)) for seq, wire in state.orders.items()}
+    return {**msgspec.to_builtins(state, str_keys=True), "seq": 0, "at_s": 0.0, "orders": orders}
 
 
 def differences(a: Any, b: Any, field: str = "") -> Iterator[Difference]:
@@ -66,8 +68,8 @@ def differences(a: Any, b: Any, field: str = "") -> Iterator[Difference]:
         yield Difference(field, a, b)
 
 
-def _items(value: Any) -> dict[Any, Any] | None:
+def _items(value: Any) -> Mapping[Any, Any] | None:
     """The items of a mapping or list by key or index; None for a single value."""
     if isinstance(value, list | tuple):
         return dict(enumerate(cast(list[Any], value)))
-    return cast(dict[Any, Any], value) if isinstance(value, dict) else None
+    return cast(dict[str, Any], value) if isinstance(value, dict) else None
