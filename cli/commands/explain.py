@@ -37,10 +37,8 @@ def explain(state: StateDir, url: str | None, seq: int, path: Path | None, *,
     with foldable(path):
         found = facts(one, records_of(state, url, path))
     page = f"replay {path} --incident" if path is not None else "incident"
-    lines = _page(found)
-    if one.incident:
-        lines.append(f"next: unicron {page} {one.incident}{option_for(state)}")
-    console.show(found, lines, as_json=as_json)
+    more = f"next: unicron {page} {one.incident}{option_for(state)}"
+    console.show(found, [*_page(found), *[more] * bool(one.incident)], as_json=as_json)
 
 
 def facts(one: Record, records: Iterable[Record]) -> Plain:
@@ -83,15 +81,11 @@ def _reasons(one: Record, history: History) -> tuple[str, Plain | None]:
 
 def _page(found: Plain) -> list[str]:
     basis, why, plan, followed = (found[name] for name in ("basis", "why", "plan", "followed"))
-    lines = [line(found["record"])]
-    if basis or why or plan:
-        lines += ["", "rests on", *map(line, basis), *([why] if why else []),
-                  *(incident_screen.plan_lines(plan) if plan else [])]
-    lines += ["", "then followed" if followed else "nothing followed from it",
-              *map(line, followed[:LINES_NUM_MAX])]
-    if (left := len(followed) - LINES_NUM_MAX) > 0:
-        lines.append(f"and {left} more: -o json has all")
-    return lines
+    left = len(followed) - LINES_NUM_MAX
+    return [line(found["record"]), "", "rests on", *map(line, basis), *[why] * bool(why),
+            *(incident_screen.plan_lines(plan) if plan else ()), "", "then followed",
+            *map(line, followed[:LINES_NUM_MAX]),
+            *[f"and {left} more: -o json has all"] * (left > 0)]
 
 
 def _follows(one: Record, x: Record) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from unicron import __version__
 
@@ -20,11 +19,6 @@ from ..terminal import console
 from ..terminal.format import Plain, count, labelled, lost_cell, table
 from ..terminal.record_line import line
 from .tasks import option_for
-
-if TYPE_CHECKING:
-    from ...control_plane.decide.replay import Different
-
-DIFFERENT_ROWS_MAX = 20
 
 
 class CorruptError(UnicronError):
@@ -51,9 +45,8 @@ def records_of(state: StateDir, url: str | None, path: Path | None) -> Iterator[
         yield from archive.read(path) if path is not None else map(
             codec.from_plain, connect(state, url).records(0, follow=False))
     except CorruptLog as error:
-        where = f"{path}: " if path is not None else ""
-        raise UsageError(f"{where}{error}", "the records before that seq are valid; "
-                         "export the log again") from None
+        raise UsageError(f"{path}: {error}" if path is not None else str(error),
+                         "the records before that seq are valid; export the log again") from None
 
 
 @contextmanager
@@ -82,7 +75,7 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
         raise UsageError("--incident goes with neither --step nor --verify", "give one of them")
 
     def read() -> Iterator[Record]:
-        return _until(records_of(state, url, path), until)
+        return up_to(records_of(state, url, path), until)
 
     with foldable(path):
         if diff is not None:
@@ -118,7 +111,7 @@ def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, opt
     from . import incident as commands_incident
 
     def plan_at(seq: int) -> Plain:
-        at = replay(_until(read(), seq))
+        at = replay(up_to(read(), seq))
         plan: Plain = msgspec.to_builtins(dry_run.explain_present_plan(encode_state(at)))
         return plan
 
@@ -130,7 +123,7 @@ def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, opt
                            log=log, option=option, as_json=as_json, plan_at=plan_at)
 
 
-def _until(records: Iterable[Record], until: int | None) -> Iterator[Record]:
+def up_to(records: Iterable[Record], until: int | None) -> Iterator[Record]:
     """The records up to and including `until`. Raises UsageError if the log ends before it."""
     last = 0
     for record in records:
@@ -139,7 +132,7 @@ def _until(records: Iterable[Record], until: int | None) -> Iterator[Record]:
         last = record.seq
         yield record
     if until is not None and last < until:
-        raise UsageError(f"the log ends at seq {last}", f"--until {last} or lower")
+        raise UsageError(f"the log ends at seq {last}", f"{last} or lower")
 
 
 def _fold(records: Iterable[Record], *, as_json: bool) -> None:
@@ -183,6 +176,7 @@ def _verify(records: Iterable[Record], *, complete: bool, as_json: bool) -> None
     import msgspec
 
     from ...control_plane.decide.replay import verify
+    from . import log_difference
 
     verdict = verify(records, complete=complete)
     if as_json:
@@ -196,31 +190,12 @@ def _verify(records: Iterable[Record], *, complete: bool, as_json: bool) -> None
                 for kind in sorted(kinds)], right=(1, 2)))
         console.out(f"state {verdict.state_hash}, log {verdict.log_hash or '-'}")
         if verdict.different:
-            console.lines(_different(verdict.different))
+            console.lines(log_difference.decisions(verdict.different))
         for what, record in (("expected", verdict.expected), ("recorded", verdict.recorded)):
             if record is not None:
                 console.out(f"{what} {line(record)}")
     if not verdict.ok:
         raise CorruptError(f"seq {verdict.seq}: {verdict.problem}")
     if verdict.differ:
-        from .log_difference import DifferError
-
-        raise DifferError("this version would decide otherwise", "the log is intact, and its "
-                          "records stay; the version that wrote it verifies its decisions")
-
-
-def _different(found: Sequence[Different]) -> list[str]:
-    """The first decisions that this version makes otherwise, each with the first field that
-    differs."""
-    from ...control_plane.history.differences import differences
-    from .log_difference import in_words
-
-    rows: list[list[str]] = []
-    for one in found[:DIFFERENT_ROWS_MAX]:
-        kinds = [record["kind"] if record else "-" for record in (one.recorded, one.now)]
-        what = next(differences(one.recorded["body"], one.now["body"]), None) if (
-            one.recorded and one.now and kinds[0] == kinds[1]) else None
-        rows.append([str(one.seq), *kinds, in_words(what).strip() if what is not None else ""])
-    left = len(found) - DIFFERENT_ROWS_MAX
-    more = [f"and {left} more (-o json)"] if left > 0 else []
-    return ["", *table(("SEQ", "RECORDED", "NOW", "FIRST FIELD"), rows, right=(0,)), *more]
+        raise log_difference.DifferError("this version would decide otherwise",
+                                         "the log is intact; the version that wrote it verifies it")

@@ -173,10 +173,9 @@ class _Check:
         """Only another version of the decider may decide otherwise."""
         if self._is_same_version():
             raise _Difference(seq, problem, now, recorded)
-        if recorded is not None and not _is_decision(recorded):
-            recorded = None
-        if recorded is None and now is not None:
+        if now is not None and (recorded is None or not _is_decision(recorded)):
             self._count(self.verdict.differ, now)
+            recorded = None
         if len(self.verdict.different) < DIFFERENT_NUM_MAX:
             self.verdict.different.append(Different(seq, *(
                 to_plain(one) if one is not None else None for one in (recorded, now))))
