@@ -315,8 +315,20 @@ def replay(
                                                       "hash after it.")] = False,
     incident: Annotated[str | None, typer.Option(
         "--incident", metavar="ID", help="Show this incident's page.")] = None,
+    diff: Annotated[tuple[str, str] | None, typer.Option(
+        "--diff", metavar="A B", help="Compare two files, or two moments (SEQ or TIME) of FILE or "
+        "--live.", show_default=False)] = None,
 ) -> None:
     """Fold a log to its final state; needs no server and no torch."""
+
+
+@calls(app, "commands.explain.explain")
+def explain(
+    seq: Annotated[int, typer.Argument(min=1, metavar="SEQ", help="For example 41.")],
+    path: Annotated[Path | None, typer.Argument(
+        metavar="FILE", help="An exported log [the cluster's].", show_default=False)] = None,
+) -> None:
+    """Show what a record rests on, what a plan was preferred to, and what followed."""
 
 
 @calls(app, "commands.replay.export", TARGET)

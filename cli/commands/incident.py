@@ -176,7 +176,7 @@ def facts_of(history: History, found: IncidentRecords, view: Plain, *, now_s: fl
         "decisions": [{"seq": x.seq, "severity": x.body.severity, "why": x.body.why,
                        "rule": rule(x.body)} for x in found.records
                       if isinstance(x.body, IncidentOpened | IncidentEscalated)],
-        "plans": [_plan(history, x) for x in found.records if isinstance(x.body, PlanChosen)],
+        "plans": [plan_facts(history, x) for x in found.records if isinstance(x.body, PlanChosen)],
         "waits": [], "computed_by": 0,
         "effects": [*([_faulted_task(history, found, now_s)] if one.task else []),
                     *(_unfaulted_task(history, key, found) for key in found.others)],
@@ -285,7 +285,8 @@ def _who(record: Plain) -> str:
     return "plan" if record["kind"] in ("PlanChosen", "TaskPlaced", "TaskWaiting") else "decide"
 
 
-def _plan(history: History, record: Record) -> Plain:
+def plan_facts(history: History, record: Record) -> Plain:
+    """A plan (PlanChosen) and the alternatives that it was preferred to."""
     body: Plain = to_plain(record)["body"]
     given = body["allocations"]
     return {"seq": record.seq, "trigger": body["trigger"], "num_slots": body["num_slots"],

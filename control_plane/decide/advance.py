@@ -14,9 +14,6 @@ from ..fold.fold import fold
 from ..state.cluster import ClusterState
 from .decide import Decide, decide
 
-DECIDER_VERSION = 21
-"""Version of the decisions of `decide`. Each epoch of a log records the version used (`heart`)."""
-
 
 def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
             decide: Decide = decide) -> list[Record]:

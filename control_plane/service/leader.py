@@ -16,9 +16,9 @@ from ...events.records.envelope import Record, Report
 from ...events.records.reports import EpochStarted, PolicySet
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
-from ..decide.advance import DECIDER_VERSION, accepts, advance, is_foreign
+from ..decide.advance import accepts, advance, is_foreign
 from ..fold.fold import fold
-from ..state.cluster import NUM_REQUESTS_MAX, ClusterState, open_orders
+from ..state.cluster import DECIDER_VERSION, NUM_REQUESTS_MAX, ClusterState, open_orders
 from . import snapshots
 
 PAGE_RECORDS_MAX = 1_000

@@ -15,8 +15,8 @@ from ...events.records.envelope import Record
 from ...events.records.statuses import LOST_CONNECTION
 from ...events.spec import policy as r
 from ...events.spec.job import JobSpec
-from ..decide.advance import DECIDER_VERSION
 from ..incidents.severity import TABLE
+from ..state.cluster import DECIDER_VERSION
 from ..state.task import Task
 from .accounting import Accounting, Key, WafAccount
 from .cluster import SimulatedCluster, SimulatedNode

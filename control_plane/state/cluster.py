@@ -18,6 +18,8 @@ from .node import Node
 from .task import StragglerCost, Task
 
 SCHEMA = "unicron-state-8"
+DECIDER_VERSION = 21
+"""Version of `fold` and `decide`. Each epoch of a log records the version used (`heart`)."""
 NUM_REQUESTS_MAX = 1024
 """Operator requests that are remembered to recognise repetitions; the oldest are dropped first."""
 NUM_INCIDENTS_MAX = 256
@@ -45,6 +47,8 @@ class ClusterState(Struct, kw_only=True):
     at_s: float = 0.0
     nonce: str = ""
     heart: int = 0
+    code: str = ""
+    """The Unicron version of the leader."""
     policy: Policy = field(default_factory=Policy)
     nodes: dict[str, Node] = field(default_factory=dict[str, Node])
     tasks: dict[int, Task] = field(default_factory=dict[int, Task])
