@@ -199,6 +199,7 @@ def decode_body(kind: str, v: int, raw: bytes, *, ignorable: bool = False) -> Bo
     kind = FORMER_NAMES.get(kind, kind)
     current = VERSIONS.get(kind, 1)
     if kind not in KINDS or v > current:
+        msgspec.convert(_decode(_any, raw), dict)  # all that prints a record reads its fields
         return UnknownBody(kind=kind, version=v, raw=bytes(raw), ignorable=ignorable)
     if v == current:
         body = _decode(_bodies[kind], raw)
@@ -286,7 +287,7 @@ def from_plain(data: dict[str, Any]) -> Record:
 def _plain_body(kind: str, v: int, data: dict[str, Any], *, ignorable: bool) -> Body:
     kind = FORMER_NAMES.get(kind, kind)
     if kind not in KINDS or v > VERSIONS.get(kind, 1):
-        return UnknownBody(kind=kind, version=v, raw=_encoder.encode(data), ignorable=ignorable)
+        return decode_body(kind, v, _encoder.encode(data), ignorable=ignorable)
     body = msgspec.convert(_upcast(kind, v, data), KINDS[kind], str_keys=True)
     if where := not_finite(body):
         raise msgspec.ValidationError(f"{kind}: {where}")

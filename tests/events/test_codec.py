@@ -258,6 +258,15 @@ def test_a_kind_of_a_newer_version_keeps_its_bytes() -> None:
     assert again.body == back.body
 
 
+@pytest.mark.parametrize("body", [1, None, [1], "text"])
+def test_a_body_without_fields_is_no_record_whatever_its_kind(body: object) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        codec.decode_body("GpuMelted", 4, msgspec.msgpack.encode(body))
+    plain = {**codec.to_plain(example("NodeLeft")), "v": 99, "body": body}
+    with pytest.raises(CorruptLog, match="not a record"):
+        codec.from_plain(plain)
+
+
 def test_a_newer_version_of_a_known_kind_keeps_its_bytes() -> None:
     body = reports.NodeLeft(node="n1", incarnation=1, reason="r")
     kind, v, raw = codec.encode_body(body)
