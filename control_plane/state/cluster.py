@@ -17,7 +17,7 @@ from .incident import Incident
 from .node import Node
 from .task import StragglerCost, Task
 
-SCHEMA = "unicron-state-8"
+SCHEMA = "unicron-state-9"
 DECIDER_VERSION = 21
 """Version of `fold` and `decide`. Each epoch of a log records the version used (`heart`)."""
 NUM_REQUESTS_MAX = 1024
@@ -120,7 +120,7 @@ def decode_state(data: bytes) -> ClusterState:
 
 
 def state_hash(state: ClusterState) -> str:
-    """`unicron-state-8:` and 16 hex digits; two folds of one log have the same hash."""
+    """`unicron-state-9:` and 16 hex digits; two folds of one log have the same hash."""
     return f"{SCHEMA}:{hashlib.blake2b(encode_state(state), digest_size=8).hexdigest()}"
 
 
