@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from itertools import takewhile, zip_longest
 from typing import Any, cast
 
 import msgspec
 
+from ...control_plane.api.moments import time_s
 from ...control_plane.decide.replay import Different, replay
 from ...control_plane.fold.fold import fold
 from ...control_plane.state.cluster import ClusterState
@@ -85,13 +85,11 @@ def _at(records: Iterable[Record], moment: str) -> ClusterState:
     """The state after the last record until that moment."""
     if moment.isdecimal():
         return replay(up_to(records, int(moment)))
-    try:
-        at = datetime.fromisoformat(moment)
-    except ValueError:
+    at_s = time_s(moment)
+    if at_s is None:
         raise UsageError(f"{moment!r} is no moment of a log",
-                         "a seq, or a time as 2026-11-20T03:20:07.402Z") from None
-    # Commands print a record's time in whole milliseconds.
-    until_s = at.replace(tzinfo=at.tzinfo or UTC).timestamp() + 0.001
+                         "a seq, or a time as 2026-11-20T03:20:07.402Z")
+    until_s = at_s + 0.001  # commands print a record's time in whole milliseconds
     return replay(takewhile(lambda record: record.at_s < until_s, records))
 
 

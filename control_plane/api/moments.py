@@ -10,19 +10,26 @@ from ...events.errors import UsageError
 from ...events.records.envelope import Record
 
 
+def time_s(text: str) -> float | None:
+    """The time of an RFC 3339 text (without a zone: UTC) in seconds; None for another text."""
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return at.replace(tzinfo=at.tzinfo or UTC).timestamp()
+
+
 async def seq_at(text: str, last: int, read: Callable[[int], Awaitable[Record]]) -> int:
-    """The last record at a moment: `SEQ`, or a time as in RFC 3339 (without a zone: UTC). `last`:
-    the log's last seq; `read` reads a record. Raises UsageError if the log has no such moment."""
+    """The last record at a moment: `SEQ`, or a time as `time_s` reads it. `last`: the log's last
+    seq; `read` reads a record. Raises UsageError if the log has no such moment."""
     if text.isdecimal():
         if not 0 < int(text) <= last:
             raise UsageError(f"--at {text[:20]} is not in the log", f"it has seq 1 to {last}")
         return int(text)
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
+    at_s = time_s(text)
+    if at_s is None:
         raise UsageError(f"--at {text[:40]!r} is neither a seq nor a time",
-                         "for example 41, or 2026-11-27T02:10:00Z") from None
-    at_s = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+                         "for example 41, or 2026-11-27T02:10:00Z")
     if at_s > time.time() + 1.0:
         raise UsageError(f"--at {text[:40]} is in the future", "give a seq or a past time")
     low, high = 0, last
