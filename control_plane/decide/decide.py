@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from ...events.records import reports as r
 from ...events.records import types as t
@@ -25,8 +26,8 @@ Decide = Callable[[ClusterState, Record], Iterator[t.Body]]
 Plan = Callable[[ClusterState], Iterator[t.Body]]
 """Yields the plan: slots per task, their placement, and the reasons of waiting tasks."""
 _ANSWERS = (r.RankStarted, r.RankReady, r.Quiesced, r.Reconfigured)
-_AFFECTING_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeUnreachable, r.NodeReachable,
-                  r.PolicySet, r.OrderRefused, r.HealingFrozen, r.HealingResumed, r.DeviceErred,
+_AFFECTING_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeReachable, r.PolicySet,
+                  r.OrderRefused, r.HealingFrozen, r.HealingResumed, r.DeviceErred,
                   r.HealthChanged, r.QuarantineLifted)
 """Reports that may affect every task: of nodes, of the policy, of healing paused or on."""
 _PROGRESS = (r.TaskProgressed, r.IterationsLogged)
@@ -65,12 +66,12 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
         yield from task_decisions(state, _all_tasks(state))
 
 
-
 def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     """The tasks for which decisions may follow from the record, by id.
 
-    Records about nodes or the policy may affect every task. Any other record affects the task that
-    it names, or the task of its deadline. The exit of a process also affects each task that has a
+    Records about nodes or the policy may affect every task. A lost node affects the tasks that use
+    it: many nodes may be lost at once. Any other record affects the task that it names, or the
+    task of its deadline. The exit of a process also affects each task that has a
     seat without a process on that node, since the seat may wait for the slot. Progress affects only
     a task with faults or an incident: progress may close the incident, or show a straggler. An
     answer to an order has no effect while other answers are outstanding. While healing is paused,
@@ -82,6 +83,8 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
         number = task_of_deadline(body.deadline)
     if isinstance(body, _AFFECTING_ALL) or (isinstance(body, r.DeadlineReached) and not number):
         return _all_tasks(state)
+    if isinstance(body, r.NodeUnreachable):
+        return [task for task in _all_tasks(state) if _uses(task, body.node)]
     if isinstance(body, r.RankExited):
         node = record.source.rpartition("/")[0]
         return [task for task in _all_tasks(state) if task.id == number or any(
@@ -96,6 +99,14 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     if isinstance(body, _ANSWERS) and task.num_outstanding and not unsolicited:
         return []
     return [task]
+
+
+def _uses(task: Task, node: str) -> bool:
+    """Whether the task has a process, a seat, a member or an in-memory checkpoint on the node."""
+    return (any(rank.slot.node == node for rank in chain(task.ranks.values(), task.orphans))
+            or any(seat.slot.node == node for seat in task.target)
+            or any(member.node == node for member in task.members)
+            or any(node in one.stores for one in task.stores) or node in task.store_nodes)
 
 
 def _all_tasks(state: ClusterState) -> list[Task]:
