@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-overhead bench-paper megatron-lm gpu-check figures disasters check types docs wheel clean
+.PHONY: help setup demo demo-hosts test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-overhead bench-paper megatron-lm gpu-check golden-log figures disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -131,6 +131,9 @@ megatron-lm: setup types ## Megatron-LM's own script under agents, a rank killed
 CHECKS ?=
 gpu-check: types ## what only a GPU shows, with your own torch and NCCL (PYTHON=/path/to/python CHECKS=a,b)
 	@PYTHONPATH=tests:tests/drivers:.typing $(PYTHON) -P -m gpu.main $(CHECKS:%=--checks %)
+
+golden-log: setup types ## keep a log of a release in tests/golden (COMMIT=60f2d2b)
+	@$(BIN)/python -P tests/drivers/golden_log.py $(COMMIT)
 
 figures: setup types ## write what was measured into README and the guides, with commit and date
 	@PYTHONPATH=tests:tests/drivers:.typing $(BIN)/python docs/reference/figures.py

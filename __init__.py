@@ -1,4 +1,4 @@
 """Unicron: the open self-healing control plane for large-model training."""
 
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.exceptions import Abort, TyperException
@@ -40,14 +42,48 @@ app = typer.Typer(
 inject = typer.Typer(help="Inject a fault (up --allow-inject).")
 token = typer.Typer(help="Tokens: who may do what on the cluster.")
 certs = typer.Typer(help="A certificate, for those who have none.")
+sealed = typer.Typer(help="The sealed log: segment files and snapshots.")
 file_tools = typer.Typer()
 simulation = typer.Typer(invoke_without_command=True)
 # The help lists these groups in this order, after the commands of `app`.
 app.add_typer(inject, name="inject")
 app.add_typer(token, name="token")
 app.add_typer(certs, name="certs")
+app.add_typer(sealed, name="log")
 app.add_typer(file_tools)
 app.add_typer(simulation, name="simulate")
+
+STATE: dict[str, tuple[Any, object]] = {"state": (State, None)}
+CA: dict[str, tuple[Any, object]] = {"ca": (Ca, None)}
+TARGET = STATE | {"url": (Url, None)} | CA
+OUTPUT: dict[str, tuple[Any, object]] = {"output": (Form, "text")}
+
+
+def calls(group: typer.Typer, function: str, shared: Mapping[str, tuple[Any, object]] = (
+        TARGET | OUTPUT), *, name: str | None = None
+          ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command of the group with the options of the decorated function, which has no body, and
+    with the `shared` ones. It calls `function`, a path below cli/, imported only then."""
+    def declare(declared: Callable[..., None]) -> Callable[..., None]:
+        def command(**given: Any) -> object:
+            given.pop("ca", None)  # the option has stored it
+            if "state" in given:
+                given["state"] = folder(given["state"])
+            if "output" in given:
+                given["as_json"] = given.pop("output") != "text"
+            module, _, called = function.rpartition(".")
+            code: object = getattr(import_module(f".{module}", __package__), called)(**given)
+            return code
+
+        signature = inspect.signature(declared, eval_str=True)
+        vars(command)["__signature__"] = signature.replace(parameters=[
+            *signature.parameters.values(),
+            *(inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=usual,
+                                annotation=annotation)
+              for option, (annotation, usual) in shared.items())])
+        group.command(name or declared.__name__, help=declared.__doc__)(command)
+        return declared
+    return declare
 
 
 @app.command()
@@ -110,17 +146,13 @@ def up(
         run_as=run_as), detach=detach)
 
 
-@app.command()
-def down(state: State = None) -> None:
+@calls(app, "commands.up.down", STATE)
+def down() -> None:
     """Stop the cluster of this machine; its log stays."""
-    from .commands import up as command
-
-    command.down(folder(state))
 
 
-@app.command()
+@calls(app, "commands.serve.agent", TARGET)
 def agent(
-    state: State = None, url: Url = None, ca: Ca = None,
     node: Annotated[str, typer.Option(metavar="NAME", help="This node's name [the host's].")] = "",
     slots: Annotated[int, typer.Option(min=0, max=64, metavar="K",
                                        help="Slots here; 0: one for each GPU.")] = 0,
@@ -152,20 +184,10 @@ def agent(
         "upgrade. Its ranks run on.")] = False,
 ) -> None:
     """Run the agent of one node; it joins the control plane by HTTP."""
-    from .commands import serve
-
-    if restart:
-        serve.restart_agent(folder(state), node)
-        return
-    serve.agent(folder(state), url=url, node=node, num_slots=slots, advertise=advertise or host,
-                insecure=insecure, redis_url=redis, label=label or (), watch=not no_watch,
-                checks=checks, checks_every_s=checks_every, checks_s_max=checks_limit,
-                run_as=run_as)
 
 
-@app.command("control-plane")
+@calls(app, "commands.serve.control_plane", STATE | CA, name="control-plane")
 def control_plane(
-    state: State = None,
     listen: Annotated[str, typer.Option(
         metavar="ADDRESS|INTERFACE", help="Where it listens; beyond this machine also at the next "
         "port, for the log.")] = "127.0.0.1",
@@ -178,27 +200,20 @@ def control_plane(
         metavar="FILE", help="Its certificate for https://, and after it that of the "
         "authority.")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
-    ca: Ca = None,
     insecure: Insecure = False,
     cluster: Annotated[str, typer.Option(metavar="NAME")] = "default",
     policy: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     observe: Annotated[bool, typer.Option("--observe")] = False,
     allow_inject: Annotated[bool, typer.Option("--allow-inject")] = False,
     shared_password: Annotated[bool, typer.Option("--shared-password")] = False,
+    segments: Annotated[str, typer.Option(
+        metavar="FOLDER|URL", help="Where the sealed log is kept [log in the state "
+        "folder].")] = "",
 ) -> None:
     """Run the control plane of several hosts; `up` is for one machine.
 
     The log is on a private server, or on that of $UNICRON_REDIS_URL.
     """
-    from ..events.secret_environment import REDIS_URL, remove_secrets
-    from .commands import serve
-
-    redis_url = os.environ.get(REDIS_URL, "")
-    remove_secrets(REDIS_URL)
-    serve.control_plane(folder(state), redis_url=redis_url, listen=listen, advertise=advertise,
-                        port=port, tls_files=(tls_cert, tls_key), insecure=insecure,
-                        cluster=cluster, policy=policy, observe=observe,
-                        allow_inject=allow_inject, shared_password=shared_password)
 
 
 @app.command()
@@ -218,21 +233,20 @@ def submit(
     tasks.submit(folder(state), url, job, as_json=output == "json")
 
 
-@app.command()
+@calls(app, "commands.status.status")
 def status(
     what: Annotated[str, typer.Argument(
         metavar="TASK|nodes", help="A task's name or id, or the word nodes.")] = "",
     watch: Annotated[bool, typer.Option("--watch", "-w",
                                         help="Refresh every second.")] = False,
-    state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
+    at: Annotated[str, typer.Option(
+        "--at", metavar="SEQ|TIME", help="As it was after that record, or at that time, for "
+        "example 2026-11-27T02:10:00Z.")] = "",
 ) -> None:
     """Show the cluster, one task, or the nodes."""
-    from .commands import status as commands_status
-
-    commands_status.status(folder(state), url, what, watch=watch, as_json=output == "json")
 
 
-@app.command()
+@calls(app, "commands.tail.tail", TARGET)
 def tail(
     follow: Annotated[bool, typer.Option("--follow", "-f",
                                          help="Print new records as they arrive.")] = False,
@@ -242,28 +256,19 @@ def tail(
     task: Annotated[str | None, typer.Option(metavar="T", help="Only this task.")] = None,
     node: Annotated[str | None, typer.Option(metavar="N", help="Only this node.")] = None,
     incident: Annotated[str | None, typer.Option(metavar="I", help="Only this incident.")] = None,
-    state: State = None, url: Url = None, ca: Ca = None,
     output: Annotated[Literal["text", "json", "jsonl"], typer.Option(
         "-o", "--output", help="text, or jsonl: one JSON object a line.")] = "text",
 ) -> None:
     """Read the log: one record a line."""
-    from .commands import tail as commands_tail
-
-    commands_tail.tail(folder(state), url, commands_tail.Filter.make(
-        kind or [], task, node, incident), after=after, follow=follow, as_json=output != "text")
 
 
-@app.command()
+@calls(app, "commands.incident.incident")
 def incident(
     which: Annotated[str, typer.Argument(
         metavar="ID", help="For example 41 or inc-41 [the newest].", show_default=False)] = "",
     every: Annotated[bool, typer.Option("--all", help="One line for each.")] = False,
-    state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
     """Show a fault: evidence, decision, plans, phases, cost, remaining steps."""
-    from .commands import incident as commands_incident
-
-    commands_incident.incident(folder(state), url, which, every=every, as_json=output == "json")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -282,35 +287,27 @@ def megatron(
     command.megatron(script, words or ())
 
 
-@app.command()
+@calls(app, "commands.tasks.cancel")
 def cancel(
     task: TaskArg,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; it goes into the log.")] = "",
-    state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
     """Cancel a task."""
-    from .commands import tasks
-
-    tasks.cancel(folder(state), url, task, reason, as_json=output == "json")
 
 
-@app.command()
+@calls(app, "commands.logs.logs", TARGET)
 def logs(
     task: TaskArg,
     rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Only this rank.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f",
                                          help="Print new lines as they arrive.")] = False,
-    state: State = None, url: Url = None, ca: Ca = None,
 ) -> None:
     """Show what a task's ranks printed, from the files here or by the agents of other hosts."""
-    from .commands import logs as commands_logs
-
-    commands_logs.logs(folder(state), url, task, rank, follow=follow)
 
 
-@app.command()
+@calls(app, "commands.replay.replay")
 def replay(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="An exported log.")] = None,
+    path: Annotated[Path | None, typer.Argument(metavar="FILE", help="An exported log.")] = None,
     live: Annotated[bool, typer.Option("--live", help="The running cluster's log.")] = False,
     until: Annotated[int | None, typer.Option(min=0, metavar="SEQ", help="Stop after it.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Decide again and compare.")] = False,
@@ -318,50 +315,45 @@ def replay(
                                                       "hash after it.")] = False,
     incident: Annotated[str | None, typer.Option(
         "--incident", metavar="ID", help="Show this incident's page.")] = None,
-    state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
+    diff: Annotated[tuple[str, str] | None, typer.Option(
+        "--diff", metavar="A B", help="Compare two files, or two moments (SEQ or TIME) of FILE or "
+        "--live.", show_default=False)] = None,
 ) -> None:
     """Fold a log to its final state; needs no server and no torch."""
-    from .commands import replay as commands_replay
-
-    commands_replay.replay(folder(state), url, file, live=live, until=until, verify=verify,
-                           step=step, incident=incident, as_json=output == "json")
 
 
-@app.command()
+@calls(app, "commands.explain.explain")
+def explain(
+    seq: Annotated[int, typer.Argument(min=1, metavar="SEQ", help="For example 41.")],
+    path: Annotated[Path | None, typer.Argument(
+        metavar="FILE", help="An exported log [the cluster's].", show_default=False)] = None,
+) -> None:
+    """Show what a record rests on, what a plan was preferred to, and what followed."""
+
+
+@calls(app, "commands.replay.export", TARGET)
 def export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; must not exist.")],
-    state: State = None, url: Url = None, ca: Ca = None,
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; must not exist.")],
 ) -> None:
     """Write the running cluster's log to a file, as JSON lines."""
-    from .commands import replay as commands_replay
-
-    commands_replay.export(folder(state), url, file)
 
 
-@app.command()
+@calls(app, "demo.demo.demo", {})
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster running.")] = False,
-    iterations: Annotated[int, typer.Option(
-        min=100, max=10_000, metavar="N", help="Iterations of the task that finishes.")] = 128,
+    num_iterations: Annotated[int, typer.Option(
+        "--iterations", min=100, max=10_000, metavar="N",
+        help="Iterations of the task that finishes.")] = 128,
 ) -> None:
     """Train two real models on three nodes through several faults; under two minutes."""
-    from .demo import demo as demo_demo
-
-    raise typer.Exit(demo_demo.demo(keep=keep, num_iterations=iterations))
 
 
-@app.command()
+@calls(app, "commands.doctor.doctor", STATE | OUTPUT)
 def doctor(
-    state: State = None, output: Form = "text",
-    support: Annotated[bool, typer.Option(
+    only_support: Annotated[bool, typer.Option(
         "--support", help="Only list which features of Megatron heal in memory, and why.")] = False,
 ) -> None:
     """Check what this machine provides and lacks; list what heals in memory."""
-    from .commands import doctor as commands_doctor
-
-    if support:
-        raise typer.Exit(commands_doctor.print_support(as_json=output == "json"))
-    raise typer.Exit(commands_doctor.doctor(folder(state), as_json=output == "json"))
 
 
 @app.command()
@@ -420,102 +412,67 @@ RankArg = Annotated[int | None, typer.Argument(
     min=0, metavar="RANK", help="Its rank [the highest that trains].", show_default=False)]
 
 
-@app.command("set-weight")
+@calls(app, "commands.operate.set_weight", name="set-weight")
 def set_weight(
     task: TaskArg,
     weight: Annotated[float, typer.Argument(
         metavar="WEIGHT", help="Only its ratio to other tasks' weights matters; 1 is usual.")],
-    reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
+    reason: Reason = "",
 ) -> None:
     """Set the weight of a task; a new plan follows."""
-    from .commands import operate
-
-    operate.set_weight(folder(state), url, task, weight, reason, as_json=output == "json")
 
 
-@app.command()
-def drain(node: NodesArg, reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None,
-          output: Form = "text") -> None:
+@calls(app, "commands.operate.drain")
+def drain(node: NodesArg, reason: Reason = "") -> None:
     """Remove the tasks from a node; no iteration is lost."""
-    from .commands import operate
-
-    operate.drain(folder(state), url, node, reason, as_json=output == "json")
 
 
-@app.command()
-def undrain(node: NodesArg, reason: Reason = "", state: State = None, url: Url = None,
-            ca: Ca = None, output: Form = "text") -> None:
+@calls(app, "commands.operate.undrain")
+def undrain(node: NodesArg, reason: Reason = "") -> None:
     """Allow tasks on a drained node again."""
-    from .commands import operate
-
-    operate.undrain(folder(state), url, node, reason, as_json=output == "json")
 
 
-@app.command()
-def lift(node: NodesArg, reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None,
-         output: Form = "text") -> None:
+@calls(app, "commands.operate.lift")
+def lift(node: NodesArg, reason: Reason = "") -> None:
     """End the quarantine of a node that failed repeatedly."""
-    from .commands import operate
-
-    operate.lift(folder(state), url, node, reason, as_json=output == "json")
 
 
-@app.command()
-def freeze(reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None,
-           output: Form = "text") -> None:
+@calls(app, "commands.operate.freeze")
+def freeze(reason: Reason = "") -> None:
     """Pause healing: decide and log, order nothing."""
-    from .commands import operate
-
-    operate.freeze(folder(state), url, reason, as_json=output == "json")
 
 
-@app.command()
-def unfreeze(reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None,
-             output: Form = "text") -> None:
+@calls(app, "commands.operate.unfreeze")
+def unfreeze(reason: Reason = "") -> None:
     """Resume healing, and act on the faults since the freeze."""
-    from .commands import operate
-
-    operate.unfreeze(folder(state), url, reason, as_json=output == "json")
 
 
-@inject.command("rank")
-def inject_rank(task: TaskArg, rank: RankArg = None, reason: Reason = "", state: State = None,
-                url: Url = None, ca: Ca = None, output: Form = "text") -> None:
+@calls(inject, "commands.operate.inject_rank", name="rank")
+def inject_rank(task: TaskArg, rank: RankArg = None, reason: Reason = "") -> None:
     """Kill one rank of a task."""
-    from .commands import operate
-
-    operate.inject_rank(folder(state), url, task, rank, reason, as_json=output == "json")
 
 
-@inject.command("stop")
+@calls(inject, "commands.operate.inject_rank", name="stop")
 def inject_stop(
     task: TaskArg, rank: RankArg = None,
-    for_s: Annotated[float, typer.Option(
+    stop_s: Annotated[float, typer.Option(
         "--for", min=0.0, max=86_400.0, metavar="S", show_default=False,
         help="Continue the rank after this many seconds [never].")] = 0.0,
-    reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
+    reason: Reason = "",
 ) -> None:
     """Stop one rank of a task where it is, so that it hangs."""
-    from .commands import operate
-
-    operate.inject_rank(folder(state), url, task, rank, reason, as_json=output == "json",
-                        stop_s=for_s)
 
 
-@inject.command("node")
-def inject_node(node: NodeArg, reason: Reason = "", state: State = None, url: Url = None,
-                ca: Ca = None, output: Form = "text") -> None:
+@calls(inject, "commands.operate.inject_node", name="node")
+def inject_node(node: NodeArg, reason: Reason = "") -> None:
     """Kill a node's agent with all its ranks."""
-    from .commands import operate
-
-    operate.inject_node(folder(state), url, node, reason, as_json=output == "json")
 
 
 TokenArg = Annotated[str, typer.Argument(
     metavar="NAME", help="The name of a token, or of an enrolled node.")]
 
 
-@token.command("create")
+@calls(token, "commands.token.create", name="create")
 def token_create(
     role: Annotated[Literal["view", "operate", "admin"] | None, typer.Option(
         "--role", help="view: read. operate: also submit, cancel, drain, weights, freeze. admin: "
@@ -531,40 +488,43 @@ def token_create(
     name: Annotated[str, typer.Option(
         "--name", metavar="WHO", help="Whose it is; it goes into the log with each request [your "
         "login name].")] = "",
-    reason: Reason = "", state: State = None, url: Url = None, ca: Ca = None,
-    output: Form = "text",
+    reason: Reason = "",
 ) -> None:
     """Print a new token; only its hash is kept."""
-    from .commands import token as command
-
-    command.create(folder(state), url, role, expires, name, join=join, node=node, uses=uses,
-                   reason=reason, as_json=output == "json")
 
 
-@token.command("list")
-def token_list(state: State = None, url: Url = None, ca: Ca = None, output: Form = "text") -> None:
+@calls(token, "commands.token.show", name="list")
+def token_list() -> None:
     """List the tokens and the enrolled nodes, without their secrets."""
-    from .commands import token as command
-
-    command.show(folder(state), url, as_json=output == "json")
 
 
-@token.command("rotate")
-def token_rotate(name: TokenArg, reason: Reason = "", state: State = None, url: Url = None,
-                 ca: Ca = None, output: Form = "text") -> None:
+@calls(token, "commands.token.rotate", name="rotate")
+def token_rotate(name: TokenArg, reason: Reason = "") -> None:
     """Print a new secret for a token; the old one ends now."""
-    from .commands import token as command
-
-    command.rotate(folder(state), url, name, reason, as_json=output == "json")
 
 
-@token.command("revoke")
-def token_revoke(name: TokenArg, reason: Reason = "", state: State = None, url: Url = None,
-                 ca: Ca = None, output: Form = "text") -> None:
+@calls(token, "commands.token.revoke", name="revoke")
+def token_revoke(name: TokenArg, reason: Reason = "") -> None:
     """End a token, or the identity of a node, now."""
-    from .commands import token as command
 
-    command.revoke(folder(state), url, name, reason, as_json=output == "json")
+
+Segments = Annotated[str, typer.Option(
+    "--segments", metavar="FOLDER|URL", help="The folder [log in the state folder].")]
+
+
+@calls(sealed, "commands.sealed.status", name="status")
+def log_status(segments: Segments = "") -> None:
+    """Show what is sealed, and what the loss of the server's disk would cost now."""
+
+
+@calls(sealed, "commands.sealed.verify", STATE, name="verify")
+def log_verify(segments: Segments = "") -> None:
+    """Read every segment and snapshot; say which records are gone."""
+
+
+@calls(sealed, "commands.sealed.restore", STATE, name="restore")
+def log_restore(segments: Segments = "") -> None:
+    """Fill an empty server (the private one, or $UNICRON_REDIS_URL) with the sealed log."""
 
 
 @certs.command("init")
@@ -583,30 +543,22 @@ def certs_init(
     command.init(directory or folder(None).path / "certs", host, force=force)
 
 
-@file_tools.command()
+@calls(file_tools, "commands.classify.classify", OUTPUT)
 def classify(
     file: Annotated[Path | None, typer.Argument(
         metavar="FILE", help="A log, or on each line a JSON object with `text` (or a log's "
         "`event`, `msg`, `message`, ...); none, or -: standard input.")] = None,
-    output: Form = "text",
 ) -> None:
     """Classify lines of error text: status, severity, and the rule that matched."""
-    from .commands import classify as commands_classify
-
-    commands_classify.classify(file, as_json=output == "json")
 
 
-@file_tools.command()
+@calls(file_tools, "commands.locate.locate", OUTPUT)
 def locate(
-    dumps: Annotated[list[Path], typer.Argument(
+    paths: Annotated[list[Path], typer.Argument(
         metavar="DUMP...", help="Flight-recorder dumps (a file for each rank, or one file), or "
         "folders of them: the folder of each node.")],
-    output: Form = "text",
 ) -> None:
     """Name the ranks that a hung job waits for, from PyTorch's flight-recorder dumps."""
-    from .commands import locate as commands_locate
-
-    commands_locate.locate(dumps, as_json=output == "json")
 
 
 @simulation.callback()
@@ -664,19 +616,15 @@ def simulate(
     compare.simulate(scenario, log=log, as_json=output == "json")
 
 
-@simulation.command()
+@calls(simulation, "simulate.paper_tables.paper", OUTPUT)
 def paper(
     seeds: Annotated[int, typer.Option(
         "--seeds", min=1, max=100, metavar="N", help="Traces drawn of each kind.")] = 3,
     report: Annotated[Path | None, typer.Option(
         "--report", metavar="FOLDER", help="Write report.html there, with each figure as SVG and "
         "PNG.")] = None,
-    output: Form = "text",
 ) -> None:
     """The paper's evaluation: its traces and cases under every policy, next to its figures."""
-    from .simulate import paper_tables
-
-    paper_tables.paper(seeds=seeds, report=report, as_json=output == "json")
 
 
 Drawn = Annotated[Path | None, typer.Option(
@@ -688,37 +636,27 @@ Report = Annotated[Path | None, typer.Option(
     "--report", metavar="FOLDER", help="Write report.html there, with the curves.")]
 
 
-@simulation.command()
-def mtbf(scenario: Drawn = None, seeds: Seeds = 3, report: Report = None,
-         output: Form = "text") -> None:
+@calls(simulation, "simulate.capacity.mtbf", OUTPUT)
+def mtbf(scenario: Drawn = None, seeds: Seeds = 3, report: Report = None) -> None:
     """The cost of a lower MTBF, by policy, and where two policies break even."""
-    from .simulate import capacity
-
-    capacity.mtbf(scenario, seeds=seeds, report=report, as_json=output == "json")
 
 
-@simulation.command()
+@calls(simulation, "simulate.capacity.spares", OUTPUT)
 def spares(
     scenario: Drawn = None,
     most: Annotated[int, typer.Option(
         "--most", min=1, max=1000, metavar="N", help="Try up to this many idle nodes.")] = 4,
-    seeds: Seeds = 3, report: Report = None, output: Form = "text",
+    seeds: Seeds = 3, report: Report = None,
 ) -> None:
     """How many idle nodes are worth their cost, by policy."""
-    from .simulate import capacity
-
-    capacity.spares(scenario, most=most, seeds=seeds, report=report, as_json=output == "json")
 
 
-@simulation.command()
+@calls(simulation, "simulate.capacity.weights", OUTPUT)
 def weights(
     task: Annotated[str, typer.Option("--task", metavar="TASK", help="Vary this task's weight.")],
-    scenario: Drawn = None, seeds: Seeds = 3, report: Report = None, output: Form = "text",
+    scenario: Drawn = None, seeds: Seeds = 3, report: Report = None,
 ) -> None:
     """What a task gains from its weight, and what that costs the others."""
-    from .simulate import capacity
-
-    capacity.weights(scenario, task=task, seeds=seeds, report=report, as_json=output == "json")
 
 
 @app.callback(invoke_without_command=True)

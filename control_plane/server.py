@@ -23,6 +23,7 @@ from ..events.errors import Fenced, Unavailable, UsageError
 from ..events.log.embedded_server import start_time
 from ..events.log.identity import SECRET_BYTES, Identities, new_secret
 from ..events.log.redis_streams import RedisLog
+from ..events.log.segments import Folder
 from ..events.private_files import read_private, write_private
 from ..events.process_io import LogStream
 from ..events.spec.policy import Policy
@@ -60,6 +61,8 @@ class Options(Struct, frozen=True, kw_only=True):
     """Something crosses the network unencrypted: `unicron status` says so."""
     policy: Policy = Policy()
     """Replaces the policy of the log."""
+    segments: str = ""
+    """Where segments and snapshots of the log are: a folder or a URL; "": `log` in `state`."""
     shared_password: bool = False
     """Agents use the server with the control plane's own password, and so with all its rights."""
 
@@ -84,12 +87,17 @@ async def _serve(options: Options) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     asyncio.get_running_loop().set_exception_handler(seldom_logged())
-    limits, too_few = limits_of_descriptors(ConnectionLimits())
+    is_relayed = (server_relay.is_local(options.redis_url)
+                  and not network_address.is_loopback(options.listen))
+    limits, too_few = limits_of_descriptors(ConnectionLimits(
+        relayed_num_max=server_relay.RELAYED_NUM_MAX if is_relayed else 0))
     if too_few:
         logger.warning(too_few)
     identities = Identities(_secret(options.state), options.cluster)
+    folder = Folder(options.segments or options.state / "log", options.cluster)
     log = RedisLog(options.redis_url, options.cluster, identities.key,
-                   None if options.shared_password else identities, options.ca, options.policy)
+                   None if options.shared_password else identities, options.ca, folder,
+                   options.policy)
     try:
         await _wait_for_redis(log)
         if options.shared_password:
@@ -100,10 +108,8 @@ async def _serve(options: Options) -> int:
         tokens = Tokens(options.state / "tokens.json", owner=token)
         coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
                                   code=__version__, policy=options.policy,
-                                  expelled=tokens.revoked_nodes())
+                                  expelled=tokens.revoked_nodes(), folder=folder)
         advertised = options.advertise or options.listen
-        is_relayed = (server_relay.is_local(options.redis_url)
-                      and not network_address.is_loopback(options.listen))
         address = Address(
             cluster=options.cluster, shared_password=options.shared_password,
             insecure=options.insecure, names=(options.listen, advertised),
@@ -111,11 +117,11 @@ async def _serve(options: Options) -> int:
                                           with_tls=options.certificate is not None)
             if is_relayed else options.redis_url)
         http = HttpApi(coordinator, log, tokens=tokens, address=address, identities=identities,
-                       certificate=options.certificate)
+                       certificate=options.certificate, folder=folder)
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options, advertised)
         socket = await _listen_locally(listener, options.state)
-        relay = server_relay.ServerRelay(options.redis_url)
+        relay = server_relay.ServerRelay(options.redis_url, limits.relayed_num_max)
         file = options.state / "control_plane.json"
         reloading = (None if options.certificate is None else asyncio.create_task(
             options.certificate.keep_reloading(), name="certificate"))

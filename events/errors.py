@@ -1,6 +1,7 @@
 """The error tree.
 
-UnicronError              exit code 1; cli/cluster/client.py, Unreachable: 3
+UnicronError              exit code 1; cli/cluster/client.py, Unreachable: 3; an agent's
+                          NodeRevoked: 77
 ├── UsageError            wrong user input: one line, a hint, exit code 2
 │   └── SpecError         a job spec is malformed or can never fit; names the path
 ├── LogError
@@ -8,6 +9,7 @@ UnicronError              exit code 1; cli/cluster/client.py, Unreachable: 3
 │   ├── Fenced            a newer epoch holds the log: this leader must stop
 │   ├── Ambiguous         the reply was lost, the write may have happened: fold the log again
 │   ├── Unavailable       the server cannot be reached: retry with a limit
+│   ├── NewerLog          a record of a later version, without which the state would be wrong
 │   └── CorruptLog        a record is edited, missing, out of order or foreign; names the seq
 └── ServerError           the embedded server did not start, or its directory is locked
 
@@ -65,6 +67,12 @@ class Ambiguous(LogError):
 
 class Unavailable(LogError):
     """The server cannot be reached."""
+
+
+class NewerLog(LogError):
+    """The log has a record that only a later Unicron can fold."""
+
+    exit_code = 2
 
 
 class CorruptLog(LogError):

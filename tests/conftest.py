@@ -19,6 +19,7 @@ from memory_log import MemoryLog
 from unicron.events.log import embedded_server
 from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.log.redis_streams import RedisLog
+from unicron.events.log.segments import Folder
 from unicron.workers.host import linux
 
 _numbers = itertools.count(1)
@@ -81,8 +82,9 @@ class Cluster:
         self.identities = Identities(bytes(SECRET_BYTES), self.name)
 
     @asynccontextmanager
-    async def __call__(self, url: str = "") -> AsyncGenerator[RedisLog]:
-        log = RedisLog(url or self.url, self.name, self.identities.key)
+    async def __call__(self, url: str = "", folder: Folder | None = None
+                       ) -> AsyncGenerator[RedisLog]:
+        log = RedisLog(url or self.url, self.name, self.identities.key, folder=folder)
         try:
             yield log
         finally:

@@ -135,8 +135,6 @@ class Client:
 
 
 class _SocketConnection(http.client.HTTPConnection):
-    """HTTP over a unix socket."""
-
     def __init__(self, path: str, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)
         self._path = path

@@ -25,6 +25,7 @@ from ...events.errors import Unavailable, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.log.durability import Settings
 from ...events.records import types
+from ...events.secret_environment import REDIS_URL
 from ...events.spec.policy import Policy
 from . import processes
 from .client import Client, Interrupted, Refused, Unable, Unreachable, authority, connect
@@ -43,7 +44,6 @@ PORT_MIN, PORT_MAX = 20000, 32000
 """Below the ephemeral ports of Linux (from 32768) and macOS (from 49152)."""
 PORT_TRIES_MAX = 5
 PORT_WAIT_S_MAX = 2.0
-REDIS_URL = "UNICRON_REDIS_URL"
 T = TypeVar("T")
 
 

@@ -39,8 +39,10 @@ class Finding(Struct, frozen=True):
     hint: str = ""
 
 
-def doctor(state: StateDir, *, as_json: bool) -> int:
-    """Print all findings; 1 if something is missing."""
+def doctor(state: StateDir, *, only_support: bool, as_json: bool) -> int:
+    """Print all findings, or only what heals in memory; 1 if something is missing."""
+    if only_support:
+        return print_support(as_json=as_json)
     checks: tuple[Callable[[], Finding], ...] = (
         _python, _torch, _megatron, _gpus, _server, lambda: log_server(state), _loopback,
         lambda: _folder(state), lambda: _ranks(state), lambda: _running(state))

@@ -29,7 +29,7 @@ from ...events.records.decisions import (
 from ...events.records.envelope import Record
 from ...events.records.orders import Resume
 from ...events.records.reports import DeadlineReached, NodeUnreachable, Quiesced, RankStalled
-from ..cluster.client import DRY_RUN_S_MAX, connect
+from ..cluster.client import DRY_RUN_S_MAX
 from ..cluster.state_dir import StateDir
 from ..screens import incident as incident_screen
 from ..screens.fault_start import FaultStart, began
@@ -39,6 +39,7 @@ from ..screens.plan import bound_by, not_taken
 from ..terminal import console
 from ..terminal.format import Plain, lost_state, plan_waf, way_to_act
 from ..terminal.record_line import essentials, status_in_words
+from .offline import connect_to_read
 from .request_outcome import hidden
 from .tail import incident_id
 from .tasks import option_for
@@ -63,7 +64,7 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
     if which:  # reject an invalid ID before the first request
         incident_id(which, f"for example inc-41; all, and whose they are: unicron incident "
                            f"--all{option}")
-    client = connect(state, url)
+    client = connect_to_read(state, url)
 
     def read() -> Iterator[Record]:
         return map(from_plain, client.records(0, follow=False))
@@ -177,7 +178,7 @@ def facts_of(history: History, found: IncidentRecords, view: Plain, *, now_s: fl
         "decisions": [{"seq": x.seq, "severity": x.body.severity, "why": x.body.why,
                        "rule": rule(x.body)} for x in found.records
                       if isinstance(x.body, IncidentOpened | IncidentEscalated)],
-        "plans": [_plan(history, x) for x in found.records if isinstance(x.body, PlanChosen)],
+        "plans": [plan_facts(history, x) for x in found.records if isinstance(x.body, PlanChosen)],
         "waits": [], "computed_by": 0,
         "effects": [*([_faulted_task(history, found, now_s)] if one.task else []),
                     *(_unfaulted_task(history, key, found) for key in found.others)],
@@ -286,7 +287,8 @@ def _who(record: Plain) -> str:
     return "plan" if record["kind"] in ("PlanChosen", "TaskPlaced", "TaskWaiting") else "decide"
 
 
-def _plan(history: History, record: Record) -> Plain:
+def plan_facts(history: History, record: Record) -> Plain:
+    """A plan (PlanChosen) and the alternatives that it was preferred to."""
     body: Plain = to_plain(record)["body"]
     given = body["allocations"]
     return {"seq": record.seq, "trigger": body["trigger"], "num_slots": body["num_slots"],

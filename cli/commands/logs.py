@@ -9,10 +9,11 @@ from pathlib import Path
 from msgspec import Struct
 
 from ...events.errors import UsageError
-from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, connect
+from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, ranks
+from .offline import connect_to_read
 from .tasks import pick
 
 CHUNK_BYTES = 1 << 16
@@ -75,7 +76,7 @@ class _File(Struct):
 
 def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follow: bool) -> None:
     """Print the output of a task, each line after its rank and attempt. Raises UsageError."""
-    client = connect(state, url)
+    client = connect_to_read(state, url)
     number = int(pick(client.get("/v1/state")["tasks"], task)["id"])
     files: dict[str, _File] = {}
     seq, has_ended = _find(client, number, rank, files, after=0)

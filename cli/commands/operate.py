@@ -142,7 +142,6 @@ def inject_node(state: StateDir, url: str | None, node: str, reason: str, *,
 # --- Output. ---
 def _show(state: StateDir, head: str, followed: Outcome, lines: Iterable[str] = (), *,
           look: str = "", undo: str = "", as_json: bool) -> None:
-    """Print the request, the lines on its effects, and the next commands."""
     if as_json:
         console.out(followed.as_json())
         return

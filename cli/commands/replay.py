@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from unicron import __version__
@@ -12,11 +13,11 @@ from ...events.errors import CorruptLog, UnicronError, UsageError
 from ...events.log import archive
 from ...events.records import codec
 from ...events.records.envelope import Record
-from ..cluster.client import connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, count, labelled, lost_cell, table
 from ..terminal.record_line import line
+from .offline import connect_to_read
 from .tasks import option_for
 
 
@@ -30,7 +31,7 @@ def export(state: StateDir, url: str | None, path: Path) -> None:
     """Write the running cluster's log to a file. Raises UsageError."""
     if path.exists():
         raise UsageError(f"{path} exists", "name a new file")
-    client = connect(state, url)
+    client = connect_to_read(state, url)
     cluster = client.get("/v1/health")["cluster"]
     records = (codec.from_plain(data) for data in client.records(0, follow=False))
     num = archive.write(path, records, cluster=cluster, code=__version__)
@@ -38,10 +39,34 @@ def export(state: StateDir, url: str | None, path: Path) -> None:
     console.talk(f"next: unicron replay {path} --verify")
 
 
+def records_of(state: StateDir, url: str | None, path: Path | None) -> Iterator[Record]:
+    """The records of an exported file, else of the running cluster. Raises UsageError."""
+    try:
+        yield from archive.read(path) if path is not None else map(
+            codec.from_plain, connect_to_read(state, url).records(0, follow=False))
+    except CorruptLog as error:
+        raise UsageError(f"{path}: {error}" if path is not None else str(error),
+                         "the records before that seq are valid; export the log again") from None
+
+
+@contextmanager
+def foldable(path: Path | None) -> Generator[None]:
+    """Turn a failed fold of a log into UsageError."""
+    try:
+        yield
+    except (AssertionError, ValueError, OverflowError) as error:  # records that no leader wrote
+        raise UsageError(f"{path or 'the log'} cannot be folded: {error}",
+                         "unicron replay FILE --verify names the first seq that differs") from None
+
+
 def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, until: int | None,
-           verify: bool, step: bool, as_json: bool, incident: str | None = None) -> None:
-    """Fold a log and print the final state, or one incident. Raises UsageError, CorruptError."""
-    if (path is None) == (not live):
+           verify: bool, step: bool, as_json: bool, incident: str | None = None,
+           diff: tuple[str, str] | None = None) -> None:
+    """Fold a log and print the final state, one incident, or a difference. Raises UsageError,
+    CorruptError, DifferError."""
+    if diff is not None and (verify or step or until is not None or incident is not None):
+        raise UsageError("--diff goes with no other option than --live", "give one of them")
+    if (path is None) == (not live) and (diff is None or live):
         raise UsageError("name either an exported file or --live",
                          "unicron replay FILE, or unicron replay --live")
     if step and verify:
@@ -50,12 +75,17 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
         raise UsageError("--incident goes with neither --step nor --verify", "give one of them")
 
     def read() -> Iterator[Record]:
-        records = archive.read(path) if path is not None else map(
-            codec.from_plain, connect(state, url).records(0, follow=False))
-        return _until(records, until)
+        return up_to(records_of(state, url, path), until)
 
-    records = read()
-    try:
+    with foldable(path):
+        if diff is not None:
+            from . import log_difference
+
+            log_difference.diff(
+                read if path is not None or live else None,
+                [records_of(state, url, Path(name)) for name in diff], *diff, as_json=as_json)
+            return
+        records = read()
         if incident is not None:
             option = option_for(state)
             log = f"--live{option}" if path is None else str(path)
@@ -66,13 +96,6 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
             _step(records, as_json=as_json)
         else:
             _fold(records, as_json=as_json)
-    except AssertionError as error:
-        raise UsageError(f"{path or 'the log'} cannot be folded: {error}",
-                         "unicron replay FILE --verify names the first seq that differs") from None
-    except CorruptLog as error:
-        where = f"{path}: " if path is not None else ""
-        raise UsageError(f"{where}{error}", "the records before that seq are valid; "
-                         "export the log again") from None
 
 
 def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, option: str,
@@ -88,7 +111,7 @@ def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, opt
     from . import incident as commands_incident
 
     def plan_at(seq: int) -> Plain:
-        at = replay(_until(read(), seq))
+        at = replay(up_to(read(), seq))
         plan: Plain = msgspec.to_builtins(dry_run.explain_present_plan(encode_state(at)))
         return plan
 
@@ -100,7 +123,7 @@ def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, opt
                            log=log, option=option, as_json=as_json, plan_at=plan_at)
 
 
-def _until(records: Iterable[Record], until: int | None) -> Iterator[Record]:
+def up_to(records: Iterable[Record], until: int | None) -> Iterator[Record]:
     """The records up to and including `until`. Raises UsageError if the log ends before it."""
     last = 0
     for record in records:
@@ -109,7 +132,7 @@ def _until(records: Iterable[Record], until: int | None) -> Iterator[Record]:
         last = record.seq
         yield record
     if until is not None and last < until:
-        raise UsageError(f"the log ends at seq {last}", f"--until {last} or lower")
+        raise UsageError(f"the log ends at seq {last}", f"{last} or lower")
 
 
 def _fold(records: Iterable[Record], *, as_json: bool) -> None:
@@ -153,6 +176,7 @@ def _verify(records: Iterable[Record], *, complete: bool, as_json: bool) -> None
     import msgspec
 
     from ...control_plane.decide.replay import verify
+    from . import log_difference
 
     verdict = verify(records, complete=complete)
     if as_json:
@@ -165,8 +189,13 @@ def _verify(records: Iterable[Record], *, complete: bool, as_json: bool) -> None
                 [kind, str(verdict.recomputed.get(kind, 0)), str(verdict.differ.get(kind, 0))]
                 for kind in sorted(kinds)], right=(1, 2)))
         console.out(f"state {verdict.state_hash}, log {verdict.log_hash or '-'}")
+        if verdict.different:
+            console.lines(log_difference.decisions(verdict.different))
         for what, record in (("expected", verdict.expected), ("recorded", verdict.recorded)):
             if record is not None:
                 console.out(f"{what} {line(record)}")
     if not verdict.ok:
         raise CorruptError(f"seq {verdict.seq}: {verdict.problem}")
+    if verdict.differ:
+        raise log_difference.DifferError("this version would decide otherwise",
+                                         "the log is intact; the version that wrote it verifies it")

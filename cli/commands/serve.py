@@ -26,6 +26,7 @@ from ...events.errors import UsageError
 from ...events.log import embedded_server
 from ...events.private_files import write_private
 from ...events.records import types
+from ...events.secret_environment import REDIS_URL, remove_secrets
 from ...events.spec.policy import Policy
 from ..cluster import processes
 from ..cluster.client import Client, Refused, Unable, Unreachable, authority, connect
@@ -44,26 +45,27 @@ HTTP_PORT = 8420
 POLL_S = 0.05
 
 
-def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: str, port: int,
-                  tls_files: tuple[Path | None, Path | None], insecure: bool, cluster: str,
+def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
+                  tls_cert: Path | None, tls_key: Path | None, insecure: bool, cluster: str,
                   policy: Path | None, observe: bool, allow_inject: bool,
-                  shared_password: bool) -> None:
+                  shared_password: bool, segments: str) -> None:
     """Serve until a signal; without a Redis URL on a private server. Raises UsageError."""
     from ...control_plane import server
     from ...control_plane.service.server_certificate import ServerCertificate
     from ..files import policy_file
 
+    redis_url = os.environ.get(REDIS_URL, "")
+    remove_secrets(REDIS_URL)
     address, advertised = listen_address(listen, advertise)
-    certificate, key = tls_files
-    if (certificate is None) != (key is None):
+    if (tls_cert is None) != (tls_key is None):
         raise UsageError("--tls-cert and --tls-key go together", "unicron certs init makes both")
     is_open = not network_address.is_loopback(address)
-    if is_plain := is_open and certificate is None:
+    if is_plain := is_open and tls_cert is None:
         _allow_plain(f"--listen {listen}", insecure)
     if tls.is_plain(redis_url):
         is_plain = _allow_plain("the log's server without TLS", insecure)
     server_of = urlsplit(redis_url)
-    shown = ServerCertificate(certificate, key) if certificate and key else None
+    shown = ServerCertificate(tls_cert, tls_key) if tls_cert and tls_key else None
     if is_open:
         port = port or HTTP_PORT
     loaded = policy_file.load(policy) if policy is not None else Policy()
@@ -71,20 +73,24 @@ def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: st
     raise typer.Exit(server.run(server.Options(
         state=state.path, redis_url=redis_url or embedded_server.ensure(state.server).url,
         listen=address, advertise=advertised, port=port, cluster=cluster,
-        certificate=shown, insecure=is_plain, shared_password=shared_password,
+        certificate=shown, insecure=is_plain, shared_password=shared_password, segments=segments,
         ca=authority(server_of.hostname or "", server_of.port or 6379, state)
         if server_of.scheme == "rediss" else "",
         policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject))))
 
 
-def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, advertise: str,
-          insecure: bool, redis_url: str, label: Sequence[str], watch: bool, checks: Path | None,
-          checks_every_s: float, checks_s_max: float, run_as: str) -> None:
-    """Run the agent of a node until a signal. Raises UsageError."""
+def agent(state: StateDir, *, url: str | None, node: str, slots: int, advertise: str, host: str,
+          insecure: bool, redis: str, label: Sequence[str] | None, no_watch: bool,
+          checks: Path | None, checks_every: float, checks_limit: float, run_as: str,
+          restart: bool) -> None:
+    """Run the agent of a node until a signal, or `restart` the one that runs. Raises UsageError."""
     from ...workers.agent import main
 
-    labels = types.parse_labels(label)
-    own = own_checks(checks, checks_every_s, checks_s_max)
+    if restart:
+        restart_agent(state, node)
+        return
+    labels = types.parse_labels(label or ())
+    own = own_checks(checks, checks_every, checks_limit)
     client = _control_plane(state, url)
     if not client.is_secure and not network_address.is_loopback(client.host):
         _allow_plain(client.url, insecure)
@@ -98,9 +104,9 @@ def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, advert
         write_private(state.ca, ca.encode())
     raise typer.Exit(main.run(main.AgentOptions(
         node=name, url=client.url, socket=client.socket, token=client.token,
-        enrols=not client.socket, num_slots=num_slots or num_devices(), state_dir=state.path,
-        host=advertised_address(advertise, client), redis_url=redis_url, labels=labels,
-        watch=watch, checks=own, ca=ca, insecure=insecure, run_as=run_as)))
+        enrols=not client.socket, num_slots=slots or num_devices(), state_dir=state.path,
+        host=advertised_address(advertise or host, client), redis_url=redis, labels=labels,
+        watch=not no_watch, checks=own, ca=ca, insecure=insecure, run_as=run_as)))
 
 
 def restart_agent(state: StateDir, node: str) -> None:
@@ -108,8 +114,11 @@ def restart_agent(state: StateDir, node: str) -> None:
     name = node or node_name(platform.node())
     found = processes.find(state, agent_name(name))
     if found is None:
+        there = [one.removeprefix("agent-") for one in processes.names(state)
+                 if one.startswith("agent-") and processes.find(state, one) is not None]
         raise UsageError(f"no agent for node {name} runs on {state.path}",
-                         "give its --node and --state, or start it")
+                         f"there {'is' if len(there) == 1 else 'are'} {', '.join(there)}"
+                         if there else "give its --state, or start it")
     processes.signal_to(found, signal.SIGUSR2)
     console.talk(f"agent {name}, pid {found.pid}, restarts; its ranks run on")
 

@@ -7,15 +7,18 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import typer
+
 from ...events.errors import UsageError
 from ...events.records.codec import from_plain
-from ..cluster.client import Client, Interrupted, Unable, Unreachable, connect
+from ..cluster.client import DRY_RUN_S_MAX, Client, Interrupted, Unable, Unreachable, connect
 from ..cluster.state_dir import StateDir
 from ..screens import cluster as cluster_screen
 from ..screens import nodes
 from ..screens import task as task_screen
 from ..terminal import console
 from ..terminal.format import Plain
+from .offline import OfflineClient, connect_to_read
 from .tasks import option_for, pick
 
 if TYPE_CHECKING:
@@ -25,16 +28,22 @@ WATCH_S = 1.0
 CLEAR = "\x1b[H\x1b[J"
 
 
-def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json: bool) -> None:
-    """Print the screen. Raises UsageError. Ctrl-C ends --watch."""
-    client = connect(state, url)
+def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json: bool,
+           at: str = "") -> None:
+    """Print the screen, with `at` that of a past moment. Raises UsageError. Ctrl-C ends --watch.
+    Exits as Unreachable does if nothing answers, also if the screen comes from files."""
+    if watch and at:
+        raise UsageError("--watch and --at do not go together", "give one of the two")
+    client = connect_to_read(state, url)
     history = None
     if what not in ("", "nodes"):
         from ...control_plane.history.history import History
 
         history = History()
     if not watch:
-        console.lines(_screen(state, client, what, history, as_json=as_json))
+        console.lines(_screen(state, client, what, history, as_json=as_json, at=at))
+        if isinstance(client, OfflineClient) and not at:
+            raise typer.Exit(Unreachable.exit_code)
         return
     client.get("/v1/state")  # fail now if the address is wrong
     try:
@@ -54,10 +63,10 @@ def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json:
 
 
 def _screen(state: StateDir, client: Client, what: str, history: History | None, *,
-            as_json: bool) -> list[str]:
-    view: Plain = client.get("/v1/state", explain=1)
+            as_json: bool, at: str = "") -> list[str]:
+    view: Plain = client.get("/v1/state", DRY_RUN_S_MAX, **({"at": at} if at else {"explain": 1}))
     option = option_for(state)
-    now_s = time.time()
+    now_s = view["cluster"]["at_s"] if at else time.time()
     if what == "nodes":
         return ([json.dumps(view["nodes"])] if as_json
                 else nodes.nodes(view, now_s=now_s, option=option))
@@ -68,6 +77,8 @@ def _screen(state: StateDir, client: Client, what: str, history: History | None,
             return [json.dumps(task)]
         assert history is not None, "of a task"
         for record in client.records(history.seq, follow=False):
+            if record["seq"] > view["cluster"]["seq"]:
+                break
             history.add(from_plain(record))
         return task_screen.task_status(view, task, history, now_s=now_s, option=option)
     if as_json:

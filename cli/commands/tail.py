@@ -6,14 +6,13 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 
-from msgspec import Struct
-
 from ...events.errors import UsageError
 from ..cluster.client import Client, Interrupted, Unable, Unreachable, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain
 from ..terminal.record_line import line, matches
+from .offline import connect_to_read
 from .operate import pick_node
 from .tasks import pick
 
@@ -21,22 +20,6 @@ UNREACHABLE_S_MAX = 120.0
 """Give up after the control plane was unreachable for this long."""
 RETRY_S = 0.5
 NEWEST_NUM = 4
-
-
-class Filter(Struct, frozen=True, kw_only=True):
-    """The filters; an empty set or None passes all records."""
-
-    kinds: frozenset[str] = frozenset()
-    task: str | None = None
-    node: str | None = None
-    incident: int | None = None
-
-    @staticmethod
-    def make(kinds: Sequence[str], task: str | None, node: str | None,
-             incident: str | None) -> Filter:
-        """Build it from the options as typed. Raises UsageError."""
-        return Filter(kinds=frozenset(_kind(kind) for kind in kinds), task=task, node=node,
-                      incident=None if incident is None else incident_id(incident))
 
 
 def incident_id(text: str, hint: str = "for example 41 or inc-41") -> int:
@@ -47,7 +30,8 @@ def incident_id(text: str, hint: str = "for example 41 or inc-41") -> int:
     return int(digits)
 
 
-def _kind(text: str) -> str:
+def kind_named(text: str) -> str:
+    """The kind with this name, also a former one, in any case. Raises UsageError."""
     from ...events.records.envelope import FORMER_NAMES, KINDS
 
     known = {name.lower(): FORMER_NAMES.get(name, name) for name in (*FORMER_NAMES, *KINDS)}
@@ -58,33 +42,36 @@ def _kind(text: str) -> str:
                      f"perhaps {', '.join(near[:4])}" if near else "see docs/reference/records.md")
 
 
-def tail(state: StateDir, url: str | None, wanted: Filter, *, after: int, follow: bool,
-         as_json: bool) -> None:
-    """Print the records that pass the filters. Ctrl-C ends --follow."""
-    client = connect(state, url)
-    client.get("/v1/health")  # fail now if the address is wrong
+def tail(state: StateDir, url: str | None, *, kind: Sequence[str] | None = None,
+         task: str | None = None, node: str | None = None, incident: str | None = None,
+         after: int = 0, follow: bool = False, as_json: bool = False) -> None:
+    """Print the records that pass the filters; None passes all. Ctrl-C ends --follow."""
+    kinds = frozenset(map(kind_named, kind or ()))
+    number = None if incident is None else incident_id(incident)
+    client = connect_to_read(state, url)
     view: Plain = client.get("/v1/state")
-    task = None if wanted.task is None else int(pick(view["tasks"], wanted.task)["id"])
-    _check(client, view, wanted, None if follow else after)
+    of = None if task is None else int(pick(view["tasks"], task)["id"])
+    _check(client, view, node, number, None if follow else after)
     incidents = {int(one["id"]) for one in view["incidents"]
-                 if one["task"] == task} if task is not None else set[int]()
+                 if one["task"] == of} if of is not None else set[int]()
     try:
         for record in _records(state, url, client, after, follow=follow):
-            if record["kind"] == "IncidentOpened" and record["body"]["task"] == task:
+            if record["kind"] == "IncidentOpened" and record["body"]["task"] == of:
                 incidents.add(record["seq"])
-            if matches(record, kinds=wanted.kinds, task=task, node=wanted.node,
-                        incident=wanted.incident, incidents=incidents):
+            if matches(record, kinds=kinds, task=of, node=node, incident=number,
+                       incidents=incidents):
                 console.out(json.dumps(record) if as_json else line(record))
     except KeyboardInterrupt:
         if not follow:
             raise
 
 
-def _check(client: Client, view: Plain, wanted: Filter, after: int | None) -> None:
+def _check(client: Client, view: Plain, node: str | None, number: int | None, after: int | None
+           ) -> None:
     """Raises UsageError for a filter that no record can pass."""
-    if wanted.node is not None:
-        pick_node(view["nodes"], wanted.node)
-    if (number := wanted.incident) is not None and not _is_incident(client, number):
+    if node is not None:
+        pick_node(view["nodes"], node)
+    if number is not None and not _is_incident(client, number):
         newest = sorted((int(one["id"]) for one in view["incidents"]), reverse=True)[:NEWEST_NUM]
         raise UsageError(f"no incident {number}", "the newest: " + ", ".join(
             f"inc-{one}" for one in newest) if newest else "there are none: nothing has failed")

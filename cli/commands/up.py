@@ -19,6 +19,7 @@ from msgspec import Struct, structs
 
 from ...events.errors import ServerError, UnicronError, UsageError
 from ...events.log import embedded_server
+from ...events.secret_environment import REDIS_URL
 from ...events.spec.job import NAME
 from ...events.spec.policy import Policy
 from ...workers.host import rank_user
@@ -348,7 +349,7 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
     # a Redis URL holds a password; argv is readable by all users
     environment = dict(os.environ)
     if asked.redis is not None:
-        environment[local_cluster.REDIS_URL] = asked.redis
+        environment[REDIS_URL] = asked.redis
     path = state.logs / "up.log"
     path.write_bytes(b"")
     with path.open("ab") as log:
@@ -369,7 +370,6 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
 
 
 def _raise_as(said: str, code: int) -> None:
-    """Raise the error that the detached `up` printed."""
     lines = said.splitlines()
     message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")),
                    f"up ended with code {code}: {lines[-1] if lines else 'no output'}")

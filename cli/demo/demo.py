@@ -83,7 +83,6 @@ def _player(name: str, num_iterations: int) -> Player:
 
 
 def _run(stage: Stage, alpha: Player, beta: Player, gamma: Player) -> None:
-    """Run the acts in order. Raises BrokenError."""
     cores = _take_cores()
     stage.say("setup", f"unicron {__version__}, Python {platform.python_version()}, torch "
                        f"{metadata.version('torch')}, megatron-core "

@@ -32,7 +32,6 @@ from ..terminal.format import Plain, ms, span
 # --- The ranks' trace: every phase of every micro-batch. ---
 
 
-
 class Trace:
     """The trace files of the ranks, read as they grow."""
 
@@ -304,7 +303,6 @@ class Stage:
         return self.history.tasks[task].losses
 
     def _progress(self) -> None:
-        """Print the training progress every few seconds."""
         if time.monotonic() - self._said_s < PROGRESS_S:
             return
         parts = [f"{task.name} {max(task.losses) + 1}/{task.num_iterations}, loss "

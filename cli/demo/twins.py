@@ -167,7 +167,6 @@ class ReferenceRuns:
         return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
 
     def _losses(self, name: str) -> list[float]:
-        """The losses that a run has printed so far."""
         return [line["loss"] for line in self._lines(name) if "loss" in line]
 
     def _judge(self) -> None:

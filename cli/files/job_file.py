@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import yaml
 
+from ...events import object_storage
 from ...events.errors import SpecError, UsageError
 from ...events.spec.job import JobSpec, is_url, parse
-from ...workers.host import object_storage
 from . import megatron_command
 
 FILE_BYTES_MAX = 1 << 20
@@ -78,8 +78,6 @@ def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
     return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 
-RESOLVERS = _Loader.yaml_implicit_resolvers
-"""Maps the first character of a plain scalar to its possible tags, each with its pattern."""
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
@@ -152,6 +150,19 @@ def read_yaml(text: str, docs: str = EXAMPLES) -> Any:
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def read_large(text: str, docs: str = EXAMPLES) -> Any:
+    """As `read_yaml`, many times faster if PyYAML has libyaml and there is no error."""
+    if yaml.__with_libyaml__ and "*" not in text:  # libyaml would accept an alias
+        class FastLoader(yaml.CSafeLoader, _Loader):
+            pass
+
+        try:
+            return FastLoader(text).get_single_data()
+        except (yaml.YAMLError, SpecError, RecursionError):
+            pass  # reported below, with its place
+    return read_yaml(text, docs)
 
 
 def with_absolute_paths(spec: JobSpec) -> JobSpec:

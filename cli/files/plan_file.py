@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 from msgspec import Struct, field
 
 from ...control_plane.planner.problem import PlanProblem, TaskDemand
@@ -16,7 +14,7 @@ from ...control_plane.throughput.transition_cost import Transition
 from ...events.errors import SpecError, UsageError, need
 from ...events.spec.job import RATE_FLOPS_MAX, WEIGHT_RATIO_MAX
 from ...events.spec.validation import spec_error
-from .job_file import EXAMPLES, RESOLVERS, read_text, read_yaml, shown_name
+from .job_file import read_large, read_text, shown_name
 
 FILE_BYTES_MAX = 64 << 20
 GPUS_NUM_MAX = 10_000_000
@@ -24,88 +22,6 @@ SPAN_S_MIN, SPAN_S_MAX = 1e-3, 1e15
 NAME_CHARS_MAX = 100
 DOCS = "see docs/guides/plan-offline.md"
 _need = partial(need, hint=DOCS)
-
-# --- fast reader for large files: the job file's YAML, from libyaml's stream of events ---
-#
-# Both readers return the same data. If the fast reader finds an error or a special case, the job
-# file's reader reads the text again and reports the error.
-
-LOADER: Any = getattr(yaml, "CSafeLoader", None)
-DIGITS_NUM_MAX = 19
-_NUMBERS: dict[str, Callable[[str], Any]] = {
-    "tag:yaml.org,2002:int": int, "tag:yaml.org,2002:float": float}
-_WORDS = {"true": True, "false": False}
-
-
-class _NeedsStrictReader(Exception):
-    """The text needs the strict reader."""
-
-
-def read_large(text: str, docs: str = EXAMPLES) -> Any:
-    """One YAML document as plain data, several times faster than `read_yaml` if PyYAML has
-    libyaml. Raises SpecError with line and column, and the hint `docs`."""
-    if LOADER is not None:
-        try:
-            return _document(iter(yaml.parse(text, Loader=LOADER)))
-        except (yaml.YAMLError, _NeedsStrictReader, RecursionError):
-            pass
-    return read_yaml(text, docs)
-
-
-def _document(events: Iterator[Any]) -> Any:
-    _expect(next(events), yaml.StreamStartEvent)
-    if isinstance(event := next(events), yaml.StreamEndEvent):
-        return None
-    _expect(event, yaml.DocumentStartEvent)
-    found = _node(next(events), events)
-    _expect(next(events), yaml.DocumentEndEvent)
-    _expect(next(events), yaml.StreamEndEvent)
-    return found
-
-
-def _expect(event: Any, kind: type[Any]) -> None:
-    if not isinstance(event, kind):
-        raise _NeedsStrictReader
-
-
-def _node(event: Any, events: Iterator[Any]) -> Any:
-    if isinstance(event, yaml.ScalarEvent):
-        return _scalar(event)
-    if isinstance(event, yaml.AliasEvent) or event.tag is not None:
-        raise _NeedsStrictReader
-    if isinstance(event, yaml.SequenceStartEvent):
-        items: list[Any] = []
-        while not isinstance(one := next(events), yaml.SequenceEndEvent):
-            items.append(_node(one, events))
-        return items
-    found: dict[Any, Any] = {}
-    while not isinstance(one := next(events), yaml.MappingEndEvent):
-        _expect(one, yaml.ScalarEvent)
-        key = _scalar(one)
-        if key in found:
-            raise _NeedsStrictReader
-        found[key] = _node(next(events), events)
-    return found
-
-
-def _scalar(event: Any) -> Any:
-    text: str = event.value
-    if event.tag is not None:
-        raise _NeedsStrictReader
-    if not event.implicit[0]:
-        return text
-    for tag, pattern in RESOLVERS.get(text[:1], ()):
-        if pattern.match(text):
-            return _value(tag, text)
-    return text
-
-
-def _value(tag: str, text: str) -> Any:
-    if tag in _NUMBERS:
-        if len(text) > DIGITS_NUM_MAX or not text[-1].isdigit():  # too large, .inf, .nan, or 1.
-            raise _NeedsStrictReader
-        return _NUMBERS[tag](text)
-    return _WORDS.get(text.lower())
 
 
 class TaskInFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

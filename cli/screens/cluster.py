@@ -134,7 +134,6 @@ def _task_news(task: Plain, now_s: float, option: str, unreachable: set[str]) ->
 
 
 def _unprinted(task: Plain, stalled_s: float, option: str) -> str:
-    """The line for a command that has stopped printing its progress."""
     after_s: float | None = task["hang_after_s"]
     then = f"; it starts again after {fmt.span(after_s)}" if after_s is not None else ""
     return (f"{task['name']} has printed no line of progress for {fmt.span(stalled_s)}, an "
@@ -248,7 +247,6 @@ def _counts(nodes: list[Plain]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _on_unreachable(nodes: list[Plain]) -> str:
-    """How many training slots are on unreachable nodes."""
     found = [sum(bool(slot["task"]) for slot in node["slots"]) for node in nodes
              if node["contact"] == "unreachable"]
     num = sum(one > 0 for one in found)

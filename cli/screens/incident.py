@@ -83,7 +83,7 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
         lines += fmt.labelled("decided", f"{one['severity']}: {one['why']} (seq {one['seq']}; "
                                      f"{one['rule']})")
     for one in facts["plans"]:
-        lines += _plan(one)
+        lines += plan_lines(one)
     if not facts["plans"]:
         lines += fmt.labelled("plan", "the same slots: nothing was to be planned")
     for one in facts["waits"]:
@@ -154,7 +154,6 @@ def _state(facts: Plain) -> list[str]:
 
 
 def _from_peers(cost: Plain) -> str:
-    """The bytes that members received from other members."""
     if not cost["peer_bytes"]:
         return ""
     near, far = cost["near_bytes"], cost["peer_bytes"] - cost["near_bytes"]
@@ -175,7 +174,8 @@ def bar(phases: list[Plain]) -> list[str]:
     return ["▏".join(parts).rstrip()]
 
 
-def _plan(one: Plain) -> list[str]:
+def plan_lines(one: Plain) -> list[str]:
+    """A plan, why it was chosen, and what it was preferred to."""
     moved = [f"{name} {before} -> {after}" if before != after else f"{name} {after}"
              for name, (before, after) in one["slots"].items()]
     ideal = (f" of {fmt.scaled(one['ideal_waf'], 'FLOP/s')} with every slot"

@@ -128,7 +128,6 @@ def _head(typed: str, note: str) -> str:
 
 
 def _gain(found: Plain) -> list[str]:
-    """Why the plan changes, what the change gains, and what it costs."""
     if not found["planned"]:
         return ["no plan would follow from it: all stays as it is"]
     before, after = _sum(found, "waf_before"), _sum(found, "waf")
@@ -146,7 +145,6 @@ def _gain(found: Plain) -> list[str]:
 
 
 def _moved(found: Plain) -> str:
-    """The tasks whose number of slots changes."""
     return fmt.listed([f"{one['name']} {one['slots_before']} -> {one['slots']}"
                      for one in found["tasks"] if one["slots"] != one["slots_before"]]
                     ) or "every task keeps its number"
@@ -269,7 +267,6 @@ def _spare(plan: Plain) -> list[str]:
 
 
 def _moves(found: Plain) -> list[str]:
-    """The slots that each task leaves and takes."""
     lines: list[str] = []
     for one in found["tasks"][:ROWS_NUM_MAX]:
         old, new = ([seat["slot"] for seat in one[key]] for key in ("seats_before", "seats"))
@@ -284,7 +281,6 @@ def _moves(found: Plain) -> list[str]:
 
 
 def _layouts(tasks: Sequence[Plain]) -> list[str]:
-    """The layout of each task, before and after."""
     layouts = [f"{one['name']} " + _arrow(str, one["layout_before"] or one["layout"],
                                           one["layout"] or one["layout_before"])
                for one in tasks if one["layout"] or one["layout_before"]][:ROWS_NUM_MAX]

@@ -116,7 +116,6 @@ def task_status(view: Plain, task: Plain, history: History, *, now_s: float,
 
 
 def _dumps(task: Plain, view: Plain) -> list[str]:
-    """The folders of the flight-recorder dumps; only for train: tasks."""
     found = folders(((one["node"], one["log_path"]) for one in task["ranks"]), view["nodes"])
     return fmt.labelled("dumps", in_words(found)) if found and task["tier"] == "train" else []
 
@@ -260,7 +259,6 @@ def _copies(task: Plain, past: TaskHistory | None, now_s: float) -> list[str]:
 
 
 def _stored_on(copy: Plain) -> str:
-    """The nodes whose stores have the in-memory checkpoint."""
     nodes = copy["nodes"]
     return " ".join(nodes) if len(nodes) <= NODES_SHOWN_NUM else f"on {len(nodes)} nodes"
 

@@ -206,7 +206,6 @@ def _show(result: Result, report: Path | None, as_json: bool) -> None:
 
 
 def _rows(result: Result) -> list[Row]:
-    """Rows as in benchmark results."""
     return [*({"case": f"{result.what}-{at:.6g}", "system": name, "metric": "share",
                "value": value, "unit": "1", "n": result.seeds}
               for name, curve in result.curves.items() for at, value in curve),

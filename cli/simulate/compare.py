@@ -94,7 +94,6 @@ def _play(number: int) -> RunResult:
     return RunResult(outcome, run.engine.num_records, time.perf_counter() - began_s)
 
 
-
 def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
     """`unicron simulate --scenario`. Raises UsageError for an invalid file."""
     if log is not None and log.exists():

@@ -164,8 +164,7 @@ def _played(recording: Recording, choice: Choice, one: RunResult, baseline: RunR
 
 
 def _loss(loss: EventLoss) -> Plain:
-    return {"lost_waf_flop": loss.lost_flop, "recomputed_waf_flop": loss.recomputed_flop,
-            "lost_slot_s": loss.lost_slot_s, "down_task_s": loss.down_s,
+    return {"lost_waf_flop": loss.lost_flop,
             "full_after_s": loss.recovered_s - loss.at_s if loss.recovered_s is not None else None}
 
 

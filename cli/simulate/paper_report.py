@@ -21,13 +21,20 @@ from ...control_plane.simulation.policies import POLICIES
 from ...control_plane.simulation.run import Outcome
 from ...control_plane.simulation.trace.external_event import ExternalEvent
 from ...events.errors import UsageError
-from ..terminal.format import number_of, scaled
+from ..terminal.format import number_of
 from .charts import COLOURS, INK, MUTED, OURS_COLOUR, Picture, svg
-from .paper_tables import Evaluation, Row, Values, change_rows, growth_rows, ratios
+from .paper_tables import (
+    Evaluation,
+    Row,
+    Values,
+    case_rows,
+    change_rows,
+    growth_rows,
+    trace_rows,
+)
 
 # --- charts -------------------------------------------------------------------------------------
 
-BASELINES = tuple(name for name in POLICIES if name not in (OURS, *RULES))
 OTHERS = tuple(name for name in POLICIES if name != OURS)
 OVER_TIME = (OURS, "shrink", "spares", "megatron-spares", THEIRS)
 DAY_S = 86400.0
@@ -189,39 +196,6 @@ def of_growth(found: Evaluation) -> Picture:
                    "(under 5 s at 2,048 GPUs, under 30 s above 10,000). No part ran on GPUs.", draw)
 
 
-def of_changes(found: Evaluation, value: Values) -> Picture:
-    changes = [(change.what, name) for change in paper_evaluation.SENSITIVITY
-               for name in change.systems[1:]]
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for number, case in enumerate(paper_evaluation.TRACES):
-            axes.axvline(ratios(found, case, THEIRS)[0], color=TRACE_COLOURS[number],
-                         linestyle=":", linewidth=1.2)
-            axes.plot([value[f"{case}: {what}", name, "waf_ratio"]["value"]
-                       for what, name in changes],
-                      [-at for at in range(len(changes))], "o", color=TRACE_COLOURS[number],
-                      label=case)
-        axes.axvline(1.0, color=INK, linewidth=1)
-        axes.set_xscale("log")
-        ticks = [1, 1.2, 1.5, 2, 3, 4]
-        axes.set_xticks(ticks, [f"{tick:g} x" for tick in ticks])
-        axes.minorticks_off()
-        axes.set_yticks([-at for at in range(len(changes))], [
-            what if name == THEIRS else f"{what}: {name}" for what, name in changes])
-        axes.set_xlabel("Unicron's accumulated WAF over Megatron's, or over the named system's")
-        axes.legend(loc="upper right")
-
-    effects = {what: max(abs(math.log(value[f"{case}: {what}", name, "waf_ratio"]["value"]
-                                      / ratios(found, case, THEIRS)[0]))
-                         for case in paper_evaluation.TRACES)
-               for what, name in changes if name == THEIRS}
-    first, second = sorted(effects, key=lambda what: -effects[what])[:2]
-    return Picture("sensitivity", "How the conclusion depends on the constants",
-                   "Each change alone, with the first seed; dotted: no change. The ratio over "
-                   f"Megatron depends most on these: {first}; {second}.", draw)
-
-
 # --- one self-contained HTML page ---------------------------------------------------------------
 
 STYLE = """
@@ -239,12 +213,6 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
   padding: 22px 24px; margin: 22px 0; overflow-x: auto; }
 .caption { color: var(--soft); font-size: 14px; }
 svg { width: 100%; height: auto; display: block; margin-top: 10px; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 14px;
-  margin: 24px 0; }
-.figure { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-  padding: 16px 18px; }
-.figure b { display: block; font-size: 30px; line-height: 1.15; color: var(--ours); }
-.figure span { color: var(--soft); font-size: 13px; }
 table { border-collapse: collapse; font-size: 13px; margin-top: 12px; width: 100%;
   font-variant-numeric: tabular-nums; }
 th, td { padding: 5px 7px; border-bottom: 1px solid var(--line); text-align: right;
@@ -253,7 +221,6 @@ th { color: var(--soft); font-weight: 600; }
 th:first-child, td:first-child { text-align: left; white-space: normal; }
 tr.ours td { font-weight: 600; color: var(--ours); }
 footer { color: var(--soft); font-size: 13px; }
-code { font: 13px/1.4 ui-monospace, "DejaVu Sans Mono", monospace; }
 """
 
 
@@ -273,13 +240,6 @@ def page(title: str, lead: str, body: Sequence[str], foot: str) -> str:
         f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", "</head>", "<body>", "<main>",
         f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>', *body,
         f"<footer>{escape(foot)}</footer>", "</main>", "</body>", "</html>", ""])
-
-
-def figures(shown: Sequence[tuple[str, str]]) -> str:
-    """Large numbers with captions."""
-    cells = "".join(f'<div class="figure"><b>{escape(number)}</b><span>{escape(what)}</span></div>'
-                    for number, what in shown)
-    return f'<div class="figures">{cells}</div>'
 
 
 def section(title: str, caption: str, *parts: str) -> str:
@@ -315,22 +275,23 @@ def write(folder: Path, found: Evaluation, rows: list[Row]) -> None:
 
 def _page(folder: Path, found: Evaluation, rows: list[Row]) -> str:
     value = {(one["case"], one["system"], one["metric"]): one for one in rows}
-    traces = [table(*_trace_rows(case, value), ours=OURS) for case in paper_evaluation.TRACES]
+    traces = [table([case, "earned", "of full", "Unicron over it", "paper",
+                     *(f"{what}, %" for what in LOSSES)], trace_rows(case, value), ours=OURS)
+              for case in paper_evaluation.TRACES]
     return page(
         "What a cluster earns under faults", _lead(found), [
-            figures([(f"{value[case, THEIRS, 'waf_ratio']['value']:.2f} x",
-                           f"Megatron's accumulated WAF on {case}; the paper has "
-                           f"{REPORTED[case, THEIRS]:g} x") for case in paper_evaluation.TRACES]
-                         + [_nearest(case, value) for case in paper_evaluation.TRACES]),
             f"<p>{_verdict(value, found.seeds)}</p>",
             pictured(of_ratios(found, value), folder, *traces),
             pictured(of_time(found), folder),
             pictured(of_losses(value), folder),
-            pictured(of_cases(value), folder, table(*_case_rows(value))),
+            pictured(of_cases(value), folder, table(
+                ["case", "Unicron's plan", *(f"over {rule}" for rule in RULES)],
+                case_rows(value))),
             pictured(of_growth(found), folder, table(
                 ["GPUs", "detection", "plan (here, now)", "change (gloo, four ranks)",
                  "NCCL (published)", "pause"], growth_rows(found))),
-            pictured(of_changes(found, value), folder, table(
+            section("How the conclusion depends on the constants",
+                    "Each change alone, with the first seed.", table(
                 ["if", "Unicron is, over", *paper_evaluation.TRACES], change_rows(found, value))),
             section("The constants", "In seconds. Unicron's are measured by this project's "
                     "benches, except start_s. For other policies each constant is the published "
@@ -348,11 +309,6 @@ def _lead(found: Evaluation) -> str:
             "decisions, and the duration of each step.")
 
 
-def _nearest(case: str, value: Values) -> tuple[str, str]:
-    ratio, name = min((value[case, name, "waf_ratio"]["value"], name) for name in BASELINES)
-    return f"{ratio:.3f} x", f"the best of the others on {case}: {name}"
-
-
 def _verdict(value: Values, num_seeds: int) -> str:
     behind = [f"{name} on {case} ({value[case, name, 'waf_ratio']['least']:.3f} x)"
               for case in paper_evaluation.TRACES for name in POLICIES
@@ -366,33 +322,6 @@ def _verdict(value: Values, num_seeds: int) -> str:
              f"Unicron earned more than every other policy, on both traces{each}. ")
             + (f"Below the paper's ratio: {', '.join(below)}. " if below else "")
             + ("Reasons: docs/guides/paper.md." if behind or below else ""))
-
-
-def _trace_rows(case: str, value: Values) -> tuple[list[str], list[list[str]]]:
-    rows: list[list[str]] = []
-    for name in POLICIES:
-        ratio, reported = value[case, name, "waf_ratio"], REPORTED.get((case, name))
-        rows.append([name, scaled(value[case, name, "accumulated_waf"]["value"], "FLOP"),
-                     f"{100 * value[case, name, 'share_of_full']['value']:.1f} %",
-                     "" if name == OURS else
-                     f"{ratio['value']:.3f} [{ratio['least']:.3f}, {ratio['most']:.3f}]",
-                     f"{reported:g}" if reported else "",
-                     *(f"{100 * value[case, name, f'lost_{what}']['value']:.2f} %"
-                       for what in LOSSES)])
-    return [case, "earned", "of full", "Unicron over it", "paper", *LOSSES], rows
-
-
-def _case_rows(value: Values) -> tuple[list[str], list[list[str]]]:
-    rows = [[f"{case}: {', '.join(paper_evaluation.CASES[number][0])}; w {_weights(number)}",
-             scaled(value[case, OURS, "waf"]["value"], "FLOP/s"),
-             *(f"{value[case, rule, 'waf_ratio']['value']:.3f} x" for rule in RULES)]
-            for number in paper_evaluation.CASES for case in [f"case-{number}"]]
-    return ["case", "Unicron's plan", *(f"over {rule}" for rule in RULES)], rows
-
-
-def _weights(number: int) -> str:
-    weights = paper_evaluation.CASES[number][1]
-    return "1" if len({*weights}) == 1 else ", ".join(f"{one:g}" for one in weights)
 
 
 def _constants() -> tuple[list[str], list[list[str]]]:

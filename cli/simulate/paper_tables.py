@@ -60,7 +60,7 @@ def paper(*, seeds: int, report: Path | None, as_json: bool) -> None:
 def evaluate(seeds: int) -> Evaluation:
     """Run the whole evaluation."""
     began_s = time.perf_counter()
-    parts = [*paper_evaluation.all_policies(seeds), *paper_evaluation.sensitivity(1),
+    parts = [*paper_evaluation.all_policies(seeds), *paper_evaluation.sensitivity(),
              *paper_evaluation.allocation_cases()]
     keys = [(part.case, part.system, part.seed, part.changed) for part in parts]
     played = play([RunSpec(part.policy, part.run_input) for part in parts])
@@ -166,6 +166,14 @@ def _trace_table(found: Evaluation, case: str, value: Values) -> list[str]:
     trace = paper_evaluation.TRACES[case]
     head = (case.upper(), "EARNED", "OF FULL", "UNICRON IS", "PAPER",
             *(HEADS[what] for what in LOSSES))
+    faults = f"{trace.num_sev1} SEV1 and {trace.num_others} other faults in {span(trace.horizon_s)}"
+    return [*table(head, trace_rows(case, value), right=range(1, 10)),
+            f"{case}: {faults}",
+            "DETECT to AGAIN: lost, in % of full; medians over the seeds, with [least, most]"]
+
+
+def trace_rows(case: str, value: Values) -> list[list[str]]:
+    """What each policy earned on a trace, Unicron's ratio over it, and its losses in per cent."""
     rows: list[list[str]] = []
     for system in POLICIES:
         ratio, reported = value[case, system, "waf_ratio"], REPORTED.get((case, system))
@@ -175,18 +183,19 @@ def _trace_table(found: Evaluation, case: str, value: Values) -> list[str]:
             f"{100 * value[case, system, 'share_of_full']['value']:.1f} %",
             "-" if system == OURS else over, f"{reported:g} x" if reported else "",
             *(f"{100 * value[case, system, f'lost_{what}']['value']:.2f}" for what in LOSSES)])
-    faults = f"{trace.num_sev1} SEV1 and {trace.num_others} other faults in {span(trace.horizon_s)}"
-    return [*table(head, rows, right=range(1, 10)),
-            f"{case}: {faults}",
-            "DETECT to AGAIN: lost, in % of full; medians over the seeds, with [least, most]"]
+    return rows
 
 
 def _cases_table(value: Values) -> list[str]:
     head = ("CASES", "UNICRON", *(f"OVER {rule.upper()}" for rule in RULES))
-    rows = [[case, scaled(value[case, OURS, "waf"]["value"], "FLOP/s"),
+    return table(head, case_rows(value), right=range(1, 5))
+
+
+def case_rows(value: Values) -> list[list[str]]:
+    """What Unicron's plan earns in each case, and its ratio over each allocation rule."""
+    return [[case, scaled(value[case, OURS, "waf"]["value"], "FLOP/s"),
              *(f"{value[case, rule, 'waf_ratio']['value']:.3f} x" for rule in RULES)]
             for case in (f"case-{number}" for number in paper_evaluation.CASES)]
-    return table(head, rows, right=range(1, 5))
 
 
 def _change_table(found: Evaluation, value: Values) -> list[str]:

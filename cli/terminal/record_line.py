@@ -207,7 +207,6 @@ def outage(body: Plain) -> str:
 
 
 def _fault(body: Plain) -> str:
-    """The fault that a request or an order injects."""
     if body["what"] == "node":
         return f"kill the agent of {body.get('node') or ' '.join(body['nodes'])} and its ranks"
     who = f"task {body['task']} rank {body['rank']}"

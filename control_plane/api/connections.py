@@ -1,7 +1,7 @@
 """Limits of the HTTP server's connections: number, time to send headers, lines in the log.
 
 aiohttp has the limit of time: `keepalive_timeout` counts from the start of a connection and from
-the end of each answer until the next headers are complete. The rest is here.
+the end of each answer until the next headers are complete.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ from msgspec import Struct
 
 from ...events import unix_socket
 from ...events.process_io import Seldom
+from ..service.admission import BACKLOG_NUM, Admission
 
 
 class ConnectionLimits(Struct, frozen=True, kw_only=True):
     """Limits of one server."""
 
     connections_num_max: int = 1_024
+    relayed_num_max: int = 0
+    """Connections through the relay to the log's server; 0: there is no relay."""
     headers_s_max: float = 10.0
-    """Also the longest time without a request on a connection that is kept open."""
+    """Also that of a TLS handshake, and the longest time without a request on a connection that is
+    kept open."""
     log_every_s: float = 10.0
     """At most one line about malformed requests in this time."""
 
 
 DESCRIPTORS_NUM_RESERVED = 256
 """For the log, files, and connections that are accepted only to be refused, a backlog at most."""
-BACKLOG_NUM = 128
 ERROR_CHARS_MAX = 200
 
 
@@ -56,22 +59,19 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._listener.admit(self)
+        self._listener.admission.admit(transport)
         if transport.get_extra_info("socket").family == socket.AF_UNIX:
-            self._listener.trust(self)  # only this user can connect
+            self.authorised()  # only this user can connect
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        if self.transport is not None:
+            self._listener.admission.forget(self.transport)
         super().connection_lost(exc)
-        self._listener.forget(self)
 
     def authorised(self) -> None:
         """A request on this connection has shown a valid token."""
-        self._listener.trust(self)
-
-    def abort(self) -> None:
-        """Close at once, without sending what waits to be sent."""
-        if isinstance(self.transport, asyncio.Transport):
-            self.transport.abort()
+        if self.transport is not None:
+            self._listener.admission.trust(self.transport)
 
     def handle_error(self, request: web.BaseRequest, status: int = 500,
                      exc: BaseException | None = None,
@@ -93,18 +93,13 @@ class Connection(web.RequestHandler):
 
 
 class Listener:
-    """Serves an application on one TCP port, and on a unix socket.
-
-    At the limit of connections the oldest stranger makes room for a new connection, so that clients
-    without a token cannot keep out those that have one. If there is none, the new one is closed.
-    """
+    """Serves an application on one TCP port, and on a unix socket."""
 
     def __init__(self, app: web.Application, *, stop_s_max: float,
                  limits: ConnectionLimits | None = None) -> None:
         self._limits = limits or ConnectionLimits()
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=stop_s_max)
-        self._strangers: dict[Connection, None] = {}  # ordered by age
-        self._trusted: set[Connection] = set()
+        self.admission = Admission(self._limits.connections_num_max)
         self._malformed = Seldom(self._limits.log_every_s)
         self._logger = structlog.get_logger("http")
         self._servers: list[asyncio.Server] = []
@@ -113,9 +108,8 @@ class Listener:
         """Listen; returns the port. Raises OSError."""
         await self._runner.setup()
         try:
-            server = await asyncio.get_running_loop().create_server(
-                self._connection, host, port, backlog=BACKLOG_NUM, ssl=tls,
-                ssl_handshake_timeout=self._limits.headers_s_max if tls else None)
+            server = await self.admission.listen(
+                self._connection, host, port, tls, handshake_s_max=self._limits.headers_s_max)
         except OSError:
             await self._runner.cleanup()
             raise
@@ -140,23 +134,6 @@ class Listener:
             server.close()
         await self._runner.cleanup()
 
-    # --- called by connections -------------------------------------------------------------------
-    def admit(self, connection: Connection) -> None:
-        self._strangers[connection] = None
-        if len(self._strangers) + len(self._trusted) > self._limits.connections_num_max:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.abort()
-
-    def trust(self, connection: Connection) -> None:
-        if connection in self._strangers:
-            del self._strangers[connection]
-            self._trusted.add(connection)
-
-    def forget(self, connection: Connection) -> None:
-        self._strangers.pop(connection, None)
-        self._trusted.discard(connection)
-
     def tell_malformed(self, request: web.BaseRequest, why: str) -> None:
         """Log a malformed request, seldom and on one line."""
         if num := self._malformed.due():
@@ -180,7 +157,8 @@ def limits_of_descriptors(limits: ConnectionLimits) -> tuple[ConnectionLimits, s
 
     Raises the process's soft limit of descriptors as far as its hard limit allows.
     """
-    wanted = limits.connections_num_max + DESCRIPTORS_NUM_RESERVED
+    of_connections = limits.connections_num_max + 2 * limits.relayed_num_max
+    wanted = of_connections + DESCRIPTORS_NUM_RESERVED
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft in (resource.RLIM_INFINITY, -1) or soft >= wanted:
         return limits, ""
@@ -188,8 +166,10 @@ def limits_of_descriptors(limits: ConnectionLimits) -> tuple[ConnectionLimits, s
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed == wanted:
         return limits, ""
-    num = max(allowed - DESCRIPTORS_NUM_RESERVED, allowed // 4, 1)
-    return (msgspec.structs.replace(limits, connections_num_max=num),
+    left = max(allowed - DESCRIPTORS_NUM_RESERVED, allowed // 4, 1)
+    num, relayed_num = (max(num_max * left // of_connections, 1) for num_max in (
+        limits.connections_num_max, limits.relayed_num_max))
+    return (msgspec.structs.replace(limits, connections_num_max=num, relayed_num_max=relayed_num),
             f"ulimit -n is {allowed}: at most {num} connections instead of "
             f"{limits.connections_num_max}; it should be {wanted}")
 

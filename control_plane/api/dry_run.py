@@ -19,7 +19,7 @@ from ...events.records.decisions import Allocation, PlanChosen, StragglerCostEst
 from ...events.records.envelope import Report
 from ...events.records.types import Seat
 from ...events.spec.parallelism import layout_label
-from ..decide.advance import DECIDER_VERSION, decision_record, report_record
+from ..decide.advance import decision_record, report_record
 from ..decide.decide import decide
 from ..decide.memory_checkpoints import assign_stores, assigned_bytes, bytes_max_of
 from ..fold.fold import fold
@@ -29,7 +29,7 @@ from ..planner.pending import WaitExplanation, explain_waiting, work_under_limit
 from ..planner.problem import PlanProblem, TaskDemand, transition_cost_s, waf_of
 from ..planner.problem_of_state import input_digest, node_slots, planning_snapshot
 from ..planner.straggler_cost import node_cost
-from ..state.cluster import ClusterState, decode_state, live_tasks
+from ..state.cluster import DECIDER_VERSION, ClusterState, decode_state, live_tasks
 from ..state.node import Node
 from ..state.task import Task
 from ..throughput.table import axes, candidates

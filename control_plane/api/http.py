@@ -21,18 +21,20 @@ from msgspec import Struct
 from ...events.errors import LogError, SpecError, UsageError
 from ...events.log.identity import RESERVED_NAMES, Identities, user_name, with_credentials
 from ...events.log.port import ReaderPort
+from ...events.log.segments import Folder
 from ...events.records import codec, reports, types
 from ...events.records.envelope import Record
 from ...events.records.types import Body
 from ...events.spec import job
 from ..fold.fold import fold
 from ..planner.pending import is_any_waiting
+from ..service import snapshots
 from ..service.coordinator import Check, Coordinator
 from ..service.server_certificate import ServerCertificate
 from ..service.threads import aside
 from ..state.cluster import ClusterState, decode_state, encode_state
 from ..state.node import Node
-from . import dry_run, requests
+from . import dry_run, moments, requests
 from .connections import Connection, error_answer
 from .requests import Refusal
 from .tokens import Role, Token, Tokens, may
@@ -101,8 +103,10 @@ class HttpApi:
 
     def __init__(self, coordinator: Coordinator, log: ReaderPort, *, tokens: Tokens,
                  address: Address, identities: Identities,
-                 certificate: ServerCertificate | None = None) -> None:
-        self._coordinator, self._log = coordinator, log
+                 certificate: ServerCertificate | None = None,
+                 folder: Folder | None = None) -> None:
+        """`folder`: where the log's snapshots are."""
+        self._coordinator, self._log, self._folder = coordinator, log, folder
         self._tokens, self._address = tokens, address
         self._identities, self._certificate = identities, certificate
         self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, address.names)}
@@ -138,9 +142,14 @@ class HttpApi:
         return _json({"ok": not away} | ({"why": away} if tells else {}), 503 if away else 200)
 
     async def state(self, request: web.Request) -> web.Response:
-        """The state. With `explain=1` also what each waiting task needs, computed in a thread."""
+        """The state. With `explain=1` also what each waiting task needs, computed in a thread; with
+        `at=SEQ` or `at=TIME` that of a past moment."""
         state = await self._coordinator.settled()
-        if _number(request, "explain") and is_any_waiting(state):
+        if at := request.query.get("at"):
+            async with self._computing:
+                seq = await moments.seq_at(at, state.seq, self._record)
+                shown = view(await self._state_after(seq))
+        elif _number(request, "explain") and is_any_waiting(state):
             data = encode_state(state)
             shown = await aside(lambda: view(decode_state(data), explain=True))
         else:
@@ -216,9 +225,14 @@ class HttpApi:
             state = await self._state_after(seq)
             return _json(await aside(lambda: dry_run.explain_present_plan(encode_state(state))))
 
+    async def _record(self, seq: int) -> Record:
+        (record,) = await self._log.read(after=seq - 1, num_max=1)
+        return record
+
     async def _state_after(self, seq: int) -> ClusterState:
-        """The state after the record `seq`, folded from the log in a thread."""
-        state, began_s = ClusterState(), time.monotonic()
+        """The state after the record `seq`, folded in a thread from the snapshot before."""
+        began_s = time.monotonic()
+        state, _ = await asyncio.to_thread(snapshots.newest, self._folder, seq)
         while state.seq < seq:
             if time.monotonic() - began_s > FOLD_S_MAX:
                 raise Refusal(503, f"seq {seq} is not reached within {FOLD_S_MAX:g} s",

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from ...events.spec.parallelism import layout_in_words, layout_label, num_positions, part_in_words
-from ..decide.advance import DECIDER_VERSION
 from ..decide.memory_checkpoints import (
     StoreAssignment,
     assign_stores,
@@ -21,7 +20,7 @@ from ..incidents.hangs import locate_hang
 from ..incidents.stragglers import LASTS_S, at_fault, slowdown, uniform_slowdown
 from ..planner.pending import WaitExplanation, explain_waiting
 from ..planner.problem_of_state import input_digest
-from ..state.cluster import WORK_SPAN_S, ClusterState, state_hash
+from ..state.cluster import DECIDER_VERSION, WORK_SPAN_S, ClusterState, state_hash
 from ..state.members import position_of
 from ..state.memory_checkpoints import whole_checkpoints
 from ..state.node import Node

@@ -14,16 +14,12 @@ from ..fold.fold import fold
 from ..state.cluster import ClusterState
 from .decide import Decide, decide
 
-DECIDER_VERSION = 20
-"""Version of the decisions of `decide`. Each epoch of a log records the version used (`heart`)."""
-
 
 def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
             decide: Decide = decide) -> list[Record]:
     """Fold the report, decide, fold the decisions; return all records as one batch for the log.
-    `at_s` is the time on the leader's clock. If it is before the last record, the new records get
-    the time of the last record. The caller must have checked the report with `accepts`. A
-    simulation may pass another policy as `decide`."""
+    `at_s`: the leader's clock; records never go back behind the last one. The caller must have
+    checked the report with `accepts`. A simulation may pass another policy as `decide`."""
     record = report_record(state, report, epoch=epoch, at_s=max(at_s, state.at_s))
     fold(state, record)
     records = [record]
@@ -71,10 +67,8 @@ def accepts(state: ClusterState, report: Report) -> Literal["next", "duplicate",
 
 
 def is_foreign(state: ClusterState, report: Report) -> bool:
-    """Whether an agent reports about a process, or answers an order, that is another node's.
-
-    No agent does so by mistake: a process never moves, and an order names its nodes for ever.
-    """
+    """Whether an agent reports about a process, or answers an order, that is another node's. No
+    agent does so by mistake: a process never moves, and an order names its nodes for ever."""
     node, body = report.source.rpartition("/")[0], report.body
     if isinstance(body, RankReport) and (task := state.tasks.get(body.task)) is not None:
         rank = (find_rank(task, body.rank, body.attempt)

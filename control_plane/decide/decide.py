@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.records.decisions import TaskPlaced
 from ...events.records.envelope import Record
 from ...events.records.types import Slot
-from ..fold.edits import task_of_deadline
+from ..fold.edits import LOSSES, task_of_deadline
 from ..incidents import node_incidents
 from ..placement import placement
 from ..planner import constraints, explain, hot_spare, pending, straggler_cost
@@ -25,8 +26,8 @@ Decide = Callable[[ClusterState, Record], Iterator[t.Body]]
 Plan = Callable[[ClusterState], Iterator[t.Body]]
 """Yields the plan: slots per task, their placement, and the reasons of waiting tasks."""
 _ANSWERS = (r.RankStarted, r.RankReady, r.Quiesced, r.Reconfigured)
-_AFFECTING_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeUnreachable, r.NodeReachable,
-                  r.PolicySet, r.OrderRefused, r.HealingFrozen, r.HealingResumed, r.DeviceErred,
+_AFFECTING_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeReachable, r.PolicySet,
+                  r.OrderRefused, r.HealingFrozen, r.HealingResumed, r.DeviceErred,
                   r.HealthChanged, r.QuarantineLifted)
 """Reports that may affect every task: of nodes, of the policy, of healing paused or on."""
 _PROGRESS = (r.TaskProgressed, r.IterationsLogged)
@@ -53,8 +54,9 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
     yield from task_decisions(state, affected_tasks(state, record))
     yield from node_incidents.decide_nodes(state, record)
     for _ in range(2 * len(state.tasks) + 2):
-        if not state.replan or not _can_plan(state):
-            break
+        if not state.replan or LOSSES in state.deadlines or all(
+                task.ending or is_pinned(state, task) for task in live_tasks(state)):
+            break  # `state.replan` stays set until a plan may change any task
         yield from plan(state)
         yield from task_decisions(state, _all_tasks(state))
         yield from node_incidents.decide_nodes(state, record)
@@ -64,20 +66,16 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
         yield from task_decisions(state, _all_tasks(state))
 
 
-def _can_plan(state: ClusterState) -> bool:
-    """True if a plan may change any task. Else `state.replan` stays set until this is possible."""
-    return any(not task.ending and not is_pinned(state, task) for task in live_tasks(state))
-
-
 def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     """The tasks for which decisions may follow from the record, by id.
 
-    Records about nodes or the policy may affect every task. Any other record affects the task that
-    it names, or the task of its deadline. The exit of a process also affects each task that has a
-    seat without a process, since the seat may wait for the slot. Progress affects only a task with
-    faults or an incident: progress may close the incident, or show a straggler. An answer to an
-    order has no effect while other answers are outstanding. While healing is paused, `decisions`
-    looks at every task after each record.
+    Records about nodes or the policy may affect every task. A lost node affects the tasks that use
+    it: many nodes may be lost at once. Any other record affects the task that it names, or the
+    task of its deadline. The exit of a process also affects each task that has a
+    seat without a process on that node, since the seat may wait for the slot. Progress affects only
+    a task with faults or an incident: progress may close the incident, or show a straggler. An
+    answer to an order has no effect while other answers are outstanding. While healing is paused,
+    `decisions` looks at every task after each record.
     """
     body = record.body
     number: int = getattr(body, "task", 0)
@@ -85,9 +83,12 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
         number = task_of_deadline(body.deadline)
     if isinstance(body, _AFFECTING_ALL) or (isinstance(body, r.DeadlineReached) and not number):
         return _all_tasks(state)
+    if isinstance(body, r.NodeUnreachable):
+        return [task for task in _all_tasks(state) if _uses(task, body.node)]
     if isinstance(body, r.RankExited):
+        node = record.source.rpartition("/")[0]
         return [task for task in _all_tasks(state) if task.id == number or any(
-            seat.rank not in task.ranks for seat in task.target)]
+            seat.slot.node == node and seat.rank not in task.ranks for seat in task.target)]
     task = state.tasks.get(number)
     if task is None:
         return []
@@ -98,6 +99,14 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     if isinstance(body, _ANSWERS) and task.num_outstanding and not unsolicited:
         return []
     return [task]
+
+
+def _uses(task: Task, node: str) -> bool:
+    """Whether the task has a process, a seat, a member or an in-memory checkpoint on the node."""
+    return (any(rank.slot.node == node for rank in chain(task.ranks.values(), task.orphans))
+            or any(seat.slot.node == node for seat in task.target)
+            or any(member.node == node for member in task.members)
+            or any(node in one.stores for one in task.stores) or node in task.store_nodes)
 
 
 def _all_tasks(state: ClusterState) -> list[Task]:

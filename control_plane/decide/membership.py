@@ -1,10 +1,9 @@
 """Membership of the next generation: its ranks, their layout and their positions.
 
-Every waiting rank that has a seat is a member. Members without a position in the layout are standby
-members: spares, and ranks that alone have some state. If the shape of a replica stays the same,
-each rank keeps its part of the model. Otherwise the ranks are ordered node by node: first
-tensor-parallel groups, then whole replicas, are on one node if possible. The copies of each part of
-the model are on as many nodes as possible.
+Every waiting rank that has a seat is a member. Members without a position are standby members:
+spares, and ranks that alone have some state. If the shape of a replica stays the same, each rank
+keeps its part of the model. Otherwise tensor-parallel groups, then replicas, are on one node if
+possible, and the copies of each part of the model on as many nodes as possible.
 """
 
 from __future__ import annotations
@@ -72,20 +71,9 @@ def next_membership(state: ClusterState, task: Task) -> Membership:
     return Membership(axes, [*order_members(axes, seated, apart=apart), *others])
 
 
-class ExpectedPositions(NamedTuple):
-    """The layout of the next generation that has a rank in every seat, and the place of each rank.
-    If `axes` is None, the layout is data-parallel only."""
-
-    axes: Axes | None
-    places: dict[int, int]
-
-
-def expected_positions(task: Task) -> ExpectedPositions:
-    """The positions that the task's ranks will take once every seat has one, if nothing else
-    changes. A process that starts builds its part of the model for this position.
-
-    If a member is gone, the members that are left first form a generation of their own.
-    """
+def expected_positions(task: Task) -> tuple[Axes | None, dict[int, int]]:
+    """The positions of the task's ranks once every seat has one, if nothing else changes: starting
+    processes build these parts. Members that are left first form a generation of their own."""
     train = task.spec.training
     assert train is not None
     ranks = [_rank_in(task, seat) for seat in task.target]
@@ -94,7 +82,7 @@ def expected_positions(task: Task) -> ExpectedPositions:
     else:
         axes = layout_within(train, len(ranks))
         if axes is None:
-            return ExpectedPositions(None, {})
+            return None, {}
         apart = train.parallel.optimizer == "mirrored"
         left = [rank for rank in ranks if rank.has_state]
         between = layout_within(train, len(left))
@@ -104,7 +92,7 @@ def expected_positions(task: Task) -> ExpectedPositions:
                     if place < num_positions(between)}
             ranks = [replace(rank, held=held.get(rank.rank)) for rank in ranks]
         order = order_members(axes, ranks, apart=apart)
-    return ExpectedPositions(axes, {rank.rank: place for place, rank in enumerate(order)})
+    return axes, {rank.rank: place for place, rank in enumerate(order)}
 
 
 def _rank_in(task: Task, seat: Seat) -> Rank:

@@ -73,8 +73,7 @@ def assign_stores(state: ClusterState, task: Task, nodes: Sequence[str]) -> Stor
 
 
 def node_bytes(task: Task) -> dict[str, int]:
-    """By node: the memory that the task's in-memory checkpoints may take there. While it has no
-    members, what its last ones take."""
+    """By node: the bytes that the task's in-memory checkpoints may take, or its last ones take."""
     nodes = storing_nodes(task)
     if nodes and task.stores:
         return assigned_bytes(task, nodes, task.stores)
@@ -96,8 +95,7 @@ def assigned_bytes(task: Task, nodes: Sequence[str],
 
 
 def bytes_max_of(state: ClusterState, node: Node) -> int:
-    """The memory for all in-memory checkpoints on the node: the policy's, or what the agent has
-    reported; 0: not known."""
+    """The bytes for all in-memory checkpoints on the node, by policy and agent; 0: not known."""
     limits = [limit for limit in (state.policy.copies_bytes_max, node.copies_bytes_max) if limit]
     return min(limits, default=0)
 
@@ -169,10 +167,9 @@ def _is_usable(node: Node) -> bool:
 
 def recovery_sources(state: ClusterState, task: Task,
                      members: Sequence[Rank]) -> tuple[MemoryCheckpoint, ...]:
-    """The in-memory checkpoints to recover from, the newest first: one entry for each generation
-    and store. Only whole ones are named. If each member has only a part of the state, and perhaps
-    not all is there, the members find out. Those older than the published one are left out, as are
-    lost nodes."""
+    """The whole in-memory checkpoints to recover from, the newest first: one entry for each
+    generation and store, without lost nodes and those older than the published one. If each member
+    has only a part of the state, the members find out whether all is there."""
     if not has_layouts(task) and any(rank.has_state for rank in members):
         return ()
     reachable = [copy for copy in task.copies
@@ -181,9 +178,8 @@ def recovery_sources(state: ClusterState, task: Task,
 
 
 def _entries(task: Task, whole: WholeCheckpoint) -> Iterator[MemoryCheckpoint]:
-    """The entries of a checkpoint in the order; `step_version` is the lowest that may be used. The
-    stores may have newer versions than were reported, unless a published checkpoint began a later
-    generation."""
+    """The entries of a checkpoint in the order. The stores may have newer versions than
+    `step_version`, the lowest allowed, unless a published checkpoint began a later generation."""
     published = task.checkpoint
     step_version = min(share.step_version for share in whole.shares)
     if published is not None:

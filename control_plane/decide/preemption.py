@@ -39,8 +39,7 @@ def savers(task: Task) -> list[Rank]:
 
 
 def may_order_save(task: Task) -> bool:
-    """Whether it is known which members save: an iteration ends undisturbed, one member has the
-    whole state, or all members have reported their step."""
+    """Whether it is known which members save (`savers`)."""
     able = [rank for rank in task.living_members() if rank.has_state and rank.is_healthy]
     return not has_layouts(task) or _reaches_boundary(task, able) or all_quiesced(task)
 
@@ -87,7 +86,7 @@ def all_quiesced(task: Task) -> bool:
 def save_not_ordered(state: ClusterState, task: Task) -> bool:
     """True if the task is preempted, and the members that save have no order to save yet, or one of
     those that have it is gone."""
-    if not is_preempted(state, task) or may_end(state, task) or not may_order_save(task):
+    if not is_preempted(state, task) or not may_order_save(task) or may_end(state, task):
         return False
     first = next(iter(savers(task)), None)
     living = {rank.rank for rank in task.living_members()}
@@ -119,6 +118,6 @@ def _blocks_others(state: ClusterState, task: Task) -> bool:
     Such tasks can wait for each other in a cycle, so one task must leave its slots first."""
     if any(seat.rank in task.ranks or is_starting(state, task, seat) for seat in task.target):
         return False
-    own = [rank.slot for rank in task.living_members()]
+    own = {rank.slot for rank in task.living_members()}
     return any(seat.slot in own for other in state.tasks.values() if other is not task
                for seat in other.target)

@@ -28,8 +28,7 @@ def rendezvous_port(task: Task) -> int:
 
 def start_rank(state: ClusterState, task: Task, seat: Seat, port: int, axes: Axes | None = None,
                place: int = -1) -> StartRank:
-    """The order that starts the seat's next process, which is expected to take position `place` of
-    the layout `axes` (membership.expected_positions). For a command, `axes` is the plan's."""
+    """The order that starts the seat's next process, at position `place` of the layout `axes`."""
     spec = task.spec
     host = state.nodes[task.target[0].slot.node].host if spec.command else ""
     if task.declined and not task.restarts_from_memory:  # it is restarted as a plain command

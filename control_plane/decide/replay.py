@@ -12,27 +12,39 @@ from ...events.records import reports as r
 from ...events.records.codec import UnknownBody, encode_record, to_plain
 from ...events.records.envelope import Record, Report
 from ..fold.fold import fold
-from ..state.cluster import ClusterState, state_hash
-from .advance import DECIDER_VERSION, accepts, decision_record, report_record
+from ..state.cluster import DECIDER_VERSION, ClusterState, state_hash
+from .advance import accepts, decision_record, report_record
 from .decide import decide
+
+DIFFERENT_NUM_MAX = 100
+"""Different decisions that a verdict names; the others are only counted."""
+
+
+class Different(Struct, frozen=True):
+    """A decision of another decider version that this version makes otherwise. None: there is no
+    such decision. Those that follow it from the same report are not compared."""
+
+    seq: int
+    recorded: dict[str, Any] | None
+    now: dict[str, Any] | None
 
 
 class Verdict(Struct, kw_only=True):
-    """The result of `verify`. `seq` is the first record that differs, or 0. `differ` counts, by
-    kind, recorded decisions of another decider version that this version would not make; they are
-    no corruption. Replay cannot check data on which no decision depends (a loss, a text). For these
-    compare `log_hash`, which covers every byte of every record."""
+    """The result of `verify`. `seq` is the first record that differs, or 0. Decisions of another
+    decider version that this version makes otherwise are no corruption: `differ` counts them by
+    kind, with those that follow from the same report, and `different` has the first ones. Replay
+    cannot check data on which no decision depends (a loss, a text). For these compare `log_hash`,
+    which covers every byte of every record."""
 
     seq: int = 0
     problem: str = ""
     expected: dict[str, Any] | None = None
     recorded: dict[str, Any] | None = None
     num_records: int = 0
-    num_reports: int = 0
     recomputed: dict[str, int] = field(default_factory=dict[str, int])
     """Recomputed decisions that are equal, by kind."""
     differ: dict[str, int] = field(default_factory=dict[str, int])
-    num_epochs: int = 0
+    different: list[Different] = field(default_factory=list[Different])
     hearts: list[int] = field(default_factory=list[int])
     state_hash: str = ""
     log_hash: str = ""
@@ -106,17 +118,17 @@ class _Check:
         self._ahead = next(self._rest, None)
         while self._ahead is not None:
             if _is_decision(self._ahead):
-                self._unexpected(self._ahead, "a decision without a report")
-            else:
-                self._batch(self._ahead)
+                self._envelope(self._ahead)
+                raise _Difference(self._ahead.seq, "a decision without a report", None,
+                                  self._ahead)
+            self._batch(self._ahead)
         self.verdict.log_hash = self._digest.hexdigest()
 
     def _batch(self, report: Record) -> None:
         self._envelope(report)
-        if isinstance(report.body, r.EpochStarted):
-            self.verdict.num_epochs += 1
-            if report.body.heart not in self.verdict.hearts:
-                self.verdict.hearts.append(report.body.heart)
+        if isinstance(report.body, r.EpochStarted) and (
+                report.body.heart not in self.verdict.hearts):
+            self.verdict.hearts.append(report.body.heart)
         given = Report(source=report.source, source_seq=report.source_seq,
                       occurred_s=report.occurred_s, body=report.body)
         if accepts(self.state, given) != "next":
@@ -127,7 +139,6 @@ class _Check:
         if want != report:
             raise _Difference(report.seq, "the envelope differs", want, report)
         self._take(report)
-        self.verdict.num_reports += 1
         for body in decide(self.state, report):
             want = decision_record(self.state, body, cause=report)
             got = self._ahead
@@ -138,22 +149,32 @@ class _Check:
             if got != want:
                 problem = "another decision was recorded" if got is not None else (
                     f"the log ends where {want.kind} must follow")
-                if self._is_same_version() or got is None:
-                    raise _Difference(want.seq, problem, want, got)
+                self._differs(want.seq, problem, want, got)
                 break
             assert got is not None
             self._count(self.verdict.recomputed, got)
             self._take(got)
+        else:
+            if self._ahead is not None and _is_decision(self._ahead):
+                self._envelope(self._ahead)
+                self._differs(self._ahead.seq, "a decision that the decider does not make", None,
+                              self._ahead)
         while self._ahead is not None and _is_decision(self._ahead):
-            self._unexpected(self._ahead, "a decision that the decider does not make")
+            self._envelope(self._ahead)
+            self._count(self.verdict.differ, self._ahead)
+            self._take(self._ahead)
 
-    def _unexpected(self, record: Record, problem: str) -> None:
-        """Take a decision that this decider does not make; only another version may make it."""
-        self._envelope(record)
+    def _differs(self, seq: int, problem: str, now: Record | None, recorded: Record | None
+                 ) -> None:
+        """Only another version of the decider may decide otherwise."""
         if self._is_same_version():
-            raise _Difference(record.seq, problem, None, record)
-        self._count(self.verdict.differ, record)
-        self._take(record)
+            raise _Difference(seq, problem, now, recorded)
+        if now is not None and (recorded is None or not _is_decision(recorded)):
+            self._count(self.verdict.differ, now)
+            recorded = None
+        if len(self.verdict.different) < DIFFERENT_NUM_MAX:
+            self.verdict.different.append(Different(seq, *(
+                to_plain(one) if one is not None else None for one in (recorded, now))))
 
     def _envelope(self, record: Record) -> None:
         state = self.state
@@ -166,7 +187,8 @@ class _Check:
         if record.epoch <= state.epoch if starts else record.epoch != state.epoch:
             raise _Difference(record.seq, f"epoch {record.epoch} in epoch {state.epoch}", None,
                               record)
-        if isinstance(record.body, UnknownBody) and self._is_same_version():
+        if (isinstance(record.body, UnknownBody) and _is_decision(record)
+                and self._is_same_version()):
             raise _Difference(record.seq, f"unknown kind {record.body.kind}", None, record)
 
     def _is_same_version(self) -> bool:

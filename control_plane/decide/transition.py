@@ -201,16 +201,20 @@ TABLE: tuple[Row, ...] = (
 
 # --- the next decisions of a task ---
 def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
-    """The next decisions for this task; none if it is in its target state."""
-    if state.held and task.ending != "cancelled":
-        yield from _next_decisions_while_paused(state, task)
-        return
-    yield from _stop_orphans(state, task)
+    """The next decisions for this task; none if it is in its target state. While healing is paused,
+    a transition in progress is completed, and all other orders are suppressed."""
+    is_paused = bool(state.held) and task.ending != "cancelled"
+    if not is_paused:
+        yield from _stop_orphans(state, task)
     if task.outcome:
         yield from memory_checkpoints.drop_checkpoints(state, task)
         return
     yield from open_incidents(state, task)
-    if task.ending:
+    if is_paused and not (task.heals_in_memory and task.finished):
+        if task.heals_in_memory:
+            yield from _transition(state, task)
+        yield from suppress_orders(state, task, _next_orders(state, task))
+    elif task.ending and not is_paused:
         yield from _end(state, task)
     elif not task.heals_in_memory:
         yield from command_tasks.next_decisions(state, task)
@@ -222,25 +226,6 @@ def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
         yield from _start(state, task)
         # This comes last, since it avoids the nodes of processes that were just started.
         yield from memory_checkpoints.replace_stores(state, task)
-    yield from _publish_and_close(state, task)
-
-
-def _next_decisions_while_paused(state: ClusterState, task: Task) -> Iterator[Body]:
-    """While healing is paused, complete a transition in progress; suppress all other orders."""
-    if task.outcome:
-        yield from memory_checkpoints.drop_checkpoints(state, task)
-        return
-    yield from open_incidents(state, task)
-    if task.heals_in_memory and task.finished:
-        yield from _finish(state, task)
-    else:
-        if task.heals_in_memory:
-            yield from _transition(state, task)
-        yield from suppress_orders(state, task, _next_orders(state, task))
-    yield from _publish_and_close(state, task)
-
-
-def _publish_and_close(state: ClusterState, task: Task) -> Iterator[Body]:
     if task.outcome:
         yield from memory_checkpoints.drop_checkpoints(state, task)
     else:
@@ -280,17 +265,23 @@ def _transition(state: ClusterState, task: Task) -> Iterator[Body]:
 def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
     """Stop processes that have timed out, and processes that no longer have a seat."""
     slots = task.seats_at
+    ends: bool | None = None  # it depends on the other tasks: not once for each rank
     for key in sorted(task.ranks):
         rank = task.ranks[key]
         if rank.timeout_reason:
             if not stop_pending(state, task, rank):
                 yield stop_rank(task, rank, 0.0, f"it {rank.timeout_reason}")
-        elif slots.get(key) != rank.slot and not rank.stopping and (
-                task.member(key) is None or may_end(state, task)):
+                ends = None
+        elif slots.get(key) != rank.slot and not rank.stopping:
+            if task.member(key) is not None:
+                ends = may_end(state, task) if ends is None else ends
+                if not ends:
+                    continue
             num = num_unsaved(task) if task.member(key) is not None else 0
             lost = f"; {num} iterations could not be saved" if num else ""
             yield stop_rank(task, rank, state.policy.stop_s_max,
                             f"the plan has no seat for it{lost}")
+            ends = None
 
 
 def _stop_orphans(state: ClusterState, task: Task) -> Iterator[Body]:

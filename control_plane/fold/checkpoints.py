@@ -12,7 +12,7 @@ from ...events.records.envelope import Record
 from ..state.cluster import ClusterState
 from ..state.memory_checkpoints import whole_checkpoints
 from ..state.node import Node
-from ..state.task import Checkpoint, Task
+from ..state.task import Checkpoint
 from .edits import close_orders, forget_store, set_stores
 
 
@@ -59,10 +59,9 @@ def publish_ordered(state: ClusterState, record: Record, body: o.PublishCheckpoi
 
 # --- in-memory checkpoints ---
 def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpointStored) -> None:
-    """Record an in-memory checkpoint of the current generation; older ones are not used. A task
-    that restarts from memory has no generations: its ranks number theirs by their attempts. The
-    agent of the rank reports it. The agent of the store may report the store's end before or
-    after."""
+    """Record an in-memory checkpoint of the current generation; older ones are not used. Of a task
+    that restarts from memory, ranks count attempts instead. The end of the store may be reported
+    before."""
     task, node = state.tasks.get(body.task), state.nodes.get(body.node)
     if task is None or node is None or node.health == "left" or not node.keeper:
         return
@@ -86,16 +85,11 @@ def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpo
     task.copies = [one for one in task.copies if one.node != node.name or one.share != copy.share]
     task.copies += [*here[1 - t.CHECKPOINTS_NUM_MAX :], copy]
     if any(one.num_shares != copy.num_shares for one in task.copies):
-        _discard_older_layouts(task)
-
-
-def _discard_older_layouts(task: Task) -> None:
-    """Once a version is whole, shares of older generations with another number of shares are of no
-    use: no newer share replaces them."""
-    whole = next(iter(whole_checkpoints(task.copies)), None)
-    if whole is not None and whole.generation == task.generation:
-        task.copies = [one for one in task.copies if one.generation == task.generation
-                       or one.num_shares == whole.num_shares]
+        # Once a version is whole, no newer share replaces those of other numbers of shares.
+        whole = next(iter(whole_checkpoints(task.copies)), None)
+        if whole is not None and whole.generation == task.generation:
+            task.copies = [one for one in task.copies if one.generation == task.generation
+                           or one.num_shares == whole.num_shares]
 
 
 def checkpoints_lost(state: ClusterState, record: Record, body: r.MemoryCheckpointsLost) -> None:
@@ -113,18 +107,14 @@ def checkpoints_lost(state: ClusterState, record: Record, body: r.MemoryCheckpoi
     if not body.task:
         _store_ended(state, node, start + 1)
     elif task is not None:
-        _remove_checkpoints(task, node)
+        task.copies = [copy for copy in task.copies if copy.node != node.name]
 
 
 def _store_ended(state: ClusterState, node: Node, start: int) -> None:
     """A new store has begun: in-memory checkpoints of the node's earlier stores are lost."""
     node.keeper_start = start
     for task in state.tasks.values():
-        _remove_checkpoints(task, node)
-
-
-def _remove_checkpoints(task: Task, node: Node) -> None:
-    task.copies = [copy for copy in task.copies if copy.node != node.name]
+        task.copies = [copy for copy in task.copies if copy.node != node.name]
 
 
 def stores_ordered(state: ClusterState, record: Record, body: o.SetCheckpointStores) -> None:

@@ -12,6 +12,7 @@ from ..state.cluster import ClusterState
 from ..state.members import count_outstanding, has_settled, unanswered
 from ..state.task import Rank, Task
 from .edits import (
+    LOSSES,
     PLAN,
     STOPPED,
     find_rank,
@@ -118,23 +119,15 @@ def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached)
     if deadline is None or record.at_s < deadline.due_s:
         return
     del state.deadlines[body.deadline]
-    what, *of = body.deadline.split("/")
-    if what == "replace":
-        node = state.nodes.get("/".join(of))
-        if node is not None:
-            node.replace = True
-        return
-    if what == PLAN:
+    what, _, of = body.deadline.partition("/")
+    if what in (PLAN, LOSSES):
         state.replan = state.replan or "tasks were submitted"
-        return
-    if what == "price":
-        schedule_estimate(state, "/".join(of))
-        return
-    if what in ("device", "recovered", "quarantine"):
-        node_deadline_reached(state, what, "/".join(of))
-        return
-    number, *rest = (int(part) for part in of)
-    task = state.tasks.get(number)
-    if task is not None:
-        _LATE[what](state, record, task, rest)
-        count_outstanding(task)
+    elif what == "price":
+        schedule_estimate(state, of)
+    elif what not in _LATE:
+        node_deadline_reached(state, what, of)
+    else:
+        number, *rest = map(int, of.split("/"))
+        if (task := state.tasks.get(number)) is not None:
+            _LATE[what](state, record, task, rest)
+            count_outstanding(task)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ...events.records import decisions as d
 from ...events.records import orders as o
 from ...events.records.codec import encode_record
 from ...events.records.envelope import Record
 from ..incidents.hangs import WAITED_FOR
 from ..incidents.node_incidents import update_undecided
-from ..incidents.severity import worse
+from ..incidents.severity import worst
 from ..state.cluster import NUM_INCIDENTS_MAX, ClusterState
 from ..state.incident import NUM_FAILURES_MAX, Incident
-from ..state.members import awaited, is_pinned, is_starting, release_standbys
+from ..state.members import awaited, is_pinned, is_standby, is_starting
 from ..state.node import Occupant
 from ..state.task import Rank, Task
 from ..throughput.calibration import learn_slot
@@ -70,7 +72,7 @@ def incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsca
     count_sev1_fault(state, incident, body, on_purpose=_was_injected(state, task, body.node))
     assign_evidence(state, incident, body)
     known = incident.ranks
-    if body.root or worse(incident.severity, body.severity) != incident.severity:
+    if body.root or worst(incident.severity, body.severity) != incident.severity:
         if (body.root or incident.severity == "SEV3") and body.ranks:
             known = []  # the known ranks reported only consequences
         incident.severity, incident.why = body.severity, body.why
@@ -107,21 +109,16 @@ def _settle_faults(state: ClusterState, task: Task, incident: Incident,
                                  for seat in task.target
                                  if (node := state.nodes.get(seat.slot.node)) is not None):
         state.replan = f"task {task.spec.name} is to start elsewhere"
-    if task.reattempts > state.policy.restarts_max:
-        _restart(task, ranks)
+    if task.reattempts > state.policy.restarts_max:  # reattempts in place did not help
+        task.reattempts = 0
+        for number in ranks:
+            rank = task.member(number)
+            if rank is not None and not rank.timeout_reason and not rank.error_seq:
+                rank.timeout_reason = "was reattempted in place too often"
+                task.restarts[number] = task.restarts.get(number, 0) + 1
     if severity == "SEV1":
         for number in ranks:
             _disable(state, task, number, f"{task.spec.name}, {body.why}")
-
-
-def _restart(task: Task, ranks: tuple[int, ...]) -> None:
-    """Mark the processes for a restart, because reattempts in place did not help."""
-    task.reattempts = 0
-    for number in ranks:
-        rank = task.member(number)
-        if rank is not None and not rank.timeout_reason and not rank.error_seq:
-            rank.timeout_reason = "was reattempted in place too often"
-            task.restarts[number] = task.restarts.get(number, 0) + 1
 
 
 def _disable(state: ClusterState, task: Task, number: int, why: str) -> None:
@@ -135,7 +132,10 @@ def _disable(state: ClusterState, task: Task, number: int, why: str) -> None:
     if node.unreachable:
         if node.health == "unreachable":
             edits.set_health(state, node, "lost")
-        state.replan = f"node {node.name} lost"
+        state.replan = ("nodes lost" if edits.LOSSES in state.deadlines
+                        else f"node {node.name} lost")
+        if state.plan_s == state.at_s:
+            edits.set_deadline(state, edits.LOSSES, 0.0)
     else:
         disable_slots(node, (slot.index,), why)
         task.restarts.pop(number, None)
@@ -185,6 +185,7 @@ def throughput_set(state: ClusterState, record: Record, body: d.ThroughputSet) -
 def plan_chosen(state: ClusterState, record: Record, body: d.PlanChosen) -> None:
     state.plan, state.plan_seq, state.plan_s, state.replan = body, record.seq, record.at_s, ""
     edits.clear_deadline(state, edits.PLAN)
+    edits.clear_deadline(state, edits.LOSSES)
 
 
 def task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> None:
@@ -329,8 +330,13 @@ def resume_ordered(state: ClusterState, record: Record, body: o.Resume) -> None:
     edits.close_orders(state, [task.reconfigure_order])
     task.resume_order = record.seq
     state.orders[record.seq] = encode_record(record)
-    edits.discard_newer_checkpoints(task)
-    release_standbys(task)
+    # The task continues from `settled`. A store may have newer checkpoints that it did not report.
+    task.copies = [replace(copy, step_version_max=min(
+        task.settled, copy.step_version_max if copy.step_version_max >= 0 else task.settled))
+        for copy in task.copies if copy.step_version <= task.settled]
+    for rank in task.living_members():
+        if is_standby(task, rank):  # it gives up the state that it held
+            rank.held, rank.has_state, rank.step_version = None, False, -1
     lost = max(task.iteration - task.settled, 0)
     task.iterations_lost += lost
     task.iteration = min(task.iteration, body.progress_from)

@@ -37,6 +37,9 @@ EARLY_S = 1e-3
 """Tolerance of deadlines: float sums of seconds since 1970 are not exact."""
 PLAN = "plan"
 """The deadline at which tasks that were submitted soon after a plan are planned."""
+LOSSES = "losses"
+"""The deadline, due at once, until which nodes that are lost in the moment of a plan share the
+next one: many verdicts have the same time."""
 _NODE_DEADLINES = frozenset(("replace", "price", "device", "recovered", "quarantine"))
 PRICE_S = 60.0
 """Minimum time between two cost estimates of a degraded node."""
@@ -215,9 +218,8 @@ def settle_phase(state: ClusterState, task: Task) -> None:
 
 
 def update_unreachable_deadline(state: ClusterState, task: Task) -> None:
-    """Set or clear the deadline of members on unreachable nodes. It runs while the task waits for
-    these members (`_silent_alone`) and the others hold the complete state. It is as long as the
-    wait for a second source (evidence_s_max)."""
+    """Set or clear the deadline of members on unreachable nodes: it runs while the task waits for
+    them (`_silent_alone`) and the others hold the complete state."""
     name = f"silent/{task.id}/{task.generation}"
     if not state.unreachable or not _silent_alone(state, task) or not is_complete(task, [
             rank for rank in task.living_members() if not is_unreachable(state, rank)]):
@@ -389,15 +391,6 @@ def forget_store(state: ClusterState, task: Task, node: str) -> None:
     if task.drop_order and not task.store_nodes:
         close_orders(state, [task.drop_order])
         task.drop_order = 0
-
-
-def discard_newer_checkpoints(task: Task) -> None:
-    """Discard in-memory checkpoints of steps beyond `settled`, from which the task continues. Limit
-    `step_version_max` too: a store may have newer checkpoints that it has not reported."""
-    for place, copy in enumerate(task.copies):
-        most = copy.step_version_max if copy.step_version_max >= 0 else task.settled
-        task.copies[place] = replace(copy, step_version_max=min(most, task.settled))
-    task.copies = [copy for copy in task.copies if copy.step_version <= task.settled]
 
 
 def record_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: str) -> None:

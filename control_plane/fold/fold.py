@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...events.errors import NewerLog
 from ...events.records import decisions as d
 from ...events.records import orders as o
 from ...events.records import reports as r
@@ -17,7 +18,7 @@ from ...events.records import types as t
 from ...events.records.codec import UnknownBody
 from ...events.records.envelope import Record
 from ..incidents.node_incidents import update_undecided
-from ..state.cluster import NUM_OUTAGES_MAX, ClusterState, live_tasks
+from ..state.cluster import DECIDER_VERSION, NUM_OUTAGES_MAX, ClusterState, live_tasks
 from ..throughput.transition_cost import observe_time, update_mtbf, void_transitions
 from . import (
     checkpoints,
@@ -40,7 +41,8 @@ _PLANNED_BY = ("mtbf_gpu_s", "mtbf_faults", "transition_s", "reshape_s", "gain_m
 
 
 def fold(state: ClusterState, record: Record) -> None:
-    """Apply one record to `state` in place. Never raises."""
+    """Apply one record to `state` in place. Raises NewerLog for a record without which it would
+    be wrong, and that only a later version can apply."""
     observe_time(state, record)
     state.seq, state.epoch, state.at_s = record.seq, record.epoch, record.at_s
     _remember_source(state, record)
@@ -60,9 +62,19 @@ def _recorded(state: ClusterState, record: Record, body: t.Body) -> None:
     """No effect on the state."""
 
 
+def _unknown(state: ClusterState, record: Record, body: UnknownBody) -> None:
+    """An agent may be newer than the leader: of its report the leader has seen nothing either."""
+    is_unseen = record.source_seq and state.heart <= DECIDER_VERSION
+    if not (body.ignorable or is_unseen):
+        raise NewerLog(
+            f"seq {record.seq}: {body.kind} (version {body.version}) needs Unicron "
+            f"{state.code or 'of a later version'}, decider version {state.heart}; this one has "
+            f"{DECIDER_VERSION}", "read this log with that version, or a later one")
+
+
 # --- reports of the leader ---
 def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) -> None:
-    state.nonce, state.heart = body.nonce, body.heart
+    state.nonce, state.heart, state.code = body.nonce, body.heart, body.code
     restart_deadlines(state)
     for source in list(state.sources):
         if source.startswith("leader/") and source != record.source:
@@ -139,5 +151,5 @@ HANDLERS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
     o.Resume: decisions.resume_ordered, o.PublishCheckpoint: checkpoints.publish_ordered,
     o.SetCheckpointStores: checkpoints.stores_ordered,
     o.DropMemoryCheckpoints: checkpoints.drop_ordered,
-    o.InjectFault: _recorded, UnknownBody: _recorded,
+    o.InjectFault: _recorded, UnknownBody: _unknown,
 }

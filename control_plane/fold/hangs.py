@@ -78,10 +78,9 @@ def command_hang_timed_out(state: ClusterState, record: Record, task: Task,
 
 
 def _stalled(task: Task) -> tuple[Rank, Stall] | None:
-    logged = task.logged
-    prints = logged is not None and not task.heals_in_memory
-    stall = task.stalls.get(logged.rank) if logged is not None and prints else None
-    rank = task.ranks.get(logged.rank) if logged is not None else None
+    if task.logged is None or task.heals_in_memory:
+        return None
+    rank, stall = task.ranks.get(task.logged.rank), task.stalls.get(task.logged.rank)
     return (rank, stall) if rank is not None and stall is not None else None
 
 
@@ -147,10 +146,9 @@ def rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -
 
 
 def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
-    """Clear the stalls that a finished iteration disproves. No member is stalled in iterations
-    before the last: all have entered the last one. At its end a member may still be stalled, since
-    a collective can end for some members only, or the member hangs in its own work after the
-    collective. Such a stall is reported once and stays until RankUnstalled."""
+    """Clear the stalls that a finished iteration disproves: all members have entered it. At its end
+    a member may still be stalled, since a collective can end for some members only, or in its own
+    work after it. Such a stall is reported once and stays until RankUnstalled."""
     if any(stall.iteration < iteration - 1 for stall in task.stalls.values()):
         task.stalls = {number: stall for number, stall in task.stalls.items()
                        if stall.iteration >= iteration - 1}

@@ -112,21 +112,18 @@ def _devices(state: ClusterState, node: Node, named: tuple[int, ...], pid: int) 
 def _evidence(state: ClusterState, record: Record, node: Node, erred: DeviceError) -> None:
     """Store the error. A repetition, or an error of disabled slots, joins the earlier incident."""
     for other in reversed(node.erred):
-        if other.incident and ((_is_open(state, other) and other.is_like(erred))
+        incident = state.incidents.get(other.incident)
+        is_open = incident is not None and not incident.outcome
+        if other.incident and ((is_open and other.is_like(erred))
                                or _is_out_for(node, other, erred)):
             erred.incident = other.incident
-            add_evidence(state.incidents.get(other.incident), record)
+            add_evidence(incident, record)
             break
     node.erred = [*node.erred, erred][-NUM_DEVICE_ERRORS_MAX:]
     update_undecided(state)
     if not erred.incident and severity_of(erred.status) == "SEV1":
         mark_undecided(state, node.name)
         set_deadline(state, f"device/{node.name}/{erred.seq}", state.policy.evidence_s_max)
-
-
-def _is_open(state: ClusterState, erred: DeviceError) -> bool:
-    incident = state.incidents.get(erred.incident)
-    return incident is not None and not incident.outcome
 
 
 def _is_out_for(node: Node, other: DeviceError, erred: DeviceError) -> bool:
@@ -144,10 +141,9 @@ def _is_confirmed(check: Check) -> bool:
 
 
 def update_unhealthy_slots(state: ClusterState) -> None:
-    """Fold: update the slots that checks disable. Recovered slots are enabled after a time. Of
-    nodes with only unconfirmed checks, the first few are believed: if many fail, the check itself
-    is suspect. A node stays believed until its slots are used again. Otherwise a check that
-    recovers on one node after the other would disable all in turn."""
+    """Fold: update the slots that checks disable. Of nodes with only unconfirmed checks the first
+    few are believed: if many fail, the check is suspect. A node stays believed until its slots are
+    used again, or a check that recovers on one node after the other would disable all in turn."""
     if not any(node.checks or node.slots_unhealthy or node.slots_recovering or node.unhealthy_why
                for node in state.nodes.values()):
         return
@@ -212,12 +208,14 @@ def _recovered(state: ClusterState, node: Node) -> None:
 
 # --- deadlines ---
 def node_deadline_reached(state: ClusterState, what: str, rest: str) -> None:
-    """Handle a node deadline: an error is judged alone, slots recover, or a quarantine ends."""
+    """Handle a node deadline: replace it, judge an error alone, enable slots, end a quarantine."""
     name, _, seq = rest.rpartition("/") if what == "device" else (rest, "", "0")
     node = state.nodes.get(name)
     if node is None:
         return
-    if what == "device":
+    if what == "replace":
+        node.replace = True
+    elif what == "device":
         for erred in node.erred:
             erred.due = erred.due or erred.seq == int(seq)
         update_undecided(state)
@@ -232,24 +230,18 @@ def node_deadline_reached(state: ClusterState, what: str, rest: str) -> None:
 def assign_evidence(state: ClusterState, incident: Incident,
                   body: IncidentOpened | IncidentEscalated) -> None:
     """Assign device errors to the incident. At SEV1, disable the slots that the errors name."""
-    for node in _named(state, body):
-        for erred in node.erred:
-            if erred.seq not in body.evidence:
-                continue
+    node = state.nodes.get(body.node)
+    if node is not None:
+        for erred in [one for one in node.erred if one.seq in body.evidence]:
             erred.incident = incident.id
             clear_deadline(state, f"device/{node.name}/{erred.seq}")
             if body.severity == "SEV1" and severity_of(erred.status) == "SEV1" and (
                     erred.origin != "check") and (erred.devices or not incident.task):
                 _disable(state, node, erred)
-    if not incident.task and body.node in state.nodes:
-        state.nodes[body.node].incident = incident.id
-        mark_undecided(state, body.node)
+        if not incident.task:
+            node.incident = incident.id
+            mark_undecided(state, node.name)
     update_undecided(state)
-
-
-def _named(state: ClusterState, body: IncidentOpened | IncidentEscalated) -> list[Node]:
-    found = state.nodes.get(body.node)
-    return [found] if found is not None and found.erred else []
 
 
 def disable_slots(node: Node, slots: tuple[int, ...], why: str) -> None:

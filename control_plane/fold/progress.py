@@ -71,9 +71,8 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
 
 # --- of commands ---
 def iterations_logged(state: ClusterState, record: Record, body: IterationsLogged) -> None:
-    """Record progress of a command, from the first rank of a round that logs any. A command counts
-    its own iterations. After a restart it continues from its own checkpoint. Work before its first
-    report does not count. `restart_iterations` new iterations clear the count of restarts."""
+    """Record progress of a command, from the first rank of a round that logs any. It counts its own
+    iterations, also after a restart. Work before its first report does not count."""
     task = state.tasks.get(body.task)
     rank = find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or task.heals_in_memory or task.phase == "ended":
@@ -96,7 +95,14 @@ def iterations_logged(state: ClusterState, record: Record, body: IterationsLogge
     logged.global_batch = body.global_batch
     keep_logged(state, task, body)
     logged.disturbed = any(one.is_stopped for one in task.ranks.values())
-    _apply_progress(state, task, body)
+    counts = batch_counts(task)
+    new = min(body.iteration - task.max_iteration, body.num_iterations)
+    add_work(state, task, task.max_iteration + (new if counts else 0))
+    task.max_iteration = max(task.max_iteration, body.iteration)
+    task.iteration, task.progressed_s = body.iteration, state.at_s
+    task.loss, task.step_s = body.loss, body.step_s
+    rate_flops = task.iteration_flops / body.step_s if counts and body.step_s > 0 else 0.0
+    task.rate_flops = min(rate_flops, RATE_FLOPS_MAX)
     if body.iteration - logged.max_iteration >= state.policy.restart_iterations:
         task.restarts.clear()
 
@@ -115,14 +121,3 @@ def _round_begins(state: ClusterState, task: Task, iteration: int) -> None:
                 incident.outcome = "set back"
                 task.healed -= 1
         return
-
-
-def _apply_progress(state: ClusterState, task: Task, body: IterationsLogged) -> None:
-    counts = batch_counts(task)
-    new = min(body.iteration - task.max_iteration, body.num_iterations)
-    add_work(state, task, task.max_iteration + (new if counts else 0))
-    task.max_iteration = max(task.max_iteration, body.iteration)
-    task.iteration, task.progressed_s = body.iteration, state.at_s
-    task.loss, task.step_s = body.loss, body.step_s
-    rate_flops = task.iteration_flops / body.step_s if counts and body.step_s > 0 else 0.0
-    task.rate_flops = min(rate_flops, RATE_FLOPS_MAX)

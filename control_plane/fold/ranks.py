@@ -5,11 +5,10 @@ from __future__ import annotations
 from ...events.records import reports as r
 from ...events.records.envelope import Record
 from ...events.records.statuses import EXITED_ABNORMALLY, OTHER_SOFTWARE
-from ...events.records.types import Seat
 from ..incidents.severity import classified_status, exit_in_words, last_line, status_of
 from ..state.cluster import ClusterState
 from ..state.members import awaited, count_outstanding, is_starting
-from ..state.task import Rank, Task
+from ..state.task import Task
 from . import edits
 
 
@@ -30,14 +29,10 @@ def rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> No
 
 def _round_started(state: ClusterState, record: Record, task: Task) -> None:
     """Of a command: the task trains when every seat has a process."""
-    if all(_runs(task, seat) for seat in reversed(task.target)):  # the ranks start in order
+    if all((rank := task.ranks.get(seat.rank)) is not None and rank.state == "started"
+           and rank.slot == seat.slot for seat in reversed(task.target)):  # they start in order
         edits.set_phase(state, task, "training")
         edits.end_pause(state, task)
-
-
-def _runs(task: Task, seat: Seat) -> bool:
-    rank = task.ranks.get(seat.rank)
-    return rank is not None and rank.state == "started" and rank.slot == seat.slot
 
 
 def rank_ready(state: ClusterState, record: Record, body: r.RankReady) -> None:
@@ -124,19 +119,11 @@ def rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None
                            "all are done, but nobody saved the model")
     if rank.state == "finished" or task.ending or rank.stopping or rank.timeout_reason:
         return
-    if rank.error_seq:
-        if rank.second_hand and body.status and not body.second_hand:  # the exit has the cause
-            _ended(task, record, rank, body, hurts=member or None)
-        else:
-            edits.add_evidence(state.incidents.get(task.incident), record)
-        return
-    _ended(task, record, rank, body, hurts=member or None)
-
-
-def _ended(task: Task, record: Record, rank: Rank, body: r.RankExited, *,
-           hurts: bool | None) -> None:
+    if rank.error_seq and not (rank.second_hand and body.status and not body.second_hand):
+        edits.add_evidence(state.incidents.get(task.incident), record)
+        return  # else the exit has the cause
     edits.record_fault(task, record, [rank], classified_status(body.status, EXITED_ABNORMALLY),
-          f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}", hurts=hurts,
+          f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}", hurts=member or None,
           ended=True, second_hand=body.second_hand)
 
 

@@ -45,7 +45,7 @@ def step_time_changed(state: ClusterState, record: Record, body: r.StepTimeChang
     if task.slow and not before:
         forget_times(state, task, body.num_iterations)
     if body.rank not in task.slow and body.own_s < SLOW_RATIO * body.normal_s:
-        task.slow_restarts.pop(_slot_key(rank.slot.node, rank.slot.index), None)
+        task.slow_restarts.pop(f"{rank.slot.node}/{rank.slot.index}", None)
         if rank.timeout_reason == SLOWED and not rank.stopping:
             rank.timeout_reason = ""  # set while healing was paused
     restart_stragglers(state, record, task)
@@ -84,17 +84,13 @@ def restart_stragglers(state: ClusterState, record: Record, task: Task) -> None:
         return
     for rank in at_fault(task):
         pace, slow = task.step_times[rank.rank], task.slow[rank.rank]
-        key = _slot_key(rank.slot.node, rank.slot.index)
+        key = f"{rank.slot.node}/{rank.slot.index}"
         task.slow_restarts[key] = task.slow_restarts.get(key, 0) + 1
         rank.timeout_reason = SLOWED
         record_fault(task, record, [rank], TASK_HANG,
               f"rank {rank.rank} on {rank.slot.node} works {slow.ratio:.3g} x as long as is "
               f"usual, iterations take {slow.holds_up:.3g} x", evidence=(pace.seq,))
         task.restarts[rank.rank] = max(task.restarts[rank.rank], task.slow_restarts[key])
-
-
-def _slot_key(node: str, index: int) -> str:
-    return f"{node}/{index}"
 
 
 def straggler_cost_estimated(state: ClusterState, record: Record,

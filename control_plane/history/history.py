@@ -271,7 +271,8 @@ class History(Struct):
                 past.paces_s.setdefault(len(task.members), []).extend(body.step_s)
             past.skipped = body.skipped
             past.micro_batches.add(body.micro_batches)
-        elif isinstance(body, IterationsLogged) and _believed(task, body):
+        elif isinstance(body, IterationsLogged) and task.logged is not None and (  # it counts
+                task.logged.rank == body.rank and task.attempts.get(body.rank) == body.attempt):
             new = (min(task.max_iteration - furthest, body.num_iterations) if batch_counts(task)
                    else 0)
             self._worked(task, record, new, new * body.step_s)
@@ -307,11 +308,10 @@ def history(records: Iterable[Record]) -> History:
 
 
 def waf(it: History, num_buckets: int) -> Waf:
-    """WAF over time, from the first submission to the last record, in equal buckets. `achieved` is
-    the FLOP of an iteration (RankReady) x the number of iterations done for the first time x the
-    weight at that time, spread over the time that the iterations took. `planned` and `ideal` are
-    constant from one PlanChosen to the next; they are 0 before the first plan and after the end of
-    the last task. Raises ValueError if `num_buckets` is below 1."""
+    """WAF over time, from the first submission to the last record, in equal buckets. `achieved`:
+    FLOP of iterations done for the first time x weight, spread over the time that they took.
+    `planned` and `ideal` hold from one PlanChosen to the next; 0 before the first and after the
+    last task. Raises ValueError if `num_buckets` is below 1."""
     from_s = min((task.submitted_s for task in it.state.tasks.values()), default=it.at_s)
     return over_time(it.work, it.plans, from_s=from_s, to_s=it.at_s, num_buckets=num_buckets)
 
@@ -339,13 +339,6 @@ def num_stepping(state: ClusterState, task: Task) -> int:
         rank.error_seq or rank.timeout_reason or (
             at_boundary and rank.quiesced == task.generation) for rank in living)
     return len(living) if whole else 0
-
-
-def _believed(task: Task, body: IterationsLogged) -> bool:
-    """Whether the fold counted the report: of the processes started together, only the first rank
-    that logged progress counts."""
-    return (task.logged is not None and task.logged.rank == body.rank
-            and task.attempts.get(body.rank) == body.attempt)
 
 
 def _phase(one: IncidentHistory, record: Record, task: Task) -> None:

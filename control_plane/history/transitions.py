@@ -1,7 +1,4 @@
-"""Transitions of a task between generations.
-
-A task is stopped from the moment its last member has left the old generation until Resume.
-"""
+"""Transitions of a task. It is stopped from its last member's leave of a generation to Resume."""
 
 from __future__ import annotations
 

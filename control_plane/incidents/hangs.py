@@ -49,12 +49,11 @@ class Hang(Struct, frozen=True, kw_only=True):
 
 
 def locate_hang(state: ClusterState, task: Task) -> Hang | None:
-    """Locate the hang of a task; None if a rank may still progress or another fault explains the
-    stall.
+    """Locate the hang of a task; None if a rank may still progress or another fault explains it.
 
-    Stopped ranks (SIGSTOP) do not count: they have a deadline of their own. Nor do ranks on
-    unreachable nodes: their state is unknown. While there are such ranks, only a rank that stalls
-    in its own work can be the cause. Without one, all wait for the ranks on unreachable nodes.
+    Stopped ranks (SIGSTOP) have a deadline of their own. The state of ranks on unreachable nodes is
+    unknown: while there are any, only a rank that stalls in its own work can be the cause, and
+    without one all wait for them.
     """
     if not task.stalls or task.finished or task.ending or task.failed_s >= 0:
         return None

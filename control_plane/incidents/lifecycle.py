@@ -11,7 +11,7 @@ from ..state.cluster import ClusterState
 from ..state.task import Task
 from .node_loss import lost_nodes
 from .root_cause import root_cause
-from .severity import worse
+from .severity import worst
 
 NUM_STOPS_MAX = 3
 """StopRank orders for a process before it counts as impossible to end and is orphaned."""
@@ -22,8 +22,7 @@ def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
     if task.faults:
         yield from _from_faults(state, task)
     for loss in lost_nodes(state, task):
-        yield _open_or_escalate(state, task, "SEV1", LOST_CONNECTION, loss.node, loss.ranks,
-                                loss.why, loss.evidence)
+        yield _open_or_escalate(state, task, "SEV1", LOST_CONNECTION, *loss)
     if not any(rank.timeout_reason for rank in task.ranks.values()):
         return
     for rank in [task.ranks[key] for key in sorted(task.ranks)]:
@@ -41,7 +40,7 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
     severity, status, ranks, why, evidence = (
         cause.severity, cause.status, cause.ranks, cause.why, cause.evidence)
     if task.reattempts > limit:
-        ranks, severity = tuple(x.rank for x in task.living_members()), worse(severity, "SEV2")
+        ranks, severity = tuple(x.rank for x in task.living_members()), worst(severity, "SEV2")
         why = f"{limit} reattempts in place did not help, the processes start again: {why}"
     yield _open_or_escalate(state, task, severity, status, cause.node, ranks, why, evidence,
                             root=cause.root)

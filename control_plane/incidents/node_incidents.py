@@ -12,7 +12,7 @@ from ..state.cluster import ClusterState
 from ..state.node import DeviceError, Node
 from . import quarantine
 from .root_cause import in_words, is_near, matches
-from .severity import severity_of, worse
+from .severity import severity_of, worst
 
 
 def decide_nodes(state: ClusterState, record: Record) -> Iterator[Body]:
@@ -55,7 +55,7 @@ def _join(state: ClusterState, node: Node) -> Iterator[Body]:
             struck = [x for x in incident.strikes
                       if matches(node, erred, x) and is_near(state, erred, x.at_s)]
             if struck:
-                graver = worse(incident.severity, severity) != incident.severity
+                graver = worst(incident.severity, severity) != incident.severity
                 there = [x.rank for x in struck if (rank := task.ranks.get(x.rank)) is None
                          or rank.slot == x.slot]
                 yield IncidentEscalated(

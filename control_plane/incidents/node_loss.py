@@ -7,24 +7,16 @@ lease is unreachable, and lost only if a second source confirms it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from ..state.cluster import ClusterState
 from ..state.task import Rank, Task
 
 
-class NodeLoss(NamedTuple):
-    """The loss of a node, for one task: the task's ranks there, the reason, and its evidence."""
-
-    node: str
-    ranks: tuple[int, ...]
-    why: str
-    evidence: tuple[int, ...]
-
-
-def lost_nodes(state: ClusterState, task: Task) -> Iterator[NodeLoss]:
-    """The task's unreachable nodes whose loss a second source confirms: a failed collective of a
-    peer, a missed deadline of a rank there, or replace_after_s if all its nodes are unreachable."""
+def lost_nodes(state: ClusterState, task: Task) -> Iterator[
+        tuple[str, tuple[int, ...], str, tuple[int, ...]]]:
+    """(node, the task's ranks there, why, evidence) of each unreachable node whose loss a second
+    source confirms: a failed collective of a peer, a missed deadline of a rank there, or
+    replace_after_s if all nodes of the task are unreachable."""
     nodes = {rank.slot.node for rank in task.ranks.values()} if state.unreachable else ()
     silent = [name for name in state.unreachable if name in nodes]
     for name in silent:
@@ -43,8 +35,8 @@ def lost_nodes(state: ClusterState, task: Task) -> Iterator[NodeLoss]:
             second, seq = f"silent for {state.policy.replace_after_s:g} s, the whole task on it", 0
         else:
             continue
-        yield NodeLoss(name, tuple(rank.rank for rank in there), f"node {name} is silent; {second}",
-                       tuple(sorted(x for x in (node.unreachable_seq, seq) if x)))
+        yield (name, tuple(rank.rank for rank in there), f"node {name} is silent; {second}",
+               tuple(sorted(x for x in (node.unreachable_seq, seq) if x)))
 
 
 def _is_replaced(state: ClusterState, task: Task) -> bool:

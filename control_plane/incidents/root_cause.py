@@ -9,7 +9,7 @@ from ..state.cluster import ClusterState
 from ..state.incident import FailureLocation
 from ..state.node import DeviceError, Node
 from ..state.task import Task
-from .severity import severity_of, worse
+from .severity import severity_of, worst
 
 
 class Cause(Struct, frozen=True, kw_only=True):
@@ -34,20 +34,21 @@ def root_cause(state: ClusterState, task: Task) -> Cause:
     direct = first or task.faults
     severities: list[Severity] = [
         severity_of(fault.status, process_ended=fault.ended) for fault in direct]
-    severity = _worst(severities)
-    worst = direct[severities.index(severity)]
+    severity = worst(*severities)
+    main = direct[severities.index(severity)]
     # If a process died or hangs, failed collectives of others are consequences.
     causes = [fault for fault, own in zip(direct, severities, strict=True)
               if own != "SEV3" or severity == "SEV3"]
-    status, node = worst.status, worst.node
+    status, node = main.status, main.node
     ranks = sorted({number for fault in causes for number in fault.ranks})
     whys = [fault.why for fault in direct]
     pairs = [(erred, strike) for fault in causes for strike in fault.strikes
              for erred in _near(state, task, strike)]
     if pairs:
-        gravest = _worst([severity_of(one.status) for one, _ in pairs])
-        erred, strike = next(x for x in pairs if severity_of(x[0].status) == gravest)
-        if worse(gravest, severity) == gravest:
+        of_pairs: list[Severity] = [severity_of(one.status) for one, _ in pairs]
+        gravest = worst(*of_pairs)
+        erred, strike = pairs[of_pairs.index(gravest)]
+        if worst(gravest, severity) == gravest:
             struck = sorted({x.rank for one, x in pairs if severity_of(one.status) == gravest})
             ranks = struck if gravest != severity else ranks
             severity, status, node = gravest, erred.status, strike.slot.node
@@ -55,7 +56,8 @@ def root_cause(state: ClusterState, task: Task) -> Cause:
     rest = [fault for fault in task.faults if fault not in direct]
     evidence = [erred.seq for erred, _ in pairs]
     evidence += [seq for fault in (*direct, *rest) for seq in fault.evidence]
-    evidence += _seen_by_others(task)
+    evidence += [rank.failed_seq for rank in task.living_members()  # seen by others
+                 if rank.failed == task.generation and rank.failed_seq and task.failed_s >= 0]
     incident = state.incidents.get(task.incident)
     known = incident is not None and not incident.outcome
     return Cause(severity=severity, status=status, node=node,
@@ -87,19 +89,6 @@ def _near(state: ClusterState, task: Task, strike: FailureLocation) -> list[Devi
     """Device errors near the failure, or errors for which its slot is already disabled."""
     node = state.nodes.get(strike.slot.node)
     return [erred for erred in node.erred if matches(node, erred, strike) and (
-        is_near(state, erred, strike.at_s)
-        or (erred.incident > 0 and bool(erred.devices) and node.is_disabled(strike.slot.index)))
+        is_near(state, erred, strike.at_s) or (
+            erred.incident > 0 and erred.devices and node.is_disabled(strike.slot.index)))
             ] if node is not None else []
-
-
-def _seen_by_others(task: Task) -> list[int]:
-    """Failed collectives of this generation: indirect evidence."""
-    return [rank.failed_seq for rank in task.living_members()
-            if rank.failed == task.generation and rank.failed_seq and task.failed_s >= 0]
-
-
-def _worst(severities: list[Severity]) -> Severity:
-    found: Severity = "SEV3"
-    for one in severities:
-        found = worse(found, one)
-    return found

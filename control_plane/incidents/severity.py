@@ -1,5 +1,4 @@
-"""The severity of error statuses, and how each severity is handled (our reading of the Unicron
-paper's table)."""
+"""The severity of error statuses, and how each is handled (our reading of the paper's table)."""
 
 from __future__ import annotations
 
@@ -59,7 +58,6 @@ SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6:
 """Names of Linux signals. Fixed, so that a log reads the same on every machine."""
 CAUSE_CHARS_MAX = 120
 """Maximum length of a cause in a sentence; the record has the whole text."""
-_ORDER: dict[Severity, int] = {"SEV1": 1, "SEV2": 2, "SEV3": 3}
 _BY_WORD = {**{status.lower(): status for status in TABLE}, "usageerror": s.WRONG_INPUT}
 
 
@@ -84,12 +82,12 @@ def classified_status(classified: str, else_: str) -> str:
 def severity_of(status: str, *, process_ended: bool = False) -> Severity:
     """The severity of a status; at least SEV2 if a process ended, since it needs a restart."""
     severity = TABLE.get(status, "SEV2")
-    return worse(severity, "SEV2") if process_ended else severity
+    return worst(severity, "SEV2") if process_ended else severity
 
 
-def worse(one: Severity, other: Severity) -> Severity:
-    """The more severe of the two; SEV1 is the most severe."""
-    return one if _ORDER[one] <= _ORDER[other] else other
+def worst(*severities: Severity) -> Severity:
+    """The most severe of them: SEV1, which is also the first by name."""
+    return min(severities)
 
 
 def network_status(error: str) -> str:

@@ -30,10 +30,9 @@ DEVIATION_TIMES = 1.4826
 
 
 def slow_ranks(task: Task, at_s: float) -> dict[int, Straggler]:
-    """Find the stragglers: by rank, the ratios of its own work and of the iteration time. A rank
-    with more own work is a straggler only if iterations are slower too: on a shared machine it may
-    have waited less instead. If the own work of all ranks has grown equally, there is no straggler
-    (`uniform_slowdown`)."""
+    """Find the stragglers: by rank, the ratios of its own work and of the iteration time. Only more
+    own work in slower iterations counts: on a shared machine a rank may have waited less instead.
+    If all ranks have slowed equally, there is none (`uniform_slowdown`)."""
     if len(task.members) < 2:
         return {}
     found: dict[int, tuple[float, float]] = {}

@@ -17,17 +17,12 @@ def domain(node: str, where: Mapping[str, Labels]) -> str:
     return f"rack {rack}" if rack else f"node {node}"
 
 
-def switch(node: str, where: Mapping[str, Labels]) -> str:
-    """The node's switch, or the node itself if it has no switch label."""
-    found = where.get(node, NOWHERE).switch
-    return f"switch {found}" if found else f"node {node}"
-
-
 def neighbours(nodes: Iterable[str], where: Mapping[str, Labels]) -> tuple[
         dict[str, None], dict[str, None]]:
     """(the switches, the racks) of those nodes that have these labels."""
-    return (dict.fromkeys(switch(node, where) for node in nodes if where.get(node, NOWHERE).switch),
-            dict.fromkeys(domain(node, where) for node in nodes if where.get(node, NOWHERE).rack))
+    labels = [where.get(node, NOWHERE) for node in nodes]
+    return (dict.fromkeys(f"switch {one.switch}" for one in labels if one.switch),
+            dict.fromkeys(f"rack {one.rack}" for one in labels if one.rack))
 
 
 class FreeSlots:
@@ -45,16 +40,10 @@ class FreeSlots:
         for node in self._free:
             self._push(node)
 
-    @property
-    def nodes(self) -> list[str]:
-        """The nodes of all allocatable slots, by name."""
-        return sorted({slot.node for slot in self.allocatable})
-
     def _push(self, node: str) -> None:
         """Enter the node into the heaps of its groups: all nodes, its rack, its switch."""
-        labels = self._where.get(node, NOWHERE)
-        for group in (ANYWHERE, *([domain(node, self._where)] if labels.rack else []),
-                      *([switch(node, self._where)] if labels.switch else [])):
+        switches, racks = neighbours([node], self._where)
+        for group in (ANYWHERE, *racks, *switches):
             heappush(self._heaps.setdefault(group, []), (-self.on(node), node))
 
     def on(self, node: str) -> int:

@@ -1,15 +1,12 @@
 """From counts to seats: which task runs where.
 
 The topology spread constraint (topology_spread.py): a training task of two or more seats is on two
-nodes, and on two racks if nodes are labelled. Its state then survives the loss of one node or rack.
-The constraint holds wherever this needs no move of an unchanged healthy task, and splits no
-tensor-parallel group. If a task is new, grows, shrinks or has lost a seat, the constraint may move
-more of its seats, as few as possible.
+nodes, and on two racks if nodes are labelled. It holds wherever this needs no move of an unchanged
+healthy task, and splits no tensor-parallel group; other tasks move as few seats as possible for it.
 
 Otherwise every possible seat is kept. New seats are on few nodes and as near as possible: the same
 node, switch, rack, then anywhere. The task with more state chooses first. Among moves of equally
-many seats, the least state moves. A tensor-parallel group is on one node if possible
-(tensor_groups.py).
+many seats, the least state moves. Groups are on one node if possible (tensor_groups.py).
 """
 
 from __future__ import annotations
@@ -91,11 +88,9 @@ def _empty(task: Task) -> list[Slot]:
 
 
 def _keep(seats: Sequence[Seat], count: int, where: Where) -> list[Seat]:
-    """Drop seats until `count` are left, such that two racks and few nodes remain.
-
-    If two racks are left, drop from the fuller rack, else from the emptiest; in a rack, from the
-    emptiest node. If all seats are on one rack, nodes count as racks. Drop the highest rank first.
-    """
+    """Drop seats until `count` are left, such that two racks and few nodes remain: of two racks
+    from the fuller one, else from the emptiest; in a rack from the emptiest node, the highest rank
+    first. If all seats are on one rack, nodes count as racks."""
     drop = len(seats) - count
     if drop <= 0:
         return sorted(seats)

@@ -38,9 +38,8 @@ def has_tensor_axis(task: Task, count: int) -> bool:
 def assign_groups(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Sequence[Slot],
          given: Collection[Slot], where: Mapping[str, Labels]) -> tuple[Taken, FreeSlots]:
     """Assign slots to whole groups: (slots by task, the remaining free slots). `given`: slots of
-    other tasks. The largest groups come first. If sizes divide one another, as powers of two do,
-    all groups fit if this is possible at all: the choice of nodes for larger groups does not change
-    how many smaller ones fit. Groups on one node stay, unless then fewer seats are in groups."""
+    other tasks. The largest groups come first: if sizes divide one another, this never costs a
+    smaller one its place. Groups on one node stay, unless then fewer seats are in groups."""
     room = FreeSlots(slots, given, where)
     found = _deal(tasks, wanted, room, where, stay=True)
     num = sum(map(len, found.values()))
@@ -132,9 +131,8 @@ class _GroupAssignment:
 def exchange(alone: Sequence[Task], grouped: Sequence[Task], taken: Taken, room: FreeSlots,
              where: Mapping[str, Labels]) -> None:
     """Change `taken` so that the tasks `alone`, which have no groups, are on two nodes, if possible
-    on two racks. No node outside such a task's own has a free slot: the task gives slots to a whole
-    group of another task, and takes slots of it. No group is split. Exact for groups of one size:
-    an exchange of a group for several smaller ones is not tried."""
+    on two racks: a whole group of another task takes their slots. No group is split. Exact for
+    groups of one size: an exchange for several smaller ones is not tried."""
     for task in sorted(alone, key=lambda task: task.id):
         own = taken[task.id]
         if num_elsewhere(task, len(own)) != 1 or len({slot.node for slot in own}) > 1:
@@ -166,8 +164,7 @@ class _Offer(NamedTuple):
 
 def _offers(task: Task, slots: Sequence[Slot], home: str,
             where: Mapping[str, Labels]) -> Iterator[_Offer]:
-    """A group of each other node that may move to the node `home`. What the task has on two nodes
-    stays on two."""
+    """A group of each other node that may move to `home`. The task stays on two nodes if it is."""
     each, at = size(task, len(slots)), {seat.slot for seat in task.target}
     most = len(slots) - num_elsewhere(task, len(slots))
     on: dict[str, list[Slot]] = {}

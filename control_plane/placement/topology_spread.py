@@ -1,10 +1,8 @@
-"""The topology spread constraint: each part of a task's state on two nodes, and on two racks if
-labelled.
+"""The topology spread constraint: a task's state on two nodes, and on two racks if labelled.
 
-Seats of movable tasks move between nodes until no node, and then no rack, holds all seats of a
-training task. This is a flow from tasks through racks to nodes. The bound on each edge is one seat
-less than the task has. Each task that violates the constraint needs one cheapest augmenting path.
-If there is no path, the constraint cannot hold for more tasks.
+Seats of movable tasks move until no node, and then no rack, holds all seats of a training task.
+This is a flow from tasks through racks to nodes, with one seat less than the task has as the bound
+of each edge. Each task that violates it needs one cheapest augmenting path, if there is any.
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ class SeatMoves:
         self.moved = {task.id: MOVED + BYTE * seat_bytes(task, len(taken[task.id]))
                       for task in movable}
         self.on = {task.id: Counter(slot.node for slot in taken[task.id]) for task in movable}
-        self.nodes = room.nodes
+        self.nodes = sorted({slot.node for slot in room.allocatable})
         self.rack = {node: domain(node, where) for node in self.nodes}
         self.near: dict[str, list[str]] = {}
         """The nodes of each rack and of each switch."""
@@ -134,14 +132,6 @@ class SeatMoves:
         if switch and any(self.where.get(own, NOWHERE).switch == switch for own in self.on[key]):
             return SAME_SWITCH
         return SAME_RACK if self.racks[key][self.rack[node]] else ANYWHERE
-
-    def may_come(self, key: int, node: str) -> bool:
-        """True if the task is still on two nodes with one more seat on this node."""
-        return not self.ruled[key] or self.on[key][node] < len(self.taken[key]) - 1
-
-    def may_leave(self, key: int, node: str) -> bool:
-        """True if a seat can leave the node without splitting a group."""
-        return key not in self.groups or self.on[key][node] % self.groups[key] > 0
 
     def one_rack(self, key: int, rack: str) -> int:
         """BROKEN if one more seat on this rack brings the whole task onto the rack, else 0."""
@@ -246,8 +236,8 @@ class Search:
         """The moves of the cheapest path; None if the constraint cannot hold for one more task."""
         board, first = self._board, self._first
         self._offer(first, "", 0)
-        if self._own:
-            self._offer_rack(first, "", self._own, board.rack[self._home[0]])
+        for other in board.near[board.rack[self._home[0]]] if self._own else ():
+            self._reach(other, first, "", self._own)
         while self._todo:
             cost, node = heappop(self._todo)
             if node in self._done:
@@ -278,16 +268,17 @@ class Search:
         """Offer other tasks' seats on this node, in exchange for the seat that comes to it."""
         board, rack = self._board, self._board.rack[node]
         for key in sorted(board.guests[node]):
-            if key == self._first or not board.may_leave(key, node):
+            if key == self._first or (  # no group may be split
+                    key in board.groups and not board.on[key][node] % board.groups[key]):
                 continue
             hand = cost + board.leaves(key, node)
             for held in ("", rack):
                 if hand < self._hand.get((key, held), FAR):
                     self._hand[key, held] = hand
-                    if held:
-                        self._offer_rack(key, node, hand, rack)
-                    else:
+                    if not held:
                         self._offer(key, node, hand)
+                    for other in board.near[held] if held else ():
+                        self._reach(other, key, node, hand)
 
     def _offer(self, key: int, node: str, hand: int) -> None:
         """Offer to all nodes a seat that has left `node`; it may leave its rack."""
@@ -307,13 +298,10 @@ class Search:
                 self._find(other, step)
         self._open[most] = rest
 
-    def _offer_rack(self, key: int, node: str, hand: int, rack: str) -> None:
-        for other in self._board.near[rack]:
-            self._reach(other, key, node, hand)
-
     def _reach(self, node: str, key: int, old: str, hand: int) -> None:
         board = self._board
-        if node in self._done or not board.may_come(key, node):
+        if node in self._done or (  # the task must stay on two nodes
+                board.ruled[key] and board.on[key][node] >= len(board.taken[key]) - 1):
             return
         cost = hand + board.comes(key, node)
         if node not in self._found or cost < self._found[node].cost:

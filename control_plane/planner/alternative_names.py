@@ -22,21 +22,15 @@ ALPHALESS = "the best by WAF, without alpha"
 SPARELESS = "without a hot spare"
 NOT_COMPARABLE_NUM = -(1 << 53)
 """Objective of a plan that cannot be compared, since another set of tasks has no slots in it."""
-SHARE_PERCENT_MIN = 0.001
-"""Smaller percentages are printed as "under" this value."""
-WHOLE_PERCENT_MIN = 99.5
-"""At and above this value `.2g` would print a power of ten."""
-POWER_PERCENT_MIN = 1e9
-"""At and above this value a power of ten is printed, since it is shorter."""
 
 
 def percent(share: float) -> str:
-    """Format 0.214 as `21 %`: two digits below 100 %, else all digits, grouped by three."""
+    """Format 0.214 as `21 %`: two digits below 100 %, else all digits, grouped by three, and from
+    1e9 on a power of ten."""
     value = 100 * share
-    if value < SHARE_PERCENT_MIN:
-        return f"under {SHARE_PERCENT_MIN:g} %"
-    is_whole = WHOLE_PERCENT_MIN <= value < POWER_PERCENT_MIN
-    return f"{value:,.0f} %" if is_whole else f"{value:.2g} %"
+    if value < 0.001:
+        return "under 0.001 %"
+    return f"{value:,.0f} %" if 99.5 <= value < 1e9 else f"{value:.2g} %"
 
 
 def slots_in_words(num: int) -> str:

@@ -70,7 +70,7 @@ class _Search:
         self._rows, self._limits = rows, limits
         self._num_moves = min(limits.moves_max or 0, sum(limits.healthy))
         self._unit = max(int(np.gcd.reduce(rows.sizes)), 1) if len(rows.sizes) else 1
-        self._capacity = min(capacity, _most(rows)) // self._unit
+        self._capacity = min(capacity, int(rows.sizes[rows.starts[1:] - 1].sum())) // self._unit
         self._priorities = sorted(set(limits.priorities), reverse=True) or [0]
 
     def slots(self) -> tuple[int, ...] | None:
@@ -127,10 +127,6 @@ class _Search:
                 for size, gain in zip(part.sizes.tolist(), part.gains.tolist(), strict=True)]
 
 
-def _most(rows: Candidates) -> int:
-    return sum(rows.sizes[rows.starts[1:] - 1].tolist())
-
-
 def _add(values: Ints, options: list[_Option]) -> tuple[Ints, _Layer]:
     """Add one unit before the others. Each state takes the best option, on a tie the last."""
     found = np.full_like(values, IMPOSSIBLE)
@@ -177,11 +173,6 @@ def has_floors(problem: PlanProblem) -> bool:
     return any((all_ask or one.floor) and floors_of(problem, one) for one in problem.demands)
 
 
-def has_requested_floors(problem: PlanProblem) -> bool:
-    """True if a job or the policy requests a floor; alpha alone does not count."""
-    return has_floors(replace(problem, alpha=0.0))
-
-
 def floors_of(problem: PlanProblem, demand: TaskDemand) -> tuple[int, ...]:
     """The floors that the task may be granted, in order; usually none or one. The first is the one
     that its job requests. If this does not fit, the task's smallest size with a WAF above 0 is
@@ -203,7 +194,7 @@ def without_floors(problem: PlanProblem) -> PlanProblem:
 def kinds_of_limits(problem: PlanProblem) -> list[str]:
     """The kinds of limits in the problem: floor, moves_max, quota, priority."""
     limits = problem.limits
-    kinds = {"floor": has_requested_floors(problem)}
+    kinds = {"floor": has_floors(replace(problem, alpha=0.0))}  # alpha alone does not count
     if limits is not None:
         kinds |= {"moves_max": limits.moves_max is not None, "quota": bool(limits.teams),
                   "priority": bool(limits.priorities)}
@@ -228,7 +219,8 @@ def granted_floors(problem: PlanProblem) -> tuple[int, ...]:
     """By demand: its granted floor, or 0. All granted floors together fit the slots and quotas."""
     demands, found = problem.demands, [0] * len(problem.demands)
     left, quota_left = problem.num_slots, dict(problem.quotas)
-    for i in sorted(range(len(demands)), key=lambda i: _order(demands[i])):
+    for i in sorted(range(len(demands)), key=lambda i: (
+            -demands[i].priority, -demands[i].weight, demands[i].task)):
         for floor in floors_of(problem, demands[i]):
             team = demands[i].team
             if floor <= left and floor <= quota_left.get(team, floor):
@@ -238,10 +230,6 @@ def granted_floors(problem: PlanProblem) -> tuple[int, ...]:
                     quota_left[team] -= floor
                 break
     return tuple(found)
-
-
-def _order(demand: TaskDemand) -> tuple[int, float, int]:
-    return -demand.priority, -demand.weight, demand.task
 
 
 def allowed(problem: PlanProblem, rows: Candidates) -> NDArray[np.bool_]:

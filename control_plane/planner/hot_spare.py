@@ -44,8 +44,8 @@ def with_hot_spare(problem: PlanProblem) -> Choice:
         return replace(free, spare=HotSpare(num_slots=num, verdict="not priced"))
     idle = min(num, problem.num_slots)
     fewer = replace(problem, num_slots=problem.num_slots - idle, kept_slots=idle)
-    pays, spare = _compared(problem, free.plan.slots, planner.solve(fewer).slots)
-    if not pays:
+    spare = _compared(problem, free.plan.slots, planner.solve(fewer).slots)
+    if spare.verdict != "kept":
         return replace(free, spare=spare)
     kept = planner.choose_plan(fewer)
     slots = tuple((one.task, x) for one, x in zip(problem.demands, free.plan.slots, strict=True))
@@ -105,9 +105,8 @@ def _after_fault(problem: PlanProblem, slots: Sequence[int]) -> _AfterFault:
                                  if one.now <= then.num_slots else 0.0 for one in then.demands]))
 
 
-def _compared(problem: PlanProblem, free: Sequence[int],
-              kept: Sequence[int]) -> tuple[bool, HotSpare]:
-    """(True if `kept`, the plan with the spare, is worth more, in integers; the record)."""
+def _compared(problem: PlanProblem, free: Sequence[int], kept: Sequence[int]) -> HotSpare:
+    """Whether `kept`, the plan with the spare, is worth more, in integers."""
     num = problem.num_slots
     values = objective.objective_values(problem.demands, problem.running_s, num)
     thens = [_after_fault(problem, slots) for slots in (free, kept)]
@@ -121,7 +120,7 @@ def _compared(problem: PlanProblem, free: Sequence[int],
     starves = (constraints.below_floor(problem, kept).keys()
                - constraints.below_floor(problem, free).keys())
     pays = any(kept) and not stops and not starves and with_it - without > cost * num
-    return pays, HotSpare(
+    return HotSpare(
         num_slots=problem.spare_slots, verdict="kept" if pays else "not kept",
         cost_flop=math.ldexp(cost, -shift),
         saves_flop=math.ldexp((with_it - without) / max(num, 1), -shift))

@@ -1,8 +1,4 @@
-"""Plans for every possible next event, as in the paper's precomputed table.
-
-Computed on request (`unicron plan --offline --table`); no decision reads these plans. Each event
-takes the time of one plan.
-"""
+"""Plans for every next event, as in the paper's table: only for `unicron plan --offline`."""
 
 from __future__ import annotations
 

@@ -86,9 +86,8 @@ def hysteresis_flop(problem: PlanProblem, demand: TaskDemand, slots: int) -> flo
 
 # --- all candidates ---
 class Objective(Struct, frozen=True, kw_only=True):
-    """The two terms of G in floats, by candidate: 0 and each task's sizes, as in `Candidates`. A
-    size above the number of slots gets the first term of the largest size that fits, so that this
-    size does not affect the scale."""
+    """The two terms of G in floats, by candidate: 0 and each task's sizes. A size above the number
+    of slots gets the first term of the largest that fits, so that it does not affect the scale."""
 
     sizes: Ints
     running_flop: Floats
@@ -210,9 +209,8 @@ def marginal(rates: Floats, alpha: float) -> Floats:
 
 
 def logarithm(values: Floats) -> Floats:
-    """ln of numbers above 0, with a relative error below 2^-50. For a mantissa m from sqrt(1/2) to
-    sqrt(2), ln m = 2 atanh(s) with s = (m - 1) / (m + 1). s^2 is below 0.0295, so the truncated
-    series has a relative error below 2^-60."""
+    """ln of numbers above 0, relative error below 2^-50. For m from sqrt(1/2) to sqrt(2), ln m = 2
+    atanh(s), s = (m - 1) / (m + 1); s^2 < 0.0295: the truncated series is within 2^-60."""
     mantissas, exponents = np.frexp(values)
     low = mantissas < _SQRT_HALF_RATIO
     mantissas = np.where(low, 2.0 * mantissas, mantissas)

@@ -1,5 +1,4 @@
-"""Explains waiting tasks: the reason, the blocking constraint, and the weight that would run them.
-"""
+"""Explains waiting tasks: the reason, the blocking limit, and the weight that would run them."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from ..state.task import Task
 from . import constraints
 from .alternative_names import slots_in_words
 from .planner import Plan, allowed_candidates, plan_of, solve
-from .problem import PlanLimits, PlanProblem, TaskDemand, waf_of
+from .problem import PlanProblem, TaskDemand, waf_of
 from .problem_of_state import planning_snapshot
-from .solver.candidates import Candidates, SlotsAndGain
+from .solver.candidates import Candidates
 from .solver.dynamic_program import IMPOSSIBLE, LeaveOneOut
 
 # --- Price of a waiting task: what the others would lose, and the weight from which it runs ---
@@ -53,14 +52,13 @@ class Price(Struct, frozen=True, kw_only=True):
 def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
     """The price of each task to which `plan` gives no slots, if one of its sizes fits; by task.
 
-    The price holds once the plan is carried out and every task is healthy. All else equal,
-    `choose_plan` then gives the task slots if its weight is more than `times` its present weight,
-    and none if its weight is less. Hysteresis (`gain_min`) is included as a cost of change.
+    It holds once the plan is carried out and every task is healthy: then `choose_plan` gives the
+    task slots from `times` its present weight on. Hysteresis (`gain_min`) is included as a cost of
+    change.
 
-    The work is O(num_slots) for each size of each task. Beyond WORK_NUM_MAX there are no prices. Of
-    many waiting tasks only the first are priced, up to VECTORS_NUM_MAX, or up to
-    LIMITED_WORK_NUM_MAX under limits. There are no prices under floors, alpha, different priorities
-    or a possible hot spare, since no single weight decides there.
+    The work is O(num_slots) for each size of each task; WORK_NUM_MAX, VECTORS_NUM_MAX and
+    LIMITED_WORK_NUM_MAX bound it, and the first tasks are priced. There are no prices where no
+    single weight decides: under floors, alpha, different priorities or a possible hot spare.
     """
     if not has_prices(problem) or _is_too_large(problem):
         return {}
@@ -124,7 +122,10 @@ def _limited(after: PlanProblem, rows: Candidates, plan: Plan,
         left -= (len(sizes) + 1) * work_under_limits(after)
         if left < 0:
             break
-        free = _beside(rows, i, sizes, after.num_slots, limits)
+        # By size of the row, 0 included: the best plan in which the row has that size.
+        free = {size: constraints.within_limits(
+            rows.only((rows.row_of != i) | (rows.sizes == size)), after.num_slots, limits)
+            for size in (0, *(size for size, _ in sizes))}
         runs = [(one[1], one[0]) for size, _ in sizes if (one := free[size]) is not None]
         if not runs:
             continue
@@ -137,14 +138,6 @@ def _limited(after: PlanProblem, rows: Candidates, plan: Plan,
             cost_waf=max(plan.waf - best.waf, 0.0), plan=best,
             times=_times(sizes, num, rest.__getitem__))
     return found
-
-
-def _beside(rows: Candidates, row: int, sizes: Sequence[tuple[int, int]], num_slots: int,
-            limits: PlanLimits) -> dict[int, SlotsAndGain | None]:
-    """By size of the row, 0 included: the best plan in which the row has that size."""
-    return {size: constraints.within_limits(
-        rows.only((rows.row_of != row) | (rows.sizes == size)), num_slots, limits)
-        for size in (0, *(size for size, _ in sizes))}
 
 
 def work_under_limits(problem: PlanProblem) -> int:
@@ -179,10 +172,9 @@ class Blocker(Struct, frozen=True, kw_only=True):
 
 def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
            num_idle: int = 0) -> dict[int, Blocker]:
-    """The limit that blocks each task without slots in the plan `slots`, by task; empty if there
-    are no limits. `num_idle`: slots that are kept idle as a hot spare. The plan without any limit
-    is always computed. If this plan runs the task and there are several limits, each limit is
-    removed on its own. Beyond LIMITED_WORK_NUM_MAX all limits are named instead."""
+    """The limit that blocks each task without slots in the plan `slots`, by task; empty without
+    limits. `num_idle`: slots of a hot spare. Limits are removed together, then each on its own;
+    beyond LIMITED_WORK_NUM_MAX all are named instead."""
     kinds = constraints.kinds_of_limits(problem)
     if not kinds:
         return {}
@@ -216,8 +208,7 @@ def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
 
 def _alone(problem: PlanProblem, row: int, kinds: Sequence[str], plans: dict[str, Sequence[int]],
            most: int) -> list[str]:
-    """The kinds of limits that each block the task alone: the plan without this limit runs it.
-    `plans`: a cache of at most `most` plans without one limit."""
+    """The limits without each of which a plan runs the task. `plans`: at most `most` such plans."""
     found: list[str] = []
     for kind in kinds:
         team = problem.demands[row].team if kind == "quota" else ""
@@ -294,9 +285,8 @@ def record_reason(task: Task, why: str) -> Iterator[Body]:
 
 
 def explain_waiting(state: ClusterState) -> dict[int, WaitExplanation]:
-    """By waiting task: the reason, what the task needs, and what the other tasks would lose.
-    Compares the plan in force with other plans of the present problem. Takes as long as a few
-    plans. For too many tasks, `prices` and `blocking_constraints` define what is left out."""
+    """By waiting task: the reason, what it needs, and what the others would lose, in a few plans'
+    time. For too many tasks, `prices` and `blocking_constraints` define what is left out."""
     if not is_any_waiting(state) or state.plan is None:
         return {}
     snapshot = planning_snapshot(state)

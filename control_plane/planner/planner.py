@@ -67,9 +67,10 @@ def choose_plan(problem: PlanProblem) -> Choice:
     costs = bool(found.violated) and free.objective > plan.objective
     allocations = tuple(allocation(demand, x)
                         for demand, x in zip(problem.demands, plan.slots, strict=True))
+    running = int(found.first_terms[
+        found.every.vector(plan.slots)].sum()) if problem.alpha else 0
     return Choice(plan=plan, allocations=allocations,
-                  alternatives=alternatives(problem, plan, others,
-                                            found.running() if problem.alpha else 0),
+                  alternatives=alternatives(problem, plan, others, running),
                   unconstrained=free if costs else None,
                   binding=found.violated if costs else ())
 
@@ -97,14 +98,14 @@ def all_rows(problem: PlanProblem) -> tuple[Candidates, Ints]:
 def best_among(problem: PlanProblem, allowed: Callable[[TaskDemand, int], bool]) -> Plan | None:
     """The best plan in which `allowed` accepts the size of every task; None if there is none."""
     every = all_rows(problem)[0]
-    bounds = _Bounds.of(problem, every)
     row_of: list[int] = every.row_of.tolist()
     kept = np.array([allowed(problem.demands[row], size) for row, size in
                      zip(row_of, every.sizes.tolist(), strict=True)], dtype=np.bool_)
-    kept &= bounds.kept if bounds.kept is not None else True
+    if constraints.has_floors(problem):
+        kept &= constraints.allowed(problem, every)
     if (np.bincount(every.row_of[kept], minlength=every.num) == 0).any():
         return None
-    rows, limits = every.only(kept), bounds.limits
+    rows, limits = every.only(kept), problem.limits
     found = best(rows, problem.num_slots)
     if found is not None and limits is not None and (
             limits.priorities or not limits.allow(found[0])):
@@ -163,22 +164,43 @@ def alternatives(problem: PlanProblem, plan: Plan, others: Sequence[tuple[str, P
     return tuple(found)
 
 
-class _Bounds(Struct, frozen=True):
-    """The limits and floors of one problem."""
+class _Solutions(Struct, frozen=True, kw_only=True):
+    """The plan of one problem, and the optimum without limits and floors."""
 
     problem: PlanProblem
+    limits: PlanLimits | None
     every: Candidates
     """All candidates, without floors."""
-    limits: PlanLimits | None
     kept: NDArray[np.bool_] | None
     """By candidate of `every`: True if the floors allow it. None: there are no floors."""
+    first_terms: Ints
+    """The first term of the objective, by candidate."""
+    solved: Solution
+    """The solver's result without limits and floors."""
+    free: Plan
+    plan: Plan
+    violated: tuple[str, ...] = ()
+    """The limits that `free` violates. If empty, `free` is the plan."""
 
     @classmethod
-    def of(cls, problem: PlanProblem, every: Candidates) -> _Bounds:
-        return cls(problem, every, problem.limits,
-                   constraints.allowed(problem, every) if constraints.has_floors(problem) else None)
+    def of(cls, problem: PlanProblem) -> _Solutions:
+        every, first_terms = all_rows(problem)
+        kept = constraints.allowed(problem, every) if constraints.has_floors(problem) else None
+        rows = every
+        if kept is not None and problem.alpha >= 1:
+            rows = every.only(constraints.allowed(constraints.without_floors(problem), every))
+        solved = Solution.of(rows, problem.num_slots)
+        assert solved is not None, "the floors alone fit"
+        free = plan_of(problem.demands, (rows.slots(solved.vector), solved.gain))
+        found = cls(problem=problem, limits=problem.limits, every=every, kept=kept,
+                    first_terms=first_terms, solved=solved, free=free, plan=free)
+        violated = found._violated(free.slots)
+        if not violated:
+            return found
+        plan = plan_of(problem.demands, found._best(violated))
+        return replace(found, plan=plan, violated=violated if plan.slots != free.slots else ())
 
-    def violated(self, slots: Sequence[int]) -> tuple[str, ...]:
+    def _violated(self, slots: Sequence[int]) -> tuple[str, ...]:
         """The LIMIT_NAMES that a plan violates. Priorities count: only a solve can check them."""
         limits, names = self.limits, list[str]()
         if limits is not None:
@@ -189,11 +211,11 @@ class _Bounds(Struct, frozen=True):
             names.append("floors")
         return tuple(names)
 
-    def allow(self, slots: Sequence[int]) -> bool:
+    def _allow(self, slots: Sequence[int]) -> bool:
         """True if a plan satisfies all limits and floors, priorities not considered."""
-        return not set(self.violated(slots)) - {"priorities"}
+        return not set(self._violated(slots)) - {"priorities"}
 
-    def best(self, violated: Sequence[str]) -> SlotsAndGain:
+    def _best(self, violated: Sequence[str]) -> SlotsAndGain:
         """The best plan under all limits and floors. `violated`: what the free optimum violates."""
         num_slots, limits = self.problem.num_slots, self.limits
         rows = self.every if self.kept is None else self.every.only(self.kept)
@@ -205,54 +227,18 @@ class _Bounds(Struct, frozen=True):
         assert found is not None, "the floors alone are within every quota"
         return found
 
-
-class _Solutions(Struct, frozen=True, kw_only=True):
-    """The plan of one problem, and the optimum without limits and floors."""
-
-    bounds: _Bounds
-    first_terms: Ints
-    """The first term of the objective, by candidate."""
-    solved: Solution
-    """The solver's result without limits and floors."""
-    free: Plan
-    plan: Plan
-    violated: tuple[str, ...]
-    """The limits that `free` violates. If empty, `free` is the plan."""
-
-    @classmethod
-    def of(cls, problem: PlanProblem) -> _Solutions:
-        every, first_terms = all_rows(problem)
-        bounds = _Bounds.of(problem, every)
-        rows = every
-        if bounds.kept is not None and problem.alpha >= 1:
-            rows = every.only(constraints.allowed(constraints.without_floors(problem), every))
-        solved = Solution.of(rows, problem.num_slots)
-        assert solved is not None, "the floors alone fit"
-        free = plan = plan_of(problem.demands, (rows.slots(solved.vector), solved.gain))
-        violated = bounds.violated(free.slots)
-        if violated:
-            plan = plan_of(problem.demands, bounds.best(violated))
-            violated = violated if plan.slots != free.slots else ()
-        return cls(bounds=bounds, first_terms=first_terms, solved=solved, free=free,
-                   plan=plan, violated=violated)
-
-    def running(self) -> int:
-        """The first term of the plan's objective, on the scale of the objective."""
-        return int(self.first_terms[self.bounds.every.vector(self.plan.slots)].sum())
-
     def unchanged(self) -> Iterator[tuple[str, Plan]]:
         """The plan in which every task keeps its slots; nothing if it is not allowed."""
-        problem, every = self.bounds.problem, self.bounds.every
-        slots = tuple(demand.now for demand in problem.demands)
-        vector = every.vector(slots)
-        if len(vector) == len(slots) and sum(slots) <= problem.num_slots and (
-                self.bounds.allow(slots)):
-            yield UNCHANGED, plan_of(problem.demands, (slots, every.sums(vector)[0]))
+        slots = tuple(demand.now for demand in self.problem.demands)
+        vector = self.every.vector(slots)
+        if len(vector) == len(slots) and sum(slots) <= self.problem.num_slots and (
+                self._allow(slots)):
+            yield UNCHANGED, plan_of(self.problem.demands, (slots, self.every.sums(vector)[0]))
 
     def runner_up(self) -> Iterator[tuple[str, Plan]]:
         """The next best plan. If the search would take too long: a plan that changes two tasks."""
         what, found = NEXT_BEST, self.solved.next_best(RUNNERS_WORK_NUM_MAX)
         if found is None:
             what, found = NEAREST, next(iter(self.solved.swaps(self.plan.slots)), None)
-        if found is not None and self.bounds.allow(found[0]):
-            yield what, plan_of(self.bounds.problem.demands, found)
+        if found is not None and self._allow(found[0]):
+            yield what, plan_of(self.problem.demands, found)

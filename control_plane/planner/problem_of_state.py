@@ -1,7 +1,4 @@
-"""Builds the planner's problem from the cluster's state.
-
-`decide` and all dry runs use the same function, `planning_snapshot`, so their problems are equal.
-"""
+"""Builds the planner's problem from the cluster's state, in the same way for all dry runs."""
 
 from __future__ import annotations
 
@@ -39,9 +36,8 @@ class PlanningSnapshot(Struct, frozen=True, kw_only=True):
 
 
 def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnapshot:
-    """The snapshot for a plan made now, or for a plan after a drain of the node `without`. A task
-    that is ending, or that has ranks on an unreachable node, keeps its slots: the plan cannot
-    allocate them. An exception is a slot in which another task already has a seat."""
+    """The snapshot for a plan now, or after a drain of the node `without`. A task that is ending,
+    or pinned, keeps its slots, except those in which another task already has a seat."""
     slots = [slot for slot in allocatable_slots(state) if slot.node != without] if without else (
         allocatable_slots(state))
     open_tasks: list[Task] = []

@@ -15,15 +15,17 @@ from msgspec import Struct
 
 from ...events.errors import Ambiguous, Conflict, LogError, Unavailable, UsageError
 from ...events.log.port import Batch, LogPort
+from ...events.log.segments import Folder
 from ...events.records.envelope import Record, Report
 from ...events.records.reports import DeadlineReached
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
-from ..fold.edits import running_deadlines
+from ..fold.edits import LOSSES, running_deadlines
 from ..state.cluster import ClusterState
 from .leader import Leader
 from .leases import Leases
 from .outages import LENGTH_S_MIN, Outages
+from .sealer import Sealer
 
 T = TypeVar("T")
 Check = Callable[[ClusterState], None]
@@ -81,11 +83,14 @@ class Coordinator:
 
     def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
                  policy: Policy, jitter: random.Random | None = None,
-                 limits: Limits | None = None, expelled: Iterable[str] = ()) -> None:
+                 limits: Limits | None = None, expelled: Iterable[str] = (),
+                 folder: Folder | None = None) -> None:
         self._log = log
+        self._folder = folder
         self._limits = limits or Limits()
         self._jitter = jitter or random.Random()
-        self._leader = Leader(log, clock=clock, nonce=nonce, code=code, policy=policy)
+        self._leader = Leader(log, clock=clock, nonce=nonce, code=code, policy=policy,
+                              folder=folder)
         self._leases = Leases()
         self._outages = Outages()
         self._started_s = self._leader.now_s()
@@ -195,11 +200,15 @@ class Coordinator:
                 await self._retry(self._take_over)
                 # `take_over` runs once: a fenced leader that repeated it would take the log back.
                 await self._retry(self._recover)
-                watch = group.create_task(self._watch_heartbeats(), name="heartbeats")
+                beside = [group.create_task(self._watch_heartbeats(), name="heartbeats")]
+                if self._folder is not None:
+                    sealer = Sealer(self._log, self._folder, self._leader, self._committed.is_set)
+                    beside.append(group.create_task(sealer.run(), name="segments"))
                 try:
                     await self._lead(group)
                 finally:
-                    watch.cancel()
+                    for task in beside:
+                        task.cancel()
             except LogError as error:
                 ended = error
             finally:
@@ -301,7 +310,8 @@ class Coordinator:
         records = await self._with_timeout(
             self._leader.commit(
                 chain(batch.reports, self._checked_reports(writes),
-                      self._timed_reports(self._leader.now_s()) if has_timed else ()),
+                      self._timed_reports(self._leader.now_s()) if has_timed else (),
+                      self._losses()),
                 cursor=batch.cursor),
             Ambiguous("the append was not acknowledged in time"))
         self._publish(records)
@@ -414,6 +424,11 @@ class Coordinator:
                 yield self._leader.report(DeadlineReached(deadline=name))
         for body in self._leases.verdicts(state):
             yield self._leader.report(body)
+
+    def _losses(self) -> Iterator[Report]:
+        """The end of a turn is that of the moment in which lost nodes share a plan."""
+        if LOSSES in running_deadlines(self._leader.state):
+            yield self._leader.report(DeadlineReached(deadline=LOSSES))
 
     async def _watch_heartbeats(self) -> None:
         self._have_users = False

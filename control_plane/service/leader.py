@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
 import structlog
 
-from ...events.errors import CorruptLog, Fenced
+from ...events.errors import CorruptLog, Fenced, Unavailable
 from ...events.log.identity import RESERVED_NAMES
 from ...events.log.port import LogPort
+from ...events.log.segments import Folder
+from ...events.object_storage import reason
 from ...events.process_io import Seldom
 from ...events.records.envelope import Record, Report
 from ...events.records.reports import EpochStarted, PolicySet
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
-from ..decide.advance import DECIDER_VERSION, accepts, advance, is_foreign
+from ..decide.advance import accepts, advance, is_foreign
 from ..fold.fold import fold
-from ..state.cluster import NUM_REQUESTS_MAX, ClusterState, open_orders
+from ..state.cluster import DECIDER_VERSION, NUM_REQUESTS_MAX, ClusterState, open_orders
+from . import snapshots
 
 PAGE_RECORDS_MAX = 1_000
 FOREIGN_LOG_S = 1.0
@@ -33,7 +37,9 @@ class Leader:
     """
 
     def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
-                 policy: Policy) -> None:
+                 policy: Policy, folder: Folder | None = None) -> None:
+        """`folder`: where the segments and snapshots of the log are; None: nowhere."""
+        self._folder = folder
         self._log, self._clock, self._code, self._policy = log, clock, code, policy
         self._offset_s = 0.0
         self.source = f"leader/{nonce}"
@@ -127,8 +133,7 @@ class Leader:
         return True
 
     async def _fold_log(self) -> tuple[ClusterState, dict[str, int]]:
-        state = ClusterState()
-        answers: dict[str, int] = {}
+        state, answers = await self._snapshot()
         while True:
             page = await self._log.read(after=state.seq, num_max=PAGE_RECORDS_MAX)
             for record in page:
@@ -137,8 +142,33 @@ class Leader:
                 fold(state, record)
                 if record.source.startswith("operator/") and record.source_seq == 1:
                     _remember(answers, {record.source: record.seq})
-            if len(page) < PAGE_RECORDS_MAX:
+            if not page:
                 return state, answers
+
+
+    async def _snapshot(self) -> tuple[ClusterState, dict[str, int]]:
+        """Where to begin to fold the log."""
+        if self._folder is None:
+            return ClusterState(), {}
+        try:
+            await self._log.open_segments()
+            state, answers = await asyncio.to_thread(snapshots.newest, self._folder)
+            await self._check_not_lost(state)
+        except OSError as error:
+            raise Unavailable(f"{self._folder.where}: {reason(error)}") from None
+        return state, answers
+
+    async def _check_not_lost(self, snapshot: ClusterState) -> None:
+        """Check that the server has all that is in the folder. Raises CorruptLog, OSError."""
+        last = await self._log.last_seq()
+        if (seq := max(snapshot.seq, self._log.sealed_seq)) > last:
+            raise CorruptLog(last + 1, f"the server has lost records {last + 1} to {seq}, which "
+                             "were acknowledged: unicron log restore, into an empty server")
+        if snapshot.seq:
+            (record,) = await self._log.read(after=snapshot.seq - 1, num_max=1)
+            if record.epoch != snapshot.epoch:
+                raise CorruptLog(snapshot.seq, f"is of epoch {record.epoch}, and in a snapshot of "
+                                 f"epoch {snapshot.epoch}: the server has another log")
 
 
 def _remember(answers: dict[str, int], new: dict[str, int]) -> None:

@@ -13,7 +13,11 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from ...events import network_address, unix_socket
+from .admission import Admission, Counted
 
+RELAYED_NUM_MAX = 8_192
+"""An agent has some four connections. By default a server takes 10,000 clients, and the control
+plane is one."""
 PASS_BYTES = 1 << 16
 CONNECT_S_MAX = 5.0
 SILENT_S, PROBE_S, PROBES_NUM = 60, 10, 3
@@ -35,18 +39,21 @@ def url_at(redis_url: str, host: str, port: int, *, with_tls: bool = False) -> s
 
 
 class ServerRelay:
-    """Passes connections at an address on to the server of `redis_url`, from `start` to `close`."""
+    """Passes connections at an address on to the server of `redis_url`, from `start` to `close`.
 
-    def __init__(self, redis_url: str) -> None:
+    At the limit `num_max` a connection that the server has let in stays (see Admission)."""
+
+    def __init__(self, redis_url: str, num_max: int = RELAYED_NUM_MAX) -> None:
         self._to = urlsplit(redis_url)
+        self._admission = Admission(num_max)
         self._passing: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         """Listen. Raises OSError."""
-        self._server = await asyncio.start_server(
-            self._on_connect, host, port, ssl=tls,
-            ssl_handshake_timeout=CONNECT_S_MAX if tls else None)
+        self._server = await self._admission.listen(
+            lambda: _Client(asyncio.StreamReader(), self._on_connect), host, port, tls,
+            handshake_s_max=CONNECT_S_MAX)
 
     async def close(self) -> None:
         """End all connections."""
@@ -69,7 +76,7 @@ class ServerRelay:
                 server_reader, server_writer = await self._connect()
             ends.append(server_writer)
             copies = [asyncio.ensure_future(_copy(reader, server_writer)),
-                      asyncio.ensure_future(_copy(server_reader, writer))]
+                      asyncio.ensure_future(self._answer(server_reader, writer))]
             try:
                 await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -82,10 +89,22 @@ class ServerRelay:
             for end in ends:
                 end.close()
 
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first = await reader.read(PASS_BYTES)
+        # Before a password the server answers with errors, to RESET with +RESET, to QUIT at its end
+        if not first.startswith((b"-", b"+RESET")):
+            self._admission.trust(writer.transport)
+        writer.write(first)
+        await _copy(reader, writer)
+
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._to.scheme == "unix":
             return await asyncio.open_unix_connection(unix_socket.address(self._to.path))
         return await asyncio.open_connection(self._to.hostname, self._to.port or 6379)
+
+
+class _Client(Counted, asyncio.StreamReaderProtocol):
+    """A connection as streams."""
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

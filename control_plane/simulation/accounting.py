@@ -320,23 +320,18 @@ class Accounting:
 
 MARGIN_SHARE = 1e-9
 """Relative to full strength: float sums are inexact."""
-Level = tuple[float, float, float]
-"""Loss per second: weighted FLOP, slot-seconds, task-seconds."""
 
 
 class EventLoss(Struct, kw_only=True):
     """The loss due to one event, until the loss rate is as before. A negative loss is a gain."""
 
     at_s: float
-    before: Level
+    before: float = 0.0
+    """The loss rate at that time, in weighted FLOP/s."""
     lost_flop: float = 0.0
-    lost_slot_s: float = 0.0
-    down_s: float = 0.0
     recovered_s: float | None = None
     """None: the event was not over at the end, or it caused no loss."""
     has_lost: bool = False
-    recomputed_flop: float = 0.0
-    """The recomputed part of the loss."""
 
 
 class AttributedWaf(WafAccount):
@@ -345,14 +340,13 @@ class AttributedWaf(WafAccount):
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[EventLoss] = []
-        self.unattributed = EventLoss(at_s=0.0, before=(0.0, 0.0, 0.0))
+        self.unattributed = EventLoss(at_s=0.0)
         self._active: list[EventLoss] = []
-        self._level: Level = (0.0, 0.0, 0.0)
-        self._at_s = 0.0
+        self._level = self._at_s = 0.0
 
     def begin(self, at_s: float) -> None:
         super().begin(at_s)
-        self.losses, self._active, self._level, self._at_s = [], [], (0.0, 0.0, 0.0), at_s
+        self.losses, self._active, self._level, self._at_s = [], [], 0.0, at_s
 
     def record_event(self, at_s: float) -> None:
         self._charge(at_s)
@@ -373,10 +367,7 @@ class AttributedWaf(WafAccount):
 
     def undo(self, task: int, flop: float, slot_s: float) -> None:
         super().undo(task, flop, slot_s)
-        loss = self._active[-1] if self._active else self.unattributed
-        loss.lost_flop += flop
-        loss.recomputed_flop += flop
-        loss.lost_slot_s += slot_s
+        (self._active[-1] if self._active else self.unattributed).lost_flop += flop
 
     def end(self, at_s: float) -> None:
         super().end(at_s)
@@ -384,36 +375,24 @@ class AttributedWaf(WafAccount):
 
     def _update_level(self, at_s: float) -> None:
         self._charge(at_s)
-        flop = slots = down = 0.0
+        level = 0.0
         for task, full in self.full.items():
-            waf = self.waf.get(task, 0.0)
-            flop += full - waf
-            slots += self.full_slots[task] - self.slots.get(task, 0)
-            down += bool(full) and not waf
-        self._level = (flop, slots, down)
+            level += full - self.waf.get(task, 0.0)
+        self._level = level
         margin = MARGIN_SHARE * sum(self.full.values())
         for older, loss in zip([None, *self._active], self._active, strict=False):
-            if older is not None and not loss.has_lost and flop < loss.before[0]:
-                loss.before = self._level  # the improvement belongs to an earlier event
-            loss.has_lost = loss.has_lost or flop > loss.before[0] + margin
-            if loss.has_lost and flop <= loss.before[0] + margin:
+            if older is not None and not loss.has_lost and level < loss.before:
+                loss.before = level  # the improvement belongs to an earlier event
+            loss.has_lost = loss.has_lost or level > loss.before + margin
+            if loss.has_lost and level <= loss.before + margin:
                 loss.recovered_s = at_s
         self._active = [loss for loss in self._active if loss.recovered_s is None]
 
     def _charge(self, at_s: float) -> None:
         """Charge the loss since the last update: to each event, newest first, what it has added."""
         past_s, self._at_s = at_s - self._at_s, at_s
-        if not past_s:
-            return
         rest = self._level
         for loss in reversed(self._active):
-            _add(loss, (rest[0] - loss.before[0], rest[1] - loss.before[1],
-                        rest[2] - loss.before[2]), past_s)
+            loss.lost_flop += (rest - loss.before) * past_s
             rest = loss.before
-        _add(self.unattributed, rest, past_s)
-
-
-def _add(loss: EventLoss, level: Level, past_s: float) -> None:
-    loss.lost_flop += level[0] * past_s
-    loss.lost_slot_s += level[1] * past_s
-    loss.down_s += level[2] * past_s
+        self.unattributed.lost_flop += rest * past_s

@@ -106,15 +106,11 @@ def _drawn(base: Scenario, seed: int, ratio: float = 1.0) -> list[ExternalEvent]
 def mtbf_gpu_h(base: Scenario) -> float:
     """The MTBF per GPU at ratio 1, in hours; 0.0 if the trace does not define it."""
     drawn = base.trace.drawn if isinstance(base.trace, DrawnTrace) else Drawn()
-    num_gpus = len(base.cluster.names) * base.cluster.slots
-    if drawn.mtbf_gpu_h is not None:
-        return drawn.mtbf_gpu_h
-    if drawn.mtbf_gpu_days is not None:
-        return 24 * drawn.mtbf_gpu_days
-    if drawn.mtbf_node_h is not None:
-        return drawn.mtbf_node_h * base.cluster.slots
+    slots = base.cluster.slots
+    if (mean_s := generator.mean_s(drawn, slots)) < math.inf:
+        return mean_s * slots / 3600
     num = sum(drawn.count.values()) if isinstance(drawn.count, dict) else drawn.count
-    return num_gpus * base.horizon_s / 3600 / num if num else 0.0
+    return len(base.cluster.names) * slots * base.horizon_s / 3600 / num if num else 0.0
 
 
 class BreakEven(NamedTuple):

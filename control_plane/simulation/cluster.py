@@ -176,17 +176,6 @@ class SimulatedCluster:
         if node.processes.pop(key, None) is not None:
             self.slot_time.add_processes(self.engine.now_s, key[0], -1)
 
-    def report_later(self, name: str, in_s: float, body: Body) -> None:
-        """After `in_s`, report what occurs now on the node, if its agent still runs by then."""
-        node = self.nodes[name]
-        incarnation, now_s = node.incarnation, self.engine.now_s
-
-        def send() -> None:
-            if node.up and node.incarnation == incarnation:
-                self.engine.report(node.source, body, now_s)
-
-        self.engine.call_later(in_s, send)
-
     # --- orders -------------------------------------------------------------------------------
     def carry_out(self, records: Sequence[Record]) -> None:
         """Carry out the orders among these records."""
@@ -205,9 +194,6 @@ class SimulatedCluster:
                     self._reconfigure(order)
                 case o.Resume() as order:
                     self._resume(order)
-                case o.PublishCheckpoint() as order:
-                    self.report_later(order.nodes[0], 0.0, r.CheckpointPublished(
-                        task=order.task, order=record.seq, path=order.path))
                 case _:
                     pass
         for reports in starting.values():
@@ -335,7 +321,6 @@ class SimulatedCluster:
                           quiesced(rank)) for rank in leaving])
 
     def _halt(self, order: o.Quiesce) -> None:
-        """The members have reached the point at which they leave their generation."""
         if self._task(order.task).generation == order.generation:
             self.report_progress(order.task)
             self.account.reach_boundary(self.engine.now_s, order.task)

@@ -15,8 +15,8 @@ from ...events.records.envelope import Record
 from ...events.records.statuses import LOST_CONNECTION
 from ...events.spec import policy as r
 from ...events.spec.job import JobSpec
-from ..decide.advance import DECIDER_VERSION
 from ..incidents.severity import TABLE
+from ..state.cluster import DECIDER_VERSION
 from ..state.task import Task
 from .accounting import Accounting, Key, WafAccount
 from .cluster import SimulatedCluster, SimulatedNode
@@ -219,7 +219,6 @@ class Run:
             self._fail_process(home, key, one.cause, self._detection_s(one))
 
     def _fail_process(self, node: SimulatedNode, key: Key, cause: str, detection_s: float) -> None:
-        """End the process, or fail one of its collectives."""
         self._stop_processes([key])
         task = self.engine.state.tasks[key[0]]
         if TABLE[cause] == "SEV3" and task.heals_in_memory and task.member(key[1]) is not None:

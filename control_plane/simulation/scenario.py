@@ -68,7 +68,6 @@ def aggregate_job(spec: JobSpec, by: int) -> JobSpec:
     return replace(spec, slots=scaled, throughput=rates)
 
 
-
 DOCS = "see docs/guides/simulate.md"
 NODES_NUM_MAX = 100_000
 HORIZON_S_MAX = 1e12

@@ -18,7 +18,9 @@ from .incident import Incident
 from .node import Node
 from .task import StragglerCost, Task
 
-SCHEMA = "unicron-state-8"
+SCHEMA = "unicron-state-9"
+DECIDER_VERSION = 21
+"""Version of `fold` and `decide`. Each epoch of a log records the version used (`heart`)."""
 NUM_REQUESTS_MAX = 1024
 """Operator requests that are remembered to recognise repetitions; the oldest are dropped first."""
 NUM_INCIDENTS_MAX = 256
@@ -39,18 +41,17 @@ class Deadline(Struct):
 
 
 class ClusterState(Struct, kw_only=True):
-    """The whole input of the decider, folded from the log.
-
-    It holds no caches. `num_running`, `unreachable`, `undecided` and `Task.num_outstanding` follow
-    from other fields, but counting them each time would take too long. They are part of the state
-    and of its hash. Tests compare them with a fresh count (tests/drivers/state_check.py).
-    """
+    """The whole input of the decider, folded from the log. It holds no caches but `num_running`,
+    `unreachable`, `undecided` and `Task.num_outstanding`, which would take too long to count each
+    time. Tests compare them with a fresh count (tests/drivers/state_check.py)."""
 
     seq: int = 0
     epoch: int = 0
     at_s: float = 0.0
     nonce: str = ""
     heart: int = 0
+    code: str = ""
+    """The Unicron version of the leader."""
     policy: Policy = field(default_factory=Policy)
     nodes: dict[str, Node] = field(default_factory=dict[str, Node])
     tasks: dict[int, Task] = field(default_factory=dict[int, Task])
@@ -113,8 +114,7 @@ _decoder = msgspec.msgpack.Decoder(ClusterState)
 
 
 def encode_state(state: ClusterState) -> bytes:
-    """The whole state as msgpack. Maps keep the order in which the log filled them. So a log has
-    exactly one encoding, even if the fold continued from a snapshot."""
+    """The whole state as msgpack: one encoding of a log, as maps keep the order of its records."""
     return _encoder.encode(state)
 
 
@@ -124,7 +124,7 @@ def decode_state(data: bytes) -> ClusterState:
 
 
 def state_hash(state: ClusterState) -> str:
-    """`unicron-state-8:` and 16 hex digits; two folds of one log have the same hash."""
+    """`unicron-state-9:` and 16 hex digits; two folds of one log have the same hash."""
     return f"{SCHEMA}:{hashlib.blake2b(encode_state(state), digest_size=8).hexdigest()}"
 
 

@@ -14,9 +14,8 @@ from .task import HeldState, Rank, Task
 
 
 def awaited(task: Task) -> Literal["", "processes", "members"]:
-    """Which processes the task waits for: its members while it quiesces or reconfigures, otherwise
-    starting processes. Once a rank of a task that heals in memory has finished, the task waits for
-    none: each rank ends on its own."""
+    """Which processes the task waits for: its members while it quiesces or reconfigures, else
+    starting processes. Ranks that heal in memory end on their own once one has finished."""
     if task.heals_in_memory and task.finished:
         return ""
     return "members" if task.phase in ("quiescing", "reconfiguring") else "processes"
@@ -69,8 +68,7 @@ def has_layouts(task: Task) -> bool:
 
 def is_complete(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
     """Whether these ranks hold the complete state, at least one of them at `step_version` or later.
-    Some ranks of a generation may be one step ahead. The others reached the end of the same
-    iteration and can take this step too, so both versions count as the same state."""
+    Ranks of a generation that are one step apart count as equal: all can take that step."""
     train = task.spec.training
     if train is None or train.parallel.is_plain:
         return any(rank.has_state and rank.step_version >= step_version for rank in ranks)
@@ -93,13 +91,6 @@ def take_position(task: Task, rank: Rank, step_version: int) -> None:
         rank.step_version = step_version
 
 
-def release_standbys(task: Task) -> None:
-    """Fold: training resumes; standby members give up the state that they held."""
-    for rank in task.living_members():
-        if is_standby(task, rank):
-            rank.held, rank.has_state, rank.step_version = None, False, -1
-
-
 def position_of(task: Task, rank: Rank) -> int:
     return task.positions[rank.rank]
 
@@ -117,17 +108,13 @@ def is_representative(task: Task, rank: Rank) -> bool:
 def is_pinned(state: ClusterState, task: Task) -> bool:
     """Whether the plan must not change the task: it has ranks on an unreachable node, or it is a
     command on unusable slots. To move a running command would lose its unsaved work."""
-    if not task.heals_in_memory and not task.incident and _runs_where_nothing_starts(state, task):
+    if not task.heals_in_memory and not task.incident and any(
+            not (node := state.nodes[rank.slot.node]).drained
+            and (node.quarantine is not None or node.is_disabled(rank.slot.index))
+            for rank in task.ranks.values()):
         return True
     return bool(state.unreachable) and any(rank.slot.node in state.unreachable
                                            for rank in task.ranks.values())
-
-
-def _runs_where_nothing_starts(state: ClusterState, task: Task) -> bool:
-    """Whether a process is on an undrained node that is quarantined or has disabled its slot."""
-    return any(not (node := state.nodes[rank.slot.node]).drained
-               and (node.quarantine is not None or node.is_disabled(rank.slot.index))
-               for rank in task.ranks.values())
 
 
 def is_whole(task: Task) -> bool:

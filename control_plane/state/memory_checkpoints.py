@@ -9,11 +9,8 @@ from ...events.records.types import MemoryCheckpoint
 
 
 class WholeCheckpoint(NamedTuple):
-    """An in-memory checkpoint of which every share is in some store.
-
-    Members report their shares at different times, and stores return newer versions of the same
-    generation. So it is at least of `step_version`, and perhaps newer.
-    """
+    """An in-memory checkpoint of which every share is in some store, of `step_version` or newer:
+    stores may have newer versions of a generation than members have reported."""
 
     generation: int
     step_version: int

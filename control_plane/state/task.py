@@ -346,8 +346,7 @@ class Task(Struct, kw_only=True):
         return self.checkpoint.path if self.checkpoint is not None else ""
 
     def lost_with(self, node: str = "") -> int:
-        """Iterations that a loss of all processes and of in-memory checkpoints on `node` would
-        cost."""
+        """Iterations that the loss of all processes and of the copies on `node` would cost."""
         copied = [whole.step_version for whole in whole_checkpoints(
             copy for copy in self.copies if copy.node != node)]
         return max(self.iteration - max([self.saved_iteration, *copied]), 0)

@@ -27,16 +27,13 @@ def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
     transition do not count: a rank that restarts on the same machine slows the others."""
     if not _counts(state, task) or task.failed_s >= 0 or len(task.members) != len(task.target):
         return
-    first = body.first_iteration
-    times = [step_s for iteration, step_s in enumerate(body.step_s, first)
-             if iteration >= task.settled + NUM_WARM_UP]
-    _keep(state, task, times)
+    _keep(state, task, [step_s for iteration, step_s in enumerate(
+        body.step_s, body.first_iteration) if iteration >= task.settled + NUM_WARM_UP])
 
 
 def keep_logged(state: ClusterState, task: Task, body: IterationsLogged) -> None:
-    """Fold: store the iteration times that a command logged. A report states the mean of some
-    iterations. The mean is stored once for each of them, but for at most a third of the iterations
-    that a measurement needs, so that one outlier does not decide."""
+    """Fold: store the mean iteration times that a command logged: once for each iteration, at most
+    a third of a measurement, so that no outlier decides."""
     logged = task.logged
     if logged is None or not _counts(state, task) or not batch_counts(task):
         return
@@ -105,9 +102,8 @@ def measured(state: ClusterState, task: Task) -> dict[int, float]:
 
 
 def learn_slot(state: ClusterState, task: Task, table: ThroughputSet) -> None:
-    """Fold: set the FLOP/s of one slot from the smallest measured size of the task. Until it ends,
-    only the first measured task sets them. A task with a `model` never does: its shape is not
-    relative to one slot."""
+    """Fold: set the FLOP/s of one slot from the smallest measured size of the first measured task,
+    until it ends; never of a task with a `model`, whose shape is not relative to one slot."""
     known = dict(zip(table.sizes, table.rates_flops, strict=False))
     sizes = [size for size in measured(state, task) if size in known]
     source = state.tasks.get(state.slot_flops_of)

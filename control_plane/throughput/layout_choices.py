@@ -1,7 +1,4 @@
-"""The layout search's answer for one job: layout, time, memory and limit by number of slots.
-
-It is computed from the spec alone, as the plan's throughput is when the job is submitted.
-"""
+"""Layout, time, memory and limit of one job by number of slots, computed from the spec alone."""
 
 from __future__ import annotations
 
@@ -27,11 +24,8 @@ CHOICES_NUM_MAX = 12
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """The layout on one number of slots. What is not known is None.
-
-    `speed`: relative to the first choice. `memory_bytes`: of the fullest rank; `kept_bytes` is the
-    part of it that holds the sums that recovery keeps.
-    """
+    """The layout on one number of slots; None: not known. `speed`: relative to the first choice.
+    `memory_bytes`: of the fullest rank, with `kept_bytes` for the sums that recovery keeps."""
 
     slots: int
     layout: str

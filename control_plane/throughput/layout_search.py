@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from ...events.spec.model import MegatronModel, Modelled
 from .flops import iteration_flops
 from .layouts import CHUNKS_NUM_MAX, Layout, divisors, shapes
-from .memory import capacity, memory
+from .memory import capacity, in_gib, memory
 from .step_time import Floats, bubble, constants_of, ending, parts
 
 GAIN_RATIO_MIN = 1.005
 """A gain below this ratio is not mentioned."""
 AMPLE_TIMES = 2
 """Memory is the limit if this many times the memory allows a faster layout."""
-_GIB_BYTES = 1 << 30
 Ints = NDArray[np.int64]
 
 
@@ -72,9 +71,9 @@ class Search:
         least, self._before = layout.dp, layout
         num = self.model.global_batch // layout.micro
         most = min(num, self.num_gpus // layout.model_parallel) // least * least
-        fewest = self._fewest(layout, least, most)
-        if fewest == 0:
+        if most < least or not self._fits(layout, most):
             return
+        fewest = least * (1 + self._first(layout, range(least, most + 1, least)))
         dps = -(-self._steps(num) // least) * least
         dps = np.unique(np.concatenate(([fewest], dps[(dps > fewest) & (dps <= most)])))
         even = dps[num % (dps * layout.pp) == 0]
@@ -87,13 +86,6 @@ class Search:
             self._keep(other, counts[begin:])
             if fewest == least and begin == 0:
                 self._done.add(chunks)
-
-    def _fewest(self, layout: Layout, least: int, most: int) -> int:
-        """The smallest dp, a multiple of `least`, that fits; 0 if none does."""
-        if most < least or not self._fits(layout, most):
-            return 0
-        counts = range(least, most + 1, least)
-        return counts[self._first(layout, counts)]
 
     def _first(self, layout: Layout, counts: range | list[int]) -> int:
         """The index of the first dp that fits, by bisection: a larger dp never needs more."""
@@ -117,9 +109,10 @@ class Search:
             return
         micro_s = parts(self.model, layout, self.constants).total_s
         num = -(-(self.model.global_batch // layout.micro) // dps)
-        seconds = (num + bubble(layout)) * micro_s + ending(
+        reduce_s, step_s = ending(
             self.model, layout, self.constants, micro_s).seconds_each(dps.astype(np.float64))
-        rates, sizes = self.flops / seconds, dps * layout.model_parallel
+        rates = self.flops / ((num + bubble(layout)) * micro_s + (reduce_s + step_s))
+        sizes = dps * layout.model_parallel
         better = rates > self._rates[sizes]
         self._rates[sizes[better]] = rates[better]
         self._chosen[sizes[better]] = len(self._layouts)
@@ -146,11 +139,11 @@ def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
 
 def describe(model: MegatronModel, best: Best, free: Best) -> str:
     """Describe a layout and its limit. `free` is the best layout with AMPLE_TIMES the memory."""
-    used = memory(model, best.layout).total / _GIB_BYTES
-    text = f"{best.layout.told()}; {used:.1f} of {capacity(model) / _GIB_BYTES:.1f} GiB"
+    used = in_gib(memory(model, best.layout).total).removesuffix(" GiB")
+    text = f"{best.layout.told()}; {used} of {in_gib(capacity(model))}"
     if free.rate_flops > best.rate_flops * GAIN_RATIO_MIN:
-        needs = memory(model, free.layout).total / _GIB_BYTES
-        return (f"{text}; memory binds: {free.layout.told()} needs {needs:.1f} GiB and would be "
+        needs = in_gib(memory(model, free.layout).total)
+        return (f"{text}; memory binds: {free.layout.told()} needs {needs} and would be "
                 f"{100 * (free.rate_flops / best.rate_flops - 1):.0f} % faster")
     what, share = losses(model, best.layout)[0]
     return f"{text}; most is lost to {what}: {100 * share:.0f} % of the time"
@@ -187,5 +180,5 @@ def _refused(model: MegatronModel, num_gpus: int) -> str:
             nearest, least = layout.told(), memory(model, layout).total
     if not nearest:
         return f"no layout that Megatron accepts has at most {num_gpus} GPUs"
-    return (f"no layout on at most {num_gpus} GPUs fits into {capacity(model) / _GIB_BYTES:.1f} "
-            f"GiB: {nearest} needs {least / _GIB_BYTES:.1f} GiB")
+    return (f"no layout on at most {num_gpus} GPUs fits into {in_gib(capacity(model))}: "
+            f"{nearest} needs {in_gib(least)}")

@@ -25,7 +25,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     `ep` GPUs with the same layers and different samples share the experts. `chunks` is Megatron's
     number of virtual pipeline stages: the layers of one GPU form that many groups of consecutive
     layers. `sequence_parallel` has an effect if tp > 1. `shards` is what data-parallel ranks shard:
-    `optimizer` is ZeRO-1, `all` is FSDP (ZeRO-3), which the search does not use.
+    `optimizer` is ZeRO-1.
     """
 
     tp: int = 1
@@ -37,7 +37,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     chunks: int = 1
     recompute: Recomputed = "none"
     sequence_parallel: bool = True
-    shards: Literal["none", "optimizer", "all"] = "none"
+    shards: Literal["none", "optimizer"] = "none"
 
     @property
     def model_parallel(self) -> int:
@@ -69,9 +69,8 @@ class Layout(Struct, frozen=True, kw_only=True):
 
 
 def refusal(model: MegatronModel, layout: Layout) -> str:
-    """Why Megatron would not start with this layout; empty if it would. The rules are those of
-    megatron-core 0.16 (TransformerConfig, parallel_state, schedules). One rule is our own: tensor
-    parallelism stays inside a node."""
+    """Why megatron-core 0.16 (TransformerConfig, parallel_state, schedules) would not start with
+    this layout; empty if it would. Our own rule: tensor parallelism stays inside a node."""
     tp, pp, cp, ep = layout.tp, layout.pp, layout.cp, layout.ep
     rules = (
         (tp > model.gpus_per_node, f"TP {tp} is more than a node's {model.gpus_per_node} GPUs"),

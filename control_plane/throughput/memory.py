@@ -15,16 +15,12 @@ from .gpus import KINDS
 from .layouts import Layout
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES, KEPT_BYTES = 2, 4, 12, 4
-"""Bytes per parameter: 16-bit weight; fp32 gradient; fp32 master copy and Adam's two moments; fp32
-accumulated local gradient."""
-FSDP_BYTES = 16
-"""Bytes per parameter with FSDP: fp32 weight, gradient and Adam's two moments."""
+"""Bytes per parameter: 16-bit weight; fp32 gradient; fp32 copy and two moments; fp32 kept sum."""
 LOGIT_BYTES = 4
 """Bytes per logit: fp32, for the loss."""
 RESERVED_BYTES = 3 << 29
-"""1.5 GiB of a GPU, beside tensors: CUDA's context, NCCL's buffers, the libraries' workspaces, and
-what the allocator loses. An assumption, not a measurement; `make gpu-check CHECKS=memory` compares
-it with a GPU."""
+"""1.5 GiB beside tensors: CUDA's context, NCCL's buffers, workspaces, what the allocator loses. An
+assumption; `make gpu-check CHECKS=memory` compares it with a GPU."""
 
 
 class Memory(Struct, frozen=True, kw_only=True):
@@ -79,17 +75,11 @@ def _stage(model: MegatronModel, layout: Layout, *, first: bool = True,
     shared, experts = rank_parameters(model, layout, num_embeddings)
     ranks = layout.dp * layout.cp
     held = shared + experts
-    active = _activations(model, layout, first=first, last=last)
-    if layout.shards == "all":
-        layer = parameters(model)
-        unit = layer.shared_layer + layer.expert_layer
-        gathered = 2 * WEIGHT_BYTES * max(unit, layer.embedding)
-        return Memory(weights=held * 4 / ranks + gathered, gradients=held * 4 / ranks,
-                      optimizer=held * (FSDP_BYTES - 8) / ranks, activations=active, kept=0.0)
     spread = layout.shards == "optimizer"
     states = shared / (ranks if spread else 1) + experts / (ranks / layout.ep if spread else 1)
     return Memory(weights=WEIGHT_BYTES * held, gradients=GRADIENT_BYTES * held,
-                  optimizer=OPTIMIZER_BYTES * states, activations=active,
+                  optimizer=OPTIMIZER_BYTES * states,
+                  activations=_activations(model, layout, first=first, last=last),
                   kept=KEPT_BYTES * held if model.kept_sum else 0.0)
 
 

@@ -14,14 +14,15 @@ from .training_layouts import layout_within, megatron_model
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}
 """Bytes per parameter: two fp32 moments, and the fp32 master copy of 16-bit weights."""
+STATE_BYTES = WEIGHT_BYTES["bf16"] + OPTIMIZER_BYTES["bf16"]
+"""Bytes per parameter of a model in 16 bits."""
 NUM_STORES_MAX = 2
 """The checkpoint stores that receive each member's share of the state."""
 
 
 def seat_bytes(task: Task, count: int) -> int:
-    """Bytes of state on one of `count` slots: a rank's part of the model, if the task trains in
-    memory and its model is known. For a command, it is an equal share of the state of its `model`;
-    0 without a model."""
+    """Bytes of state on one of `count` slots: of a rank's part of the model; for a command an equal
+    share of the state of its `model`; 0 if the model is not known."""
     train, loop = task.spec.train, task.spec.loop
     if train is not None:
         return trained_bytes(train, count)
@@ -29,8 +30,7 @@ def seat_bytes(task: Task, count: int) -> int:
     if model is None or not count:
         return 0
     if loop is None:
-        bytes_of_each = WEIGHT_BYTES["bf16"] + OPTIMIZER_BYTES["bf16"]
-        return bytes_of_each * parameters(model).total // count
+        return STATE_BYTES * parameters(model).total // count
     axes = layout_within(loop, count) or Axes(dp=count)
     shards = axes.dp if loop.parallel.optimizer == "sharded" else 1
     return int((WEIGHT_BYTES["bf16"] + OPTIMIZER_BYTES["bf16"] / shards)
@@ -55,8 +55,7 @@ def copies_bytes(spec: JobSpec) -> int:
     if spec.train is not None:
         state_bytes = _trained_state_bytes(spec.train)
     elif spec.loop is not None and spec.loop.model is not None:
-        bytes_of_each = WEIGHT_BYTES["bf16"] + OPTIMIZER_BYTES["bf16"]
-        state_bytes = bytes_of_each * parameters(spec.loop.model).total
+        state_bytes = STATE_BYTES * parameters(spec.loop.model).total
     return NUM_STORES_MAX * CHECKPOINTS_NUM_MAX * state_bytes
 
 
@@ -75,7 +74,6 @@ def _trained_state_bytes(train: Train) -> int:
 
 
 def _num_params(train: Train) -> int:
-    """The parameters of the GPT."""
     model = train.model
     # `parameters` counts neither learned positions nor biases nor the last norm.
     more = model.hidden * (model.sequence + 9 * model.num_layers + 2)

@@ -13,7 +13,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from ...events.spec.model import MegatronModel
-from .flops import head_flops, layer_flops, parameters
+from .flops import head_flops, layer_flops
 from .gpus import KINDS, GpuKind
 from .layouts import Layout
 from .memory import LOGIT_BYTES, layer_activations, layer_scores, rank_parameters
@@ -48,13 +48,11 @@ class Parts(Struct, frozen=True, kw_only=True):
     context_s: float
     experts_s: float
     pipeline_s: float
-    gather_s: float
-    """Communication of weights and gradients with FSDP."""
 
     @property
     def total_s(self) -> float:
         return (self.arithmetic_s + self.elements_s + self.tensor_s + self.context_s
-                + self.experts_s + self.pipeline_s + self.gather_s)
+                + self.experts_s + self.pipeline_s)
 
 
 class Ending(Struct, frozen=True, kw_only=True):
@@ -79,25 +77,19 @@ class Ending(Struct, frozen=True, kw_only=True):
 
     def seconds(self, dp: int) -> tuple[float, float]:
         """(the part of the reduction that overlaps nothing, the optimizer step)."""
-        ranks = dp * self.cp
-        alike, near = ranks / self.ep, ranks <= self.node_ranks
-        sent_s = self.shared_bytes * (ranks - 1) / ranks / (
-            self.link_bytes_s if near else self.shared_bytes_s)
-        sent_s += self.experts_bytes * (alike - 1) / alike / (
-            self.link_bytes_s if near else self.experts_bytes_s)
-        return max(sent_s - self.hidden_s, 0.0), self.step_s / (ranks if self.spread else 1)
+        reduce_s, step_s = self.seconds_each(np.array([float(dp)]))
+        return float(reduce_s[0]), float(step_s[0])
 
-    def seconds_each(self, dp: Floats) -> Floats:
-        """The sum of both values of `seconds` for each dp, bit-identical."""
+    def seconds_each(self, dp: Floats) -> tuple[Floats, Floats]:
+        """Both values of `seconds` for each dp."""
         ranks = dp * self.cp
         alike, near = ranks / self.ep, ranks <= self.node_ranks
         sent_s = self.shared_bytes * (ranks - 1) / ranks / np.where(
             near, self.link_bytes_s, self.shared_bytes_s)
         sent_s += self.experts_bytes * (alike - 1) / alike / np.where(
             near, self.link_bytes_s, self.experts_bytes_s)
-        step_s = self.step_s / (ranks if self.spread else np.ones_like(ranks))
-        found: Floats = np.maximum(sent_s - self.hidden_s, 0.0) + step_s
-        return found
+        return (np.maximum(sent_s - self.hidden_s, 0.0),
+                self.step_s / (ranks if self.spread else np.ones_like(ranks)))
 
 
 def bubble(layout: Layout) -> float:
@@ -117,7 +109,7 @@ def iteration_s(model: MegatronModel, layout: Layout, constants: Constants) -> f
 
 
 def parts(model: MegatronModel, layout: Layout, constants: Constants) -> Parts:
-    """The terms of one micro-batch; with FSDP they depend on dp."""
+    """The terms of one micro-batch."""
     kind, layers = KINDS[model.gpu], model.num_layers / layout.pp
     head = _head_s(model, layout, kind, constants)
     return Parts(
@@ -126,8 +118,7 @@ def parts(model: MegatronModel, layout: Layout, constants: Constants) -> Parts:
         tensor_s=_tensor_s(model, layout, kind, constants) * layers,
         context_s=_context_s(model, layout, kind, constants) * layers,
         experts_s=_experts_s(model, layout, kind, constants) * layers,
-        pipeline_s=_pipeline_s(model, layout, kind, constants),
-        gather_s=_gather_s(model, layout, kind, constants))
+        pipeline_s=_pipeline_s(model, layout, kind, constants))
 
 
 def ending(model: MegatronModel, layout: Layout, constants: Constants, micro_s: float) -> Ending:
@@ -136,7 +127,7 @@ def ending(model: MegatronModel, layout: Layout, constants: Constants, micro_s: 
     kind = KINDS[model.gpu]
     shared, experts = rank_parameters(model, layout, 1)
     gradient = 2 if model.precision == "fp16" else 4
-    size = {"none": 2 * gradient, "optimizer": gradient + 2, "all": 0}[layout.shards]
+    size = {"none": 2 * gradient, "optimizer": gradient + 2}[layout.shards]
     far = 1 << 62
     return Ending(
         shared_bytes=size * shared, experts_bytes=size * experts,
@@ -216,18 +207,9 @@ def _pipeline_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Consta
     return 2 * size * layout.chunks / rate
 
 
-def _gather_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constants) -> float:
-    """FSDP: gather weights for each pass and scatter gradients, for every micro-batch."""
-    if layout.shards != "all":
-        return 0.0
-    size = 2 * parameters(model).total * (layout.dp - 1) / layout.dp
-    return 3 * size / _rate(model, layout.dp, 1, kind, is_)
-
-
 def _rate(model: MegatronModel, span: int, groups: int, kind: GpuKind, is_: Constants) -> float:
-    """Bytes per second of a collective among GPUs within `span` consecutive ranks. If it leaves the
-    node, the node's `groups` communicate at the same time and share its network; data inside a node
-    is combined over NVLink first."""
+    """Bytes per second of a collective within `span` consecutive ranks. Beyond the node, its
+    `groups` share the network at the same time; data in the node is combined over NVLink first."""
     link = kind.nvlink_bytes_s * is_.link_share
     if span <= model.gpus_per_node:
         return link

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
 from typing import Literal
 
 from ...events.records.decisions import ThroughputSet
@@ -21,10 +20,9 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
           modelled: Modelled | None = None) -> ThroughputSet:
     """The declared table if there is one, else the modelled one, over the allowed sizes.
 
-    In a declared table, a size that is not declared has the rate of the next smaller declared size,
-    or 0 if there is none. If the spec has a `model`, the size follows the model's shape from the
-    nearest declared size instead. In a modelled table, a size has the model's rate (`model` or
-    `loop.model`), or without a model `slot_flops` times the shape.
+    An undeclared size has the rate of the next smaller declared one, or 0; with a `model` it
+    follows the model's shape from the nearest declared size. A modelled size has the model's rate,
+    or without a model `slot_flops` times the shape.
     """
     allowed = set(spec.slots.counts)
     declared = {size: rate for size, rate in spec.throughput.items() if size in allowed}
@@ -32,7 +30,8 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
         return table_through(task, "declared", spec, declared, modelled)
     sizes = _sizes(spec, modelled)
     if spec.throughput:
-        rates = tuple(_below(spec.throughput, size) for size in sizes)
+        below = (max((x for x in spec.throughput if x <= size), default=0) for size in sizes)
+        rates = tuple(spec.throughput.get(size, 0.0) for size in below)
         return ThroughputSet(task=task, origin="declared", sizes=sizes, rates_flops=rates)
     own = training_layouts.slot_flops(spec.training) if spec.training is not None else 0.0
     unit = 1.0 if modelled is not None else own or slot_flops
@@ -93,11 +92,6 @@ def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
     places = [bisect_left(counts, size) for size in modelled.sizes]
     found = {counts[at] for at in places if at < len(counts)} or {counts[-1]}
     return tuple(sorted(found | {spec.slots.floor} - {0}))
-
-
-def _below(rates: Mapping[int, float], size: int) -> float:
-    below = [declared for declared in rates if declared <= size]
-    return rates[max(below)] if below else 0.0
 
 
 def rate_at(throughput: ThroughputSet | None, size: int) -> float:

@@ -37,8 +37,7 @@ def megatron_model(train: Train) -> MegatronModel:
 
 
 def described(train: Train | Loop) -> MegatronModel | None:
-    """The trained model as input of the analytical model, with the sum that recovery keeps; None if
-    a loop does not describe it."""
+    """The model for the analytical model, with the sum that recovery keeps; None: not described."""
     if isinstance(train, Train):
         return replace(megatron_model(train), kept_sum=train.kept_sum)
     if train.model is None:
@@ -80,19 +79,19 @@ def slot_flops(train: Train | Loop) -> float:
 
 def refusal(train: Train | Loop, counts: Iterable[int]) -> str:
     """Why no layout on one of these numbers of slots fits into memory; empty if one does."""
-    if isinstance(train, Train) or train.model is None:
+    model = described(train)
+    if isinstance(train, Train) or model is None:
         return ""
     least: tuple[float, Axes] | None = None
     for count in counts:
         for axes in train.parallel.layouts(count, train.num_micro_batches):
-            needs = memory(model := described(train) or train.model,
-                           layout_on(train, model, axes)).total
+            needs = memory(model, layout_on(train, model, axes)).total
             if needs <= capacity(model):
                 return ""
             least = min(least or (needs, axes), (needs, axes), key=lambda one: one[0])
     if least is None:
         return "no layout of loop.parallel has one of these numbers of slots"
-    return (f"no layout of loop.parallel fits into {in_gib(capacity(train.model))}: "
+    return (f"no layout of loop.parallel fits into {in_gib(capacity(model))}: "
             f"{layout_in_words(least[1])} needs {in_gib(least[0])}")
 
 
@@ -121,22 +120,16 @@ def layout_within(train: Train | Loop, num_slots: int) -> Axes | None:
 
 @lru_cache(maxsize=_SPEEDS_NUM)
 def _fastest(train: Train | Loop, num_slots: int) -> tuple[float, Axes | None]:
-    alone_s = _iteration_s(train, Axes())
+    alone_s, model = _iteration_s(train, Axes()), described(train)
     best: tuple[float, Axes | None] = (0.0, None)
     for axes in train.parallel.layouts(num_slots, train.num_micro_batches):
-        if not _fits(train, axes):
+        if isinstance(train, Loop) and model is not None and (
+                memory(model, layout_on(train, model, axes)).total > capacity(model)):
             continue
         times = alone_s / _iteration_s(train, axes)
         if times > best[0]:
             best = times, axes
     return best
-
-
-def _fits(train: Train | Loop, axes: Axes) -> bool:
-    if isinstance(train, Train) or train.model is None:
-        return True
-    needs = memory_on(train, axes)
-    return needs is not None and needs.total <= capacity(train.model)
 
 
 def _iteration_s(train: Train | Loop, axes: Axes) -> float:

@@ -95,18 +95,15 @@ def transition(state: ClusterState, task: Task) -> Transition:
     For preemption: the time to stop plus the time to start again later."""
     prior_s = state.policy.transition_s
 
-    def usual_s(kind: str) -> float | None:
+    def usual_s(kind: str, else_s: float) -> float:
         stood_s = task.downtime_s.get(kind, ())
-        return median(stood_s) if len(stood_s) >= NUM_DOWNTIMES_MIN else None
+        return median(stood_s) if len(stood_s) >= NUM_DOWNTIMES_MIN else else_s
 
-    found = {kind: prior_s if (one := usual_s(kind)) is None else one
-             for kind in ("same", "shrink", "grow")}
-    reshape_s = usual_s("reshape")
-    leave_s, start_s = usual_s("stop"), usual_s("start")
-    stop_s = prior_s if leave_s is None or start_s is None else leave_s + start_s
-    return Transition(same_s=found["same"], shrink_s=found["shrink"], grow_s=found["grow"],
-                      stop_s=stop_s,
-                      reshape_s=state.policy.reshape_s if reshape_s is None else reshape_s)
+    leave_s, start_s = usual_s("stop", -1.0), usual_s("start", -1.0)
+    return Transition(same_s=usual_s("same", prior_s), shrink_s=usual_s("shrink", prior_s),
+                      grow_s=usual_s("grow", prior_s),
+                      stop_s=leave_s + start_s if leave_s >= 0 and start_s >= 0 else prior_s,
+                      reshape_s=usual_s("reshape", state.policy.reshape_s))
 
 
 def num_slots(task: Task) -> int:
@@ -198,16 +195,12 @@ def _add(state: ClusterState, task: Task, standing: OngoingTransition, iteration
 def _keep(state: ClusterState, task: Task, standing: OngoingTransition, size: int) -> None:
     before, task.transition = standing.size, None
     kind = ("start" if not before else "stop" if not size else
-            "reshape" if _is_reshaped(standing, task) else
+            "reshape" if standing.axes is not None and task.axes is not None
+            and shape(standing.axes) != shape(task.axes) else
             "same" if size == before else "shrink" if size < before else "grow")
     if not standing.void:
         task.downtime_s[kind] = [*task.downtime_s.get(kind, ()),
                                  standing.downtime_s][-NUM_DOWNTIMES_MAX:]
-
-
-def _is_reshaped(standing: OngoingTransition, task: Task) -> bool:
-    before, now = standing.axes, task.axes
-    return before is not None and now is not None and shape(before) != shape(now)
 
 
 def _iteration_s(task: Task, size: int) -> float:

@@ -21,6 +21,7 @@ from bench.detection import main as detection
 from bench.memory import main as memory
 from bench.planner import main as planner
 from bench.recovery.rows import Row, describe, table
+from bench.scale import main as scale
 from bench.settlement import main as settlement
 from hosts import demo as hosts
 from matrix.cells import cells, loop_cells
@@ -38,6 +39,7 @@ LAYOUTS = {
     "DP 4 to DP 3 and back, mirrored": ("zero1_sigkill", "unicron_mirrored"),
     "the same, sharded: set back to its copy": ("zero1_sigkill", "unicron_sharded")}
 TRACES = ("trace-a", "trace-b")
+SCALES = ("agents_64", "agents_256", "agents_1024")
 LAYOUT_CASES = ("tp2dp2_sigkill", "pp2dp2_sigkill", "zero1_sigkill")
 POLICIES = {
     "megatron": "megatron", "megatron-spares": "megatron-spares", "requeue": "requeue (Slurm)",
@@ -272,6 +274,20 @@ def _hosts(rows: Sequence[Row], about: About) -> str:
         lines))
 
 
+def _scale(rows: Sequence[Row], about: About) -> str:
+    found = _by_key(rows)
+
+    def shown(case: str, metric: str) -> str:
+        one = found.get((case, scale.SYSTEM, metric))
+        return f"{one.value:.3g}" if one is not None and one.value is not None else ""
+
+    lines = [[f"`{metric}`, {unit}", *(shown(case, metric) for case in SCALES),
+              " ".join(filter(None, (shown(case, f"{metric}_growth") for case in SCALES)))]
+             for metric, unit in scale.UNITS.items()]
+    return (f"{about['cores']} cores.\n\n" + _lines(
+        "| | 64 agents | 256 | 1,024 | growth for each doubling |", lines))
+
+
 def _disasters(rows: Sequence[Row], about: About) -> str:
     import disasters  # plays scenarios, which takes a minute
 
@@ -306,6 +322,7 @@ BLOCKS = {
                           _fault_matrix),
     "fault-matrix-loops": Block("docs/reference/fault-matrix.md", "fault-matrix", LOOP_MATRIX,
                                 "outcome", _loops),
+    "scale": Block("docs/guides/bench-scale.md", "scale", SCALES, "record_us", _scale),
     "hosts": Block("docs/guides/hosts.md", "hosts", tuple(hosts.CASES), "loss_equal", _hosts),
     "disasters": Block("docs/guides/disasters.md", "", (), "", _disasters)}
 

@@ -29,6 +29,7 @@ Each record travels in one envelope:
 | `occurred_s` | the reporter's clock |
 | `cause` | the seq that this one follows from; 0 for none |
 | `incident` | the seq of the `IncidentOpened` that it belongs to; 0 for none |
+| `ignorable` | true if it changes no state: readers that do not know it pass over it |
 | `body` | the fields below |
 """
 PAGES = (

@@ -117,6 +117,20 @@ class LeaderPort(Protocol):
         """Delete the reports up to and including cursor `before`, which are in the log."""
         ...
 
+    async def open_segments(self) -> None:
+        """Read which segments are the log's. Raises CorruptLog, UsageError."""
+        ...
+
+    async def seal(self, records: Sequence[Record], *, epoch: int) -> None:
+        """Write the records behind the sealed ones to a segment, then drop all before them from the
+        server. Raises Fenced, Conflict, OSError."""
+        ...
+
+    @property
+    def sealed_seq(self) -> int:
+        """The last record that is in a segment; 0: none."""
+        ...
+
 
 class ReaderPort(Protocol):
     """The interface of readers: the leader's fold, the CLI, tests."""

@@ -12,7 +12,8 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from redis.backoff import NoBackoff
 
 from .. import tls, unix_socket
 from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
+from ..object_storage import reason
 from ..process_io import Seldom
 from ..records import codec
 from ..records.envelope import Record, Report, order_nodes
@@ -44,6 +46,7 @@ from .identity import (
     user_name,
 )
 from .port import Batch, FilePart, FileRequest, Heartbeat, SentOrder
+from .segments import Folder, SealedLog, Segment
 
 # --- Lua scripts: each one is atomic on the server ---
 #
@@ -117,6 +120,17 @@ for _ = 1, tonumber(ARGV[3]) do
   at = at + 2
 end
 for i = at + 1, #ARGV do redis.call('SADD', KEYS[3], ARGV[i]) end
+return {'done', ''}
+"""
+
+SEAL = """
+-- KEYS log epoch head; ARGV epoch former_head head first_id
+local held = redis.call('HGET', KEYS[2], 'number')
+if held ~= ARGV[1] then return {'fenced', held or '0'} end
+local head = redis.call('GET', KEYS[3]) or ''
+if head ~= ARGV[2] then return {'conflict', head} end
+redis.call('SET', KEYS[3], ARGV[3])
+redis.call('XTRIM', KEYS[1], 'MINID', ARGV[4])
 return {'done', ''}
 """
 
@@ -296,17 +310,21 @@ class RedisLog:
     connection of its own; all other calls share one connection. `keys` sign reports and orders and
     check them: an agent has its own, the control plane those of all nodes. With `identities`, the
     control plane gives each node a user of its own on the server. `ca`: the authorities (PEM) that
-    it trusts at rediss://; "": the system's. `policy`: what the leader asks of the server.
+    it trusts at rediss://; "": the system's. `folder`: where the segments are, for the leader and
+    readers of the whole log. `policy`: what the leader asks of the server.
     """
 
     def __init__(self, url: str, cluster: str, keys: Keys = _no_keys,
                  identities: Identities | None = None, ca: str = "",
+                 folder: Folder | None = None,
                  policy: Policy | None = None) -> None:
         if not NAME.match(cluster):
             raise UsageError(f"{cluster!r} is not a cluster's name",
                              "lower-case letters, digits, '-' and '.', at most 63")
         self._url, self._ca, self._policy = url, ca, policy or Policy()
         self._has_waitaof = False
+        self._folder = folder
+        self._segments: SealedLog | None = None
         self._cluster = cluster
         self._keys_of = keys
         self._identities = identities
@@ -568,9 +586,60 @@ class RedisLog:
         high, _, low = before.partition("-")
         await self._ask([("XTRIM", *self._keys("reports"), "MINID", f"{high}-{int(low) + 1}")])
 
+    # --- segments -------------------------------------------------------------------------------
+    @property
+    def sealed_seq(self) -> int:
+        """The last record that is in a segment, as far as this reader knows."""
+        return self._segments.last if self._segments is not None else 0
+
+    async def open_segments(self) -> None:
+        """Read which segments are the log's, from the head that the server holds. Raises
+        CorruptLog, UsageError, Unavailable."""
+        if self._folder is not None:
+            with _unavailable(self._folder):
+                self._segments = await asyncio.to_thread(
+                    SealedLog, self._folder, await self._head())
+
+    async def _head(self) -> str:
+        (head,) = await self._ask([("GET", *self._keys("head"))])
+        return head.decode() if head else ""
+
+    async def seal(self, records: Sequence[Record], *, epoch: int) -> None:
+        """See LeaderPort. The stream keeps the records of the newest segment."""
+        folder, sealed = self._folder, self._segments
+        assert folder is not None
+        assert sealed is not None, "open_segments comes first"
+        last = sealed.chain[-1] if sealed.chain else None
+        segment = await asyncio.to_thread(folder.write, records, last)
+        reply = await self._run(SEAL, self._keys("log", "epoch", "head"), (
+            epoch, last.name if last else "", segment.name,
+            f"{records[0].epoch}-{records[0].seq}"), repeatable=False)
+        _check_result(reply, epoch, segment.first - 1)
+        sealed.add(segment)
+
+    async def restore(self, records: Sequence[Record], segment: Segment, epoch: int,
+                      acked: Mapping[str, int]) -> None:
+        """Fill an empty server with the newest segment and its records, so that a leader may go on.
+        `epoch`: of its last record; `acked`: what is in the log of each source. Raises UsageError
+        if the server has a log."""
+        if last := await self.last_seq():
+            raise UsageError(f"the server has a log, up to seq {last}",
+                             "restore into an empty server: move its folder away first")
+        log, epochs, head, known = self._keys("log", "epoch", "head", "acked")
+        await self._ask([
+            *(("XADD", log, f"{one.epoch}-{one.seq}", "r", codec.encode_record(one))
+              for one in records),
+            ("SET", head, segment.name), ("HSET", epochs, "number", epoch),
+            *(("HSET", known, source, number) for source, number in acked.items())],
+            repeatable=False)
+
     # --- readers --------------------------------------------------------------------------------
     async def read(self, *, after: int, num_max: int) -> list[Record]:
-        """Records with seq above `after`. Raises CorruptLog for a gap."""
+        """Records with seq above `after`, sealed ones from their segment. Raises CorruptLog for a
+        gap."""
+        if self._segments is not None and after < self._segments.last:
+            with _unavailable(self._segments.folder):
+                return await asyncio.to_thread(self._segments.read, after=after, num_max=num_max)
         records: list[Record] = []
         start = await self._start_id(after)
         while start and len(records) < num_max:
@@ -718,6 +787,15 @@ class RedisLog:
                     raise _error_of(reply)
             return replies
         raise Unavailable(lost)
+
+
+@contextmanager
+def _unavailable(folder: Folder) -> Generator[None]:
+    """Turn an error of the folder's disk or store into Unavailable: it is tried again."""
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(f"{folder.where}: {reason(error)}") from None
 
 
 def _error_of(refusal: exceptions.ResponseError) -> Exception:

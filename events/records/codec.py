@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Raw, Struct, inspect
+from msgspec import UNSET, Raw, Struct, UnsetType, inspect
 
 from ..errors import CorruptLog
-from .envelope import FORMER_NAMES, KINDS, VERSIONS, Record, Report
+from .envelope import FORMER_NAMES, IGNORABLE, KINDS, VERSIONS, Record, Report
 from .types import Body
 
 # --- Floats must be finite: find the first NaN or infinity in a body ---
@@ -127,6 +127,8 @@ class UnknownBody(Body, frozen=True):
     kind: str
     version: int
     raw: bytes
+    ignorable: bool = False
+    """Whether it changes no state, as its writer has marked it."""
 
 
 class _Wire(Struct, frozen=True, kw_only=True):
@@ -143,6 +145,8 @@ class _Wire(Struct, frozen=True, kw_only=True):
     at_s: float = 0.0
     cause: int = 0
     incident: int = 0
+    ignorable: bool | UnsetType = UNSET
+    """Written only where it is true (see IGNORABLE). Versions before 0.3 do not read it."""
 
 
 class _Head(Struct, frozen=True, kw_only=True):
@@ -184,12 +188,19 @@ def encode_body(body: Body) -> tuple[str, int, bytes]:
     return kind, VERSIONS.get(kind, 1), _encoder.encode(body)
 
 
-def decode_body(kind: str, v: int, raw: bytes) -> Body:
+def _mark(body: Body) -> bool | UnsetType:
+    ignorable = (body.ignorable if isinstance(body, UnknownBody)
+                 else type(body).__name__ in IGNORABLE)
+    return ignorable or UNSET
+
+
+def decode_body(kind: str, v: int, raw: bytes, *, ignorable: bool = False) -> Body:
     """The body with its current name and version. Raises msgspec.MsgspecError if malformed."""
     kind = FORMER_NAMES.get(kind, kind)
     current = VERSIONS.get(kind, 1)
     if kind not in KINDS or v > current:
-        return UnknownBody(kind=kind, version=v, raw=bytes(raw))
+        msgspec.convert(_decode(_any, raw), dict)  # all that prints a record reads its fields
+        return UnknownBody(kind=kind, version=v, raw=bytes(raw), ignorable=ignorable)
     if v == current:
         body = _decode(_bodies[kind], raw)
     else:
@@ -205,7 +216,8 @@ def encode_report(report: Report) -> bytes:
         raise ValueError(f"occurred_s is {report.occurred_s}")
     kind, v, raw = encode_body(report.body)
     return _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), source=report.source,
-                                 source_seq=report.source_seq, occurred_s=report.occurred_s))
+                                 source_seq=report.source_seq, occurred_s=report.occurred_s,
+                                 ignorable=_mark(report.body)))
 
 
 def decode_report(data: bytes) -> Report:
@@ -214,7 +226,7 @@ def decode_report(data: bytes) -> Report:
     if not math.isfinite(wire.occurred_s):
         raise msgspec.ValidationError(f"occurred_s is {wire.occurred_s}")
     return Report(source=wire.source, source_seq=wire.source_seq, occurred_s=wire.occurred_s,
-                  body=decode_body(wire.kind, wire.v, bytes(wire.body)))
+                  body=_body(wire))
 
 
 def encode_record(record: Record) -> bytes:
@@ -225,7 +237,8 @@ def encode_record(record: Record) -> bytes:
     return _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), source=record.source,
                                  source_seq=record.source_seq, occurred_s=record.occurred_s,
                                  seq=record.seq, epoch=record.epoch, at_s=record.at_s,
-                                 cause=record.cause, incident=record.incident))
+                                 cause=record.cause, incident=record.incident,
+                                 ignorable=_mark(record.body)))
 
 
 def decode_record(data: bytes) -> Record:
@@ -236,7 +249,11 @@ def decode_record(data: bytes) -> Record:
 def _record(wire: _Wire) -> Record:
     return Record(seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s, occurred_s=wire.occurred_s,
                   source=wire.source, source_seq=wire.source_seq, cause=wire.cause,
-                  incident=wire.incident, body=decode_body(wire.kind, wire.v, bytes(wire.body)))
+                  incident=wire.incident, body=_body(wire))
+
+
+def _body(wire: _Wire) -> Body:
+    return decode_body(wire.kind, wire.v, bytes(wire.body), ignorable=wire.ignorable is True)
 
 
 def to_plain(record: Record) -> dict[str, Any]:
@@ -246,6 +263,7 @@ def to_plain(record: Record) -> dict[str, Any]:
         "seq": record.seq, "epoch": record.epoch, "at_s": record.at_s, "kind": kind, "v": v,
         "source": record.source, "source_seq": record.source_seq,
         "occurred_s": record.occurred_s, "cause": record.cause, "incident": record.incident,
+        **({"ignorable": True} if _mark(record.body) is True else {}),
         "body": msgspec.msgpack.decode(raw),
     }
 
@@ -255,7 +273,8 @@ def from_plain(data: dict[str, Any]) -> Record:
     seq = data.get("seq")
     try:
         kind, v = msgspec.convert(data["kind"], str), msgspec.convert(data["v"], int)
-        body = _plain_body(kind, v, data["body"])
+        body = _plain_body(kind, v, data["body"],
+                           ignorable=msgspec.convert(data.get("ignorable", False), bool))
         head = msgspec.convert(data, _Head)
         record = Record(body=body, **msgspec.structs.asdict(head))
         encode_record(record)  # JSON has integers that no log can hold
@@ -265,10 +284,10 @@ def from_plain(data: dict[str, Any]) -> Record:
         raise CorruptLog(seq if isinstance(seq, int) else 0, f"not a record: {error}") from None
 
 
-def _plain_body(kind: str, v: int, data: dict[str, Any]) -> Body:
+def _plain_body(kind: str, v: int, data: dict[str, Any], *, ignorable: bool) -> Body:
     kind = FORMER_NAMES.get(kind, kind)
     if kind not in KINDS or v > VERSIONS.get(kind, 1):
-        return UnknownBody(kind=kind, version=v, raw=_encoder.encode(data))
+        return decode_body(kind, v, _encoder.encode(data), ignorable=ignorable)
     body = msgspec.convert(_upcast(kind, v, data), KINDS[kind], str_keys=True)
     if where := not_finite(body):
         raise msgspec.ValidationError(f"{kind}: {where}")

@@ -46,6 +46,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "quotas": (0, _NUM_MAX),
     "repair_s": _SPAN,
     "copies_bytes_max": (0, 2**53),
+    "seal_records": (1, _NUM_MAX),
+    "seal_s": _SPAN,
     "calibrate_iterations": (1, 10_000),
     "calibrate_min": (0, 1),
     "replicas_min": (0, 100),
@@ -122,6 +124,12 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     copies_bytes_max: int = 0
     """The host memory of one node that in-memory checkpoints of all tasks may take, in bytes. 0:
     each node's own limit, by default a quarter of the memory that is available at its start."""
+    seal_records: int = 10_000
+    """The leader moves the log to a segment file when the server holds this many records more; the
+    server's memory has twice as many at most."""
+    seal_s: float = 300.0
+    """It does so also for fewer records, after this time: the loss of the server's disk costs no
+    more."""
     calibrate_iterations: int = 20
     """Undisturbed iterations at one size before their times count as measured throughput."""
     calibrate_min: float = 0.1

@@ -183,12 +183,12 @@ def test_lines_behind_very_many_faults_are_counted_and_not_classified(
 
 def test_a_flood_of_fault_lines_is_bounded(tmp_path: Path, capsys: Capture) -> None:
     """1.3 million lines took more than a minute, with nothing on the screen."""
-    num = 1_300_000
+    num = 400_000
     path = written(tmp_path, b"".join(b"RuntimeError: CUDA error: unknown error %d, node n%d\n" % (
         number, number % 64) for number in range(num)))
     begun_s = time.process_time()
     assert run_command(["classify", path]) == 0
-    assert time.process_time() - begun_s < 30
+    assert time.process_time() - begun_s < 10
     page = capsys.readouterr().out
     most = classify_command.FAULT_LINES_NUM_MAX
     assert page.startswith(f"{most} lines: {most:,} of a fault")

@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from cli_process import LIMIT_S, refused, unicron
 from unicron.cli.cluster.local_cluster import ClusterOptions, LocalCluster
 from unicron.cli.cluster.processes import last_output
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands.up import UpOptions
+from unicron.cli.terminal.format import rfc3339
 from unicron.cli.terminal.record_line import line
 from unicron.events.errors import UsageError
 from unicron.events.log import archive
@@ -21,13 +24,14 @@ from unicron.events.records import codec
 from unicron.events.records import decisions as d
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
+from unicron.events.records.codec import UnknownBody
 from unicron.events.records.envelope import Record
 from unicron.events.records.reports import EpochStarted, PolicySet
 from unicron.events.spec.policy import Policy
 
 COMMANDS = ("up", "down", "agent", "control-plane", "submit", "status", "tail", "cancel", "logs",
-            "replay", "export", "demo", "doctor", "set-weight", "drain", "undrain", "lift",
-            "freeze", "unfreeze",
+            "replay", "explain", "export", "demo", "doctor", "set-weight", "drain", "undrain",
+            "lift", "freeze", "unfreeze",
             "inject", "incident", "plan", "locate", "classify", "token")
 JOB = """\
 apiVersion: unicron/v1
@@ -318,6 +322,113 @@ def test_a_damaged_log_is_refused(log, harm):
         assert error.startswith("error: ")
         assert hint.startswith("hint: ")
         assert str(log) in error
+
+
+# --- the past ------------------------------------------------------------------------------------
+GOLDEN = Path(__file__).parents[1] / "golden"
+PAST = GOLDEN / "release-0.2.0.jsonl"
+
+
+def test_another_decider_version_is_named_with_what_it_would_decide():
+    result = unicron("replay", str(PAST), "--verify")
+    assert result.returncode == 1
+    assert "written by decider version 16" in result.stdout
+    row = next(line for line in result.stdout.splitlines() if "place: -1, 0" in line)
+    seq, recorded, now, *_ = row.split()
+    assert (recorded, now) == ("StartRank", "StartRank")
+    assert result.stderr.startswith("error: this version would decide otherwise")
+    data = json.loads(unicron("replay", str(PAST), "--verify", "-o", "json").stdout)
+    assert (data["ok"], data["different"][0]["seq"]) == (True, int(seq))
+    assert data["different"][0]["now"]["body"]["place"] == 0
+
+
+def test_two_moments_of_a_log(tmp_path):
+    result = unicron("replay", str(PAST), "--diff", "4", "9")
+    assert result.returncode == 1
+    fifth, *_ = [record for record in archive.read(PAST) if record.seq == 5]
+    lines = result.stdout.splitlines()
+    assert lines[1:3] == ["  4  has no record there", f"  9  {line(codec.to_plain(fifth))}"]
+    data = json.loads(unicron("replay", str(PAST), "--diff", "9", "4", "-o", "json").stdout)
+    assert (data["a"]["seq"], data["b"], data["state_seq"]) == (5, None, 9)
+    assert lines[4] == f"the state after seq 9, {len(data['fields'])} differences"
+    assert data["fields"][0][0] in lines[5]
+    # a time as it is printed: the record of that millisecond is in it
+    at = lines[2].split()[2]
+    assert unicron("replay", str(PAST), "--diff", at, at).returncode == 0
+    until = json.loads(unicron("replay", str(PAST), "--diff", "0", at, "-o", "json").stdout)
+    assert until["state_seq"] == max(
+        record.seq for record in archive.read(PAST) if rfc3339(record.at_s) <= at) >= 5
+    for moment, words in (("9999", "the log ends at seq"), ("noon", "is no moment of a log")):
+        refused(unicron("replay", str(PAST), "--diff", "1", moment), words)
+    refused(unicron("replay", str(PAST), "--diff", "1", "2", "--verify"), "no other option")
+
+
+def test_two_logs(tmp_path):
+    """The first record that differs need not change the state; the first that does is named."""
+    records = list(archive.read(PAST))
+    seqs = [record.seq for record in records if isinstance(record.body, r.TaskProgressed)][:2]
+    for seq, changes in zip(seqs, ({"losses": (9.0,)}, {"rate_flops": 7.0}), strict=True):
+        body = msgspec.structs.replace(records[seq - 1].body, **changes)
+        records[seq - 1] = msgspec.structs.replace(records[seq - 1], body=body)
+    path = tmp_path / "b.jsonl"
+    archive.write(path, records, cluster="c", code="0")
+    result = unicron("replay", "--diff", str(PAST), str(path), "-o", "json")
+    data = json.loads(result.stdout)
+    assert result.returncode == 1
+    assert data["a"]["seq"] == data["b"]["seq"] == seqs[0]
+    assert data["b"]["body"]["losses"] == [9.0]
+    assert seqs[0] <= data["state_seq"] <= seqs[1]
+    assert all(a != b for _, a, b in data["fields"])
+    equal = unicron("replay", "--diff", str(path), str(path))
+    assert (equal.returncode, equal.stdout) == (0, f"{path} and {path} are equal\n")
+    archive.write(tmp_path / "c.jsonl", records[:-1], cluster="c", code="0")
+    shorter = unicron("replay", "--diff", str(path), str(tmp_path / "c.jsonl")).stdout
+    assert f"{tmp_path / 'c.jsonl'}  has no record there" in shorter
+    refused(unicron("replay", "--diff", str(path), str(tmp_path / "no.jsonl")), "no.jsonl")
+
+
+def test_explain_shows_what_a_decision_rests_on_and_what_followed():
+    log = {record.seq: record for record in archive.read(PAST)}
+
+    def explained(kind: str) -> dict[str, Any]:
+        seq = next(seq for seq, record in log.items() if record.kind == kind)
+        data = json.loads(unicron("explain", str(seq), str(PAST), "-o", "json").stdout)
+        assert data["record"] == codec.to_plain(log[seq])
+        return data
+
+    opened = explained("IncidentOpened")
+    assert {one["seq"] for one in opened["basis"]} >= set(opened["record"]["body"]["evidence"])
+    assert opened["why"].startswith("by the rule: ")
+    assert opened["followed"][-1]["kind"] == "IncidentClosed"
+    assert {one["incident"] for one in opened["followed"]} == {opened["record"]["seq"]}
+    plan = explained("PlanChosen")
+    assert plan["plan"]["beaten"]
+    assert {one["cause"] for one in plan["followed"]} == {plan["record"]["cause"]}
+    order = explained("Reconfigure")
+    answers = [one for one in order["followed"] if one["kind"] == "Reconfigured"]
+    assert {one["body"]["generation"] for one in answers} == {1}
+    assert len(answers) == len(order["record"]["body"]["members"])
+    result = unicron("explain", str(plan["record"]["seq"]), str(PAST))
+    assert "  rejected" in result.stdout
+    seq = opened["record"]["seq"]
+    assert (f"next: unicron replay {PAST} --incident {seq}"
+            in unicron("explain", str(seq), str(PAST)).stdout)
+    refused(unicron("explain", "9999", str(PAST)), "no record 9999")
+
+
+def test_a_log_of_a_later_version_names_the_version_that_is_needed(log):
+    records = [*archive.read(log)]
+    epoch = EpochStarted(nonce="ab", code="9.0", heart=99)
+    later = msgspec.structs.replace(records[0], body=epoch)
+    for ignorable in (True, False):
+        unknown = UnknownBody(kind="Later", version=1, raw=b"\x80", ignorable=ignorable)
+        path = log.with_name(f"{ignorable}.jsonl")
+        archive.write(path, [later, msgspec.structs.replace(records[1], body=unknown)],
+                      cluster="c", code="9.0")
+        assert [*archive.read(path)][1].body == unknown
+    assert unicron("replay", str(log.with_name("True.jsonl"))).returncode == 0
+    for words in (("replay",), ("replay", "--verify"), ("explain", "2")):
+        refused(unicron(*words, str(path)), "seq 2: Later (version 1) needs Unicron 9.0")
 
 
 def test_a_closed_pipe_is_no_error(log):

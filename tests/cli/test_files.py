@@ -9,13 +9,12 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unicron.cli.files import job_file, plan_file
-from unicron.cli.files.job_file import read_yaml
-from unicron.cli.files.plan_file import read_large
+from unicron.cli.files import job_file
+from unicron.cli.files.job_file import read_large, read_yaml
 from unicron.cli.files.policy_file import load as read_policy
+from unicron.events import object_storage
 from unicron.events.errors import SpecError, UsageError
 from unicron.events.spec.policy import BOUNDS, Policy
-from unicron.workers.host import object_storage
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "deploy" / "examples"
 GOOD = """\
@@ -289,14 +288,14 @@ def test_both_readers_read_the_same_documents(value: object, flow: bool) -> None
 
 def test_plain_data_does_not_need_the_strict_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fast reader handles plain data without the strict reader, which is slow."""
-    if plan_file.LOADER is None:
+    if not yaml.__with_libyaml__:
         pytest.skip("this PyYAML has no libyaml")
-    monkeypatch.delattr(plan_file, "read_yaml")
+    monkeypatch.delattr(job_file, "read_yaml")
     assert read_large("a: {8: 1.0e15}\nb: [x, 'y', -2, null, true]\n") == {
         "a": {8: 1.0e15}, "b": ["x", "y", -2, None, True]}
     assert read_large("") is None
 
 
 def test_large_files_are_read_without_libyaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_file, "LOADER", None)
+    monkeypatch.setattr(yaml, "__with_libyaml__", False)
     assert read_large("a: {8: 1.0e15}") == {"a": {8: 1.0e15}}

@@ -25,9 +25,9 @@ from unicron.cli.screens.incident import bar, every, page
 from unicron.cli.screens.nodes import disabled_reason
 from unicron.cli.terminal.record_line import line
 from unicron.control_plane.api.view import view
-from unicron.control_plane.decide.advance import DECIDER_VERSION
 from unicron.control_plane.history.history import History, history, waf
 from unicron.control_plane.history.incident_records import incident_records
+from unicron.control_plane.state.cluster import DECIDER_VERSION
 from unicron.control_plane.state.incident import NUM_EVIDENCE_MAX
 from unicron.events.errors import UsageError
 from unicron.events.log import archive

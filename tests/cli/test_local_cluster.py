@@ -23,6 +23,7 @@ from unittest import mock
 
 import pytest
 import redis
+from cli_process import in_process
 from unicron.cli.cluster import local_cluster, processes
 from unicron.cli.cluster.client import Client, Unreachable
 from unicron.cli.cluster.local_cluster import (
@@ -43,12 +44,14 @@ ALL = (UP, CONTROL_PLANE, agent_name("n1"))
 
 
 class Cluster:
-    """Runs commands on one state folder, each in its own process."""
+    """Runs commands on one state folder, as a second terminal does: `up` in its own process."""
 
     def __init__(self, folder: Path) -> None:
         self.state = StateDir(folder)
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        if arguments[0] != "up":
+            return in_process(arguments, None, self.environment())
         return subprocess.run(self.argv(*arguments), text=True, capture_output=True, check=False,
                               timeout=LIMIT_S, env=self.environment())
 

@@ -37,13 +37,15 @@ class Told:
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     one = Told()
     for module in (tail, logs):
-        monkeypatch.setattr(module, "connect", lambda state, url: one)
+        monkeypatch.setattr(module, "connect_to_read", lambda state, url: one)
     return one
 
 
 # --- tail ---------------------------------------------------------------------------------------
 def ask(path: Path, after: int = 0, **wanted: Any) -> None:
-    tail.tail(StateDir(path), None, tail.Filter(**wanted), after=after, follow=False, as_json=False)
+    if "incident" in wanted:
+        wanted["incident"] = f"inc-{wanted['incident']}"
+    tail.tail(StateDir(path), None, after=after, **wanted)
 
 
 def test_a_filter_without_any_match_names_valid_values(told: Told, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_json_output_shows_the_straggler(tmp_path: Path) -> None:
     d, alpha = slow()
     client = mock.Mock()
     client.get.return_value = view(d.state)
-    with mock.patch.object(status, "connect", return_value=client):
+    with mock.patch.object(status, "connect_to_read", return_value=client):
         (line,) = status._screen(StateDir(tmp_path), client, "", mock.Mock(), as_json=True)
     output = json.loads(line)
     (node,) = [x["degraded"] for x in output["nodes"] if x["degraded"]]

@@ -19,7 +19,7 @@ import certificates
 import pytest
 import redis_with_tls
 from certificates import Pair
-from cli_process import refused, unicron
+from cli_process import in_process, refused, unicron
 from unicron.cli.cluster.state_dir import read_json
 from unicron.events import tls
 
@@ -54,13 +54,15 @@ class TlsSite:
 
     def __call__(self, *words: str, url: str = "", env: dict[str, str] | None = None
                  ) -> subprocess.CompletedProcess[str]:
-        """Run a command on another folder, as on another host."""
+        """Run a command on another folder, as on another host. An agent has its own process."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")}
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "unicron.cli.main", *words, "--url", url or self.url],
-            text=True, capture_output=True, check=False, timeout=LIMIT_S, env={
-                **clean, "UNICRON_STATE": str(self.folder / "elsewhere"), "NO_COLOR": "1",
-                "UNICRON_TOKEN": self.token, **(env or {})})
+        environment = {**clean, "UNICRON_STATE": str(self.folder / "elsewhere"), "NO_COLOR": "1",
+                       "UNICRON_TOKEN": self.token, **(env or {})}
+        words = (*words, "--url", url or self.url)
+        if words[0] != "agent":
+            return in_process(words, None, environment)
+        return subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", *words], text=True,
+                              capture_output=True, check=False, timeout=LIMIT_S, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -191,9 +193,16 @@ def test_an_expired_certificate(site: TlsSite, tmp_path: Path, command: str) -> 
         refused(site(command, "--ca", str(pair.ca), url=f"https://127.0.0.1:{port}"), "expired")
 
 
+class Silent(BaseHTTPRequestHandler):
+    """Logs nothing: its thread would write among the lines of a command of this process."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
 @pytest.mark.parametrize("command", ["status", "agent"])
 def test_https_to_a_plain_port(site: TlsSite, command: str) -> None:
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+    with HTTPServer(("127.0.0.1", 0), Silent) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         url = f"https://127.0.0.1:{server.server_address[1]}"

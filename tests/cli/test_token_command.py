@@ -6,11 +6,11 @@ import asyncio
 import json
 import os
 import re
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from cli_process import in_process
 from http_site import Site, serving
 from unicron.cli.cluster.client import Client
 from unicron.cli.commands.token import join_command, life
@@ -31,11 +31,9 @@ class User:
 
     async def __call__(self, words: str) -> tuple[int, str, list[str]]:
         """(exit code, stdout, the lines of stderr)."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "unicron.cli.main", *words.split(), env=self.environment,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
-        out, err = await asyncio.wait_for(process.communicate(), LIMIT_S)
-        return process.returncode or 0, out.decode(), err.decode().splitlines()
+        done = await asyncio.wait_for(asyncio.to_thread(
+            in_process, tuple(words.split()), None, self.environment), LIMIT_S)
+        return done.returncode, done.stdout, done.stderr.splitlines()
 
 
 def test_a_team_with_roles(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_only_as_another_user_a_rank_is_kept_from_the_operators_rights(attacked:
         return
     assert {"token", "secret", "server/password"} <= set(got["files"])
     assert (got["http"], got["server_user"]) == (["n1", "n2"], "default")
-    assert got["memory"] == ["agent", "control-plane"]
+    assert {"agent", "control-plane"} <= set(got["memory"])  # other tests may run an `up`
     assert got["copies"] > 0
     assert got["local_socket"] == "connected"
     cluster.wait(lambda: taken in log.read_text() or None, lambda: f"n2 takes the forged order\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import shlex
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 import redis
 from real_cluster import LIMIT_S, RealCluster, running
+from unicron.events.errors import UsageError
+from unicron.workers.agent.delivery.join import NodeRevoked
 
 Redis: Any = redis.Redis
 CLOCK = """
@@ -55,9 +58,9 @@ class Hosts:
         self.started.append(process)
         return process
 
-    def refused(self, folder: str, command: str) -> str:
+    def refused(self, folder: str, command: str, code: int = 2) -> str:
         """The error of a command that ends, and its hint."""
-        assert self.start(folder, command).wait(LIMIT_S) == 2, self.log(folder).read_text()
+        assert self.start(folder, command).wait(LIMIT_S) == code, self.log(folder).read_text()
         *_, error, hint = self.log(folder).read_text().splitlines()
         assert (error[:7], hint[:6]) == ("error: ", "hint: ")
         return f"{error}\n{hint}"
@@ -155,12 +158,20 @@ def test_a_clock_that_is_an_hour_off(hosts: Hosts, node: str, off_s: float) -> N
     assert not hosts.cluster.told(0, "NodeUnreachable", node=node)
 
 
+def test_systemd_starts_an_agent_again_unless_its_node_was_revoked() -> None:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.read(Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "unicron-agent.service")
+    assert unit["Service"]["Restart"] == "always"
+    assert unit["Service"]["RestartPreventExitStatus"].split() == [str(NodeRevoked.exit_code)]
+    assert NodeRevoked.exit_code not in (1, UsageError.exit_code), "those may pass"
+
+
 def test_a_revoked_node_is_out_at_once_and_for_good(hosts: Hosts) -> None:
     agent, cluster = hosts.started[-1], hosts.cluster
     done = cluster.unicron("token", "revoke", "h3", "--reason", "stolen")
     assert done.returncode == 0, done.stderr
     assert hosts.users() == {"default", "", "h1", "h2"}
-    assert agent.wait(LIMIT_S) == 2
+    assert agent.wait(LIMIT_S) == NodeRevoked.exit_code
     *_, error, hint = hosts.log("h3").read_text().splitlines()
     assert error.endswith("does not accept the token: the identity of h3 was revoked")
     assert hint.startswith("hint: an admin: unicron token create --join --node h3; then remove")
@@ -170,7 +181,7 @@ def test_a_revoked_node_is_out_at_once_and_for_good(hosts: Hosts) -> None:
     assert (body.name, body.token_role, body.who, body.reason) == ("h3", "node", "owner", "stolen")
 
     command = hosts.command("--node", "h3")
-    assert "h3 was revoked" in hosts.refused("h3", command), "it has its old identity"
+    assert "h3 was revoked" in hosts.refused("h3", command, NodeRevoked.exit_code)
     cluster.kill_control_plane()
     with Redis.from_url(cluster.local.redis_url) as server:
         server.acl_deluser("unicron:default:")

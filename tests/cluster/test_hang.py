@@ -29,6 +29,7 @@ class Story:
         self.cluster = cluster
         self.spec = small("hangs", output, checkpoint_every=20)
         self.task = cluster.submit(self.spec)
+        cluster.rest(self.task)
         cluster.wait_whole(self.task, NUM)
 
 

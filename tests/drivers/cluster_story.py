@@ -21,6 +21,7 @@ class Pair:
     def __init__(self, cluster: Any, *specs: Spec) -> None:
         self.cluster = cluster
         self.specs: dict[int, Spec] = {cluster.submit(spec): spec for spec in specs}
+        cluster.rest(*self.specs)
         self.wait_whole()
 
     def wait_whole(self, *nums: int) -> None:

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 from state_check import check
 from unicron.control_plane.api.view import view
-from unicron.control_plane.decide.advance import DECIDER_VERSION, accepts, advance
+from unicron.control_plane.decide.advance import accepts, advance
 from unicron.control_plane.decide.decide import decide
 from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.decide.transition import next_decisions
 from unicron.control_plane.planner import pending
 from unicron.control_plane.planner.pending import WaitExplanation
-from unicron.control_plane.state.cluster import ClusterState, state_hash
+from unicron.control_plane.state.cluster import DECIDER_VERSION, ClusterState, state_hash
 from unicron.control_plane.state.task import Task
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r

@@ -58,7 +58,7 @@ def one_member() -> Generator[tuple[torch.device, Communicators]]:
     device = cpu_device.prepare_device()
     communicators = Communicators("127.0.0.1", device)
     communicators.meet(1, 0, 1, communicators.endpoint, b"")
-    communicators.up()
+    communicators.up(Axes(dp=communicators.num_members))
     yield device, communicators
     communicators.down([])
 

@@ -155,6 +155,13 @@ class MemoryLog:
     async def check_durable(self) -> None:
         """What this process has written is kept as long as this process."""
         self._reply(self._outcome("check_durable"), None)
+    sealed_seq = 0
+
+    async def open_segments(self) -> None:
+        """Do nothing: this log has no segments."""
+
+    async def seal(self, records: Sequence[Record], *, epoch: int) -> None:
+        """Do nothing, see `open_segments`."""
 
     async def trim_reports(self, *, before: str) -> None:
         """Delete reports up to and including cursor `before`."""

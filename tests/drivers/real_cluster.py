@@ -32,15 +32,18 @@ HELD_S = 1e6
 unless a test says otherwise."""
 LIMIT_S = 120.0
 """Limit of every wait; enough on a loaded machine."""
-POLL_S = 0.02
+REST_S, RESTING_NUM = 0.05, 6
+"""How long a rank of a resting task sleeps in each iteration, and how many of its ranks do."""
+POLL_S = 0.05
 """Each poll asks the control plane. Shorter intervals would take CPU time from the cluster."""
 
 
 class RealCluster:
-    """A cluster with nodes of two slots; reads the log and the ranks' traces."""
+    """A cluster; reads the log and the ranks' traces."""
 
     def __init__(self, path: Path, num_agents: int = 2,
-                 policy: Mapping[str, object] | None = None, run_as: str = "") -> None:
+                 policy: Mapping[str, object] | None = None, run_as: str = "",
+                 num_slots: int = 2) -> None:
         self.path = path
         trace = path / "trace"
         trace.mkdir(parents=True, exist_ok=True)
@@ -51,7 +54,8 @@ class RealCluster:
         limits = {"hang_s_min": HELD_S, "quarantine_faults": 1000} | dict(policy or {})
         file.write_text("".join(f"{name}: {value}\n" for name, value in limits.items()))
         self.local = LocalCluster(self.state, ClusterOptions(
-            num_agents=num_agents, trace_dir=str(trace), policy=str(file), run_as=run_as))
+            num_agents=num_agents, trace_dir=str(trace), policy=str(file), run_as=run_as,
+            num_slots=num_slots))
         self.local.choose_port()
         self._log: list[Record] = []
         self._client: Client | None = None
@@ -190,6 +194,14 @@ class RealCluster:
         new.rename(hold)
         return hold
 
+    def rest(self, *tasks: int, rest_s: float = REST_S) -> None:
+        """Let the ranks of these tasks sleep in each iteration, until a test holds them for
+        something else. Tasks that train while a test waits then leave the cores to others, and
+        have fewer iterations for their reference runs to repeat."""
+        for task in tasks:
+            for rank in range(RESTING_NUM):
+                self.hold(task, rank, event="done", then="slow", slow_s=rest_s)
+
     def wait_held(self, task: int, rank: int, after_s: float) -> dict[str, Any]:
         """The trace line that says that the rank is held, with a time after `after_s`."""
         return self.wait(lambda: next(
@@ -327,9 +339,10 @@ class RealCluster:
 
 @contextmanager
 def running(path: Path, num_agents: int = 2,
-            policy: Mapping[str, object] | None = None, run_as: str = "") -> Iterator[RealCluster]:
+            policy: Mapping[str, object] | None = None, run_as: str = "", num_slots: int = 2
+            ) -> Iterator[RealCluster]:
     """A started cluster; its processes are stopped by pid at the end."""
-    made = RealCluster(path, num_agents, policy, run_as)
+    made = RealCluster(path, num_agents, policy, run_as, num_slots)
     try:
         made.start()
         yield made

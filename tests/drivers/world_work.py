@@ -225,7 +225,7 @@ def twin(place: int, train: Train, num_iterations: int
 
     model.build = build
     with tempfile.TemporaryDirectory() as folder:
-        result = reference.train_undisturbed(train, Path(folder), num_iterations=num_iterations)
-        end = reference.read(result.path)
-    return result.losses, norms, {name: value.float().numpy() for name, value in end.items()
+        reference.train_undisturbed(train, Path(folder), num_iterations=num_iterations)
+        end = reference.read(Path(folder) / "final")
+    return end["numbers.losses"], norms, {name: value.float().numpy() for name, value in end.items()
                                   if isinstance(value, torch.Tensor)}

@@ -14,11 +14,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
-from unicron.cli.commands.tail import Filter
+from unicron.cli.commands.tail import kind_named
 from unicron.events.errors import CorruptLog
 from unicron.events.records import codec, decisions, orders, reports
 from unicron.events.records.codec import UnknownBody, not_finite
-from unicron.events.records.envelope import FORMER_NAMES, KINDS, VERSIONS, Record, Report
+from unicron.events.records.envelope import (
+    FORMER_NAMES,
+    IGNORABLE,
+    KINDS,
+    VERSIONS,
+    Record,
+    Report,
+)
 from unicron.events.records.types import Body
 from unicron.events.spec import policy
 from unicron.events.spec.job import parse
@@ -136,6 +143,7 @@ def test_golden_records_are_readable() -> None:
         body = msgspec.to_builtins(told, str_keys=True)["body"]
         assert _contains(body, line["plain"]["body"]), line["kind"]
         today = FORMER_NAMES.get(line["kind"], line["kind"])
+        assert told.pop("ignorable", False) == (today in IGNORABLE)
         assert {**told, "body": 0, "v": 0} == {**line["plain"], "kind": today, "body": 0, "v": 0}
 
 
@@ -161,6 +169,28 @@ def write_golden() -> None:
         lines.append(json.dumps({"kind": kind, "plain": plain,
                                  "wire": codec.encode_record(there).hex()}, ensure_ascii=False))
     GOLDEN.write_text("\n".join(lines) + "\n")
+
+
+# --- ignorable records ---------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["GpuMelted", *sorted(IGNORABLE)])
+def test_an_ignorable_record_keeps_its_mark(kind: str) -> None:
+    """On the wire and in JSON lines; a reader that knows the kind writes the mark anew."""
+    unknown = UnknownBody(kind=kind, version=99, raw=b"\x80", ignorable=True)
+    for there in (record(unknown), *([example(kind)] if kind in KINDS else [])):
+        assert codec.decode_record(codec.encode_record(there)) == there
+        assert codec.from_plain(codec.to_plain(there)) == there
+        assert msgspec.msgpack.decode(codec.encode_record(there))["ignorable"] is True
+        assert codec.to_plain(there)["ignorable"] is True
+
+
+def test_other_records_have_no_mark() -> None:
+    """So logs are byte by byte what they were before there was one."""
+    there = record(UnknownBody(kind="GpuMelted", version=1, raw=b"\x80"))
+    for one in (there, example("NodeLeft")):
+        assert "ignorable" not in msgspec.msgpack.decode(codec.encode_record(one))
+        assert "ignorable" not in codec.to_plain(one)
+    with pytest.raises(CorruptLog, match="not a record"):
+        codec.from_plain({**codec.to_plain(there), "ignorable": "yes"})
 
 
 # --- former names --------------------------------------------------------------------------------
@@ -189,7 +219,7 @@ def test_a_former_name_is_read_and_the_current_one_written(former: str) -> None:
 @pytest.mark.parametrize(("former", "today"), sorted(FORMER_NAMES.items()))
 def test_tail_takes_both_names(former: str, today: str) -> None:
     for name in (former, former.lower(), today):
-        assert Filter.make([name], None, None, None).kinds == {today}
+        assert kind_named(name) == today
 
 
 FIELDS = {
@@ -226,6 +256,15 @@ def test_a_kind_of_a_newer_version_keeps_its_bytes() -> None:
     again = codec.decode_report(codec.encode_report(
         Report(source="n/1", source_seq=1, occurred_s=1.0, body=back.body)))
     assert again.body == back.body
+
+
+@pytest.mark.parametrize("body", [1, None, [1], "text"])
+def test_a_body_without_fields_is_no_record_whatever_its_kind(body: object) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        codec.decode_body("GpuMelted", 4, msgspec.msgpack.encode(body))
+    plain = {**codec.to_plain(example("NodeLeft")), "v": 99, "body": body}
+    with pytest.raises(CorruptLog, match="not a record"):
+        codec.from_plain(plain)
 
 
 def test_a_newer_version_of_a_known_kind_keeps_its_bytes() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import json
 import math
@@ -20,14 +21,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 from urllib.parse import quote
 
 import msgspec
+import typer.main
 from agent_driver import LocalNode, local_node, train
 from fuzz.mutation import EXTREMES, bytes_of, lines_of, plain_of, text_of
 from memory_log import MemoryLog
 from rank_bodies import body_of
-from unicron.cli.app import run_command
+from unicron.cli import app
 from unicron.cli.cluster import local_cluster
 from unicron.cli.cluster.client import connect
 from unicron.cli.cluster.local_cluster import CONTROL_PLANE, ClusterOptions, LocalCluster
@@ -108,11 +111,18 @@ def policies(folder: Path) -> Iterator[Case]:
 
 
 # --- commands that read files ---------------------------------------------------------------------
+@functools.cache
+def _command() -> Callable[..., object]:
+    """Typer builds all commands again at each call, for longer than most cases take."""
+    return typer.main.get_command(app.app)
+
+
 def _run(*arguments: str) -> None:
     """Run a command in this process. It has to end with a result, or with one line of an error."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run_command(arguments)
+    with (contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
+          mock.patch.object(app, "app", _command())):
+        code = app.run_command(arguments)
     text = err.getvalue()
     assert code in (0, 1, 2), f"exit {code}: {text}"
     assert "Traceback" not in text, text

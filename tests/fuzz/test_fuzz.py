@@ -14,7 +14,7 @@ from fuzz.areas import AREAS, Area, Case
 from fuzz.mutation import plain_of
 
 SEED = 20
-SAMPLE_NUM, SAMPLE_S = 300, 4.0
+SAMPLE_NUM, SAMPLE_S = 300, 2.5
 
 
 @pytest.mark.parametrize("area", AREAS, ids=lambda area: area.name)

@@ -38,20 +38,13 @@ def check(folder: Path, device: str) -> list[Row]:
 
 def check_one_gpu(folder: Path, device: str) -> list[Row]:
     """Two members on one GPU, where NCCL allows it."""
-    if not shares_one_gpu(folder):
-        raise NotPossible("this NCCL refuses two ranks on one GPU")
-    return _rows("groups_on_one_gpu", _read(folder, 2))
-
-
-def shares_one_gpu(folder: Path) -> bool:
-    """Whether two members on one GPU pass. Raises AssertionError if they fail in another way."""
     try:
         _run(folder, "cuda:0", 2, **ONE_GPU)
     except AssertionError as error:
         if REFUSED in str(error):
-            return False
+            raise NotPossible("this NCCL refuses two ranks on one GPU") from None
         raise
-    return True
+    return _rows("groups_on_one_gpu", _read(folder, 2))
 
 
 def _num_members(device: str) -> int:

@@ -1,8 +1,8 @@
-"""A rank of a real task is killed, and the task heals: control plane, agent, two ranks.
+"""A rank of a real task is killed, and the task heals: control plane, agent, ranks.
 
-With one GPU there is one rank, unless NCCL lets two ranks use it. gloo cannot replace it there: it
-has no coalesced all-reduce of CUDA tensors, which Megatron uses. One rank continues from the
-in-memory checkpoint of iteration 2.
+With one GPU there is one rank: NCCL lets no two ranks use a GPU, and gloo has no coalesced
+all-reduce of CUDA tensors, which Megatron uses. One rank continues from the in-memory checkpoint
+of iteration 2.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.recovery.rows import Row
-from gpu import driver, groups
+from gpu import driver
 from gpu.result import CUDA, of
 from nursery import Nursery
 from rank_twin import Twin
@@ -29,10 +29,10 @@ def check(folder: Path, device: str) -> list[Row]:
     """Kill a rank in a backward, wait for the end of the healing, and compare with the reference
     run."""
     visible = dict(os.environ)
-    num, words = prepare(folder, device)
+    num, words = prepare(device)
     victim = num - 1
     spec = small("killed", folder, slots=(num, num), iterations=ITERATIONS, copy_every=COPY_EVERY)
-    with running(folder / "cluster", num_agents=1) as cluster:
+    with running(folder / "cluster", num_agents=1, num_slots=num) as cluster:
         task = cluster.submit(spec)
         after = cluster.seq()
         cluster.hold(task, victim, event="backward", iteration=STRUCK)
@@ -64,20 +64,14 @@ def check(folder: Path, device: str) -> list[Row]:
             of("killed", "loss_gap", [twin.difference(final).loss_rel], "relative")]
 
 
-def prepare(folder: Path, device: str) -> tuple[int, str]:
+def prepare(device: str) -> tuple[int, str]:
     """Set what the agent needs to give each rank a GPU; returns the number of ranks, and in words
     what they use."""
     if device != CUDA:
         return 2, "2 ranks, gloo"
-    here = driver.devices()
-    if len(here) > 1:
-        return 2, "2 ranks, NCCL"
-    # Last: torch in this process accepts no device twice.
-    shares = groups.shares_one_gpu(folder / "shares")
-    if shares:
-        os.environ.update(groups.ONE_GPU)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join((here * 2)[:2])
-    return (2, "2 ranks, NCCL on one GPU") if shares else (1, "1 rank, NCCL")
+    here = driver.devices()[:2]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(here)
+    return len(here), f"{len(here)} rank{'s' * (len(here) > 1)}, NCCL"
 
 
 def _stepped_s(cluster: RealCluster, task: int, killed_s: float) -> float:

@@ -129,10 +129,11 @@ def run(name: str, device: str) -> Outcome:
         try:
             child.wait(CHECK_S_MAX)
         except subprocess.TimeoutExpired:
-            return Outcome(name, "failed", f"not done within {CHECK_S_MAX:.0f} s", [],
-                           time.monotonic() - began_s)
+            log.open("a").write(f"\nnot done within {CHECK_S_MAX:.0f} s\n")
         finally:
             end(child, folder)
+            if not (folder / "result.json").exists():
+                print(log.read_text(errors="replace")[-6000:], file=sys.stderr, flush=True)
         return _outcome(name, folder, log, time.monotonic() - began_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -151,7 +152,6 @@ def _outcome(name: str, folder: Path, log: Path, took_s: float) -> Outcome:
     result = folder / "result.json"
     if not result.exists():
         lines = log.read_text(errors="replace").strip().splitlines()
-        print("\n".join(lines[-60:]), file=sys.stderr)
         return Outcome(name, "failed", lines[-1] if lines else "it ended", [], took_s)
     found = json.loads(result.read_text())
     return Outcome(name, found["word"], found["why"], [Row(**one) for one in found["rows"]],

@@ -42,7 +42,7 @@ def check(folder: Path, device: str) -> list[Row]:
     at = iter(range(ITERATIONS))
 
     def run_ours() -> None:
-        driver.iteration.run(driver.control, driver.communicators)
+        driver.iteration.run()
 
     def run_stock() -> None:
         stock.run(next(at), range(MICRO_BATCHES))

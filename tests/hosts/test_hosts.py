@@ -22,6 +22,9 @@ from unicron.events.log.embedded_server import start_time
 NODES = ("h1", "h2", "h3")
 NUM = len(NODES)
 SILENCE_S, HANG_S_MIN = 3.0, 3.0
+REST_S, LATER_NUM = 0.2, 25
+"""The sleep of each rank in an iteration, and iterations that last longer than any of the limits.
+"""
 TOUCHING = ("Quiesce", "Reconfigure", "StartRank", "StopRank", "IncidentOpened")
 
 
@@ -60,6 +63,7 @@ def spec(cluster: HostsCluster) -> Spec:
 @pytest.fixture(scope="module")
 def task(cluster: HostsCluster, spec: Spec) -> int:
     number = cluster.submit(spec)
+    cluster.rest(number, rest_s=REST_S)
     cluster.wait_whole(number, NUM)
     cluster.wait_paced(number, NUM)
     return number
@@ -100,8 +104,7 @@ def test_an_agent_without_the_control_plane_touches_no_task(
     network.cut(node, MANAGE)
     cluster.wait_told(after, "NodeUnreachable", node=node)
     line = cluster.traced(task)[-1]
-    # far longer than any of the limits
-    reached = cluster.wait_traced(task, event="step", iteration=line["iteration"] + 40)
+    reached = cluster.wait_traced(task, event="step", iteration=line["iteration"] + LATER_NUM)
     for kind in TOUCHING:
         assert not cluster.told(after, kind), cluster.tail(after)
     mended = cluster.seq()
@@ -123,7 +126,7 @@ def test_a_link_that_is_cut_one_way_touches_no_task(
     before, after = cluster.pids(task), cluster.seq()
     cluster.network.cut_one_way(host, peer, MANAGE)
     cluster.wait_told(after, "NodeUnreachable", node="h2")
-    reached = cluster.traced(task)[-1]["iteration"] + 40
+    reached = cluster.traced(task)[-1]["iteration"] + LATER_NUM
     cluster.wait_traced(task, event="step", iteration=reached)
     mended = cluster.seq()
     cluster.network.mend_one_way(host, peer, MANAGE)
@@ -139,7 +142,7 @@ def test_without_the_control_plane_training_goes_on(cluster: HostsCluster, task:
     cluster.network.cut(BRAIN)
     for node in NODES:
         cluster.wait_told(after, "NodeUnreachable", node=node)
-    reached = cluster.traced(task)[-1]["iteration"] + 40
+    reached = cluster.traced(task)[-1]["iteration"] + LATER_NUM
     cluster.wait_traced(task, event="step", iteration=reached)
     mended = cluster.seq()
     cluster.network.mend(BRAIN)

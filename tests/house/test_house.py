@@ -75,7 +75,7 @@ CONFINED = {
     "aiohttp": ("control_plane/api/http.py", "control_plane/api/connections.py", "workers/agent/",
                 "cli/"),
     "pynvml": ("workers/agent/health/",),
-    "fsspec": ("workers/host/object_storage.py",),
+    "fsspec": ("events/object_storage.py",),
     "typer": ("cli/",),
     "yaml": ("cli/",)}
 # The only files that may use private names of torch and megatron.
@@ -86,7 +86,7 @@ PRIVATE_PARTS = ("workers/training/dependencies/private_torch.py",
 NOT_PRIVATE = {"_replace", "_exit", "_actions"}
 # The only files that may catch Exception: third-party code there must not end the process.
 CATCH_ALL: tuple[str, ...] = (
-    "workers/host/object_storage.py",
+    "events/object_storage.py",
     "workers/host/detached_thread.py")
 # A pragma for a type checker or linter at a line's end does not count as length, as in ruff.
 PRAGMA = re.compile(r"\s*# (pyright: |type: ignore|noqa)\S*.*$")

@@ -21,8 +21,8 @@ from unicron.events.records.reports import CheckpointSaved
 from unicron.events.spec.job import JobSpec
 from unicron.events.spec.parallelism import num_positions
 
-NUM_ORDERS = 9
-"""The summation orders of each reference run. Three may miss what another order does: in fp16 a
+NUM_ORDERS, NUM_ORDERS_FP16 = 5, 9
+"""The summation orders of each reference run. In fp16 few may miss what another order does: a
 weight rounds up or down, and 7 of 9 shuffled orders of this training differ from the ascending one
 by the same 1.3e-6, but the descending one by 3e-10."""
 
@@ -87,8 +87,9 @@ class Trials:
         if key not in self._twins:
             folder = self.folder / f"twin-{len(self._twins)}"
             shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
+            fp16 = "fp16" in (what.get("precision"), *cell.variant.flags)
             twin = Twin(self._reference(cell.variant, what, folder), folder, self.nursery,
-                        num_orders=NUM_ORDERS)
+                        num_orders=NUM_ORDERS_FP16 if fp16 else NUM_ORDERS)
             if rounds:
                 self._undisturbed(cell.variant, what, twin, folder / "undisturbed")
             self._twins[key] = twin

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import structlog
@@ -24,7 +24,7 @@ from unicron.events.spec.parallelism import coordinates, num_positions, shape
 
 NUM_SEEDS = int(os.environ.get("UNICRON_SIM_SEEDS", "150"))
 """How many seeds the thorough tests run; `make simulation` runs more."""
-NUM_FEW = 50
+NUM_FEW = 30
 """How many of these `make test` runs."""
 ONCE_FAILED = (328, 508, 818, 1099, 1563, 1613, 1827, 1850)
 """Seeds that failed once. 328: a checkpoint was read after a preemption, then another fault came.
@@ -48,7 +48,13 @@ def silence() -> Iterator[None]:
 @pytest.mark.parametrize("seed", [*range(NUM_FEW), *ONCE_FAILED, *(
     pytest.param(seed, marks=pytest.mark.thorough) for seed in range(NUM_FEW, NUM_SEEDS))])
 def test_invariants_hold_for_a_seed(seed: int) -> None:
-    simulate(lambda: World(seed))
+    log_of(seed)
+
+
+@functools.cache
+def log_of(seed: int) -> tuple[Record, ...]:
+    """The log of the world of this seed, which several tests read. It is simulated once."""
+    return tuple(simulate(lambda: World(seed))[1])
 
 
 def lose_a_rank(doom: str = "", doom_seq: int = 0) -> tuple[World, list[Record]]:
@@ -85,7 +91,7 @@ def test_a_process_first_takes_the_part_that_it_was_started_for() -> None:
     num_equal = 0
     for seed in WITH_LAYOUTS:
         starts: dict[tuple[int, int, int], StartRank] = {}
-        for record in simulate(partial(World, seed))[1]:
+        for record in log_of(seed):
             match record.body:
                 case StartRank() as body:
                     starts[body.task, body.rank, body.attempt] = body
@@ -106,7 +112,8 @@ def _part(axes: Axes, place: int) -> tuple[tuple[int, int, int], int, int]:
     return shape(axes), at.tp, at.pp
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(5), *(
+    pytest.param(seed, marks=pytest.mark.thorough) for seed in range(5, 10))])
 def test_leader_faults_stop_no_rank(seed: int) -> None:
     """Only leaders die, are cut off or compete: no rank is stopped or started again."""
     world, records = simulate(lambda: World(seed, only_leaders=True))
@@ -122,7 +129,7 @@ def test_commands_are_measured_by_what_they_print() -> None:
     num_measured = 0
     for seed in range(60):
         seats: dict[int, int] = {}
-        for record in simulate(lambda seed=seed: World(seed))[1]:
+        for record in log_of(seed):
             match record.body:
                 case TaskSubmitted(spec=JobSpec(model=MegatronModel() as model)):
                     seats[record.seq] = 0
@@ -144,5 +151,5 @@ def test_commands_are_measured_by_what_they_print() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_same_seed_writes_the_same_log(seed: int) -> None:
-    first, second = (simulate(lambda: World(seed))[1] for _ in range(2))
+    first, second = log_of(seed), simulate(lambda: World(seed))[1]
     assert [codec.encode_record(r) for r in first] == [codec.encode_record(r) for r in second]

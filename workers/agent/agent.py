@@ -23,7 +23,7 @@ from ...events.records.reports import (
 from ...events.records.types import first_store_number
 from ..host import linux
 from .checkpoint_store import CheckpointStore
-from .delivery.join import TokenRefused
+from .delivery.join import NodeRevoked
 from .delivery.log_link import CALL_S_MAX, LogLink
 from .delivery.outbox import LogReplaced, Outbox
 from .delivery.spool import Spool
@@ -87,13 +87,12 @@ class Agent:
         and ends the other loops. The spool's file keeps unacknowledged reports.
         Cancel, or an error in a loop: the agent kills the ranks and neither reports nor flushes.
         Restart: the agent reports AgentRestarting, flushes, and leaves all as it is.
-        Raises LogReplaced if the log was replaced by another one, TokenRefused if the node was
-        revoked, ShimLost.
+        Raises LogReplaced if the log was replaced by another one, NodeRevoked, ShimLost.
         """
         try:
             await self._serve(stop)
         except BaseExceptionGroup as group:
-            if found := group.subgroup((LogReplaced, TokenRefused, ShimLost)):
+            if found := group.subgroup((LogReplaced, NodeRevoked, ShimLost)):
                 raise found.exceptions[0] from None
             raise
 

@@ -30,7 +30,7 @@ from ..host import linux, rank_user
 from ..host.rank_user import RankUser
 from . import output_files
 from .agent import Agent
-from .delivery.join import JOIN_S_MAX, IdentityFile, Joined, TokenRefused, join
+from .delivery.join import JOIN_S_MAX, IdentityFile, Joined, NodeRevoked, TokenRefused, join
 from .delivery.log_link import backoff_s
 from .delivery.outbox import LogReplaced
 from .delivery.spool import Spool, load_spool
@@ -288,15 +288,15 @@ async def _rejoin(options: AgentOptions, incarnation: int, identity: IdentityFil
                   joined: Joined, log: RedisLog) -> None:
     """Ask the control plane once where the log is now, and with which credentials; use those.
 
-    Raises TokenRefused if this node was revoked. A control plane that does not know it may be a
+    Raises NodeRevoked. A control plane that does not know it may be a
     wrong one: no rank is ended for that.
     """
     try:
         now = await _join(options, incarnation, identity, s_max=0.0)
         url = _log_url(options, now)
+    except NodeRevoked:
+        raise
     except UsageError as error:
-        if isinstance(error, TokenRefused) and error.revoked:
-            raise
         _log.warning("cannot ask where the log is", why=str(error))
         return
     if now.cluster == joined.cluster and await log.move(url, _keys_of(now)):

@@ -10,19 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import msgspec
 from msgspec import Struct
 
+from ...events import object_storage
 from ...events.errors import UnicronError, UsageError
 from ...events.records.envelope import Record
 from ...events.records.orders import PublishCheckpoint
 from ...events.spec.job import is_url
-from ..host import object_storage
+from ..host.rank_user import RankUser
 
 PUBLISH_S_MAX = 60.0
+SAID_BYTES_MAX = 1_000
+_DONE = "done"
 _LATEST = "latest"
 _NOTE = ".published.json"
 _LOCK = ".published.lock"
@@ -37,10 +45,11 @@ class Superseded(PublishRefused):
 
 
 class Publisher:
-    """Publishes the checkpoints that orders name, one at a time."""
+    """Publishes the checkpoints that orders name, one at a time, as the user of the ranks."""
 
-    def __init__(self, cluster: str) -> None:
+    def __init__(self, cluster: str, user: RankUser | None = None) -> None:
         self._cluster = cluster
+        self._publish = partial(_publish_as, user) if user else publish
         self._publishing = asyncio.Lock()
 
     async def publish(self, order: PublishCheckpoint, record: Record) -> None:
@@ -49,10 +58,10 @@ class Publisher:
             try:
                 async with asyncio.timeout(PUBLISH_S_MAX):
                     await asyncio.to_thread(
-                        publish, cluster=self._cluster, order=record.seq, at_s=record.at_s,
+                        self._publish, cluster=self._cluster, order=record.seq, at_s=record.at_s,
                         task=order.task, generation=order.generation, output=order.output,
                         path=order.path)
-            except OSError as error:  # also TimeoutError
+            except (OSError, subprocess.TimeoutExpired) as error:  # also TimeoutError
                 raise PublishRefused(str(error) or "no answer from disk") from None
 
 
@@ -98,6 +107,21 @@ def publish(*, cluster: str, order: int, at_s: float, task: int, generation: int
         _replace(folder / _NOTE, msgspec.json.encode(note))
     finally:
         os.close(lock)
+
+
+def _publish_as(user: RankUser, **what: object) -> None:
+    """`publish` in a process of the user, who may lay links in the folder: with rights of the
+    agent they would be followed. What the process prints is the user's word."""
+    with tempfile.TemporaryFile() as said:
+        subprocess.run([sys.executable, "-P", "-m", __name__, json.dumps(what)], cwd="/",
+                       env={**os.environ, "HOME": user.home}, user=user.uid, group=user.gid,
+                       extra_groups=user.groups, stdin=subprocess.DEVNULL, stdout=said,
+                       stderr=subprocess.DEVNULL, check=False, timeout=PUBLISH_S_MAX)
+        said.seek(0)
+        kind, _, why = said.read(SAID_BYTES_MAX).decode(errors="replace").partition(" ")
+    if kind != _DONE:  # the exit status may be lost: the agent reaps orphans
+        raise (Superseded if kind == Superseded.__name__ else PublishRefused)(
+            why or f"no answer as {user.name}")
 
 
 def _publish_url(output: str, note: _Note) -> None:
@@ -153,3 +177,11 @@ def _fsync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+if __name__ == "__main__":
+    try:
+        publish(**json.loads(sys.argv[1]))
+        sys.stdout.write(_DONE)
+    except (PublishRefused, OSError) as error:
+        sys.stdout.write(f"{type(error).__name__} {error}")

@@ -92,8 +92,6 @@ class Dump(NamedTuple):
     """Groups with sends and receives."""
     records_starts: bool
     """Whether its recorder records the start of kernels."""
-    is_truncated: bool
-    """Whether older entries have been overwritten."""
     dumped_ns: int
     """When the dump was written; 0: unknown."""
     job: Job
@@ -107,7 +105,7 @@ def read(rank: int, document: object) -> Dump:
     dump = cast(Json, document)
     try:
         return _read(rank, dump)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise NotADump(f"it is malformed: {type(error).__name__} {error}") from None
 
 
@@ -141,7 +139,6 @@ def _read(rank: int, dump: Json) -> Dump:
         records_starts=any(
             entry.get("time_discovered_started_ns") or entry.get("state") == "started"
             for entry in entries),
-        is_truncated=bool(entries) and int(entries[0].get("record_id", 0)) > 0,
         dumped_ns=_whole(dump.get("dumped_ns") or 0), job=_job(dump, config))
 
 

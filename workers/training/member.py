@@ -102,7 +102,8 @@ class Member:
             self.size = work.whole_size(trainee, self.communicators.alone())
             roots += trainee.roots
         self.history = History()
-        self.iteration = Iteration(trainee, words, self.trace, pulse, self.history)
+        self.iteration = Iteration(trainee, control, self.communicators, words, self.trace, pulse,
+                                   self.history)
         self.recovery = StateRecovery(start, work, self.communicators, self.iteration,
                                       control.store_keys, begins=begins,
                                       sparing=self.exclude_new_sockets, note=self._note)
@@ -282,9 +283,8 @@ class Member:
             self.recovery.become_standby()
         yield None
         while outcome == "stepped" and at < self.train.iterations:
-            outcome = (self.iteration.run_as_standby(self.control, self.communicators, at)
-                       if self.is_standby else
-                       self.iteration.run(self.control, self.communicators))
+            outcome = (self.iteration.run_as_standby(at) if self.is_standby else
+                       self.iteration.run())
             if outcome in ("stepped", "boundary"):
                 at += 1
                 if clock() - self.reported_s >= PROGRESS_S and not self.control.is_behind:
@@ -299,7 +299,7 @@ class Member:
         if outcome == "stepped":
             if not self.is_standby:
                 self._save(self._all_positions(), final=True)
-            outcome = self.iteration.meet(self.control, self.communicators)
+            outcome = self.iteration.meet()
             if outcome == "stepped":
                 self._finish()
                 return True
@@ -328,7 +328,7 @@ class Member:
     def run_collectively(self, call: Callable[[], None]) -> bool:
         """Run a collective of all members between two steps. Returns whether it succeeded. If not,
         this member has left its generation, and `steps` continues in another generation."""
-        failed = self.iteration.beside(self.control, self.communicators, call)
+        failed = self.iteration.beside(call)
         if failed is None:
             return True
         if failed == "failed":
@@ -410,7 +410,7 @@ class Member:
     def _finish(self) -> None:
         # The outcome of this second barrier does not matter. Without it, a member could exit while
         # another waits for the result of the first barrier. The other would then report a fault.
-        self.iteration.meet(self.control, self.communicators)
+        self.iteration.meet()
         for saver in self.savers:
             saver.wait()
         self.control.tell(reports.RankFinished(

@@ -1,7 +1,7 @@
 """The reference run: a task trained undisturbed by a plain Megatron loop, in one process.
 
 `python -m unicron.workers.training.reference --spec FILE.json --out DIR [--iterations N]
-[--order K] [--keep N ...] [--compare CKPT]`, or `--compare CKPT ... --to CKPT ...`.
+[--order K] [--keep N ...]`, or `--compare CKPT ... --to CKPT ...`.
 
 It shares with a rank only the model, the data and the random draws. Everything that could hide an
 error of the recovery is Megatron's own: the parallel state, the forward-backward schedule and the
@@ -9,13 +9,12 @@ gradient finalisation. FILE is a job spec as JSON. `--iterations` stops early, b
 schedule is that of the whole task. `--order` chooses the order in which the micro-batches are
 summed (see `orders`). The differences between the orders are the noise: two equal trainings may
 differ by that much. `--keep` saves the state after N iterations, too. The output is JSON lines: one
-for each iteration, then the result, then one for each comparison.
+for each iteration or each comparison.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -57,19 +56,9 @@ class Difference(Struct, frozen=True, kw_only=True):
     """
 
     num_losses: int
-    loss_abs: float
     loss_rel: float
-    param_abs: float
     param_rel: float
     optimizer_rel: float
-
-
-class Result(Struct, frozen=True, kw_only=True):
-    """The losses of all iterations, and the digest and the path of the final parameters."""
-
-    losses: list[float]
-    digest: str
-    path: str
 
 
 def orders(num: int, num_orders: int = NUM_ORDERS) -> list[list[int]]:
@@ -95,7 +84,7 @@ def state_folder(out: Path, iteration: int) -> Path:
 
 def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = None,
                       tell: Callable[[int, float], None] | None = None,
-                      num_iterations: int | None = None, keep: Collection[int] = ()) -> Result:
+                      num_iterations: int | None = None, keep: Collection[int] = ()) -> None:
     """Train; the final state goes to `out`/final.
 
     `order` is the order in which an iteration's micro-batches are summed (default: 0, 1, ...).
@@ -158,8 +147,6 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     checkpoint.save(str(out / "final"), trainee, num_iterations, history)
     private_megatron.clear_globals()
     dist.destroy_process_group()
-    return Result(losses=list(history.losses), digest=_digest(trainee.modules[0]),
-                  path=str(out / "final"))
 
 
 def _forward(trainee: TrainingModel, words: Text, iterator: Iterator[tuple[int, int]], ddp: Any
@@ -181,15 +168,6 @@ def _forward(trainee: TrainingModel, words: Text, iterator: Iterator[tuple[int, 
     return trainee.forward(ddp, tokens), summed
 
 
-def _digest(module: Any) -> str:
-    import torch
-
-    digest = hashlib.sha256()
-    for param in module.parameters():
-        digest.update(param.detach().cpu().view(torch.uint8).numpy().tobytes())
-    return f"sha256:{digest.hexdigest()}"
-
-
 def _loss(train: Train, sums: Sequence[tuple[float, int]]) -> float:
     """The loss of an iteration, from the loss sum and the token count of each micro-batch."""
     if train.loss == "per_token":
@@ -205,30 +183,25 @@ def compare(one: Path | str, other: Path | str) -> Difference:
 def difference(mine: dict[str, Any], theirs: dict[str, Any]) -> Difference:
     """Compare two states, as `read` returns them. `theirs` is the reference."""
     losses = list(zip(mine["numbers.losses"], theirs["numbers.losses"], strict=True))
-    loss_abs = [abs(a - b) for a, b in losses]
     kind = "master." if any(name.startswith("master.") for name in theirs) else "model."
-    param_abs, param_rel = _gap(mine, theirs, kind)
-    moments = [_gap(mine, theirs, f"optimizer.{moment}.")[1]
-               for moment in ("exp_avg", "exp_avg_sq")]
+    moments = [_gap(mine, theirs, f"optimizer.{moment}.") for moment in ("exp_avg", "exp_avg_sq")]
     steps = mine["numbers.adam_step"], theirs["numbers.adam_step"]
     return Difference(
-        num_losses=len(losses), loss_abs=_most(loss_abs),
-        loss_rel=_most([_ratio(gap, abs(b)) for gap, (_, b) in zip(loss_abs, losses, strict=True)]),
-        param_abs=param_abs, param_rel=param_rel,
+        num_losses=len(losses), loss_rel=_most([_ratio(abs(a - b), abs(b)) for a, b in losses]),
+        param_rel=_gap(mine, theirs, kind),
         optimizer_rel=_most(moments) if steps[0] == steps[1] else math.inf)
 
 
-def _gap(mine: dict[str, Any], theirs: dict[str, Any], kind: str) -> tuple[float, float]:
-    """The largest and the relative difference of all tensors of a kind, as one vector."""
-    largest, gaps, norms = [0.0], [0.0], [1e-300]
+def _gap(mine: dict[str, Any], theirs: dict[str, Any], kind: str) -> float:
+    """The relative difference of all tensors of a kind, as one vector."""
+    gaps, norms = [0.0], [1e-300]
     for name, wanted in theirs.items():
         if name.startswith(kind):
             # A sharded optimizer stores the moments of a parameter flat.
             gap = (mine[name].reshape(wanted.shape) - wanted).double()
-            largest.append(gap.abs().max().item())
             gaps.append(gap.square().sum().item())
             norms.append(wanted.double().square().sum().item())
-    return max(largest), math.sqrt(math.fsum(gaps) / math.fsum(norms))
+    return math.sqrt(math.fsum(gaps) / math.fsum(norms))
 
 
 def read(folder: Path | str) -> dict[str, Any]:
@@ -263,27 +236,25 @@ def main() -> None:
     parser.add_argument("--keep", type=int, nargs="*", default=[], metavar="N",
                         help="save the state after N iterations, too, in iter-N/")
     parser.add_argument("--compare", nargs="+", default=[], metavar="CKPT",
-                        help="checkpoints to compare with the reference run")
-    parser.add_argument("--to", nargs="+", metavar="CKPT",
-                        help="compare each with one of these checkpoints instead")
+                        help="checkpoints to compare")
+    parser.add_argument("--to", nargs="+", default=[], metavar="CKPT",
+                        help="the checkpoint of the reference run for each of them")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
-    references: list[Path | str] = asked.to or []
     if asked.spec is not None:
         if asked.out is None:
             parser.error("--spec needs --out")
-        final = _train(asked.spec, asked.out, order=asked.order,
-                       num_iterations=asked.iterations, keep=asked.keep)
-        references = references or [final] * len(asked.compare)
-    if len(asked.compare) != len(references):
-        parser.error("--compare needs --spec, or as many checkpoints after --to")
-    for one, other in zip(asked.compare, references, strict=True):
+        _train(asked.spec, asked.out, order=asked.order, num_iterations=asked.iterations,
+               keep=asked.keep)
+    if len(asked.compare) != len(asked.to):
+        parser.error("--compare needs as many checkpoints after --to")
+    for one, other in zip(asked.compare, asked.to, strict=True):
         gap = compare(one, other)
         _say({name: getattr(gap, name) for name in gap.__struct_fields__})
 
 
 def _train(file: Path, out: Path, *, order: int, num_iterations: int | None,
-           keep: Collection[int]) -> Path:
+           keep: Collection[int]) -> None:
     spec = parse(json.loads(file.read_text()))
     if spec.train is None:
         raise UsageError("a command task has no reference run", "give the spec of a train: task")
@@ -291,10 +262,8 @@ def _train(file: Path, out: Path, *, order: int, num_iterations: int | None,
     def tell(iteration: int, loss: float) -> None:
         _say({"iteration": iteration, "loss": loss})
 
-    result = train_undisturbed(spec.train, out, order=orders(spec.train.num_micro_batches)[order],
-                               tell=tell, num_iterations=num_iterations, keep=keep)
-    _say({"losses": result.losses, "digest": result.digest, "path": result.path})
-    return Path(result.path)
+    train_undisturbed(spec.train, out, order=orders(spec.train.num_micro_batches)[order],
+                      tell=tell, num_iterations=num_iterations, keep=keep)
 
 
 def _say(line: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import megatron.core
 import structlog
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 
 from ...events.errors import UsageError
@@ -404,7 +403,7 @@ class StateRecovery:
                             why=why)
             if self._communicators.woken:
                 raise RuntimeError("interrupted while it restored its state")
-            if self._all(not why):
+            if World().all(not why):
                 return Recovered(version.step_version, "copy", fetched.node,
                                  fetched.received_bytes, NO_STATE)
         return None
@@ -417,12 +416,6 @@ class StateRecovery:
         assert fetched.numbers is not None, "share 0 has the numbers"
         training_state.load(trainee, fetched.numbers, self._iteration.history)
         return fetched
-
-    def _all(self, mine: bool) -> bool:
-        """Whether it is so on all members."""
-        found = torch.tensor(float(mine), device=self._iteration.trainee.device)
-        dist.all_reduce(found, dist.ReduceOp.MIN)
-        return bool(found)
 
     def _begin(self, trainee: TrainingModel, axes: Axes, place: int) -> None:
         """Set a model to the state of the first iteration, if the workload needs it."""

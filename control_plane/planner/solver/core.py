@@ -5,8 +5,6 @@ A vector is one candidate per row. A loss is a reduced cost: how far a candidate
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -97,24 +95,6 @@ class CoreProblem(Struct, frozen=True, kw_only=True):
                 return None
 
 
-class Core(Protocol):
-    """All vectors with a total loss within the budget."""
-
-    @property
-    def least(self) -> int:
-        """The loss of the optimum; above the budget if no vector is within the budget."""
-        ...
-
-    def vector(self) -> Ints:
-        """The optimum, as one candidate per row. The budget must be large enough."""
-        ...
-
-    def second(self, vector: Ints) -> Ints | None:
-        """The best vector except the optimum `vector`; None if none is within the budget. Each row
-        is tried as the first that differs: earlier rows stay, later rows are optimal."""
-        ...
-
-
 # --- Core for many distinct sums of losses: the least loss of every state, as an array ---
 class LossTable(Struct, frozen=True):
     """The least loss by state, from the state `first` on. The first and the last entry are above
@@ -128,7 +108,7 @@ class LossTable(Struct, frozen=True):
 
 
 class ArrayCore:
-    """By row: the least loss of the remaining rows, by state."""
+    """All vectors within the budget. By row: the least loss of the remaining rows, by state."""
 
     def __init__(self, kept: CoreProblem) -> None:
         self._kept = kept
@@ -140,14 +120,18 @@ class ArrayCore:
 
     @property
     def least(self) -> int:
+        """The loss of the optimum; above the budget if no vector is within the budget."""
         return int(self._after[0].of(self._kept.start))
 
     def vector(self) -> Ints:
+        """The optimum, as one candidate per row. The budget must be large enough."""
         chosen = self._kept.picks.copy()
         self._follow(chosen, 0, self._kept.start)
         return chosen
 
     def second(self, vector: Ints) -> Ints | None:
+        """The best vector except the optimum `vector`; None if none is within the budget. Each row
+        is tried as the first that differs: earlier rows stay, later rows are optimal."""
         kept, state, lost = self._kept, self._kept.start, 0
         best: tuple[int, int, int, int] | None = None
         for i, row in enumerate(kept.rows):

@@ -35,7 +35,7 @@ class _States(Struct, frozen=True):
 
 
 class BitsetCore:
-    """By row and sum of losses: the states from which the remaining rows can have this sum."""
+    """As `ArrayCore`. By row and sum of losses: the states from which the rest can have it."""
 
     def __init__(self, kept: CoreProblem, levels: tuple[int, ...]) -> None:
         self._kept, self._levels = kept, levels

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from .candidates import Candidates, SlotsAndGain
-from .core import LOSS_NUM_MAX, ArrayCore, Core, CoreProblem, Ints
+from .core import LOSS_NUM_MAX, ArrayCore, CoreProblem, Ints
 from .core_bitset import BitsetCore
 from .dynamic_program import IMPOSSIBLE, backtrack, suffixes
 
@@ -165,7 +165,7 @@ class Solution(Struct, frozen=True, kw_only=True):
         return np.concatenate([_least(np.flatnonzero(some), losses) for some in (beside, rest)])
 
 
-def _solved(problem: CoreProblem) -> Core:
+def _solved(problem: CoreProblem) -> ArrayCore | BitsetCore:
     """The core, solved by the faster of the two implementations."""
     levels = problem.levels()
     return ArrayCore(problem) if levels is None else BitsetCore(problem, levels)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from ....events.records import types as t
-from ....events.records.decisions import Allocation, PlanChosen, TaskPlaced, ThroughputSet
+from ....events.records.decisions import Allocation, PlanChosen, TaskPlaced
 from ....events.records.types import Seat, Slot
 from ...decide.decide import Decide, decisions
 from ...placement import placement
@@ -37,16 +36,14 @@ Due = Callable[[TaskDemand], float]
 def following(allocate: Allocate, num_spares: int = 0) -> Decide:
     """For one run: the planner with `num_spares` idle nodes; after the first fault `allocate`."""
     sizes: dict[int, int] = {}
-    allocated: dict[int, _Last] = {}
 
     def plan(state: ClusterState) -> Iterator[t.Body]:
         if has_failed(state):
-            seats = _with_newcomers(state, allocate(state, sizes), sizes)
-            yield from _records(state, seats, allocated)
+            yield from _records(state, _with_newcomers(state, allocate(state, sizes), sizes))
             return
         seats = _initial_plan(state, num_spares)
         sizes.update({task: len(mine) for task, mine in seats.items()})
-        yield from _records(state, seats, allocated)
+        yield from _records(state, seats)
 
     return lambda state, record: decisions(state, record, plan)
 
@@ -77,7 +74,7 @@ def sharing(due: Due) -> Decide:
     def plan(state: ClusterState) -> Iterator[t.Body]:
         snapshot = planning_snapshot(state)
         yield from _records(
-            state, _placed(state, snapshot, shared(snapshot.problem, due), snapshot.slots), {})
+            state, _placed(state, snapshot, shared(snapshot.problem, due), snapshot.slots))
 
     return lambda state, record: decisions(state, record, plan)
 
@@ -117,29 +114,15 @@ def _placed(state: ClusterState, snapshot: PlanningSnapshot, counts: tuple[int, 
     return placement.place(tasks, counts, slots, where)
 
 
-class _Last(NamedTuple):
-    """An allocation, and the inputs that it depends on besides its slots."""
-
-    table: ThroughputSet | None
-    weight: float
-    one: Allocation
-
-
-def _records(state: ClusterState, seats: Seats, known: dict[int, _Last]) -> Iterator[t.Body]:
-    """The records of an assignment. `known` has the last allocation of each task."""
-    tasks, waf = live_tasks(state), 0.0
-    for task in tasks:
-        slots = len(task.target), len(seats.get(task.id, ()))
-        last = known.get(task.id)
-        if last is None or last.table is not task.throughput or last.weight != task.weight or (
-                last.one.slots_before, last.one.slots) != slots:
-            known[task.id] = last = _Last(task.throughput, task.weight, Allocation(
-                task=task.id, slots_before=slots[0], slots=slots[1],
-                waf=task.weight * table.rate_at(task.throughput, slots[1])))
-        waf += last.one.waf
-    yield PlanChosen(trigger=state.replan, num_slots=len(allocatable_slots(state)), waf=waf,
-                     allocations=tuple([known[task.id].one for task in tasks]), objective=0,
-                     alternatives=())
+def _records(state: ClusterState, seats: Seats) -> Iterator[t.Body]:
+    tasks = live_tasks(state)
+    allocations = tuple([Allocation(
+        task=task.id, slots_before=len(task.target), slots=slots,
+        waf=task.weight * table.rate_at(task.throughput, slots))
+        for task in tasks for slots in [len(seats.get(task.id, ()))]])
+    yield PlanChosen(trigger=state.replan, num_slots=len(allocatable_slots(state)),
+                     waf=math.fsum([one.waf for one in allocations]), allocations=allocations,
+                     objective=0, alternatives=())
     for task in tasks:
         mine = seats.get(task.id, ())
         if mine != task.target:

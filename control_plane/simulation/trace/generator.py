@@ -156,8 +156,8 @@ def _num_faults(drawn: Drawn, num_nodes: int, num_slots: int, horizon_s: float) 
     """An upper bound on the average number of faults."""
     repeat, at = _repeat(drawn), "trace.drawn.count"
     if drawn.count is None:
-        mean_s = _mean_s(drawn, num_slots) * (repeat.ratio if repeat else 1)
-        return num_nodes * horizon_s / mean_s
+        node_s = mean_s(drawn, num_slots) * (repeat.ratio if repeat else 1)
+        return num_nodes * horizon_s / node_s
     mix = _mix(drawn.causes)
     for name, count in _counts(drawn.count).items():
         need(name in (*SEVERITIES, OTHER), at, f"{name[:40]!r} is no severity",
@@ -245,13 +245,13 @@ def _events(drawn: Drawn, nodes: Sequence[str], faults: Iterable[_Fault]
 # --- faults -------------------------------------------------------------------------------------
 def _faults(drawn: Drawn, num_nodes: int, num_slots: int, horizon_s: float) -> Iterator[_Fault]:
     """Each node has its own Poisson process of faults, which continues while the node is away."""
-    mean_s, repeat = _mean_s(drawn, num_slots), _repeat(drawn)
+    node_s, repeat = mean_s(drawn, num_slots), _repeat(drawn)
     mix, lasts = _mix(drawn.causes), repair_time.chosen(drawn.repair, "trace.drawn.repair")
-    if mean_s == math.inf:
+    if node_s == math.inf:
         return
     for number in range(num_nodes):
         times, num_before = _stream(drawn, "times", number), 0
-        at_s = -mean_s * math.log1p(-times.random())
+        at_s = -node_s * math.log1p(-times.random())
         if at_s >= horizon_s:
             continue
         causes, away = _stream(drawn, "causes", number), _stream(drawn, "repairs", number)
@@ -260,7 +260,7 @@ def _faults(drawn: Drawn, num_nodes: int, num_slots: int, horizon_s: float) -> I
                           (lasts.at_s(away.random()),))
             num_before += 1
             shrunk = repeat.shrunk(num_before) if repeat else 1.0
-            at_s -= mean_s * shrunk * math.log1p(-times.random())
+            at_s -= node_s * shrunk * math.log1p(-times.random())
 
 
 def _counted(drawn: Drawn, horizon_s: float) -> Iterator[_Fault]:
@@ -296,8 +296,8 @@ def _bursts(drawn: Drawn, num_nodes: int, horizon_s: float) -> Iterator[_Fault]:
 
 
 # --- parameters ---------------------------------------------------------------------------------
-def _mean_s(drawn: Drawn, num_slots: int) -> float:
-    """The mean time between faults of one node."""
+def mean_s(drawn: Drawn, num_slots: int) -> float:
+    """The mean time between faults of one node with `num_slots` slots; inf without such a rate."""
     if drawn.mtbf_node_h is not None:
         return drawn.mtbf_node_h * HOUR_S
     if drawn.mtbf_gpu_h is not None:

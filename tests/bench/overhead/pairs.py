@@ -37,8 +37,9 @@ def measure(folder: str, rank: int, num_iterations: int) -> None:
         next(stock[0])
         return time.process_time() - began_s
 
-    def paired_run(self: Any, control: Any, communicators: Any, *rest: Any) -> Any:
+    def paired_run(self: Any) -> Any:
         nonlocal end_s
+        communicators = self._communicators
         if not stock:
             stock.append(host_reads.stock_iterations(
                 functions, communicators.groups, communicators.axes, communicators.place,
@@ -46,7 +47,7 @@ def measure(folder: str, rank: int, num_iterations: int) -> None:
             end_s = time.process_time()
         is_first = len(found) % 2 == 0
         stock_took_s = stock_s() if is_first else 0.0
-        outcome = run(self, control, communicators, *rest)
+        outcome = run(self)
         if not is_first:
             stock_took_s = stock_s()
         now_s = time.process_time()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from unicron.events.spec.job import parse
+from unicron.events.spec.model import Axes
 from unicron.workers.training.model import cpu_device
 
 with cpu_device.uncompiled():
@@ -59,7 +60,7 @@ class Loop:
 
     def build(self) -> None:
         """Build model and groups from the seed, in the current process group."""
-        self.groups = process_groups.build(None, COLLECTIVE_S_MAX)
+        self.groups = process_groups.build(Axes(dp=dist.get_world_size()), COLLECTIVE_S_MAX)
         self.trainee = model.build(self.train, self.device, self.groups)
 
     def micro_batches(self, items: Iterable[int]) -> None:

@@ -49,6 +49,7 @@ class Options(Struct, frozen=True, kw_only=True):
     num: int
     num_slots: int
     origin_s: float
+    beat_s: float = BEAT_S
 
 
 class Task(Struct):
@@ -111,7 +112,7 @@ class Agent:
                 await self._link.call(
                     lambda: self._log.beat(self.name, self._incarnation), CALL_S_MAX)
                 self.num_beats += 1
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self._options.beat_s)
 
     async def _follow(self) -> None:
         cursor, last = "0-0", 0

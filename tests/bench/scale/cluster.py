@@ -21,6 +21,7 @@ from unicron.events.records import decisions as d
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
+from unicron.workers.agent.agent import BEAT_S
 
 PROCESS_AGENTS_MAX = 256
 WAIT_S_MAX = 900.0
@@ -95,7 +96,9 @@ class Watch:
 class Cluster:
     """`num_agents` agents of `num_slots` slots."""
 
-    def __init__(self, folder: Path, num_agents: int, num_slots: int) -> None:
+    def __init__(self, folder: Path, num_agents: int, num_slots: int,
+                 beat_s: float = BEAT_S) -> None:
+        self._beat_s = beat_s
         self._state = StateDir(folder / "state")
         self._state.create()
         self._local = LocalCluster(self._state, ClusterOptions(num_agents=0))
@@ -121,7 +124,7 @@ class Cluster:
             self._write(driver, msgspec.json.encode(Options(
                 url=self.client.url, token=self.client.token, first=first,
                 num=min(PROCESS_AGENTS_MAX, num - first), num_slots=num_slots,
-                origin_s=time.time())).decode())
+                origin_s=time.time(), beat_s=self._beat_s)).decode())
         for driver in self._drivers:
             assert await self._line(driver) == "ready"
 

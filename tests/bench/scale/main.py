@@ -22,6 +22,7 @@ from bench.recovery.rows import Row, finish, row
 from bench.scale.cluster import Cluster, Watch
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
+from unicron.events.records.types import Member
 from unicron.events.spec.job import API_VERSION
 from unicron.workers.agent.agent import BEAT_S
 
@@ -31,6 +32,8 @@ CASES = {"agents_64": (64, 1), "agents_256": (256, 1), "agents_1024": (1024, 1),
 """The number of agents, and of the ranks of each."""
 CPU_ONLY = ("agents_4096",)
 """More agents than the cores of one machine can play at their rates: only CPU seconds count."""
+RARE_BEAT_S = 2.0
+"""The interval of heartbeats there. `core_share` is that for each second of the usual rate."""
 TASK_NODES = 16
 PP = 4
 QUIET_S, SETTLE_S = 20.0, 5.0
@@ -88,7 +91,8 @@ def check_descriptors(num_agents: int) -> None:
 # --- one trial ----------------------------------------------------------------------------------
 async def trial(folder: Path, case: str, num: int, num_ranks: int) -> Found:
     """Start a cluster of `num` agents of `num_ranks` ranks, take it through all phases, stop it."""
-    cluster, cpu_only = Cluster(folder, num, num_ranks), case in CPU_ONLY
+    cpu_only = case in CPU_ONLY
+    cluster = Cluster(folder, num, num_ranks, RARE_BEAT_S if cpu_only else BEAT_S)
     try:
         await cluster.start()
         found = await joined(cluster, num)
@@ -164,11 +168,14 @@ async def faults(cluster: Cluster) -> Found:
     """One rank after another is killed, and heals in memory."""
     watch = cluster.watch
     first, struck = len(watch.records), set[tuple[int, int]]()
+
+    def unharmed() -> list[tuple[int, Member]]:
+        return [(number, one) for number, latest in sorted(watch.whole.items())
+                for one in latest.members if (number, one.rank) not in struck]
+
     for _ in range(NUM_FAULTS):
-        await cluster.until(lambda: bool(watch.whole), "a task without an incident")
-        number = random.choice(sorted(watch.whole))
-        member = random.choice([one for one in watch.latest[number].members
-                                if (number, one.rank) not in struck])
+        await cluster.until(lambda: bool(unharmed()), "a task without an incident")
+        number, member = random.choice(unharmed())
         struck.add((number, member.rank))
         cluster.tell(f"kill {member.node} {number} {member.rank}")
         await asyncio.sleep(FAULT_EVERY_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ TP, PP, SLOTS = 8, 4, 8
 STEP = 1000
 NUMBERS_BYTES = 20_000
 MICRO_BATCHES_OF_REPLICA = 8
+NOTHING = msgspec.msgpack.encode(state_exchange.Told())
 
 
 class Scene(NamedTuple):
@@ -79,10 +81,11 @@ class SimulatedPeers(World):
     """
 
     def __init__(self, place: int, offers: Sequence[bytes], described: Mapping[str, bytes],
-                 rows: Sequence[bytes] = (), requests: Mapping[int, bytes] | None = None) -> None:
+                 rows: Mapping[int, bytes] | None = None,
+                 requests: Mapping[int, bytes] | None = None) -> None:
         self.place, self.num = place, len(offers)
         self._offers, self._described = list(offers), described
-        self._rows, self._requests = rows, requests or {}
+        self._rows, self._requests = rows or {}, requests or {}
         self.num_bytes = self.num_read_bytes = 0
         self.row = b""
 
@@ -93,17 +96,12 @@ class SimulatedPeers(World):
         return self._offers
 
     def collect(self, data: bytes) -> Sequence[bytes]:
-        """Only for problems, and there are none."""
-        raise AssertionError("no member has a problem")
-
-    def maximum(self, data: bytes) -> bytes:
-        """The rows of this member and of those that ask it."""
+        """What this member and those that ask it tell, each padded to the longest."""
         self.row = data
-        self.num_bytes += 2 * len(data)
-        found = int.from_bytes(data)
-        for row in self._rows if len(data) > self.num else ():
-            found |= int.from_bytes(row)
-        return found.to_bytes(len(data))
+        longest = max(len(zlib.compress(each, level=1)) for each in (data, *self._rows.values()))
+        self.num_bytes += (8 + longest) * (1 + self.num)
+        return [data if place == self.place else self._rows.get(place, NOTHING)
+                for place in range(self.num)]
 
     def swap(self, outgoing: Mapping[int, bytes], sources: Collection[int]) -> Mapping[int, bytes]:
         """The requests of those that ask this member."""
@@ -141,7 +139,7 @@ class World:
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.nodes = scene, scene.nodes()
-        self._asking: dict[int, tuple[list[bytes], dict[int, bytes]]] = {}
+        self._asking: dict[int, tuple[dict[int, bytes], dict[int, bytes]]] = {}
         self.claims = [msgspec.msgpack.encode(scene.claim(place)) for place in range(scene.num)]
         claims = [scene.claim(place) for place in range(scene.num)]
         settlement = settle(claims, scene.num_micro_batches, scene.after)
@@ -174,9 +172,9 @@ class World:
         planner.offer(STEP if has else NO_STATE, NUMBERS_BYTES if has else 0)
         return planner
 
-    def those_that_ask(self, place: int) -> tuple[list[bytes], dict[int, bytes]]:
-        """The rows of the receivers that ask the member at `place`, and their requests to it."""
-        rows: list[bytes] = []
+    def those_that_ask(self, place: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """What the receivers that ask the member at `place` tell, and their requests to it."""
+        rows: dict[int, bytes] = {}
         requests: dict[int, bytes] = {}
         at = coordinates(self.scene.before, place)
         for other in self.receivers:
@@ -187,7 +185,7 @@ class World:
             peers = SimulatedPeers(other, self.offers, self.described)
             planner = self.planner(peers)
             plan, _ = planner.plan()
-            rows.append(peers.row)
+            rows[other] = peers.row
             asked = plan.requests(other, planner.list_of)
             if place in asked:
                 requests[other] = encode_request(asked[place])
@@ -201,7 +199,6 @@ class World:
         rows, requests = self._asking[place]
         blob = pack_news(self.claims)
         peers = SimulatedPeers(place, self.offers, self.described, rows, requests)
-        state_exchange.forget_lists()
         gc.collect()
         gc.freeze()
         began_s = time.process_time()
@@ -219,5 +216,5 @@ class World:
         cpu_s = time.process_time() - began_s
         assert asked.keys() == requests.keys()
         assert place not in receivers or plan.moves
-        peers.maximum(bytes(scene.num))  # whether all data was right
+        peers.collect(msgspec.msgpack.encode([]))  # whether all data was right
         return Cost(peers.num_bytes, cpu_s, peers.num_read_bytes + len(blob))

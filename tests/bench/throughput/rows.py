@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 from unicron.control_plane.throughput import flops as model_flops
+from unicron.control_plane.throughput.gpus import KINDS
 from unicron.control_plane.throughput.layouts import (
     CHUNKS_NUM_MAX,
     Layout,
@@ -25,8 +26,8 @@ from unicron.control_plane.throughput.layouts import (
     recomputes,
     refusal,
 )
-from unicron.control_plane.throughput.memory import capacity, memory
-from unicron.control_plane.throughput.step_time import Constants, iteration_s
+from unicron.control_plane.throughput.memory import WEIGHT_BYTES, capacity, memory
+from unicron.control_plane.throughput.step_time import STEP_BYTES, Constants, iteration_s, parts
 from unicron.events.spec.model import Gpu, MegatronModel
 
 FILE = Path(__file__).parents[2] / "data/megatron_throughput.csv"
@@ -40,6 +41,10 @@ HEADS_2021 = {2304: 24, 3072: 32, 4096: 32, 6144: 48, 8192: 64, 10240: 80, 12288
 GPUS: dict[str, Gpu] = {
     "V100 (DGX-2)": "V100-32", "A100-40GB (DGX-A100)": "A100-40", "A100-40GB": "A100-40",
     "A100-80GB": "A100-80", "H100": "H100-80", "H100-80GB": "H100-80"}
+
+
+class Sharded(Layout, frozen=True, kw_only=True):
+    """FSDP (ZeRO-3), which the product's search does not use: dp GPUs that shard all state."""
 
 
 class Published(NamedTuple):
@@ -113,8 +118,7 @@ def _sharded(row: dict[str, str], model: MegatronModel) -> Iterator[Layout]:
     told = _recomputed(row) if not (model.gpu == "H100-80" and int(row["gpus"]) > 64) else None
     for recompute in recomputes(model):
         if told is None or told == (recompute == "full"):
-            yield Layout(dp=int(row["gpus"]), micro=int(row["mbs"]), recompute=recompute,
-                         shards="all")
+            yield Sharded(dp=int(row["gpus"]), micro=int(row["mbs"]), recompute=recompute)
 
 
 def _recomputed(row: dict[str, str]) -> bool:
@@ -154,14 +158,37 @@ def predicted(row: Published, constants: Constants) -> tuple[float, Layout]:
     If no layout fits, the fastest of all that agree with the row.
     """
     open_to = [x for x in row.layouts if fits(row.model, x)] or row.layouts
-    best = min(open_to, key=lambda layout: iteration_s(row.model, layout, constants))
+    best = min(open_to, key=lambda layout: predicted_s(row.model, layout, constants))
     flops = counted_flops(row, best)
-    return flops / iteration_s(row.model, best, constants) / row.num_gpus, best
+    return flops / predicted_s(row.model, best, constants) / row.num_gpus, best
+
+
+def predicted_s(model: MegatronModel, layout: Layout, constants: Constants) -> float:
+    """The time of an iteration. With FSDP every micro-batch gathers weights for each pass and
+    scatters gradients."""
+    if not isinstance(layout, Sharded):
+        return iteration_s(model, layout, constants)
+    kind, num_params = KINDS[model.gpu], model_flops.parameters(model).total
+    bytes_s = kind.nvlink_bytes_s * constants.link_share
+    if layout.dp > model.gpus_per_node:
+        bytes_s = min(bytes_s, kind.network_bytes_s * constants.network_share
+                      * model.gpus_per_node)
+    gather_s = 3 * (2 * num_params * (layout.dp - 1) / layout.dp) / bytes_s
+    num = -(-(model.global_batch // layout.micro) // layout.dp)
+    step_s = STEP_BYTES * num_params / kind.memory_bytes_s / layout.dp
+    return num * (parts(model, layout, constants).total_s + gather_s) + step_s
 
 
 def fits(model: MegatronModel, layout: Layout) -> bool:
     """True if the layout fits into the memory of the model's GPU."""
-    return memory(model, layout).total <= capacity(model)
+    found = memory(model, layout)
+    if not isinstance(layout, Sharded):
+        return found.total <= capacity(model)
+    # 16 bytes a parameter: fp32 weight, gradient and Adam's two moments; two gathered layers.
+    each = model_flops.parameters(model)
+    gathered = 2 * WEIGHT_BYTES * max(each.shared_layer, each.embedding)
+    return (16 * each.total / layout.dp + gathered + found.activations + found.reserved
+            <= capacity(model))
 
 
 def executed_flops(model: MegatronModel, recompute: str) -> float:

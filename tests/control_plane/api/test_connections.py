@@ -8,14 +8,19 @@ import json
 import logging
 import time
 import zlib
+from pathlib import Path
 from unittest import mock
 
 import pytest
+from aiohttp import web
+from certificates import Pair, why_not
 from http_site import JOB, Site, real, serving
 from structlog.testing import capture_logs
 from unicron.cli.cluster.client import Client, Refused
 from unicron.control_plane.api import http as api_http
-from unicron.control_plane.api.connections import ERROR_CHARS_MAX, ConnectionLimits
+from unicron.control_plane.api.connections import ERROR_CHARS_MAX, ConnectionLimits, Listener
+from unicron.control_plane.service.server_certificate import ServerCertificate
+from unicron.events import tls
 from unicron.events.process_io import Seldom
 
 TOKEN = "Authorization: Bearer secret\r\n"
@@ -223,6 +228,27 @@ def test_strangers_make_room() -> None:
                     pass
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+async def test_a_tls_handshake_that_does_not_complete_counts(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    limits = ConnectionLimits(connections_num_max=10, headers_s_max=LIMIT_S)
+    listener = Listener(web.Application(), stop_s_max=1.0, limits=limits)
+    port = await listener.start("127.0.0.1", 0,
+                                ServerCertificate(pair.certificate, pair.key).context)
+    silent = [Link(*await asyncio.open_connection("127.0.0.1", port)) for _ in range(40)]
+    for link in silent[:30]:
+        assert await link.is_closed_by_server(LIMIT_S / 2)
+    left = [link for link in silent[31:] if not await link.is_closed_by_server(0.01)]
+    assert left, "the newest stay"
+    link = Link(*await asyncio.open_connection(
+        "127.0.0.1", port, ssl=tls.client_context(pair.ca.read_text())))
+    await link.say("GET /v1/nowhere HTTP/1.1\r\nHost: [::]\r\nConnection: close\r\n\r\n")
+    assert b"404" in await link.rest()
+    for one in silent:
+        one.writer.close()
+    await listener.stop()
 
 
 @real

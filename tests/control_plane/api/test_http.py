@@ -15,8 +15,8 @@ from decider import Driver
 from http_site import IDENTITIES, JOB, Site, Test, real, serving
 from unicron.control_plane.api import http as api_http
 from unicron.control_plane.api import requests
-from unicron.control_plane.decide.advance import DECIDER_VERSION
 from unicron.control_plane.planner.pending import NOT_CHOSEN
+from unicron.control_plane.state.cluster import DECIDER_VERSION
 from unicron.events.records import codec
 from unicron.events.records.reports import NodeJoined, NodeLeft, RankStarted
 from unicron.events.spec import job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import msgspec
 import pytest
 from decider import Driver, kinds
 from state_check import check
-from unicron.control_plane.decide.advance import DECIDER_VERSION, advance
+from unicron.control_plane.decide.advance import advance
 from unicron.control_plane.decide.replay import replay, verify
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.state.cluster import (
+    DECIDER_VERSION,
     ClusterState,
     decode_state,
     encode_state,
@@ -153,6 +155,23 @@ def test_a_log_of_another_version_is_not_corrupt(driver: Driver) -> None:
     assert verdict.ok
     assert verdict.differ["TaskPlaced"] == 1
     assert "differ" in verdict.words
+    (first, *_) = verdict.different
+    assert (first.recorded["body"]["why"], first.now["body"]["why"]) == (
+        "because", next(x.body.why for x in driver.log if isinstance(x.body, d.TaskPlaced)))
+
+
+def test_a_decision_that_another_version_does_not_make_is_named(driver: Driver) -> None:
+    """Also at the end of the log: the other version may have decided nothing there."""
+    closing = [x.seq for x in driver.log if x.kind == "IncidentClosed"]
+    log = [record if not isinstance(record.body, r.EpochStarted) else msgspec.structs.replace(
+        record, body=msgspec.structs.replace(record.body, heart=DECIDER_VERSION - 1))
+        for record in driver.log[:closing[-1] - 1]]
+    verdict = verify(log)
+    assert verdict.ok
+    assert verdict.differ == {"IncidentClosed": 1}
+    (missing,) = verdict.different
+    assert (missing.seq, missing.recorded, missing.now["kind"]) == (
+        closing[-1], None, "IncidentClosed")
 
 
 def test_a_log_of_version_4_is_not_corrupt() -> None:
@@ -162,7 +181,8 @@ def test_a_log_of_version_4_is_not_corrupt() -> None:
     The log has no numbers of checkpoint stores (keeper_start). The recomputed Reconfigure assigns
     the stores by node of members, and names one entry for each store. IncidentClosed and PlanChosen
     differ, because costs and MTBF are computed otherwise since then; so do TaskPlaced and
-    StartRank, which follow from a plan.
+    StartRank, which follow from a plan. SetCheckpointStores would follow where the log has no
+    decision.
     """
     path = Path(__file__).parents[2] / "golden" / "heart-4.jsonl"
     log = [from_plain(json.loads(line)) for line in path.read_text().splitlines()]
@@ -171,7 +191,7 @@ def test_a_log_of_version_4_is_not_corrupt() -> None:
     assert verdict.ok, verdict.words
     assert verdict.hearts == [4]
     assert verdict.differ == {"IncidentClosed": 1, "PlanChosen": 2, "Reconfigure": 2,
-                              "StartRank": 4, "TaskPlaced": 1}
+                              "SetCheckpointStores": 5, "StartRank": 4, "TaskPlaced": 1}
     assert any(isinstance(record.body, o.Reconfigure) and record.body.copies for record in log)
 
 
@@ -183,9 +203,8 @@ def test_an_empty_log_and_a_stray_decision() -> None:
 
 
 # --- logs of older deciders ----------------------------------------------------------------------
-# tests/golden/heart-N.jsonl is a log that the last code of decider version N wrote: of a seeded
-# simulation, 18 of a task that meets the same wrong input three times, 19 of many submissions at
-# once. heart-N-states.json holds states that the same code folded, by seq.
+# tests/golden/README.md tells which code wrote each log. NAME-states.json holds states that this
+# code folded, by seq.
 GOLDEN = Path(__file__).parents[2] / "golden"
 REMOVED = {"num_inputs", "needs", "cost_waf", "weight_from"}
 """Fields of the state and of its tasks that later versions do not have."""
@@ -201,11 +220,25 @@ RENAMED = {
 """Fields of the state: the name in version 15 and the present name."""
 
 
-@pytest.mark.parametrize("version", [15, 16, 17, 18, 19])
-def test_a_log_of_an_older_version_folds_to_an_equal_state(version: int) -> None:
-    states = _renamed(json.loads((GOLDEN / f"heart-{version}-states.json").read_text()))
+RELEASES = sorted(path.stem for path in GOLDEN.glob("release-*.jsonl"))
+"""Logs of `make golden-log`."""
+WITH_STATES = [*(f"heart-{version}" for version in (15, 16, 17, 18, 19, 20)), *RELEASES]
+
+
+def test_each_release_has_a_golden_log() -> None:
+    """A release that CHANGELOG names with its commit: `make golden-log COMMIT=...` of it."""
+    changes = (GOLDEN.parents[1] / "CHANGELOG.md").read_text()
+    released = re.findall(r"^## \[([0-9.]+)\].*from commit (\w+)$", changes, re.MULTILINE)
+    heads = [archive.header(GOLDEN / f"{name}.jsonl") for name in RELEASES]
+    assert {(head.code, head.cluster.rpartition(" ")[2]) for head in heads} == set(released)
+    assert ("0.2.0", "60f2d2b") in released
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_a_log_of_an_older_version_folds_to_an_equal_state(name: str) -> None:
+    states = _renamed(json.loads((GOLDEN / f"{name}-states.json").read_text()))
     state, compared = ClusterState(), 0
-    for record in archive.read(GOLDEN / f"heart-{version}.jsonl"):
+    for record in archive.read(GOLDEN / f"{name}.jsonl"):
         fold(state, record)
         assert not check(state), record.seq
         if (old := states.get(str(record.seq))) is None:
@@ -214,9 +247,8 @@ def test_a_log_of_an_older_version_folds_to_an_equal_state(version: int) -> None
         new = json.loads(msgspec.json.encode(state))
         # Orders are stored as encoded, with the fields that they have today.
         assert new["orders"].keys() == old["orders"].keys()
-        for name in old.keys() - REMOVED - {"orders"}:
-            assert _common(new[name], old[name]) == _common(old[name], new[name]), (
-                record.seq, name)
+        for key in old.keys() - REMOVED - {"orders"}:
+            assert _common(new[key], old[key]) == _common(old[key], new[key]), (record.seq, key)
     assert compared == len(states) >= 4
 
 
@@ -237,14 +269,21 @@ def _common(one: Any, other: Any) -> Any:
     return one
 
 
-@pytest.mark.parametrize(("version", "kind"), [(15, "PlanChosen"), (16, "StartRank"),
-                                               (17, "TaskPlaced"), (18, "StartRank"),
-                                               (19, "PlanChosen")])
-def test_decisions_of_an_older_version_may_differ(version: int, kind: str) -> None:
-    verdict = verify(archive.read(GOLDEN / f"heart-{version}.jsonl"))
+@pytest.mark.parametrize(("name", "kind"), [
+    ("heart-15", "PlanChosen"), ("heart-16", "StartRank"), ("heart-17", "TaskPlaced"),
+    ("heart-18", "StartRank"), ("heart-19", "PlanChosen"), ("heart-20", "PlanChosen"),
+    ("release-0.2.0", "StartRank")])
+def test_decisions_of_an_older_version_may_differ(name: str, kind: str) -> None:
+    log = {record.seq: record for record in archive.read(GOLDEN / f"{name}.jsonl")}
+    verdict = verify(log.values())
+    version = log[1].body.heart
     assert verdict.ok, verdict.words
     assert verdict.hearts == [version]
     assert set(verdict.differ) >= {kind}
+    for one in verdict.different:
+        assert one.recorded != one.now
+        assert one.recorded is None or one.recorded == to_plain(log[one.seq])
+        assert one.now is None or one.now["seq"] == one.seq
     differ, equal = sum(verdict.differ.values()), sum(verdict.recomputed.values())
     assert equal > 0
     assert verdict.words == (f"state equal, {differ} of {equal + differ} decisions differ: written "

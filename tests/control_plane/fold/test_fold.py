@@ -6,16 +6,18 @@ import hashlib
 import string
 from typing import Any
 
+import pytest
 from decider import Driver, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 from msgspec.structs import replace
 from unicron.control_plane.api.view import view
-from unicron.control_plane.decide.advance import DECIDER_VERSION, accepts, advance
+from unicron.control_plane.decide.advance import accepts, advance
 from unicron.control_plane.decide.replay import verify
-from unicron.control_plane.fold.fold import fold
+from unicron.control_plane.fold.fold import HANDLERS, fold
 from unicron.control_plane.state.cluster import (
+    DECIDER_VERSION,
     NUM_REQUESTS_MAX,
     SCHEMA,
     ClusterState,
@@ -24,10 +26,12 @@ from unicron.control_plane.state.cluster import (
     open_orders,
     state_hash,
 )
+from unicron.events.errors import NewerLog
+from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records import types as t
 from unicron.events.records.codec import UnknownBody
-from unicron.events.records.envelope import Record, Report
+from unicron.events.records.envelope import IGNORABLE, KINDS, Record, Report
 
 SMALL = st.integers(-1, 6)
 NODES = st.sampled_from(["n1", "n2", "n3", ""])
@@ -202,12 +206,35 @@ def test_time_never_runs_backwards() -> None:
     assert driver.state.at_s == before_s
 
 
-def test_an_unknown_kind_is_recorded() -> None:
-    state = ClusterState()
-    fold(state, Record(seq=1, epoch=1, at_s=1.0, occurred_s=1.0, source="n1/1", source_seq=1,
-                       cause=0, incident=0,
-                       body=UnknownBody(kind="Later", version=1, raw=b"\x80")))
-    assert state.seq == 1
+def unknown(heart: int, source: str = "n1/1", *, ignorable: bool = False) -> ClusterState:
+    """The fold of a record of a later version, in the epoch of a leader with that decider."""
+    state, source_seq = ClusterState(), int(source != "heart")
+    leader = r.EpochStarted(nonce="a", code="0.9.0", heart=heart)
+    later = UnknownBody(kind="Later", version=1, raw=b"\x80", ignorable=ignorable)
+    for seq, one, number, body in ((1, "leader/a", 1, leader), (2, source, source_seq, later)):
+        fold(state, Record(seq=seq, epoch=1, at_s=1.0, occurred_s=1.0, source=one,
+                           source_seq=number, cause=0, incident=0, body=body))
+    return state
+
+
+def test_an_ignorable_record_of_a_later_version_changes_nothing_else() -> None:
+    state = unknown(DECIDER_VERSION + 1, ignorable=True)
+    assert (state.seq, state.sources["n1/1"]) == (2, 1)
+    assert {HANDLERS[KINDS[kind]] for kind in IGNORABLE} == {HANDLERS[o.InjectFault]}
+
+
+def test_a_later_agents_report_had_no_effect_on_its_leader_either() -> None:
+    assert unknown(DECIDER_VERSION).seq == 2
+
+
+@pytest.mark.parametrize(("heart", "source"), [(DECIDER_VERSION + 1, "n1/1"),
+                                               (DECIDER_VERSION, "heart")])
+def test_another_record_of_a_later_version_names_the_version_that_it_needs(
+        heart: int, source: str) -> None:
+    with pytest.raises(NewerLog, match=rf"seq 2: Later \(version 1\) needs Unicron 0\.9\.0, "
+                       rf"decider version {heart}; this one has {DECIDER_VERSION}") as error:
+        unknown(heart, source)
+    assert (error.value.exit_code, "that version" in error.value.hint) == (2, True)
 
 
 def test_sources_of_operators_are_bounded() -> None:
@@ -223,7 +250,7 @@ def test_a_state_of_another_shape_has_another_schema() -> None:
     """
     shape = "\n".join(sorted(_fields(inspect.type_info(ClusterState))))
     digest = hashlib.blake2b(shape.encode(), digest_size=4).hexdigest()
-    assert (SCHEMA, digest) == ("unicron-state-8", "4160cc70")
+    assert (SCHEMA, digest) == ("unicron-state-9", "009268b0")
 
 
 def _fields(kind: inspect.Type) -> set[str]:

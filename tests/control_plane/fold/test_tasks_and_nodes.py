@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 from decider import Driver, failed, finish, kinds, only, spec, task_of, the, waits_of
 from unicron.control_plane.api.view import view
-from unicron.control_plane.decide.advance import DECIDER_VERSION
 from unicron.control_plane.fold.edits import PLAN
 from unicron.control_plane.fold.operator_requests import PLAN_WAIT_S_MAX
 from unicron.control_plane.planner import pending
 from unicron.control_plane.planner.pending import WaitExplanation
-from unicron.control_plane.state.cluster import open_orders
+from unicron.control_plane.state.cluster import DECIDER_VERSION, open_orders
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r

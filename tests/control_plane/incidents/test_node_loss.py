@@ -245,3 +245,28 @@ def test_only_nodes_that_may_have_a_change_are_looked_at() -> None:
     looked.clear()
     assert list(d.leases.verdicts(d.state)) == []
     assert looked == ["n3"], "late, and its lease has not ended"
+
+
+def test_nodes_that_are_lost_in_one_moment_share_a_plan() -> None:
+    """A rack: 64 plans, one after another, moved healthy tasks and took seconds."""
+    d = Driver(nodes=6)
+    tasks = [d.running(spec(name=f"t{number}")) for number in range(3)]
+    lost = {"n2", "n4", "n6"}
+    for task in tasks:
+        for rank in list(d.state.tasks[task].ranks.values()):
+            if rank.slot.node not in lost:
+                failed(d, task, rank.rank)
+    after = len(d.log)
+    for name in sorted(lost):
+        d.now_s -= 0.01  # the driver's step: all verdicts have the same time
+        d.tell("leader/abc", r.NodeUnreachable(
+            node=name, incarnation=d.state.nodes[name].incarnation, silence_s=6.0))
+    assert {name for name in d.state.nodes if d.state.nodes[name].health == "lost"} == lost
+    (first,) = only(decisions.PlanChosen, d.log[after:])
+    assert first.body.trigger == "node n2 lost"
+    shared = the(decisions.PlanChosen, d.due("losses"))
+    assert shared.trigger == "nodes lost"
+    assert sum(one.slots for one in shared.allocations) == 6
+    seats = [seat.slot.node for task in tasks for seat in d.state.tasks[task].target]
+    assert sorted(seats) == ["n1", "n1", "n3", "n3", "n5", "n5"]
+    assert not d.state.deadlines.keys() & {"losses"}

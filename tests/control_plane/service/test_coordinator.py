@@ -17,13 +17,14 @@ from memory_log import MemoryLog, Outcome
 from simulated import virtual_time
 from structlog.testing import capture_logs
 from unicron.control_plane.service.coordinator import Coordinator, Limits
-from unicron.control_plane.state.cluster import state_hash
-from unicron.events.errors import Fenced, Unavailable
+from unicron.control_plane.state.cluster import DECIDER_VERSION, state_hash
+from unicron.events.errors import Fenced, NewerLog, Unavailable
 from unicron.events.log import embedded_server
 from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.log.port import Batch, LogPort
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import reports as r
+from unicron.events.records.codec import UnknownBody
 from unicron.events.records.envelope import Record, Report
 from unicron.events.records.orders import StartRank
 from unicron.events.records.types import Body
@@ -178,6 +179,24 @@ async def test_a_second_leader_fences_the_first(log: MemoryLog) -> None:
             await task
         assert not first.leading
         assert await second.write("x", job()) > 0
+
+
+@virtual
+async def test_an_older_version_does_not_continue_a_log_that_it_cannot_fold(log: MemoryLog) -> None:
+    async with leading(log) as leader:
+        seq = (await leader.settled()).seq
+    epoch = await log.start_epoch("later")
+    bodies = (r.EpochStarted(nonce="later", code="0.9.0", heart=DECIDER_VERSION + 1),
+              UnknownBody(kind="Later", version=1, raw=b"\x80"))
+    await log.append([Record(seq=seq + n, epoch=epoch, at_s=START_S + 9, occurred_s=START_S,
+                             source=source, source_seq=2 - n, cause=0, incident=0, body=body)
+                      for n, source, body in zip((1, 2), ("leader/later", "heart"), bodies,
+                                                 strict=True)],
+                     epoch=epoch, expect=seq, cursor="", acked={})
+    older = Coordinator(log, clock=virtual_clock, nonce="b", code="test", policy=POLICY)
+    with pytest.raises(NewerLog, match=r"Later .* needs Unicron 0\.9\.0"):
+        await older.run()
+    assert len(await log.read(after=0, num_max=99)) == seq + 2
 
 
 @pytest.mark.parametrize("outcome", ["lost", "applied", "unavailable"])

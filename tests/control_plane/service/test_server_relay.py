@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 from conftest import Cluster
@@ -42,6 +43,32 @@ async def test_the_log_is_used_through_it_until_it_closes(
         await relay.close()
         with pytest.raises(Unavailable):
             await asyncio.wait_for(waiting, 5.0)
+
+
+async def test_at_its_limit_those_go_that_the_server_has_not_let_in(
+        server: Server, redis_log: Cluster) -> None:
+    relay, port = ServerRelay(server.url, 8), free_port()
+    await relay.start("127.0.0.2", port)
+    async with redis_log(url_at(server.url, "127.0.0.2", port)) as log:
+        await log.check()
+        waiting = asyncio.create_task(log.orders("n1", after="0-0", wait_s=30.0))
+        strangers: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        for said in (b"", b"PING\r\n", b"RESET\r\n") * 4:
+            reader, writer = await asyncio.open_connection("127.0.0.2", port)
+            writer.write(said)
+            if said:
+                assert (await asyncio.wait_for(reader.read(99), 5.0))[:1] in b"-+"
+            strangers.append((reader, writer))
+        closed = strangers[:4]
+        for reader, _ in closed:
+            with suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 5.0) == b""
+        await log.beat("n1", 7)
+        assert not waiting.done()
+        for _, writer in strangers:
+            writer.close()
+        waiting.cancel()
+    await relay.close()
 
 
 async def test_without_a_server_a_connection_is_closed() -> None:

@@ -149,10 +149,10 @@ def test_the_report_is_self_contained(played: tuple[Path, list[dict[str, Any]]])
     assert "<link" not in page
     assert "<script" not in page
     assert "@import" not in page
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 5
     twice = [name for name, num in Counter(re.findall(r' id="([^"]+)"', page)).items() if num > 1]
     assert not twice
     assert all(f'id="{one[1:]}"' in page for one in loaded)
-    for name in ("ratios", "waf-over-time", "losses", "cases", "transition", "sensitivity"):
+    for name in ("ratios", "waf-over-time", "losses", "cases", "transition"):
         assert (folder / f"{name}.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")

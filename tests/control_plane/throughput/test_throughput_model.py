@@ -7,7 +7,6 @@ from collections import defaultdict
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 from bench.throughput.fit import BOUNDS, Fitted, mape
 from bench.throughput.rows import (
@@ -36,7 +35,6 @@ from unicron.control_plane.throughput.step_time import (
     HOPPER,
     Constants,
     constants_of,
-    ending,
     iteration_s,
     parts,
 )
@@ -243,17 +241,6 @@ def _all(model: MegatronModel, num_gpus: int) -> list[Layout]:
             for layout in [Layout(tp=tp, pp=pp, cp=cp, ep=ep, dp=dp, micro=micro, chunks=chunks,
                                   recompute=way, shards=shards)]
             if not refusal(model, layout)]
-
-
-def test_the_vectorised_ending_equals_the_scalar_one() -> None:
-    for model, layout in ((LLAMA_70B, Layout(tp=4, pp=4, shards="optimizer")),
-                          (MIXTRAL, Layout(tp=2, ep=8, dp=8, shards="optimizer")),
-                          (gpt(zero1=False, overlap=False), Layout(tp=2))):
-        constants = constants_of(model)
-        found = ending(model, layout, constants, parts(model, layout, constants).total_s)
-        counts = np.arange(layout.dp, 400, dtype=np.float64)
-        each = found.seconds_each(counts).tolist()
-        assert each == [sum(found.seconds(int(dp))) for dp in counts.tolist()]
 
 
 def test_an_uneven_split_is_as_slow_as_its_fullest_replica() -> None:

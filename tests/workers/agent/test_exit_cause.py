@@ -677,7 +677,7 @@ def test_an_orphan_inside_execve_is_ended_too(tmp_path: Path) -> None:
         return (proc is not None and (proc.sid, proc.ppid) == (pid, shim.pid)) or None
 
     async def test() -> None:
-        for number in range(60):
+        for number in range(30):
             note, mark = tmp_path / f"pid-{number}", f"{tmp_path}-{number}"
             process = start(shim, ["/bin/sh", "-c", f"setsid {script} & echo $! > {note}"],
                             tmp_path / "log", ("UNICRON_PROCESS", mark))

@@ -166,7 +166,7 @@ def test_lines_are_joined_by_their_numbers_of_iterations() -> None:
     assert rest.step_s == pytest.approx((10 * 1.0 + 30 * 2.0 + 2.5) / 41)
     assert ranges.take() is None
     ranges.add(line(60, 3.0))
-    assert ranges.take() == (60, 100, 9, 3.0, 2.0, 8, 0, 0)
+    assert ranges.take() == (60, 100, 3.0, 2.0, 8, 0, 0, 9)
 
 
 def test_lines_of_another_batch_or_an_earlier_iteration_are_not_joined() -> None:

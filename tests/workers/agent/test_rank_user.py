@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from shutil import rmtree
 
+import msgspec
 import pytest
 from unicron.events.errors import UsageError
+from unicron.events.records.envelope import Record
+from unicron.events.records.orders import PublishCheckpoint
+from unicron.workers.agent.publish import Publisher, PublishRefused, Superseded
 from unicron.workers.host import rank_user
 from unicron.workers.host.rank_user import RankUser
 
@@ -92,6 +96,37 @@ def user_of_tests() -> RankUser:
     except UsageError as error:
         pytest.skip(str(error))
     return user
+
+
+@root_only
+async def test_latest_is_moved_with_the_rights_of_the_user(
+        open_folder: Path, tmp_path: Path) -> None:
+    """Root would write through the links that the user has laid."""
+    user, folder = user_of_tests(), open_folder / "out"
+    (folder / "gen-1" / "iter-5").mkdir(parents=True)
+    os.chown(folder, user.uid, user.gid)
+    order = PublishCheckpoint(nodes=("n1",), task=1, generation=1, output=str(folder),
+                              path="gen-1/iter-5")
+    record = Record(seq=7, epoch=1, at_s=1.0, occurred_s=1.0, source="heart", source_seq=0,
+                    cause=0, incident=0, body=order)
+    publisher = Publisher("c", user)
+    await publisher.publish(order, record)
+    assert os.readlink(folder / "latest") == "gen-1/iter-5"
+    assert {(folder / name).lstat().st_uid for name in os.listdir(folder)} - {0} == {user.uid}
+    with pytest.raises(Superseded, match="the later order 7 has already published"):
+        await publisher.publish(order, msgspec.structs.replace(record, seq=6))
+
+    target, missing = tmp_path / "roots", tmp_path / "new"
+    target.write_text("kept")
+    (folder / ".published.json.new").symlink_to(target)
+    with pytest.raises(PublishRefused, match="Permission denied"):
+        await publisher.publish(order, record)
+    assert target.read_text() == "kept"
+    (folder / ".published.lock").unlink()
+    (folder / ".published.lock").symlink_to(missing)
+    with pytest.raises(PublishRefused, match="Permission denied"):
+        await publisher.publish(order, record)
+    assert not missing.exists()
 
 
 @root_only

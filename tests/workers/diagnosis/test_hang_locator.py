@@ -785,3 +785,9 @@ def test_a_fault_that_is_no_hang_has_no_dumps() -> None:
     task = d.running()
     d.exit(task, 2)
     assert facts(d.log)["dumps"] == []
+
+
+def test_a_list_of_ranks_that_is_nested_too_deep_is_no_dump() -> None:
+    deep = "[" * 100_000
+    with pytest.raises(NotADump, match="RecursionError"):
+        read(0, {"entries": [], "pg_config": {"0": {"ranks": deep}}})

@@ -34,6 +34,7 @@ def drive(tmp_path: Path, nursery: Nursery) -> Iterator[Callable[..., Driver]]:
 def alone() -> Iterator[Any]:
     """The process groups of a world of one process."""
     import torch.distributed as dist
+    from unicron.events.spec.model import Axes
     from unicron.workers.training.communicators import process_groups
     from unicron.workers.training.dependencies import private_megatron
     from unicron.workers.training.model import cpu_device
@@ -41,7 +42,7 @@ def alone() -> Iterator[Any]:
     cpu_device.prepare_device()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield process_groups.build(None, 60)
+    yield process_groups.build(Axes(), 60)
     private_megatron.clear_globals()
     dist.destroy_process_group()
 

@@ -19,7 +19,7 @@ from unicron.events.spec.job import Train
 from unicron.events.spec.model import Axes, MegatronModel
 from unicron.events.spec.parallelism import Parallel
 from unicron.events.spec.support import RECOVERED, ROWS
-from unicron.workers.training.adopt.custom_loop import ROW_CHECKS, unsupported
+from unicron.workers.training.adopt.custom_loop import ROW_CHECKS, BuiltLoop, unsupported
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "loop.py"
 TRAIN = Train(iterations=4, output="/tmp/none")
@@ -300,9 +300,9 @@ def _found(case: dict[str, Any]) -> list[str]:
     optimizer = OptimizerConfig(**{"optimizer": "adam", "lr": 1e-3} | case.get("optimizer", {}))
     for name, value in case.get("later", {}).items():  # its class asks for the package
         setattr(optimizer, name, value)
-    return [row.what for row in unsupported(
+    return [row.what for row in unsupported(BuiltLoop(
         TransformerConfig(**PLAIN | case.get("config", {})), ddp, optimizer,
-        parallel=case.get("parallel"), modules=[_module(case.get("module", ""))])]
+        case.get("parallel", Parallel()), [_module(case.get("module", ""))]))]
 
 
 @pytest.mark.parametrize(("what", "case"), [

@@ -49,8 +49,9 @@ def finish(driver: Any, ranks: list[int], twin: Any) -> None:
     assert gap.param_rel < 1e-5
 
 
-@pytest.mark.parametrize("axes", [Axes(tp=2, dp=2), Axes(pp=2, dp=2), Axes(dp=4)],
-                         ids=["tp2dp2", "pp2dp2", "dp4"])
+@pytest.mark.parametrize("axes", [
+    pytest.param(Axes(tp=2, dp=2), marks=pytest.mark.thorough), Axes(pp=2, dp=2), Axes(dp=4)],
+    ids=["tp2dp2", "pp2dp2", "dp4"])
 def test_each_process_of_a_start_and_a_restart_builds_once(
         drive: Drive, twin: Twins, axes: Axes) -> None:
     driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)

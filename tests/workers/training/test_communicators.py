@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from rank_driver import Drive
 from unicron.events.records.reports import ReconfigureFailed
 from unicron.events.spec.job import Model, Train
+from unicron.events.spec.model import Axes
 from unicron.workers.ipc.pipe_protocol import Unpacker
 from unicron.workers.ipc.progress_page import ProgressWriter
 from unicron.workers.training.communicators import communicators, sockets
@@ -100,7 +101,7 @@ def test_leaving_a_generation_releases_its_handles_and_sockets() -> None:
     ours = Communicators("127.0.0.1", torch.device("cpu"))
     before = set(sockets.inodes())  # some may be garbage that is collected meanwhile
     ours.meet(0, 0, 1, ours.endpoint, b"")
-    ours.up()
+    ours.up(Axes(dp=ours.num_members))
     trainee = model.build(TRAIN, torch.device("cpu"), ours.groups)
     roots = list(trainee.roots)
     num_handles = groups_in(roots, set())
@@ -119,7 +120,7 @@ def test_leaving_a_generation_releases_its_handles_and_sockets() -> None:
             assert time.monotonic() < last_s, "a reference keeps sockets open"
             time.sleep(0.01)
         ours.meet(generation, 0, 1, ours.endpoint, b"")
-        ours.up()
+        ours.up(Axes(dp=ours.num_members))
         ours.bind()
         assert groups_in(roots, set()) == num_handles, "a handle is missing"
     ours.down(roots)
@@ -130,19 +131,19 @@ def test_an_aborted_group_means_quiesced_only_after_an_interrupt() -> None:
     cpu_device.prepare_device()
     ours = Communicators("127.0.0.1", torch.device("cpu"))
     ours.meet(0, 0, 1, ours.endpoint, b"")
-    ours.up()
+    ours.up(Axes(dp=ours.num_members))
     trainee = model.build(TRAIN, torch.device("cpu"), ours.groups)
-    reduction = Reduction(trainee, lambda event, bucket=-1: None,
-                          Marks(ProgressWriter(), overlap=False), closely=False)
     agent, theirs = socket.socketpair()
     with agent, theirs:
-        control = Control(theirs, 0, Unpacker())
+        reduction = Reduction(trainee, Control(theirs, 0, Unpacker()), ours,
+                              lambda event, bucket=-1: None,
+                              Marks(ProgressWriter(), overlap=False), closely=False)
         ours.backend = "nccl"
         dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="has not been initialized"):
-            reduction.meet(control, ours, Stats())
+            reduction.meet(Stats())
         ours.interrupt()
-        assert reduction.meet(control, ours, Stats()) == "quiesced"
+        assert reduction.meet(Stats()) == "quiesced"
     ours.down(trainee.roots)
 
 
@@ -152,7 +153,7 @@ def test_the_device_is_synchronized_before_its_groups_are_released(
     cpu_device.prepare_device()
     ours = Communicators("127.0.0.1", torch.device("cpu"))
     ours.meet(0, 0, 1, ours.endpoint, b"")
-    ours.up()
+    ours.up(Axes(dp=ours.num_members))
     seen: list[tuple[bool, bool]] = []
     monkeypatch.setattr(torch.cuda, "synchronize",
                         lambda: seen.append((ours.is_up, ours.groups is not None)))
@@ -166,7 +167,7 @@ def test_the_collective_timeout_reaches_the_groups(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(communicators, "COLLECTIVE_S_MAX", 77.0)
     ours = Communicators("127.0.0.1", torch.device("cpu"))
     ours.meet(0, 0, 1, ours.endpoint, b"")
-    ours.up()
+    ours.up(Axes(dp=ours.num_members))
     assert {limit_s(ours.groups.dp), limit_s(ours.groups.tp)} == {77.0}
     ours.down([])
 

@@ -45,6 +45,9 @@ SHARDED: dict[str, tuple[Train, Axes, float]] = {
     "dp2-fp16": (FP16, Axes(dp=2), BIT), "tp2dp2": (TRAIN, TP2_DP2, EXACT),
     "pp2dp2": (TRAIN, PP2_DP2, EXACT),
 }
+NEIGHBOURED = {"tp2", "pp2", "tp2-untied", "pp2-chunks-dropout", "pp2dp2-bf16", "tp2dp2-fp16"}
+SHARDED_NEIGHBOURED = {"dp2-fp16", "pp2dp2"}
+"""Cases that only `make test-thorough` runs: the others have each layout and each option."""
 Twin = tuple[list[float], list[float], dict[str, Any]]
 WIDE = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -85,7 +88,11 @@ def check(train: Train, axes: Axes, rel: float, twin: Twin) -> list[list[tuple[s
     return [noted for *_, noted in ends]
 
 
-@pytest.mark.parametrize("case", CASES)
+def but(thorough: set[str], cases: dict[str, Any]) -> list[Any]:
+    return [pytest.param(case, marks=[pytest.mark.thorough] * (case in thorough)) for case in cases]
+
+
+@pytest.mark.parametrize("case", but(NEIGHBOURED, CASES))
 def test_a_layout_ends_where_one_process_ends(case: str, twins: dict[int, Twin]) -> None:
     train, axes, rel = CASES[case]
     noted = check(train, axes, rel, twin_of(train, twins))
@@ -99,7 +106,7 @@ def test_a_layout_ends_where_one_process_ends(case: str, twins: dict[int, Twin])
         assert sorted(passed) == sorted(mine * axes.chunks * NUM_ITERATIONS)
 
 
-@pytest.mark.parametrize("case", SHARDED)
+@pytest.mark.parametrize("case", but(SHARDED_NEIGHBOURED, SHARDED))
 def test_a_sharded_optimizer_ends_where_a_whole_one_ends(case: str, twins: dict[int, Twin]) -> None:
     train, axes, rel = SHARDED[case]
     check(replace(train, parallel=Parallel(optimizer="sharded")), axes, rel, twin_of(train, twins))

@@ -18,6 +18,7 @@ from nursery import PATCH, Forked, Nursery
 from rank_driver import Drive, Twins
 from unicron.events.records.reports import CollectiveFailed
 from unicron.events.spec.job import Model, Train
+from unicron.events.spec.model import Axes
 from unicron.workers.training.communicators import process_groups
 from unicron.workers.training.dependencies import private_megatron
 from unicron.workers.training.model import cpu_device
@@ -295,7 +296,7 @@ def trainee() -> Iterator[model.TrainingModel]:
     cpu_device.prepare_device()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    made = model.build(TRAIN, torch.device("cpu"), process_groups.build(None, 60))
+    made = model.build(TRAIN, torch.device("cpu"), process_groups.build(Axes(), 60))
     made.clear()  # allocates the gradients
     yield made
     private_megatron.clear_globals()

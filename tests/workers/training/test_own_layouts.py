@@ -148,7 +148,7 @@ CASES = {
 }
 
 
-AS_IN_REPLICAS = {"tp2dp2_to_tp2", "pp2dp2_to_pp2", "dp4_to_tp2_beside"}
+AS_IN_REPLICAS = {"tp2dp2_to_tp2", "pp2dp2_to_pp2", "pp2dp2_to_dp3", "dp4_to_tp2_beside"}
 """Cases that test_replicas.py covers with a task that has no custom loop."""
 
 

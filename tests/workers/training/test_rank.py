@@ -370,17 +370,18 @@ def test_a_newcomer_receives_half_a_million_losses(drive: Drive) -> None:
 
 
 WRONG = """
+from unicron.workers.training.step.forward_backward import Passes
 from unicron.workers.training.step.iteration import Iteration
-right = Iteration._micro_batch
-def wrong(self, item, begin):
-    struck = self.step_version == 4 and item == 5
+from unicron.workers.training.step.losses import Losses
+right = Iteration._unit
+def wrong(self, unit, *rest, **named):
+    struck = self.step_version == 4 and unit == (5,)
     if struck and fault == "dropped":
-        self.done.append(item)
-        return
-    right(self, item, begin)
+        return Passes(1, Losses())
     if struck:
-        right(self, item, begin)
-Iteration._micro_batch = wrong
+        right(self, unit, *rest, is_last=False)
+    return right(self, unit, *rest, **named)
+Iteration._unit = wrong
 """
 
 

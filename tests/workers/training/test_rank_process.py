@@ -263,12 +263,12 @@ def test_built_objects_are_frozen_for_the_garbage_collector(drive: Drive) -> Non
 RAISES = """
 import sys
 from unicron.workers.training.step.iteration import Iteration
-right = Iteration._micro_batch
-def wrong(self, item, begin):
+right = Iteration._unit
+def wrong(self, *given, **named):
     if self.step_version == 2:
         raise ValueError("raised on purpose")
-    right(self, item, begin)
-Iteration._micro_batch = wrong
+    return right(self, *given, **named)
+Iteration._unit = wrong
 """
 
 

@@ -47,7 +47,12 @@ def test_an_undisturbed_task_equals_the_twin(drive: Drive, twin: Twins, axes: Ax
     finish(driver, ranks, twin(iterations=NUM_ITERATIONS, model=MODEL))
 
 
-@pytest.mark.parametrize("name", CASES)
+AS_OTHERS = {"tp2dp2_to_dp3", "pp2dp2_to_pp2"}
+"""Cases that test_own_layouts.py and test_forward_counts.py have, too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (
+    name in AS_OTHERS)) for name in CASES])
 def test_training_continues_after_a_lost_rank(drive: Drive, twin: Twins, name: str) -> None:
     case = CASES[name]
     driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)

@@ -64,7 +64,7 @@ def pairs(fp32: tuple[str, ...]) -> list[Any]:
             for precision in ("fp32", "bf16") for event in EVENTS]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.thorough), "bf16"])
 def test_an_undisturbed_task_equals_the_twin(drive: Drive, twin: Twins, precision: str) -> None:
     ranks = [0, 1, 2]
     driver = ready(drive, ranks, precision=precision)

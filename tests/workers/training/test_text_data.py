@@ -35,7 +35,7 @@ def test_the_default_is_pythons_own_documentation() -> None:
 
 
 def test_a_sample_is_a_pure_function_of_its_position() -> None:
-    words = Text(bytes(range(256)) * 8, "test")
+    words = Text(bytes(range(256)) * 8)
     one = words.sample(1, 5, 3, rows=4, sequence=16)
     assert one.shape == (4, 17)
     words.sample(1, 6, 0, rows=2, sequence=16)
@@ -46,7 +46,7 @@ def test_a_sample_is_a_pure_function_of_its_position() -> None:
 
 
 def test_samples_are_runs_of_the_text_up_to_its_last_byte() -> None:
-    words = Text(bytes(range(20)), "test")
+    words = Text(bytes(range(20)))
     firsts: set[int] = set()
     for item in range(60):
         row = words.sample(1, 0, item, rows=1, sequence=16)[0]

@@ -7,6 +7,7 @@ secret that it makes and keeps in a file. The control plane keeps the hash.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,11 +49,14 @@ class _Error(Struct, frozen=True):
 
 
 class TokenRefused(UsageError):
-    """The control plane does not know the token. `revoked`: it was an identity until then."""
+    """The control plane does not know the token."""
 
-    def __init__(self, message: str, hint: str, *, revoked: bool) -> None:
-        super().__init__(message, hint)
-        self.revoked = revoked
+
+class NodeRevoked(TokenRefused):
+    """The token was the identity of this node until it was revoked. A service manager does not
+    start the agent again after this exit code: deploy/systemd."""
+
+    exit_code = os.EX_NOPERM
 
 
 class IdentityFile:
@@ -120,8 +124,9 @@ async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, 
         raise UsageError(f"{url!r} is not a URL", "give --url http://HOST:PORT") from None
     data = await reply.read()
     if reply.status in (401, 403, 410):
-        raise TokenRefused(f"{url} does not accept the token: {_error(data).error}",
-                           "an admin: unicron token create --join", revoked=reply.status == 410)
+        refused = NodeRevoked if reply.status == 410 else TokenRefused
+        raise refused(f"{url} does not accept the token: {_error(data).error}",
+                      "an admin: unicron token create --join")
     if reply.status >= 500:
         raise aiohttp.ClientError(f"{reply.status} {_error(data).error}".strip())
     if reply.status != 200:

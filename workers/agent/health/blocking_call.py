@@ -24,8 +24,7 @@ class BlockingCalls(Generic[T]):
         self._pending: Future[T] | None = None
 
     async def call(self, function: Callable[[], T], s_max: float) -> T:
-        """Return what `function` returns, or raise its exception. Raises Late after `s_max`; then
-        the next `call` waits for the same thread."""
+        """The function's result or exception. Raises Late after `s_max`; the next call waits on."""
         if self._pending is None:
             self._pending = self._thread.submit(function)
         waiting = asyncio.wrap_future(self._pending)

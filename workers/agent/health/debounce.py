@@ -10,16 +10,13 @@ from .finding import RANKED, DeviceError, Finding
 
 
 class Debouncer:
-    """Debounces one health check: reports a change after several consecutive equal readings.
+    """Debounces one check: reports a change after several equal readings, a definite failure
+    (`is_fact`) at once, an initial "healthy" never."""
 
-    A definite failure (`is_fact`) is reported at the first reading. An initial "healthy" is not
-    reported. `reported`: the last report of a former agent.
-    """
-
-    def __init__(self, num_worse: int = limits.LOOKS_WORSE_NUM,
-                 num_better: int = limits.LOOKS_BETTER_NUM,
+    def __init__(self, num_better: int = limits.LOOKS_BETTER_NUM,
                  reported: Finding | None = None) -> None:
-        self._num_worse, self._num_better = num_worse, num_better
+        """`reported`: the last report of a former agent."""
+        self._num_better = num_better
         self.reported = reported or Finding("", "healthy")
         self._direction: object = None
         self._num_looks = 0
@@ -34,7 +31,7 @@ class Debouncer:
         direction: object = _key(finding) if step == 0 else step > 0
         self._num_looks = self._num_looks + 1 if direction == self._direction else 1
         self._direction = direction
-        needed = self._num_better if step < 0 else 1 if finding.is_fact else self._num_worse
+        needed = self._num_better if step < 0 else 1 if finding.is_fact else limits.LOOKS_WORSE_NUM
         if self._num_looks < needed:
             return None
         self._direction, self._num_looks = None, 0

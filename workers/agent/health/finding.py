@@ -44,10 +44,8 @@ class Reading(NamedTuple):
 
 
 class Reader(Protocol):
-    """Reads one part of the node. `read` may block: it is called in its own thread.
-
-    `read` raises OSError, ValueError or LookupError if the part cannot be read.
-    """
+    """Reads one part of the node. `read` may block: it is called in its own thread. It raises
+    OSError, ValueError or LookupError if the part cannot be read."""
 
     name: str
     every_s: float

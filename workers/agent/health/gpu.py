@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import structlog
 
@@ -15,8 +15,6 @@ from ....events.records.statuses import ECC_ERRORS, GPU_DRIVER_ERRORS, NVLINK_ER
 from . import limits
 from .finding import DeviceError, Finding, worst
 from .network import MINUTE_S, GrowthCounter
-
-# --- NVML: loaded on nodes with GPUs; its absence is not fatal. ---
 
 _log = structlog.get_logger("agent")
 
@@ -35,50 +33,14 @@ ACTION_CODE = 230
 """The recovery action that the driver requires."""
 
 
-class Event(Protocol):
-    """c_nvmlEventData_t."""
-
-    device: object
-    eventType: int
-    eventData: int
-
-
-class Value(Protocol):
-    """c_nvmlFieldValue_t; `valueType` says which member of the union `value` is set."""
-
-    fieldId: int
-    valueType: int
-    nvmlReturn: int
-    value: Any
-
-
-class Nvml(Protocol):
-    """The functions of nvidia-ml-py that we use. Each raises NVMLError; its `value` is the code."""
-
-    NVMLError: type[Exception]
-
-    def nvmlInit(self) -> None: ...
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> object: ...
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> object: ...
-    def nvmlDeviceGetPciInfo(self, handle: object) -> Any: ...
-    def nvmlDeviceGetTotalEccErrors(self, handle: object, kind: int, since: int) -> int: ...
-    def nvmlDeviceGetRemappedRows(self, handle: object) -> tuple[int, int, int, int]: ...
-    def nvmlDeviceGetRetiredPages(self, handle: object, cause: int) -> Sequence[object]: ...
-    def nvmlDeviceGetRetiredPagesPendingStatus(self, handle: object) -> int: ...
-    def nvmlDeviceGetNvLinkState(self, handle: object, link: int) -> int: ...
-    def nvmlDeviceGetFieldValues(self, handle: object, fields: list[int]) -> Sequence[Value]: ...
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: object) -> int: ...
-    def nvmlDeviceGetClockInfo(self, handle: object, kind: int) -> int: ...
-    def nvmlDeviceGetMaxClockInfo(self, handle: object, kind: int) -> int: ...
-    def nvmlEventSetCreate(self) -> object: ...
-    def nvmlDeviceRegisterEvents(self, handle: object, kinds: int, events: object) -> None: ...
-    def nvmlEventSetWait_v2(self, events: object, wait_ms: int) -> Event: ...
+Nvml = Any
+"""nvidia-ml-py, which has no types. Its functions raise NVMLError; the code is its `value`."""
 
 
 def load() -> Nvml | None:
     """Import the library; None, with a log line, if it is not installed."""
     try:
-        return cast(Nvml, importlib.import_module("pynvml"))
+        return importlib.import_module("pynvml")
     except ImportError:
         _log.warning("GPUs are monitored by kernel messages only: nvidia-ml-py is not installed",
                      hint="pip install unicron[gpu]")
@@ -90,12 +52,12 @@ def code_of(error: Exception) -> int:
     return int(getattr(error, "value", 0))
 
 
-def number_of(value: Value) -> int | None:
-    """The value of a field; None if the driver does not know the field."""
+def number_of(value: Any) -> int | None:
+    """The value of a c_nvmlFieldValue_t; None if the driver does not know the field."""
     if value.nvmlReturn != 0:
         return None
-    name = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")[value.valueType]
-    return int(getattr(value.value, name))
+    names = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+    return int(getattr(value.value, names[int(value.valueType)]))
 
 T = TypeVar("T")
 
@@ -139,7 +101,11 @@ class Gpu:
             self._link_state(found)
             self._throttling(found)
         except self._nvml.NVMLError as error:
-            found.append(self._lost_finding(error))
+            found.append(
+                self._bad("unhealthy", "GPU is lost: it is no longer on the bus",
+                          GPU_DRIVER_ERRORS, "nvml-lost") if code_of(error) == LOST_CODE else
+                self._bad("unhealthy", "the driver refuses the GPU until it is reset",
+                          GPU_DRIVER_ERRORS, "nvml-reset-required"))
         return worst(f"gpu/{self._slot}", found)._replace(devices=(self._slot,)), erred
 
     def _call(self, call: Callable[[], T]) -> T | None:
@@ -150,12 +116,6 @@ class Gpu:
             if code_of(error) in (LOST_CODE, RESET_REQUIRED_CODE):
                 raise
             return None
-
-    def _lost_finding(self, error: Exception) -> Finding:
-        why = ("GPU is lost: it is no longer on the bus" if code_of(error) == LOST_CODE
-               else "the driver refuses the GPU until it is reset")
-        return self._bad("unhealthy", why, GPU_DRIVER_ERRORS,
-                         "nvml-lost" if code_of(error) == LOST_CODE else "nvml-reset-required")
 
     def _bad(self, health: CheckHealth, why: str, status: str, rule: str,
              is_fact: bool = True) -> Finding:

@@ -22,9 +22,7 @@ _log = structlog.get_logger("agent")
 
 class Gpus:
     """Reads all GPUs. `devices`: for each slot an entry of CUDA_VISIBLE_DEVICES (index or UUID).
-
-    `read` calls the driver and may hang; the other methods do not.
-    """
+    Only `read` calls the driver, and may hang."""
 
     name = "gpu"
     every_s, s_max = limits.GPU_EVERY_S, limits.GPU_S_MAX
@@ -58,10 +56,7 @@ class Gpus:
             finding, errors = gpu.look()
             findings.append(finding)
             erred += errors
-        with self._lock:
-            erred += self._xids
-            self._xids = []
-        return Reading(findings, erred)
+        return Reading(findings, [*erred, *self.take_xids()])
 
     def take_xids(self) -> list[DeviceError]:
         """New XIDs; does not call the driver."""
@@ -81,7 +76,8 @@ class Gpus:
         try:
             nvml.nvmlInit()
             for device in self._devices:
-                handles.append(self._handle(nvml, device))
+                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(device)) if device.isdecimal()
+                               else nvml.nvmlDeviceGetHandleByUUID(device.encode()))
             pci = {slot: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
                    for slot, handle in enumerate(handles)}
         except nvml.NVMLError as error:
@@ -102,11 +98,6 @@ class Gpus:
         _log.info("monitors GPUs by NVML", num_gpus=len(handles))
         self._listen(nvml, handles)
         return True
-
-    def _handle(self, nvml: Nvml, device: str) -> object:
-        if device.isdecimal():
-            return nvml.nvmlDeviceGetHandleByIndex(int(device))
-        return nvml.nvmlDeviceGetHandleByUUID(device.encode())
 
     def _listen(self, nvml: Nvml, handles: Sequence[object]) -> None:
         try:

@@ -34,11 +34,8 @@ def normalize_address(address: str) -> str:
 
 
 def slots_from_driver(devices: Sequence[str], gpus: Path = GPUS) -> GpuSlots:
-    """Read the mapping from the driver's /proc files, without NVML.
-
-    `devices` are entries of CUDA_VISIBLE_DEVICES: a UUID, a prefix of one, or an index in the order
-    of PCI addresses, as CUDA_DEVICE_ORDER=PCI_BUS_ID and nvidia-smi count.
-    """
+    """Read the mapping from the driver's /proc files, without NVML. `devices`, as
+    CUDA_VISIBLE_DEVICES: a UUID, a prefix of one, or an index by PCI address as in nvidia-smi."""
     found: dict[str, str] = {}
     try:
         folders = sorted(gpus.iterdir(), key=lambda folder: normalize_address(folder.name))

@@ -49,12 +49,9 @@ class HealthMonitor:
         self._journal = journal
         self._report = report
         self._gpus = Gpus(node.devices)
-        if sources.readers is not None:
-            self._readers = sources.readers
-        else:
-            self._readers = [
-                *([self._gpus] if node.devices else []), Network(), Disk(node.state_dir), Memory(),
-                BlockedProcesses(f"{MARKER}={node.mark}".encode())]
+        self._readers: Sequence[Reader] = sources.readers if sources.readers is not None else [
+            *([self._gpus] if node.devices else []), Network(), Disk(node.state_dir), Memory(),
+            BlockedProcesses(f"{MARKER}={node.mark}".encode())]
         self._kernel = KernelLog(self._gpus.slots, sources.kmsg)
         self._bursts = BurstFilter()
         self._steady: dict[str, Debouncer] = {}
@@ -76,10 +73,8 @@ class HealthMonitor:
         return self._kernel.killed(pid)
 
     async def run(self) -> None:
-        """Run until cancelled: a loop for each reader, the kernel log, and the site's checks.
-
-        When cancelled, it kills running checks and abandons a thread that hangs in a driver.
-        """
+        """Run until cancelled: a loop for each reader, the kernel log, and the site's checks. Then
+        it kills running checks and abandons a thread that hangs in a driver."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow_kernel(), name="kernel")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -30,10 +31,8 @@ _log = structlog.get_logger("agent")
 
 
 class KernelLog:
-    """Reads the messages after its own creation. `slots` maps the GPU of a line to its slot.
-
-    If the kernel log cannot be read, this is logged once, and nothing is ever found.
-    """
+    """Reads the messages after its own creation; none, with a log line, if it may not. `slots` maps
+    the GPU of a line to its slot."""
 
     def __init__(self, slots: Callable[[], GpuSlots], path: Path = KMSG) -> None:
         self._slots = slots
@@ -44,11 +43,8 @@ class KernelLog:
         self._num_skipped = 0
 
     def killed(self, pid: int) -> str | None:
-        """The kernel's line on the OOM kill of this process, None if there is none.
-
-        Reads to the end of the log first: the line is written before the process can be reaped.
-        Always None in a separate pid namespace (most containers), where the kernel's pids differ.
-        """
+        """The kernel's line on the OOM kill of this process, which is written before it is reaped;
+        None: there is none. In another pid namespace (most containers) always None."""
         self._read()
         return self._killed.get(pid)
 
@@ -56,7 +52,8 @@ class KernelLog:
         """Errors since the last look, from at most LINES_NUM_MAX lines."""
         self._read()
         lines, self._lines = self._lines, []
-        found = [erred for line in lines if (erred := self._judge(line)) is not None]
+        found = [erred for line in lines if (erred := device_error_of(
+            "kernel", classify(line), line, self._slots())) is not None]
         if self._num_skipped:
             _log.warning("too many kernel messages; some were skipped", num_lines=self._num_skipped)
             self._num_skipped = 0
@@ -111,11 +108,8 @@ class KernelLog:
         else:
             self._num_skipped += 1
 
-    def _judge(self, line: str) -> DeviceError | None:
-        return device_error_of("kernel", classify(line), line, self._slots())
 
-
-def device_error_of(origin: str, verdict: Verdict, line: str,
+def device_error_of(origin: Literal["kernel", "nvml"], verdict: Verdict, line: str,
                     slots: GpuSlots) -> DeviceError | None:
     """The error in a line. None if there is none, or if the GPU is not one of this agent."""
     if not verdict.status or verdict.second_hand:
@@ -128,8 +122,7 @@ def device_error_of(origin: str, verdict: Verdict, line: str,
         devices = () if slot is None else (slot,)
     found = _PID.search(line)
     pid = int(found[1] or found[2]) if found else 0
-    return DeviceError("nvml" if origin == "nvml" else "kernel", verdict.status, verdict.rule, line,
-                       devices, verdict.code, pid)
+    return DeviceError(origin, verdict.status, verdict.rule, line, devices, verdict.code, pid)
 
 
 def _open(path: Path) -> int:

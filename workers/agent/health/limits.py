@@ -49,8 +49,7 @@ AVAILABLE_SHARE_DEGRADED = 0.03
 """Share of the machine's memory, or of the container's limit (our choice). Low memory is never
 "unhealthy": usually the task is the cause, and would use up the memory of the next node too."""
 STALLED_PERCENT_DEGRADED = 20.0
-"""PSI "full avg10": the share of time in which all processes stalled on memory (our choice;
-systemd-oomd kills at 60)."""
+"""PSI "full avg10": share of time in which all stalled (our choice; systemd-oomd kills at 60)."""
 BACK_RATIO = 1.25
 """Hysteresis: a low value must rise to its limit times this ratio to be healthy again."""
 

@@ -197,7 +197,8 @@ class BlockedProcesses:
         for proc in self._table():
             if proc.state != "D" or proc.ppid == _KTHREADD_NUM:
                 continue
-            switches = self._switches(proc.pid)
+            # Context switches grow while a process reads a slow disk: it is not blocked.
+            switches = sum(map(int, _SWITCHES.findall(self._text(proc.pid, "status"))))
             before = self._waits.get(proc.pid)
             same = before is not None and before[:2] == (proc.start_ticks, switches)
             waits[proc.pid] = (before if before is not None and same
@@ -216,11 +217,6 @@ class BlockedProcesses:
                f"killed: in {where} for {now_s - since_s:.0f} s{more}")
         # No debouncing: BLOCKED_S already spans several readings.
         return Reading([Finding(self.name, "degraded", why, rule="process-blocked", is_fact=True)])
-
-    def _switches(self, pid: int) -> int:
-        """The context switches. They grow while a process reads a slow disk: it is not blocked."""
-        found: list[str] = _SWITCHES.findall(self._text(pid, "status"))
-        return sum(int(number) for number in found)
 
     def _text(self, pid: int, name: str) -> str:
         try:

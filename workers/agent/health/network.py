@@ -52,8 +52,7 @@ class GrowthCounter:
 
 
 class _Port:
-    """The link state, best rate and flaps of an InfiniBand or Ethernet port. A port that was never
-    up is ignored, because unused ports are common."""
+    """An InfiniBand or Ethernet port: link state, best rate, flaps. Never up: unused, ignored."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name

@@ -22,11 +22,10 @@ _log = structlog.get_logger("agent")
 
 
 def request_dumps(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> Dumps:
-    """Request a dump from each rank. Returns the paths, in the folders of the ranks.
+    """Request a dump from each rank, without waiting; return the paths, for `unicron locate`.
 
-    Does not wait, and does not disturb a healthy rank. A file appears within milliseconds, complete
-    or not at all. A rank that is stopped or holds its GIL writes none until it continues: a missing
-    file is evidence too. `unicron locate` reads the files of all nodes from one folder.
+    A file appears within milliseconds, complete or not at all. A rank that is stopped or holds its
+    GIL writes none until it continues: a missing file is evidence too.
     """
     paths: Dumps = {}
     for rank, process, pipe in ranks:

@@ -21,7 +21,7 @@ LINE_BYTES_MAX = 16 << 10
 """A longer line is not one of Megatron's."""
 STEP_S_MAX = 1e6
 _WAITING_NUM_MAX = 8
-"""Maximum number of ranges that wait to be reported, because they cannot be merged."""
+"""Lines that wait to be reported, because they cannot be merged."""
 _MARK = b"elapsed time per iteration ("
 _PAUSE_MARKS = (b" checkpoint ", b"valuating ", b"validation")
 """Parts of the lines that Megatron-LM and GPT-NeoX print about a checkpoint (`saving checkpoint
@@ -37,7 +37,7 @@ _COUNTS = tuple(re.compile(rb"\|[ \t]*%s:[ \t]*([0-9]{1,12})[ \t]*(?:\||$)" % na
 
 
 class ProgressLine(NamedTuple):
-    """The content of one progress line."""
+    """The content of one progress line, or of several that `IterationRanges` has merged."""
 
     iteration: int
     """Finished iterations, counted from 1."""
@@ -51,20 +51,8 @@ class ProgressLine(NamedTuple):
     """In samples; 0: not printed."""
     skipped: int
     nan: int
-
-
-class IterationRange(NamedTuple):
-    """One or more progress lines, merged; fields as in `ProgressLine`."""
-
-    iteration: int
-    iterations: int
-    num: int
+    num: int = 0
     """Iterations that `step_s` averages; 0: unknown, or the process was warming up."""
-    step_s: float
-    loss: float | None
-    global_batch: int
-    skipped: int
-    nan: int
 
 
 def parse(line: bytes) -> ProgressLine | None:
@@ -150,7 +138,7 @@ class IterationRanges:
         """The latest iteration; 0: none."""
         self._is_first = False
         """The latest line was the first of a process."""
-        self._waiting: deque[IterationRange] = deque(maxlen=_WAITING_NUM_MAX)
+        self._waiting: deque[ProgressLine] = deque(maxlen=_WAITING_NUM_MAX)
 
     def add(self, line: ProgressLine) -> None:
         """Add the next line. A lower iteration counts as the first line of a process. A repeated
@@ -162,10 +150,13 @@ class IterationRanges:
         if self._is_first and follows and line.iteration % num:
             num = 0
         self._last, self._is_first = line.iteration, not follows
-        one = IterationRange(line.iteration, line.iterations, num, *line[2:])
+        one = line._replace(num=num)
         before = self._waiting[-1] if self._waiting else None
         if before is not None and num and before.num and before.global_batch == one.global_batch:
-            self._waiting[-1] = _merged(before, one)
+            total = before.num + num
+            self._waiting[-1] = one._replace(
+                num=total, step_s=(before.num * before.step_s + num * one.step_s) / total,
+                skipped=before.skipped + one.skipped, nan=before.nan + one.nan)
         else:
             self._waiting.append(one)
 
@@ -173,12 +164,6 @@ class IterationRanges:
     def is_empty(self) -> bool:
         return not self._waiting
 
-    def take(self) -> IterationRange | None:
-        """Remove and return the oldest range; None if there is none."""
+    def take(self) -> ProgressLine | None:
+        """Remove and return the oldest lines that were merged; None if there are none."""
         return self._waiting.popleft() if self._waiting else None
-
-
-def _merged(old: IterationRange, new: IterationRange) -> IterationRange:
-    num = old.num + new.num
-    return new._replace(num=num, step_s=(old.num * old.step_s + new.num * new.step_s) / num,
-                        skipped=old.skipped + new.skipped, nan=old.nan + new.nan)

@@ -1,9 +1,8 @@
 """Detects a hang of a command: its progress lines have stopped.
 
 The agent cannot see what a command does between two lines, so the evidence is weak. The limit is at
-least a minute and follows the intervals between the command's own lines. If the command announced a
-pause (a checkpoint or an evaluation), the limit is longer. Time in which the agent did not look
-does not count.
+least a minute, follows the intervals between the command's own lines, and is longer after an
+announced pause (a checkpoint or an evaluation). Time in which the agent did not look is left out.
 """
 
 from __future__ import annotations
@@ -95,8 +94,10 @@ class OutputMonitor:
     def look(self, now_s: float, is_paused: Callable[[], bool]) -> RankStalled | None:
         """Return a new stall. `is_paused` is called last because it may read a file."""
         line, limit_s = self._line, self.limit_s()
-        if line is None or not limit_s or self._stalled_s >= 0 or self._has_printed_all(line):
+        if line is None or not limit_s or self._stalled_s >= 0:
             return None
+        if 0 < line.iterations <= line.iteration:
+            return None  # all is done: a checkpoint and a test follow, but no more lines
         in_s = now_s - self._line_s - self._missed_s
         if in_s > limit_s / 3 and self._before is None:
             self._busy_pid = _innermost(self._pid)
@@ -110,10 +111,6 @@ class OutputMonitor:
             **self._ids, generation=0, iteration=line.iteration, where="own", what=WHAT,
             collective=0, in_s=in_s, normal_s=self._monitor.average_s or line.step_s,
             stack=process_state.describe(self._busy_pid, self._before), silent_peers=())
-
-    def _has_printed_all(self, line: IterationsLogged) -> bool:
-        """Whether the last iteration is done: a checkpoint and a test follow, but no more lines."""
-        return 0 < line.iterations <= line.iteration
 
     def _starved_s(self) -> float:
         """How long the process waited for a core since it became late."""

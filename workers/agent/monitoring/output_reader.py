@@ -16,7 +16,7 @@ import structlog
 from ....events.records.orders import StartRank
 from ....events.records.reports import IterationsLogged
 from ....events.records.types import Body
-from .megatron_output import IterationRange, IterationRanges, ProgressLines
+from .megatron_output import IterationRanges, ProgressLine, ProgressLines
 from .output_monitor import DEFAULT_LIMITS, HangLimits, OutputMonitor
 
 LOOK_S = 1.0
@@ -56,8 +56,7 @@ class OutputReaders:
         return self._logs[key].reported_at if key in self._logs else 0
 
     def look(self, now_s: float) -> None:
-        """Report commands that stall, and new progress (at most one report for each task).
-        `now_s` is the monotonic clock."""
+        """Report commands that stall, and new progress, one report a task. `now_s`: monotonic."""
         late_s = now_s - self._looked_s - LOOK_S if self._looked_s is not None else 0.0
         self._looked_s = now_s
         if late_s > LATE_S:
@@ -168,8 +167,7 @@ class OutputReader:
         return self._lines.is_pause_announced
 
     def end(self) -> Iterable[IterationsLogged]:
-        """Take a last look, close the log and return all remaining reports; later output is not
-        read."""
+        """Take a last look, close the log and return all remaining reports."""
         report = self.look()
         self.close()
         while report is not None:
@@ -197,7 +195,7 @@ class OutputReader:
         self._at += len(data)
         return data
 
-    def _report(self, merged: IterationRange) -> IterationsLogged:
+    def _report(self, merged: ProgressLine) -> IterationsLogged:
         self.has_reported = True
         order = self._order
         model = order.spec.model

@@ -1,8 +1,4 @@
-"""Reads from /proc what a stalled process does; safe in any state of the process.
-
-Nothing is sent to the process or injected into it: a process that holds its GIL, or is stopped by a
-debugger, could not answer.
-"""
+"""Reads from /proc what a stalled process does: one that holds its GIL could not answer itself."""
 
 from __future__ import annotations
 
@@ -45,10 +41,7 @@ def look(pid: int) -> ProcessState | None:
 
 
 def describe(pid: int, before: ProcessState | None) -> str:
-    """Describe in words what the process does; "" if unknown.
-
-    `before` is an earlier look. The CPU use of the process is measured from there on.
-    """
+    """Describe in words what the process does, its CPU use since `before`; "" if unknown."""
     now = look(pid)
     if now is None:
         return ""

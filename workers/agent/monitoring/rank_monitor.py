@@ -141,9 +141,10 @@ class RankMonitor:
         return reports
 
     def _check_mark(self, now_s: float, mark: Mark) -> list[Body]:
-        limit_s = self._limit_s(mark)
+        limit_s = self._monitor.limit_s(mark.kind)
         if not limit_s:
             return []
+        limit_s = max(limit_s, STALL_S_MIN)
         in_s = now_s - max(mark.at_s, self._from_s) - self._missed_s
         if self._stalled is None and in_s > limit_s / 3 and self._before is None:
             self._before = process_state.look(self.pid)
@@ -157,10 +158,6 @@ class RankMonitor:
                                 stack=process_state.describe(self.pid, self._before),
                                 silent_peers=silent_peers(self.pid))]
         return self._check_slow(now_s, mark, limit_s) if in_s < limit_s / 3 else []
-
-    def _limit_s(self, mark: Mark) -> float:
-        limit_s = self._monitor.limit_s(mark.kind)
-        return max(limit_s, STALL_S_MIN) if limit_s else 0.0
 
     def _starved_s(self, before: process_state.ProcessState | None) -> float:
         """How long the process waited for a core since `before`."""

@@ -50,8 +50,9 @@ class Shim:
     `held` is what former agents have left, by key: who takes an entry, owns its files.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        """May block for a second. Raises ShimLost."""
+    def __init__(self, connection: socket.socket, path: Path) -> None:
+        """`path`: where the shim listens. May block for a second. Raises ShimLost."""
+        self._path = path
         self.held: dict[str, Held] = {}
         self._connection = connection
         self._connection.settimeout(CALL_S_MAX)
@@ -83,7 +84,7 @@ class Shim:
                     stdout=log, stderr=log, env={**env, marker[0]: marker[1]},
                     pass_fds=(listener.fileno(),), start_new_session=True).returncode = 0
                 connection.connect(address)
-        return cls(connection)
+        return cls(connection, path)
 
     def serve(self, gone_s: float) -> None:
         """From now on, the shim ends all if no agent has served for `gone_s`."""
@@ -139,6 +140,7 @@ class Shim:
             shim.send(self._connection, shim.End())
         with suppress(OSError):
             self._connection.recv(1)  # until it is gone: the next one has the same address
+        self._path.unlink(missing_ok=True)
 
     def kill_unknown(self, marker: bytes) -> None:
         """Kill processes of former agents that the shim does not hold. `marker` is the beginning of

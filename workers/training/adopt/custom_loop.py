@@ -45,7 +45,9 @@ from .data_loader import OF_THE_DATA, LoaderBatches
 
 
 class BuiltLoop(NamedTuple):
-    """Megatron's objects that a script has built, and the layouts that the job allows."""
+    """Megatron's objects that a script has built, and the layouts that the job allows: `config` is
+    a TransformerConfig, `ddp` a DistributedDataParallelConfig, `optimizer` an OptimizerConfig,
+    `modules` the modules inside DDP."""
 
     config: Any
     ddp: Any
@@ -54,15 +56,9 @@ class BuiltLoop(NamedTuple):
     modules: Sequence[Any]
 
 
-def unsupported(config: Any, ddp: Any = None, optimizer: Any = None, *,
-                parallel: Parallel | None = None, modules: Sequence[Any] = ()) -> list[Row]:
+def unsupported(loop: BuiltLoop) -> list[Row]:
     """The support table's rows that apply to this loop and prevent recovery in memory, in table
-    order.
-
-    `config` is a TransformerConfig, `ddp` a DistributedDataParallelConfig, `optimizer` an
-    OptimizerConfig, `modules` the modules inside DDP. Compilers are detected in the modules.
-    """
-    loop = BuiltLoop(config, ddp, optimizer, parallel or Parallel(), modules)
+    order."""
     return [row for row in ROWS
             if row.loop.grade not in RECOVERED and ROW_CHECKS[row.what](loop)]
 
@@ -100,8 +96,7 @@ def _is_fsdp(loop: BuiltLoop) -> bool:
 
 
 def _sums_in_16_bits(loop: BuiltLoop) -> bool:
-    return (loop.ddp is not None and not loop.ddp.grad_reduce_in_fp32
-            and _any(loop.config, "bf16", "fp16"))
+    return not loop.ddp.grad_reduce_in_fp32 and _any(loop.config, "bf16", "fp16")
 
 
 ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
@@ -136,9 +131,8 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
         not loop.config.calculate_per_token_loss or _any(loop.ddp, "average_in_collective")),
     "gradients summed in 16 bits": _sums_in_16_bits,
     "an optimizer other than Adam": lambda loop: (
-        loop.optimizer is not None and (
-            loop.optimizer.optimizer != "adam"
-            or _any(loop.optimizer, "use_precision_aware_optimizer"))),
+        loop.optimizer.optimizer != "adam"
+        or _any(loop.optimizer, "use_precision_aware_optimizer")),
 }
 
 Build = Callable[[Any, Axes, int], tuple[Sequence[Any], Any, Any]]
@@ -476,8 +470,9 @@ def _check_rows(ddps: Sequence[Any], optimizer: Any, train: Train, error: type[N
                 ) -> None:
     """Raises `error` if rows of the support table apply that cannot be trained (NotTrainable), or
     that can, but not recovered."""
-    found = unsupported(ddps[0].config, ddps[0].ddp_config, optimizers.chained(optimizer)[0].config,
-                        parallel=train.parallel, modules=[_inner(ddp) for ddp in ddps])
+    found = unsupported(BuiltLoop(
+        ddps[0].config, ddps[0].ddp_config, optimizers.chained(optimizer)[0].config,
+        train.parallel, [_inner(ddp) for ddp in ddps]))
     if rows := [row for row in found if _is_trainable(row) == (error is NotRecoverable)]:
         raise error("; ".join(f"{row.what}: {row.loop.why}" for row in rows),
                     "unicron doctor --support lists what a loop may contain")

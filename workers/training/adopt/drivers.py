@@ -34,6 +34,7 @@ from ..model.training_state import load_own_tree, own_tree
 from ..process.control_thread import Control
 from ..process.history import History
 from ..process.trace import Trace
+from ..recovery.peers import World
 from ..recovery.settlement import settle
 from ..state_recovery import part_builder, with_shards
 from ..step.iteration import Iteration
@@ -111,9 +112,9 @@ class RestartOnlyDriver:
                 agent.start, agent.control.store_keys, self._place, num,
                 tell=agent.control.tell_unless_behind, stores=lambda: agent.control.keep,
                 spare=self.communicators.spare)
-        self.settled = self._agreed(self._load(trainee), device)
-        self.iteration = Iteration(trainee, work, Trace("", 0, self._place, 0), ProgressWriter(),
-                                   self.history)
+        self.settled = self._agreed(self._load(trainee))
+        self.iteration = Iteration(trainee, self.control, self.communicators, work,
+                                   Trace("", 0, self._place, 0), ProgressWriter(), self.history)
         if self._memory is not None:
             self.iteration.copy_status = self._memory.status
             self.iteration.before_change = self._memory.detach
@@ -153,15 +154,12 @@ class RestartOnlyDriver:
             self._memory.copy(lambda: own_tree(iteration.trainee, at, self.history), at,
                               is_whole=iteration.is_copied)
 
-    def _agreed(self, step_version: int, device: torch.device) -> int:
+    def _agreed(self, step_version: int) -> int:
         """Check that all ranks loaded the same step version: nodes may not share `output`."""
-        extremes = torch.tensor([step_version, -step_version], device=device)
-        if dist.is_initialized():
-            dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        most, least = int(extremes[0]), -int(extremes[1])
-        if most != least:
-            raise UsageError(f"some ranks resume from iteration {least}, others from {most}: they "
-                             "do not see the same checkpoints",
+        found = {int(each) for each in World().collect(str(step_version).encode())}
+        if len(found) > 1:
+            raise UsageError(f"some ranks resume from iteration {min(found)}, others from "
+                             f"{max(found)}: they do not see the same checkpoints",
                              "loop.output must be a folder that all nodes share")
         return step_version
 
@@ -169,7 +167,7 @@ class RestartOnlyDriver:
         """Yield each completed iteration. Raises RuntimeError if a collective fails."""
         yield None
         while self.iteration.step_version < self._train.iterations:
-            outcome = self.iteration.run(self.control, self.communicators)
+            outcome = self.iteration.run()
             if outcome not in ("stepped", "boundary"):
                 raise RuntimeError(self.iteration.reduction.why)
             if self._place == 0:
@@ -177,12 +175,12 @@ class RestartOnlyDriver:
             self._store()
             yield self.iteration.step_version - 1
         # A peer fails if this process exits before the peer has received the last message.
-        self.iteration.meet(self.control, self.communicators)
-        self.iteration.meet(self.control, self.communicators)
+        self.iteration.meet()
+        self.iteration.meet()
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
         """Run `call` on all members. Raises RuntimeError if a collective fails."""
-        outcome = self.iteration.beside(self.control, self.communicators, call)
+        outcome = self.iteration.beside(call)
         if outcome is not None:
             raise RuntimeError(self.iteration.reduction.why)
         return True

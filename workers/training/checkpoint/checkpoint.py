@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from ....events import object_storage
 from ....events.errors import UnicronError, UsageError
 from ....events.spec.job import is_url
-from ...host import object_storage
 from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from ....events.object_storage import COMPLETE_MARK, Store, as_os_errors
 from ....events.spec.job import is_url
-from ...host.object_storage import COMPLETE_MARK, Store, as_os_errors
 from ..process.trace import InjectedFault
 
 PARTIAL, OLD = ".partial", ".old"

@@ -321,17 +321,15 @@ class MegatronState:
 
 def _begin_optimizer(rest: State, weights: State) -> None:
     """The optimizer's state at a first iteration: masters equal the weights, moments are zero."""
-    by_name: dict[str, list[Shard]] = {}
-    for shard in weights:
-        by_name.setdefault(name_of(shard.key), []).append(shard)
+    kinds = {shard.key: shard.kind for shard in weights}
+    masters: State = {}
     for shard, tensor in rest.items():
-        if not shard.key.startswith("master."):
+        if shard.key.startswith("master."):
+            key = f"model.{name_of(shard.key)}"
+            masters[Shard(key, kinds[key], shard.region)] = tensor
+        else:
             tensor.zero_()
-            continue
-        for weight in by_name[name_of(shard.key)]:
-            if (region := intersection(weight.region, shard.region)) is not None:
-                cut(tensor, shard.region, region).copy_(
-                    cut(weights[weight], weight.region, region))
+    state_shards.fill(masters, [weights])
 
 
 def _steps(part: Mapping[str, Any]) -> Iterator[Any]:

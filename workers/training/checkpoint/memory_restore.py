@@ -53,12 +53,7 @@ class StoredShare(Struct, frozen=True, array_like=True):
     """A share in a store; `store` is an index into the endpoints of `Stores`."""
 
     store: int
-    generation: int
-    step_version: int
-    share: int
-    num_shares: int
-    shape: tuple[int, ...]
-    part: tuple[int, ...]
+    offer: Offer
 
 
 class Version(NamedTuple):
@@ -105,7 +100,7 @@ class Stores:
         except (OSError, TransferError) as error:
             self._warn(store, error)
             return []
-        return [_stored(store, offer) for offer in offers]
+        return [StoredShare(store, offer) for offer in offers]
 
     def _connect(self, store: int) -> socket.socket:
         endpoint = self.endpoints[store]
@@ -116,9 +111,10 @@ class Stores:
         """The whole versions that may be used, the newest first. The same on every member."""
         groups: dict[tuple[int, int, int], dict[int, list[StoredShare]]] = {}
         for share in sorted(shares, key=lambda one: one.store):
-            if any(_fits(copy, share) for copy in self._copies):
-                group = (share.step_version, share.generation, share.num_shares)
-                groups.setdefault(group, {}).setdefault(share.share, []).append(share)
+            offer = share.offer
+            if any(_fits(copy, offer) for copy in self._copies):
+                group = (offer.step_version, offer.generation, offer.num_shares)
+                groups.setdefault(group, {}).setdefault(offer.share, []).append(share)
         return [Version(generation, step_version,
                         tuple(tuple(found[share]) for share in range(num_shares)))
                 for (step_version, generation, num_shares), found in sorted(
@@ -131,7 +127,7 @@ class Stores:
         reading = _Reading(wanted)
         # Share 0 has the numbers.
         order = sorted(range(len(version.shares)), key=lambda share: (
-            share != 0, _distance(version.shares[share][0], held)))
+            share != 0, _distance(version.shares[share][0].offer, held)))
         with ThreadPoolExecutor(READERS_NUM, "copies") as pool:
             for first in range(0, len(order), READERS_NUM):
                 some = order[first : first + READERS_NUM]
@@ -150,7 +146,7 @@ class Stores:
 
     def _read_all(self, stored: StoredShare) -> tuple[bytes, dict[str, Tensor]]:
         with self._connect(stored.store) as connection:
-            reader = ShareReader(connection, self._request(stored))
+            reader = ShareReader(connection, _request(stored.offer))
             found: dict[str, Tensor] = {}
             for piece, data in reader.read(range(len(reader.manifest.pieces))):
                 if piece.key not in found:
@@ -186,23 +182,19 @@ class Stores:
             try:
                 return read(share)
             except (OSError, TransferError) as error:
-                self._warn(share.store, error, iteration=share.step_version, share=share.share)
+                self._warn(share.store, error, iteration=share.offer.step_version,
+                           share=share.offer.share)
                 errors.append(str(error) or type(error).__name__)
         raise TransferError("; ".join(errors))
 
     def _read_from(self, reading: _Reading, share: StoredShare) -> None:
         with self._connect(share.store) as connection:
-            reader = ShareReader(connection, self._request(share))
-            if share.share == 0:
+            reader = ShareReader(connection, _request(share.offer))
+            if share.offer.share == 0:
                 reading.numbers = reader.manifest.numbers
             for piece, data in reader.read(reading.useful(reader.manifest.pieces)):
                 reading.take(piece, data)
                 reading.received[share.store] += piece.num_bytes
-
-    def _request(self, share: StoredShare) -> ShareRequest:
-        return ShareRequest(task=self._task, generation=share.generation,
-                            step_version=share.step_version, share=share.share,
-                            num_shares=share.num_shares)
 
     def _wait_s(self) -> float:
         left_s = self._last_s - clock()
@@ -278,17 +270,18 @@ def gather_shares(mine: Sequence[StoredShare]) -> list[StoredShare]:
             for share in msgspec.msgpack.decode(found, type=list[StoredShare])]
 
 
-def _stored(store: int, offer: Offer) -> StoredShare:
-    return StoredShare(store, offer.generation, offer.step_version, offer.share, offer.num_shares,
-                       offer.shape, offer.part)
+def _request(offer: Offer) -> ShareRequest:
+    return ShareRequest(task=offer.task, generation=offer.generation,
+                        step_version=offer.step_version, share=offer.share,
+                        num_shares=offer.num_shares)
 
 
-def _fits(copy: MemoryCheckpoint, share: StoredShare) -> bool:
+def _fits(copy: MemoryCheckpoint, share: Offer) -> bool:
     most = copy.step_version_max if copy.step_version_max >= 0 else inf
     return copy.generation == share.generation and copy.step_version <= share.step_version <= most
 
 
-def _distance(share: StoredShare, held: HeldState) -> tuple[bool, ...]:
+def _distance(share: Offer, held: HeldState) -> tuple[bool, ...]:
     """Shares of the member's own part of the model come first; then those of its pipeline stage,
     which have what all tensor-parallel ranks hold, and those of the first stage."""
     if share.shape != held.shape:

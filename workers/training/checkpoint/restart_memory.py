@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import structlog
-import torch
-import torch.distributed as dist
 from msgspec import Struct
 
 from ....events.log.identity import StoreKeys
@@ -23,7 +21,6 @@ from ....events.records.orders import SetCheckpointStores, StartRank
 from ....events.records.types import Body
 from ...checkpoint_store.protocol import TransferError
 from ..recovery.peers import World
-from ..recovery.state_transfer import comm_device
 from .memory_checkpoint import Content, MemorySaver, StoreOrder
 from .memory_restore import StoredShare, Stores
 from .process_state import NotEncodable, decode, encode, generators, set_generators
@@ -61,8 +58,8 @@ class RestartMemory:
         self._start, self._store_keys, self._place, self._num = start, store_keys, place, num
         self._stores = stores
         self._generation = start.attempt
-        self._saver = MemorySaver(start, store_keys, spare=spare or _interrupts_none, tell=tell,
-                                  note=_untraced)
+        self._saver = MemorySaver(start, store_keys, spare=spare or _interrupts_none,
+                                  tell=tell, note=_untraced)
         self._why = ""
         """Why the state cannot be stored."""
 
@@ -107,11 +104,7 @@ class RestartMemory:
 
     def _agreed(self, mine: bool) -> bool:
         """Whether it is so on all processes."""
-        if self._num == 1:
-            return mine
-        found = torch.tensor(float(mine), device=comm_device())
-        dist.all_reduce(found, dist.ReduceOp.MIN)
-        return bool(found)
+        return mine if self._num == 1 else World().all(mine)
 
     def status(self) -> tuple[float, float]:
         """As that of MemorySaver."""

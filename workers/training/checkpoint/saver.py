@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import structlog
 
+from ....events import object_storage
 from ....events.spec.parallelism import has_every_part
-from ...host import object_storage
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
@@ -204,12 +204,16 @@ class Saver:
                 if is_first:
                     ckpt_bytes = self._complete(target, save, content, must_stop)
                     self._leftover = None
-                    self._report_saved(save, ckpt_bytes, final=final)
+                    self._note("saved", save.generation, save.step_version)
+                    self._saved, self._saved_bytes = save, ckpt_bytes
+                    self._format.saved(save.generation, save.step_version, ckpt_bytes, final=final)
         except WRITE_ERRORS as error:
             raise NotSaved(name, object_storage.reason(error)) from error
         finally:
             taken.release()
-        self._recovered(save.step_version)
+        if self._failing:
+            log.info("checkpoints are saved again", iteration=save.step_version)
+        self._failing = ""
 
     def _write_share(self, target: Folder, save: Save, place: int, taken: snapshot.Snapshot,
                      content: Content, hooks: share_files.Hooks) -> None:
@@ -259,16 +263,6 @@ class Saver:
                     or (self._others_done_s and now_s - self._others_done_s > INDEX_S_MAX)):
                 raise Superseded(target.name, f"the member at {place} did not write its share")
             time.sleep(POLL_S)
-
-    def _report_saved(self, save: Save, ckpt_bytes: int, *, final: bool) -> None:
-        self._note("saved", save.generation, save.step_version)
-        self._saved, self._saved_bytes = save, ckpt_bytes
-        self._format.saved(save.generation, save.step_version, ckpt_bytes, final=final)
-
-    def _recovered(self, step_version: int) -> None:
-        if self._failing:
-            log.info("checkpoints are saved again", iteration=step_version)
-        self._failing = ""
 
     def _log_failure(self, step_version: int, why: str, text: str) -> None:
         if why != self._failing:

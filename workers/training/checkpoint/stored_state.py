@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata, planner
 
 from ....events.errors import UsageError
+from ....events.object_storage import COMPLETE_MARK, Store, as_os_errors
 from ....events.spec.job import is_url
-from ...host.object_storage import COMPLETE_MARK, Store, as_os_errors
 from ..dependencies.private_torch import classes_of_metadata
 from ..recovery.resharding import Dims, Region, intersection
 from ..recovery.state_shards import State, cut, kind_of, torch_dtype

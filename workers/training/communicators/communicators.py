@@ -79,6 +79,14 @@ def _same_excepthook() -> Generator[None]:
         sys.excepthook = excepthook
 
 
+def _unconnected(axes: Axes, place: int) -> Any:
+    """Groups with the sizes and ranks of a position in a layout, but without connections."""
+    with _same_excepthook():
+        dist.init_process_group("fake", store=private_torch.fake_store(), rank=place,
+                                world_size=num_positions(axes))
+    return process_groups.build(axes, COLLECTIVE_S_MAX)
+
+
 class Communicators:
     """This process's communicators of one generation at a time, and the store that it hosts.
 
@@ -142,11 +150,9 @@ class Communicators:
             self.store.set("news", pack_news(self.store.multi_get(keys)))
         return unpack_news(self.store.get("news"))
 
-    def up(self, axes: Axes | None = None, replica: frozenset[int] = frozenset()) -> None:
-        """Build the groups of a layout; `bind` puts them into the model. Raises RuntimeError.
-
-        If `axes` is None, all members are data-parallel. `replica`: the ranks of this replica.
-        """
+    def up(self, axes: Axes, replica: frozenset[int] = frozenset()) -> None:
+        """Build the groups of a layout; `bind` puts them into the model. `replica`: the ranks of
+        this replica. Raises RuntimeError."""
         assert self.store is not None, "rendezvous first"
         self._nccl_aborts.make_room()
         self._is_building = True
@@ -159,7 +165,7 @@ class Communicators:
         finally:
             self._is_building = False
         private_torch.set_timeout(COLLECTIVE_S_MAX)
-        self.axes = axes or Axes(dp=self.num_members)
+        self.axes = axes
         self.replica = replica
         self.on_groups(self.groups)
 
@@ -235,10 +241,7 @@ class Communicators:
         a generation's groups in their place.
         """
         roots: list[Any] = []
-        with _same_excepthook():
-            dist.init_process_group("fake", store=private_torch.fake_store(), rank=place,
-                                    world_size=num_positions(axes))
-        self.groups = process_groups.build(axes, COLLECTIVE_S_MAX)
+        self.groups = _unconnected(axes, place)
         self.on_groups(self.groups)
         try:
             yield roots
@@ -249,11 +252,8 @@ class Communicators:
     def at_position(self, axes: Axes, place: int) -> Generator[Any]:
         """Groups as `without_peers`, but also while a generation is up: to build the part of a
         position in any layout. Megatron's globals are restored at the end."""
-        with (private_torch.separate_groups(), _same_excepthook(),
-              private_megatron.globals_restored()):
-            dist.init_process_group("fake", store=private_torch.fake_store(), rank=place,
-                                    world_size=num_positions(axes))
-            yield process_groups.build(axes, COLLECTIVE_S_MAX)
+        with private_torch.separate_groups(), private_megatron.globals_restored():
+            yield _unconnected(axes, place)
 
     @contextmanager
     def spare(self, descriptor: int) -> Generator[None]:

@@ -32,18 +32,16 @@ GROUP_S_MAX = 10.0
 to connect."""
 
 
-def build(axes: Axes | None, timeout_s: float) -> Any:
+def build(axes: Axes, timeout_s: float) -> Any:
     """Build this member's ProcessGroupCollection. Its position is its torch.distributed rank.
 
-    If `axes` is None, every member is one replica. A standby member gets single-member groups.
-    `timeout_s` is the timeout of every collective.
+    A standby member gets single-member groups. `timeout_s` is the timeout of every collective.
 
     Roles share groups, because each group is expensive. Pure data parallelism has two groups: the
     world and a single-member group. Two roles share a group only if they also share it in all
     layouts that differ only in dp, because handles are replaced by role (group_handles.py).
     """
     place, world_size = dist.get_rank(), dist.get_world_size()
-    axes = axes or Axes(dp=world_size)
     alone = _group((place,), timeout_s)
     groups = dict.fromkeys(ROLES, alone)
     if place < num_positions(axes):

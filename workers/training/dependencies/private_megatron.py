@@ -282,22 +282,14 @@ def data_parallel_groups(buffers: Sequence[Any], of: Callable[[Any], Any]) -> Ge
 class StageMessages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
     """Megatron's sends and receives between stages. All of them go through `exchange`."""
 
-    def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
-                     recv_prev: bool, recv_next: bool, tensor_shape: Any,
-                     wait_on_reqs: bool = True) -> Any:
-        return self.exchange(
-            tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev,
-            recv_prev=recv_prev, recv_next=recv_next, tensor_shape=tensor_shape,
-            wait_on_reqs=wait_on_reqs)
+    def _communicate(self, **given: Any) -> Any:
+        return self.exchange(given)
 
-    def exchange(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
-                 recv_prev: bool, recv_next: bool, tensor_shape: Any, wait_on_reqs: bool) -> Any:
-        """Send and receive what is not None or True. Returns the received tensors of the previous
-        and of the next stage, and None or the requests to wait for."""
-        return super()._communicate(
-            tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev,
-            recv_prev=recv_prev, recv_next=recv_next, tensor_shape=tensor_shape,
-            wait_on_reqs=wait_on_reqs)
+    def exchange(self, given: dict[str, Any]) -> Any:
+        """Send the tensors `tensor_send_next` and `tensor_send_prev`, and receive what `recv_prev`
+        and `recv_next` ask for. Returns the received tensors of the previous and of the next stage,
+        and None or, unless `wait_on_reqs`, the requests to wait for."""
+        return super()._communicate(**given)
 
 
 # --- Random numbers, and Megatron-LM ---

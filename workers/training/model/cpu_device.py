@@ -47,9 +47,10 @@ _mode: CudaAsCpu | None = None
 
 
 def prepare_device() -> torch.device:
-    """The training device. Without CUDA, the first call prepares this thread for the CPU."""
+    """The training device. Without CUDA, the first call prepares this thread for the CPU. Raises
+    torch's error if this rank was given GPUs that CUDA cannot use: it must not train on the CPU."""
     global _mode
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or _is_given_gpus():
         return torch.device("cuda", torch.cuda.current_device())
     if _mode is None:
         # Megatron uses the result of `current_device` only as a `device=` argument.
@@ -59,6 +60,11 @@ def prepare_device() -> torch.device:
         _mode = CudaAsCpu()
         _mode.__enter__()  # type: ignore[no-untyped-call]
     return CPU
+
+
+def _is_given_gpus() -> bool:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return torch.version.cuda is not None and given not in ("", "-1")
 
 
 class InOrder:
@@ -85,9 +91,6 @@ class InOrder:
 
 def _answer_for_streams() -> None:
     """Megatron-LM builds a model in a stream of its own, and reads figures of the device."""
-    def stream_of(device: Any = None) -> InOrder:
-        return InOrder()
-
     def nothing(device: Any) -> None:
         pass
 
@@ -102,7 +105,7 @@ def _answer_for_streams() -> None:
         return SimpleNamespace(major=10, minor=0)
 
     torch.cuda.__dict__.update(
-        Stream=InOrder, Event=InOrder, current_stream=stream_of, default_stream=stream_of,
+        Stream=InOrder, Event=InOrder, current_stream=InOrder, default_stream=InOrder,
         stream=nullcontext, set_device=nothing, memory_allocated=num_bytes,
         max_memory_allocated=num_bytes, memory_reserved=num_bytes, max_memory_reserved=num_bytes,
         memory_stats=memory_stats, get_device_properties=properties)

@@ -18,8 +18,7 @@ END_CODE = 0
 class Text:
     """A byte string. `digest` identifies it: `sha256:`, the hash of the bytes, and their number."""
 
-    def __init__(self, data: bytes, origin: str) -> None:
-        self.origin = origin
+    def __init__(self, data: bytes) -> None:
         self.digest = f"sha256:{hashlib.sha256(data).hexdigest()}:{len(data)}"
         self._bytes = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
@@ -63,7 +62,7 @@ def load(paths: Sequence[str], sequence: int) -> Text:
         raise UsageError(
             f"train.data: {origin} has {len(data)} bytes, one sample needs {sequence + 1}",
             "give longer files or a smaller train.model.sequence")
-    return Text(data, origin)
+    return Text(data)
 
 
 def _read(path: str) -> bytes:

@@ -16,7 +16,7 @@ from .state_transfer import comm_device, transfer
 
 class World:
     """The members of the torch.distributed world, and the generation's store for what few members
-    read. All members call the collectives `gather`, `collect`, `maximum` and `swap`, in one order.
+    read. All members call the collectives `gather`, `collect`, `all` and `swap`, in one order.
     Every method raises RuntimeError."""
 
     def __init__(self) -> None:
@@ -39,11 +39,9 @@ class World:
         found = self.gather(data.ljust(max(sizes), b"\0"))
         return [zlib.decompress(each[:size]) for each, size in zip(found, sizes, strict=True)]
 
-    def maximum(self, data: bytes) -> bytes:
-        """The largest value of each byte. All members give the same number of bytes."""
-        found = tensor_of(data).to(comm_device())
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bytes_of(found)
+    def all(self, mine: bool) -> bool:
+        """Whether it is so on all members."""
+        return all(flag == b"1" for flag in self.gather(b"1" if mine else b"0"))
 
     def swap(self, outgoing: Mapping[int, bytes], sources: Collection[int]) -> Mapping[int, bytes]:
         """Send data to some members, and receive that of `sources`: the sizes, then the data."""

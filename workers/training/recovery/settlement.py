@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import Sharding, coordinates, num_positions, replica, shape
-from .state_sources import NO_STATE, Claim, HeldState, StateHolders, find_state
+from .state_sources import Claim, HeldState, StateHolders, find_state
 
 
 class MemberAssignment(Struct, frozen=True, kw_only=True):
@@ -41,8 +41,6 @@ class Settlement(Struct, frozen=True, kw_only=True):
     """The parts that members hold in one layout, by place; together they are the whole state."""
     gate: tuple[float, ...] = ()
     """The step barrier's result, for the members that still have to step."""
-    lost_version: int = NO_STATE
-    """The highest step version, if the members have only a part of its state: it is lost."""
 
 
 def assign_micro_batches(num_micro_batches: int, num_replicas: int, dp: int) -> tuple[int, ...]:
@@ -75,7 +73,6 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
     else:
         owners = _owners(claims, members, continuing)
         todo, reassigned = _assign_remaining(kept, owners, num_micro_batches)
-    highest = max(claim.step_version for claim in claims)
 
     def share(place: int) -> MemberAssignment:
         holder = state.holders.get(place)
@@ -89,8 +86,7 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
     return Settlement(step_version=state.step_version, begun=begun,
                       shares=tuple(share(place) for place in range(len(claims))),
                       holders={place: holder.held for place, holder in state.holders.items()},
-                      gate=state.gate,
-                      lost_version=highest if highest > state.step_version else NO_STATE)
+                      gate=state.gate)
 
 
 def find_receivers(settlement: Settlement, claims: Sequence[Claim], axes: Axes,

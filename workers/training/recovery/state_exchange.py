@@ -11,11 +11,8 @@ the exchange fails.
 
 from __future__ import annotations
 
-import gc
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -43,15 +40,12 @@ from .state_sources import NO_STATE, HeldState, overlap
 
 LARGEST_NUM = 1 << 20
 """Maximum elements of a move. A larger region is split, so that several holders can send it."""
-LISTS_NUM_MAX = 64
-"""Lists of other members that are remembered for later generations."""
 NO_LIST = bytes(DIGEST_BYTES)
 NUMBERS = "numbers"
 """Stands for the numbers of the state among the keys that are missing."""
 Note = Callable[[Literal["give", "receive"]], None]
 
 log = structlog.get_logger()
-_lists: OrderedDict[bytes, ShardList] = OrderedDict()
 
 
 class ExchangeResult(NamedTuple):
@@ -94,10 +88,11 @@ class Request(Struct, frozen=True, array_like=True):
     numbers: bool
 
 
-class Problem(Struct, frozen=True, array_like=True):
-    """Why a receiver cannot go on: the keys that no holder has, and the holders of another model,
-    by place, with the reason."""
+class Told(Struct, frozen=True, array_like=True):
+    """What a member tells all others of its plan: the places that send to it; or why it has none:
+    the keys that no holder has, and the holders of another model, by place, with the reason."""
 
+    senders: list[int] = []
     missing: tuple[str, ...] = ()
     odd: dict[int, str] = {}
 
@@ -143,24 +138,6 @@ class Plan(NamedTuple):
                 for place in sorted(senders)}
 
 
-@contextmanager
-def _without_collection() -> Generator[None]:
-    """No garbage collection within the context: it would search the thousands of new objects, and
-    there is no garbage among them. Otherwise a plan takes a quarter longer."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def forget_lists() -> None:
-    """Forget the lists of other members, for a measurement."""
-    _lists.clear()
-
-
 class Planner:
     """Plans what this member receives, and agrees with the others on who sends to whom.
 
@@ -177,6 +154,8 @@ class Planner:
         self.receivers: list[int] = []
         self.senders: dict[int, bytes] = {}
         """The digest of each holder's list, without the excluded holders."""
+        self._lists: dict[bytes, ShardList] = {}
+        """The lists of other members that were read."""
         self._failed: set[int] = set()
         """The places whose data failed a checksum."""
 
@@ -198,20 +177,20 @@ class Planner:
         if a receiver finds no holder of some part, and RuntimeError if such a holder failed."""
         while True:
             self._describe()
-            plan, problem = Plan([], NO_STATE), Problem()
+            plan, mine = Plan([], NO_STATE), Told()
             if self.want is not None:
-                plan, problem = self._own_plan(self.want)
-            is_sound, targets = self._agree(plan, problem)
-            if is_sound:
-                return plan, targets
-            problems = [msgspec.msgpack.decode(each, type=Problem)
-                        for each in self.peers.collect(msgspec.msgpack.encode(problem))]
-            odd = {place: why for each in problems for place, why in each.odd.items()}
+                plan, mine = self._own_plan(self.want)
+            told = [msgspec.msgpack.decode(each, type=Told)
+                    for each in self.peers.collect(msgspec.msgpack.encode(mine))]
+            if not any(each.missing or each.odd for each in told):
+                return plan, [place for place, each in enumerate(told)
+                              if self.peers.place in each.senders]
+            odd = {place: why for each in told for place, why in each.odd.items()}
             for place, why in sorted(odd.items()):
                 _excluded(place, why)
                 del self.senders[place]
             if not odd:
-                missing = Missing(sorted({key for each in problems for key in each.missing}))
+                missing = Missing(sorted({key for each in told for key in each.missing}))
                 if not self._failed:
                     raise missing
                 # State altered in transit is not lost: the next generation exchanges it again.
@@ -230,16 +209,12 @@ class Planner:
         for own in (self.want, self.have):
             if own is not None and own.digest == digest:
                 return own
-        if digest not in _lists:
+        if digest not in self._lists:
             try:
-                found = ShardList.decode(self.peers.read(f"shards/{digest.hex()}"))
+                self._lists[digest] = ShardList.decode(self.peers.read(f"shards/{digest.hex()}"))
             except ValueError as error:
                 raise RuntimeError(str(error)) from None
-            _lists[digest] = found
-            if len(_lists) > LISTS_NUM_MAX:
-                _lists.popitem(last=False)
-        _lists.move_to_end(digest)
-        return _lists[digest]
+        return self._lists[digest]
 
     def _describe(self) -> None:
         """Publish the list of this member, if it is the first sender that has it, and a receiver
@@ -254,9 +229,8 @@ class Planner:
         if first.get(self.have.digest) == self.peers.place:
             self.peers.publish(f"shards/{self.have.digest.hex()}", self.have.encoded)
 
-    @_without_collection()
-    def _own_plan(self, want: ShardList) -> tuple[Plan, Problem]:
-        """The plan with the lists that this member reads, or why there is none."""
+    def _own_plan(self, want: ShardList) -> tuple[Plan, Told]:
+        """The plan with the lists that this member reads, and what to tell the others."""
         me, odd = self.peers.place, dict[int, str]()
         dp = coordinates(self.seat.axes, self.seat.place).dp
 
@@ -293,23 +267,8 @@ class Planner:
                 numbers_from = near[0][1][dp % len(near[0][1])]
             else:
                 missing = (*missing, NUMBERS)
-        return Plan(moves, numbers_from), Problem(missing, odd)
-
-    def _agree(self, plan: Plan, problem: Problem) -> tuple[bool, list[int]]:
-        """Whether no receiver has a problem, and the receivers that take data from this member."""
-        row_bytes = -(-self.peers.num // 8) + 1
-        rows = bytearray(row_bytes * len(self.receivers))
-        if self.want is not None:
-            at = self.receivers.index(self.peers.place) * row_bytes
-            for place in {move.source for move in plan.moves} | ({plan.numbers_from} - {NO_STATE}):
-                if place != self.peers.place:
-                    rows[at + place // 8] |= 1 << place % 8
-            rows[at + row_bytes - 1] = problem != Problem()
-        found = self.peers.maximum(bytes(rows)) if rows else b""
-        byte, bit = divmod(self.peers.place, 8)
-        return not any(found[row_bytes - 1::row_bytes]), [
-            place for number, place in enumerate(self.receivers)
-            if found[number * row_bytes + byte] >> bit & 1]
+        senders = {move.source for move in moves} | {numbers_from}
+        return Plan(moves, numbers_from), Told(sorted(senders - {me, NO_STATE}), missing, odd)
 
     def ask(self, plan: Plan, targets: Sequence[int]) -> dict[int, Request]:
         """Send this member's requests; the requests of `targets`."""
@@ -387,8 +346,8 @@ def decode_request(data: bytes) -> Request:
 
 def _agree(peers: World, bad: set[int]) -> set[int]:
     """The places in `bad` of any member. Returns when all members have received their data."""
-    flags = peers.maximum(bytes(place in bad for place in range(peers.num)))
-    return {place for place, flag in enumerate(flags) if flag}
+    return {place for each in peers.collect(msgspec.msgpack.encode(bad))
+            for place in msgspec.msgpack.decode(each, type=set[int])}
 
 
 def _excluded(place: int, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Forward and backward of a replica of several members, into each member's local gradients.
+"""Forward and backward of a replica, into the local gradients of each of its members.
 
 Tensor-parallel members run each micro-batch together; pipeline stages run all micro-batches in
 Megatron's own schedule (pipeline.py). This module waits only for other members of the same replica.
@@ -72,6 +72,7 @@ def _ignore(event: str, item: int) -> None:
 
 def _whole(trainee: TrainingModel, iteration: int, item: int, sample: Sample, note: Note,
            losses: Losses, *, forward_only: bool, begin: Begin | None, backward: Backward) -> None:
+    note("micro_batch", item)
     trainee.draw.at(iteration, item)
     batch = sample(item)
     note("forward", item)

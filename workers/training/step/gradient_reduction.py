@@ -63,7 +63,8 @@ class Reduction:
     the number of buckets completed, in order, in a reduction that failed.
     """
 
-    def __init__(self, trainee: TrainingModel, note: Note, marks: Marks, *, closely: bool) -> None:
+    def __init__(self, trainee: TrainingModel, control: Control, communicators: Communicators,
+                 note: Note, marks: Marks, *, closely: bool) -> None:
         self.why = ""
         self.verdict = NOTHING
         self.num_complete = 0
@@ -74,6 +75,7 @@ class Reduction:
         self.router_sums = trainee.experts.sums()
         """Those over all members, after a reduction."""
         self._trainee = trainee
+        self._control, self._communicators = control, communicators
         self._note = note
         self._marks = marks
         self._hooks = PhaseHooks(trainee, note, closely=closely)
@@ -81,8 +83,7 @@ class Reduction:
         self._buckets = (BucketLauncher(trainee.bucket_groups, self._backup, note)
                          if trainee.train.overlap else None)
 
-    def begin(self, control: Control, communicators: Communicators, mine: Stats, losses: Losses
-              ) -> None:
+    def begin(self, mine: Stats, losses: Losses) -> None:
         """Launch the stats before the last backward, which then launches the buckets.
 
         The stats cover all local gradients, including the last micro-batch. They may be launched
@@ -92,10 +93,10 @@ class Reduction:
         """
         if self._buckets is None:
             return
-        generation = communicators.generation
+        generation = self._communicators.generation
 
         def must_stop() -> bool:
-            return control.pending_quiesce(generation) == "now"
+            return self._control.pending_quiesce(generation) == "now"
 
         if must_stop():
             return
@@ -103,7 +104,7 @@ class Reduction:
         if must_stop():  # the order arrived meanwhile
             return
         self._note("stats")
-        self._buckets.begin(self._own_stats(control, communicators, mine, losses), must_stop)
+        self._buckets.begin(self._own_stats(mine, losses), must_stop)
 
     @contextmanager
     def backward(self, *, is_last: bool) -> Generator[None]:
@@ -115,28 +116,27 @@ class Reduction:
                     stack.enter_context(ddp.no_sync())
             yield
 
-    def give_up(self, control: Control, communicators: Communicators) -> None:
+    def give_up(self) -> None:
         """The passes of this member's replica have failed: end the reduction that their last
         backward has begun. The local gradients are lost with the passes."""
         if self._buckets is not None and self._buckets.current is not None:
-            self._end(self._buckets, control, communicators)
+            self._end(self._buckets)
             self._backup.drop()
 
-    def _end(self, buckets: BucketLauncher, control: Control, communicators: Communicators) -> None:
+    def _end(self, buckets: BucketLauncher) -> None:
         assert buckets.current is not None
-        waiter = buckets.current.end(communicators.interrupt)
+        waiter = buckets.current.end(self._communicators.interrupt)
         if waiter is not None:
-            control.abandon(waiter.is_alive)
+            self._control.abandon(waiter.is_alive)
         buckets.reset()
 
-    def run(self, control: Control, communicators: Communicators, mine: Stats, losses: Losses
-            ) -> Stats | Outcome:
+    def run(self, mine: Stats, losses: Losses) -> Stats | Outcome:
         """Reduce. Returns the stats of all members, with the sums of `losses`; a failure restores
         the local gradients, or loses them (`has_lost_sum`)."""
         if self._buckets is None:
-            found = self._run_at_once(control, communicators, mine, losses)
+            found = self._run_at_once(mine, losses)
         else:
-            found = self._run_overlapped(self._buckets, control, communicators, mine, losses)
+            found = self._run_overlapped(self._buckets, mine, losses)
         if isinstance(found, str):
             self.undo()
         elif self._trainee.is_plain:
@@ -156,8 +156,8 @@ class Reduction:
         """Between two generations: free the memory that only a reduction needs."""
         self._backup.free()
 
-    def step_barrier(self, control: Control, communicators: Communicators, mine: Tensor,
-                     scale: Tensor | None = None) -> tuple[StepBarrier, float] | Outcome:
+    def step_barrier(self, mine: Tensor, scale: Tensor | None = None
+                     ) -> tuple[StepBarrier, float] | Outcome:
         """The step barrier: exchange the global values that a step needs. `mine` has the fields of
         a StepBarrier. Returns those of all members, and `scale` (None: 1), with one read.
 
@@ -173,18 +173,16 @@ class Reduction:
             return StepBarrier(*values), found
 
         self._note("gate")
-        return self.run_collectively(control, communicators, exchange)
+        return self.run_collectively(exchange)
 
-    def _run_at_once(self, control: Control, communicators: Communicators, mine: Stats,
-                     losses: Losses) -> Stats | Outcome:
+    def _run_at_once(self, mine: Stats, losses: Losses) -> Stats | Outcome:
         self._note("reduce")
         if self._backup.is_kept:
             self._keep_all()
         complete: list[bool] = []
-        found = self.run_collectively(control, communicators, partial(
-            self._reduce, self._own_stats(control, communicators, mine, losses),
-            communicators.groups,
-            dist.group.WORLD, complete, _check_of(communicators)))
+        found = self.run_collectively(partial(
+            self._reduce, self._own_stats(mine, losses), self._communicators.groups,
+            dist.group.WORLD, complete, _check_of(self._communicators)))
         self.num_complete = sum(complete)
         if isinstance(found, str):
             return found
@@ -195,18 +193,17 @@ class Reduction:
         for group in self._trainee.bucket_groups:
             self._backup.keep(group)
 
-    def _run_overlapped(self, buckets: BucketLauncher, control: Control,
-                        communicators: Communicators, mine: Stats, losses: Losses
+    def _run_overlapped(self, buckets: BucketLauncher, mine: Stats, losses: Losses
                         ) -> Stats | Outcome:
         """Finish the reduction begun in the last backward, or run all of it."""
         if buckets.current is None:
-            self.begin(control, communicators, mine, losses)
+            self.begin(mine, losses)
         reduction = buckets.current
         if reduction is None:
             buckets.reset()  # the last backward has launched nothing, but counted its gradients
             return "quiesced"
         buckets.launch_rest()
-        check_active, groups = _check_of(communicators), communicators.groups
+        check_active, groups = _check_of(self._communicators), self._communicators.groups
 
         def wait_all() -> tuple[Stats, RouterSums]:
             self._until_computed()
@@ -221,7 +218,7 @@ class Reduction:
             check_active()
             return stats, sums
 
-        found = self.run_collectively(control, communicators, wait_all)
+        found = self.run_collectively(wait_all)
         self.num_complete = reduction.num_complete
         if not isinstance(found, str):
             buckets.current = None
@@ -231,25 +228,24 @@ class Reduction:
         if self.was_abandoned:
             buckets.reset()  # its waiting thread cleans up
         else:
-            self._end(buckets, control, communicators)
+            self._end(buckets)
         return found
 
-    def meet(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
+    def meet(self, mine: Stats) -> Stats | Outcome:
         """Exchange only the stats. Returns when every member has reached this point."""
-        return self.run_collectively(control, communicators, partial(
-            self._stats, self._own_stats(control, communicators, mine, Losses()),
-            dist.group.WORLD))
+        return self.run_collectively(partial(
+            self._stats, self._own_stats(mine, Losses()), dist.group.WORLD))
 
-    def run_collectively(self, control: Control, communicators: Communicators,
-                         collective: Callable[[], T], replica: frozenset[int] = frozenset()
-                 ) -> T | Outcome:
+    def run_collectively(self, collective: Callable[[], T], replica: frozenset[int] = frozenset()
+                         ) -> T | Outcome:
         """Run a collective of all members, or of `replica`. Returns its result or the outcome."""
         found: T | Outcome = "failed"
+        communicators = self._communicators
         self.was_abandoned = False
         self.why, self.verdict = "", NOTHING
         try:
             with self._marks.in_collective():
-                found = self._call(control, communicators, collective, replica)
+                found = self._call(collective, replica)
         except Interrupted:
             return "quiesced"
         except Abandoned:
@@ -261,30 +257,27 @@ class Reduction:
             self.why = f"{type(error).__name__}: {error}".strip()
             self.verdict = verdict_of(error)
         if communicators.woken or (
-                self.why and control.pending_quiesce(communicators.generation) == "now"):
+                self.why and self._control.pending_quiesce(communicators.generation) == "now"):
             return "quiesced"
         return found
 
-    def _call(self, control: Control, communicators: Communicators,
-              collective: Callable[[], T], replica: frozenset[int]) -> T:
+    def _call(self, collective: Callable[[], T], replica: frozenset[int]) -> T:
         """With gloo, run in a detached thread: nothing interrupts some waits. NCCL is aborted."""
-        if communicators.backend == "nccl":
-            with control.waiting_for_others(communicators.generation, communicators.interrupt,
-                                            replica):
+        generation, interrupt = self._communicators.generation, self._communicators.interrupt
+        if self._communicators.backend == "nccl":
+            with self._control.waiting_for_others(generation, interrupt, replica):
                 return collective()
 
         def call() -> T:
             with cpu_device.cpu_mode():
                 return collective()
 
-        return control.run_detached(communicators.generation, communicators.interrupt, call,
-                                    replica)
+        return self._control.run_detached(generation, interrupt, call, replica)
 
-    def _own_stats(self, control: Control, communicators: Communicators, mine: Stats,
-                   losses: Losses) -> Tensor:
+    def _own_stats(self, mine: Stats, losses: Losses) -> Tensor:
         """This member's stats with its losses, and its order to stop."""
-        mine = mine._replace(
-            num_stopping=float(control.pending_quiesce(communicators.generation) is not None))
+        stops = self._control.pending_quiesce(self._communicators.generation) is not None
+        mine = mine._replace(num_stopping=float(stops))
         values = on_device(mine, self._trainee.device)
         losses.write(values)
         return values

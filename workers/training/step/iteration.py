@@ -18,7 +18,6 @@ import structlog
 from torch import Tensor
 
 from ....events.errors import UsageError
-from ....events.spec.model import Axes
 from ....events.spec.parallelism import coordinates, is_fully_replicated
 from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, ProgressWriter
 from ..communicators.communicators import Communicators
@@ -51,8 +50,9 @@ class Iteration:
     first micro-batch and includes a recovery, so a rate computed from it is never too high.
     """
 
-    def __init__(self, trainee: TrainingModel, text: Samples, trace: Trace, pulse: ProgressWriter,
-                 history: History) -> None:
+    def __init__(self, trainee: TrainingModel, control: Control, communicators: Communicators,
+                 text: Samples, trace: Trace, pulse: ProgressWriter, history: History) -> None:
+        self._control, self._communicators = control, communicators
         self.text = text
         self.history = history
         self.trace = trace
@@ -131,7 +131,8 @@ class Iteration:
         self.trainee = trainee
         self.is_stuck = self.is_ready = False
         self.marks.passes = COLLECTIVE_CODE if trainee.replica_size > 1 else OWN_CODE
-        self.reduction = Reduction(trainee, self._note, self.marks, closely=self.trace.is_on)
+        self.reduction = Reduction(trainee, self._control, self._communicators, self._note,
+                                   self.marks, closely=self.trace.is_on)
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -184,11 +185,11 @@ class Iteration:
         # A member that is assigned a part of a begun iteration has begun it too.
         self.begun = begun
 
-    def run(self, control: Control, communicators: Communicators) -> Outcome:
+    def run(self) -> Outcome:
         """Run this iteration to its end with the members of the current generation. Raises
         UsageError if Megatron rejects a loss or a gradient of this member."""
         try:
-            outcome = self._run(control, communicators)
+            outcome = self._run()
         except RuntimeError as error:
             self._raise_if_rejected(str(error))
             raise
@@ -196,8 +197,8 @@ class Iteration:
             self._raise_if_rejected(self.reduction.why)
         return outcome
 
-    def _run(self, control: Control, communicators: Communicators) -> Outcome:
-        generation = communicators.generation
+    def _run(self) -> Outcome:
+        generation = self._communicators.generation
         self.begun = True
         self._began_s = clock() if self._began_s is None else self._began_s
         self.marks.begin(generation, self.step_version,
@@ -207,84 +208,66 @@ class Iteration:
             self.trained_in, self._gate = generation, None
         todo = [item for item in self.owned if item not in self.done]
         self.trainee.scale_auxiliary_losses()
-        outcome = self._expect_gather(control, communicators, will_pass=bool(todo))
+        outcome = self._expect_gather(will_pass=bool(todo))
         if outcome is None:
-            outcome = (self._pass(control, communicators, todo) if self.trainee.replica_size == 1
-                       else self._pass_together(control, communicators, todo))
+            outcome = self._pass(todo)
             if outcome is not None and not self.trainee.is_gathered:
-                self._end_gather(control, communicators)
-        return outcome or self._reduce_and_step(control, communicators)
+                self._end_gather()
+        return outcome or self._reduce_and_step()
 
-    def run_as_standby(self, control: Control, communicators: Communicators, iteration: int
-                       ) -> Outcome:
+    def run_as_standby(self, iteration: int) -> Outcome:
         """Run the iteration as a standby member: only the collectives of all members."""
-        self.marks.begin(communicators.generation, iteration, "first")
-        stats = self.reduction.meet(control, communicators, self._stats())
+        self.marks.begin(self._communicators.generation, iteration, "first")
+        stats = self.reduction.meet(self._stats())
         if isinstance(stats, str):
             return stats
-        if not is_fully_replicated(communicators.axes, self.trainee.train.parallel):
-            gate = self.reduction.step_barrier(control, communicators,
-                                               on_device(StepBarrier(0.0), self.trainee.device))
+        if not is_fully_replicated(self._communicators.axes, self.trainee.train.parallel):
+            gate = self.reduction.step_barrier(on_device(StepBarrier(0.0), self.trainee.device))
             if isinstance(gate, str):
                 return gate
         self.marks.pulse.finish()
         return self._boundary(stats)
 
-    def meet(self, control: Control, communicators: Communicators) -> Outcome:
+    def meet(self) -> Outcome:
         """After the last iteration: wait until every member is done."""
-        stats = self.reduction.meet(control, communicators, self._stats())
+        stats = self.reduction.meet(self._stats())
         if isinstance(stats, str):
             return stats
         return "boundary" if stats.num_stopping else "stepped"
 
-    def beside(self, control: Control, communicators: Communicators, call: Callable[[], None]
-               ) -> Outcome | None:
+    def beside(self, call: Callable[[], None]) -> Outcome | None:
         """Run `call`, which needs all members, between two iterations. None if it succeeded."""
-        outcome = self._expect_gather(control, communicators, will_pass=False)
+        outcome = self._expect_gather(will_pass=False)
         if outcome is not None:
             return outcome
-        found = self.reduction.run_collectively(control, communicators, call)
+        found = self.reduction.run_collectively(call)
         self.is_stuck = self.is_stuck or self.reduction.was_abandoned
         return found
 
     # --- passes ---
-    def _pass(self, control: Control, communicators: Communicators, todo: Sequence[int]
-              ) -> Outcome | None:
-        """Run the passes of a whole replica; waits for no other member. None when all are done."""
-        for item in todo:
-            if control.pending_quiesce(communicators.generation) == "now":
-                return "quiesced"
-            run = partial(self._micro_batch, item, partial(
-                self._begin_reduction, control, communicators) if item == todo[-1] else None)
-            if self.trainee.is_gathered:
-                run()
-                continue
-            found = self.reduction.run_collectively(control, communicators, run)
-            if found is not None:
-                self._fail_passes(control, communicators)
-                return found
-            self.trainee.is_gathered = True
-        return None
-
-    def _pass_together(self, control: Control, communicators: Communicators, todo: Sequence[int]
-                       ) -> Outcome | None:
-        """Run the passes with the other members of this replica. None when all are done.
+    def _pass(self, todo: Sequence[int]) -> Outcome | None:
+        """Run the passes, with the other members of this replica if there are any. None when all
+        are done.
 
         A unit is one micro-batch, and the members agree to continue (stop_agreement.py), so that
         all stop after the same one. With a pipeline, a unit is all micro-batches, because they have
         one schedule, and its first stage decides where the schedule stops (pipeline.py).
         """
-        items = tuple(todo)
+        items, is_alone = tuple(todo), self.trainee.replica_size == 1
         units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]
-        agreement = StopAgreement(communicators.groups.mp, self.trainee.device)
+        agreement = None if is_alone else StopAgreement(self._communicators.groups.mp,
+                                                        self.trainee.device)
         for unit in units:
-            found = self.reduction.run_collectively(
-                control, communicators,
-                partial(self._unit, control, communicators, unit, agreement,
-                        is_last=unit == units[-1]),
-                communicators.replica)
+            if is_alone and self._must_stop():
+                return "quiesced"
+            run = partial(self._unit, unit, agreement, is_last=unit == units[-1])
+            # A forward that gathers parameters waits for members of other replicas.
+            found = run() if is_alone and self.trainee.is_gathered else (
+                self.reduction.run_collectively(
+                    run, frozenset() if is_alone else self._communicators.replica))
+            self._item = -1
             if isinstance(found, str):
-                self._fail_passes(control, communicators)
+                self._fail_passes()
                 return found
             self.trainee.is_gathered = self.trainee.is_gathered or found.num_done > 0
             self.losses.extend(found.losses)
@@ -295,32 +278,31 @@ class Iteration:
                 return "quiesced"
         return None
 
-    def _fail_passes(self, control: Control, communicators: Communicators) -> None:
+    def _fail_passes(self) -> None:
         """Passes that wait for other members have failed, and the local gradients with them."""
         self.is_stuck = self.reduction.was_abandoned
-        self.reduction.give_up(control, communicators)
+        self.reduction.give_up()
         self._clear_sums()
 
-    def _unit(self, control: Control, communicators: Communicators, unit: tuple[int, ...],
-              agreement: StopAgreement, *, is_last: bool) -> Passes:
+    def _must_stop(self) -> bool:
+        return self._control.pending_quiesce(self._communicators.generation) == "now"
+
+    def _unit(self, unit: tuple[int, ...], agreement: StopAgreement | None, *, is_last: bool
+              ) -> Passes:
         """Run a unit. All members run less of it if one has an order to stop, and then return the
         same number of micro-batches. Raises RuntimeError."""
-        def must_stop() -> bool:
-            return control.pending_quiesce(communicators.generation) == "now"
-
-        if self.trainee.axes.pp == 1:
+        if agreement is not None and self.trainee.axes.pp == 1:
             if agreement.answer():
                 return Passes(0, Losses())
             if not is_last:
-                agreement.ask(must_stop=must_stop())
+                agreement.ask(must_stop=self._must_stop())
 
         def begin(losses: Losses) -> None:
-            self.reduction.begin(control, communicators, self._stats(),
-                                 self.losses.with_losses(losses))
+            self.reduction.begin(self._stats(), self.losses.with_losses(losses))
 
         return forward_backward.run(
-            self.trainee, communicators.groups, self.step_version, unit, self._sample,
-            self._note_of, must_stop=must_stop, begin=begin if is_last else None,
+            self.trainee, self._communicators.groups, self.step_version, unit, self._sample,
+            self._note_of, must_stop=self._must_stop, begin=begin if is_last else None,
             backward=partial(self.reduction.backward, is_last=is_last))
 
     def _sample(self, item: int) -> Tensor:
@@ -331,37 +313,8 @@ class Iteration:
 
     def _note_of(self, event: Event, item: int) -> None:
         self._item = item
-        if event == "forward":
-            self.forward_calls += 1
-            self._note("micro_batch")
+        self.forward_calls += event == "forward"
         self._note(event)
-        self._item = -1
-
-    def _begin_reduction(self, control: Control, communicators: Communicators, losses: Losses
-                         ) -> None:
-        self.reduction.begin(control, communicators, self._stats(), losses)
-
-    def _micro_batch(self, item: int, begin: Callable[[Losses], None] | None) -> None:
-        """Run forward and backward. `begin` is called between them, for the last micro-batch."""
-        trainee = self.trainee
-        self._item = item
-        self._note("micro_batch")
-        trainee.draw.at(self.step_version, item)
-        tokens = self._sample(item)
-        self._note("forward")
-        self.forward_calls += 1
-        loss = trainee.loss(tokens)
-        own = Losses()
-        own.add(item, loss, trainee.num_tokens(tokens))
-        if begin is not None:
-            begin(self.losses.with_losses(own))
-        self._note("backward")
-        with self.reduction.backward(is_last=begin is not None):
-            trainee.optimizer.scale_loss(loss).backward()
-        self.losses.extend(own)
-        self.done.append(item)
-        self.marks.pulse.micro_batch_done()
-        self._item = -1
 
     def _note(self, event: Event, bucket: int = -1) -> None:
         # The step that the gather belongs to has already been counted.
@@ -370,8 +323,8 @@ class Iteration:
         self.marks.note(event)
 
     # --- reduction and step ---
-    def _reduce_and_step(self, control: Control, communicators: Communicators) -> Outcome:
-        stats = self.reduction.run(control, communicators, self._stats(), self.losses)
+    def _reduce_and_step(self) -> Outcome:
+        stats = self.reduction.run(self._stats(), self.losses)
         if isinstance(stats, str):
             self._raise_if_rejected(self.reduction.why)
             if self.reduction.has_lost_sum:
@@ -382,37 +335,35 @@ class Iteration:
             self._say_not_finite()
         gate, scale = None, 1.0
         if not self.trainee.is_plain:
-            found = self._enter_step_barrier(control, communicators)
+            found = self._enter_step_barrier()
             if isinstance(found, str):
                 return found
             gate, scale = found
         self._step(gate, scale)
-        self.owned = self._next_micro_batches(communicators)
-        self.assigned_in = communicators.generation
+        self.owned = self._next_micro_batches()
+        self.assigned_in = self._communicators.generation
         may_wait = (self.trainee.gathers_in_forward and not stats.num_stopping
                     and not self.is_read_after(self.step_version))
         if not self.trainee.is_gathered and not may_wait:
-            failed = self._gather(control, communicators)
+            failed = self._gather()
             if failed is not None:
                 return failed
         self.marks.pulse.finish()
         return self._boundary(stats)
 
-    def _gather(self, control: Control, communicators: Communicators) -> Outcome | None:
+    def _gather(self) -> Outcome | None:
         """Gather the parameters that the other replicas have stepped. None if all arrived. If not,
         the step still counts: the next settlement recovers the rest (state_recovery.py)."""
         self._note("gather")
-        found = self.reduction.run_collectively(control, communicators,
-                                                partial(gather, self.trainee))
+        found = self.reduction.run_collectively(partial(gather, self.trainee))
         if isinstance(found, str):
             self.is_stuck = self.reduction.was_abandoned
-            self._end_gather(control, communicators)
+            self._end_gather()
             return found
         self.trainee.is_gathered = True
         return None
 
-    def _expect_gather(self, control: Control, communicators: Communicators, *, will_pass: bool
-                       ) -> Outcome | None:
+    def _expect_gather(self, *, will_pass: bool) -> Outcome | None:
         """Tell Megatron whether the next forward gathers the parameters. Without a pass, gather
         them now. None if that succeeds."""
         if not self.trainee.gathers_in_forward:
@@ -421,14 +372,15 @@ class Iteration:
             set_gathered(group, is_gathered=self.trainee.is_gathered)
         if self.trainee.is_gathered or will_pass:
             return None
-        return self._gather(control, communicators)
+        return self._gather()
 
-    def _end_gather(self, control: Control, communicators: Communicators) -> None:
+    def _end_gather(self) -> None:
         """The generation ends before all parameters have arrived. A gather that does not end may
         still write into the model."""
-        waiter = end_all(gathering(self.trainee), communicators.interrupt, communicators.groups)
+        waiter = end_all(gathering(self.trainee), self._communicators.interrupt,
+                         self._communicators.groups)
         if waiter is not None:
-            control.abandon(waiter.is_alive)
+            self._control.abandon(waiter.is_alive)
             self.is_stuck = True
 
     def _raise_if_rejected(self, text: str) -> None:
@@ -451,12 +403,10 @@ class Iteration:
             log.warning(f"the loss is {loss}", rank=self.trace.rank, iteration=self.step_version,
                         micro_batch=item)
 
-    def _enter_step_barrier(self, control: Control, communicators: Communicators
-                            ) -> tuple[StepBarrier, float] | Outcome:
+    def _enter_step_barrier(self) -> tuple[StepBarrier, float] | Outcome:
         mine = step_barrier(self.trainee)
         self.is_ready = True
-        return self.reduction.step_barrier(control, communicators, mine,
-                                           scale_of(self.trainee.optimizer))
+        return self.reduction.step_barrier(mine, scale_of(self.trainee.optimizer))
 
     def _step(self, gate: StepBarrier | None, scale: float | None = None) -> None:
         """Compute the next state from the reduced gradients; waits for no other member. `scale`:
@@ -487,11 +437,11 @@ class Iteration:
             if self.reduction.has_lost_sum:
                 self._clear_sums()
 
-    def _next_micro_batches(self, communicators: Communicators) -> tuple[int, ...]:
+    def _next_micro_batches(self) -> tuple[int, ...]:
         """The micro-batches of a new iteration for this member's replica."""
-        axes: Axes = communicators.axes
+        axes = self._communicators.axes
         return assign_micro_batches(self.trainee.train.num_micro_batches, axes.dp,
-                                    coordinates(axes, communicators.place).dp)
+                                    coordinates(axes, self._communicators.place).dp)
 
     def _stats(self) -> Stats:
         """This member's values without its losses."""

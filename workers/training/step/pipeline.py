@@ -8,7 +8,7 @@ its end, so that all stages complete the passes of exactly the micro-batches bef
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -31,10 +31,13 @@ PADDING = -1
 MARKER = b"unicron: no more"
 """The first bytes of a marker: finite numbers in every precision. That an activation begins with
 these 128 bits by chance is out of the question."""
+SEND_NEXT = "tensor_send_next"
+MESSAGES = (SEND_NEXT, "tensor_send_prev", "recv_prev", "recv_next")
+"""Megatron's arguments for one exchange between stages."""
 Sample = Callable[[int], Any]
 """A micro-batch by its number: tokens [rows, sequence + 1], or input of a script's `forward`."""
-Note = Callable[[Literal["forward", "backward", "stage"], int], None]
-"""Called when a pass of a micro-batch begins, or when a stage communicates with another."""
+Note = Callable[[Literal["micro_batch", "forward", "backward", "stage"], int], None]
+"""Called when a micro-batch or a pass of it begins, or when a stage communicates with another."""
 
 
 Begin = Callable[[Losses], None]
@@ -139,7 +142,7 @@ class _Stages(StageMessages):
         self._head = _head_of(config.pipeline_dtype)
         self._inputs = deque[Tensor]()
         """Activations received from the previous stage, for the next forward passes."""
-        self._num_messages = {"send_next": 0, "send_prev": 0, "recv_prev": 0, "recv_next": 0}
+        self._num_messages = Counter[str]()
 
     def begin_forward(self) -> Tensor | None:
         """Called as each forward pass begins. A skipped pass has the returned tensor as output."""
@@ -194,35 +197,26 @@ class _Stages(StageMessages):
         marker.view(-1)[:len(self._head)] = torch.tensor(self._head, dtype=marker.dtype)
         return marker
 
-    def exchange(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
-                 recv_prev: bool, recv_next: bool, tensor_shape: Any, wait_on_reqs: bool) -> Any:
+    def exchange(self, given: dict[str, Any]) -> Any:
         self._note("stage", PADDING)
+        wanted = [name for name in MESSAGES if given[name] is not None and given[name] is not False]
         if self.stop is not None:
-            if tensor_send_next is not None and self._is_over("send_next"):
-                tensor_send_next = None
-            if tensor_send_prev is not None and self._is_over("send_prev"):
-                tensor_send_prev = None
-            recv_prev = recv_prev and not self._is_over("recv_prev")
-            recv_next = recv_next and not self._is_over("recv_next")
-            if tensor_send_next is tensor_send_prev is None and not recv_prev and not recv_next:
-                return None, None, None if wait_on_reqs else {}
-        self._num_messages["send_next"] += tensor_send_next is not None
-        self._num_messages["send_prev"] += tensor_send_prev is not None
-        self._num_messages["recv_prev"] += recv_prev
-        self._num_messages["recv_next"] += recv_next
-        found = super().exchange(
-            tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev,
-            recv_prev=recv_prev, recv_next=recv_next, tensor_shape=tensor_shape,
-            wait_on_reqs=wait_on_reqs)
-        if recv_prev and not self._is_first:
+            for name in [name for name in wanted if self._is_over(name)]:
+                wanted.remove(name)
+                given[name] = False if name in ("recv_prev", "recv_next") else None
+            if not wanted:
+                return None, None, None if given.get("wait_on_reqs", True) else {}
+        self._num_messages.update(wanted)
+        found = super().exchange(given)
+        if "recv_prev" in wanted and not self._is_first:
             self._inputs.append(found[0])
         return found
 
     def _is_over(self, name: str) -> bool:
         """Whether the next message of this kind belongs to a skipped pass."""
         assert self.stop is not None
-        num_groups, is_forward = self.stop // self._group_passes, name in ("send_next", "recv_prev")
-        is_wrapped = self._is_last if name in ("send_next", "recv_next") else self._is_first
+        num_groups, is_forward = self.stop // self._group_passes, name in (SEND_NEXT, "recv_prev")
+        is_wrapped = self._is_last if name in (SEND_NEXT, "recv_next") else self._is_first
         num = (num_groups * (self._group_passes // self._num_chunks) * (self._num_chunks - 1)
                if is_wrapped else self.stop + is_forward)
         return self._num_messages[name] >= num
@@ -242,6 +236,7 @@ def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sa
     if item == PADDING:
         batch = trainee.padding(sample(0))
     else:
+        note("micro_batch", item)
         batch = sample(item)
         note("forward", item)
     batch = trainee.given(batch)

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, cast
 
-from ...events.errors import UsageError
+from .errors import UsageError
 
 COMPLETE_MARK = ".metadata"
 """torch writes this file last: a checkpoint folder that has it is complete."""

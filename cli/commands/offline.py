@@ -1,0 +1,179 @@
+"""Reads a cluster's log when nothing answers: from the segments and the server's files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ...events.errors import LogError, ServerError, UsageError
+from ...events.log import embedded_server
+from ...events.log.segments import Folder, SealedLog
+from ...events.object_storage import reason
+from ...events.records import codec
+from ...events.records.envelope import Record
+from ..cluster import processes
+from ..cluster.client import REPLY_S_MAX, Client, Unreachable, connect
+from ..cluster.state_dir import StateDir, read_json
+from ..terminal import console
+
+if TYPE_CHECKING:
+    from ...control_plane.state.cluster import ClusterState
+
+PAGE_RECORDS_NUM = 5_000
+DATA_FOLDER = "appendonlydir"
+
+
+def connect_to_read(state: StateDir, url: str | None) -> Client:
+    """As `connect`; if nothing answers there, a client that reads the files of the state folder,
+    and says so on stderr."""
+    try:
+        client = connect(state, url)
+        client.get("/v1/health")
+        return client
+    except Unreachable as error:
+        if url or os.environ.get("UNICRON_URL"):
+            raise
+        client = OfflineClient.open(state)
+        if not client.last:
+            raise
+        at = datetime.fromtimestamp(client.at_s, UTC).isoformat(timespec="seconds")
+        runs = any(processes.find(state, name) for name in processes.names(state)
+                   if name.startswith("agent-"))
+        console.talk(f"{error}{'; training goes on without it' if runs else ''}. This is the log "
+                     f"up to seq {client.last} of {at}")
+        return client
+
+
+class OfflineClient(Client):
+    """Answers the reads of a Client: from segments, and from the records `rest` behind them. Any
+    other call raises Unreachable."""
+
+    def __init__(self, folder: Folder, sealed: SealedLog, rest: Sequence[Record]) -> None:
+        super().__init__("http://localhost:1", "")
+        self._folder, self._sealed, self._rest = folder, sealed, rest
+
+    @classmethod
+    def open(cls, state: StateDir) -> OfflineClient:
+        """Read the state folder. Raises UsageError."""
+        folder = Folder(state.path / "log", cluster_of(state))
+        with _usage_errors(folder.where):
+            sealed = SealedLog(folder)
+            with _server_of(state) as url:
+                rest = asyncio.run(_read_rest(url, folder.cluster, sealed.last)) if url else []
+            return cls(folder, sealed, rest)
+
+    @property
+    def last(self) -> int:
+        """The last seq; 0: there is no log."""
+        return self._rest[-1].seq if self._rest else self._sealed.last
+
+    @property
+    def at_s(self) -> float:
+        """The time of the last record, in seconds since 1970."""
+        return next(self._read(self.last - 1)).at_s
+
+    def get(self, path: str, limit_s: float = REPLY_S_MAX, **query: object) -> Any:
+        """See Client.get: the state, the plan, either also of the past, or the cluster's name."""
+        from ...control_plane.api import dry_run, moments
+        from ...control_plane.api.view import view
+        from ...control_plane.state.cluster import encode_state
+
+        if path == "/v1/health":
+            return {"cluster": self._folder.cluster}
+
+        async def read(seq: int) -> Record:
+            return next(self._read(seq - 1))
+
+        moment = str(query.get("seq") or query.get("at") or self.last)
+        state = self._state_at(asyncio.run(moments.seq_at(moment, self.last, read)))
+        if path == "/v1/state":
+            return view(state)
+        if path == "/v1/plan":
+            return msgspec.to_builtins(dry_run.explain_present_plan(encode_state(state)))
+        raise Unreachable("no control plane runs here", "unicron up")
+
+    def post(self, path: str, body: object, limit_s: float = REPLY_S_MAX) -> Any:
+        """Raises Unreachable."""
+        raise Unreachable("no control plane runs here", "unicron up")
+
+    def records(self, after: int, *, follow: bool) -> Iterator[dict[str, Any]]:
+        """See Client.records. Raises Unreachable with `follow`."""
+        if follow:
+            raise Unreachable("no control plane runs here to follow", "unicron up")
+        return map(codec.to_plain, self._read(after))
+
+    def _read(self, after: int) -> Iterator[Record]:
+        with _usage_errors(self._folder.where):
+            yield from self._sealed.records(after=after)
+            yield from (one for one in self._rest if one.seq > after)
+
+    def _state_at(self, seq: int) -> ClusterState:
+        from ...control_plane.fold.fold import fold
+        from ...control_plane.service import snapshots
+
+        with _usage_errors(self._folder.where):
+            state, _ = snapshots.newest(self._folder, seq)
+        for record in takewhile(lambda one: one.seq <= seq, self._read(state.seq)):
+            fold(state, record)
+        return state
+
+
+@contextmanager
+def _usage_errors(where: str) -> Generator[None]:
+    """Turn errors of the log's files into UsageError."""
+    try:
+        yield
+    except (LogError, ServerError) as error:
+        raise UsageError(str(error), error.hint) from None
+    except OSError as error:
+        raise UsageError(f"{where}: {reason(error)}",
+                         "name the state folder with --state") from None
+
+
+def cluster_of(state: StateDir) -> str:
+    """The name of the cluster of a state folder."""
+    return str((read_json(state.control_plane) or read_json(state.cluster) or {}).get(
+        "cluster", "default"))
+
+
+async def _read_rest(url: str, cluster: str, after: int) -> list[Record]:
+    """The records of the server that are not sealed."""
+    from ...events.log.redis_streams import RedisLog
+
+    log = RedisLog(url, cluster)
+    records: list[Record] = []
+    try:
+        while page := await log.read(after=after, num_max=PAGE_RECORDS_NUM):
+            records += page
+            after = page[-1].seq
+    finally:
+        await log.close()
+    return records
+
+
+@contextmanager
+def _server_of(state: StateDir) -> Generator[str]:
+    """The URL of the state folder's server, which is not started: if it is down, that of a server
+    on a copy of its files. "": it has none."""
+    if (running := embedded_server.adopt(state.server)) is not None:
+        yield running.url
+    elif not (state.server / DATA_FOLDER).is_dir():
+        yield ""
+    else:
+        with tempfile.TemporaryDirectory(prefix="unicron-read-") as folder:
+            shutil.copytree(state.server / DATA_FOLDER, Path(folder) / "server" / DATA_FOLDER)
+            copy = embedded_server.start(Path(folder) / "server")
+            try:
+                yield copy.url
+            finally:
+                copy.stop(grace_s=0.0)

@@ -1,0 +1,128 @@
+"""`log`: the sealed part of the log, in its folder: what it has, whether it is whole, and back into
+an empty server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from ...events.errors import CorruptLog, LogError, UsageError
+from ...events.log import embedded_server
+from ...events.log.redis_streams import RedisLog
+from ...events.log.segments import Folder, SealedLog, Segment, Snapshot
+from ...events.object_storage import reason
+from ...events.secret_environment import REDIS_URL
+from ..cluster.state_dir import StateDir
+from ..terminal import console
+from ..terminal.format import count, rfc3339
+from .offline import cluster_of, connect_to_read
+from .replay import CorruptError
+
+
+def status(state: StateDir, url: str | None, *, segments: str, as_json: bool) -> None:
+    """Print what is sealed, and how many records only the server has. Raises UsageError."""
+    folder = _folder(state, segments)
+    sealed = _sealed(folder)
+    last = int(connect_to_read(state, url).get("/v1/state")["cluster"]["seq"])
+    snapshots = folder.snapshots()
+    facts = {"folder": folder.where, "segments": len(sealed.chain), "first": sealed.first,
+             "sealed": sealed.last, "last": last, "unsealed": last - sealed.last,
+             "snapshots": len(snapshots), "snapshot": snapshots[-1].seq if snapshots else 0}
+    console.show(facts, [
+        f"folder     {folder.where}",
+        f"sealed     records {count(sealed.first)} to {count(sealed.last)} in "
+        f"{len(sealed.chain)} segments" if sealed.chain else "sealed     nothing yet",
+        f"snapshots  {len(snapshots)}" + (f", the newest after seq {count(snapshots[-1].seq)}"
+                                          if snapshots else ""),
+        f"server     {count(last - sealed.last)} records more, which the loss of its disk would "
+        "cost"], as_json=as_json)
+
+
+def verify(state: StateDir, *, segments: str) -> None:
+    """Read every segment and snapshot. Raises CorruptError that says which records are gone."""
+    folder = _folder(state, segments)
+    sealed, bad = _sealed(folder), list[str]()
+    if not sealed.chain:
+        raise _nothing(folder)
+    files: list[Segment | Snapshot] = [*sealed.chain, *folder.snapshots()]
+    for one in files:
+        try:
+            if isinstance(one, Segment):
+                folder.read(one)
+            else:
+                folder.read_snapshot(one)
+        except CorruptLog as error:
+            bad.append(str(error))
+        except OSError as error:
+            bad.append(f"{one.name}: {reason(error)}")
+    for why in bad:
+        console.out(f"DAMAGED  {why}")
+    if bad:
+        raise CorruptError(f"{folder.where}: {len(bad)} files are damaged",
+                           "put back a copy of each; a damaged snapshot may be removed")
+    console.out(f"WHOLE    records {count(sealed.first)} to {count(sealed.last)}: "
+                f"{len(sealed.chain)} segments, {len(folder.snapshots())} snapshots")
+
+
+def restore(state: StateDir, *, segments: str) -> None:
+    """Fill an empty server with the log of the folder. Raises UsageError."""
+    from ...control_plane.fold.fold import fold
+    from ...control_plane.service import snapshots
+
+    folder = _folder(state, segments)
+    sealed = _sealed(folder)
+    if not sealed.chain:
+        raise _nothing(folder)
+    last = sealed.chain[-1]
+    try:
+        records = folder.read(last)
+        folded, _ = snapshots.newest(folder, last.last)
+        for record in sealed.records(after=folded.seq):
+            fold(folded, record)
+    except CorruptLog as error:
+        raise UsageError(str(error), "unicron log verify") from None
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+    url = os.environ.get(REDIS_URL) or embedded_server.ensure(state.server).url
+
+    async def fill() -> None:
+        log = RedisLog(url, folder.cluster, folder=folder)
+        try:
+            await log.restore(records, last, folded.epoch, folded.sources)
+        finally:
+            await log.close()
+
+    try:
+        asyncio.run(fill())
+    except LogError as error:
+        raise UsageError(str(error), "unicron doctor") from None
+    newest = max((one.seq for one in folder.snapshots()), default=0)
+    console.out(f"restored  records {count(sealed.first)} to {count(last.last)}, of "
+                f"{rfc3339(records[-1].at_s)}")
+    if newest > last.last:
+        console.out(f"missing   records {count(last.last + 1)} to {count(newest)} at least: they "
+                    "were only on the lost server; agents report again what they still hold")
+        folder.remove(one for one in folder.snapshots() if one.seq > last.last)
+    console.talk("next: start the control plane")
+
+
+def _nothing(folder: Folder) -> UsageError:
+    return UsageError(f"{folder.where} has no segment", "name the folder with --segments or "
+                      "--state; a young log is on the server alone: unicron log status")
+
+
+def _folder(state: StateDir, where: str) -> Folder:
+    return Folder(where or state.path / "log", cluster_of(state))
+
+
+def _sealed(folder: Folder) -> SealedLog:
+    try:
+        return SealedLog(folder)
+    except CorruptLog as error:
+        raise CorruptError(str(error), "unicron log verify names every damaged file") from None
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+
+
+def _unreadable(folder: Folder, error: OSError) -> UsageError:
+    return UsageError(f"{folder.where}: {reason(error)}", "name the folder with --segments")

@@ -1,0 +1,44 @@
+"""Moments of the log, as people write them: a seq, or a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+
+from ...events.errors import UsageError
+from ...events.records.envelope import Record
+
+
+def time_s(text: str) -> float | None:
+    """The time of an RFC 3339 text (without a zone: UTC) in seconds; None for another text."""
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return at.replace(tzinfo=at.tzinfo or UTC).timestamp()
+
+
+async def seq_at(text: str, last: int, read: Callable[[int], Awaitable[Record]]) -> int:
+    """The last record at a moment: `SEQ`, or a time as `time_s` reads it. `last`: the log's last
+    seq; `read` reads a record. Raises UsageError if the log has no such moment."""
+    if text.isdecimal():
+        if not 0 < int(text) <= last:
+            raise UsageError(f"--at {text[:20]} is not in the log", f"it has seq 1 to {last}")
+        return int(text)
+    at_s = time_s(text)
+    if at_s is None:
+        raise UsageError(f"--at {text[:40]!r} is neither a seq nor a time",
+                         "for example 41, or 2026-11-27T02:10:00Z")
+    if at_s > time.time() + 1.0:
+        raise UsageError(f"--at {text[:40]} is in the future", "give a seq or a past time")
+    low, high = 0, last
+    while low < high:  # the last record whose time is not later; times in the log never fall
+        middle = (low + high + 1) // 2
+        if (await read(middle)).at_s <= at_s:
+            low = middle
+        else:
+            high = middle - 1
+    if not low:
+        raise UsageError(f"--at {text[:40]} is before the log", "its first record is seq 1")
+    return low

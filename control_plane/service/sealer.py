@@ -1,0 +1,79 @@
+"""The sealer: moves the log from the server's memory to segment files, with a snapshot each time.
+
+The server then holds the records of the newest segment and those behind it: a number that grows
+with neither the age of the cluster nor its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from ...events.errors import LogError, UsageError
+from ...events.log.port import LogPort
+from ...events.log.segments import Folder
+from ...events.object_storage import reason
+from ...events.process_io import Seldom
+from ...events.records.envelope import Record
+from . import snapshots
+from .leader import Leader
+
+POLL_S = 1.0
+FAILED_LOG_S = 60.0
+_logger = structlog.get_logger("control_plane")
+
+
+class Sealer:
+    """Seals the log of a leader when its policy says so. `state_is_settled`: the leader's state is
+    what the log has."""
+
+    def __init__(self, log: LogPort, folder: Folder, leader: Leader,
+                 state_is_settled: Callable[[], bool]) -> None:
+        self._log, self._folder, self._leader = log, folder, leader
+        self._is_settled = state_is_settled
+        self._failed = Seldom(FAILED_LOG_S)
+        self._sealed_s = leader.now_s()
+        self._is_snapshot_due = False
+
+    async def run(self) -> None:
+        """Seal until cancelled. What fails is tried again: the server keeps the records."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                await self._seal_due()
+            except (LogError, UsageError, OSError) as error:
+                if self._failed.due():
+                    _logger.warning("cannot seal the log; the server keeps it",
+                                    why=f"{self._folder.where}: {reason(error)}")
+
+    async def _seal_due(self) -> None:
+        """Seal all that is due, a segment at a time, then write a snapshot."""
+        while self._is_settled() and self._num_due():
+            await self._log.seal(await self._next_records(), epoch=self._leader.epoch)
+            self._sealed_s, self._is_snapshot_due = self._leader.now_s(), True
+        if self._is_snapshot_due and self._is_settled():
+            state = self._leader.state
+            encoded = snapshots.encode(state, self._leader.answers)
+            await asyncio.to_thread(snapshots.write, self._folder, state.seq, state.epoch, encoded)
+            self._is_snapshot_due = False
+
+    async def _next_records(self) -> list[Record]:
+        """The records of the next segment: whole reports, each with all of its decisions, so that a
+        log that ends with a segment is one that a leader could have written."""
+        num_max = self._leader.state.policy.seal_records
+        while True:
+            found = await self._log.read(after=self._log.sealed_seq, num_max=num_max + 1)
+            if len(found) <= num_max:
+                return found
+            ends = [place for place, one in enumerate(found) if place and not one.cause]
+            if ends:
+                return found[: ends[-1]]
+            num_max *= 2  # a report with many decisions
+
+    def _num_due(self) -> int:
+        num = self._leader.state.seq - self._log.sealed_seq
+        policy = self._leader.state.policy
+        is_late = self._leader.now_s() - self._sealed_s >= policy.seal_s
+        return num if is_late or num >= policy.seal_records else 0

@@ -1,0 +1,296 @@
+"""Segments: the sealed part of the log in files, compressed and chained by digest.
+
+    FIRST-LAST-EPOCH-DIGEST-PREV.segment   records FIRST to LAST; PREV: the segment before
+    SEQ-EPOCH-DIGEST.state                 a snapshot: the folded state after record SEQ
+
+A name has all that the chain needs: the digest of the file's bytes, and that of the segment before.
+So the name of the newest segment, the head, determines the whole sealed log. The log's server holds
+it, and moves it by a script that is fenced by the epoch: two leaders may write files, and only one
+of them moves the head. Without the server, the longest chain counts.
+
+The folder is a local one or at an fsspec URL. Files are written whole, and never changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from ..errors import CorruptLog, UsageError
+from ..object_storage import Store
+from ..records import codec
+from ..records.envelope import Record
+from ..spec.job import is_url
+
+FORMAT_VERSION = 1
+DIGEST_CHARS = 16
+"""64 bits: the chain detects accidents; it is not a signature."""
+_HEAD = struct.Struct(">I")
+_SEGMENT = re.compile(r"(\d{16})-(\d{16})-(\d{8})-([0-9a-f]{16})-([0-9a-f]{16})\.segment")
+_SNAPSHOT = re.compile(r"(\d{16})-(\d{8})-([0-9a-f]{16})\.state")
+NO_DIGEST = "0" * DIGEST_CHARS
+
+
+class Segment(NamedTuple):
+    """A sealed part of the log: records `first` to `last`. `epoch` is the leader's that sealed it.
+    """
+
+    first: int
+    last: int
+    epoch: int
+    digest: str
+    prev: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.first:016}-{self.last:016}-{self.epoch:08}-{self.digest}-{self.prev}.segment"
+
+    @classmethod
+    def parse(cls, name: str) -> Segment | None:
+        """The segment of a file's name; None for another file."""
+        found = _SEGMENT.fullmatch(name)
+        return cls(int(found[1]), int(found[2]), int(found[3]), *found.group(4, 5)
+                   ) if found else None
+
+
+class Snapshot(NamedTuple):
+    """The state after record `seq`, which is of `epoch`."""
+
+    seq: int
+    epoch: int
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.seq:016}-{self.epoch:08}-{self.digest}.state"
+
+    @classmethod
+    def parse(cls, name: str) -> Snapshot | None:
+        """The snapshot of a file's name; None for another file."""
+        found = _SNAPSHOT.fullmatch(name)
+        return cls(int(found[1]), int(found[2]), found[3]) if found else None
+
+
+class _Header(Struct, frozen=True, kw_only=True):
+    """The first line of a file."""
+
+    kind: str
+    version: int
+    cluster: str
+    schema: str = ""
+    """Of a snapshot: control_plane/state/cluster.py."""
+
+
+class Folder:
+    """The files of one cluster's log. Methods that touch a file raise OSError."""
+
+    def __init__(self, where: str | Path, cluster: str) -> None:
+        """Raises UsageError for a URL without a driver."""
+        self.where = str(where)
+        self.cluster = cluster
+        self._store = Store(self.where) if is_url(self.where) else None
+        self._path = Path(where)
+
+    # --- segments ---------------------------------------------------------------------------------
+    def write(self, records: Sequence[Record], prev: Segment | None) -> Segment:
+        """Write contiguous records behind `prev`."""
+        body = bytearray()
+        for record in records:
+            wire = codec.encode_record(record)
+            body += _HEAD.pack(len(wire)) + wire
+        data = self._packed("segment", bytes(body))
+        segment = Segment(records[0].seq, records[-1].seq, records[-1].epoch, _digest(data),
+                          prev.digest if prev else NO_DIGEST)
+        self._write(segment.name, data)
+        return segment
+
+    def read(self, segment: Segment) -> list[Record]:
+        """The records of a segment. Raises CorruptLog if it is missing or damaged."""
+        body, _ = self._checked(segment.name, segment.digest, segment.first, segment.last)
+        records: list[Record] = []
+        at = 0
+        try:
+            while at < len(body):
+                (length,) = _HEAD.unpack_from(body, at)
+                at += _HEAD.size + length
+                records.append(codec.decode_record(body[at - length : at]))
+        except (struct.error, msgspec.MsgspecError) as error:
+            raise CorruptLog(segment.first + len(records), f"{segment.name}: {error}") from None
+        if [one.seq for one in records] != list(range(segment.first, segment.last + 1)):
+            raise CorruptLog(segment.first, f"{segment.name} has other records than its name says")
+        return records
+
+    def segments(self) -> list[Segment]:
+        """All segments of the folder, also those that are in no chain."""
+        return sorted(one for name in self._names() if (one := Segment.parse(name)) is not None)
+
+    def chain(self, head: str = "") -> list[Segment]:
+        """The sealed log up to the segment named `head`, from the oldest that is left; "": the
+        longest chain. Raises CorruptLog, with the seqs that are gone, if one between is missing."""
+        found = self.segments()
+        by_digest = {one.digest: one for one in found}
+        last = Segment.parse(head)
+        if last is None:
+            last = max(found, key=lambda one: (one.last, one.epoch), default=None)
+        elif last not in found:
+            raise CorruptLog(last.first, f"the newest segment, {head}, is not in {self.where}")
+        chain: list[Segment] = []
+        while last is not None:
+            chain.append(last)
+            last = by_digest.get(last.prev)
+        chain.reverse()
+        older = [one for one in found if chain and one.last < chain[0].first]
+        if older and chain[0].prev != NO_DIGEST:
+            raise gone(older[-1].last + 1, chain[0].first - 1, self.where)
+        return chain
+
+    # --- snapshots --------------------------------------------------------------------------------
+    def write_snapshot(self, seq: int, epoch: int, schema: str, state: bytes) -> Snapshot:
+        """Write the encoded state after a record."""
+        data = self._packed("state", state, schema)
+        snapshot = Snapshot(seq, epoch, _digest(data))
+        self._write(snapshot.name, data)
+        return snapshot
+
+    def read_snapshot(self, snapshot: Snapshot) -> tuple[str, bytes]:
+        """Its schema and the encoded state. Raises CorruptLog if it is missing or damaged."""
+        state, schema = self._checked(snapshot.name, snapshot.digest, snapshot.seq, snapshot.seq)
+        return schema, state
+
+    def snapshots(self) -> list[Snapshot]:
+        """All snapshots, the newest last."""
+        return sorted(one for name in self._names() if (one := Snapshot.parse(name)) is not None)
+
+    def remove(self, files: Iterable[Segment | Snapshot]) -> None:
+        """Remove files."""
+        for one in files:
+            if self._store is not None:
+                self._store.remove(one.name)
+            else:
+                (self._path / one.name).unlink(missing_ok=True)
+
+    # --- files ------------------------------------------------------------------------------------
+    def _packed(self, kind: str, body: bytes, schema: str = "") -> bytes:
+        header = _Header(kind=f"unicron-{kind}", version=FORMAT_VERSION, cluster=self.cluster,
+                         schema=schema)
+        return msgspec.json.encode(header) + b"\n" + zlib.compress(body, 1)
+
+    def _checked(self, name: str, digest: str, first: int, last: int) -> tuple[bytes, str]:
+        data = self._data(name)
+        if data is None:
+            raise gone(first, last, self.where)
+        if _digest(data) != digest:
+            raise CorruptLog(first, f"{name} in {self.where} is damaged: it has other bytes than "
+                             "were written")
+        try:
+            line, _, packed = data.partition(b"\n")
+            header = msgspec.json.decode(line, type=_Header)
+            if header.version != FORMAT_VERSION:
+                raise UsageError(f"{name} has format version {header.version}, this reads "
+                                 f"{FORMAT_VERSION}", "use the Unicron that wrote it")
+            if header.cluster != self.cluster:
+                raise UsageError(f"{name} is of cluster {header.cluster}, not {self.cluster}",
+                                 "name the folder of this cluster's log")
+            return zlib.decompress(packed), header.schema
+        except (msgspec.MsgspecError, zlib.error) as error:
+            raise CorruptLog(first, f"{name} in {self.where} is damaged: {error}") from None
+
+    def _names(self) -> list[str]:
+        if self._store is not None:
+            return self._store.names()
+        with suppress(FileNotFoundError):
+            return os.listdir(self._path)
+        return []
+
+    def _data(self, name: str) -> bytes | None:
+        if self._store is not None:
+            return self._store.read(name)
+        with suppress(FileNotFoundError):
+            return (self._path / name).read_bytes()
+        return None
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Write a file. When this returns, it is on the disk, whole."""
+        if self._store is not None:
+            self._store.write(name, data)
+            return
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        new = self._path / f".{name}.{os.getpid()}.new"
+        try:
+            with new.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self._path / name)
+            folder = os.open(self._path, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        finally:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+
+
+class SealedLog:
+    """Reads records of the sealed log by seq. `head` as in Folder.chain."""
+
+    def __init__(self, folder: Folder, head: str = "") -> None:
+        """Raises OSError, CorruptLog."""
+        self.folder = folder
+        self.chain = folder.chain(head)
+        self._records: list[Record] = []
+
+    @property
+    def first(self) -> int:
+        """The oldest seq that is left; 1 for an empty log."""
+        return self.chain[0].first if self.chain else 1
+
+    @property
+    def last(self) -> int:
+        """The newest seq; 0 for an empty log."""
+        return self.chain[-1].last if self.chain else 0
+
+    def add(self, segment: Segment) -> None:
+        """A segment was sealed behind the others."""
+        self.chain.append(segment)
+
+    def read(self, *, after: int, num_max: int) -> list[Record]:
+        """Records with seq above `after`, in order, at most `num_max`, and at most to the end of
+        a segment. Raises CorruptLog, OSError."""
+        records = self._records  # another thread may read elsewhere meanwhile
+        if not records or not records[0].seq <= after + 1 <= records[-1].seq:
+            segment = next((one for one in reversed(self.chain)
+                            if one.first <= after + 1 <= one.last), None)
+            if segment is None:
+                return []
+            self._records = records = self.folder.read(segment)
+        begin = after + 1 - records[0].seq
+        return records[begin : begin + num_max]
+
+    def records(self, *, after: int = 0) -> Iterator[Record]:
+        """All records above `after`, in order. Raises CorruptLog, OSError."""
+        while page := self.read(after=after, num_max=1 << 30):
+            yield from page
+            after = page[-1].seq
+
+
+def gone(first: int, last: int, where: str) -> CorruptLog:
+    """The error for records that are in no file."""
+    which = f"records {first} to {last} are" if last > first else f"record {first} is"
+    return CorruptLog(first, f"{which} missing from {where}: put the file back, or name a folder "
+                      "that has it")
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:DIGEST_CHARS]

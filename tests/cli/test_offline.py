@@ -1,0 +1,116 @@
+"""Reads when nothing answers, and the sealed log's own commands, on a real cluster's files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unicron.events.log.segments import Segment
+
+from .test_local_cluster import Cluster, until
+
+JOB = "apiVersion: unicron/v1\nname: NAME\ncommand: ['true']\n"
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a cluster that has ended; its log is in segments, and a few records are not."""
+    path = tmp_path_factory.mktemp("offline")
+    (path / "policy.yaml").write_text("seal_records: 10\nseal_s: 3600\n")
+    cluster = Cluster(path / "state")
+    assert cluster.up("--policy", str(path / "policy.yaml")).returncode == 0
+    for number in range(4):
+        (path / "job.yaml").write_text(JOB.replace("NAME", f"j{number}"))
+        assert cluster("submit", str(path / "job.yaml")).returncode == 0
+    until(lambda: [task["state"] for task in json.loads(
+        cluster("status", "-o", "json").stdout)["tasks"]] == ["finished"] * 4)
+    until(lambda: bool(list((path / "state" / "log").glob("*.state"))))
+    assert cluster("down").returncode == 0
+    return path / "state"
+
+
+def unicron(state: Path, *words: str) -> Any:
+    return Cluster(state)(*words)
+
+
+def test_reads_go_on_from_the_files(state: Path, tmp_path: Path) -> None:
+    tail = unicron(state, "tail", "-o", "jsonl")
+    records = [json.loads(line) for line in tail.stdout.splitlines()]
+    assert [record["seq"] for record in records] == list(range(1, len(records) + 1))
+    assert tail.stderr.startswith(f"no cluster runs on {state}. This is the log up to seq "
+                                  f"{len(records)} of ")
+    now = unicron(state, "status", "-o", "json")
+    assert (json.loads(now.stdout)["cluster"]["seq"], now.returncode) == (len(records), 3)
+    then = json.loads(unicron(state, "status", "--at", "12", "-o", "json").stdout)
+    assert then["cluster"]["seq"] == 12
+    assert "nothing has failed so far" in unicron(state, "incident").stdout
+    exported = tmp_path / "log.jsonl"
+    assert unicron(state, "export", str(exported)).returncode == 0
+    assert "VERIFIED" in unicron(state, "replay", str(exported), "--verify").stdout
+
+
+def test_a_moment_is_a_seq_or_a_time(state: Path) -> None:
+    lines = unicron(state, "tail", "-o", "jsonl").stdout.splitlines()
+    times = [json.loads(line)["at_s"] for line in lines]
+    moment = datetime.fromtimestamp(times[4] + 1e-5, UTC).isoformat()
+    then = json.loads(unicron(state, "status", "--at", moment, "-o", "json").stdout)
+    assert then["cluster"]["seq"] == sum(at_s <= times[4] + 1e-5 for at_s in times)
+    for wrong, why in (("0", "is not in the log"), ("99999", "is not in the log"),
+                       ("2999-01-01T00:00:00Z", "is in the future"),
+                       ("soon", "is neither a seq nor a time"),
+                       ("2001-01-01T00:00:00Z", "is before the log")):
+        refused = unicron(state, "status", "--at", wrong)
+        assert (refused.returncode, why in refused.stderr) == (2, True), refused
+
+
+def test_the_log_is_whole_or_says_what_is_gone(state: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "state"
+    shutil.copytree(state, copy)
+    assert unicron(copy, "log", "verify").stdout.startswith("WHOLE    records 1 to ")
+    shown = json.loads(unicron(copy, "log", "status", "-o", "json").stdout)
+    assert shown["last"] - shown["sealed"] == shown["unsealed"] < 10
+    segments = sorted((copy / "log").glob("*.segment"))
+    assert len(segments) == shown["segments"] >= 3
+    damaged, missing = segments[0], Segment.parse(segments[1].name)
+    assert missing is not None
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    verdict = unicron(copy, "log", "verify")
+    assert verdict.returncode == 1
+    assert f": {damaged.name} in " in verdict.stdout
+    segments[1].unlink()
+    verdict = unicron(copy, "log", "verify")
+    assert verdict.returncode == 1
+    assert f"records {missing.first} to {missing.last} are missing" in verdict.stderr
+
+
+def test_a_folder_without_a_log_is_not_whole(tmp_path: Path) -> None:
+    for words in (("log", "verify"), ("log", "restore")):
+        refused = unicron(tmp_path / "none", *words)
+        assert (refused.returncode, "has no segment" in refused.stderr) == (2, True), refused
+
+
+def test_a_lost_server_is_refused_and_restored(state: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "state"
+    shutil.copytree(state, copy)
+    sealed = json.loads(unicron(copy, "log", "status", "-o", "json").stdout)["sealed"]
+    before = unicron(copy, "tail", "-o", "jsonl").stdout.splitlines()[:sealed]
+    shutil.rmtree(copy / "server")
+    cluster = Cluster(copy)
+    refused = cluster.up()
+    assert refused.returncode == 1
+    assert "the server has lost records 1 to " in refused.stderr
+    cluster("down")
+    restored = cluster("log", "restore")
+    assert restored.stdout.startswith(f"restored  records 1 to {sealed}, of "), restored
+    again = cluster("log", "restore")
+    assert (again.returncode, "the server has a log" in again.stderr) == (2, True)
+    try:
+        assert cluster.up().returncode == 0
+        assert cluster("tail", "-o", "jsonl").stdout.splitlines()[:sealed] == before
+        assert "VERIFIED" in cluster("replay", "--live", "--verify").stdout
+    finally:
+        cluster("down")

@@ -1,0 +1,139 @@
+"""Segments and snapshots of the log: their chain, and every way in which it can be damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from unicron.events.errors import CorruptLog, UsageError
+from unicron.events.log.segments import Folder, SealedLog, Segment, Snapshot
+from unicron.events.records import reports as r
+from unicron.events.records.envelope import Record
+
+
+def record(seq: int, epoch: int = 1) -> Record:
+    return Record(seq=seq, epoch=epoch, at_s=float(seq), occurred_s=1.0, source="n1/7",
+                  source_seq=seq, cause=0, incident=0,
+                  body=r.NodeLeft(node="n1", incarnation=7, reason=f"number {seq}"))
+
+
+def records(first: int, last: int, epoch: int = 1) -> list[Record]:
+    return [record(seq, epoch) for seq in range(first, last + 1)]
+
+
+@pytest.fixture(params=["folder", "url"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
+    if request.param == "folder":
+        yield Folder(tmp_path / "log", "c")
+        return
+    fsspec = pytest.importorskip("fsspec")
+    yield Folder("memory://log", "c")
+    fsspec.filesystem("memory").store.clear()
+
+
+def sealed(folder: Folder, *lasts: int) -> list[Segment]:
+    made: list[Segment] = []
+    for last in lasts:
+        first = made[-1].last + 1 if made else 1
+        made.append(folder.write(records(first, last), made[-1] if made else None))
+    return made
+
+
+def test_what_is_sealed_is_read(folder: Folder) -> None:
+    made = sealed(folder, 10, 25, 40)
+    assert folder.chain() == made
+    assert folder.chain(made[1].name) == made[:2]
+    log = SealedLog(folder)
+    assert (log.first, log.last) == (1, 40)
+    assert list(log.records()) == records(1, 40)
+    assert list(log.records(after=24)) == records(25, 40)
+    assert log.read(after=24, num_max=100) == [record(25)]  # to the end of its segment
+    assert log.read(after=3, num_max=2) == records(4, 5)
+    assert log.read(after=40, num_max=5) == []
+
+
+def test_an_empty_folder_is_an_empty_log(folder: Folder) -> None:
+    log = SealedLog(folder)
+    assert (log.first, log.last, list(log.records())) == (1, 0, [])
+    assert folder.snapshots() == []
+
+
+def test_a_segment_that_no_leader_moved_the_head_to_is_passed_over(folder: Folder) -> None:
+    """A leader wrote it, and was fenced before it could."""
+    first = sealed(folder, 10)[0]
+    stray = folder.write(records(11, 15), first)
+    other = folder.write(records(11, 18, epoch=2), first)
+    assert folder.chain(other.name) == [first, other]
+    assert folder.chain() == [first, other]
+    assert set(folder.segments()) == {first, stray, other}
+
+
+def test_missing_records_are_named(folder: Folder) -> None:
+    made = sealed(folder, 10, 25, 40)
+    folder.remove([made[1]])
+    with pytest.raises(CorruptLog, match=r"seq 11: records 11 to 25 are missing from .*: put the "):
+        folder.chain()
+    folder.remove([made[2]])
+    with pytest.raises(CorruptLog, match=f"newest segment, {made[2].name}, is not in"):
+        folder.chain(made[2].name)
+
+
+def test_the_oldest_segments_may_be_gone(folder: Folder) -> None:
+    made = sealed(folder, 10, 25, 40)
+    folder.remove(made[:1])
+    assert folder.chain() == made[1:]
+    assert SealedLog(folder).first == 11
+    assert list(SealedLog(folder).records()) == []
+    assert list(SealedLog(folder).records(after=10)) == records(11, 40)
+
+
+@pytest.mark.parametrize("damage", ["edited", "cut", "empty", "swapped"])
+def test_a_damaged_segment_is_named(tmp_path: Path, damage: str) -> None:
+    folder = Folder(tmp_path, "c")
+    made = sealed(folder, 10, 25)
+    path, other = tmp_path / made[1].name, tmp_path / made[0].name
+    data = path.read_bytes()
+    path.write_bytes({"edited": data[:60] + bytes([data[60] ^ 1]) + data[61:], "cut": data[:-1],
+                      "empty": b"", "swapped": other.read_bytes()}[damage])
+    log = SealedLog(folder)
+    assert log.read(after=0, num_max=10) == records(1, 10)
+    with pytest.raises(CorruptLog, match=f"seq 11: {made[1].name} in {tmp_path} is damaged"):
+        log.read(after=10, num_max=10)
+
+
+def test_another_clusters_or_a_later_versions_segment_is_refused(
+        folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sealed(folder, 10)
+    with pytest.raises(UsageError, match="is of cluster c, not other"):
+        Folder(folder.where, "other").read(made[0])
+    monkeypatch.setattr("unicron.events.log.segments.FORMAT_VERSION", 2)
+    with pytest.raises(UsageError, match="has format version 1, this reads 2"):
+        folder.read(made[0])
+
+
+def test_names_tell_what_a_file_is() -> None:
+    segment = Segment(1, 10, 3, "0123456789abcdef", "fedcba9876543210")
+    assert Segment.parse(segment.name) == segment
+    snapshot = Snapshot(10, 3, "0123456789abcdef")
+    assert Snapshot.parse(snapshot.name) == snapshot
+    for name in ("", "x.segment", segment.name + ".new", f".{segment.name}"):
+        assert Segment.parse(name) is None
+        assert Snapshot.parse(name) is None
+
+
+def test_a_snapshot_keeps_its_state(folder: Folder) -> None:
+    folder.write_snapshot(10, 1, "schema", b"ten")
+    twenty = folder.write_snapshot(20, 2, "schema", b"twenty")
+    assert [one.seq for one in folder.snapshots()] == [10, 20]
+    assert folder.read_snapshot(twenty) == ("schema", b"twenty")
+    folder.remove([twenty])
+    with pytest.raises(CorruptLog, match="record 20 is missing"):
+        folder.read_snapshot(twenty)
+
+
+def test_a_folder_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"Not a directory|File exists"):
+        sealed(Folder(tmp_path / "file" / "log", "c"), 10)
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
