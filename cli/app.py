@@ -80,6 +80,9 @@ def up(
         "repeated; none: forget them [the last ones given].")] = None,
     no_watch: Annotated[bool, typer.Option(
         "--no-watch", help="Do not monitor the progress of ranks; never remembered.")] = False,
+    control_planes: Annotated[int | None, typer.Option(
+        "--control-planes", min=1, max=5, metavar="N", help="Control planes: one leads, the others "
+        "follow, and one of them takes over [1].")] = None,
     run_as: Annotated[str | None, typer.Option(
         "--run-as", metavar="USER", help="Run ranks as this user, with no way to the cluster's "
         "secrets; none: as yourself [the last one given].")] = None,
@@ -107,7 +110,7 @@ def up(
         observe=observe if observe or act else None, allow_inject=allow_inject, watch=not no_watch,
         labels=() if label == ["none"] else tuple(label or ()) or None, checks=checks,
         checks_every_s=checks_every, shared_password=shared_password, insecure=insecure,
-        run_as=run_as), detach=detach)
+        run_as=run_as, control_planes=control_planes), detach=detach)
 
 
 @app.command()
@@ -185,10 +188,12 @@ def control_plane(
     observe: Annotated[bool, typer.Option("--observe")] = False,
     allow_inject: Annotated[bool, typer.Option("--allow-inject")] = False,
     shared_password: Annotated[bool, typer.Option("--shared-password")] = False,
+    number: Annotated[int, typer.Option(min=1, hidden=True)] = 1,  # of those on one folder
 ) -> None:
     """Run the control plane of several hosts; `up` is for one machine.
 
-    The log is on a private server, or on that of $UNICRON_REDIS_URL.
+    The log is on a private server, or on that of $UNICRON_REDIS_URL. If another control plane of
+    the log leads, this one follows.
     """
     from ..events.secret_environment import REDIS_URL, remove_secrets
     from .commands import serve
@@ -198,7 +203,8 @@ def control_plane(
     serve.control_plane(folder(state), redis_url=redis_url, listen=listen, advertise=advertise,
                         port=port, tls_files=(tls_cert, tls_key), insecure=insecure,
                         cluster=cluster, policy=policy, observe=observe,
-                        allow_inject=allow_inject, shared_password=shared_password)
+                        allow_inject=allow_inject, shared_password=shared_password,
+                        number=number)
 
 
 @app.command()
@@ -404,7 +410,7 @@ def plan(
     if offline is not None:
         from .commands import plan_offline
 
-        if asked != PlanOptions() or url is not None or state is not None:
+        if asked != PlanOptions() or url or state is not None:
             raise UsageError("--offline goes with --table and -o alone",
                              "unicron plan --offline FILE")
         plan_offline.plan(offline, table=table, as_json=output == "json")
@@ -476,6 +482,14 @@ def unfreeze(reason: Reason = "", state: State = None, url: Url = None, ca: Ca =
     from .commands import operate
 
     operate.unfreeze(folder(state), url, reason, as_json=output == "json")
+
+
+@app.command()
+def handover(state: State = None, url: Url = None, ca: Ca = None, output: Form = "text") -> None:
+    """Let another control plane lead, as before an upgrade of this one's host."""
+    from .commands import operate
+
+    operate.handover(folder(state), url, as_json=output == "json")
 
 
 @inject.command("rank")

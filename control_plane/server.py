@@ -10,6 +10,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -28,7 +29,7 @@ from ..events.process_io import LogStream
 from ..events.spec.policy import Policy
 from .api.connections import ConnectionLimits, Listener, limits_of_descriptors, seldom_logged
 from .api.http import Address, HttpApi
-from .api.tokens import Tokens
+from .api.tokens import Tokens, share
 from .service import server_relay
 from .service.coordinator import Coordinator
 from .service.server_certificate import ServerCertificate
@@ -60,8 +61,15 @@ class Options(Struct, frozen=True, kw_only=True):
     """Something crosses the network unencrypted: `unicron status` says so."""
     policy: Policy = Policy()
     """Replaces the policy of the log."""
+    number: int = 1
+    """Tells the control planes on one state folder apart."""
     shared_password: bool = False
     """Agents use the server with the control plane's own password, and so with all its rights."""
+
+
+def suffix(number: int) -> str:
+    """Of the files of the control plane with that number on a state folder."""
+    return f"-{number}" if number > 1 else ""
 
 
 def run(options: Options) -> int:
@@ -71,8 +79,9 @@ def run(options: Options) -> int:
     reached or refuses the password), CorruptLog for a log that cannot be trusted.
 
     Start order: secret, server, HTTP port and socket (before any leader is fenced), token and
-    `control_plane.json`, leadership. Stop order: leadership after its turn, HTTP with its open
-    streams, the file, the server's connections. A cancel does the same.
+    `control_plane.json`, leadership, at first as a follower if another control plane leads. Stop
+    order: leadership after its turn, HTTP with its open streams, the file, the server's
+    connections. A cancel does the same.
     """
     _configure_logging()
     return asyncio.run(_serve(options))
@@ -100,7 +109,7 @@ async def _serve(options: Options) -> int:
         tokens = Tokens(options.state / "tokens.json", owner=token)
         coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
                                   code=__version__, policy=options.policy,
-                                  expelled=tokens.revoked_nodes())
+                                  access=partial(share, tokens, log))
         advertised = options.advertise or options.listen
         is_relayed = (server_relay.is_local(options.redis_url)
                       and not network_address.is_loopback(options.listen))
@@ -114,9 +123,9 @@ async def _serve(options: Options) -> int:
                        certificate=options.certificate)
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options, advertised)
-        socket = await _listen_locally(listener, options.state)
+        file = options.state / f"control_plane{suffix(options.number)}.json"
+        socket = await _listen_locally(listener, file.with_suffix(".sock").absolute())
         relay = server_relay.ServerRelay(options.redis_url)
-        file = options.state / "control_plane.json"
         reloading = (None if options.certificate is None else asyncio.create_task(
             options.certificate.keep_reloading(), name="certificate"))
         try:
@@ -128,7 +137,7 @@ async def _serve(options: Options) -> int:
                 "start_time": start_time(pid), "cluster": options.cluster}))
             logger.info("listening", url=url, cluster=options.cluster,
                         **{"ca": options.certificate.ca} if options.certificate else {})
-            return await _lead(coordinator, stop)
+            return await _lead(coordinator, stop, url)
         finally:
             if reloading is not None:
                 reloading.cancel()
@@ -139,9 +148,9 @@ async def _serve(options: Options) -> int:
         await log.close()
 
 
-async def _lead(coordinator: Coordinator, stop: asyncio.Event) -> int:
-    """Lead until `stop` is set. Raises the error that ends the leadership; Fenced is logged."""
-    leading = asyncio.create_task(coordinator.run(), name="leadership")
+async def _lead(coordinator: Coordinator, stop: asyncio.Event, url: str) -> int:
+    """Follow and lead until `stop` is set. Raises the error that ends it; Fenced is logged."""
+    leading = asyncio.create_task(coordinator.run(url), name="leadership")
     stopping = asyncio.create_task(stop.wait(), name="signals")
     try:
         await asyncio.wait((leading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -208,9 +217,8 @@ def _cannot_listen(host: str, port: int, error: OSError) -> UsageError:
                       "choose another port, or stop what uses it")
 
 
-async def _listen_locally(listener: Listener, state: Path) -> str:
-    """Listen on a unix socket of the state folder as well; returns its path."""
-    path = state.absolute() / "control_plane.sock"
+async def _listen_locally(listener: Listener, path: Path) -> str:
+    """Listen on a unix socket as well; returns its path."""
     try:
         await listener.start_locally(path)
     except OSError as error:

@@ -7,7 +7,8 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -18,6 +19,10 @@ from ...events.private_files import read_private
 from .state_dir import StateDir, default, read_json
 
 REPLY_S_MAX = 10.0
+PROBE_S_MAX = 1.0
+FIND_S_MAX, FIND_EVERY_S = 15.0, 0.1
+"""How long a request is tried again while another control plane takes over."""
+Urls = Sequence[str] | None
 DRY_RUN_S_MAX = 120.0
 """A dry run of the largest job on 100,000 slots takes ten seconds; with limits, it takes longer."""
 
@@ -37,16 +42,30 @@ class Unreachable(UnicronError):
 
 
 class Unable(UnicronError):
-    """The control plane is temporarily unable to answer (5xx)."""
+    """The control plane is temporarily unable to answer (5xx). `passes`: until another one leads.
+    """
+
+    passes = False
 
 
 class Interrupted(UnicronError):
     """The response ended early."""
 
 
-class Client:
-    """Client of one control plane. Every call raises Unreachable, Refused or Unable.
+class _Elsewhere(Exception):
+    """The control plane follows the one at `url`."""
 
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.url = url
+
+
+class Client:
+    """Client of a control plane and those in `others`, of which one leads. Every call raises
+    Unreachable, Refused or Unable.
+
+    A request goes to the one that leads, to which a follower points; while none does, reads go to
+    a follower, and writes are tried again for FIND_S_MAX, with the same key.
     `socket`: the path of its unix socket, used instead of the address in `url`. `ca`: the
     authorities (PEM) that it trusts at https://; "": the system's."""
 
@@ -65,6 +84,9 @@ class Client:
         self.is_secure = parts.scheme == "https"
         self.host, self.port = parts.hostname, port
         self.token, self._hint = token, hint
+        self.others: Sequence[Client] = ()
+        self.leader: Client | None = None
+        """The one that leads, as far as is known."""
 
     def get(self, path: str, limit_s: float = REPLY_S_MAX, **query: object) -> Any:
         """The JSON response of a GET."""
@@ -92,10 +114,55 @@ class Client:
                 if line.strip():
                     yield json.loads(line)
 
-    def _open(self, method: str, path: str, *, query: dict[str, Any] | None = None,
-              body: object = None, key: str = "",
-              limit_s: float | None = REPLY_S_MAX) -> http.client.HTTPResponse:
-        link = self._link()
+    def _open(self, method: str, path: str, *, limit_s: float | None = REPLY_S_MAX,
+              **request: Any) -> http.client.HTTPResponse:
+        """Send it to the control plane that leads."""
+        deadline_s = time.monotonic() + FIND_S_MAX
+        while True:
+            at = self.leader or self._find()
+            try:
+                answer = (at or self)._open_here(method, path, limit_s=limit_s, **request)
+                self.leader = at
+                return answer
+            except _Elsewhere as error:
+                self.leader = self._known(error.url)
+                late: UnicronError = Unable("no control plane leads", self._hint)
+            except (Unreachable, Unable) as error:
+                if not (error.passes if isinstance(error, Unable) else
+                        at is not None and (at is not self or self.others)):
+                    raise
+                self.leader, late = None, error
+            if time.monotonic() > deadline_s:
+                raise late
+            time.sleep(FIND_EVERY_S)
+
+    def _find(self) -> Client | None:
+        """The one that leads; else one that answers, if there is one."""
+        if not self.others:
+            return self
+        found = None
+        for one in (self, *self.others):
+            with suppress(Interrupted, Refused, Unable, Unreachable):
+                if _json(one._open_here("GET", "/v1/health", limit_s=PROBE_S_MAX))["ok"]:
+                    return one
+                found = found or one
+        return found
+
+    def _known(self, url: str) -> Client:
+        """The client of the control plane to which a follower points. Raises UsageError."""
+        for one in (self, *self.others):
+            if one.url == url:
+                return one
+        found = Client(url, self.token, self._hint)
+        if self.is_secure and not found.is_secure:
+            raise UsageError(f"{self.url} points to {url}, which has no TLS", "use TLS there too")
+        found.ca = self.ca
+        return found
+
+    def _open_here(self, method: str, path: str, *, query: dict[str, Any] | None = None,
+                   body: object = None, key: str = "",
+                   limit_s: float | None = REPLY_S_MAX) -> http.client.HTTPResponse:
+        link = self._link(min(limit_s or REPLY_S_MAX, REPLY_S_MAX))
         headers = {"Authorization": f"Bearer {self.token}", "Connection": "close"}
         if body is not None:
             headers |= {"Content-Type": "application/json", "Idempotency-Key": key}
@@ -115,17 +182,21 @@ class Client:
                                  f"--url https://{self.url.rpartition('//')[2]}") from None
             raise Unreachable(f"no control plane answers at {self.url} ({_why(error)})",
                               self._hint) from None
+        if answer.status == 307:
+            parts = urlsplit(answer.headers.get("Location", ""))
+            link.close()
+            raise _Elsewhere(f"{parts.scheme}://{parts.netloc}")
         if answer.status >= 400:
             raise _refused(answer, self._hint)
         return answer
 
-    def _link(self) -> http.client.HTTPConnection:
+    def _link(self, limit_s: float) -> http.client.HTTPConnection:
         if self.socket:
-            return _SocketConnection(self.socket, timeout=REPLY_S_MAX)
+            return _SocketConnection(self.socket, timeout=limit_s)
         if self.is_secure:
-            return http.client.HTTPSConnection(self.host, self.port, timeout=REPLY_S_MAX,
+            return http.client.HTTPSConnection(self.host, self.port, timeout=limit_s,
                                                context=tls.client_context(self.ca))
-        return http.client.HTTPConnection(self.host, self.port, timeout=REPLY_S_MAX)
+        return http.client.HTTPConnection(self.host, self.port, timeout=limit_s)
 
 
 class _SocketConnection(http.client.HTTPConnection):
@@ -141,30 +212,53 @@ class _SocketConnection(http.client.HTTPConnection):
         self.sock.connect(unix_socket.address(self._path))
 
 
-def connect(state: StateDir, url: str | None = None) -> Client:
-    """A client of --url or $UNICRON_URL, else of the control plane of the state folder by its
-    socket.
+def connect(state: StateDir, urls: Urls = None) -> Client:
+    """A client of the control planes of --url or $UNICRON_URL, else of those of the state folder by
+    their sockets.
 
     The token is $UNICRON_TOKEN, else that of the state folder.
     """
-    control_plane_file = read_json(state.control_plane) or {}
-    given = url or os.environ.get("UNICRON_URL")
-    token = os.environ.get("UNICRON_TOKEN") or str(control_plane_file.get("token", ""))
+    files = [file for path in state.control_planes() if (file := read_json(path) or {}).get("url")]
+    given = urls or [url for url in os.environ.get("UNICRON_URL", "").split(",") if url]
+    token = os.environ.get("UNICRON_TOKEN") or (str(files[0].get("token", "")) if files else "")
     if given:
-        client = Client(given, token, "check --url or $UNICRON_URL, and that unicron up runs there")
-        if client.is_secure:
-            client.ca = authority(client.host, client.port, state)
-        elif os.environ.get(tls.CA):
-            raise UsageError(f"{given}: --ca and $UNICRON_CA are for https://", "--url https://...")
-        return client
+        return _together(_trust([_client_of(url, token) for url in given], state))
     start = "unicron up" + ("" if state.path == default() else f" {state.option}")
-    if not control_plane_file.get("url"):
+    if not files:
         raise Unreachable(f"no cluster runs on {state.path}", start)
     if state.is_held():
         start = "unicron up restarts it: try again in a few seconds"
     # The socket is in a folder that only its owner can enter. The port may be a stranger's by now.
-    return Client(str(control_plane_file["url"]), token, start,
-                  str(control_plane_file.get("socket", "")))
+    return _together([Client(str(file["url"]), token, start, str(file.get("socket", "")))
+                      for file in files])
+
+
+def _client_of(url: str, token: str) -> Client:
+    client = Client(url, token, "check --url or $UNICRON_URL, and that unicron up runs there")
+    if not client.is_secure and os.environ.get(tls.CA):
+        raise UsageError(f"{url}: --ca and $UNICRON_CA are for https://", "--url https://...")
+    return client
+
+
+def _together(clients: list[Client]) -> Client:
+    first, *first.others = clients
+    return first
+
+
+def _trust(clients: list[Client], state: StateDir) -> list[Client]:
+    """All have the authority of the first one that answers."""
+    secure = [one for one in clients if one.is_secure]
+    for number, asked in enumerate(secure, 1):
+        try:
+            ca = authority(asked.host, asked.port, state)
+        except Unreachable:
+            if number == len(secure):
+                raise
+            continue
+        for one in secure:
+            one.ca = ca
+        break
+    return clients
 
 
 def authority(host: str, port: int, state: StateDir) -> str:
@@ -211,5 +305,7 @@ def _refused(answer: http.client.HTTPResponse, hint: str) -> Refused | Unable:
     if answer.status == 401 and "expired" not in message:
         advice = "set UNICRON_TOKEN, or name the cluster's folder with --state"
     if answer.status >= 500:
-        return Unable(message, advice or hint)
+        unable = Unable(message, advice or hint)
+        unable.passes = "Retry-After" in answer.headers
+        return unable
     return Refused(answer.status, " ".join(message.split()), advice or hint)

@@ -12,7 +12,7 @@ from ...events.errors import CorruptLog, UnicronError, UsageError
 from ...events.log import archive
 from ...events.records import codec
 from ...events.records.envelope import Record
-from ..cluster.client import connect
+from ..cluster.client import Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, count, labelled, lost_cell, table
@@ -26,7 +26,7 @@ class CorruptError(UnicronError):
     hint = "every record before that seq can be trusted; keep the file, and export the log again"
 
 
-def export(state: StateDir, url: str | None, path: Path) -> None:
+def export(state: StateDir, url: Urls, path: Path) -> None:
     """Write the running cluster's log to a file. Raises UsageError."""
     if path.exists():
         raise UsageError(f"{path} exists", "name a new file")
@@ -38,7 +38,7 @@ def export(state: StateDir, url: str | None, path: Path) -> None:
     console.talk(f"next: unicron replay {path} --verify")
 
 
-def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, until: int | None,
+def replay(state: StateDir, url: Urls, path: Path | None, *, live: bool, until: int | None,
            verify: bool, step: bool, as_json: bool, incident: str | None = None) -> None:
     """Fold a log and print the final state, or one incident. Raises UsageError, CorruptError."""
     if (path is None) == (not live):

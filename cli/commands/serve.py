@@ -28,7 +28,7 @@ from ...events.private_files import write_private
 from ...events.records import types
 from ...events.spec.policy import Policy
 from ..cluster import processes
-from ..cluster.client import Client, Refused, Unable, Unreachable, authority, connect
+from ..cluster.client import Client, Refused, Unable, Unreachable, Urls, authority, connect
 from ..cluster.local_cluster import CONTROL_PLANE, agent_name
 from ..cluster.state_dir import StateDir
 from ..terminal import console
@@ -47,7 +47,7 @@ POLL_S = 0.05
 def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: str, port: int,
                   tls_files: tuple[Path | None, Path | None], insecure: bool, cluster: str,
                   policy: Path | None, observe: bool, allow_inject: bool,
-                  shared_password: bool) -> None:
+                  shared_password: bool, number: int) -> None:
     """Serve until a signal; without a Redis URL on a private server. Raises UsageError."""
     from ...control_plane import server
     from ...control_plane.service.server_certificate import ServerCertificate
@@ -67,17 +67,17 @@ def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: st
     if is_open:
         port = port or HTTP_PORT
     loaded = policy_file.load(policy) if policy is not None else Policy()
-    _write_pid_file(state, CONTROL_PLANE)
+    _write_pid_file(state, f"{CONTROL_PLANE}{server.suffix(number)}")
     raise typer.Exit(server.run(server.Options(
         state=state.path, redis_url=redis_url or embedded_server.ensure(state.server).url,
         listen=address, advertise=advertised, port=port, cluster=cluster,
-        certificate=shown, insecure=is_plain, shared_password=shared_password,
+        certificate=shown, insecure=is_plain, number=number, shared_password=shared_password,
         ca=authority(server_of.hostname or "", server_of.port or 6379, state)
         if server_of.scheme == "rediss" else "",
         policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject))))
 
 
-def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, advertise: str,
+def agent(state: StateDir, *, url: Urls, node: str, num_slots: int, advertise: str,
           insecure: bool, redis_url: str, label: Sequence[str], watch: bool, checks: Path | None,
           checks_every_s: float, checks_s_max: float, run_as: str) -> None:
     """Run the agent of a node until a signal. Raises UsageError."""
@@ -98,6 +98,7 @@ def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, advert
         write_private(state.ca, ca.encode())
     raise typer.Exit(main.run(main.AgentOptions(
         node=name, url=client.url, socket=client.socket, token=client.token,
+        others=tuple((one.url, one.socket) for one in client.others),
         enrols=not client.socket, num_slots=num_slots or num_devices(), state_dir=state.path,
         host=advertised_address(advertise, client), redis_url=redis_url, labels=labels,
         watch=watch, checks=own, ca=ca, insecure=insecure, run_as=run_as)))
@@ -161,7 +162,7 @@ def own_checks(folder: Path | None, every_s: float = 60.0, s_max: float = 30.0
     return checks
 
 
-def _control_plane(state: StateDir, url: str | None) -> Client:
+def _control_plane(state: StateDir, url: Urls) -> Client:
     """A client of the control plane; waits while it starts or restarts."""
     deadline_s = time.monotonic() + AWAY_S_MAX
     while True:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...events.errors import UsageError
 from ...events.records.codec import from_plain
-from ..cluster.client import Client, Interrupted, Unable, Unreachable, connect
+from ..cluster.client import Client, Interrupted, Unable, Unreachable, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..screens import cluster as cluster_screen
 from ..screens import nodes
@@ -25,7 +25,7 @@ WATCH_S = 1.0
 CLEAR = "\x1b[H\x1b[J"
 
 
-def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json: bool) -> None:
+def status(state: StateDir, url: Urls, what: str, *, watch: bool, as_json: bool) -> None:
     """Print the screen. Raises UsageError. Ctrl-C ends --watch."""
     client = connect(state, url)
     history = None

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 
 from ...events.errors import UsageError
-from ..cluster.client import Client, Interrupted, Unable, Unreachable, connect
+from ..cluster.client import Client, Interrupted, Unable, Unreachable, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain
@@ -58,7 +58,7 @@ def _kind(text: str) -> str:
                      f"perhaps {', '.join(near[:4])}" if near else "see docs/reference/records.md")
 
 
-def tail(state: StateDir, url: str | None, wanted: Filter, *, after: int, follow: bool,
+def tail(state: StateDir, url: Urls, wanted: Filter, *, after: int, follow: bool,
          as_json: bool) -> None:
     """Print the records that pass the filters. Ctrl-C ends --follow."""
     client = connect(state, url)
@@ -99,7 +99,7 @@ def _is_incident(client: Client, number: int) -> bool:
     return opened is not None and (opened["seq"], opened["kind"]) == (number, "IncidentOpened")
 
 
-def _records(state: StateDir, url: str | None, client: Client, after: int, *,
+def _records(state: StateDir, url: Urls, client: Client, after: int, *,
              follow: bool) -> Iterator[Plain]:
     """The records of the log. --follow goes on after a restart of the control plane."""
     unreachable_s: float | None = None

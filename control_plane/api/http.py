@@ -90,6 +90,11 @@ class _NewToken(Struct, frozen=True, forbid_unknown_fields=True):
     reason: str = ""
 
 
+class _HandOver(Struct, frozen=True, forbid_unknown_fields=True):
+    epoch: int
+    """That ends."""
+
+
 class _Apply(Struct, frozen=True, forbid_unknown_fields=True):
     change: dry_run.Change
     check: int
@@ -115,9 +120,13 @@ class HttpApi:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES_MAX)
+        app.on_response_prepare.append(self._mark)
         for route in ROUTES:
             add = {"GET": app.router.add_get, "POST": app.router.add_post}[route.method]
-            add(route.path, self._allow(route.role, route.handler(self)))
+            handler = route.handler(self)
+            if route.path in OF_THE_LEADER:
+                handler = self._lead_to_leader(handler)
+            add(route.path, self._allow(route.role, handler))
         return app
 
     # --- calls ---
@@ -129,7 +138,8 @@ class HttpApi:
             return _json({"ok": leading})
         return _json({"ok": leading, "cluster": self._address.cluster,
                       "epoch": self._coordinator.epoch, "seq": self._coordinator.seq,
-                      "leader": leading, "pid": os.getpid()})
+                      "leader": leading, "pid": os.getpid(),
+                      "follows": self._coordinator.leader_url})
 
     async def state(self, request: web.Request) -> web.Response:
         """The state. With `explain=1` also what each waiting task needs, computed in a thread."""
@@ -139,7 +149,9 @@ class HttpApi:
             shown = await aside(lambda: view(decode_state(data), explain=True))
         else:
             shown = view(state)
-        shown["cluster"] |= {"insecure": self._address.insecure,
+        shown["cluster"] |= {"follows": self._coordinator.leader_url,
+                             "followers": self._coordinator.followers,
+                             "insecure": self._address.insecure,
                              "ca": self._certificate.ca if self._certificate else ""}
         return _json(shown)
 
@@ -253,6 +265,11 @@ class HttpApi:
             data = encode_state(state)
             return await aside(partial(call, data))
 
+    async def hand_over(self, request: web.Request) -> web.Response:
+        """Let a follower lead; answers with its URL. Sent again, it has no effect."""
+        epoch = requests.convert(await _body(request), _HandOver).epoch
+        return _json({"leader": await self._coordinator.hand_over(epoch)})
+
     async def join(self, request: web.Request) -> web.Response:
         body = requests.convert(await _body(request), _Join)
         if not job.NAME.match(body.node) or body.node in RESERVED_NAMES:
@@ -348,7 +365,9 @@ class HttpApi:
 
     async def _tell(self, request: web.Request, act: types.TokenAct, token: Token, reason: str = ""
                     ) -> None:
-        """Write who changed a token, and why, before a secret is answered."""
+        """Share a change of a token, and write who made it and why, before a secret is answered.
+        """
+        await self._coordinator.keep_tokens(self._tokens.encoded())
         # Not under the caller's Idempotency-Key: with one that is in the log nothing is written.
         await self._coordinator.write(secrets.token_hex(16), *_signed(request[CALLER], [
             reports.TokenChanged(act=act, name=token.name, token_role=token.role, reason=reason)]))
@@ -368,7 +387,10 @@ class HttpApi:
         except UsageError as error:
             return error_answer(400, str(error), error.hint)
         except LogError as error:
-            return error_answer(503, str(error), "training goes on; try again in a moment")
+            answer = error_answer(503, str(error), "training goes on; try again in a moment")
+            if not self._coordinator.leading:
+                answer.headers["Retry-After"] = "1"
+            return answer
         except web.HTTPException as error:
             hint = "docs/ARCHITECTURE.md, HTTP" if error.status in (404, 405) else ""
             return _refusal(request, error.status,
@@ -406,6 +428,23 @@ class HttpApi:
             raise Refusal(401, f"the token {token.name} has expired",
                           f"an admin: unicron token rotate {token.name}")
         return token
+
+    def _lead_to_leader(self, handler: Handler) -> Handler:
+        """The handler at the leader; a follower points there."""
+        async def call(request: web.Request) -> web.StreamResponse:
+            if url := await self._coordinator.find_leader():
+                answer = _refusal(request, 307, f"this control plane follows, {url} leads",
+                                  f"--url {url}")
+                answer.headers["Location"] = f"{url}{request.path_qs}"
+                return answer
+            return await handler(request)
+        return call
+
+    async def _mark(self, request: web.Request, response: web.StreamResponse) -> None:
+        """A follower's answers tell whom it follows, and up to which record."""
+        if url := self._coordinator.leader_url:
+            response.headers["Unicron-Follows"] = url
+            response.headers["Unicron-Seq"] = str(self._coordinator.seq)
 
     def _allow(self, role: Role | None, handler: Handler) -> Handler:
         """The handler, for callers of that role or a higher one. Others are refused unread."""
@@ -452,6 +491,7 @@ ROUTES = (
           lambda api: api.write(requests.lift_quarantine)),
     Route("POST", "/v1/freeze", "operate", lambda api: api.write(requests.freeze)),
     Route("POST", "/v1/unfreeze", "operate", lambda api: api.write(requests.unfreeze)),
+    Route("POST", "/v1/handover", "operate", lambda api: api.hand_over),
     # a fault ends healthy processes
     Route("POST", "/v1/inject", "admin", lambda api: api.write(requests.inject)),
     Route("POST", "/v1/join", "join", lambda api: api.join),
@@ -460,6 +500,9 @@ ROUTES = (
     Route("POST", "/v1/tokens/{of}/rotate", "admin", lambda api: api.rotate_token),
     Route("POST", "/v1/tokens/{of}/revoke", "admin", lambda api: api.revoke_token),
 )
+OF_THE_LEADER = {route.path for route in ROUTES if route.method == "POST"
+                 and route.path != "/v1/plan/dry-run"} | {"/v1/nodes/{of}/file"}
+"""Calls that a follower cannot answer."""
 OPEN_TO_ALL = {route.path for route in ROUTES if route.role is None}
 
 

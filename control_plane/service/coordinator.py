@@ -133,8 +133,8 @@ class Coordinator:
     # --- API of other components -----------------------------------------------------------------
     @property
     def epoch(self) -> int:
-        """The epoch of this leader; 0 before it has one."""
-        return self._leader.epoch
+        """The epoch of the last record that this control plane has folded."""
+        return self._leader.state.epoch
 
     def answer(self, request_id: str) -> int | None:
         """The seq of a write that is already in the log; None for a new one."""
@@ -146,9 +146,11 @@ class Coordinator:
         await self._with_timeout(self._leader_known.wait(), Unavailable("no control plane leads"))
         return self.leader_url
 
-    async def hand_over(self) -> str:
-        """Let a follower lead after this turn; returns the URL of the new leader. Raises UsageError
-        if none follows."""
+    async def hand_over(self, epoch: int) -> str:
+        """End this epoch after the turn; returns the URL of the follower that leads next, "" if the
+        epoch has ended before. Raises UsageError if none follows."""
+        if epoch != self.epoch:
+            return ""
         if not self.followers:
             raise UsageError("no other control plane follows this one",
                              "unicron up --control-planes 2")
@@ -159,7 +161,7 @@ class Coordinator:
 
     async def keep_tokens(self, tokens: bytes) -> None:
         """Store the tokens' hashes for the next leader. Raises LogError."""
-        await self._with_timeout(self._log.keep_tokens(tokens, epoch=self.epoch),
+        await self._with_timeout(self._log.keep_tokens(tokens, epoch=self._leader.epoch),
                                  Unavailable("the log cannot be reached; try again"))
 
     async def settled(self) -> ClusterState:

@@ -127,6 +127,8 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     enrols: bool = False
     host: str = "127.0.0.1"
     socket: str = ""
+    others: tuple[tuple[str, str], ...] = ()
+    """URL and socket of each other control plane; one of all leads."""
     redis_url: str = ""
     labels: Labels = Labels()
     devices: tuple[str, ...] | None = None
@@ -276,7 +278,7 @@ async def _join(options: AgentOptions, incarnation: int, identity: IdentityFile 
     try:
         return await join(options.url, token, node=options.node, host=options.host,
                           incarnation=incarnation, labels=options.labels, socket=options.socket,
-                          ca=options.ca, identity=new, s_max=s_max)
+                          others=options.others, ca=options.ca, identity=new, s_max=s_max)
     except TokenRefused as error:
         if identity is not None and identity.is_enrolled:
             error.hint = (f"an admin: unicron token create --join --node {options.node}; then "

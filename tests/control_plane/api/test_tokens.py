@@ -11,13 +11,14 @@ import json
 import re
 import stat
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from http_site import JOB, POLICY, Site, real
 from unicron.control_plane.api.http import ROUTES
-from unicron.control_plane.api.tokens import ROLES, Role, Tokens, may
+from unicron.control_plane.api.tokens import ROLES, Role, Tokens, may, share
 from unicron.control_plane.service.coordinator import Coordinator
 from unicron.events.errors import UsageError
 from unicron.events.log.identity import new_secret
@@ -287,7 +288,8 @@ async def test_a_revoked_node_stays_out_when_the_server_loses_its_users(site: Si
     log, token = site.log, await join_token(site)
     assert (await enrol(site, token, "h1", new_secret()))[0] == 200
     coordinator = Coordinator(log, clock=time.time, nonce="b", code="test", policy=POLICY,
-                              expelled={"h1"})
+                              access=partial(share, Tokens(site.tokens_file, owner="x"), log))
+    site.coordinator.stop()
     log.users.clear()
     leading = asyncio.create_task(coordinator.run())
     async with asyncio.timeout(60):

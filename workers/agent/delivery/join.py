@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -55,6 +56,14 @@ class TokenRefused(UsageError):
         self.revoked = revoked
 
 
+class _Elsewhere(Exception):
+    """The control plane follows the one at `url`."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"it points to {url}")
+        self.url = url
+
+
 class IdentityFile:
     """The identity of a node, in the folder of its agent; its name ends in `.new` until enrolled.
 
@@ -80,32 +89,41 @@ class IdentityFile:
 
 
 async def join(url: str, token: str, *, node: str, host: str, incarnation: int, labels: Labels,
-               socket: str = "", ca: str = "", identity: str = "",
-               s_max: float = JOIN_S_MAX) -> Joined:
-    """Send the join request until the server answers, for at most `s_max` seconds. Raises
-    UsageError if the server rejects the token or the request, or stays unreachable.
+               socket: str = "", others: Sequence[tuple[str, str]] = (), ca: str = "",
+               identity: str = "", s_max: float = JOIN_S_MAX) -> Joined:
+    """Send the join request until the leader answers, for at most `s_max` seconds, but at least
+    once to each control plane. Raises UsageError if one rejects the token or the request, or all
+    stay unreachable.
 
-    `socket`: the path of the server's unix socket, used instead of the address in `url`. `ca`: the
-    authorities (PEM) that are trusted at https://; "": the system's. `identity`: enrol the node
-    with it."""
+    `others`: (url, socket) of more control planes. `socket`: the path of the server's unix socket,
+    used instead of the address in `url`. `ca`: the authorities (PEM) that are trusted at https://;
+    "": the system's. `identity`: enrol the node with it."""
     deadline = time.monotonic() + s_max
     body = {"node": node, "host": host, "incarnation": incarnation,
             "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value},
             **({"identity": identity} if identity else {})}
     headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": f"join-{node}-{incarnation}"}
-    num_tries = 0
+    targets, num_tries, pointer = [(url, socket), *others], 0, ""
     limit = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
     while True:
+        url, socket = targets[num_tries % len(targets)]
+        if pointer:
+            url, socket, pointer = pointer, dict(targets).get(pointer, ""), ""
         try:
             link = (aiohttp.UnixConnector(unix_socket.address(socket)) if socket
                     else aiohttp.TCPConnector(ssl=tls.client_context(ca)))
             async with aiohttp.ClientSession(timeout=limit, connector=link) as session:
                 return await _post(session, url, headers, body)
+        except _Elsewhere as error:
+            why, pointer = str(error), error.url
+            if url.startswith("https:") and not pointer.startswith("https:"):
+                raise UsageError(f"{url} points to {pointer}, which has no TLS",
+                                 "use TLS there too") from None
         except (aiohttp.ClientError, OSError) as error:
             why = str(error) or type(error).__name__
         wait_s = backoff_s(num_tries, RETRY_S_MAX)
         num_tries += 1
-        if time.monotonic() + wait_s > deadline:
+        if num_tries >= len(targets) + bool(pointer) and time.monotonic() + wait_s > deadline:
             raise UsageError(f"cannot join {url}: {why}",
                              "is the control plane up? try: unicron up, or another --url")
         await asyncio.sleep(wait_s)
@@ -115,10 +133,14 @@ async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, 
                 body: Mapping[str, object]) -> Joined:
     """Send one request. Raises UsageError if a retry is useless, else ClientError, TimeoutError."""
     try:
-        reply = await session.post(f"{url.rstrip('/')}/v1/join", json=body, headers=headers)
+        reply = await session.post(f"{url.rstrip('/')}/v1/join", json=body, headers=headers,
+                                   allow_redirects=False)
     except aiohttp.InvalidURL:
         raise UsageError(f"{url!r} is not a URL", "give --url http://HOST:PORT") from None
     data = await reply.read()
+    if reply.status == 307:
+        parts = urlsplit(reply.headers.get("Location", ""))
+        raise _Elsewhere(f"{parts.scheme}://{parts.netloc}")
     if reply.status in (401, 403, 410):
         raise TokenRefused(f"{url} does not accept the token: {_error(data).error}",
                            "an admin: unicron token create --join", revoked=reply.status == 410)
