@@ -10,6 +10,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
@@ -238,39 +239,38 @@ def steady_clock() -> Callable[[], float]:
 def _token(state: Path) -> str:
     """The cluster's token: created once, stored in the state folder, readable by its owner only."""
     path = state / "token"
-    try:
-        found = read_private(path).decode(errors="replace").strip()
-        if found:
-            return found
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
-    token = new_secret()
-    _write(path, token.encode() + b"\n")
+    token = _made_once(path, lambda: new_secret().encode() + b"\n").decode(errors="replace").strip()
+    if not token:
+        raise UsageError(f"{path} is empty", "remove it, and the control plane makes a new one")
     return token
 
 
 def _secret(state: Path) -> bytes:
     """The secret that the nodes' identities derive from: created once, in the state folder."""
     path = state / "secret"
-    try:
-        found = read_private(path)
-    except FileNotFoundError:
-        found = secrets.token_bytes(SECRET_BYTES)
-        _write(path, found)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
+    found = _made_once(path, lambda: secrets.token_bytes(SECRET_BYTES))
     if len(found) != SECRET_BYTES:
         raise UsageError(f"{path} does not hold {SECRET_BYTES} bytes",
                          "remove it, then restart the control plane and the agents")
     return found
 
 
+def _made_once(path: Path, make: Callable[[], bytes]) -> bytes:
+    """The content of the file, also if several control planes want to make it. Raises UsageError.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists():
+            with suppress(FileExistsError):
+                write_private(path, make(), replaces=False)
+        return read_private(path)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
+
+
 def _write(path: Path, data: bytes) -> None:
     """Write the file atomically, readable by its owner only. Raises UsageError."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_private(path, data)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
