@@ -177,7 +177,7 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
 def test_up_restarts_dead_processes_and_down_works_without_up(cluster):
     assert cluster.up().returncode == 0
     before = cluster.pids()
-    url = json.loads(cluster.state.control_plane.read_text())["url"]
+    url = json.loads(cluster.state.control_planes()[0].read_text())["url"]
     cluster.kill(CONTROL_PLANE)
     until(lambda: cluster("status").returncode == 0)
     cluster.kill(agent_name("n1"))
@@ -186,7 +186,7 @@ def test_up_restarts_dead_processes_and_down_works_without_up(cluster):
     assert after[CONTROL_PLANE] != before[CONTROL_PLANE]
     assert after[agent_name("n1")] != before[agent_name("n1")]
     assert after["server"] == before["server"]
-    assert json.loads(cluster.state.control_plane.read_text())["url"] == url
+    assert json.loads(cluster.state.control_planes()[0].read_text())["url"] == url
     until(lambda: [record["kind"] for record in cluster.records()].count("AgentRestarted") == 1)
     assert [record["kind"] for record in cluster.records()].count("EpochStarted") == 2
 
@@ -240,7 +240,7 @@ class Stranger:
 def test_a_stranger_on_the_port_hears_no_secret_and_the_cluster_recovers(cluster, tmp_path):
     """Server, control plane and agent are killed while another process has the HTTP port."""
     def at() -> dict[str, Any]:
-        return json.loads(cluster.state.control_plane.read_text())
+        return json.loads(cluster.state.control_planes()[0].read_text())
 
     assert cluster.up().returncode == 0
     before, first = cluster.pids(), at()
@@ -360,7 +360,7 @@ def test_output_on_another_host_is_read_by_its_agent(cluster, tmp_path):
     assert cluster("submit", str(tmp_path / "job.yaml")).returncode == 0
     whole = "".join(f"0.1 {number}\n" for number in range(1, 30_001))
     until(lambda: cluster("logs", "prints").stdout == whole)
-    there = json.loads(cluster.state.control_plane.read_text())
+    there = json.loads(cluster.state.control_planes()[0].read_text())
     arguments = ("logs", "prints", "--url", there["url"], "--state", str(tmp_path / "none"))
 
     def elsewhere() -> subprocess.CompletedProcess[str]:

@@ -40,7 +40,8 @@ class RealCluster:
     """A cluster with nodes of two slots; reads the log and the ranks' traces."""
 
     def __init__(self, path: Path, num_agents: int = 2,
-                 policy: Mapping[str, object] | None = None, run_as: str = "") -> None:
+                 policy: Mapping[str, object] | None = None, run_as: str = "",
+                 num_control_planes: int = 1) -> None:
         self.path = path
         trace = path / "trace"
         trace.mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,8 @@ class RealCluster:
         limits = {"hang_s_min": HELD_S, "quarantine_faults": 1000} | dict(policy or {})
         file.write_text("".join(f"{name}: {value}\n" for name, value in limits.items()))
         self.local = LocalCluster(self.state, ClusterOptions(
-            num_agents=num_agents, trace_dir=str(trace), policy=str(file), run_as=run_as))
+            num_agents=num_agents, trace_dir=str(trace), policy=str(file), run_as=run_as,
+            num_control_planes=num_control_planes))
         self.local.choose_port()
         self._log: list[Record] = []
         self._client: Client | None = None
@@ -327,9 +329,10 @@ class RealCluster:
 
 @contextmanager
 def running(path: Path, num_agents: int = 2,
-            policy: Mapping[str, object] | None = None, run_as: str = "") -> Iterator[RealCluster]:
+            policy: Mapping[str, object] | None = None, run_as: str = "",
+            num_control_planes: int = 1) -> Iterator[RealCluster]:
     """A started cluster; its processes are stopped by pid at the end."""
-    made = RealCluster(path, num_agents, policy, run_as)
+    made = RealCluster(path, num_agents, policy, run_as, num_control_planes)
     try:
         made.start()
         yield made
