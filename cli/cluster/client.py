@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from ...events import network_address, tls, unix_socket
-from ...events.errors import UnicronError, UsageError
+from ...events.errors import Leased, UnicronError, UsageError
 from ...events.private_files import read_private
 from .state_dir import StateDir, default, read_json
 
@@ -50,14 +50,6 @@ class Unable(UnicronError):
 
 class Interrupted(UnicronError):
     """The response ended early."""
-
-
-class _Elsewhere(Exception):
-    """The control plane follows the one at `url`."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.url = url
 
 
 class Client:
@@ -124,9 +116,9 @@ class Client:
                 answer = (at or self)._open_here(method, path, limit_s=limit_s, **request)
                 self.leader = at
                 return answer
-            except _Elsewhere as error:
-                self.leader = self._known(error.url)
-                late: UnicronError = Unable("no control plane leads", self._hint)
+            except Leased as error:
+                self.leader = self._pointed_to(error.url)
+                late: UnicronError = Unable(str(error), f"--url {error.url}")
             except (Unreachable, Unable) as error:
                 if not (error.passes if isinstance(error, Unable) else
                         at is not None and (at is not self or self.others)):
@@ -148,14 +140,14 @@ class Client:
                 found = found or one
         return found
 
-    def _known(self, url: str) -> Client:
-        """The client of the control plane to which a follower points. Raises UsageError."""
+    def _pointed_to(self, url: str) -> Client | None:
+        """The control plane to which a follower points; None if no token may be sent there."""
         for one in (self, *self.others):
             if one.url == url:
                 return one
+        if not tls.may_follow(url, self.url, by_socket=bool(self.socket)):
+            return None
         found = Client(url, self.token, self._hint)
-        if self.is_secure and not found.is_secure:
-            raise UsageError(f"{self.url} points to {url}, which has no TLS", "use TLS there too")
         found.ca = self.ca
         return found
 
@@ -183,9 +175,8 @@ class Client:
             raise Unreachable(f"no control plane answers at {self.url} ({_why(error)})",
                               self._hint) from None
         if answer.status == 307:
-            parts = urlsplit(answer.headers.get("Location", ""))
             link.close()
-            raise _Elsewhere(f"{parts.scheme}://{parts.netloc}")
+            raise Leased(str(answer.headers["Unicron-Follows"]))
         if answer.status >= 400:
             raise _refused(answer, self._hint)
         return answer
@@ -212,53 +203,47 @@ class _SocketConnection(http.client.HTTPConnection):
         self.sock.connect(unix_socket.address(self._path))
 
 
+def running_here(state: StateDir) -> list[dict[str, Any]]:
+    """What the control planes on the state folder have written there: url, socket, token."""
+    return [file for path in state.control_planes() if (file := read_json(path) or {}).get("url")]
+
+
 def connect(state: StateDir, urls: Urls = None) -> Client:
     """A client of the control planes of --url or $UNICRON_URL, else of those of the state folder by
     their sockets.
 
     The token is $UNICRON_TOKEN, else that of the state folder.
     """
-    files = [file for path in state.control_planes() if (file := read_json(path) or {}).get("url")]
+    files = running_here(state)
     given = urls or [url for url in os.environ.get("UNICRON_URL", "").split(",") if url]
     token = os.environ.get("UNICRON_TOKEN") or (str(files[0].get("token", "")) if files else "")
     if given:
-        return _together(_trust([_client_of(url, token) for url in given], state))
+        return _of_urls([Client(url, token, "check --url or $UNICRON_URL, and that unicron up runs "
+                                "there") for url in given], state)
     start = "unicron up" + ("" if state.path == default() else f" {state.option}")
     if not files:
         raise Unreachable(f"no cluster runs on {state.path}", start)
     if state.is_held():
         start = "unicron up restarts it: try again in a few seconds"
     # The socket is in a folder that only its owner can enter. The port may be a stranger's by now.
-    return _together([Client(str(file["url"]), token, start, str(file.get("socket", "")))
-                      for file in files])
-
-
-def _client_of(url: str, token: str) -> Client:
-    client = Client(url, token, "check --url or $UNICRON_URL, and that unicron up runs there")
-    if not client.is_secure and os.environ.get(tls.CA):
-        raise UsageError(f"{url}: --ca and $UNICRON_CA are for https://", "--url https://...")
-    return client
-
-
-def _together(clients: list[Client]) -> Client:
-    first, *first.others = clients
+    first, *first.others = (Client(str(file["url"]), token, start, str(file.get("socket", "")))
+                            for file in files)
     return first
 
 
-def _trust(clients: list[Client], state: StateDir) -> list[Client]:
-    """All have the authority of the first one that answers."""
-    secure = [one for one in clients if one.is_secure]
-    for number, asked in enumerate(secure, 1):
-        try:
-            ca = authority(asked.host, asked.port, state)
-        except Unreachable:
-            if number == len(secure):
-                raise
-            continue
-        for one in secure:
-            one.ca = ca
-        break
-    return clients
+def _of_urls(clients: list[Client], state: StateDir) -> Client:
+    """All have the authority of the first one that answers. Raises UsageError, Unreachable."""
+    first, *first.others = clients
+    for number, one in enumerate(clients, 1):
+        if one.is_secure and not first.ca:
+            with suppress(*[Unreachable] * (number < len(clients))):
+                first.ca = authority(one.host, one.port, state)
+        elif not one.is_secure and os.environ.get(tls.CA):
+            raise UsageError(f"{one.url}: --ca and $UNICRON_CA are for https://",
+                             "--url https://...")
+    for one in first.others:
+        one.ca = first.ca
+    return first
 
 
 def authority(host: str, port: int, state: StateDir) -> str:

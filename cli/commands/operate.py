@@ -100,7 +100,7 @@ def handover(state: StateDir, url: Urls, *, as_json: bool) -> None:
     """Let another control plane lead; returns when it does."""
     client = connect(state, url)
     before: Plain = client.get("/v1/state")["cluster"]
-    leader: str = client.post("/v1/handover", {"epoch": before["epoch"]})["leader"]
+    leader: str = client.post(f"/v1/handover?epoch={before['epoch']}", {})["leader"]
     while (epoch := client.get("/v1/health")["epoch"]) <= before["epoch"]:
         time.sleep(POLL_S)
     console.out(json.dumps({"leader": leader, "epoch": epoch}) if as_json else

@@ -28,7 +28,16 @@ from ...events.private_files import write_private
 from ...events.records import types
 from ...events.spec.policy import Policy
 from ..cluster import processes
-from ..cluster.client import Client, Refused, Unable, Unreachable, Urls, authority, connect
+from ..cluster.client import (
+    Client,
+    Refused,
+    Unable,
+    Unreachable,
+    Urls,
+    authority,
+    connect,
+    running_here,
+)
 from ..cluster.local_cluster import CONTROL_PLANE, agent_name
 from ..cluster.state_dir import StateDir
 from ..terminal import console
@@ -98,7 +107,8 @@ def agent(state: StateDir, *, url: Urls, node: str, num_slots: int, advertise: s
         write_private(state.ca, ca.encode())
     raise typer.Exit(main.run(main.AgentOptions(
         node=name, url=client.url, socket=client.socket, token=client.token,
-        others=tuple((one.url, one.socket) for one in client.others),
+        others=(lambda: [(str(file["url"]), str(file["socket"])) for file in running_here(state)])
+        if client.socket else lambda: [(one.url, "") for one in client.others],
         enrols=not client.socket, num_slots=num_slots or num_devices(), state_dir=state.path,
         host=advertised_address(advertise, client), redis_url=redis_url, labels=labels,
         watch=watch, checks=own, ca=ca, insecure=insecure, run_as=run_as)))

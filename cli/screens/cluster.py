@@ -213,8 +213,8 @@ def _totals(view: Plain, now_s: float) -> list[str]:
         "slots  " + ", ".join(f"{num} {what}{notes.get(what, '')}" for what, num in slots.items())
         + "     nodes  "
         + (", ".join(f"{num} {name}" for name, num in sorted(health.items())) or "none"),
-        f"log    {whose} epoch {cluster['epoch']}{behind}, {fmt.count(cluster['seq'])} records{lost}, "
-        f"healing {cluster['healing'].partition(':')[0]}, {cluster['hash']}",
+        f"log    {whose} epoch {cluster['epoch']}{behind}, {fmt.count(cluster['seq'])} records"
+        f"{lost}, healing {cluster['healing'].partition(':')[0]}, {cluster['hash']}",
         *["insecure: what passes between hosts is not encrypted"] * cluster.get("insecure", False),
     ]
 

@@ -90,11 +90,6 @@ class _NewToken(Struct, frozen=True, forbid_unknown_fields=True):
     reason: str = ""
 
 
-class _HandOver(Struct, frozen=True, forbid_unknown_fields=True):
-    epoch: int
-    """That ends."""
-
-
 class _Apply(Struct, frozen=True, forbid_unknown_fields=True):
     change: dry_run.Change
     check: int
@@ -123,10 +118,7 @@ class HttpApi:
         app.on_response_prepare.append(self._mark)
         for route in ROUTES:
             add = {"GET": app.router.add_get, "POST": app.router.add_post}[route.method]
-            handler = route.handler(self)
-            if route.path in OF_THE_LEADER:
-                handler = self._lead_to_leader(handler)
-            add(route.path, self._allow(route.role, handler))
+            add(route.path, self._allow(route, route.handler(self)))
         return app
 
     # --- calls ---
@@ -267,8 +259,7 @@ class HttpApi:
 
     async def hand_over(self, request: web.Request) -> web.Response:
         """Let a follower lead; answers with its URL. Sent again, it has no effect."""
-        epoch = requests.convert(await _body(request), _HandOver).epoch
-        return _json({"leader": await self._coordinator.hand_over(epoch)})
+        return _json({"leader": await self._coordinator.hand_over(_number(request, "epoch"))})
 
     async def join(self, request: web.Request) -> web.Response:
         body = requests.convert(await _body(request), _Join)
@@ -387,10 +378,7 @@ class HttpApi:
         except UsageError as error:
             return error_answer(400, str(error), error.hint)
         except LogError as error:
-            answer = error_answer(503, str(error), "training goes on; try again in a moment")
-            if not self._coordinator.leading:
-                answer.headers["Retry-After"] = "1"
-            return answer
+            return error_answer(503, str(error), "training goes on; try again in a moment")
         except web.HTTPException as error:
             hint = "docs/ARCHITECTURE.md, HTTP" if error.status in (404, 405) else ""
             return _refusal(request, error.status,
@@ -429,26 +417,20 @@ class HttpApi:
                           f"an admin: unicron token rotate {token.name}")
         return token
 
-    def _lead_to_leader(self, handler: Handler) -> Handler:
-        """The handler at the leader; a follower points there."""
-        async def call(request: web.Request) -> web.StreamResponse:
-            if url := await self._coordinator.find_leader():
-                answer = _refusal(request, 307, f"this control plane follows, {url} leads",
-                                  f"--url {url}")
-                answer.headers["Location"] = f"{url}{request.path_qs}"
-                return answer
-            return await handler(request)
-        return call
-
     async def _mark(self, request: web.Request, response: web.StreamResponse) -> None:
         """A follower's answers tell whom it follows, and up to which record."""
         if url := self._coordinator.leader_url:
             response.headers["Unicron-Follows"] = url
             response.headers["Unicron-Seq"] = str(self._coordinator.seq)
+        if response.status == 307:
+            response.headers["Location"] = f"{url}{request.path_qs}"
+        elif response.status == 503 and not self._coordinator.leading:
+            response.headers["Retry-After"] = "1"
 
-    def _allow(self, role: Role | None, handler: Handler) -> Handler:
-        """The handler, for callers of that role or a higher one. Others are refused unread."""
-        if role is None:
+    def _allow(self, route: Route, handler: Handler) -> Handler:
+        """The handler, for callers of the route's role or a higher one, if need be at the leader.
+        Others are refused unread."""
+        if (role := route.role) is None:
             return handler
 
         async def call(request: web.Request) -> web.StreamResponse:
@@ -458,6 +440,8 @@ class HttpApi:
                     403, f"this needs the role {role}; the token {caller.name} has the role "
                     f"{caller.role}", "an admin: unicron token create "
                     + ("--join" if role == "join" else f"--role {role}"))
+            if route.path in OF_THE_LEADER and (url := await self._coordinator.find_leader()):
+                raise Refusal(307, f"this control plane follows, {url} leads", f"--url {url}")
             return await handler(request)
         return call
 

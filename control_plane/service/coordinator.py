@@ -13,15 +13,8 @@ from typing import TypeVar
 import structlog
 from msgspec import Struct
 
-from ...events.errors import (
-    Ambiguous,
-    Conflict,
-    Fenced,
-    Leased,
-    LogError,
-    Unavailable,
-    UsageError,
-)
+from ...events import errors
+from ...events.errors import Ambiguous, Conflict, LogError, Unavailable, UsageError
 from ...events.log.port import Batch, LogPort
 from ...events.records.envelope import Record, Report
 from ...events.records.reports import DeadlineReached, TokenChanged
@@ -120,7 +113,7 @@ class Coordinator:
         self._stopping = False
         self._hand_to = ""
         """The URL of the follower that leads after this turn."""
-        self._lost: Fenced | None = None
+        self._lost: errors.Fenced | None = None
         self._leader_known = asyncio.Event()
         self.leading = False
         self.leader_url = ""
@@ -230,14 +223,14 @@ class Coordinator:
         """Follow, then lead until `stop`, again and again if it hands over. `url` is told to those
         that follow. Raises Fenced when a newer leader exists, CorruptLog, or LogError."""
         self._leader.url = url
-        ended: LogError | UsageError | None = None
+        ended: LogError | None = None
         async with asyncio.TaskGroup() as group:
             try:
                 while not self._stopping:
                     await self._follow()
                     if not self._stopping:
                         await self._serve(group)
-            except (LogError, UsageError) as error:
+            except LogError as error:
                 ended = error
             finally:
                 self.stop()
@@ -252,7 +245,7 @@ class Coordinator:
                 await self._retry(self._leader.take_over)
                 # Only once: a fenced leader that repeated it would take the log back.
                 return
-            except Leased as error:
+            except errors.Leased as error:
                 if error.url != self.leader_url:
                     self._logger.info("following", leader=error.url, seq=self.seq)
                 self.leader_url = error.url
@@ -306,7 +299,7 @@ class Coordinator:
             await asyncio.sleep(LEASE_S / 3)
             try:
                 self.followers = await self._with_timeout(self._leader.renew(), Unavailable())
-            except Fenced as error:
+            except errors.Fenced as error:
                 self._lost = error
                 self._wake.set()
                 return

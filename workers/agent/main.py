@@ -30,7 +30,7 @@ from ..host import linux, rank_user
 from ..host.rank_user import RankUser
 from . import output_files
 from .agent import Agent
-from .delivery.join import JOIN_S_MAX, IdentityFile, Joined, TokenRefused, join
+from .delivery.join import JOIN_S_MAX, IdentityFile, Joined, Others, TokenRefused, join
 from .delivery.log_link import backoff_s
 from .delivery.outbox import LogReplaced
 from .delivery.spool import Spool, load_spool
@@ -127,7 +127,7 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     enrols: bool = False
     host: str = "127.0.0.1"
     socket: str = ""
-    others: tuple[tuple[str, str], ...] = ()
+    others: Others = tuple
     """URL and socket of each other control plane; one of all leads."""
     redis_url: str = ""
     labels: Labels = Labels()
