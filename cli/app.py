@@ -188,7 +188,7 @@ def control_plane(
     observe: Annotated[bool, typer.Option("--observe")] = False,
     allow_inject: Annotated[bool, typer.Option("--allow-inject")] = False,
     shared_password: Annotated[bool, typer.Option("--shared-password")] = False,
-    number: Annotated[int, typer.Option(min=1, hidden=True)] = 1,  # of those on one folder
+    name: Annotated[str, typer.Option(hidden=True)] = "control-plane",  # `up` has several
 ) -> None:
     """Run the control plane of several hosts; `up` is for one machine.
 
@@ -204,7 +204,7 @@ def control_plane(
                         port=port, tls_files=(tls_cert, tls_key), insecure=insecure,
                         cluster=cluster, policy=policy, observe=observe,
                         allow_inject=allow_inject, shared_password=shared_password,
-                        number=number)
+                        name=name)
 
 
 @app.command()

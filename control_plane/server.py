@@ -62,15 +62,10 @@ class Options(Struct, frozen=True, kw_only=True):
     """Something crosses the network unencrypted: `unicron status` says so."""
     policy: Policy = Policy()
     """Replaces the policy of the log."""
-    number: int = 1
-    """Tells the control planes on one state folder apart."""
+    name: str = "control-plane"
+    """Names its files; another one for each control plane on the state folder."""
     shared_password: bool = False
     """Agents use the server with the control plane's own password, and so with all its rights."""
-
-
-def suffix(number: int) -> str:
-    """Of the files of the control plane with that number on a state folder."""
-    return f"-{number}" if number > 1 else ""
 
 
 def run(options: Options) -> int:
@@ -124,7 +119,7 @@ async def _serve(options: Options) -> int:
                        certificate=options.certificate)
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options, advertised)
-        file = options.state / f"control_plane{suffix(options.number)}.json"
+        file = options.state / f"{options.name.replace('-', '_', 1)}.json"
         socket = await _listen_locally(listener, file.with_suffix(".sock").absolute())
         relay = server_relay.ServerRelay(options.redis_url)
         reloading = (None if options.certificate is None else asyncio.create_task(

@@ -80,6 +80,12 @@ class Client:
         self.leader: Client | None = None
         """The one that leads, as far as is known."""
 
+    def addresses(self, state: StateDir) -> list[tuple[str, str]]:
+        """URL and socket of each control plane, as they are now."""
+        if self.socket:
+            return [(str(file["url"]), str(file["socket"])) for file in running_here(state)]
+        return [(one.url, "") for one in (self, *self.others)]
+
     def get(self, path: str, limit_s: float = REPLY_S_MAX, **query: object) -> Any:
         """The JSON response of a GET."""
         with self._open("GET", path, query=query, limit_s=limit_s) as answer:
@@ -109,7 +115,7 @@ class Client:
     def _open(self, method: str, path: str, *, limit_s: float | None = REPLY_S_MAX,
               **request: Any) -> http.client.HTTPResponse:
         """Send it to the control plane that leads."""
-        deadline_s = time.monotonic() + FIND_S_MAX
+        deadline_s, late = time.monotonic() + FIND_S_MAX, UnicronError()
         while True:
             at = self.leader or self._find()
             try:
@@ -117,8 +123,7 @@ class Client:
                 self.leader = at
                 return answer
             except Leased as error:
-                self.leader = self._pointed_to(error.url)
-                late: UnicronError = Unable(str(error), f"--url {error.url}")
+                self.leader, late = self._pointed_to(error.url), Unable(str(error), self._hint)
             except (Unreachable, Unable) as error:
                 if not (error.passes if isinstance(error, Unable) else
                         at is not None and (at is not self or self.others)):
@@ -130,10 +135,8 @@ class Client:
 
     def _find(self) -> Client | None:
         """The one that leads; else one that answers, if there is one."""
-        if not self.others:
-            return self
-        found = None
-        for one in (self, *self.others):
+        found = None if self.others else self
+        for one in (self, *self.others) if self.others else ():
             with suppress(Interrupted, Refused, Unable, Unreachable):
                 if _json(one._open_here("GET", "/v1/health", limit_s=PROBE_S_MAX))["ok"]:
                     return one
@@ -142,11 +145,9 @@ class Client:
 
     def _pointed_to(self, url: str) -> Client | None:
         """The control plane to which a follower points; None if no token may be sent there."""
-        for one in (self, *self.others):
-            if one.url == url:
-                return one
-        if not tls.may_follow(url, self.url, by_socket=bool(self.socket)):
-            return None
+        known = next((one for one in (self, *self.others) if one.url == url), None)
+        if known or not tls.may_follow(url, self.url, by_socket=bool(self.socket)):
+            return known
         found = Client(url, self.token, self._hint)
         found.ca = self.ca
         return found
@@ -218,8 +219,16 @@ def connect(state: StateDir, urls: Urls = None) -> Client:
     given = urls or [url for url in os.environ.get("UNICRON_URL", "").split(",") if url]
     token = os.environ.get("UNICRON_TOKEN") or (str(files[0].get("token", "")) if files else "")
     if given:
-        return _of_urls([Client(url, token, "check --url or $UNICRON_URL, and that unicron up runs "
-                                "there") for url in given], state)
+        hint = "check --url or $UNICRON_URL, and that unicron up runs there"
+        first, *first.others = (Client(url, token, hint) for url in given)
+        for one in (first, *first.others):
+            if one.is_secure:
+                with suppress(Unreachable):
+                    one.ca = authority(one.host, one.port, state)
+            elif os.environ.get(tls.CA):
+                raise UsageError(f"{one.url}: --ca and $UNICRON_CA are for https://",
+                                 "--url https://...")
+        return first
     start = "unicron up" + ("" if state.path == default() else f" {state.option}")
     if not files:
         raise Unreachable(f"no cluster runs on {state.path}", start)
@@ -228,21 +237,6 @@ def connect(state: StateDir, urls: Urls = None) -> Client:
     # The socket is in a folder that only its owner can enter. The port may be a stranger's by now.
     first, *first.others = (Client(str(file["url"]), token, start, str(file.get("socket", "")))
                             for file in files)
-    return first
-
-
-def _of_urls(clients: list[Client], state: StateDir) -> Client:
-    """All have the authority of the first one that answers. Raises UsageError, Unreachable."""
-    first, *first.others = clients
-    for number, one in enumerate(clients, 1):
-        if one.is_secure and not first.ca:
-            with suppress(*[Unreachable] * (number < len(clients))):
-                first.ca = authority(one.host, one.port, state)
-        elif not one.is_secure and os.environ.get(tls.CA):
-            raise UsageError(f"{one.url}: --ca and $UNICRON_CA are for https://",
-                             "--url https://...")
-    for one in first.others:
-        one.ca = first.ca
     return first
 
 

@@ -136,11 +136,9 @@ class LocalCluster:
         common = ["--state", str(self.state.path), *["--insecure"] * self.wanted.insecure]
         if name in self.control_planes:
             # Local clients use the socket, so the control plane does not wait for its port.
-            port = free_port()
-            if name == CONTROL_PLANE and wait_until_free(self.wanted.port):
-                port = self.wanted.port
-            if name == CONTROL_PLANE:
-                self.port = port
+            fixed = self.wanted.port if name == CONTROL_PLANE else 0
+            port = fixed if fixed and wait_until_free(fixed) else free_port()
+            self.port = port if fixed else self.port
             environment[REDIS_URL] = self.redis_url  # not in argv, which all users can read
             if self.wanted.policy:
                 common += ["--policy", self.wanted.policy]
@@ -149,7 +147,7 @@ class LocalCluster:
             common += ["--shared-password"] * self.wanted.shared_password
             return processes.start(self.state, name, program(
                 CONTROL_PLANE, *common, "--port", str(port), "--cluster", self.wanted.cluster,
-                "--number", str(self.control_planes.index(name) + 1)), environment)
+                "--name", name), environment)
         if self.wanted.trace_dir:
             environment["UNICRON_TRACE_DIR"] = self.wanted.trace_dir
         common += ["--no-watch"] * (not self.wanted.watch)

@@ -45,8 +45,7 @@ class StateDir:
         return f"--state {shlex.quote(shown(self.path))}"
 
     def control_planes(self) -> list[Path]:
-        """A file of each control plane that runs here, written by it, readable by the owner only:
-        its url, socket and token."""
+        """Of each control plane here the private file that it writes: url, socket and token."""
         return sorted(self.path.glob("control_plane*.json"))
 
     def agent(self, node: str) -> Path:

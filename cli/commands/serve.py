@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -28,17 +29,8 @@ from ...events.private_files import write_private
 from ...events.records import types
 from ...events.spec.policy import Policy
 from ..cluster import processes
-from ..cluster.client import (
-    Client,
-    Refused,
-    Unable,
-    Unreachable,
-    Urls,
-    authority,
-    connect,
-    running_here,
-)
-from ..cluster.local_cluster import CONTROL_PLANE, agent_name
+from ..cluster.client import Client, Refused, Unable, Unreachable, Urls, authority, connect
+from ..cluster.local_cluster import agent_name
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 
@@ -56,7 +48,7 @@ POLL_S = 0.05
 def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: str, port: int,
                   tls_files: tuple[Path | None, Path | None], insecure: bool, cluster: str,
                   policy: Path | None, observe: bool, allow_inject: bool,
-                  shared_password: bool, number: int) -> None:
+                  shared_password: bool, name: str) -> None:
     """Serve until a signal; without a Redis URL on a private server. Raises UsageError."""
     from ...control_plane import server
     from ...control_plane.service.server_certificate import ServerCertificate
@@ -76,11 +68,11 @@ def control_plane(state: StateDir, *, redis_url: str, listen: str, advertise: st
     if is_open:
         port = port or HTTP_PORT
     loaded = policy_file.load(policy) if policy is not None else Policy()
-    _write_pid_file(state, f"{CONTROL_PLANE}{server.suffix(number)}")
+    _write_pid_file(state, name)
     raise typer.Exit(server.run(server.Options(
         state=state.path, redis_url=redis_url or embedded_server.ensure(state.server).url,
         listen=address, advertise=advertised, port=port, cluster=cluster,
-        certificate=shown, insecure=is_plain, number=number, shared_password=shared_password,
+        certificate=shown, insecure=is_plain, name=name, shared_password=shared_password,
         ca=authority(server_of.hostname or "", server_of.port or 6379, state)
         if server_of.scheme == "rediss" else "",
         policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject))))
@@ -107,8 +99,7 @@ def agent(state: StateDir, *, url: Urls, node: str, num_slots: int, advertise: s
         write_private(state.ca, ca.encode())
     raise typer.Exit(main.run(main.AgentOptions(
         node=name, url=client.url, socket=client.socket, token=client.token,
-        others=(lambda: [(str(file["url"]), str(file["socket"])) for file in running_here(state)])
-        if client.socket else lambda: [(one.url, "") for one in client.others],
+        others=partial(client.addresses, state),
         enrols=not client.socket, num_slots=num_slots or num_devices(), state_dir=state.path,
         host=advertised_address(advertise, client), redis_url=redis_url, labels=labels,
         watch=watch, checks=own, ca=ca, insecure=insecure, run_as=run_as)))

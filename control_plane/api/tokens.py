@@ -88,7 +88,6 @@ class Tokens:
         except msgspec.MsgspecError as error:
             raise UsageError(f"{path} is not a file of tokens: {error}",
                              "restore it, or remove it and create the tokens again") from None
-        self._written = found.version
         self._take(found)
 
     def _take(self, file: _File) -> None:
@@ -107,10 +106,9 @@ class Tokens:
         if not shared or (found := msgspec.json.decode(shared, type=_File)).version < self._version:
             return False
         self._take(found)
-        if writes and self._version > self._written:
+        if writes and self._version:
             with suppress(OSError):  # the server has them too
                 write_private(self._path, self.encoded())
-                self._written = self._version
         return True
 
     def find(self, secret: str) -> Token | None:
@@ -244,7 +242,6 @@ class Tokens:
             self._version -= 1
             raise UsageError(f"{self._path}: {error.strerror}",
                              "the state folder cannot be written to") from None
-        self._written = self._version
 
     def _named(self, name: str) -> Token:
         if name == OWNER:

@@ -27,8 +27,7 @@ from .leases import Leases
 
 T = TypeVar("T")
 Access = Callable[[int], Awaitable[Iterable[str]]]
-"""Learns who may do what from former leaders, and returns the expelled nodes. Given the epoch when
-this control plane begins to lead, 0 while it follows."""
+"""Learns from former leaders who may do what; returns the expelled nodes. 0: it does not lead."""
 Check = Callable[[ClusterState], None]
 """Checks the state before a write. Raises UsageError to reject the write."""
 
@@ -251,10 +250,7 @@ class Coordinator:
                 self.leader_url = error.url
                 self._leader_known.set()
                 self._committed.set()
-            self._wake.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._limits.follow_s):
-                    await self._wake.wait()
+            await asyncio.sleep(self._limits.follow_s)
 
     async def _fold_along(self) -> None:
         async for page in self._leader.fold_along():
@@ -290,9 +286,8 @@ class Coordinator:
             if self._timer:
                 self._timer.cancel()
             self._refuse_writes()
-        if self._hand_to:
-            self._logger.info("handed over", to=self._hand_to, epoch=self.epoch, seq=self.seq)
-            self._hand_to = ""
+        self._logger.info("led until now", next=self._hand_to, epoch=self.epoch, seq=self.seq)
+        self._hand_to = ""
 
     async def _keep_lease(self) -> None:
         while True:

@@ -22,17 +22,8 @@ from redis.asyncio.connection import Connection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from .. import tls, unix_socket
-from ..errors import (
-    Ambiguous,
-    Conflict,
-    CorruptLog,
-    Fenced,
-    Leased,
-    LogError,
-    Unavailable,
-    UsageError,
-)
+from .. import errors, tls, unix_socket
+from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
 from ..process_io import Seldom
 from ..records import codec
 from ..records.envelope import Record, Report, order_nodes
@@ -69,9 +60,7 @@ START_EPOCH = _IDS + """
 local lease = redis.call('HMGET', KEYS[3], 'nonce', 'url', 'secret')
 local is_mine = lease[1] == ARGV[1] or lease[1] == '' and lease[2] == ARGV[3]
 if lease[1] and not is_mine then
-  if lease[3] == ARGV[4] then
-    redis.call('HSET', KEYS[4], ARGV[3], redis.call('TIME')[1])
-  end
+  redis.call('ZADD', KEYS[4], redis.call('TIME')[1], ARGV[3])
   return {0, lease[2], lease[3]}
 end
 local number = tonumber(redis.call('HGET', KEYS[2], 'number') or '0')
@@ -83,7 +72,7 @@ if ARGV[2] ~= '0' then
              'epoch', text(number + 1))
   redis.call('PEXPIRE', KEYS[3], ARGV[2])
 end
-redis.call('HDEL', KEYS[4], ARGV[3])
+redis.call('ZREM', KEYS[4], ARGV[3])
 return {number + 1}
 """
 
@@ -94,16 +83,8 @@ local held = redis.call('HMGET', KEYS[1], 'number', 'nonce')
 if held[1] ~= ARGV[5] or held[2] ~= ARGV[1] then return {'fenced', held[1] or '0'} end
 redis.call('HSET', KEYS[2], 'nonce', ARGV[1], 'url', ARGV[3], 'secret', ARGV[4], 'epoch', ARGV[5])
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
-local found, now = {'done', ''}, tonumber(redis.call('TIME')[1])
-local seen = redis.call('HGETALL', KEYS[3])
-for i = 1, #seen, 2 do
-  if math.abs(now - tonumber(seen[i + 1])) <= 2 then
-    found[#found + 1] = seen[i]
-  else
-    redis.call('HDEL', KEYS[3], seen[i])
-  end
-end
-return found
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', redis.call('TIME')[1] - 3)
+return {'done', '', unpack(redis.call('ZRANGE', KEYS[3], 0, -1))}
 """
 
 RELEASE = """
@@ -404,15 +385,15 @@ class RedisLog:
     # --- the leader -----------------------------------------------------------------------------
     async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0) -> int:
         """See LeaderPort. After a lost reply one epoch is unused."""
-        args = (nonce, round(1e3 * lease_s), url, self._secret)
         epoch, *leader = await self._run(
-            START_EPOCH, self._keys("log", "epoch", "lease", "followers"), args)
+            START_EPOCH, self._keys("log", "epoch", "lease", "followers"),
+            (nonce, round(1e3 * lease_s), url, self._secret))
         if leader and leader[1].decode() != self._secret:
             raise UsageError(
                 f"the control plane at {leader[0].decode()} leads, and has another secret",
                 "copy the files secret and token from its state folder to this one")
         if leader:
-            raise Leased(leader[0].decode())
+            raise errors.Leased(leader[0].decode())
         return int(epoch)
 
     async def renew(self, nonce: str, *, epoch: int, url: str, lease_s: float) -> list[str]:

@@ -22,7 +22,6 @@ from typing import Any
 
 import crashing_log
 import redis
-from unicron.control_plane import server as server_process
 from unicron.events.log.embedded_server import Server
 from unicron.events.log.identity import with_credentials
 from unicron.events.log.redis_streams import RedisLog
@@ -39,11 +38,10 @@ if any(name.startswith("UNICRON_CRASH_") for name in os.environ):
     crashing_log.install()
 from unicron.events.errors import UsageError
 from unicron.events.spec.policy import Policy
-state, url, port, cluster, policy, number, *switches = sys.argv[1:]
+state, url, port, cluster, policy, name, *switches = sys.argv[1:]
 try:
     sys.exit(server.run(server.Options(
-        state=pathlib.Path(state), redis_url=url, port=int(port), cluster=cluster,
-        number=int(number),
+        state=pathlib.Path(state), redis_url=url, port=int(port), cluster=cluster, name=name,
         shared_password="shared_password" in switches,
         policy=Policy(**json.loads(policy or "{}"), observe="observe" in switches,
                       allow_inject="allow_inject" in switches))))
@@ -101,15 +99,15 @@ class Running:
 @contextmanager
 def control_plane(state: Path, url: str, *, port: int = 0, cluster: str = "serve",
                   policy: str = "", switches: tuple[str, ...] = (), num_files: str = "",
-                  number: str = "1", **environment: str) -> Iterator[Running]:
+                  name: str = "control-plane", **environment: str) -> Iterator[Running]:
     limited = ["bash", "-c", f'ulimit -n {num_files} && exec "$@"', "bash"] if num_files else []
     process = subprocess.Popen(
         [*limited, sys.executable, "-c", MAIN, str(state), url, str(port), cluster, policy,
-         number, *switches],
+         name, *switches],
         stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(Path(crashing_log.__file__).parent), **environment})
     try:
-        yield Running(process, state / f"control_plane{server_process.suffix(int(number))}.json")
+        yield Running(process, state / f"{name.replace('-', '_', 1)}.json")
     finally:
         if process.poll() is None:
             process.kill()
@@ -239,7 +237,8 @@ def test_a_leader_that_stops_lets_the_follower_lead_at_once(server: Server, tmp_
                                                             ) -> None:
     with control_plane(tmp_path, server.url, cluster="serve-4") as first:
         first.wait_leading()
-        with control_plane(tmp_path, server.url, cluster="serve-4", number="2") as second:
+        with control_plane(tmp_path, server.url, cluster="serve-4",
+                           name="control-plane-2") as second:
             wait(lambda: second.health()["follows"] == first.note()["url"])
             first.process.send_signal(signal.SIGTERM)
             assert second.wait_leading()["epoch"] == 2
