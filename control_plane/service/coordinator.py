@@ -266,6 +266,7 @@ class Coordinator:
         """Lead in one epoch, until `stop` or `hand_over`; then release the lease."""
         self._leader_known.clear()
         self.leader_url = ""
+        self._lost = None
         beside = [group.create_task(self._keep_lease(), name="lease")]
         try:
             await self._retry(self._recover)

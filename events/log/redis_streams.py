@@ -88,8 +88,9 @@ return {'done', '', unpack(redis.call('ZRANGE', KEYS[3], 0, -1))}
 """
 
 RELEASE = """
--- KEYS lease; ARGV nonce lease_ms url
+-- KEYS lease epoch; ARGV nonce lease_ms url. A RENEW that arrives later is fenced.
 if redis.call('HGET', KEYS[1], 'nonce') ~= ARGV[1] then return end
+redis.call('HSET', KEYS[2], 'nonce', '')
 if ARGV[3] == '' then return redis.call('DEL', KEYS[1]) end
 redis.call('HSET', KEYS[1], 'nonce', '', 'url', ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
@@ -405,7 +406,7 @@ class RedisLog:
 
     async def release(self, nonce: str, *, url: str, lease_s: float) -> None:
         """See LeaderPort."""
-        await self._run(RELEASE, self._keys("lease"), (nonce, round(1e3 * lease_s), url))
+        await self._run(RELEASE, self._keys("lease", "epoch"), (nonce, round(1e3 * lease_s), url))
 
     async def tokens(self) -> bytes:
         """See LeaderPort."""

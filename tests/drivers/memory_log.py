@@ -89,7 +89,7 @@ class MemoryLog:
         """See LeaderPort."""
         outcome = self._outcome("release")
         if outcome != "lost" and self._lease[0] == nonce:
-            self._lease = "", url, self._clock() + lease_s * bool(url)
+            self._lease, self._nonce = ("", url, self._clock() + lease_s * bool(url)), ""
         self._reply(outcome, None)
 
     async def tokens(self) -> bytes:

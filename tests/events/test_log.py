@@ -147,6 +147,8 @@ async def test_the_lease_lets_one_lead_at_a_time(opened: Open) -> None:
             await put(first, record(1, epoch + 1))
 
         await second.release("b", url="http://c", lease_s=30.0)
+        with pytest.raises(Fenced):  # as if it was sent before
+            await second.renew("b", epoch=epoch + 2, url="http://b", lease_s=30.0)
         for nonce in ("a", "b"):
             with pytest.raises(Leased) as refused:
                 await first.start_epoch(nonce, url=f"http://{nonce}", lease_s=30.0)

@@ -302,6 +302,42 @@ async def test_a_revoked_node_stays_out_when_the_server_loses_its_users(site: Si
     await asyncio.wait_for(leading, 60)
 
 
+@real
+async def test_the_next_leader_has_the_tokens_of_the_former_one(site: Site) -> None:
+    """On the same folder and on one of its own; the newer of file and server counts."""
+    folder = site.tokens_file.parent
+    epoch = await site.log.start_epoch("x", url="http://x")  # of a log whose leader is gone
+    first = Tokens(folder / "a.json", owner="o")
+    of_the_file = first.create("early", "view", 0.0)[1]
+    assert await share(first, site.log, epoch) == set(), "a file of before comes first"
+    second, elsewhere = Tokens(folder / "a.json", owner="o"), Tokens(folder / "b.json", owner="o")
+    made = first.create("late", "operate", 0.0)[1]
+    token = first.find(first.create("join", "join", 0.0)[1])
+    assert token is not None
+    node = new_secret()
+    first.enrol(token, "h1", node, is_live=False)
+    first.revoke("h1")
+    await site.log.keep_tokens(first.encoded(), epoch=epoch)
+
+    for one, writes in ((second, 0), (elsewhere, 0), (elsewhere, epoch)):
+        assert await share(one, site.log, writes) == {"h1"}
+        for secret, role in ((of_the_file, "view"), (made, "operate"), ("o", "admin")):
+            found = one.find(secret)
+            assert found is not None
+            assert found.role == role
+        assert one.find(node) is None
+        assert one.revoked_node(node) == "h1"
+        assert (folder / "b.json").exists() == (writes > 0), "a follower writes no file"
+    assert Tokens(folder / "b.json", owner="o").find(made)
+
+    elsewhere.revoke("late")
+    assert await share(second, site.log, 0) == {"h1"}
+    assert second.find(made), "it is not shared yet"
+    await share(elsewhere, site.log, epoch)
+    await share(second, site.log, 0)
+    assert second.find(made) is None
+
+
 # --- create, list, rotate, revoke ----------------------------------------------------------------
 @real
 async def test_the_life_of_a_token(site: Site) -> None:

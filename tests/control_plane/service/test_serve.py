@@ -235,16 +235,17 @@ def test_a_stopped_leader_is_succeeded_and_fenced_when_it_wakes(server: Server, 
 
 def test_a_leader_that_stops_lets_the_follower_lead_at_once(server: Server, tmp_path: Path
                                                             ) -> None:
-    with control_plane(tmp_path, server.url, cluster="serve-4") as first:
-        first.wait_leading()
-        with control_plane(tmp_path, server.url, cluster="serve-4",
-                           name="control-plane-2") as second:
-            wait(lambda: second.health()["follows"] == first.note()["url"])
-            first.process.send_signal(signal.SIGTERM)
-            assert second.wait_leading()["epoch"] == 2
-            assert first.end() == 0
-            assert not (tmp_path / "control_plane.json").exists()
-            assert second.note()["socket"] == str(tmp_path / "control_plane-2.sock")
+    with (control_plane(tmp_path, server.url, cluster="serve-4") as one,
+          control_plane(tmp_path, server.url, cluster="serve-4", name="control-plane-2") as other):
+        assert one.note()["token"] == other.note()["token"], "both began on an empty folder"
+        wait(lambda: one.health()["leader"] != other.health()["leader"])
+        first, second = (one, other) if one.health()["leader"] else (other, one)
+        wait(lambda: second.health()["follows"] == first.note()["url"])
+        first.process.send_signal(signal.SIGTERM)
+        assert second.wait_leading()["epoch"] == 2
+        assert first.end() == 0
+        assert not first.file.exists()
+        assert second.note()["socket"] == str(second.file.with_suffix(".sock"))
 
 
 def test_a_follower_with_another_secret_is_refused(server: Server, tmp_path: Path) -> None:
