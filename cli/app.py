@@ -116,6 +116,9 @@ def up(
         "repeated; none: forget them [the last ones given].")] = None,
     no_watch: Annotated[bool, typer.Option(
         "--no-watch", help="Do not monitor the progress of ranks; never remembered.")] = False,
+    control_planes: Annotated[int | None, typer.Option(
+        "--control-planes", min=1, max=5, metavar="N", help="Control planes: one leads, the others "
+        "follow, and one of them takes over [1].")] = None,
     run_as: Annotated[str | None, typer.Option(
         "--run-as", metavar="USER", help="Run ranks as this user, with no way to the cluster's "
         "secrets; none: as yourself [the last one given].")] = None,
@@ -143,7 +146,7 @@ def up(
         observe=observe if observe or act else None, allow_inject=allow_inject, watch=not no_watch,
         labels=() if label == ["none"] else tuple(label or ()) or None, checks=checks,
         checks_every_s=checks_every, shared_password=shared_password, insecure=insecure,
-        run_as=run_as), detach=detach)
+        run_as=run_as, control_planes=control_planes), detach=detach)
 
 
 @calls(app, "commands.up.down", STATE)
@@ -209,10 +212,12 @@ def control_plane(
     segments: Annotated[str, typer.Option(
         metavar="FOLDER|URL", help="Where the sealed log is kept [log in the state "
         "folder].")] = "",
+    name: Annotated[str, typer.Option(hidden=True)] = "control-plane",  # `up` has several
 ) -> None:
     """Run the control plane of several hosts; `up` is for one machine.
 
-    The log is on a private server, or on that of $UNICRON_REDIS_URL.
+    The log is on a private server, or on that of $UNICRON_REDIS_URL. If another control plane of
+    the log leads, this one follows.
     """
 
 
@@ -396,7 +401,7 @@ def plan(
     if offline is not None:
         from .commands import plan_offline
 
-        if asked != PlanOptions() or url is not None or state is not None:
+        if asked != PlanOptions() or url or state is not None:
             raise UsageError("--offline goes with --table and -o alone",
                              "unicron plan --offline FILE")
         plan_offline.plan(offline, table=table, as_json=output == "json")
@@ -445,6 +450,11 @@ def freeze(reason: Reason = "") -> None:
 @calls(app, "commands.operate.unfreeze")
 def unfreeze(reason: Reason = "") -> None:
     """Resume healing, and act on the faults since the freeze."""
+
+
+@calls(app, "commands.operate.handover")
+def handover() -> None:
+    """Let another control plane lead, as before an upgrade of this one's host."""
 
 
 @calls(inject, "commands.operate.inject_rank", name="rank")

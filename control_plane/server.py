@@ -10,6 +10,8 @@ import ssl
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -29,7 +31,7 @@ from ..events.process_io import LogStream
 from ..events.spec.policy import Policy
 from .api.connections import ConnectionLimits, Listener, limits_of_descriptors, seldom_logged
 from .api.http import Address, HttpApi
-from .api.tokens import Tokens
+from .api.tokens import Tokens, share
 from .service import server_relay
 from .service.coordinator import Coordinator
 from .service.server_certificate import ServerCertificate
@@ -63,6 +65,8 @@ class Options(Struct, frozen=True, kw_only=True):
     """Replaces the policy of the log."""
     segments: str = ""
     """Where segments and snapshots of the log are: a folder or a URL; "": `log` in `state`."""
+    name: str = "control-plane"
+    """Names its files; another one for each control plane on the state folder."""
     shared_password: bool = False
     """Agents use the server with the control plane's own password, and so with all its rights."""
 
@@ -74,8 +78,9 @@ def run(options: Options) -> int:
     reached or refuses the password), CorruptLog for a log that cannot be trusted.
 
     Start order: secret, server, HTTP port and socket (before any leader is fenced), token and
-    `control_plane.json`, leadership. Stop order: leadership after its turn, HTTP with its open
-    streams, the file, the server's connections. A cancel does the same.
+    `control_plane.json`, leadership, at first as a follower if another control plane leads. Stop
+    order: leadership after its turn, HTTP with its open streams, the file, the server's
+    connections. A cancel does the same.
     """
     _configure_logging()
     return asyncio.run(_serve(options))
@@ -108,7 +113,7 @@ async def _serve(options: Options) -> int:
         tokens = Tokens(options.state / "tokens.json", owner=token)
         coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
                                   code=__version__, policy=options.policy,
-                                  expelled=tokens.revoked_nodes(), folder=folder)
+                                  access=partial(share, tokens, log), folder=folder)
         advertised = options.advertise or options.listen
         address = Address(
             cluster=options.cluster, shared_password=options.shared_password,
@@ -120,9 +125,9 @@ async def _serve(options: Options) -> int:
                        certificate=options.certificate, folder=folder)
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options, advertised)
-        socket = await _listen_locally(listener, options.state)
+        file = options.state / f"{options.name.replace('-', '_', 1)}.json"
+        socket = await _listen_locally(listener, file.with_suffix(".sock").absolute())
         relay = server_relay.ServerRelay(options.redis_url, limits.relayed_num_max)
-        file = options.state / "control_plane.json"
         reloading = (None if options.certificate is None else asyncio.create_task(
             options.certificate.keep_reloading(), name="certificate"))
         try:
@@ -134,7 +139,7 @@ async def _serve(options: Options) -> int:
                 "start_time": start_time(pid), "cluster": options.cluster}))
             logger.info("listening", url=url, cluster=options.cluster,
                         **{"ca": options.certificate.ca} if options.certificate else {})
-            return await _lead(coordinator, stop)
+            return await _lead(coordinator, stop, url)
         finally:
             if reloading is not None:
                 reloading.cancel()
@@ -145,9 +150,9 @@ async def _serve(options: Options) -> int:
         await log.close()
 
 
-async def _lead(coordinator: Coordinator, stop: asyncio.Event) -> int:
-    """Lead until `stop` is set. Raises the error that ends the leadership; Fenced is logged."""
-    leading = asyncio.create_task(coordinator.run(), name="leadership")
+async def _lead(coordinator: Coordinator, stop: asyncio.Event, url: str) -> int:
+    """Follow and lead until `stop` is set. Raises the error that ends it; Fenced is logged."""
+    leading = asyncio.create_task(coordinator.run(url), name="leadership")
     stopping = asyncio.create_task(stop.wait(), name="signals")
     try:
         await asyncio.wait((leading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -214,9 +219,8 @@ def _cannot_listen(host: str, port: int, error: OSError) -> UsageError:
                       "choose another port, or stop what uses it")
 
 
-async def _listen_locally(listener: Listener, state: Path) -> str:
-    """Listen on a unix socket of the state folder as well; returns its path."""
-    path = state.absolute() / "control_plane.sock"
+async def _listen_locally(listener: Listener, path: Path) -> str:
+    """Listen on a unix socket as well; returns its path."""
     try:
         await listener.start_locally(path)
     except OSError as error:
@@ -236,39 +240,38 @@ def steady_clock() -> Callable[[], float]:
 def _token(state: Path) -> str:
     """The cluster's token: created once, stored in the state folder, readable by its owner only."""
     path = state / "token"
-    try:
-        found = read_private(path).decode(errors="replace").strip()
-        if found:
-            return found
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
-    token = new_secret()
-    _write(path, token.encode() + b"\n")
+    token = _made_once(path, lambda: new_secret().encode() + b"\n").decode(errors="replace").strip()
+    if not token:
+        raise UsageError(f"{path} is empty", "remove it, and the control plane makes a new one")
     return token
 
 
 def _secret(state: Path) -> bytes:
     """The secret that the nodes' identities derive from: created once, in the state folder."""
     path = state / "secret"
-    try:
-        found = read_private(path)
-    except FileNotFoundError:
-        found = secrets.token_bytes(SECRET_BYTES)
-        _write(path, found)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
+    found = _made_once(path, lambda: secrets.token_bytes(SECRET_BYTES))
     if len(found) != SECRET_BYTES:
         raise UsageError(f"{path} does not hold {SECRET_BYTES} bytes",
                          "remove it, then restart the control plane and the agents")
     return found
 
 
+def _made_once(path: Path, make: Callable[[], bytes]) -> bytes:
+    """The content of the file, also if several control planes want to make it. Raises UsageError.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists():
+            with suppress(FileExistsError):
+                write_private(path, make(), replaces=False)
+        return read_private(path)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
+
+
 def _write(path: Path, data: bytes) -> None:
     """Write the file atomically, readable by its owner only. Raises UsageError."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_private(path, data)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None

@@ -7,6 +7,7 @@ UnicronError              exit code 1; cli/cluster/client.py, Unreachable: 3; an
 ├── LogError
 │   ├── Conflict          the log's last seq is not the expected one: fold the log again
 │   ├── Fenced            a newer epoch holds the log: this leader must stop
+│   ├── Leased            another control plane holds the lease: follow it
 │   ├── Ambiguous         the reply was lost, the write may have happened: fold the log again
 │   ├── Unavailable       the server cannot be reached: retry with a limit
 │   ├── NewerLog          a record of a later version, without which the state would be wrong
@@ -59,6 +60,14 @@ class Conflict(LogError):
 
 class Fenced(LogError):
     """A newer epoch has taken the log."""
+
+
+class Leased(LogError):
+    """Another control plane leads, at `url`."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"the control plane at {url} leads")
+        self.url = url
 
 
 class Ambiguous(LogError):

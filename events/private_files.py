@@ -12,8 +12,9 @@ from .errors import UsageError
 FILE_BYTES_MAX = 16 << 20
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Write the file atomically, with mode 0600. Raises OSError.
+def write_private(path: Path, data: bytes, *, replaces: bool = True) -> None:
+    """Write the file atomically, with mode 0600. Raises OSError, without `replaces` FileExistsError
+    if there is one.
 
     The new content is written under a name that nobody can foresee or create before.
     """
@@ -21,10 +22,12 @@ def write_private(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        Path(name).replace(path)
-    except BaseException:
+        if replaces:
+            Path(name).replace(path)
+        else:
+            os.link(name, path)
+    finally:
         Path(name).unlink(missing_ok=True)
-        raise
 
 
 def read_private(path: Path) -> bytes:

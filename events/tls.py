@@ -40,6 +40,13 @@ def is_plain(url: str) -> bool:
             and not network_address.is_loopback(parts.hostname or "localhost"))
 
 
+def may_follow(pointer: str, at: str, *, by_socket: bool) -> bool:
+    """Whether a token that goes to the URL `at` may go where that points: not without the same TLS,
+    nor, instead of a socket, to a port of this machine, which may be a stranger's by now."""
+    return pointer.startswith("https:") or (
+        not at.startswith("https:") and (not by_socket or is_plain(pointer)))
+
+
 def client_context(ca: str) -> ssl.SSLContext:
     """Accepts servers for which these certificates (PEM) stand, or with "" those of the system.
 

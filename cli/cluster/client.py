@@ -7,13 +7,14 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from ...events import network_address, tls, unix_socket
-from ...events.errors import UnicronError, UsageError
+from ...events.errors import Leased, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.private_files import read_private
 from . import processes
@@ -22,6 +23,10 @@ from .state_dir import StateDir, default, read_json
 GOES_ON = "training goes on"
 AWAY = f"the control plane is away, {GOES_ON}"
 REPLY_S_MAX = 10.0
+PROBE_S_MAX = 1.0
+FIND_S_MAX, FIND_EVERY_S = 15.0, 0.1
+"""How long a request is tried again while another control plane takes over."""
+Urls = Sequence[str] | None
 DRY_RUN_S_MAX = 120.0
 """A dry run of the largest job on 100,000 slots takes ten seconds; with limits, it takes longer."""
 
@@ -41,7 +46,10 @@ class Unreachable(UnicronError):
 
 
 class Unable(UnicronError):
-    """The control plane is temporarily unable to answer (5xx)."""
+    """The control plane is temporarily unable to answer (5xx). `passes`: until another one leads.
+    """
+
+    passes = False
 
 
 class Interrupted(UnicronError):
@@ -49,8 +57,11 @@ class Interrupted(UnicronError):
 
 
 class Client:
-    """Client of one control plane. Every call raises Unreachable, Refused or Unable.
+    """Client of a control plane and those in `others`, of which one leads. Every call raises
+    Unreachable, Refused or Unable.
 
+    A request goes to the one that leads, to which a follower points; while none does, reads go to
+    a follower, and writes are tried again for FIND_S_MAX, with the same key.
     `socket`: the path of its unix socket, used instead of the address in `url`. `ca`: the
     authorities (PEM) that it trusts at https://; "": the system's. `away`: says what is away if
     nobody answers."""
@@ -71,6 +82,15 @@ class Client:
         self.is_secure = parts.scheme == "https"
         self.host, self.port = parts.hostname, port
         self.token, self._hint, self._away = token, hint, away
+        self.others: Sequence[Client] = ()
+        self.leader: Client | None = None
+        """The one that leads, as far as is known."""
+
+    def addresses(self, state: StateDir) -> list[tuple[str, str]]:
+        """URL and socket of each control plane, as they are now."""
+        if self.socket:
+            return [(str(file["url"]), str(file["socket"])) for file in running_here(state)]
+        return [(one.url, "") for one in (self, *self.others)]
 
     def get(self, path: str, limit_s: float = REPLY_S_MAX, **query: object) -> Any:
         """The JSON response of a GET."""
@@ -98,10 +118,50 @@ class Client:
                 if line.strip():
                     yield json.loads(line)
 
-    def _open(self, method: str, path: str, *, query: dict[str, Any] | None = None,
-              body: object = None, key: str = "",
-              limit_s: float | None = REPLY_S_MAX) -> http.client.HTTPResponse:
-        link = self._link()
+    def _open(self, method: str, path: str, *, limit_s: float | None = REPLY_S_MAX,
+              **request: Any) -> http.client.HTTPResponse:
+        """Send it to the control plane that leads."""
+        deadline_s, late = time.monotonic() + FIND_S_MAX, UnicronError()
+        while True:
+            at = self.leader or self._find()
+            try:
+                answer = (at or self)._open_here(method, path, limit_s=limit_s, **request)
+                self.leader = at
+                return answer
+            except Leased as error:
+                self.leader, late = self._pointed_to(error.url), Unable(str(error), self._hint)
+            except (Unreachable, Unable) as error:
+                if not (error.passes if isinstance(error, Unable) else
+                        at is not None and (at is not self or self.others)):
+                    raise
+                self.leader, late = None, error
+            if time.monotonic() > deadline_s:
+                raise late
+            time.sleep(FIND_EVERY_S)
+
+    def _find(self) -> Client | None:
+        """The one that leads; else one that answers, if there is one."""
+        found = None if self.others else self
+        for one in (self, *self.others) if self.others else ():
+            with suppress(Interrupted, Refused, Unable, Unreachable):
+                if _json(one._open_here("GET", "/v1/health", limit_s=PROBE_S_MAX))["ok"]:
+                    return one
+                found = found or one
+        return found
+
+    def _pointed_to(self, url: str) -> Client | None:
+        """The control plane to which a follower points; None if no token may be sent there."""
+        known = next((one for one in (self, *self.others) if one.url == url), None)
+        if known or not tls.may_follow(url, self.url, by_socket=bool(self.socket)):
+            return known
+        found = Client(url, self.token, self._hint)
+        found.ca = self.ca
+        return found
+
+    def _open_here(self, method: str, path: str, *, query: dict[str, Any] | None = None,
+                   body: object = None, key: str = "",
+                   limit_s: float | None = REPLY_S_MAX) -> http.client.HTTPResponse:
+        link = self._link(min(limit_s or REPLY_S_MAX, REPLY_S_MAX))
         headers = {"Authorization": f"Bearer {self.token}", "Connection": "close"}
         if body is not None:
             headers |= {"Content-Type": "application/json", "Idempotency-Key": key}
@@ -121,17 +181,20 @@ class Client:
                                  f"--url https://{self.url.rpartition('//')[2]}") from None
             raise Unreachable(f"{self._away()}: no control plane answers at {self.url} "
                               f"({_why(error)})", self._hint) from None
+        if answer.status == 307:
+            link.close()
+            raise Leased(str(answer.headers["Unicron-Follows"]))
         if answer.status >= 400:
             raise _refused(answer, self._hint)
         return answer
 
-    def _link(self) -> http.client.HTTPConnection:
+    def _link(self, limit_s: float) -> http.client.HTTPConnection:
         if self.socket:
-            return _SocketConnection(self.socket, timeout=REPLY_S_MAX)
+            return _SocketConnection(self.socket, timeout=limit_s)
         if self.is_secure:
-            return http.client.HTTPSConnection(self.host, self.port, timeout=REPLY_S_MAX,
+            return http.client.HTTPSConnection(self.host, self.port, timeout=limit_s,
                                                context=tls.client_context(self.ca))
-        return http.client.HTTPConnection(self.host, self.port, timeout=REPLY_S_MAX)
+        return http.client.HTTPConnection(self.host, self.port, timeout=limit_s)
 
 
 class _SocketConnection(http.client.HTTPConnection):
@@ -145,32 +208,42 @@ class _SocketConnection(http.client.HTTPConnection):
         self.sock.connect(unix_socket.address(self._path))
 
 
-def connect(state: StateDir, url: str | None = None) -> Client:
-    """A client of --url or $UNICRON_URL, else of the control plane of the state folder by its
-    socket.
+def running_here(state: StateDir) -> list[dict[str, Any]]:
+    """What the control planes on the state folder have written there: url, socket, token."""
+    return [file for path in state.control_planes() if (file := read_json(path) or {}).get("url")]
+
+
+def connect(state: StateDir, urls: Urls = None) -> Client:
+    """A client of the control planes of --url or $UNICRON_URL, else of those of the state folder by
+    their sockets.
 
     The token is $UNICRON_TOKEN, else that of the state folder.
     """
-    control_plane_file = read_json(state.control_plane) or {}
-    given = url or os.environ.get("UNICRON_URL")
-    token = os.environ.get("UNICRON_TOKEN") or str(control_plane_file.get("token", ""))
+    files = running_here(state)
+    given = urls or [url for url in os.environ.get("UNICRON_URL", "").split(",") if url]
+    token = os.environ.get("UNICRON_TOKEN") or (str(files[0].get("token", "")) if files else "")
     if given:
-        client = Client(given, token, "check --url or $UNICRON_URL, and that unicron up runs there")
-        if client.is_secure:
-            client.ca = authority(client.host, client.port, state)
-        elif os.environ.get(tls.CA):
-            raise UsageError(f"{given}: --ca and $UNICRON_CA are for https://", "--url https://...")
-        return client
+        hint = "check --url or $UNICRON_URL, and that unicron up runs there"
+        first, *first.others = (Client(url, token, hint) for url in given)
+        for one in (first, *first.others):
+            if one.is_secure:
+                with suppress(Unreachable):
+                    one.ca = authority(one.host, one.port, state)
+            elif os.environ.get(tls.CA):
+                raise UsageError(f"{one.url}: --ca and $UNICRON_CA are for https://",
+                                 "--url https://...")
+        return first
     start = "unicron up" + ("" if state.path == default() else f" {state.option}")
-    if not control_plane_file.get("url"):
+    if not files:
         away = _away(state)
         raise Unreachable(f"{away}: no control plane runs on {state.path}" if away.endswith(GOES_ON)
                           else f"no cluster runs on {state.path}", start)
     if state.is_held():
         start = "unicron up restarts it: try again in a few seconds"
     # The socket is in a folder that only its owner can enter. The port may be a stranger's by now.
-    return Client(str(control_plane_file["url"]), token, start,
-                  str(control_plane_file.get("socket", "")), lambda: _away(state))
+    first, *first.others = (Client(str(file["url"]), token, start, str(file.get("socket", "")),
+                                   lambda: _away(state)) for file in files)
+    return first
 
 
 def _away(state: StateDir) -> str:
@@ -226,5 +299,7 @@ def _refused(answer: http.client.HTTPResponse, hint: str) -> Refused | Unable:
     if answer.status == 401 and "expired" not in message:
         advice = "set UNICRON_TOKEN, or name the cluster's folder with --state"
     if answer.status >= 500:
-        return Unable(message, advice or hint)
+        unable = Unable(message, advice or hint)
+        unable.passes = "Retry-After" in answer.headers
+        return unable
     return Refused(answer.status, " ".join(message.split()), advice or hint)

@@ -58,6 +58,7 @@ class ClusterOptions(Struct, frozen=True, kw_only=True):
     num_slots: int = 2
     redis_url: str = ""
     port: int = 0
+    num_control_planes: int = 1
     cluster: str = "default"
     trace_dir: str = ""
     policy: str = ""
@@ -104,8 +105,14 @@ class LocalCluster:
         return [f"n{number}" for number in range(1, self.wanted.num_agents + 1)]
 
     def names(self) -> list[str]:
-        """The processes that this class starts: the control plane, then agents."""
-        return [CONTROL_PLANE, *(agent_name(node) for node in self.nodes)]
+        """The processes that this class starts: the control planes, then agents."""
+        return [*self.control_planes, *(agent_name(node) for node in self.nodes)]
+
+    @property
+    def control_planes(self) -> list[str]:
+        """Of these one leads; it need not be the first."""
+        return [CONTROL_PLANE, *(f"{CONTROL_PLANE}-{number}" for number in range(
+            2, self.wanted.num_control_planes + 1))]
 
     def find(self, name: str) -> Process | None:
         return processes.find(self.state, name)
@@ -129,9 +136,11 @@ class LocalCluster:
         """Start one of `names()`. Raises UnicronError if there is no free port."""
         environment: dict[str, str] = {}
         common = ["--state", str(self.state.path), *["--insecure"] * self.wanted.insecure]
-        if name == CONTROL_PLANE:
+        if name in self.control_planes:
             # Local clients use the socket, so the control plane does not wait for its port.
-            self.port = self.wanted.port if wait_until_free(self.wanted.port) else free_port()
+            fixed = self.wanted.port if name == CONTROL_PLANE else 0
+            port = fixed if fixed and wait_until_free(fixed) else free_port()
+            self.port = port if fixed else self.port
             environment[REDIS_URL] = self.redis_url  # not in argv, which all users can read
             if self.wanted.policy:
                 common += ["--policy", self.wanted.policy]
@@ -139,8 +148,8 @@ class LocalCluster:
             common += ["--allow-inject"] * self.wanted.allow_inject
             common += ["--shared-password"] * self.wanted.shared_password
             return processes.start(self.state, name, program(
-                CONTROL_PLANE, *common, "--port", str(self.port), "--cluster", self.wanted.cluster),
-                environment)
+                CONTROL_PLANE, *common, "--port", str(port), "--cluster", self.wanted.cluster,
+                "--name", name), environment)
         if self.wanted.trace_dir:
             environment["UNICRON_TRACE_DIR"] = self.wanted.trace_dir
         common += ["--no-watch"] * (not self.wanted.watch)
@@ -159,21 +168,21 @@ class LocalCluster:
         if self.wanted.port == 0:
             self.wanted = msgspec.structs.replace(self.wanted, port=free_port())
 
-    def extra_agents(self) -> list[Process]:
-        """Running agents that the options no longer include."""
+    def extra(self) -> list[Process]:
+        """Running agents and control planes that the options no longer include."""
         wanted = set(self.names())
         found = (self.find(name) for name in processes.names(self.state)
-                 if name.startswith("agent-") and name not in wanted)
+                 if name.startswith(("agent-", CONTROL_PLANE)) and name not in wanted)
         return [process for process in found if process is not None]
 
     # --- wait -----------------------------------------------------------------------------------
     def wait_control_plane(self, limit_s: float = START_S_MAX) -> Client:
-        """Wait until the control plane leads and answers. Raises LateError."""
+        """Wait until a control plane leads and answers. Raises LateError."""
         see_log = f"see {self.state.logs / (CONTROL_PLANE + '.log')}"
 
         def answers() -> Client | None:
-            process = self.find(CONTROL_PLANE)
-            if process is None:
+            running = [process.pid for name in self.control_planes if (process := self.find(name))]
+            if not running:
                 words = processes.last_output(self.state, CONTROL_PLANE)
                 raise LateError(f"the control plane ended: {words}", see_log)
             try:
@@ -185,7 +194,7 @@ class LocalCluster:
                 if error.status == 401:  # a token that was given, by $UNICRON_TOKEN
                     raise
                 return None
-            return client if health.get("leader") and health.get("pid") == process.pid else None
+            return client if health.get("leader") and health.get("pid") in running else None
 
         return wait_for(answers, limit_s, "the control plane does not answer", see_log)
 
@@ -222,7 +231,8 @@ def stop_all(state: StateDir, *, grace: bool = True) -> list[str]:
         processes.stop_together(state, found, grace_s if grace else 0.0)
         stopped += [process.name for process in found]
     _kill_marked(state, "")  # ranks whose agent had been killed
-    state.control_plane.unlink(missing_ok=True)
+    for file in state.control_planes():
+        file.unlink(missing_ok=True)
     server = embedded_server.adopt(state.server)
     if server is not None:
         server.stop()

@@ -34,8 +34,6 @@ class StateDir:
         self.server = self.path / "server"  # the embedded server's folder
         self.pids = self.path / "pids"
         self.logs = self.path / "logs"  # the output of our processes, one file each
-        # Written by the control plane: url and token, readable by the owner only.
-        self.control_plane = self.path / "control_plane.json"
         self.ca = self.path / "ca.pem"  # what the agent trusts at https://
         self.cluster = self.path / "cluster.json"  # the options of `up`, for a later `up`
         # Our copy of `up`'s policy file: the original may change or be deleted.
@@ -45,6 +43,10 @@ class StateDir:
     def option(self) -> str:
         """`--state DIR`, quoted for a shell, for hints."""
         return f"--state {shlex.quote(shown(self.path))}"
+
+    def control_planes(self) -> list[Path]:
+        """Of each control plane here the private file that it writes: url, socket and token."""
+        return sorted(self.path.glob("control_plane*.json"))
 
     def agent(self, node: str) -> Path:
         return self.path / "agents" / node

@@ -14,6 +14,7 @@ from ...events.errors import UsageError
 from ...events.records.codec import to_plain
 from ...events.records.decisions import IncidentEscalated, IncidentOpened, PlanChosen, TaskWaiting
 from ...events.records.envelope import Record
+from ..cluster.client import Urls
 from ..cluster.state_dir import StateDir
 from ..screens import incident as incident_screen
 from ..terminal import console
@@ -28,7 +29,7 @@ IDENTITY = ("task", "rank", "attempt", "generation")
 LINES_NUM_MAX = 40
 
 
-def explain(state: StateDir, url: str | None, seq: int, path: Path | None, *,
+def explain(state: StateDir, url: Urls, seq: int, path: Path | None, *,
             as_json: bool) -> None:
     """Print what the log knows about one record. Raises UsageError, NewerLog."""
     one = next((x for x in records_of(state, url, path) if x.seq == seq), None)

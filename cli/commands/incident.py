@@ -29,7 +29,7 @@ from ...events.records.decisions import (
 from ...events.records.envelope import Record
 from ...events.records.orders import Resume
 from ...events.records.reports import DeadlineReached, NodeUnreachable, Quiesced, RankStalled
-from ..cluster.client import DRY_RUN_S_MAX
+from ..cluster.client import DRY_RUN_S_MAX, Urls
 from ..cluster.state_dir import StateDir
 from ..screens import incident as incident_screen
 from ..screens.fault_start import FaultStart, began
@@ -56,7 +56,7 @@ PAUSED_PHASES = (*PHASES[:2], ("held", "decided_s", "ordered_s"),
                ("rebuild", "ordered_s", "resumed_s"), *PHASES[3:])
 
 
-def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_json: bool) -> None:
+def incident(state: StateDir, url: Urls, which: str, *, every: bool, as_json: bool) -> None:
     """Print one incident's page (without `which` the newest), or the list. Raises UsageError."""
     if which and every:
         raise UsageError("an ID and --all do not go together", "give one of the two")

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from ...events.errors import UsageError
-from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable
+from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, Urls
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, ranks
@@ -74,7 +74,7 @@ class _File(Struct):
             self.offset = part["end"]
 
 
-def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follow: bool) -> None:
+def logs(state: StateDir, url: Urls, task: str, rank: int | None, *, follow: bool) -> None:
     """Print the output of a task, each line after its rank and attempt. Raises UsageError."""
     client = connect_to_read(state, url)
     number = int(pick(client.get("/v1/state")["tasks"], task)["id"])

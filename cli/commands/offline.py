@@ -22,7 +22,7 @@ from ...events.object_storage import reason
 from ...events.records import codec
 from ...events.records.envelope import Record
 from ..cluster import processes
-from ..cluster.client import REPLY_S_MAX, Client, Unreachable, connect
+from ..cluster.client import REPLY_S_MAX, Client, Unreachable, Urls, connect, running_here
 from ..cluster.state_dir import StateDir, read_json
 from ..terminal import console
 
@@ -33,7 +33,7 @@ PAGE_RECORDS_NUM = 5_000
 DATA_FOLDER = "appendonlydir"
 
 
-def connect_to_read(state: StateDir, url: str | None) -> Client:
+def connect_to_read(state: StateDir, url: Urls) -> Client:
     """As `connect`; if nothing answers there, a client that reads the files of the state folder,
     and says so on stderr."""
     try:
@@ -142,8 +142,8 @@ def _usage_errors(where: str) -> Generator[None]:
 
 def cluster_of(state: StateDir) -> str:
     """The name of the cluster of a state folder."""
-    return str((read_json(state.control_plane) or read_json(state.cluster) or {}).get(
-        "cluster", "default"))
+    files = [*running_here(state), read_json(state.cluster) or {}]
+    return str(files[0].get("cluster", "default"))
 
 
 async def _read_rest(url: str, cluster: str, after: int) -> list[Record]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import getpass
+import json
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from ...events.errors import UnicronError, UsageError
-from ..cluster.client import Client, connect
+from ..cluster.client import Client, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, number_of, span, way_to_act
 from .request_outcome import Outcome, outcome_of, plan_lines
 from .tasks import option_for, pick
 
+POLL_S = 0.05
 WEIGHT, WEIGHT_HINT = "a weight is above 0", "for example unicron set-weight alpha 2"
 
 
@@ -25,7 +28,7 @@ def _request(client: Client, path: str, reason: str, **body: object) -> Outcome:
     return outcome_of(client, int(answer["seq"]))
 
 
-def _node_request(state: StateDir, url: str | None, names: str, what: str, reason: str
+def _node_request(state: StateDir, url: Urls, names: str, what: str, reason: str
                   ) -> tuple[Plain, list[Plain], Outcome]:
     """Request `what` of one node, or of several with commas between, in one append. Returns the
     view before it, the nodes in it, and the decisions that follow."""
@@ -36,7 +39,7 @@ def _node_request(state: StateDir, url: str | None, names: str, what: str, reaso
 
 
 # --- Commands. Each raises UsageError. ---
-def set_weight(state: StateDir, url: str | None, task: str, weight: float, reason: str, *,
+def set_weight(state: StateDir, url: Urls, task: str, weight: float, reason: str, *,
                as_json: bool) -> None:
     """Set the weight of a task."""
     if not (math.isfinite(weight) and weight > 0):
@@ -50,7 +53,7 @@ def set_weight(state: StateDir, url: str | None, task: str, weight: float, reaso
     _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
 
 
-def drain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
+def drain(state: StateDir, url: Urls, node: str, reason: str, *, as_json: bool) -> None:
     """Remove the tasks from a node, or from several with commas between."""
     view, nodes, followed = _node_request(state, url, node, "drain", reason)
     there = {slot["task"] for found in nodes for slot in found["slots"] if slot["task"]}
@@ -61,14 +64,14 @@ def drain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: 
           undo=f"undo     unicron undrain {node}{option_for(state)}", as_json=as_json)
 
 
-def undrain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
+def undrain(state: StateDir, url: Urls, node: str, reason: str, *, as_json: bool) -> None:
     """Allow tasks on a drained node again, or on several."""
     view, nodes, followed = _node_request(state, url, node, "undrain", reason)
     head = f"{node}  may have tasks again{_unhealthy_note(nodes)}"
     _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
 
 
-def lift(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
+def lift(state: StateDir, url: Urls, node: str, reason: str, *, as_json: bool) -> None:
     """End the quarantine of a node, or of several."""
     view, nodes, followed = _node_request(state, url, node, "lift", reason)
     head = f"{node}  quarantined no longer; the next fault is the first{_unhealthy_note(nodes)}"
@@ -84,7 +87,7 @@ def _unhealthy_note(nodes: list[Plain]) -> str:
             "healthy")
 
 
-def freeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> None:
+def freeze(state: StateDir, url: Urls, reason: str, *, as_json: bool) -> None:
     """Pause healing."""
     why = reason_or_user(reason)
     followed = _request(connect(state, url), "/v1/freeze", why)
@@ -93,7 +96,18 @@ def freeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> N
         undo=f"undo     unicron unfreeze{option_for(state)}", as_json=as_json)
 
 
-def unfreeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> None:
+def handover(state: StateDir, url: Urls, *, as_json: bool) -> None:
+    """Let another control plane lead; returns when it does."""
+    client = connect(state, url)
+    before: Plain = client.get("/v1/state")["cluster"]
+    leader: str = client.post(f"/v1/handover?epoch={before['epoch']}", {})["leader"]
+    while (epoch := client.get("/v1/health")["epoch"]) <= before["epoch"]:
+        time.sleep(POLL_S)
+    console.out(json.dumps({"leader": leader, "epoch": epoch}) if as_json else
+                f"{leader or 'another control plane'} leads now, epoch {epoch}")
+
+
+def unfreeze(state: StateDir, url: Urls, reason: str, *, as_json: bool) -> None:
     """Resume healing."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
@@ -106,7 +120,7 @@ def unfreeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) ->
     _show(state, head, followed, chain(waited, _effects(state, followed, view)), as_json=as_json)
 
 
-def inject_rank(state: StateDir, url: str | None, task: str, rank: int | None, reason: str, *,
+def inject_rank(state: StateDir, url: Urls, task: str, rank: int | None, reason: str, *,
                 as_json: bool, stop_s: float | None = None) -> None:
     """Kill one rank, or stop it for `stop_s` (0: for good). rank=None: the highest member."""
     client = connect(state, url)
@@ -127,7 +141,7 @@ def inject_rank(state: StateDir, url: str | None, task: str, rank: int | None, r
                 f"unicron tail -f --task {found['name']}", as_json=as_json)
 
 
-def inject_node(state: StateDir, url: str | None, node: str, reason: str, *,
+def inject_node(state: StateDir, url: Urls, node: str, reason: str, *,
                 as_json: bool) -> None:
     """Kill the agent of a node and all its ranks."""
     client = connect(state, url)

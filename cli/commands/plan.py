@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from ...events.errors import UsageError
-from ..cluster.client import DRY_RUN_S_MAX, Client, Refused, connect
+from ..cluster.client import DRY_RUN_S_MAX, Client, Refused, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..files import job_file
 from ..screens import plan as plan_screen
@@ -55,7 +55,7 @@ class PlanOptions(Struct, frozen=True, kw_only=True):
         return " ".join(words)
 
 
-def plan(state: StateDir, url: str | None, asked: PlanOptions, *, as_json: bool) -> None:
+def plan(state: StateDir, url: Urls, asked: PlanOptions, *, as_json: bool) -> None:
     """Print the plan. Raises UsageError."""
     _validate(asked)
     job = job_file.load(asked.submit) if asked.submit is not None else None

@@ -13,6 +13,7 @@ from ...events.errors import CorruptLog, UnicronError, UsageError
 from ...events.log import archive
 from ...events.records import codec
 from ...events.records.envelope import Record
+from ..cluster.client import Urls
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, count, labelled, lost_cell, table
@@ -27,7 +28,7 @@ class CorruptError(UnicronError):
     hint = "every record before that seq can be trusted; keep the file, and export the log again"
 
 
-def export(state: StateDir, url: str | None, path: Path) -> None:
+def export(state: StateDir, url: Urls, path: Path) -> None:
     """Write the running cluster's log to a file. Raises UsageError."""
     if path.exists():
         raise UsageError(f"{path} exists", "name a new file")
@@ -39,7 +40,7 @@ def export(state: StateDir, url: str | None, path: Path) -> None:
     console.talk(f"next: unicron replay {path} --verify")
 
 
-def records_of(state: StateDir, url: str | None, path: Path | None) -> Iterator[Record]:
+def records_of(state: StateDir, url: Urls, path: Path | None) -> Iterator[Record]:
     """The records of an exported file, else of the running cluster. Raises UsageError."""
     try:
         yield from archive.read(path) if path is not None else map(
@@ -59,7 +60,7 @@ def foldable(path: Path | None) -> Generator[None]:
                          "unicron replay FILE --verify names the first seq that differs") from None
 
 
-def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, until: int | None,
+def replay(state: StateDir, url: Urls, path: Path | None, *, live: bool, until: int | None,
            verify: bool, step: bool, as_json: bool, incident: str | None = None,
            diff: tuple[str, str] | None = None) -> None:
     """Fold a log and print the final state, one incident, or a difference. Raises UsageError,

@@ -12,6 +12,7 @@ from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder, SealedLog, Segment, Snapshot
 from ...events.object_storage import reason
 from ...events.secret_environment import REDIS_URL
+from ..cluster.client import Urls
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import count, rfc3339
@@ -19,7 +20,7 @@ from .offline import cluster_of, connect_to_read
 from .replay import CorruptError
 
 
-def status(state: StateDir, url: str | None, *, segments: str, as_json: bool) -> None:
+def status(state: StateDir, url: Urls, *, segments: str, as_json: bool) -> None:
     """Print what is sealed, and how many records only the server has. Raises UsageError."""
     folder = _folder(state, segments)
     sealed = _sealed(folder)

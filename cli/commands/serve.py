@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -29,8 +30,8 @@ from ...events.records import types
 from ...events.secret_environment import REDIS_URL, remove_secrets
 from ...events.spec.policy import Policy
 from ..cluster import processes
-from ..cluster.client import Client, Refused, Unable, Unreachable, authority, connect
-from ..cluster.local_cluster import CONTROL_PLANE, agent_name
+from ..cluster.client import Client, Refused, Unable, Unreachable, Urls, authority, connect
+from ..cluster.local_cluster import agent_name
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 
@@ -48,7 +49,7 @@ POLL_S = 0.05
 def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
                   tls_cert: Path | None, tls_key: Path | None, insecure: bool, cluster: str,
                   policy: Path | None, observe: bool, allow_inject: bool,
-                  shared_password: bool, segments: str) -> None:
+                  shared_password: bool, segments: str, name: str) -> None:
     """Serve until a signal; without a Redis URL on a private server. Raises UsageError."""
     from ...control_plane import server
     from ...control_plane.service.server_certificate import ServerCertificate
@@ -69,17 +70,18 @@ def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
     if is_open:
         port = port or HTTP_PORT
     loaded = policy_file.load(policy) if policy is not None else Policy()
-    _write_pid_file(state, CONTROL_PLANE)
+    _write_pid_file(state, name)
     raise typer.Exit(server.run(server.Options(
         state=state.path, redis_url=redis_url or embedded_server.ensure(state.server).url,
         listen=address, advertise=advertised, port=port, cluster=cluster,
-        certificate=shown, insecure=is_plain, shared_password=shared_password, segments=segments,
+        certificate=shown, insecure=is_plain, name=name, shared_password=shared_password,
+        segments=segments,
         ca=authority(server_of.hostname or "", server_of.port or 6379, state)
         if server_of.scheme == "rediss" else "",
         policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject))))
 
 
-def agent(state: StateDir, *, url: str | None, node: str, slots: int, advertise: str, host: str,
+def agent(state: StateDir, *, url: Urls, node: str, slots: int, advertise: str, host: str,
           insecure: bool, redis: str, label: Sequence[str] | None, no_watch: bool,
           checks: Path | None, checks_every: float, checks_limit: float, run_as: str,
           restart: bool) -> None:
@@ -104,6 +106,7 @@ def agent(state: StateDir, *, url: str | None, node: str, slots: int, advertise:
         write_private(state.ca, ca.encode())
     raise typer.Exit(main.run(main.AgentOptions(
         node=name, url=client.url, socket=client.socket, token=client.token,
+        others=partial(client.addresses, state),
         enrols=not client.socket, num_slots=slots or num_devices(), state_dir=state.path,
         host=advertised_address(advertise or host, client), redis_url=redis, labels=labels,
         watch=not no_watch, checks=own, ca=ca, insecure=insecure, run_as=run_as)))
@@ -170,7 +173,7 @@ def own_checks(folder: Path | None, every_s: float = 60.0, s_max: float = 30.0
     return checks
 
 
-def _control_plane(state: StateDir, url: str | None) -> Client:
+def _control_plane(state: StateDir, url: Urls) -> Client:
     """A client of the control plane; waits while it starts or restarts."""
     deadline_s = time.monotonic() + AWAY_S_MAX
     while True:

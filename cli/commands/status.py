@@ -11,7 +11,7 @@ import typer
 
 from ...events.errors import UsageError
 from ...events.records.codec import from_plain
-from ..cluster.client import DRY_RUN_S_MAX, Client, Interrupted, Unable, Unreachable, connect
+from ..cluster.client import DRY_RUN_S_MAX, Client, Interrupted, Unable, Unreachable, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..screens import cluster as cluster_screen
 from ..screens import nodes
@@ -28,7 +28,7 @@ WATCH_S = 1.0
 CLEAR = "\x1b[H\x1b[J"
 
 
-def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json: bool,
+def status(state: StateDir, url: Urls, what: str, *, watch: bool, as_json: bool,
            at: str = "") -> None:
     """Print the screen, with `at` that of a past moment. Raises UsageError. Ctrl-C ends --watch.
     Exits as Unreachable does if nothing answers, also if the screen comes from files."""

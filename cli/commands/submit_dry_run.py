@@ -13,7 +13,7 @@ from ...control_plane.api.requests import NO_ROOM
 from ...control_plane.throughput.layout_choices import Choices, choices
 from ...events.errors import UsageError
 from ...events.spec.job import JobSpec
-from ..cluster.client import DRY_RUN_S_MAX, Client, Refused, Unreachable, connect
+from ..cluster.client import DRY_RUN_S_MAX, Client, Refused, Unreachable, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..files import job_file
 from ..screens import layouts
@@ -27,7 +27,7 @@ OF_ITS_STATE = (409, 422)
 SMALLER = "a larger slots.max, or a smaller model"
 
 
-def dry_run(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> None:
+def dry_run(state: StateDir, url: Urls, path: Path, *, as_json: bool) -> None:
     """Print the layouts of numbers of slots. Where a cluster runs, print the plan that would
     follow, or why the cluster would refuse the job as it is now. Raises UsageError for a job that
     cannot have a layout, for a data file that the ranks would miss, and for an output folder with
@@ -70,7 +70,7 @@ def _print_json(found: Choices, plan: Plain | None = None, plan_refused: str = "
                             "plan_refused": plan_refused}))
 
 
-def _client(state: StateDir, url: str | None) -> Client | None:
+def _client(state: StateDir, url: Urls) -> Client | None:
     """A client of the cluster that is named, or that runs on the state folder; None if none."""
     if url or os.environ.get("UNICRON_URL"):
         return connect(state, url)

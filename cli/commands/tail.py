@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from ...events.errors import UsageError
-from ..cluster.client import Client, Interrupted, Unable, Unreachable, connect
+from ..cluster.client import Client, Interrupted, Unable, Unreachable, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain
@@ -42,7 +42,7 @@ def kind_named(text: str) -> str:
                      f"perhaps {', '.join(near[:4])}" if near else "see docs/reference/records.md")
 
 
-def tail(state: StateDir, url: str | None, *, kind: Sequence[str] | None = None,
+def tail(state: StateDir, url: Urls, *, kind: Sequence[str] | None = None,
          task: str | None = None, node: str | None = None, incident: str | None = None,
          after: int = 0, follow: bool = False, as_json: bool = False) -> None:
     """Print the records that pass the filters; None passes all. Ctrl-C ends --follow."""
@@ -86,7 +86,7 @@ def _is_incident(client: Client, number: int) -> bool:
     return opened is not None and (opened["seq"], opened["kind"]) == (number, "IncidentOpened")
 
 
-def _records(state: StateDir, url: str | None, client: Client, after: int, *,
+def _records(state: StateDir, url: Urls, client: Client, after: int, *,
              follow: bool) -> Iterator[Plain]:
     """The records of the log. --follow goes on after a restart of the control plane."""
     unreachable_s: float | None = None

@@ -11,7 +11,7 @@ import msgspec
 
 from ...events.errors import UsageError
 from ...events.spec.job import JobSpec, Slots, is_url
-from ..cluster.client import Client, connect
+from ..cluster.client import Client, Urls, connect
 from ..cluster.state_dir import StateDir, default
 from ..files import job_file, megatron_command
 from ..screens.task import ENDED
@@ -22,7 +22,7 @@ from .request_outcome import outcome_of, plan_lines, view_before
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
-def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> int:
+def submit(state: StateDir, url: Urls, path: Path, *, as_json: bool) -> int:
     """Validate the job file and submit it; returns the task's id. Raises UsageError."""
     spec = job_file.load(path)
     client = connect(state, url)
@@ -52,7 +52,7 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
     return int(answer["task"])
 
 
-def check_files(spec: JobSpec, client: Client | None, url: str | None, path: Path) -> None:
+def check_files(spec: JobSpec, client: Client | None, url: Urls, path: Path) -> None:
     """Raises UsageError for a data file that is missing where the ranks run.
 
     If they may run on other hosts, the file may exist there: only a warning is printed. `client`
@@ -94,7 +94,7 @@ def check_output(spec: JobSpec, client: Client, path: Path) -> None:
                      f"mv {shlex.quote(output)} {shlex.quote(output + '.before')}")
 
 
-def cancel(state: StateDir, url: str | None, task: str, reason: str, *, as_json: bool) -> None:
+def cancel(state: StateDir, url: Urls, task: str, reason: str, *, as_json: bool) -> None:
     """Cancel a task. Raises UsageError."""
     client = connect(state, url)
     found = pick(client.get("/v1/state")["tasks"], task)

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from ...events import network_address
 from ...events.errors import UsageError
-from ..cluster.client import Client, connect
+from ..cluster.client import Client, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, rfc3339, table
@@ -22,7 +22,7 @@ JOIN_LIFE = "24h"
 UNITS_S = {"m": 60.0, "h": 3_600.0, "d": 86_400.0}
 
 
-def create(state: StateDir, url: str | None, role: str | None, expires: str, name: str, *,
+def create(state: StateDir, url: Urls, role: str | None, expires: str, name: str, *,
            join: bool, node: str, uses: int, reason: str, as_json: bool) -> None:
     """Print a new secret on stdout, or a command with it: it cannot be shown again."""
     if join == bool(role):
@@ -37,21 +37,21 @@ def create(state: StateDir, url: str | None, role: str | None, expires: str, nam
     _show_secret(client, client.post("/v1/tokens", body), as_json=as_json)
 
 
-def rotate(state: StateDir, url: str | None, name: str, reason: str, *, as_json: bool) -> None:
+def rotate(state: StateDir, url: Urls, name: str, reason: str, *, as_json: bool) -> None:
     """Print the new secret of the name; the old one ends now."""
     client = connect(state, url)
     _show_secret(client, client.post(f"/v1/tokens/{quote(name, safe='')}/rotate",
                                      {"reason": reason_or_user(reason)}), as_json=as_json)
 
 
-def revoke(state: StateDir, url: str | None, name: str, reason: str, *, as_json: bool) -> None:
+def revoke(state: StateDir, url: Urls, name: str, reason: str, *, as_json: bool) -> None:
     """End a token now."""
     answer = connect(state, url).post(f"/v1/tokens/{quote(name, safe='')}/revoke",
                                       {"reason": reason_or_user(reason)})
     console.show(answer, [f"{name}  is refused from now on"], as_json=as_json)
 
 
-def show(state: StateDir, url: str | None, *, as_json: bool) -> None:
+def show(state: StateDir, url: Urls, *, as_json: bool) -> None:
     """List the tokens, without their secrets."""
     answer: Plain = connect(state, url).get("/v1/tokens")
     rows = [(one["name"], one["role"], rfc3339(one["created_s"]) if one["created_s"] else "-",
@@ -78,10 +78,12 @@ def _end(token: Plain) -> str:
     return f"{rfc3339(token['expires_s'])}{', has expired' if token['expired'] else ''}"
 
 
-def join_command(client: Client, secret: str, node: str, ca: str = "") -> str:
+def join_command(client: Client, secret: str, node: str, cluster: Plain) -> str:
     """The command that starts an agent on another host. Its secret is not among its arguments,
-    which all users of that host can see. `ca`: the digest of the control plane's authority."""
-    words = ["unicron", "agent", "--url", client.url, *(["--ca", ca] if ca else [])]
+    which all users of that host can see. `cluster`: of the view of the state."""
+    urls = dict.fromkeys((client.url, cluster["follows"] or client.url, *cluster["followers"]))
+    words = ["unicron", "agent", *(word for url in urls for word in ("--url", url)),
+             *(["--ca", cluster["ca"]] if cluster["ca"] else [])]
     if not client.is_secure and not network_address.is_loopback(client.host):
         words.append("--insecure")
     return f"UNICRON_TOKEN={secret} {shlex.join(words + (['--node', node] if node else []))}"
@@ -90,8 +92,8 @@ def join_command(client: Client, secret: str, node: str, ca: str = "") -> str:
 def _show_secret(client: Client, answer: Plain, *, as_json: bool) -> None:
     is_join = answer["role"] == "join"
     if is_join:
-        ca = client.get("/v1/state")["cluster"]["ca"]
-        answer["command"] = join_command(client, answer["token"], answer["node"], ca)
+        answer["command"] = join_command(client, answer["token"], answer["node"],
+                                         client.get("/v1/state")["cluster"])
     if as_json:
         console.out(json.dumps(answer))
         return

@@ -65,12 +65,14 @@ class UpOptions(Struct, frozen=True, kw_only=True):
     checks_every_s: float | None = None
     run_as: str | None = None
     """A user; `none` clears it."""
+    control_planes: int | None = None
 
     def wanted(self, before: ClusterOptions | None, state: StateDir) -> ClusterOptions:
         """The options of the last `up`, with those given now."""
         last = before or ClusterOptions()
         given = {"num_agents": self.agents, "num_slots": self.slots, "redis_url": self.redis,
                  "port": self.port, "cluster": self.cluster, "labels": self.labels,
+                 "num_control_planes": self.control_planes,
                  "observe": self.observe, "checks_every_s": self.checks_every_s,
                  "run_as": "" if self.run_as == "none" else self.run_as,
                  "checks": None if self.checks is None else _absolute(self.checks),
@@ -140,14 +142,15 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
     stop = _Stop()
     last = local_cluster.saved_options(state)
     before = {name for name in processes.names(state) if processes.find(state, name)}
+    leads = any(name.startswith(CONTROL_PLANE) for name in before)
     if before and last is not None:
         asked.refuse_other(last, state)
-        if CONTROL_PLANE in before:
+        if leads:
             asked.refuse_other_policy(last, state)
     wanted = asked.wanted(last, state)
     if wanted.checks:
         serve.own_checks(Path(wanted.checks))
-    if CONTROL_PLANE not in before and asked.policy is None and wanted.policy:
+    if not leads and asked.policy is None and wanted.policy:
         _policy_kept(wanted.policy, state)
     rank_user.find(wanted.run_as)
     cluster = LocalCluster(state, wanted)
@@ -201,7 +204,7 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
         local_cluster.check_port(cluster.wanted.port)
         cluster.choose_port()
     console.out(f"cluster  {cluster.wanted.cluster} on {shown(state.path)}")
-    for process in cluster.extra_agents():
+    for process in cluster.extra():
         processes.stop_together(state, [process], local_cluster.AGENT_GRACE_S)
         console.out(f"stopped  {process.name}: no longer requested")
     adopted = embedded_server.adopt(state.server) is not None
@@ -214,8 +217,11 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
     cluster.save()
     started = {name: cluster.ensure(name) for name in cluster.names()}
     client = cluster.wait_control_plane()
-    process, adopted = started[CONTROL_PLANE]
-    console.out(_line("control", client.url, process.pid, adopted))
+    leader = client.get("/v1/health")["pid"]
+    for name in cluster.control_planes:
+        process, adopted = started[name]
+        where = (client.leader or client).url if process.pid == leader else "follows"
+        console.out(_line("control", where, process.pid, adopted))
     console.lines(_mode(client.get("/v1/state")["cluster"], option_for(state)))
     for node in cluster.nodes:
         process, adopted = started[agent_name(node)]
@@ -333,7 +339,7 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
     options = {"--agents": asked.agents, "--slots": asked.slots, "--port": asked.port,
                "--cluster": asked.cluster, "--policy": asked.policy,
                "--checks": asked.checks, "--checks-every": asked.checks_every_s,
-               "--run-as": asked.run_as}
+               "--run-as": asked.run_as, "--control-planes": asked.control_planes}
     argv = local_cluster.program("up", "--state", str(state.path))
     for option, value in options.items():
         if value is not None:

@@ -210,14 +210,17 @@ def _totals(view: Plain, now_s: float) -> list[str]:
     spare = min(_spare_slots(view["plan"]), slots["idle"])
     notes = {"idle": f" ({f'{spare} of them ' * (spare < slots['idle'])}hot spare)" * (spare > 0),
              "train": silent}
+    follows, followers = cluster.get("follows"), cluster.get("followers")
+    whose = f"as seen by a follower of {follows}," if follows else "leader of"
+    behind = f", followed by {' '.join(followers)}" if followers else ""
     lost = f", {cluster['reports_lost']} reports lost" if cluster["reports_lost"] else ""
     return [
         *_waf(view, now_s), *_plan(view),
         "slots  " + ", ".join(f"{num} {what}{notes.get(what, '')}" for what, num in slots.items())
         + "     nodes  "
         + (", ".join(f"{num} {name}" for name, num in sorted(health.items())) or "none"),
-        f"log    leader of epoch {cluster['epoch']}, {fmt.count(cluster['seq'])} records{lost}, "
-        f"healing {cluster['healing'].partition(':')[0]}, {cluster['hash']}",
+        f"log    {whose} epoch {cluster['epoch']}{behind}, {fmt.count(cluster['seq'])} records"
+        f"{lost}, healing {cluster['healing'].partition(':')[0]}, {cluster['hash']}",
         *["insecure: what passes between hosts is not encrypted"] * cluster.get("insecure", False),
     ]
 

@@ -31,9 +31,9 @@ def _trusted(text: str | None) -> str | None:
 State = Annotated[Path | None, typer.Option(
     "--state", metavar="DIR", parser=_named, help="The cluster's folder on this machine "
     "[$UNICRON_STATE, else ~/.local/state/unicron].")]
-Url = Annotated[str | None, typer.Option(
-    "--url", metavar="URL", help="The control plane, if it runs elsewhere "
-    "[$UNICRON_URL; the token is $UNICRON_TOKEN].")]
+Url = Annotated[list[str] | None, typer.Option(
+    "--url", metavar="URL", help="The control plane, if it runs elsewhere; of several each one "
+    "[$UNICRON_URL, with commas between; the token is $UNICRON_TOKEN].")]
 Ca = Annotated[str | None, typer.Option(
     "--ca", metavar="FILE|sha256:DIGEST", callback=_trusted, help="The authority of the "
     "certificate at https:// [$UNICRON_CA, else the system's].")]

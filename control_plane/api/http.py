@@ -119,9 +119,10 @@ class HttpApi:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES_MAX)
+        app.on_response_prepare.append(self._mark)
         for route in ROUTES:
             add = {"GET": app.router.add_get, "POST": app.router.add_post}[route.method]
-            add(route.path, self._allow(route.role, route.handler(self)))
+            add(route.path, self._allow(route, route.handler(self)))
         return app
 
     # --- calls ---
@@ -133,7 +134,8 @@ class HttpApi:
             return _json({"ok": leading})
         return _json({"ok": leading, "cluster": self._address.cluster,
                       "epoch": self._coordinator.epoch, "seq": self._coordinator.seq,
-                      "leader": leading, "pid": os.getpid()})
+                      "leader": leading, "pid": os.getpid(),
+                      "follows": self._coordinator.leader_url})
 
     async def ready(self, request: web.Request) -> web.Response:
         """Whether this control plane acknowledges; 503 if not, and to a client with a token why."""
@@ -154,7 +156,9 @@ class HttpApi:
             shown = await aside(lambda: view(decode_state(data), explain=True))
         else:
             shown = view(state)
-        shown["cluster"] |= {"insecure": self._address.insecure,
+        shown["cluster"] |= {"follows": self._coordinator.leader_url,
+                             "followers": self._coordinator.followers,
+                             "insecure": self._address.insecure,
                              "ca": self._certificate.ca if self._certificate else ""}
         return _json(shown)
 
@@ -273,6 +277,10 @@ class HttpApi:
             data = encode_state(state)
             return await aside(partial(call, data))
 
+    async def hand_over(self, request: web.Request) -> web.Response:
+        """Let a follower lead; answers with its URL. Sent again, it has no effect."""
+        return _json({"leader": await self._coordinator.hand_over(_number(request, "epoch"))})
+
     async def join(self, request: web.Request) -> web.Response:
         body = requests.convert(await _body(request), _Join)
         if not job.NAME.match(body.node) or body.node in RESERVED_NAMES:
@@ -368,7 +376,9 @@ class HttpApi:
 
     async def _tell(self, request: web.Request, act: types.TokenAct, token: Token, reason: str = ""
                     ) -> None:
-        """Write who changed a token, and why, before a secret is answered."""
+        """Share a change of a token, and write who made it and why, before a secret is answered.
+        """
+        await self._coordinator.keep_tokens(self._tokens.encoded())
         # Not under the caller's Idempotency-Key: with one that is in the log nothing is written.
         await self._coordinator.write(secrets.token_hex(16), *_signed(request[CALLER], [
             reports.TokenChanged(act=act, name=token.name, token_role=token.role, reason=reason)]))
@@ -427,9 +437,20 @@ class HttpApi:
                           f"an admin: unicron token rotate {token.name}")
         return token
 
-    def _allow(self, role: Role | None, handler: Handler) -> Handler:
-        """The handler, for callers of that role or a higher one. Others are refused unread."""
-        if role is None:
+    async def _mark(self, request: web.Request, response: web.StreamResponse) -> None:
+        """A follower's answers tell whom it follows, and up to which record."""
+        if url := self._coordinator.leader_url:
+            response.headers["Unicron-Follows"] = url
+            response.headers["Unicron-Seq"] = str(self._coordinator.seq)
+        if response.status == 307:
+            response.headers["Location"] = f"{url}{request.path_qs}"
+        elif response.status == 503 and not self._coordinator.leading:
+            response.headers["Retry-After"] = "1"
+
+    def _allow(self, route: Route, handler: Handler) -> Handler:
+        """The handler, for callers of the route's role or a higher one, if need be at the leader.
+        Others are refused unread."""
+        if (role := route.role) is None:
             return handler
 
         async def call(request: web.Request) -> web.StreamResponse:
@@ -439,6 +460,8 @@ class HttpApi:
                     403, f"this needs the role {role}; the token {caller.name} has the role "
                     f"{caller.role}", "an admin: unicron token create "
                     + ("--join" if role == "join" else f"--role {role}"))
+            if route.path in OF_THE_LEADER and (url := await self._coordinator.find_leader()):
+                raise Refusal(307, f"this control plane follows, {url} leads", f"--url {url}")
             return await handler(request)
         return call
 
@@ -474,6 +497,7 @@ ROUTES = (
           lambda api: api.write(requests.lift_quarantine)),
     Route("POST", "/v1/freeze", "operate", lambda api: api.write(requests.freeze)),
     Route("POST", "/v1/unfreeze", "operate", lambda api: api.write(requests.unfreeze)),
+    Route("POST", "/v1/handover", "operate", lambda api: api.hand_over),
     # a fault ends healthy processes
     Route("POST", "/v1/inject", "admin", lambda api: api.write(requests.inject)),
     Route("POST", "/v1/join", "join", lambda api: api.join),
@@ -482,6 +506,9 @@ ROUTES = (
     Route("POST", "/v1/tokens/{of}/rotate", "admin", lambda api: api.rotate_token),
     Route("POST", "/v1/tokens/{of}/revoke", "admin", lambda api: api.revoke_token),
 )
+OF_THE_LEADER = {route.path for route in ROUTES if route.method == "POST"
+                 and route.path != "/v1/plan/dry-run"} | {"/v1/nodes/{of}/file"}
+"""Calls that a follower cannot answer."""
 OPEN_TO_ALL = {route.path for route in ROUTES if route.role is None}
 
 

@@ -1,7 +1,8 @@
 """Tokens of the HTTP API: who may do what. The control plane keeps only their hashes.
 
-They are in a file of the state folder and never in the log: a replay needs none of them. The
-identity of a node is a token as well: its agent's own, named as the node.
+They are in a file of the state folder, and for the next leader on the log's server, but never in
+the log: a replay needs none of them. The identity of a node is a token as well: its agent's own,
+named as the node.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +20,7 @@ from msgspec import Struct
 
 from ...events.errors import UsageError
 from ...events.log.identity import SECRET, new_secret
+from ...events.log.port import LeaderPort
 from ...events.private_files import read_private, write_private
 from ...events.records.types import OWNER
 from ...events.spec import job
@@ -51,6 +54,8 @@ class Token(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _File(Struct, frozen=True, kw_only=True):
+    version: int = 0
+    """Grows with each change."""
     tokens: tuple[Token, ...] = ()
     revoked: dict[str, str] = {}
     """Hash -> node of the identities that were revoked."""
@@ -64,7 +69,8 @@ def may(role: Role, needed: Role) -> bool:
 
 
 class Tokens:
-    """The tokens of one control plane, which is the only writer of their file.
+    """The tokens of one control plane. Of those on one state folder the leader alone writes the
+    file.
 
     Raises UsageError if the file is not one of tokens, or if others may read it.
     """
@@ -72,7 +78,6 @@ class Tokens:
     def __init__(self, path: Path, *, owner: str, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
         self._owner = Token(name=OWNER, role="admin", sha256=_hash(owner), created_s=0.0)
-        self._by_hash: dict[str, Token] = {}
         try:
             found = msgspec.json.decode(read_private(path), type=_File)
         except FileNotFoundError:
@@ -83,8 +88,28 @@ class Tokens:
         except msgspec.MsgspecError as error:
             raise UsageError(f"{path} is not a file of tokens: {error}",
                              "restore it, or remove it and create the tokens again") from None
-        self._by_hash = {one.sha256: one for one in (*found.tokens, self._owner)}
-        self._revoked = found.revoked
+        self._take(found)
+
+    def _take(self, file: _File) -> None:
+        self._version, self._revoked = file.version, file.revoked
+        self._by_hash = {one.sha256: one for one in (*file.tokens, self._owner)}
+
+    def encoded(self) -> bytes:
+        """The content of the file."""
+        file = _File(version=self._version, revoked=self._revoked, tokens=tuple(
+            one for one in self._by_hash.values() if one is not self._owner))
+        return msgspec.json.format(msgspec.json.encode(file))
+
+    def merge(self, shared: bytes, *, writes: bool) -> bool:
+        """Take what another control plane has shared, and with `writes` store it in the file. False
+        if these tokens are newer, or if nothing was shared."""
+        if not shared or (found := msgspec.json.decode(shared, type=_File)).version < self._version:
+            return False
+        self._take(found)
+        if writes and self._version:
+            with suppress(OSError):  # the server has them too
+                write_private(self._path, self.encoded())
+        return True
 
     def find(self, secret: str) -> Token | None:
         """The token of that secret, also if it has expired; None if there is none."""
@@ -207,15 +232,16 @@ class Tokens:
 
     def _keep(self, by_hash: dict[str, Token], revoked: dict[str, str] | None = None) -> None:
         """Write the file first: what it does not hold is not answered."""
-        revoked = self._revoked if revoked is None else revoked
-        file = _File(tokens=tuple(one for one in by_hash.values() if one is not self._owner),
-                     revoked=revoked)
+        before = self._by_hash, self._revoked
+        self._by_hash, self._revoked = by_hash, self._revoked if revoked is None else revoked
+        self._version += 1
         try:
-            write_private(self._path, msgspec.json.format(msgspec.json.encode(file)))
+            write_private(self._path, self.encoded())
         except OSError as error:
+            self._by_hash, self._revoked = before
+            self._version -= 1
             raise UsageError(f"{self._path}: {error.strerror}",
                              "the state folder cannot be written to") from None
-        self._by_hash, self._revoked = by_hash, revoked
 
     def _named(self, name: str) -> Token:
         if name == OWNER:
@@ -225,6 +251,14 @@ class Tokens:
         if found is None:
             raise UsageError(f"there is no token {name[:64]!r}", "unicron token list")
         return found
+
+
+async def share(tokens: Tokens, log: LeaderPort, epoch: int) -> set[str]:
+    """Take the tokens that former leaders have shared, or in an epoch of one's own share newer
+    ones; returns the nodes whose identity was revoked. Raises LogError."""
+    if not tokens.merge(await log.tokens(), writes=epoch > 0) and epoch:
+        await log.keep_tokens(tokens.encoded(), epoch=epoch)
+    return tokens.revoked_nodes()
 
 
 def _hash(secret: str) -> str:

@@ -7,27 +7,31 @@ import math
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import TypeVar
 
 import structlog
 from msgspec import Struct
 
+from ...events import errors
 from ...events.errors import Ambiguous, Conflict, LogError, Unavailable, UsageError
 from ...events.log.port import Batch, LogPort
 from ...events.log.segments import Folder
 from ...events.records.envelope import Record, Report
-from ...events.records.reports import DeadlineReached
+from ...events.records.reports import DeadlineReached, TokenChanged
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
 from ..fold.edits import LOSSES, running_deadlines
 from ..state.cluster import ClusterState
-from .leader import Leader
+from .leader import LEASE_S, Leader
 from .leases import Leases
 from .outages import LENGTH_S_MIN, Outages
 from .sealer import Sealer
 
 T = TypeVar("T")
+Access = Callable[[int], Awaitable[Iterable[str]]]
+"""Learns from former leaders who may do what; returns the expelled nodes. 0: it does not lead."""
 Check = Callable[[ClusterState], None]
 """Checks the state before a write. Raises UsageError to reject the write."""
 
@@ -36,8 +40,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Every limit of the service; those of the decider are in the Policy."""
 
     batch_reports_max: int = 256
-    take_wait_s: float = 5.0
-    """Longest duration of one blocking read of the intake; then the next one begins."""
+    take_wait_s: float = 1.0
+    """Longest duration of one blocking read of the intake; then the next one begins. For so long a
+    leader that was stopped may keep one report from its successor."""
     call_s_max: float = 10.0
     """Time after which a call of the log counts as failed."""
     retry_s_min: float = 0.05
@@ -48,6 +53,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Longest interval between checks of the heartbeats, shorter if leases are short; interval of
     the leader's own."""
     trim_s: float = 1.0
+    follow_s: float = 0.2
+    """Interval at which a control plane that does not lead folds the log and tries to lead."""
     writes_max: int = 256
     recent_records_max: int = 4_096
 
@@ -66,9 +73,10 @@ class _Write(Struct):
 
 
 class Coordinator:
-    """The leadership of one control plane over one log.
+    """One control plane of a log: it leads, or follows the one that leads.
 
-    `run` starts a new epoch, which fences older leaders. It folds the log, rebuilds the orders
+    `run` folds the log along until no other control plane has the lease. Then it starts a new
+    epoch, which fences older leaders. It folds the rest of the log, rebuilds the orders
     streams, and appends EpochStarted, and PolicySet if the policy differs. Then it starts the
     heartbeat watch and the loop. Each turn takes the new reports and operators' writes. If the
     intake is known to be empty, it also takes expired deadlines and leases. It decides on them in
@@ -83,7 +91,7 @@ class Coordinator:
 
     def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
                  policy: Policy, jitter: random.Random | None = None,
-                 limits: Limits | None = None, expelled: Iterable[str] = (),
+                 limits: Limits | None = None, access: Access | None = None,
                  folder: Folder | None = None) -> None:
         self._log = log
         self._folder = folder
@@ -105,20 +113,30 @@ class Coordinator:
         self._trimmed_s = 0.0
         self._admitted: dict[str, int] = {}
         """Nodes that `admit` has let in: their NodeJoined may not be in the log yet."""
-        self._expelled = set(expelled)
+        self._access = access
+        self._is_access_stale = True
+        self._expelled = set[str]()
         self._have_users = False
         """Whether the server has the users of all nodes but those of `_expelled`."""
         self._recent: deque[Record] = deque(maxlen=self._limits.recent_records_max)
         self._stopping = False
+        self._hand_to = ""
+        """The URL of the follower that leads after this turn."""
+        self._lost: errors.Fenced | None = None
+        self._leader_known = asyncio.Event()
         self.leading = False
+        self.leader_url = ""
+        """Of the control plane that this one follows; "": it leads, or nobody does."""
+        self.followers: list[str] = []
+        """The URLs of those that follow this one."""
         self.seq = 0
         """The last acknowledged seq."""
 
     # --- API of other components -----------------------------------------------------------------
     @property
     def epoch(self) -> int:
-        """The epoch of this leader; 0 before it has one."""
-        return self._leader.epoch
+        """The epoch of the last record that this control plane has folded."""
+        return self._leader.state.epoch
 
     @property
     def away(self) -> str:
@@ -129,9 +147,34 @@ class Coordinator:
         """The seq of a write that is already in the log; None for a new one."""
         return self._leader.answers.get(f"operator/{request_id}")
 
+    async def find_leader(self) -> str:
+        """The URL of the leader; "": this control plane. Waits for one; raises Unavailable after
+        `call_s_max`."""
+        await self._with_timeout(self._leader_known.wait(), Unavailable("no control plane leads"))
+        return self.leader_url
+
+    async def hand_over(self, epoch: int) -> str:
+        """End this epoch after the turn; returns the URL of the follower that leads next, "" if the
+        epoch has ended before. Raises UsageError if none follows."""
+        if epoch != self.epoch:
+            return ""
+        if not self.followers:
+            raise UsageError("no other control plane follows this one",
+                             "unicron up --control-planes 2")
+        self._hand_to = self.followers[0]
+        self._leader_known.clear()
+        self._wake.set()
+        return await self.find_leader()
+
+    async def keep_tokens(self, tokens: bytes) -> None:
+        """Store the tokens' hashes for the next leader. Raises LogError."""
+        await self._with_timeout(self._log.keep_tokens(tokens, epoch=self._leader.epoch),
+                                 Unavailable("the log cannot be reached; try again"))
+
     async def settled(self) -> ClusterState:
-        """Wait until the state matches the log exactly, and return it. Read it before the next
-        await. Raises Unavailable when the log cannot be reached for `call_s_max`, or `away`."""
+        """Wait until the state matches the log exactly, or was folded along, and return it. Read
+        it before the next await. Raises Unavailable when the log cannot be reached for
+        `call_s_max`, or `away`."""
         if self.away:
             raise Unavailable(self.away)
         await self._with_timeout(self._committed.wait(), Unavailable("the log cannot be reached"))
@@ -146,7 +189,7 @@ class Coordinator:
         or when this write has waited for `call_s_max`. The write may then still be appended; a
         retry with the same id returns its seq.
         """
-        if len(self._writes) >= self._limits.writes_max or self._stopping:
+        if len(self._writes) >= self._limits.writes_max or not self.leading:
             raise Unavailable("the control plane takes no more writes at the moment")
         reports = [Report(source=f"operator/{request_id}", source_seq=number,
                           occurred_s=self._leader.now_s(), body=body)
@@ -192,66 +235,126 @@ class Coordinator:
         self._changed.set()
 
     # --- life cycle ------------------------------------------------------------------------------
-    async def run(self) -> None:
-        """Lead until `stop`. Raises Fenced when a newer leader exists, CorruptLog, or LogError."""
+    async def run(self, url: str = "") -> None:
+        """Follow, then lead until `stop`, again and again if it hands over. `url` is told to those
+        that follow. Raises Fenced when a newer leader exists, CorruptLog, or LogError."""
+        self._leader.url = url
         ended: LogError | None = None
         async with asyncio.TaskGroup() as group:
             try:
-                await self._retry(self._take_over)
-                # `take_over` runs once: a fenced leader that repeated it would take the log back.
-                await self._retry(self._recover)
-                beside = [group.create_task(self._watch_heartbeats(), name="heartbeats")]
-                if self._folder is not None:
-                    sealer = Sealer(self._log, self._folder, self._leader, self._committed.is_set)
-                    beside.append(group.create_task(sealer.run(), name="segments"))
-                try:
-                    await self._lead(group)
-                finally:
-                    for task in beside:
-                        task.cancel()
+                while not self._stopping:
+                    await self._follow()
+                    if not self._stopping:
+                        await self._serve(group)
             except LogError as error:
                 ended = error
             finally:
-                self.leading = False
-                self._committed.clear()
-                if self._taking is not None:
-                    self._taking.cancel()
-                    self._taking = None
-                if self._timer:
-                    self._timer.cancel()
-                self._refuse_writes()
+                self.stop()
         if ended is not None:
             raise ended
 
+    async def _follow(self) -> None:
+        """Fold the log along until no other control plane leads, or until `stop`."""
+        while not self._stopping:
+            await self._retry(self._fold_along)
+            try:
+                await self._retry(self._take_over)
+                # Only once: a fenced leader that repeated it would take the log back.
+                return
+            except errors.Leased as error:
+                if error.url != self.leader_url:
+                    self._logger.info("following", leader=error.url, seq=self.seq)
+                self.leader_url = error.url
+                self._leader_known.set()
+                self._committed.set()
+            await asyncio.sleep(self._limits.follow_s)
+
+    async def _fold_along(self) -> None:
+        async for page in self._leader.fold_along():
+            if page and page[0].seq <= self.seq:  # the log was folded anew
+                self._recent.clear()
+            self._is_access_stale |= any(isinstance(one.body, TokenChanged) for one in page)
+            self._publish(page)
+        if self._is_access_stale and self._access is not None:
+            await self._access(0)
+        self._is_access_stale = False
+
+    async def _serve(self, group: asyncio.TaskGroup) -> None:
+        """Lead in one epoch, until `stop` or `hand_over`; then release the lease."""
+        self._leader_known.clear()
+        self.leader_url = ""
+        self._lost = None
+        beside = [group.create_task(self._keep_lease(), name="lease")]
+        try:
+            await self._retry(self._recover)
+            beside.append(group.create_task(self._watch_heartbeats(), name="heartbeats"))
+            if self._folder is not None:
+                sealer = Sealer(self._log, self._folder, self._leader, self._committed.is_set)
+                beside.append(group.create_task(sealer.run(), name="segments"))
+            await self._lead(group)
+            self.leading = False
+            with suppress(LogError):
+                await self._with_timeout(self._leader.release(self._hand_to), Unavailable())
+        finally:
+            self.leading, self.followers = False, []
+            self._committed.clear()
+            self._leader_known.clear()
+            for task in beside:
+                task.cancel()
+            if self._taking is not None:
+                self._taking.cancel()
+                self._taking = None
+            if self._timer:
+                self._timer.cancel()
+            self._refuse_writes()
+        self._logger.info("led until now", next=self._hand_to, epoch=self.epoch, seq=self.seq)
+        self._hand_to = ""
+
+    async def _keep_lease(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            try:
+                self.followers = await self._with_timeout(self._leader.renew(), Unavailable())
+            except errors.Fenced as error:
+                self._lost = error
+                self._wake.set()
+                return
+            except LogError:
+                continue  # the leader itself waits for the server
+
     def _refuse_writes(self) -> None:
-        self.stop()
         for write in self._writes:
             if not write.done.done():
-                write.done.set_exception(Unavailable("this control plane has ended; try again"))
+                write.done.set_exception(Unavailable("this control plane leads no more; try again"))
                 write.done.exception()  # the caller may be gone
         self._writes.clear()
 
     async def _take_over(self) -> None:
         now_s = self._leader.now_s()
-        for last in await self._log.beats(["leader"]):
+        beats = await self._log.beats(["leader"])
+        await self._leader.take_over()
+        for last in beats:
             since_s = now_s - last.age_s
             self._outages.began("leader" if since_s > self._started_s else "control plane",
                                 since_s, "")
-        await self._leader.take_over()
 
     async def _recover(self) -> None:
         self._committed.clear()
         self._recent.clear()
         await self._leader.recover()
+        if not self.leading and self._access is not None:
+            self._expelled = set(await self._access(self.epoch))
         self._leases.grant(self._leader.now_s())
         self.leading = True
         self._outages.ended(self._leader.now_s(), self._leader.state.outages)
+        self._leader_known.set()
         self._publish(())
+        self._committed.set()
         self._logger.info("leading", epoch=self.epoch, seq=self.seq)
 
     async def _lead(self, group: asyncio.TaskGroup) -> None:
         disputes = 0
-        while not self._stopping:
+        while not (self._stopping or self._hand_to):
             try:
                 await self._turn(group)
                 disputes = 0
@@ -295,6 +398,8 @@ class Coordinator:
         self._prepare_wakeup(group)
         await self._wake.wait()
         self._wake.clear()
+        if self._lost is not None:
+            raise self._lost
         batch = self._take_result()
         has_timed = self._has_timed_events()
         if has_timed:
@@ -316,6 +421,7 @@ class Coordinator:
             Ambiguous("the append was not acknowledged in time"))
         self._publish(records)
         self._outages.appended(records)
+        self._committed.set()
         for write in writes:
             self._writes.remove(write)
             seq = self._leader.answers.get(write.source)
@@ -353,10 +459,9 @@ class Coordinator:
         return Batch(reports=batch.reports + more.reports, cursor=more.cursor), not full
 
     def _publish(self, records: Sequence[Record]) -> None:
-        """The append succeeded: wake followers of the log and readers of the state."""
+        """The log has these records: wake those that follow it."""
         self._recent.extend(records)
         self.seq = self._leader.state.seq
-        self._committed.set()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 import structlog
 
@@ -23,6 +23,8 @@ from ..state.cluster import DECIDER_VERSION, NUM_REQUESTS_MAX, ClusterState, ope
 from . import snapshots
 
 PAGE_RECORDS_MAX = 1_000
+LEASE_S = 1.5
+"""How long after its last sign of life a leader is succeeded. Renewed three times in that time."""
 FOREIGN_LOG_S = 1.0
 
 _logger = structlog.get_logger("control_plane")
@@ -31,6 +33,7 @@ _logger = structlog.get_logger("control_plane")
 class Leader:
     """Epoch, state and intake cursor of one control plane. The caller retries; see `recover`.
 
+    Before it leads, `fold_along` follows the log of another leader, until `take_over` succeeds.
     Every call may raise Conflict, Ambiguous or Unavailable: the state is then invalid, and
     `recover` folds the log again. Fenced means that a newer leader exists: stop. CorruptLog means
     that the log cannot be trusted.
@@ -44,8 +47,12 @@ class Leader:
         self._offset_s = 0.0
         self.source = f"leader/{nonce}"
         self._nonce = nonce
+        self.url = ""
+        """Where other control planes' clients find this one."""
         self.epoch = 0
         self.state = ClusterState()
+        self._last: Record | None = None
+        """The last record in the state."""
         self.position = "0-0"
         """The intake's cursor: the state includes all reports up to this cursor."""
         self._foreign = Seldom(FOREIGN_LOG_S)
@@ -62,19 +69,58 @@ class Leader:
                       occurred_s=self.now_s(), body=body)
 
     async def take_over(self) -> None:
-        """Start a new epoch. When this returns, every older leader is fenced."""
-        self.epoch = await self._log.start_epoch(self._nonce)
+        """Start a new epoch. When this returns, every older leader is fenced. Raises Leased while
+        another one leads."""
+        self.epoch = await self._log.start_epoch(self._nonce, url=self.url, lease_s=LEASE_S)
+
+    async def renew(self) -> list[str]:
+        """Go on leading for LEASE_S; returns the URLs of those that follow."""
+        return await self._log.renew(self._nonce, epoch=self.epoch, url=self.url, lease_s=LEASE_S)
+
+    async def release(self, to: str) -> None:
+        """Let another one lead at once, the one at the URL `to` first. Nothing may be appended in
+        this epoch any more."""
+        await self._log.release(self._nonce, url=to, lease_s=LEASE_S)
+
+    async def fold_along(self) -> AsyncIterator[list[Record]]:
+        """Fold what the log has behind the state, and yield it in pages. A log that does not have
+        the last record of the state any more is folded anew, and an error tells that."""
+        last = self._last
+        if last is not None and await self._log.read(after=last.seq - 1, num_max=1) != [last]:
+            _logger.error("the log has lost records: its server went back to an earlier time",
+                          seq=last.seq, epoch=last.epoch, log_ends_at=await self._log.last_seq())
+            self._forget()
+        if self._last is None and self._folder is not None:
+            await self._begin_with_snapshot(self._folder)
+        while page := await self._log.read(after=self.state.seq, num_max=PAGE_RECORDS_MAX):
+            for record in page:
+                if record.seq != self.state.seq + 1:
+                    raise CorruptLog(self.state.seq + 1, f"is missing; the next is {record.seq}")
+                fold(self.state, record)
+                self._last = record
+                if record.source.startswith("operator/") and record.source_seq == 1:
+                    _remember(self.answers, {record.source: record.seq})
+            yield page
+
+    def _forget(self) -> None:
+        self.state, self.answers, self._last = ClusterState(), {}, None
 
     async def recover(self) -> None:
-        """Fold the log, in pages, start this epoch, restore the orders. Safe to repeat."""
+        """Fold the log, start this epoch, restore the orders. Safe to repeat."""
         await self._log.check_durable()
-        state, answers = await self._fold_log()
+        if self.state.epoch == self.epoch:  # an append of ours may have failed
+            self._forget()
+        if self._folder is not None:
+            await self._log.open_segments()  # the leader before may have sealed more
+        async for _ in self.fold_along():
+            pass
+        state = self.state
         # Read the cursor after the fold. If an append of ours still arrives in between, it moves
         # log and cursor. The next append then finds its seq taken, which is a Conflict.
         position = await self._log.cursor()
         if state.epoch > self.epoch:
             raise Fenced(f"epoch {state.epoch} holds the log, this is {self.epoch}")
-        self.state, self.answers, self.position = state, answers, position
+        self.position = position
         self._offset_s = max(self._offset_s, state.at_s - self._clock())
         if state.epoch == self.epoch and not self._policy.replicas_min:
             # This epoch has started before; its appends wrote log and streams atomically.
@@ -119,6 +165,7 @@ class Leader:
         if records:
             await self._log.append(records, epoch=self.epoch, expect=expect, cursor=cursor,
                                    acked=acked)
+            self._last = records[-1]
         if cursor:
             self.position = cursor
         _remember(self.answers, answers)
@@ -132,43 +179,25 @@ class Leader:
                             kind=type(report.body).__name__, num_since_last_line=num)
         return True
 
-    async def _fold_log(self) -> tuple[ClusterState, dict[str, int]]:
-        state, answers = await self._snapshot()
-        while True:
-            page = await self._log.read(after=state.seq, num_max=PAGE_RECORDS_MAX)
-            for record in page:
-                if record.seq != state.seq + 1:
-                    raise CorruptLog(state.seq + 1, f"is missing; the next is {record.seq}")
-                fold(state, record)
-                if record.source.startswith("operator/") and record.source_seq == 1:
-                    _remember(answers, {record.source: record.seq})
-            if not page:
-                return state, answers
-
-
-    async def _snapshot(self) -> tuple[ClusterState, dict[str, int]]:
-        """Where to begin to fold the log."""
-        if self._folder is None:
-            return ClusterState(), {}
+    async def _begin_with_snapshot(self, folder: Folder) -> None:
+        """Take the state of the newest snapshot. Raises CorruptLog if the server lacks anything
+        that is in the folder, Unavailable."""
+        await self._log.open_segments()
         try:
-            await self._log.open_segments()
-            state, answers = await asyncio.to_thread(snapshots.newest, self._folder)
-            await self._check_not_lost(state)
+            state, answers = await asyncio.to_thread(snapshots.newest, folder)
+            last = await self._log.last_seq()
+            if (seq := max(state.seq, self._log.sealed_seq)) > last:
+                raise CorruptLog(last + 1, f"the server has lost records {last + 1} to {seq}, "
+                                 "which were acknowledged: unicron log restore, into an empty "
+                                 "server")
+            if state.seq:
+                (record,) = await self._log.read(after=state.seq - 1, num_max=1)
+                if record.epoch != state.epoch:
+                    raise CorruptLog(state.seq, f"is of epoch {record.epoch}, and in a snapshot of "
+                                     f"epoch {state.epoch}: the server has another log")
+                self.state, self.answers, self._last = state, answers, record
         except OSError as error:
-            raise Unavailable(f"{self._folder.where}: {reason(error)}") from None
-        return state, answers
-
-    async def _check_not_lost(self, snapshot: ClusterState) -> None:
-        """Check that the server has all that is in the folder. Raises CorruptLog, OSError."""
-        last = await self._log.last_seq()
-        if (seq := max(snapshot.seq, self._log.sealed_seq)) > last:
-            raise CorruptLog(last + 1, f"the server has lost records {last + 1} to {seq}, which "
-                             "were acknowledged: unicron log restore, into an empty server")
-        if snapshot.seq:
-            (record,) = await self._log.read(after=snapshot.seq - 1, num_max=1)
-            if record.epoch != snapshot.epoch:
-                raise CorruptLog(snapshot.seq, f"is of epoch {record.epoch}, and in a snapshot of "
-                                 f"epoch {snapshot.epoch}: the server has another log")
+            raise Unavailable(f"{folder.where}: {reason(error)}") from None
 
 
 def _remember(answers: dict[str, int], new: dict[str, int]) -> None:

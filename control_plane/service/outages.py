@@ -17,7 +17,7 @@ from ...events.records.reports import IterationsLogged, OutageEnded, TaskProgres
 SETTLE_S = 5.0
 """Agents retry an unreachable log every 2 s; after this time the reports that waited are there."""
 LENGTH_S_MIN = 2.0
-"""A shorter absence of the server is no outage."""
+"""A shorter absence of server or leader is no outage: a handover takes less."""
 
 
 class Outages:
@@ -47,7 +47,7 @@ class Outages:
         if one is None:
             return
         length_s = now_s - one.since_s
-        if (one.what == "server" and length_s < LENGTH_S_MIN) or any(
+        if (one.what != "control plane" and length_s < LENGTH_S_MIN) or any(
                 known.since_s == one.since_s for known in recorded):
             self.outage, self._until_s = None, math.inf
         elif self._until_s == math.inf:

@@ -60,8 +60,31 @@ class FilePart(Struct, frozen=True):
 class LeaderPort(Protocol):
     """The interface of the leader. Raises Conflict, Fenced, Ambiguous, Unavailable."""
 
-    async def start_epoch(self, nonce: str) -> int:
-        """Take the log: start a new epoch above all earlier ones, which fences older leaders."""
+    async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0) -> int:
+        """Take the log: start a new epoch above all earlier ones, which fences older leaders.
+
+        With `lease_s`, no other nonce can take it for that time, unless it is released. `url`: of
+        this control plane. Raises Leased while another nonce holds the lease, and notes `url` as
+        that of a follower; UsageError if the leader has another secret.
+        """
+        ...
+
+    async def renew(self, nonce: str, *, epoch: int, url: str, lease_s: float) -> list[str]:
+        """Extend the lease by `lease_s` from now; returns the URLs of the followers. Raises Fenced.
+        """
+        ...
+
+    async def release(self, nonce: str, *, url: str, lease_s: float) -> None:
+        """End the lease, if this nonce holds it. With a `url`, that follower alone can take the log
+        during `lease_s`."""
+        ...
+
+    async def tokens(self) -> bytes:
+        """What `keep_tokens` has stored; empty if nothing."""
+        ...
+
+    async def keep_tokens(self, tokens: bytes, *, epoch: int) -> None:
+        """Store the hashes of the tokens for the next leader. Raises Fenced."""
         ...
 
     async def append(self, records: Sequence[Record], *, epoch: int, expect: int,

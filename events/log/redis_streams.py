@@ -23,7 +23,7 @@ from redis.asyncio.connection import Connection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from .. import tls, unix_socket
+from .. import errors, tls, unix_socket
 from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
 from ..object_storage import reason
 from ..process_io import Seldom
@@ -60,12 +60,53 @@ local function text(number) return string.format('%.0f', number) end
 """
 
 START_EPOCH = _IDS + """
--- KEYS log epoch; ARGV nonce. Above the stored epoch, and above the log if that key is lost.
+-- KEYS log epoch lease followers; ARGV nonce lease_ms url secret
+-- Above the stored epoch, and above the log if that key is lost.
+local lease = redis.call('HMGET', KEYS[3], 'nonce', 'url', 'secret')
+local is_mine = lease[1] == ARGV[1] or lease[1] == '' and lease[2] == ARGV[3]
+if lease[1] and not is_mine then
+  redis.call('ZADD', KEYS[4], redis.call('TIME')[1], ARGV[3])
+  return {0, lease[2], lease[3]}
+end
 local number = tonumber(redis.call('HGET', KEYS[2], 'number') or '0')
 local top = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
 if top[1] then number = math.max(number, epoch_of(top[1][1])) end
 redis.call('HSET', KEYS[2], 'number', text(number + 1), 'nonce', ARGV[1])
-return number + 1
+if ARGV[2] ~= '0' then
+  redis.call('HSET', KEYS[3], 'nonce', ARGV[1], 'url', ARGV[3], 'secret', ARGV[4],
+             'epoch', text(number + 1))
+  redis.call('PEXPIRE', KEYS[3], ARGV[2])
+end
+redis.call('ZREM', KEYS[4], ARGV[3])
+return {number + 1}
+"""
+
+RENEW = """
+-- KEYS epoch lease followers; ARGV nonce lease_ms url secret epoch
+-- Also a lease that has ended, while no other control plane has taken the log.
+local held = redis.call('HMGET', KEYS[1], 'number', 'nonce')
+if held[1] ~= ARGV[5] or held[2] ~= ARGV[1] then return {'fenced', held[1] or '0'} end
+redis.call('HSET', KEYS[2], 'nonce', ARGV[1], 'url', ARGV[3], 'secret', ARGV[4], 'epoch', ARGV[5])
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', redis.call('TIME')[1] - 3)
+return {'done', '', unpack(redis.call('ZRANGE', KEYS[3], 0, -1))}
+"""
+
+RELEASE = """
+-- KEYS lease epoch; ARGV nonce lease_ms url. A RENEW that arrives later is fenced.
+if redis.call('HGET', KEYS[1], 'nonce') ~= ARGV[1] then return end
+redis.call('HSET', KEYS[2], 'nonce', '')
+if ARGV[3] == '' then return redis.call('DEL', KEYS[1]) end
+redis.call('HSET', KEYS[1], 'nonce', '', 'url', ARGV[3])
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+"""
+
+KEEP_TOKENS = """
+-- KEYS epoch tokens; ARGV epoch tokens
+local held = redis.call('HGET', KEYS[1], 'number')
+if held ~= ARGV[1] then return {'fenced', held or '0'} end
+redis.call('SET', KEYS[2], ARGV[2])
+return {'done', ''}
 """
 
 APPEND = _IDS + """
@@ -409,9 +450,43 @@ class RedisLog:
                                   f"record{where}")
 
     # --- the leader -----------------------------------------------------------------------------
-    async def start_epoch(self, nonce: str) -> int:
-        """Start a new epoch above all earlier ones. After a lost reply one epoch is unused."""
-        return int(await self._run(START_EPOCH, self._keys("log", "epoch"), (nonce,)))
+    async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0) -> int:
+        """See LeaderPort. After a lost reply one epoch is unused."""
+        epoch, *leader = await self._run(
+            START_EPOCH, self._keys("log", "epoch", "lease", "followers"),
+            (nonce, round(1e3 * lease_s), url, self._secret))
+        if leader and leader[1].decode() != self._secret:
+            raise UsageError(
+                f"the control plane at {leader[0].decode()} leads, and has another secret",
+                "copy the files secret and token from its state folder to this one")
+        if leader:
+            raise errors.Leased(leader[0].decode())
+        return int(epoch)
+
+    async def renew(self, nonce: str, *, epoch: int, url: str, lease_s: float) -> list[str]:
+        """See LeaderPort."""
+        args = (nonce, round(1e3 * lease_s), url, self._secret, epoch)
+        reply = await self._run(RENEW, self._keys("epoch", "lease", "followers"), args)
+        _check_result(reply[:2], epoch, 0)
+        return sorted(one.decode() for one in reply[2:])
+
+    async def release(self, nonce: str, *, url: str, lease_s: float) -> None:
+        """See LeaderPort."""
+        await self._run(RELEASE, self._keys("lease", "epoch"), (nonce, round(1e3 * lease_s), url))
+
+    async def tokens(self) -> bytes:
+        """See LeaderPort."""
+        return (await self._ask([("GET", *self._keys("tokens"))]))[0] or b""
+
+    async def keep_tokens(self, tokens: bytes, *, epoch: int) -> None:
+        """See LeaderPort."""
+        reply = await self._run(KEEP_TOKENS, self._keys("epoch", "tokens"), (epoch, tokens))
+        _check_result(reply, epoch, 0)
+
+    @property
+    def _secret(self) -> str:
+        """Tells control planes that have the same secret from others."""
+        return password_hash(self._identities.password("", 0)) if self._identities else ""
 
     async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
                      cursor: str, acked: Mapping[str, int]) -> None:
@@ -637,6 +712,15 @@ class RedisLog:
     async def read(self, *, after: int, num_max: int) -> list[Record]:
         """Records with seq above `after`, sealed ones from their segment. Raises CorruptLog for a
         gap."""
+        try:
+            return await self._read(after, num_max)
+        except CorruptLog:
+            if self._folder is None:
+                raise
+            await self.open_segments()  # another control plane may have sealed them meanwhile
+            return await self._read(after, num_max)
+
+    async def _read(self, after: int, num_max: int) -> list[Record]:
         if self._segments is not None and after < self._segments.last:
             with _unavailable(self._segments.folder):
                 return await asyncio.to_thread(self._segments.read, after=after, num_max=num_max)

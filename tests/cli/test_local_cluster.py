@@ -180,7 +180,7 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
 def test_up_restarts_dead_processes_and_down_works_without_up(cluster):
     assert cluster.up().returncode == 0
     before = cluster.pids()
-    url = json.loads(cluster.state.control_plane.read_text())["url"]
+    url = json.loads(cluster.state.control_planes()[0].read_text())["url"]
     cluster.kill(CONTROL_PLANE)
     until(lambda: cluster("status").returncode == 0)
     cluster.kill(agent_name("n1"))
@@ -189,7 +189,7 @@ def test_up_restarts_dead_processes_and_down_works_without_up(cluster):
     assert after[CONTROL_PLANE] != before[CONTROL_PLANE]
     assert after[agent_name("n1")] != before[agent_name("n1")]
     assert after["server"] == before["server"]
-    assert json.loads(cluster.state.control_plane.read_text())["url"] == url
+    assert json.loads(cluster.state.control_planes()[0].read_text())["url"] == url
     until(lambda: [record["kind"] for record in cluster.records()].count("AgentRestarted") == 1)
     assert [record["kind"] for record in cluster.records()].count("EpochStarted") == 2
 
@@ -243,7 +243,7 @@ class Stranger:
 def test_a_stranger_on_the_port_hears_no_secret_and_the_cluster_recovers(cluster, tmp_path):
     """Server, control plane and agent are killed while another process has the HTTP port."""
     def at() -> dict[str, Any]:
-        return json.loads(cluster.state.control_plane.read_text())
+        return json.loads(cluster.state.control_planes()[0].read_text())
 
     assert cluster.up().returncode == 0
     before, first = cluster.pids(), at()
@@ -363,7 +363,7 @@ def test_output_on_another_host_is_read_by_its_agent(cluster, tmp_path):
     assert cluster("submit", str(tmp_path / "job.yaml")).returncode == 0
     whole = "".join(f"0.1 {number}\n" for number in range(1, 30_001))
     until(lambda: cluster("logs", "prints").stdout == whole)
-    there = json.loads(cluster.state.control_plane.read_text())
+    there = json.loads(cluster.state.control_planes()[0].read_text())
     arguments = ("logs", "prints", "--url", there["url"], "--state", str(tmp_path / "none"))
 
     def elsewhere() -> subprocess.CompletedProcess[str]:
@@ -595,3 +595,45 @@ def test_a_log_of_ours_that_grows_is_cut_while_its_process_writes_on(tmp_path, m
         assert log.read_bytes() == b""
     log.unlink()
     processes.limit_logs(state)
+
+
+def test_up_starts_and_watches_two_control_planes(cluster):
+    names = (CONTROL_PLANE, f"{CONTROL_PLANE}-2")
+    started = cluster.up("--control-planes", "2")
+    assert started.returncode == 0, started.stderr
+    before = {name: cluster.process(name).pid for name in names}
+    lines = [line.split() for line in started.stdout.splitlines() if line.startswith("control ")]
+    assert sorted(int(line[-1]) for line in lines) == sorted(before.values())
+    assert sorted(line[1].startswith("http") for line in lines) == [False, True]
+
+    def leads() -> dict[str, Any]:
+        return json.loads(cluster("status", "-o", "json").stdout)["cluster"]
+
+    until(lambda: len(leads()["followers"]) == 1)
+    for epoch in (2, 3):
+        moved = cluster("handover", "-o", "json")
+        assert moved.returncode == 0, moved.stderr
+        assert json.loads(moved.stdout)["epoch"] == epoch
+        until(lambda: len(leads()["followers"]) == 1)
+    assert f"followed by {leads()['followers'][0]}," in cluster("status").stdout
+
+    first = next(name for name in names if json.loads(
+        (cluster.state.path / f"{name.replace('-', '_', 1)}.json").read_text())["url"]
+        not in leads()["followers"])
+    cluster.kill(first)
+    frozen = cluster("freeze", "--reason", "a takeover")  # waits for the other one
+    assert frozen.returncode == 0, frozen.stderr
+    assert leads()["epoch"] == 4
+    until(lambda: processes.find(cluster.state, first) is not None)
+    until(lambda: len(leads()["followers"]) == 1)
+    assert {name: cluster.process(name).pid != pid for name, pid in before.items()} == {
+        name: name == first for name in names}
+
+    down = cluster("down")
+    assert set(names) < set(down.stdout.removeprefix("stopped ").strip().split(", "))
+    again = cluster.up("--control-planes", "1")
+    assert "follows" not in again.stdout
+    alone = cluster("handover")
+    assert alone.returncode == 2
+    assert alone.stderr.splitlines() == [
+        "error: no other control plane follows this one", "hint: unicron up --control-planes 2"]

@@ -117,13 +117,17 @@ async def _join_tokens(site: Site, folder: Path) -> None:
 
 
 def test_the_command_says_what_the_way_to_the_control_plane_needs() -> None:
+    alone = {"ca": "", "follows": "", "followers": []}
     for url, words in (("http://10.0.0.1:8420", "--url http://10.0.0.1:8420 --insecure --node h1"),
                        ("http://[::2]:8420", "--url 'http://[::2]:8420' --insecure --node h1"),
                        ("https://c.example:8420", "--url https://c.example:8420 --node h1"),
                        ("http://127.0.0.1:1", "--url http://127.0.0.1:1 --node h1")):
-        assert join_command(Client(url, "t"), "S", "h1") == f"UNICRON_TOKEN=S unicron agent {words}"
-    assert join_command(Client("https://c:1", "t"), "S", "h1", "sha256:ab") == (
-        "UNICRON_TOKEN=S unicron agent --url https://c:1 --ca sha256:ab --node h1")
+        assert join_command(Client(url, "t"), "S", "h1", alone) == (
+            f"UNICRON_TOKEN=S unicron agent {words}")
+    two = alone | {"ca": "sha256:ab", "follows": "https://b:1"}
+    assert join_command(Client("https://c:1", "t"), "S", "h1", two) == (
+        "UNICRON_TOKEN=S unicron agent --url https://c:1 --url https://b:1 --ca sha256:ab "
+        "--node h1")
 
 
 def test_a_life_is_a_number_with_a_unit() -> None:

@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
-from unicron.events.errors import Ambiguous, Conflict, Fenced, Unavailable
+from unicron.events.errors import Ambiguous, Conflict, Fenced, Leased, Unavailable
 from unicron.events.log.port import Batch, FilePart, Heartbeat, SentOrder
 from unicron.events.records import codec
 from unicron.events.records.envelope import Record, Report, order_nodes
@@ -39,7 +39,11 @@ class MemoryLog:
         self._clock = clock
         self.fault = fault
         self._records: list[Record] = []
-        self._epoch = 0
+        self._epoch, self._nonce = 0, ""
+        self._lease = "", "", 0.0
+        """The nonce and the URL of its holder, and when it ends."""
+        self._followers: dict[str, float] = {}
+        self._tokens = b""
         self._cursor = "0-0"
         self._acked: dict[str, int] = {}
         self._reports: list[tuple[int, bytes]] = []
@@ -54,12 +58,52 @@ class MemoryLog:
         """Do nothing; the log stays readable."""
 
     # --- the leader -----------------------------------------------------------------------------
-    async def start_epoch(self, nonce: str) -> int:
-        """Start a new epoch, above all earlier ones."""
+    async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0) -> int:
+        """See LeaderPort."""
         outcome = self._outcome("start_epoch")
         if outcome != "lost":
-            self._epoch += 1
+            holder, leader, until_s = self._lease
+            is_mine = holder == nonce or (holder == "" and leader == url)
+            if self._clock() < until_s and not is_mine:
+                self._followers[url] = self._clock()
+                if outcome == "done":
+                    raise Leased(leader)
+            else:
+                self._epoch, self._nonce = self._epoch + 1, nonce
+                self._followers.pop(url, None)
+                if lease_s:
+                    self._lease = nonce, url, self._clock() + lease_s
         return self._reply(outcome, self._epoch)
+
+    async def renew(self, nonce: str, *, epoch: int, url: str, lease_s: float) -> list[str]:
+        """See LeaderPort."""
+        outcome = self._outcome("renew")
+        if outcome != "lost":
+            if (epoch, nonce) != (self._epoch, self._nonce):
+                raise Fenced(f"epoch {epoch} is over: {self._epoch} holds the log")
+            self._lease = nonce, url, self._clock() + lease_s
+        return self._reply(outcome, sorted(
+            one for one, at_s in self._followers.items() if self._clock() - at_s <= 2.0))
+
+    async def release(self, nonce: str, *, url: str, lease_s: float) -> None:
+        """See LeaderPort."""
+        outcome = self._outcome("release")
+        if outcome != "lost" and self._lease[0] == nonce:
+            self._lease, self._nonce = ("", url, self._clock() + lease_s * bool(url)), ""
+        self._reply(outcome, None)
+
+    async def tokens(self) -> bytes:
+        """See LeaderPort."""
+        return self._reply(self._outcome("tokens"), self._tokens)
+
+    async def keep_tokens(self, tokens: bytes, *, epoch: int) -> None:
+        """See LeaderPort."""
+        outcome = self._outcome("keep_tokens")
+        if outcome != "lost":
+            if epoch != self._epoch:
+                raise Fenced(f"epoch {epoch} is over: {self._epoch} holds the log")
+            self._tokens = tokens
+        self._reply(outcome, None)
 
     async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
                      cursor: str, acked: Mapping[str, int]) -> None:

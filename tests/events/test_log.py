@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from memory_log import MemoryLog, Outcome
-from unicron.events.errors import Ambiguous, Conflict, Fenced, Unavailable, UsageError
+from unicron.events.errors import Ambiguous, Conflict, Fenced, Leased, Unavailable, UsageError
 from unicron.events.log.port import LogPort
 from unicron.events.records import reports
 from unicron.events.records.envelope import Record, Report
@@ -120,6 +120,54 @@ async def test_an_older_epoch_is_fenced_and_changes_nothing(opened: Open) -> Non
         assert await new.cursor() == "0-0"
         assert await new.acked("n1/7") == 0
         assert await new.orders("n1", after="0-0", wait_s=0) == []
+
+
+async def test_the_lease_lets_one_lead_at_a_time(opened: Open) -> None:
+    async with opened() as first, opened() as second:
+        epoch = await first.start_epoch("a", url="http://a", lease_s=30.0)
+        with pytest.raises(Leased) as refused:
+            await second.start_epoch("b", url="http://b", lease_s=30.0)
+        assert refused.value.url == "http://a"
+        assert await first.renew("a", epoch=epoch, url="http://a", lease_s=30.0) == ["http://b"]
+        for stranger, of in (("b", epoch), ("a", epoch + 1)):
+            with pytest.raises(Fenced):
+                await second.renew(stranger, epoch=of, url="http://b", lease_s=30.0)
+        await second.release("b", url="", lease_s=30.0)
+        with pytest.raises(Leased):
+            await second.start_epoch("b", url="http://b", lease_s=30.0)
+        assert await first.start_epoch("a", url="http://a", lease_s=30.0) == epoch + 1
+
+        for _ in range(2):  # it ends by itself, and its holder may go on while it is alone
+            await first.renew("a", epoch=epoch + 1, url="http://a", lease_s=0.05)
+            await asyncio.sleep(0.2)
+        assert await second.start_epoch("b", url="http://b", lease_s=30.0) == epoch + 2
+        with pytest.raises(Fenced):
+            await first.renew("a", epoch=epoch + 1, url="http://a", lease_s=30.0)
+        with pytest.raises(Fenced):
+            await put(first, record(1, epoch + 1))
+
+        await second.release("b", url="http://c", lease_s=30.0)
+        with pytest.raises(Fenced):  # as if it was sent before
+            await second.renew("b", epoch=epoch + 2, url="http://b", lease_s=30.0)
+        for nonce in ("a", "b"):
+            with pytest.raises(Leased) as refused:
+                await first.start_epoch(nonce, url=f"http://{nonce}", lease_s=30.0)
+            assert refused.value.url == "http://c"
+        assert await first.start_epoch("c", url="http://c", lease_s=9.0) == epoch + 3
+        await first.release("c", url="", lease_s=9.0)
+        assert await second.start_epoch("b", url="http://b", lease_s=30.0) == epoch + 4
+
+
+async def test_only_the_leader_keeps_tokens(opened: Open) -> None:
+    async with opened() as first, opened() as second:
+        assert await second.tokens() == b""
+        epoch = await first.start_epoch("a")
+        await first.keep_tokens(b"some", epoch=epoch)
+        assert await second.tokens() == b"some"
+        await second.start_epoch("b")
+        with pytest.raises(Fenced):
+            await first.keep_tokens(b"others", epoch=epoch)
+        assert await second.tokens() == b"some"
 
 
 async def test_a_wrong_seq_is_a_conflict_and_changes_nothing(log: LogPort) -> None:

@@ -21,6 +21,15 @@ def test_written_for_the_owner_only_and_read_again(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["token"]
 
 
+def test_of_several_that_make_a_file_the_first_one_counts(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    write_private(path, b"first", replaces=False)
+    with pytest.raises(FileExistsError):
+        write_private(path, b"second", replaces=False)
+    assert read_private(path) == b"first"
+    assert [one.name for one in tmp_path.iterdir()] == ["secret"]
+
+
 def test_a_name_that_others_laid_is_not_written_to(tmp_path: Path) -> None:
     """The names of before could be foreseen: NAME.new and .NAME.PID."""
     theirs = tmp_path / "theirs"

@@ -39,7 +39,7 @@ class HostsCluster(RealCluster):
                   *(("--insecure",) if self.pair is None else
                     ("--tls-cert", str(self.pair.certificate), "--tls-key", str(self.pair.key))),
                   "--policy", str(self.path / "policy.yaml"))
-        self.wait(lambda: self.state.control_plane.exists() or None, "the control plane listens")
+        self.wait(lambda: self.state.control_planes() or None, "the control plane listens")
         client = self.local.wait_control_plane()
         for node in self.nodes:
             self.start_agent(node)

@@ -14,7 +14,8 @@ from unicron.events.records.envelope import Record, Report
 CALL_S_MAX = 5.0
 """Seconds that an agent waits for a server that does not answer."""
 LEADER_CALLS = ("start_epoch", "append", "cursor", "take", "beats", "beat", "rebuild_orders",
-                "check_durable", "trim_reports", "read")
+                "check_durable", "trim_reports", "read", "renew", "release", "tokens",
+                "keep_tokens", "last_seq")
 
 
 class WitnessedLog(MemoryLog):

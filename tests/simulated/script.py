@@ -38,7 +38,7 @@ class OneRank(World):
         for port in self.leader_ports():
             port.doom, port.doom_seq = self.doom, self.doom_seq
         succession = asyncio.create_task(self._succeed())
-        await self.write("job", job("job", 2, 4, 15))
+        await self.write("job", job("job", 2, 4, 30))
         while self.cluster.net.num_steps < 16:
             await asyncio.sleep(0.05)
         agent, process = self.cluster.running()[2]

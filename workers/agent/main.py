@@ -30,7 +30,15 @@ from ..host import linux, rank_user
 from ..host.rank_user import RankUser
 from . import output_files
 from .agent import Agent
-from .delivery.join import JOIN_S_MAX, IdentityFile, Joined, NodeRevoked, TokenRefused, join
+from .delivery.join import (
+    JOIN_S_MAX,
+    IdentityFile,
+    Joined,
+    NodeRevoked,
+    Others,
+    TokenRefused,
+    join,
+)
 from .delivery.log_link import backoff_s
 from .delivery.outbox import LogReplaced
 from .delivery.spool import Spool, load_spool
@@ -127,6 +135,8 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     enrols: bool = False
     host: str = "127.0.0.1"
     socket: str = ""
+    others: Others = tuple
+    """URL and socket of each other control plane; one of all leads."""
     redis_url: str = ""
     labels: Labels = Labels()
     devices: tuple[str, ...] | None = None
@@ -276,7 +286,7 @@ async def _join(options: AgentOptions, incarnation: int, identity: IdentityFile 
     try:
         return await join(options.url, token, node=options.node, host=options.host,
                           incarnation=incarnation, labels=options.labels, socket=options.socket,
-                          ca=options.ca, identity=new, s_max=s_max)
+                          others=options.others, ca=options.ca, identity=new, s_max=s_max)
     except TokenRefused as error:
         if identity is not None and identity.is_enrolled:
             error.hint = (f"an admin: unicron token create --join --node {options.node}; then "

@@ -11,13 +11,15 @@ import json
 import re
 import stat
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from http_site import JOB, POLICY, Site, real
+from memory_log import MemoryLog
 from unicron.control_plane.api.http import ROUTES
-from unicron.control_plane.api.tokens import ROLES, Role, Tokens, may
+from unicron.control_plane.api.tokens import ROLES, Role, Tokens, may, share
 from unicron.control_plane.service.coordinator import Coordinator
 from unicron.events.errors import UsageError
 from unicron.events.log.identity import new_secret
@@ -288,7 +290,8 @@ async def test_a_revoked_node_stays_out_when_the_server_loses_its_users(site: Si
     log, token = site.log, await join_token(site)
     assert (await enrol(site, token, "h1", new_secret()))[0] == 200
     coordinator = Coordinator(log, clock=time.time, nonce="b", code="test", policy=POLICY,
-                              expelled={"h1"})
+                              access=partial(share, Tokens(site.tokens_file, owner="x"), log))
+    site.coordinator.stop()
     log.users.clear()
     leading = asyncio.create_task(coordinator.run())
     async with asyncio.timeout(60):
@@ -299,6 +302,45 @@ async def test_a_revoked_node_stays_out_when_the_server_loses_its_users(site: Si
     assert log.users["h1"] == 11
     coordinator.stop()
     await asyncio.wait_for(leading, 60)
+
+
+def test_the_next_leader_has_the_tokens_of_the_former_one(tmp_path: Path) -> None:
+    """On the same folder and on one of its own; the newer of file and server counts."""
+    async def main() -> None:
+        folder, log = tmp_path, MemoryLog(time.time)
+        epoch = await log.start_epoch("x", url="http://x")
+        first = Tokens(folder / "a.json", owner="o")
+        of_the_file = first.create("early", "view", 0.0)[1]
+        assert await share(first, log, epoch) == set(), "a file of before comes first"
+        second = Tokens(folder / "a.json", owner="o")
+        elsewhere = Tokens(folder / "b.json", owner="o")
+        made = first.create("late", "operate", 0.0)[1]
+        token = first.find(first.create("join", "join", 0.0)[1])
+        assert token is not None
+        node = new_secret()
+        first.enrol(token, "h1", node, is_live=False)
+        first.revoke("h1")
+        await log.keep_tokens(first.encoded(), epoch=epoch)
+
+        for one, writes in ((second, 0), (elsewhere, 0), (elsewhere, epoch)):
+            assert await share(one, log, writes) == {"h1"}
+            for secret, role in ((of_the_file, "view"), (made, "operate"), ("o", "admin")):
+                found = one.find(secret)
+                assert found is not None
+                assert found.role == role
+            assert one.find(node) is None
+            assert one.revoked_node(node) == "h1"
+            assert (folder / "b.json").exists() == (writes > 0), "a follower writes no file"
+        assert Tokens(folder / "b.json", owner="o").find(made)
+
+        elsewhere.revoke("late")
+        assert await share(second, log, 0) == {"h1"}
+        assert second.find(made), "it is not shared yet"
+        await share(elsewhere, log, epoch)
+        await share(second, log, 0)
+        assert second.find(made) is None
+
+    asyncio.run(main())
 
 
 # --- create, list, rotate, revoke ----------------------------------------------------------------

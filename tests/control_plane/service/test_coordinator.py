@@ -17,8 +17,9 @@ from memory_log import MemoryLog, Outcome
 from simulated import virtual_time
 from structlog.testing import capture_logs
 from unicron.control_plane.service.coordinator import Coordinator, Limits
+from unicron.control_plane.service.leader import LEASE_S
 from unicron.control_plane.state.cluster import DECIDER_VERSION, state_hash
-from unicron.events.errors import Fenced, NewerLog, Unavailable
+from unicron.events.errors import Fenced, NewerLog, Unavailable, UsageError
 from unicron.events.log import embedded_server
 from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.log.port import Batch, LogPort
@@ -61,11 +62,12 @@ async def leading(log: LogPort, nonce: str = "a", *, clock: Callable[[], float] 
     coordinator = Coordinator(log, clock=clock, nonce=nonce, code="test", policy=policy)
     task = asyncio.create_task(coordinator.run())
     try:
-        await coordinator.settled()
+        assert await coordinator.find_leader() == ""
         yield coordinator
     finally:
         task.cancel()
         await asyncio.wait((task,))
+        await asyncio.sleep(LEASE_S)
 
 
 async def until(log: LogPort, *kinds: str, s_max: float = 60.0) -> list[Record]:
@@ -167,18 +169,172 @@ async def test_reports_are_taken_in_order_each_once(log: MemoryLog) -> None:
     assert [x.source_seq for x in records if x.source == "n1/1"] == [1, 2]
 
 
+class StoppableLog(MemoryLog):
+    """The log as one control plane reaches it: while that is stopped, no call of it begins."""
+
+    def __init__(self, log: MemoryLog) -> None:
+        self.__dict__ = log.__dict__
+        self.runs = asyncio.Event()
+        self.runs.set()
+
+    async def append(self, *args: Any, **named: Any) -> None:
+        await self.runs.wait()
+        await super().append(*args, **named)
+
+    async def renew(self, *args: Any, **named: Any) -> list[str]:
+        await self.runs.wait()
+        return await super().renew(*args, **named)
+
+
+@asynccontextmanager
+async def running(log: LogPort, nonce: str, access: Any = None
+                  ) -> AsyncIterator[tuple[Coordinator, asyncio.Task[None]]]:
+    """A coordinator that leads or follows; cancelled at the end."""
+    made = Coordinator(log, clock=virtual_clock, nonce=nonce, code="test", policy=POLICY,
+                       access=access)
+    task = asyncio.create_task(made.run(f"http://{nonce}"))
+    try:
+        await made.find_leader()
+        yield made, task
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
 @virtual
-async def test_a_second_leader_fences_the_first(log: MemoryLog) -> None:
-    first = Coordinator(log, clock=virtual_clock, nonce="a", code="test", policy=POLICY)
-    task = asyncio.create_task(first.run())
-    await first.settled()
-    async with leading(log, "b") as second:
-        with pytest.raises((Fenced, Unavailable)):
-            await first.write("x", job())
+async def test_a_follower_folds_along_and_succeeds_a_dead_leader(log: MemoryLog) -> None:
+    async with running(log, "b") as (first, task), running(log, "a") as (second, _):
+        assert await second.find_leader() == "http://b"
+        await asyncio.sleep(1.0)
+        assert first.followers == ["http://a"]
+        seq = await first.write("x", job())
+        await asyncio.sleep(0.3)
+        assert (second.seq, second.leading, second.answer("x")) == (first.seq, False, seq)
+        assert state_hash(await second.settled()) == state_hash(await first.settled())
+        with pytest.raises(Unavailable):
+            await second.write("y", job())
+        read, after = log.read, second.seq
+
+        async def behind(*, after: int, num_max: int) -> list[Record]:
+            assert after >= seq, "a follower folds nothing twice"
+            return await read(after=after, num_max=num_max)
+
+        log.read = behind  # type: ignore[method-assign]
+        began_s = asyncio.get_running_loop().time()
+        task.cancel()
+        while not second.leading:
+            await asyncio.sleep(0.01)
+        assert asyncio.get_running_loop().time() - began_s < LEASE_S + 0.3
+        assert await second.write("x", job()) == seq
+        assert kinds(await read(after=after, num_max=9)) == ["EpochStarted"]
+
+
+@virtual
+async def test_a_leader_that_was_stopped_is_fenced_when_it_wakes(log: MemoryLog) -> None:
+    port = StoppableLog(log)
+    async with running(port, "a") as (first, task), running(log, "b") as (second, _):
+        seq = await first.write("x", job())
+        port.runs.clear()
+        write = asyncio.create_task(first.write("y", job()))
+        while not second.leading:
+            await asyncio.sleep(0.01)
+        after = await log.last_seq()
+        port.runs.set()
         with pytest.raises(Fenced):
             await task
+        with pytest.raises(Unavailable):
+            await write
         assert not first.leading
-        assert await second.write("x", job()) > 0
+        assert await log.last_seq() == after
+        assert await second.write("x", job()) == seq
+        assert await second.write("y", job()) > after
+
+
+@virtual
+async def test_an_idle_leader_learns_that_it_is_fenced(log: MemoryLog) -> None:
+    async with running(log, "a") as (_, task):
+        log._lease = "", "", 0.0  # as after a pause
+        await log.start_epoch("b", lease_s=LEASE_S)
+        with pytest.raises(Fenced):
+            await asyncio.wait_for(task, LEASE_S)
+
+
+@virtual
+async def test_a_handover_loses_no_request(log: MemoryLog) -> None:
+    async with running(log, "a") as (first, _), running(log, "b") as (second, _):
+        with pytest.raises(UsageError, match="no other"):
+            await first.hand_over(first.epoch)
+        await asyncio.sleep(1.0)
+        stopped, seqs = False, list[int]()
+
+        async def submit(client: int) -> None:
+            number = 0
+            while not stopped:
+                for one in (first, second):
+                    with suppress(Unavailable):
+                        seqs.append(await one.write(f"{client}-{number}", job()))
+                        number += 1
+                await asyncio.sleep(0.01)
+
+        clients = [asyncio.create_task(submit(number)) for number in range(4)]
+        began_s = asyncio.get_running_loop().time()
+        assert await first.hand_over(first.epoch) == "http://b"
+        while not second.leading:
+            await asyncio.sleep(0.01)
+        assert asyncio.get_running_loop().time() - began_s < LEASE_S / 2
+        await asyncio.sleep(2.0)
+        assert (first.leading, first.leader_url) == (False, "http://b")
+        assert await second.hand_over(second.epoch) == "http://a"
+        await asyncio.sleep(2.0)
+        assert first.leading
+        stopped = True
+        await asyncio.gather(*clients)
+        records = await log.read(after=0, num_max=10_000)
+        submitted = [x.seq for x in records if x.kind == "TaskSubmitted"]
+        assert sorted(seqs) == submitted
+        assert len(submitted) > 100
+        assert kinds(records).count("EpochStarted") == 3
+
+
+@virtual
+async def test_a_log_that_lost_records_is_never_silently_folded(log: MemoryLog) -> None:
+    async with running(log, "a") as (first, task), running(log, "b") as (second, _):
+        for number in range(5):
+            await first.write(str(number), job(str(number)))
+        await asyncio.sleep(0.3)
+        lost = second.seq
+        task.cancel()
+        del log._records[4:]  # an older copy of the server's data
+        with capture_logs() as logged:
+            while not second.leading:
+                await asyncio.sleep(0.01)
+        (told,) = [line for line in logged if line["log_level"] == "error"]
+        assert "lost records" in told["event"]
+        assert (told["seq"], told["log_ends_at"]) == (lost, 4)
+        assert second.answer("4") is None
+        assert await second.write("4", job("4")) == second.seq or second.seq > 4
+
+
+@virtual
+async def test_followers_learn_of_changed_tokens(log: MemoryLog) -> None:
+    asked: list[int] = []
+
+    async def access(epoch: int) -> tuple[str, ...]:
+        asked.append(epoch)
+        return ("n9",)
+
+    async with running(log, "a") as (first, task), running(log, "b", access) as (second, _):
+        await first.write("x", job())
+        await asyncio.sleep(1.0)
+        assert asked == [0]
+        await first.write("y", r.TokenChanged(act="created", name="t", token_role="view"))
+        await asyncio.sleep(0.3)
+        assert asked == [0, 0]
+        task.cancel()
+        while not second.leading:
+            await asyncio.sleep(0.01)
+        assert asked == [0, 0, second.epoch]
+        assert second._expelled == {"n9"}
 
 
 @virtual
@@ -495,7 +651,7 @@ def test_the_absence_of_a_leader_is_a_record_of_the_next_epoch(follows: bool, wh
                 next_one = Coordinator(log, clock=virtual_clock, nonce="b", code="test",
                                        policy=POLICY)
             await asyncio.sleep(8.0)
-        gone_s = virtual_clock()
+        gone_s = virtual_clock() - LEASE_S
         await asyncio.sleep(100.0)
         next_one = next_one or Coordinator(log, clock=virtual_clock, nonce="b", code="test",
                                            policy=POLICY)
@@ -503,7 +659,8 @@ def test_the_absence_of_a_leader_is_a_record_of_the_next_epoch(follows: bool, wh
         (one,) = outages(await until(log, "OutageEnded"))
         assert (one.what, one.num_reports) == (what, 0)
         assert gone_s - 1.5 < one.since_s <= gone_s
-        assert one.since_s + one.length_s == pytest.approx(gone_s + 100.0, abs=1.0)
+        assert one.since_s + one.length_s == pytest.approx(
+            gone_s + LEASE_S + 100.0, abs=1.0)
         next_one.stop()
         await task
 
@@ -514,7 +671,7 @@ def test_the_absence_of_a_leader_is_a_record_of_the_next_epoch(follows: bool, wh
 async def test_a_leader_killed_before_the_record_hides_no_outage(log: MemoryLog) -> None:
     async with leading(log, "a"):
         await asyncio.sleep(10.0)
-    gone_s = virtual_clock()
+    gone_s = virtual_clock() - LEASE_S
     await asyncio.sleep(50.0)
     async with leading(log, "b"):
         await asyncio.sleep(2.0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -12,8 +14,9 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,10 +40,10 @@ if any(name.startswith("UNICRON_CRASH_") for name in os.environ):
     crashing_log.install()
 from unicron.events.errors import UsageError
 from unicron.events.spec.policy import Policy
-state, url, port, cluster, policy, *switches = sys.argv[1:]
+state, url, port, cluster, policy, name, *switches = sys.argv[1:]
 try:
     sys.exit(server.run(server.Options(
-        state=pathlib.Path(state), redis_url=url, port=int(port), cluster=cluster,
+        state=pathlib.Path(state), redis_url=url, port=int(port), cluster=cluster, name=name,
         shared_password="shared_password" in switches,
         policy=Policy(**json.loads(policy or "{}"), observe="observe" in switches,
                       allow_inject="allow_inject" in switches))))
@@ -53,12 +56,12 @@ except UsageError as error:
 class Running:
     """One control plane process and its state folder."""
 
-    def __init__(self, process: subprocess.Popen[str], state: Path) -> None:
-        self.process, self.state = process, state
+    def __init__(self, process: subprocess.Popen[str], file: Path) -> None:
+        self.process, self.file = process, file
 
     def note(self) -> dict[str, Any]:
         """The content of control_plane.json, once this process has written it."""
-        path, deadline = self.state / "control_plane.json", time.monotonic() + 60
+        path, deadline = self.file, time.monotonic() + 60
         while time.monotonic() < deadline:
             if path.exists():
                 found: dict[str, Any] = json.loads(path.read_text())
@@ -98,15 +101,15 @@ class Running:
 @contextmanager
 def control_plane(state: Path, url: str, *, port: int = 0, cluster: str = "serve",
                   policy: str = "", switches: tuple[str, ...] = (), num_files: str = "",
-                  **environment: str) -> Iterator[Running]:
+                  name: str = "control-plane", **environment: str) -> Iterator[Running]:
     limited = ["bash", "-c", f'ulimit -n {num_files} && exec "$@"', "bash"] if num_files else []
     process = subprocess.Popen(
         [*limited, sys.executable, "-c", MAIN, str(state), url, str(port), cluster, policy,
-         *switches],
+         name, *switches],
         stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(Path(crashing_log.__file__).parent), **environment})
     try:
-        yield Running(process, state)
+        yield Running(process, state / f"{name.replace('-', '_', 1)}.json")
     finally:
         if process.poll() is None:
             process.kill()
@@ -160,22 +163,101 @@ def test_a_token_that_others_could_read_is_refused(server: Server, tmp_path: Pat
     assert kinds(server.url, "serve-token") == []
 
 
-def test_a_newer_leader_fences_the_older_one(server: Server, tmp_path: Path) -> None:
-    with control_plane(tmp_path / "a", server.url, cluster="serve-2") as first:
+def share_folder(of: Path, to: Path) -> None:
+    """What the guide says to copy for a control plane on another host."""
+    to.mkdir(mode=0o700)
+    for name in ("secret", "token"):
+        shutil.copy2(of / name, to / name)
+
+
+def asked(of: Running, method: str, path: str, token: str, body: object = None
+          ) -> tuple[int, Mapping[str, str], Any]:
+    """Status, headers and body of the answer; no redirect is followed."""
+    parts = urllib.parse.urlsplit(of.note()["url"])
+    assert parts.hostname
+    link = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
+    link.request(method, path, None if body is None else json.dumps(body),
+                 {"Authorization": f"Bearer {token}", "Content-Type": "application/json"})
+    answer = link.getresponse()
+    return answer.status, dict(answer.headers), json.loads(answer.read())
+
+
+def wait(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+JOB = {"apiVersion": "unicron/v1", "name": "x", "command": ["true"]}
+
+
+def test_a_stopped_leader_is_succeeded_and_fenced_when_it_wakes(server: Server, tmp_path: Path
+                                                                ) -> None:
+    cluster = "serve-2"
+    with control_plane(tmp_path / "a", server.url, cluster=cluster) as first:
         first.wait_leading()
-        with control_plane(tmp_path / "b", server.url, cluster="serve-2") as second:
-            second.wait_leading()
-            note = first.note()
-            token = (tmp_path / "a" / "token").read_text().strip()
-            body = {"apiVersion": "unicron/v1", "name": "x", "command": ["true"]}
-            request = urllib.request.Request(
-                note["url"] + "/v1/tasks", data=json.dumps(body).encode(),
-                headers={"Authorization": f"Bearer {token}"})
-            with pytest.raises(urllib.error.HTTPError):
-                urllib.request.urlopen(request, timeout=30)
+        owner = (tmp_path / "a" / "token").read_text().strip()
+        status, _, made = asked(first, "POST", "/v1/tokens", owner, {"name": "ana", "role": "view"})
+        assert status == 200
+        share_folder(tmp_path / "a", tmp_path / "b")
+        with control_plane(tmp_path / "b", server.url, cluster=cluster) as second:
+            follower = second.note()["url"]
+            wait(lambda: asked(second, "GET", "/v1/state", made["token"])[0] == 200)
+            _, headers, view = asked(second, "GET", "/v1/state", owner)
+            leader = first.note()["url"]
+            assert headers["Unicron-Follows"] == view["cluster"]["follows"] == leader
+            assert int(headers["Unicron-Seq"]) >= view["cluster"]["seq"] > 0
+            assert second.health() | {"pid": 0} == {
+                "ok": False, "leader": False, "cluster": cluster, "epoch": 1, "pid": 0,
+                "seq": first.health()["seq"], "follows": leader}
+            status, headers, answer = asked(second, "POST", "/v1/tasks", owner, JOB)
+            assert (status, headers["Location"]) == (307, f"{leader}/v1/tasks")
+            assert answer["error"] == f"this control plane follows, {leader} leads"
+            _, _, later = asked(first, "POST", "/v1/tokens", owner, {"name": "bo", "role": "view"})
+            wait(lambda: asked(first, "GET", "/v1/state", owner)[2]["cluster"]["followers"]
+                 == [follower])
+
+            first.process.send_signal(signal.SIGSTOP)
+            begun_s = time.monotonic()
+            assert second.wait_leading()["epoch"] == 2
+            assert time.monotonic() - begun_s < 5.0
+            for token in (made["token"], later["token"]):
+                assert asked(second, "GET", "/v1/state", token)[0] == 200
+            assert asked(second, "GET", "/v1/tokens", made["token"])[0] == 403
+            first.process.send_signal(signal.SIGCONT)
             assert first.end() == 1
-            assert "fenced" in first.words()
-            assert second.process.poll() is None
+            lines = first.words().splitlines()
+            assert "fenced, stopping" in lines[-1]
+            assert "Traceback" not in str(lines)
+            assert asked(second, "POST", "/v1/tasks", owner, JOB)[0] == 200
+            assert [record.epoch for record in records(server.url, cluster)
+                    if record.kind == "EpochStarted"] == [1, 2]
+
+
+def test_a_leader_that_stops_lets_the_follower_lead_at_once(server: Server, tmp_path: Path
+                                                            ) -> None:
+    with (control_plane(tmp_path, server.url, cluster="serve-4") as one,
+          control_plane(tmp_path, server.url, cluster="serve-4", name="control-plane-2") as other):
+        assert one.note()["token"] == other.note()["token"], "both began on an empty folder"
+        wait(lambda: one.health()["leader"] != other.health()["leader"])
+        first, second = (one, other) if one.health()["leader"] else (other, one)
+        wait(lambda: second.health()["follows"] == first.note()["url"])
+        first.process.send_signal(signal.SIGTERM)
+        assert second.wait_leading()["epoch"] == 2
+        assert first.end() == 0
+        assert not first.file.exists()
+        assert second.note()["socket"] == str(second.file.with_suffix(".sock"))
+
+
+def test_a_follower_with_another_secret_is_refused(server: Server, tmp_path: Path) -> None:
+    with control_plane(tmp_path / "a", server.url, cluster="serve-5") as first:
+        first.wait_leading()
+        with control_plane(tmp_path / "b", server.url, cluster="serve-5") as second:
+            assert second.end() == 2
+            assert (f"USAGE the control plane at {first.note()['url']} leads, and has another "
+                    "secret | copy the files secret and token") in second.words()
+        assert first.health()["leader"]
 
 
 def test_a_taken_port_fences_no_leader(server: Server, tmp_path: Path) -> None:

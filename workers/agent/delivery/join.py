@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from ....events import tls, unix_socket
-from ....events.errors import UsageError
+from ....events.errors import Leased, UsageError
 from ....events.log.identity import new_secret
 from ....events.private_files import read_private, write_private
 from ....events.records.types import Labels
@@ -28,6 +28,9 @@ JOIN_S_MAX = 60.0
 """How long the join is retried while the server is unreachable or has no leader."""
 ANSWER_S_MAX = 5.0
 RETRY_S_MAX = 1.0
+
+
+Others = Callable[[], Iterable[tuple[str, str]]]
 
 
 class Joined(Struct, frozen=True, kw_only=True):
@@ -84,33 +87,41 @@ class IdentityFile:
 
 
 async def join(url: str, token: str, *, node: str, host: str, incarnation: int, labels: Labels,
-               socket: str = "", ca: str = "", identity: str = "",
+               socket: str = "", others: Others = tuple, ca: str = "", identity: str = "",
                s_max: float = JOIN_S_MAX) -> Joined:
-    """Send the join request until the server answers, for at most `s_max` seconds. Raises
-    UsageError if the server rejects the token or the request, or stays unreachable.
+    """Send the join request until the leader answers, for at most `s_max` seconds, but at least
+    once to each control plane. Raises UsageError if one rejects the token or the request, or all
+    stay unreachable.
 
-    `socket`: the path of the server's unix socket, used instead of the address in `url`. `ca`: the
-    authorities (PEM) that are trusted at https://; "": the system's. `identity`: enrol the node
-    with it."""
+    `socket`: the path of the server's unix socket, used instead of the address in `url`. `others`:
+    url and socket of more control planes. `ca`: the authorities (PEM) that are trusted at https://;
+    "": the system's. `identity`: enrol the node with it."""
     deadline = time.monotonic() + s_max
     body = {"node": node, "host": host, "incarnation": incarnation,
             "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value},
             **({"identity": identity} if identity else {})}
     headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": f"join-{node}-{incarnation}"}
-    num_tries = 0
+    num_tries, pointer = 0, ""
     limit = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
     while True:
+        sockets = dict([(url, socket), *others()])
+        at = pointer or list(sockets)[num_tries % len(sockets)]
+        path, pointer = sockets.get(at, ""), ""
         try:
-            link = (aiohttp.UnixConnector(unix_socket.address(socket)) if socket
+            link = (aiohttp.UnixConnector(unix_socket.address(path)) if path
                     else aiohttp.TCPConnector(ssl=tls.client_context(ca)))
             async with aiohttp.ClientSession(timeout=limit, connector=link) as session:
-                return await _post(session, url, headers, body)
+                return await _post(session, at, headers, body)
+        except Leased as error:
+            why = str(error)
+            if error.url in sockets or tls.may_follow(error.url, at, by_socket=bool(path)):
+                pointer = error.url
         except (aiohttp.ClientError, OSError) as error:
             why = str(error) or type(error).__name__
         wait_s = backoff_s(num_tries, RETRY_S_MAX)
         num_tries += 1
-        if time.monotonic() + wait_s > deadline:
-            raise UsageError(f"cannot join {url}: {why}",
+        if num_tries >= len(sockets) + bool(pointer) and time.monotonic() + wait_s > deadline:
+            raise UsageError(f"cannot join {at}: {why}",
                              "is the control plane up? try: unicron up, or another --url")
         await asyncio.sleep(wait_s)
 
@@ -119,10 +130,13 @@ async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, 
                 body: Mapping[str, object]) -> Joined:
     """Send one request. Raises UsageError if a retry is useless, else ClientError, TimeoutError."""
     try:
-        reply = await session.post(f"{url.rstrip('/')}/v1/join", json=body, headers=headers)
+        reply = await session.post(f"{url.rstrip('/')}/v1/join", json=body, headers=headers,
+                                   allow_redirects=False)
     except aiohttp.InvalidURL:
         raise UsageError(f"{url!r} is not a URL", "give --url http://HOST:PORT") from None
     data = await reply.read()
+    if reply.status == 307:
+        raise Leased(reply.headers["Unicron-Follows"])
     if reply.status in (401, 403, 410):
         refused = NodeRevoked if reply.status == 410 else TokenRefused
         raise refused(f"{url} does not accept the token: {_error(data).error}",
