@@ -14,11 +14,12 @@ from ...control_plane.simulation.scenario import Scenario
 from ...events.errors import SpecError, UsageError
 from ..terminal import console
 from ..terminal.format import command, labelled, number_of, table
-from . import paper_report as html
+from . import report_page as html
 from .charts import COLOURS, OURS_COLOUR, Picture
 from .compare import RunResult, RunSpec, play, read
 
 WORDS_NUM_MAX = 6
+DEFAULT = Path(__file__).with_name("case-5.yaml")
 Curve = list[tuple[float, float]]
 Row = dict[str, Any]
 
@@ -129,10 +130,8 @@ def weights(scenario: Path | None, *, task: str, seeds: int, report: Path | None
 def _scenario(path: Path | None, report: Path | None) -> Scenario:
     if report is not None:
         html.folder(report)
-    if path is None:
-        return capacity.default_scenario()
     try:
-        return read(path)[0]
+        return read(path or DEFAULT)[0]
     except SpecError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
 
