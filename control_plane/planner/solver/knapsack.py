@@ -29,8 +29,6 @@ _ROUNDS_NUM = 16
 """The most rounds in which `_filled` improves a vector."""
 _LIKELY_NUM, _SWAPS_NUM = 64, 8
 """The most candidates of each kind that are tried in pairs; the most pairs that are returned."""
-_SHORT_NUM = 4096
-"""Up to this number, all candidates are evaluated; more are narrowed down before."""
 _PRICE_BITS = 58
 """With prices up to 2^58 / capacity, price times size plus a gain fits into 64 bits."""
 _DENOMINATOR_NUM_MAX = 32
@@ -197,85 +195,43 @@ def _budgets(relaxed: Relaxation, least: int, most: int) -> Iterator[int]:
     yield most
 
 
-class _Part(Struct, frozen=True):
-    """Candidates that include the best of each row at every price still to be tried."""
-
-    numbers: Ints
-    sizes: Ints
-    gains: Ints
-    row_of: Ints
-    firsts: Ints
-    """By row: the index of its first candidate in this part."""
-
-    def between(self, low: Ints, high: Ints) -> _Part:
-        """The candidates from `low` to `high` of each row; all candidates if they are few."""
-        if len(self.numbers) <= _SHORT_NUM:
-            return self
-        return self.only((self.numbers >= low[self.row_of]) & (self.numbers <= high[self.row_of]))
-
-    def only(self, some: NDArray[np.bool_]) -> _Part:
-        """These candidates; every row must have one."""
-        if some.all():
-            return self
-        kept = np.flatnonzero(some)
-        row_of = self.row_of[kept]
-        counts = np.bincount(row_of, minlength=len(self.firsts))
-        return _Part(self.numbers[kept], self.sizes[kept], self.gains[kept], row_of,
-                     np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)[:-1])))
-
-    def picked(self, price: int, capacity: int) -> tuple[Ints, int]:
-        """(the best candidate of each row at this price, the smallest on a tie; the bound)."""
-        left = self.gains - price * self.sizes
-        most = np.maximum.reduceat(left, self.firsts)
-        at = (left == most[self.row_of]).nonzero()[0]
-        return (self.numbers[at[at.searchsorted(self.firsts)]],
-                int(most.sum()) + price * capacity)
-
-
 def _relax(rows: Candidates, capacity: int) -> tuple[Relaxation, Ints, Ints] | None:
     """(the relaxation at or near the price with the lowest bound, two vectors that fit); None if
     nothing fits. In the second vector the first rows have their choice at the next lower price.
 
     Newton's method on a convex, piecewise linear function. One vector is too large, another fits;
-    the next price is the price at which both have equal value. The choice of a row lies between its
-    choices at the two enclosing prices.
+    the next price is the price at which both have equal value.
     """
-    row_of = rows.row_of
-    price_max = (1 << _PRICE_BITS) // max(capacity, 1)
+    row_of, price_max = rows.row_of, (1 << _PRICE_BITS) // max(capacity, 1)
     vector = rows.starts[:-1]
     if (rows.sizes[vector] > capacity).any() or rows.sums(vector)[1] > capacity:
         return None
-    fits = rows.sums(vector)
-    part = _Part(np.arange(len(row_of)), rows.sizes, rows.gains, row_of, vector).only(
-        _fits(rows, capacity))
-    over_at, found = part.picked(0, capacity)
+    fitting, fits = _fits(rows, capacity), rows.sums(vector)
+    found = _at(rows, capacity, row_of, fitting, 1, 0)
+    over_at = found.picks
     over = rows.sums(over_at)
     if over[1] <= capacity:
-        return _at(rows, capacity, row_of, 1, 0), over_at, over_at
-    price = 0
+        return found, over_at, over_at
     while True:
-        part = part.between(vector, over_at)
-        next_price = min((over[0] - fits[0]) // (over[1] - fits[1]), price_max)
-        picks, bound = part.picked(next_price, capacity)
-        sums = rows.sums(picks)
-        if bound < found:
-            found, price = bound, next_price
+        price = min((over[0] - fits[0]) // (over[1] - fits[1]), price_max)
+        tried = _at(rows, capacity, row_of, fitting, 1, price)
+        sums = rows.sums(tried.picks)
+        if tried.bound < found.bound:
+            found = tried
         if sums in (over, fits):
             break
         if sums[1] > capacity:
-            over, over_at = sums, picks
+            over, over_at = sums, tried.picks
         else:
-            fits, vector = sums, picks
-    denominator, exact = 1, price
+            fits, vector = sums, tried.picks
     gain, slots = over[0] - fits[0], over[1] - fits[1]
-    if gain // slots == price:
+    if gain // slots == found.price:
         common = math.gcd(gain, slots)
         if slots // common <= _DENOMINATOR_NUM_MAX and gain // common <= price_max:
-            denominator, exact = slots // common, gain // common
+            found = _at(rows, capacity, row_of, fitting, slots // common, gain // common)
     grown = np.cumsum(rows.sizes[over_at] - rows.sizes[vector])
     more = np.arange(rows.num) < np.searchsorted(grown, capacity - fits[1], side="right")
-    return (_at(rows, capacity, row_of, denominator, exact), vector,
-            np.where(more, over_at, vector))
+    return found, vector, np.where(more, over_at, vector)
 
 
 def _fits(rows: Candidates, capacity: int) -> NDArray[np.bool_]:
@@ -285,8 +241,10 @@ def _fits(rows: Candidates, capacity: int) -> NDArray[np.bool_]:
     return found
 
 
-def _at(rows: Candidates, capacity: int, row_of: Ints, denominator: int, price: int) -> Relaxation:
-    fits, firsts = _fits(rows, capacity), rows.starts[:-1]
+def _at(rows: Candidates, capacity: int, row_of: Ints, fits: NDArray[np.bool_], denominator: int,
+        price: int) -> Relaxation:
+    """The relaxation at this price; `fits` is that of `_fits`."""
+    firsts = rows.starts[:-1]
     left = np.where(fits, denominator * rows.gains - price * np.minimum(rows.sizes, capacity),
                     -LOSS_NUM_MAX)
     most = np.maximum.reduceat(left, firsts)
