@@ -8,7 +8,7 @@ the largest size in the first row is chosen, then in the second row, and so on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from msgspec import Struct
@@ -27,8 +27,8 @@ _SMALL_NUM = 48
 """Up to this number of candidates beside one per row, one core is built instead of several."""
 _ROUNDS_NUM = 16
 """The most rounds in which `_filled` improves a vector."""
-_LIKELY_NUM, _SWAPS_NUM = 64, 8
-"""The most candidates of each kind that are tried in pairs; the most pairs that are returned."""
+_LIKELY_NUM = 64
+"""The most candidates of each kind that are tried in pairs."""
 _PRICE_BITS = 58
 """With prices up to 2^58 / capacity, price times size plus a gain fits into 64 bits."""
 _DENOMINATOR_NUM_MAX = 32
@@ -118,29 +118,25 @@ class Solution(Struct, frozen=True, kw_only=True):
         gain, slots = rows.sums(vector)
         fits = (extra <= self.capacity - slots) & (np.arange(len(now)) != now)
         single = (rows.gains[now] - rows.gains)[fits].min(initial=LOSS_NUM_MAX)
-        least = min(int(single), -int(self._pairs(vector, slots)[2].max(initial=-LOSS_NUM_MAX)))
+        least = min(int(single), -int(self._pairs()[2].max(initial=-LOSS_NUM_MAX)))
         if least >= LOSS_NUM_MAX:
             return LOSS_NUM_MAX - 1
         return self.relaxed.bound - self.relaxed.denominator * (gain - max(least, 0))
 
-    def swaps(self, chosen: Sequence[int]) -> list[SlotsAndGain]:
-        """Vectors that change two rows of `chosen`, by the likeliest changes; the best first."""
-        rows, vector = self.rows, self.rows.vector(chosen)
-        row_of, (gain, slots) = rows.row_of, rows.sums(vector)
-        at, with_, best = self._pairs(vector, slots)
-        found: list[SlotsAndGain] = []
-        for one in np.argsort(-best, kind="stable")[:_SWAPS_NUM].tolist():
-            if best[one] > -LOSS_NUM_MAX:
-                other = vector.copy()
-                for candidate in (at[one], at[with_[one]]):
-                    other[row_of[candidate]] = candidate
-                found.append((rows.slots(other), gain + int(best[one])))
-        return found
+    def swap(self) -> SlotsAndGain | None:
+        """The best of the likeliest changes of two rows; None if none fits."""
+        at, with_, sums = self._pairs()
+        if sums.max(initial=-LOSS_NUM_MAX) == -LOSS_NUM_MAX:
+            return None
+        best, other = int(sums.argmax()), self.vector.copy()
+        for candidate in (at[best], at[with_[best]]):
+            other[self.rows.row_of[candidate]] = candidate
+        return self.rows.slots(other), self.gain + int(sums[best])
 
-    def _pairs(self, vector: Ints, slots: int) -> tuple[Ints, Ints, Ints]:
+    def _pairs(self) -> tuple[Ints, Ints, Ints]:
         """(likely candidates, the best partner of each, the pair's gain; -LOSS_NUM_MAX: none)."""
-        rows, row_of = self.rows, self.rows.row_of
-        at = self._likely(vector, row_of)
+        rows, row_of, vector = self.rows, self.rows.row_of, self.vector
+        slots, at = rows.sums(vector)[1], self._likely(row_of)
         rows_at = row_of[at]
         extra = rows.sizes[at] - rows.sizes[vector[rows_at]]
         more = rows.gains[at] - rows.gains[vector[rows_at]]
@@ -150,9 +146,9 @@ class Solution(Struct, frozen=True, kw_only=True):
         with_ = sums.argmax(axis=1) if len(at) else at
         return at, with_, sums[np.arange(len(at)), with_]
 
-    def _likely(self, vector: Ints, row_of: Ints) -> Ints:
+    def _likely(self, row_of: Ints) -> Ints:
         """Likely candidates: the least losses among neighbours of `vector` and among all others."""
-        losses = self.relaxed.losses
+        vector, losses = self.vector, self.relaxed.losses
         beside = np.zeros(len(row_of), dtype=np.bool_)
         for step in (-1, 1):
             near = np.clip(vector + step, 0, len(row_of) - 1)
