@@ -1,4 +1,4 @@
-"""The HTML page of a report: cards with charts and tables, without external resources."""
+"""The HTML page of the report: cards with charts and tables, without external resources."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ...events.errors import UsageError
-from .charts import Picture, svg
+from unicron.cli.simulate.charts import Picture, svg
 
 STYLE = """
 :root { --ink: #1c2733; --soft: #5b6875; --line: #dfe5ea; --ground: #f4f6f8; --card: #ffffff;
@@ -35,14 +34,6 @@ footer { color: var(--soft); font-size: 13px; }
 """
 
 
-def folder(path: Path) -> None:
-    """Make the folder of a report before the runs start. Raises UsageError."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "--report names a folder") from None
-
-
 def page(title: str, lead: str, body: Sequence[str], foot: str) -> str:
     """A whole page. `body` is HTML; the rest is text."""
     return "\n".join([
@@ -62,11 +53,6 @@ def section(title: str, caption: str, *parts: str) -> str:
 def pictured(picture: Picture, folder: Path | None, *parts: str) -> str:
     """A card with a chart, and below it more HTML."""
     return section(picture.title, picture.caption, svg(picture, folder), *parts)
-
-
-def words(sentences: Sequence[str]) -> str:
-    """Each sentence as a paragraph."""
-    return "".join(f"<p>{escape(one)}</p>" for one in sentences)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], ours: str = "") -> str:
