@@ -43,7 +43,6 @@ class Policy(Struct, frozen=True, kw_only=True):
     task restart. `escalates`: the limits can quarantine a node and fail a task. `decides` makes the
     `decide` of a run from its costs and, if `by_params`, the model size of each task."""
 
-    what: str
     heals: bool
     escalates: bool = False
     decides: Callable[[Costs, Mapping[str, float]], Decide]

@@ -7,7 +7,6 @@ from ...decide import decide
 from .policy import Costs, Policy
 
 POLICY = Policy(
-    what="replan the cluster by what it earns, heal in memory",
     heals=True, escalates=True, decides=lambda _, __: decide.decide,
     costs=Costs(
         # docs/guides/bench-detection.md: medians of ten faults each on two cores. A hang, or a

@@ -265,5 +265,5 @@ def _constants() -> tuple[list[str], list[list[str]]]:
     rows: list[list[str]] = []
     for name, policy in POLICIES.items():
         constants = msgspec.to_builtins(policy.costs)
-        rows.append([name, policy.what, *(f"{constants[key]:g}" for key in shown)])
-    return ["policy", "after a fault", *shown], rows
+        rows.append([name, *(f"{constants[key]:g}" for key in shown)])
+    return ["policy", *shown], rows
