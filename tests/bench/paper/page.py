@@ -50,7 +50,7 @@ def section(title: str, caption: str, *parts: str) -> str:
             f"{''.join(parts)}</section>")
 
 
-def pictured(picture: Picture, folder: Path | None, *parts: str) -> str:
+def pictured(picture: Picture, folder: Path, *parts: str) -> str:
     """A card with a chart, and below it more HTML."""
     return section(picture.title, picture.caption, svg(picture, folder), *parts)
 
