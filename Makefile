@@ -119,8 +119,9 @@ bench-scale: setup types ## what 64 to 4,096 agents cost control plane and serve
 bench-overhead: setup types ## an undisturbed iteration over one of Megatron's own loop (N=24 launches a case)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.overhead.main $(if $(filter-out file,$(origin N)),-n $(N))
 
-bench-paper: setup types ## the rows of unicron simulate paper (N=5 seeds)
-	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.paper -n $(N)
+REPORT ?=
+bench-paper: setup types ## the paper's evaluation, simulated (N=5 seeds REPORT=folder: with charts)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.paper.main -n $(N) $(REPORT:%=--report %)
 
 DIR ?=
 megatron-lm: setup types ## Megatron-LM's own script under agents, a rank killed (DIR=its clone N=1)

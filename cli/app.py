@@ -566,8 +566,7 @@ def simulate(
     context: typer.Context,
     scenario: Annotated[Path | None, typer.Option(
         "--scenario", metavar="FILE", help="A YAML file: cluster, tasks, policies, a trace of "
-        "faults, and how long (docs/guides/simulate.md); or trace-a or trace-b, the paper's.")]
-    = None,
+        "faults, and how long (docs/guides/simulate.md).")] = None,
     recorded: Annotated[Path | None, typer.Option(
         "--from-log", metavar="FILE", help="Instead of a scenario: the faults in a cluster's log "
         "(written by `export`), with other settings.")] = None,
@@ -603,8 +602,8 @@ def simulate(
                           as_json=output == "json")
         return
     if scenario is None:
-        raise UsageError("nothing to simulate", "unicron simulate --scenario FILE, or --from-log "
-                         "FILE, or the paper's evaluation: unicron simulate paper")
+        raise UsageError("nothing to simulate", "unicron simulate --scenario FILE, "
+                         "or --from-log FILE")
     if settings or policies:
         raise UsageError("--set and --policy go with --from-log",
                          "a scenario names its policies, and their constants")
@@ -614,17 +613,6 @@ def simulate(
         compare.print_trace(scenario)
         return
     compare.simulate(scenario, log=log, as_json=output == "json")
-
-
-@calls(simulation, "simulate.paper_tables.paper", OUTPUT)
-def paper(
-    seeds: Annotated[int, typer.Option(
-        "--seeds", min=1, max=100, metavar="N", help="Traces drawn of each kind.")] = 3,
-    report: Annotated[Path | None, typer.Option(
-        "--report", metavar="FOLDER", help="Write report.html there, with each figure as SVG and "
-        "PNG.")] = None,
-) -> None:
-    """The paper's evaluation: its traces and cases under every policy, next to its figures."""
 
 
 Drawn = Annotated[Path | None, typer.Option(
