@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from unicron.cli.cluster import local_cluster, processes
+from unicron.cli.cluster.local_cluster import CONTROL_PLANE, agent_name
+from unicron.cli.cluster.state_dir import shown
+from unicron.cli.commands.request_outcome import hidden
+from unicron.cli.terminal.format import Plain, lost_in_words, ms, ranks, rfc3339, scaled, span
+from unicron.events.spec.job import JobSpec, Train
 
-from ...events.spec.job import JobSpec, Train
-from ..cluster import local_cluster, processes
-from ..cluster.local_cluster import CONTROL_PLANE, agent_name
-from ..cluster.state_dir import shown
-from ..commands.request_outcome import hidden
-from ..terminal.format import Plain, lost_in_words, ms, ranks, rfc3339, scaled, span
 from . import proof
 from .stage import BrokenError, Stage, is_running
 

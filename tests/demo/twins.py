@@ -19,9 +19,14 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from unicron.cli.terminal.format import Plain, span, table
+from unicron.workers.training.reference import (
+    NOISE_TIMES_MAX,
+    ROUNDING_RATIO,
+    state_folder,
+    tolerance,
+)
 
-from ...workers.training.reference import NOISE_TIMES_MAX, ROUNDING_RATIO, state_folder, tolerance
-from ..terminal.format import Plain, span, table
 from .acts import Player
 from .stage import BrokenError, Stage
 
