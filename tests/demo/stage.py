@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,13 @@ class Trace:
 def is_running(pid: int) -> bool:
     """True if the process runs (a zombie does not)."""
     return start_time(pid) != ""
+
+
+def kill_node(state: StateDir, node: str) -> None:
+    """Kill the agent of a node and all its processes without a warning: a lost node."""
+    if (agent := processes.find(state, local_cluster.agent_name(node))) is not None:
+        processes.signal_to(agent, signal.SIGKILL)
+    local_cluster.kill_marked(state, f"{node}/")
 
 
 T = TypeVar("T")
