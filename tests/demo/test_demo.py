@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import reference
 from demo import acts, main, proof, twins
 from demo.stage import BrokenError, Stage
 from msgspec import to_builtins
@@ -24,7 +25,6 @@ from unicron.control_plane.throughput import table
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.log import archive
 from unicron.events.records import codec
-from unicron.workers.training import reference
 
 PLAIN = [codec.to_plain(record) for record in
          archive.read(Path(__file__).parents[1] / "data" / "demo.jsonl")]
