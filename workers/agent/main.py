@@ -34,7 +34,7 @@ from .delivery.join import JOIN_S_MAX, IdentityFile, Joined, NodeRevoked, TokenR
 from .delivery.log_link import backoff_s
 from .delivery.outbox import LogReplaced
 from .delivery.spool import Spool, load_spool
-from .health.custom_checks import CheckOptions, check_folder
+from .health.custom_checks import CheckOptions
 from .health.health_monitor import HealthSources
 from .processes.launcher import MARKER, RANK_ARGV, NodeConfig, marker_prefix
 from .processes.shim import NODE, ZYGOTE, Shim, ShimLost
@@ -133,8 +133,6 @@ def run(options: AgentOptions) -> int:
     if not sys.platform.startswith("linux"):
         raise UsageError("an agent runs on Linux only",
                          "run the control plane here and agents elsewhere")
-    if options.checks is not None:
-        check_folder(options.checks.folder)
     run_as = rank_user.find(options.run_as)
     if run_as is None:
         _log.warning("ranks run as this agent's user and are trusted as the operator",
