@@ -35,8 +35,8 @@ $(STAMP): constraints.txt pyproject.toml
 	echo "setup    $$($(BIN)/python -c 'import torch; print("torch", torch.__version__)')," \
 		"done in $$(( $$(date +%s) - begin )) s, once"
 
-demo: setup ## train a real model, break it, watch it heal (unicron demo)
-	@$(BIN)/unicron demo
+demo: setup types ## train a real model, break it, watch it heal (KEEP=1: leave it running; ITERATIONS=128)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m demo.main $(if $(KEEP),--keep) $(ITERATIONS:%=--iterations %)
 
 demo-hosts: setup types ## train on three hosts that die and lose cables (needs root; CASES=a,b)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m hosts.demo $(CASES:%=--cases %)

@@ -36,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"],
                                                       "max_content_width": 100},
     help="The self-healing control plane for large-model training.",
-    epilog="A first look: unicron demo. Then: unicron up, and in a second terminal "
+    epilog="A first look: unicron up, and in a second terminal "
            "unicron submit deploy/examples/demo.yaml.",
 )
 inject = typer.Typer(help="Inject a fault (up --allow-inject).")
@@ -336,16 +336,6 @@ def export(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; must not exist.")],
 ) -> None:
     """Write the running cluster's log to a file, as JSON lines."""
-
-
-@calls(app, "demo.demo.demo", {})
-def demo(
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster running.")] = False,
-    num_iterations: Annotated[int, typer.Option(
-        "--iterations", min=100, max=10_000, metavar="N",
-        help="Iterations of the task that finishes.")] = 128,
-) -> None:
-    """Train two real models on three nodes through several faults; under two minutes."""
 
 
 @calls(app, "commands.doctor.doctor", STATE | OUTPUT)
