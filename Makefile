@@ -35,8 +35,8 @@ $(STAMP): constraints.txt pyproject.toml
 	echo "setup    $$($(BIN)/python -c 'import torch; print("torch", torch.__version__)')," \
 		"done in $$(( $$(date +%s) - begin )) s, once"
 
-demo: setup ## train a real model, break it, watch it heal (unicron demo)
-	@$(BIN)/unicron demo
+demo: setup types ## train a real model, break it, watch it heal (KEEP=1: leave it running; ITERATIONS=128)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m demo.main $(if $(KEEP),--keep) $(ITERATIONS:%=--iterations %)
 
 demo-hosts: setup types ## train on three hosts that die and lose cables (needs root; CASES=a,b)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m hosts.demo $(CASES:%=--cases %)
@@ -119,8 +119,9 @@ bench-scale: setup types ## what 64 to 4,096 agents cost control plane and serve
 bench-overhead: setup types ## an undisturbed iteration over one of Megatron's own loop (N=24 launches a case)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.overhead.main $(if $(filter-out file,$(origin N)),-n $(N))
 
-bench-paper: setup types ## the rows of unicron simulate paper (N=5 seeds)
-	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.paper -n $(N)
+REPORT ?=
+bench-paper: setup types ## the paper's evaluation, simulated (N=5 seeds REPORT=folder: with charts)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.paper.main -n $(N) $(REPORT:%=--report %)
 
 DIR ?=
 megatron-lm: setup types ## Megatron-LM's own script under agents, a rank killed (DIR=its clone N=1)

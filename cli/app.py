@@ -36,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"],
                                                       "max_content_width": 100},
     help="The self-healing control plane for large-model training.",
-    epilog="A first look: unicron demo. Then: unicron up, and in a second terminal "
+    epilog="A first look: unicron up, and in a second terminal "
            "unicron submit deploy/examples/demo.yaml.",
 )
 inject = typer.Typer(help="Inject a fault (up --allow-inject).")
@@ -343,16 +343,6 @@ def export(
     """Write the running cluster's log to a file, as JSON lines."""
 
 
-@calls(app, "demo.demo.demo", {})
-def demo(
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the cluster running.")] = False,
-    num_iterations: Annotated[int, typer.Option(
-        "--iterations", min=100, max=10_000, metavar="N",
-        help="Iterations of the task that finishes.")] = 128,
-) -> None:
-    """Train two real models on three nodes through several faults; under two minutes."""
-
-
 @calls(app, "commands.doctor.doctor", STATE | OUTPUT)
 def doctor(
     only_support: Annotated[bool, typer.Option(
@@ -576,8 +566,7 @@ def simulate(
     context: typer.Context,
     scenario: Annotated[Path | None, typer.Option(
         "--scenario", metavar="FILE", help="A YAML file: cluster, tasks, policies, a trace of "
-        "faults, and how long (docs/guides/simulate.md); or trace-a or trace-b, the paper's.")]
-    = None,
+        "faults, and how long (docs/guides/simulate.md).")] = None,
     recorded: Annotated[Path | None, typer.Option(
         "--from-log", metavar="FILE", help="Instead of a scenario: the faults in a cluster's log "
         "(written by `export`), with other settings.")] = None,
@@ -613,8 +602,8 @@ def simulate(
                           as_json=output == "json")
         return
     if scenario is None:
-        raise UsageError("nothing to simulate", "unicron simulate --scenario FILE, or --from-log "
-                         "FILE, or the paper's evaluation: unicron simulate paper")
+        raise UsageError("nothing to simulate", "unicron simulate --scenario FILE, "
+                         "or --from-log FILE")
     if settings or policies:
         raise UsageError("--set and --policy go with --from-log",
                          "a scenario names its policies, and their constants")
@@ -624,17 +613,6 @@ def simulate(
         compare.print_trace(scenario)
         return
     compare.simulate(scenario, log=log, as_json=output == "json")
-
-
-@calls(simulation, "simulate.paper_tables.paper", OUTPUT)
-def paper(
-    seeds: Annotated[int, typer.Option(
-        "--seeds", min=1, max=100, metavar="N", help="Traces drawn of each kind.")] = 3,
-    report: Annotated[Path | None, typer.Option(
-        "--report", metavar="FOLDER", help="Write report.html there, with each figure as SVG and "
-        "PNG.")] = None,
-) -> None:
-    """The paper's evaluation: its traces and cases under every policy, next to its figures."""
 
 
 Drawn = Annotated[Path | None, typer.Option(

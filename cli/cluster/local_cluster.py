@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -176,7 +175,7 @@ class LocalCluster:
         return [process for process in found if process is not None]
 
     # --- wait -----------------------------------------------------------------------------------
-    def wait_control_plane(self, limit_s: float = START_S_MAX) -> Client:
+    def wait_control_plane(self) -> Client:
         """Wait until a control plane leads and answers. Raises LateError."""
         see_log = f"see {self.state.logs / (CONTROL_PLANE + '.log')}"
 
@@ -196,11 +195,11 @@ class LocalCluster:
                 return None
             return client if health.get("leader") and health.get("pid") in running else None
 
-        return wait_for(answers, limit_s, "the control plane does not answer", see_log)
+        return wait_for(answers, START_S_MAX, "the control plane does not answer", see_log)
 
-    def wait_agents(self, client: Client, limit_s: float = START_S_MAX) -> None:
+    def wait_agents(self, client: Client) -> None:
         """Wait until every agent has joined. Raises LateError."""
-        wait_for(lambda: self._joined(client) or None, limit_s, "an agent does not join",
+        wait_for(lambda: self._joined(client) or None, START_S_MAX, "an agent does not join",
                  f"see {self.state.logs}")
 
     def _joined(self, client: Client) -> bool:
@@ -230,7 +229,7 @@ def stop_all(state: StateDir, *, grace: bool = True) -> list[str]:
                  if (process := processes.find(state, name)) is not None]
         processes.stop_together(state, found, grace_s if grace else 0.0)
         stopped += [process.name for process in found]
-    _kill_marked(state, "")  # ranks whose agent had been killed
+    kill_marked(state)  # ranks whose agent had been killed
     for file in state.control_planes():
         file.unlink(missing_ok=True)
     server = embedded_server.adopt(state.server)
@@ -240,14 +239,8 @@ def stop_all(state: StateDir, *, grace: bool = True) -> list[str]:
     return stopped
 
 
-def kill_node(state: StateDir, node: str) -> None:
-    """Kill the agent of a node and all its processes without a warning: a lost node."""
-    if (agent := processes.find(state, agent_name(node))) is not None:
-        processes.signal_to(agent, signal.SIGKILL)
-    _kill_marked(state, f"{node}/")
-
-
-def _kill_marked(state: StateDir, prefix: str) -> None:
+def kill_marked(state: StateDir, prefix: str = "") -> None:
+    """Kill what the folder's agents have started; with `NODE/`, what that node's agent has."""
     from ...workers.agent.processes.launcher import MARKER
     from ...workers.host import linux
 

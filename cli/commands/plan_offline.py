@@ -29,10 +29,10 @@ def plan(path: Path, *, table: bool, as_json: bool) -> None:
 
     Raises UsageError for an invalid file.
     """
-    offline = plan_file.load(path)
+    asked, gpus_per_node = plan_file.load(path)
     began_s = time.perf_counter()
-    tried = dry_run.of_input(offline.asked, offline.gpus_per_node)
-    found = plain(offline.asked, tried)
+    tried = dry_run.of_input(asked, gpus_per_node)
+    found = plain(asked, tried)
     took_s = time.perf_counter() - began_s
     page = plan_screen.offline({**msgspec.to_builtins(tried), "took_s": took_s}, str(path),
                                has_table=table)
@@ -40,7 +40,7 @@ def plan(path: Path, *, table: bool, as_json: bool) -> None:
         console.show(found, page, as_json=as_json)
         return
     began_s = time.perf_counter()
-    known = next_event.plan_next_events(offline.asked, offline.gpus_per_node,
+    known = next_event.plan_next_events(asked, gpus_per_node,
                              lambda: time.perf_counter() - began_s > TABLE_S_MAX)
     took_table_s = time.perf_counter() - began_s
     rows = list(table_rows(known))

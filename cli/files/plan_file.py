@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 
 from ...control_plane.planner.problem import PlanProblem, TaskDemand
 from ...control_plane.throughput.transition_cost import Transition
@@ -47,15 +47,8 @@ class PlanFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """With `--table`: the number of GPUs that a lost node removes and a new node adds."""
 
 
-class Offline(Struct, frozen=True):
-    """The content of a plan file."""
-
-    asked: PlanProblem
-    gpus_per_node: int = field(default=8)
-
-
-def load(path: Path) -> Offline:
-    """Read and check a plan file; `-` is standard input.
+def load(path: Path) -> tuple[PlanProblem, int]:
+    """Read and check a plan file; `-` is standard input. Returns the problem and `gpus_per_node`.
 
     Raises UsageError, one line with a hint, that begins with the file's name.
     """
@@ -67,7 +60,7 @@ def load(path: Path) -> Offline:
         raise UsageError(f"{shown_name(path)}: {error}", error.hint) from None
 
 
-def parse(data: Any) -> Offline:
+def parse(data: Any) -> tuple[PlanProblem, int]:
     """Check plain data and return its content. Raises SpecError with the path and a hint."""
     try:
         plan_file = msgspec.convert(data, PlanFile, strict=True, str_keys=True)
@@ -84,9 +77,8 @@ def parse(data: Any) -> Offline:
         first = seen.setdefault(task.name, i)
         _need(first == i, f"tasks[{i}].name", f"{task.name!r} is that of tasks[{first}] too")
     demands = tuple(_demand(i, task) for i, task in enumerate(plan_file.tasks, 1))
-    return Offline(asked=PlanProblem(demands=demands, num_slots=plan_file.gpus,
-                                     mtbf_gpu_s=plan_file.mtbf_gpu_s),
-                   gpus_per_node=plan_file.gpus_per_node)
+    return (PlanProblem(demands=demands, num_slots=plan_file.gpus,
+                        mtbf_gpu_s=plan_file.mtbf_gpu_s), plan_file.gpus_per_node)
 
 
 def _demand(number: int, task: TaskInFile) -> TaskDemand:

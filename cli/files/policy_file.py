@@ -15,14 +15,9 @@ def load(path: Path) -> Policy:
     """The policy in a YAML or JSON file; an empty file means the defaults. Raises UsageError."""
     text = read_text(path, FILE_BYTES_MAX, "name a policy file, YAML", DOCS)
     try:
-        return parse(read_yaml(text, DOCS))
+        given: Any = read_yaml(text, DOCS)
+        if not isinstance(given, dict | None):
+            raise SpecError("", "a policy is a mapping, for example silence_s_max: 5", DOCS)
+        return policy.parse({**(given or {})})
     except SpecError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
-
-
-def parse(data: object) -> Policy:
-    """Make a policy from plain data. Raises SpecError with the field and a hint."""
-    if not isinstance(data, dict | None):
-        raise SpecError("", "a policy is a mapping, for example silence_s_max: 5", DOCS)
-    given: dict[Any, Any] = {**(data or {})}
-    return policy.parse(given)

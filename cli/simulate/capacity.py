@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from html import escape
 from math import fsum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +15,21 @@ from ...control_plane.simulation.scenario import Scenario
 from ...events.errors import SpecError, UsageError
 from ..terminal import console
 from ..terminal.format import command, labelled, number_of, table
-from . import paper_report as html
-from .charts import COLOURS, OURS_COLOUR, Picture
+from .charts import COLOURS, OURS_COLOUR, Picture, svg
 from .compare import RunResult, RunSpec, play, read
 
 WORDS_NUM_MAX = 6
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+  body {{ max-width: 60em; margin: 2em auto; font: 15px/1.5 sans-serif; }}
+  svg {{ width: 100%; height: auto; }}
+  td {{ padding: 0.3em 0.6em; text-align: right; }}
+</style>
+<h1>{title}</h1>{text}{curve}<table>{rows}</table>
+<p>unicron simulate {what}; docs/guides/capacity.md</p></html>
+"""
+DEFAULT = Path(__file__).with_name("case-5.yaml")
 Curve = list[tuple[float, float]]
 Row = dict[str, Any]
 
@@ -128,11 +139,12 @@ def weights(scenario: Path | None, *, task: str, seeds: int, report: Path | None
 # --- common parts -------------------------------------------------------------------------------
 def _scenario(path: Path | None, report: Path | None) -> Scenario:
     if report is not None:
-        html.folder(report)
-    if path is None:
-        return capacity.default_scenario()
+        try:
+            report.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{report}: {error.strerror}", "--report names a folder") from None
     try:
-        return read(path)[0]
+        return read(path or DEFAULT)[0]
     except SpecError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
 
@@ -190,11 +202,8 @@ def _show(result: Result, report: Path | None, as_json: bool) -> None:
              for number, at in enumerate(columns)]
     head = [result.across, *(name.upper() for name in curves)]
     if report is not None:
-        (report / "report.html").write_text(html.page(
-            result.picture.title, f"{loaded.name}: {number_of(seeds, 'seed')}.",
-            [html.pictured(result.picture, report, html.words(result.words),
-                           html.table(head, cells))],
-            f"unicron simulate {result.what}; docs/guides/capacity.md"), encoding="utf-8")
+        (report / "report.html").write_text(_page(result, head, cells, svg(
+            result.picture, report)), encoding="utf-8")
     lines = [f"{loaded.name}: {number_of(len(loaded.cluster.names), 'node')}, "
              f"{number_of(len(loaded.tasks), 'task')}, {number_of(seeds, 'seed')}", "",
              *table(head, cells, right=range(len(head))), ""]
@@ -203,6 +212,16 @@ def _show(result: Result, report: Path | None, as_json: bool) -> None:
     then = f"open {report / 'report.html'}" if report is not None else (
         f"{result.again} --report capacity")
     console.show(_rows(result), [*lines, *labelled("next", command(then))], as_json=as_json)
+
+
+def _page(result: Result, head: Sequence[str], rows: Sequence[Sequence[str]], curve: str) -> str:
+    """An HTML page without external resources."""
+    picture, about = result.picture, f"{result.scenario.name}: {number_of(result.seeds, 'seed')}."
+    return PAGE.format(
+        title=escape(picture.title), curve=curve, what=result.what,
+        text="".join(f"<p>{escape(one)}</p>" for one in (about, picture.caption, *result.words)),
+        rows="".join(f"<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}"
+                     for row in (head, *rows)))
 
 
 def _rows(result: Result) -> list[Row]:

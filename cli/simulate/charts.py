@@ -27,8 +27,8 @@ class Picture(NamedTuple):
     height: float = 4.2
 
 
-def svg(picture: Picture, folder: Path | None = None) -> str:
-    """The chart as an SVG element of a page. `folder`: write it there too, as SVG and PNG.
+def svg(picture: Picture, folder: Path) -> str:
+    """The chart as an SVG element of a page, written to `folder` too, as SVG and PNG.
 
     Raises UsageError if matplotlib is not installed.
     """
@@ -50,9 +50,8 @@ def svg(picture: Picture, folder: Path | None = None) -> str:
         picture.draw(figure)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
-        if folder is not None:
-            (folder / f"{picture.name}.svg").write_text(text.getvalue(), encoding="utf-8")
-            figure.savefig(folder / f"{picture.name}.png", dpi=DPI_NUM)
+        (folder / f"{picture.name}.svg").write_text(text.getvalue(), encoding="utf-8")
+        figure.savefig(folder / f"{picture.name}.png", dpi=DPI_NUM)
     body = text.getvalue()
     body = body[body.index("<svg"):]
     # Ids must differ between the charts of a page.

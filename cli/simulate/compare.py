@@ -16,10 +16,8 @@ from typing import NamedTuple
 import typer
 from unicron import __version__
 
-from ...control_plane.simulation import paper_evaluation
 from ...control_plane.simulation import scenario as scenarios
 from ...control_plane.simulation.accounting import LOSSES, Loss
-from ...control_plane.simulation.policies import POLICIES
 from ...control_plane.simulation.policies.policy import Policy
 from ...control_plane.simulation.run import Outcome, Run, RunInput
 from ...control_plane.simulation.scenario import Scenario
@@ -124,16 +122,8 @@ def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, RunSpe
 
 
 def read(path: Path) -> tuple[Scenario, list[ExternalEvent]]:
-    """A scenario with all its nodes, and its external events. `path` may name a trace of the paper.
-
-    Raises UsageError and SpecError.
-    """
-    if str(path) in paper_evaluation.TRACES and not path.exists():
-        trace = paper_evaluation.TRACES[str(path)]
-        return (paper_evaluation.scenario(str(path), [*POLICIES]),
-                paper_evaluation.events(trace, paper_evaluation.SEED))
-    text = read_text(path, FILE_BYTES_MAX, "name a scenario file (YAML), or one of "
-                     f"{', '.join(paper_evaluation.TRACES)}", scenarios.DOCS)
+    """A scenario with all its nodes, and its external events. Raises UsageError and SpecError."""
+    text = read_text(path, FILE_BYTES_MAX, "name a scenario file (YAML)", scenarios.DOCS)
     scenario = scenarios.parse(read_yaml(text, scenarios.DOCS))
     cluster, given, horizon_s = scenario.cluster, scenario.trace, scenario.horizon_s
     if not isinstance(given, str):

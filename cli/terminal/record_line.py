@@ -44,16 +44,11 @@ def essentials(kind: str, body: Plain, version: int = 0) -> str:
     return _FORMATTER.vformat(template, (body,), body)
 
 
-def _last_line(text: str) -> str:
-    """The last line that is not blank, for example the exception at the end of a traceback."""
+def _line_of(text: str, index: int) -> str:
+    """The first line that is not blank (0): an error without the advice and the frames below it; or
+    the last one (-1), for example the exception at the end of a traceback."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return " ".join(lines[-1].split()) if lines else ""
-
-
-def _first_line(text: str) -> str:
-    """The first line that is not blank: an error without the advice and the frames below it."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return " ".join(lines[0].split()) if lines else ""
+    return " ".join(lines[index].split()) if lines else ""
 
 
 def _because(why: str) -> str:
@@ -81,7 +76,7 @@ def _meaning(body: Plain) -> str:
 
 def _library_error(body: Plain) -> str:
     """A library's error message without the exception type and the source position."""
-    said = _SOURCE.sub("", _first_line(body["error"])).removeprefix("RuntimeError: ")
+    said = _SOURCE.sub("", _line_of(body["error"], 0)).removeprefix("RuntimeError: ")
     peer = body.get("peer", "")
     host, _, port = peer.rpartition(":")
     named = not peer or peer in said or (host.strip("[]") in said and port in said)
@@ -111,7 +106,7 @@ def _submitted(body: Plain) -> str:
 def _exit(body: Plain) -> str:
     how = (f"signal {body['signal']}" if body["signal"] is not None
            else f"exit code {body['exit_code']}")
-    why = body.get("cause") or (_last_line(body["tail"]) if body["exit_code"] else "")
+    why = body.get("cause") or (_line_of(body["tail"], -1) if body["exit_code"] else "")
     how = "" if why.startswith(how) else f" {how}"  # the cause may begin with the same words
     return f"{how}{_meaning(body)}{_because(why)}"
 
@@ -218,8 +213,8 @@ def _fault(body: Plain) -> str:
 
 FORMATS: dict[str, Callable[[Any], str]] = {
     "because": _because, "by": _by, "changes": _changes, "cost": _cost, "devices": _devices,
-    "drained": _drained_earns, "exit": _exit, "fault": _fault, "first line": _first_line,
-    "last line": _last_line,
+    "drained": _drained_earns, "exit": _exit, "fault": _fault,
+    "first line": lambda text: _line_of(text, 0), "last line": lambda text: _line_of(text, -1),
     "len": lambda value: str(len(value)), "layout": fmt.layout_briefly,
     "library error": _library_error,
     "labels": lambda labels: "".join(f", {key} {name}" for key, name in labels.items() if name),

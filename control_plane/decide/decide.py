@@ -14,7 +14,7 @@ from ..fold.edits import LOSSES, task_of_deadline
 from ..incidents import node_incidents
 from ..placement import placement
 from ..planner import constraints, explain, hot_spare, pending, straggler_cost
-from ..planner.problem_of_state import PlanningSnapshot, planning_snapshot
+from ..planner.problem_of_state import planning_snapshot
 from ..state import members
 from ..state.cluster import ClusterState, live_tasks
 from ..state.members import is_pinned
@@ -123,12 +123,7 @@ def plan(state: ClusterState) -> Iterator[t.Body]:
     snapshot = planning_snapshot(state)
     choice = hot_spare.with_hot_spare(snapshot.problem)
     yield explain.plan_record(state, snapshot, choice)
-    yield from apply_plan(state, snapshot, choice.plan.slots)
-
-
-def apply_plan(state: ClusterState, snapshot: PlanningSnapshot,
-               counts: tuple[int, ...]) -> Iterator[t.Body]:
-    """The seats of the tasks for these slots per task, then the reasons of waiting tasks."""
+    counts = choice.plan.slots
     open_tasks = [state.tasks[demand.task] for demand in snapshot.problem.demands]
     if not state.held:
         yield from place(state, open_tasks, counts, snapshot.slots)

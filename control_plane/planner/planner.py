@@ -239,6 +239,6 @@ class _Solutions(Struct, frozen=True, kw_only=True):
         """The next best plan. If the search would take too long: a plan that changes two tasks."""
         what, found = NEXT_BEST, self.solved.next_best(RUNNERS_WORK_NUM_MAX)
         if found is None:
-            what, found = NEAREST, next(iter(self.solved.swaps(self.plan.slots)), None)
+            what, found = NEAREST, self.solved.swap()
         if found is not None and self._allow(found[0]):
             yield what, plan_of(self.problem.demands, found)

@@ -10,19 +10,16 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ...events.errors import SpecError, need
-from . import paper_evaluation
 from .policies.policy import Policy
 from .run import RunInput
 from .scenario import Scenario, policy, run_input
 from .trace import generator
 from .trace.external_event import ExternalEvent
 from .trace.generator import RATES, Drawn, DrawnTrace
-from .trace.repair_time import Repair
 
 OURS = "unicron"
 MTBF_RATIOS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)
 WEIGHT_RATIOS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
-SYSTEMS = (OURS, "shrink", "spares", "megatron-spares", "requeue", "megatron")
 HINT = "trace: {drawn: {mtbf_gpu_h: 4000}}; see docs/guides/traces.md"
 
 
@@ -34,17 +31,6 @@ class Point(NamedTuple):
     seed: int
     policy: Policy
     run_input: RunInput
-
-
-def default_scenario() -> Scenario:
-    """Case 5 of the Unicron paper on 16 nodes for 8 weeks, with faults drawn at trace-a's rate."""
-    trace = paper_evaluation.TRACES["trace-a"]
-    gpu_h = paper_evaluation.NODES_NUM * paper_evaluation.NODE_SLOTS_NUM * trace.horizon_s / 3600
-    return replace(paper_evaluation.scenario("trace-a", SYSTEMS), name="case-5",
-                   trace=DrawnTrace(drawn=Drawn(
-                       mtbf_gpu_h=gpu_h / (trace.num_sev1 + trace.num_others),
-                       causes={**paper_evaluation.SEV1_SHARES, **paper_evaluation.OTHER_SHARES},
-                       repair=Repair(uniform_s=trace.repair_s))))
 
 
 def mtbf(base: Scenario, seeds: int) -> list[Point]:

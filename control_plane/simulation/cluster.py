@@ -239,14 +239,8 @@ class SimulatedCluster:
     def end(self, node: SimulatedNode, key: Key, in_s: float, *, status: str = "") -> None:
         self._ends(node, key)
         node.ended.add(key)
-        now_s = self.engine.now_s
-
-        def send() -> None:
-            if key in node.ended:  # not reported by another path in the meantime
-                node.ended.remove(key)
-                self.engine.report(node.source, _exited(key, status), now_s)
-
-        self.engine.call_later(in_s, send)
+        self._report_all(in_s, [(key, node, partial(_exited, key, status))],
+                         SimulatedNode.is_unreported, self.engine.now_s)
 
     def fail_collective(self, node: SimulatedNode, key: Key, in_s: float, status: str) -> None:
         """Fail a collective of this process, which reports it after `in_s`."""

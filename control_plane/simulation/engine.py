@@ -12,31 +12,9 @@ from ...events.records.types import Body
 from ..decide.advance import advance
 from ..decide.decide import Decide
 from ..fold.edits import running_deadlines
-from ..state.cluster import ClusterState, Deadline
+from ..state.cluster import ClusterState
 
 LEADER = "leader/simulated"
-
-
-class Deadlines(dict[str, Deadline]):
-    """Deadlines of a state, with a heap by due time. A deadline is never changed in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._due: list[tuple[float, str]] = []
-
-    def __setitem__(self, name: str, deadline: Deadline) -> None:
-        super().__setitem__(name, deadline)
-        heappush(self._due, (deadline.due_s, name))
-
-    def next(self) -> tuple[float, str]:
-        """Time and name of the earliest deadline, by name in a tie; (inf, "") if there is none."""
-        while self._due:
-            due_s, name = self._due[0]
-            current = self.get(name)
-            if current is not None and current.due_s == due_s:
-                return due_s, name
-            heappop(self._due)
-        return inf, ""
 
 
 class Engine:
@@ -44,8 +22,7 @@ class Engine:
     `on_records` is called with the records of each report, after all of them are folded."""
 
     def __init__(self, decide: Decide) -> None:
-        self._deadlines = Deadlines()
-        self.state = ClusterState(deadlines=self._deadlines)
+        self.state = ClusterState()
         self.now_s = 0.0
         self.num_records = 0
         self.on_records: Callable[[Sequence[Record]], None] = lambda _: None
@@ -71,18 +48,12 @@ class Engine:
         seq = self._last_seq[source] = self._last_seq.get(source, 0) + 1
         return seq
 
-    def _next_deadline(self) -> tuple[float, str]:
-        """Time and name of the earliest deadline that may pass now; (inf, "") if there is none."""
-        if not self.state.hears_no_node:
-            return self._deadlines.next()
-        return min(((deadline.due_s, name)
-                    for name, deadline in running_deadlines(self.state).items()), default=(inf, ""))
-
     def run(self, until_s: float) -> None:
         """Process all events due by `until_s`. A deadline precedes a call due at the same time."""
         while True:
             due_s = self._due[0][0] if self._due else inf
-            deadline_s, name = self._next_deadline()
+            deadline_s, name = min(((one.due_s, name) for name, one in running_deadlines(
+                self.state).items()), default=(inf, ""))
             if min(due_s, deadline_s) > until_s:
                 self.now_s = until_s
                 return

@@ -71,15 +71,13 @@ class Outcome(NamedTuple):
 
 
 class Run:
-    """`keep` receives each record of the log; without it, plans are not explained. `earnings`
-    replaces the plain WAF account."""
+    """`keep` receives each record of the log. `earnings` replaces the plain WAF account."""
 
     def __init__(self, run_input: RunInput, policy: Policy,
                  keep: Callable[[Record], None] | None = None,
                  earnings: WafAccount | None = None) -> None:
         self.run_input, self.costs = run_input, policy.costs
-        unexplained = policy.decides_unexplained if keep is None else None
-        self.engine = Engine(unexplained or policy.decides(policy.costs, run_input.params))
+        self.engine = Engine(policy.decides(policy.costs, run_input.params))
         self.account = Accounting(self.engine.state, earnings or WafAccount(), self._new_progress)
         self.cluster = SimulatedCluster(self.engine, policy.costs, self.account)
         self.account.set_training = self.cluster.slot_time.set_training

@@ -48,9 +48,6 @@ class Search:
         self._chosen: Ints = np.full(num_gpus + 1, -1, dtype=np.int64)
         self._layouts: list[Layout] = []
         self._dp_steps: dict[int, Ints] = {}
-        self._before: Layout | None = None
-        self._done: set[int] = set()
-        """Numbers of chunks with which the previous shape fits at every dp."""
         for layout in shapes(model, num_gpus):
             self._try(layout)
 
@@ -65,11 +62,8 @@ class Search:
                     layout=replace(layout, dp=size // layout.model_parallel))
 
     def _try(self, layout: Layout) -> None:
-        """Try all dp and chunks of a shape. Skip the chunks with which less recomputation fits."""
-        if self._before is None or replace(self._before, recompute=layout.recompute) != layout:
-            self._done.clear()
-        least, self._before = layout.dp, layout
-        num = self.model.global_batch // layout.micro
+        """Try all dp and chunks of a shape."""
+        least, num = layout.dp, self.model.global_batch // layout.micro
         most = min(num, self.num_gpus // layout.model_parallel) // least * least
         if most < least or not self._fits(layout, most):
             return
@@ -79,13 +73,8 @@ class Search:
         even = dps[num % (dps * layout.pp) == 0]
         stages = divisors(self.model.num_layers // layout.pp, CHUNKS_NUM_MAX)
         for chunks in stages if layout.pp > 1 and len(even) else [1]:
-            if chunks in self._done:
-                continue
             other, counts = replace(layout, chunks=chunks), dps if chunks == 1 else even
-            begin = self._first(other, counts.tolist())
-            self._keep(other, counts[begin:])
-            if fewest == least and begin == 0:
-                self._done.add(chunks)
+            self._keep(other, counts[self._first(other, counts.tolist()):])
 
     def _first(self, layout: Layout, counts: range | list[int]) -> int:
         """The index of the first dp that fits, by bisection: a larger dp never needs more."""

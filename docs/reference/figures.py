@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from bench.detection import faults
 from bench.detection import main as detection
 from bench.memory import main as memory
+from bench.paper.evaluation import SENSITIVITY
 from bench.planner import main as planner
 from bench.recovery.rows import Row, describe, table
 from bench.scale import main as scale
@@ -26,7 +27,6 @@ from bench.settlement import main as settlement
 from hosts import demo as hosts
 from matrix.cells import cells, loop_cells
 from matrix.table import markdown, markdown_of_loops
-from unicron.control_plane.simulation.paper_evaluation import SENSITIVITY
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "build" / "bench"

@@ -123,7 +123,11 @@ Read against megatron-core 0.16.1.
 
 
 def render_support() -> str:
-    return SUPPORT_HEAD + support.markdown()
+    lines = ["| | `train:` | a custom loop |", "|---|---|---|"]
+    for row in support.ROWS:
+        cells = [f"**{answer.grade}**: {answer.why}" for answer in (row.train, row.loop)]
+        lines.append(f"| {row.what} | {cells[0]} | {cells[1]} |")
+    return SUPPORT_HEAD + "\n".join(lines) + "\n"
 
 
 MAP_BEGIN = "<!-- The code map is written by `make docs` from each file's first line. -->\n"

@@ -2,7 +2,7 @@
 
 Every line appears at the moment at which it was printed, SPEED_TIMES faster; the last picture
 stays. Plain SVG, no font and no script from elsewhere. `screen.py FILE` first puts the output of
-`unicron demo > FILE` into the page, with the commit and the day.
+`make demo > FILE` into the page, with the commit and the day.
 """
 
 from __future__ import annotations

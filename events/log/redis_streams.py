@@ -444,7 +444,7 @@ class RedisLog:
         _, *replies = await self._ask(commands, link=self._reader("written"),
                                       wait_s=2 * REPLICAS_S_MAX + REPLY_S_MAX)
         for where, reply in zip(("", " on disk"), replies, strict=False):
-            have = reply[1] if isinstance(reply, list) else reply
+            have: int = reply[1] if isinstance(reply, list) else reply  # pyright: ignore
             if have < num:
                 raise Unavailable(f"{have} of {num} replicas of the log's server have the last "
                                   f"record{where}")

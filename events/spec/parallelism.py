@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 from msgspec import Struct
@@ -80,21 +80,12 @@ def is_fully_replicated(axes: Axes, parallel: Parallel) -> bool:
 
 def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overlap: bool) -> None:
     """Check `train.parallel`. Raises SpecError."""
-    check_sizes(parallel, "train.parallel")
-    shared = math.gcd(num_heads, VOCABULARY)
-    hint = "possible: " + ", ".join(str(size) for size in range(1, shared + 1)
-                                    if shared % size == 0)
-    for size in parallel.tensor:
-        need(num_heads % size == 0, "train.parallel.tensor",
-             f"{size} does not divide train.model.num_heads {num_heads}", hint)
-        need(VOCABULARY % size == 0, "train.parallel.tensor",
-             f"{size} does not divide the vocabulary, the {VOCABULARY} bytes", hint)
-    for axes in parallel.shapes():
-        stages = axes.pp * axes.chunks
-        chunks = f" with {axes.chunks} chunks" if axes.chunks > 1 else ""
-        need(num_layers % stages == 0, "train.parallel.pipeline",
-             f"{axes.pp}{chunks} does not divide train.model.num_layers {num_layers}",
-             _possible_pipelines(num_layers, parallel.chunks))
+    path = "train.parallel"
+    check_sizes(parallel, path)
+    _check_divides(parallel, path, {
+        f"train.model.num_heads {num_heads}": num_heads,
+        f"the vocabulary, the {VOCABULARY} bytes": VOCABULARY})
+    _check_stages(parallel, path, "train.model.num_layers", num_layers)
     need(not overlap or parallel.is_plain, "train.overlap",
          "is only for data-parallel training with the whole optimizer",
          "leave it out, or leave out train.parallel")
@@ -102,29 +93,34 @@ def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overl
 
 def check_splits(parallel: Parallel, model: MegatronModel, path: str) -> None:
     """Check the sizes at `path` of the spec against a model. Raises SpecError."""
-    shared = math.gcd(model.num_heads, model.num_groups, model.ffn, model.vocabulary)
-    hint = "possible: " + ", ".join(str(size) for size in range(1, model.gpus_per_node + 1)
+    _check_divides(parallel, path, {f"{name} {number}": number for name, number in (
+        ("num_heads", model.num_heads), ("num_query_groups", model.num_groups),
+        ("ffn_hidden", model.ffn), ("vocabulary", model.vocabulary))}, model.gpus_per_node)
+    _check_stages(parallel, path, "num_layers", model.num_layers)
+
+
+def _check_divides(parallel: Parallel, path: str, numbers: Mapping[str, int],
+                   gpus_per_node: int = AXIS_NUM_MAX) -> None:
+    """Raises SpecError unless each tensor-parallel size divides all numbers. Their keys name them.
+    """
+    shared = math.gcd(*numbers.values())
+    hint = "possible: " + ", ".join(str(size) for size in range(1, min(shared, gpus_per_node) + 1)
                                     if shared % size == 0)
     for size in parallel.tensor:
-        for name, number in (("num_heads", model.num_heads), ("num_query_groups", model.num_groups),
-                             ("ffn_hidden", model.ffn), ("vocabulary", model.vocabulary)):
-            need(number % size == 0, f"{path}.tensor", f"{size} does not divide {name} {number}",
-                 hint)
-        need(size <= model.gpus_per_node, f"{path}.tensor",
-             f"{size} is more than the {model.gpus_per_node} GPUs of a node", hint)
+        for words, number in numbers.items():
+            need(number % size == 0, f"{path}.tensor", f"{size} does not divide {words}", hint)
+        need(size <= gpus_per_node, f"{path}.tensor",
+             f"{size} is more than the {gpus_per_node} GPUs of a node", hint)
+
+
+def _check_stages(parallel: Parallel, path: str, name: str, num_layers: int) -> None:
+    """Raises SpecError unless the stages of each pipeline divide the layers. `name`: their key."""
     for size in parallel.pipeline:
-        stages = size * (parallel.chunks if size > 1 else 1)
-        chunks = f" with {parallel.chunks} chunks" if stages > size else ""
-        need(model.num_layers % stages == 0, f"{path}.pipeline",
-             f"{size}{chunks} does not divide num_layers {model.num_layers}",
-             _possible_pipelines(model.num_layers, parallel.chunks))
-
-
-def _possible_pipelines(num_layers: int, chunks: int) -> str:
-    """The hint of a pipeline size that does not divide the layers."""
-    sizes = [size for size in range(1, min(num_layers, AXIS_NUM_MAX) + 1)
-             if num_layers % (size * (chunks if size > 1 else 1)) == 0]
-    return "possible: " + ", ".join(map(str, sizes))
+        chunks = f" with {parallel.chunks} chunks" if size > 1 < parallel.chunks else ""
+        possible = [one for one in range(1, min(num_layers, AXIS_NUM_MAX) + 1)
+                    if num_layers % (one * (parallel.chunks if one > 1 else 1)) == 0]
+        need(size in possible, f"{path}.pipeline", f"{size}{chunks} does not divide {name} "
+             f"{num_layers}", "possible: " + ", ".join(map(str, possible)))
 
 
 def check_sizes(parallel: Parallel, path: str) -> None:

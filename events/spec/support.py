@@ -160,12 +160,3 @@ ROWS: tuple[Row, ...] = (
         _from_memory("the layout of its state is unknown; also that of a precision-aware FusedAdam",
                  FROM_MEMORY)),
 )
-
-
-def markdown() -> str:
-    """The table for the reference page."""
-    lines = ["| | `train:` | a custom loop |", "|---|---|---|"]
-    for row in ROWS:
-        cells = [f"**{answer.grade}**: {answer.why}" for answer in (row.train, row.loop)]
-        lines.append(f"| {row.what} | {cells[0]} | {cells[1]} |")
-    return "\n".join(lines) + "\n"

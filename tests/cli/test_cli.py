@@ -30,7 +30,7 @@ from unicron.events.records.reports import EpochStarted, PolicySet
 from unicron.events.spec.policy import Policy
 
 COMMANDS = ("up", "down", "agent", "control-plane", "submit", "status", "tail", "cancel", "logs",
-            "replay", "explain", "export", "demo", "doctor", "set-weight", "drain", "undrain",
+            "replay", "explain", "export", "doctor", "set-weight", "drain", "undrain",
             "lift", "freeze", "unfreeze",
             "inject", "incident", "plan", "locate", "classify", "token")
 JOB = """\
@@ -247,14 +247,6 @@ def test_a_hint_quotes_a_folder_with_blanks(tmp_path):
 def test_a_file_as_state_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     refused(unicron("up", "--state", str(tmp_path / "file"), folder=tmp_path), "file")
-
-
-def test_the_demo_refuses_a_folder_of_another_program(tmp_path):
-    kept = tmp_path / "build" / "demo" / "thesis.txt"
-    kept.parent.mkdir(parents=True)
-    kept.write_text("mine")
-    refused(unicron("demo", folder=tmp_path), "exists and is not a demo's")
-    assert kept.read_text() == "mine"
 
 
 def test_down_without_a_cluster(tmp_path):

@@ -76,11 +76,11 @@ def test_the_first_line_says_what_is_away(tmp_path: Path, runs: bool, words: str
         if runs:
             processes.record(state, "agent-n1", agent.pid)
         url = f"http://127.0.0.1:{free_port()}"
-        state.control_plane.write_text(json.dumps({"url": url, "token": "x"}))
+        (state.path / "control_plane.json").write_text(json.dumps({"url": url, "token": "x"}))
         with pytest.raises(Unreachable) as told:
             connect(state).get("/v1/state")
         assert str(told.value).startswith(words)
-        state.control_plane.unlink()
+        (state.path / "control_plane.json").unlink()
         with pytest.raises(Unreachable) as told:
             connect(state)
         assert str(told.value).startswith(
@@ -93,7 +93,7 @@ def test_the_first_line_says_what_is_away(tmp_path: Path, runs: bool, words: str
 
 def test_the_first_line_names_the_server_too(own_server: Server, tmp_path: Path) -> None:
     state = StateDir(tmp_path)
-    state.control_plane.write_text(json.dumps({"url": f"http://127.0.0.1:{free_port()}"}))
+    (state.path / "control_plane.json").write_text(json.dumps({"url": f"http://127.0.0.1:{free_port()}"}))
     own_server.stop(grace_s=0.1)
     with pytest.raises(Unreachable, match=r"^the control plane and the log.s server are away, "):
         connect(state).get("/v1/state")

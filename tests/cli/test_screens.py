@@ -1,4 +1,4 @@
-"""The screens compared with snapshots: of a log of `unicron demo`, and after faults."""
+"""The screens compared with snapshots: of a log of `make demo`, and after faults."""
 
 from __future__ import annotations
 

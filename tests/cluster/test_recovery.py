@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from real_cluster import RealCluster
+from reference import compare, read, tolerance
 from twins import Twins, small
-from unicron.workers.training.reference import compare, read, tolerance
 
 ITERATION = 3
 VICTIM = 2

@@ -28,10 +28,10 @@ from chaos_faults import Striker, draw
 from nursery import Nursery
 from rank_twin import Twin
 from real_cluster import RealCluster, running
+from reference import NOISE_TIMES_MAX, read, tolerance
 from unicron.control_plane.history.history import History, history
 from unicron.events.records.codec import from_plain
 from unicron.events.spec.job import parse
-from unicron.workers.training.reference import NOISE_TIMES_MAX, read, tolerance
 
 FOLDER = Path("build/chaos-training")
 FIGURES = Path("build/bench/chaos-training.json")

@@ -8,8 +8,8 @@ from typing import Any
 
 from nursery import Nursery
 from rank_driver import Driver
+from reference import compare
 from unicron.events.spec.job import parse
-from unicron.workers.training.reference import compare
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "loop.py"
 SCRIPT = """

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from real_cluster import RealCluster
+from reference import orders, tolerance
 from unicron.workers.training.model import cpu_device
-from unicron.workers.training.reference import orders, tolerance
 
 ITERATIONS, MICRO_BATCHES, STRUCK, VICTIM = 12, 6, 3, 1
 LOADED, SAVED, LONG = 4, 32, 34

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 from nursery import PATCH, Nursery
+from reference import NUM_ORDERS, Difference, compare, tolerance
 from unicron.events.spec.job import JobSpec
-from unicron.workers.training.reference import NUM_ORDERS, Difference, compare, tolerance
 
 TWIN_S = 300.0
 TWINS = """
@@ -16,7 +16,8 @@ import json, os, sys
 from pathlib import Path
 from unicron.events.spec.job import parse
 from unicron.workers.host import linux
-from unicron.workers.training.reference import orders, train_undisturbed
+sys.path.insert(0, drivers)
+from reference import orders, train_undisturbed
 spec = parse(json.loads(spec))
 parent, failed = os.getpid(), 0
 for number, order in enumerate(orders((spec.train or spec.loop).num_micro_batches, num_orders)):
@@ -28,7 +29,6 @@ for number, order in enumerate(orders((spec.train or spec.loop).num_micro_batche
     if spec.train:
         train_undisturbed(spec.train, Path(folder) / str(number), order=order)
     else:
-        sys.path.insert(0, drivers)
         from loop_twin import train_stock
         train_stock(spec, Path(folder) / str(number), order)
     sys.exit()

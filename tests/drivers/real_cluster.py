@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import crashing_log
+from demo.stage import Trace, kill_node
 from unicron.cli.cluster import local_cluster
 from unicron.cli.cluster.client import Client, Interrupted, Refused, Unable, Unreachable
 from unicron.cli.cluster.local_cluster import ClusterOptions, LocalCluster
 from unicron.cli.cluster.processes import Process
 from unicron.cli.cluster.state_dir import StateDir
-from unicron.cli.demo.stage import Trace
 from unicron.events.records.codec import from_plain
 from unicron.events.records.envelope import Record
 
@@ -172,7 +172,7 @@ class RealCluster:
 
     def kill_node(self, node: str) -> None:
         """Kill the agent with all processes of its node, as if the node was lost."""
-        local_cluster.kill_node(self.state, node)
+        kill_node(self.state, node)
 
     def kill_agent(self, node: str) -> None:
         """Kill the agent alone."""

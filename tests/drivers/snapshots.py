@@ -1,4 +1,4 @@
-"""Snapshots of whole screens, from a log of `unicron demo`.
+"""Snapshots of whole screens, from a log of `make demo`.
 
 `UNICRON_SNAPSHOTS=write pytest tests/cli/test_screens.py` rewrites them; check the diff.
 """

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import reference
+
 LIMIT_S = 600.0
 """A reference run has low priority and takes minutes on a loaded machine."""
 NICE_NUM = 5
@@ -67,8 +69,7 @@ class Twins:
         file.write_text(json.dumps(spec))
         with (out / "log").open("wb") as log:
             self._running[out] = subprocess.Popen(
-                [sys.executable, "-P", "-m", "unicron.workers.training.reference",
-                 "--spec", str(file), "--out", str(out),
+                [sys.executable, "-P", reference.__file__, "--spec", str(file), "--out", str(out),
                  "--iterations", ours.name.removeprefix("iter-"), *options],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -86,13 +87,11 @@ class Twins:
 
         `untold_s_max`: the time of iterations that a cancelled task saved but did not report.
         """
-        from unicron.workers.training.reference import compare, read
-
         final = self.trained(out)
-        gap, twin = compare(ours, final), read(final)
+        gap, twin = reference.compare(ours, final), reference.read(final)
         wanted = list(twin["numbers.losses"])
         # Not bit by bit: another member may report, and members may sum in another order.
-        saved = read(ours)
+        saved = reference.read(ours)
         kept = list(saved["numbers.losses"])
         assert len(kept) == len(wanted)
         assert sum(saved["numbers.step_s"][len(losses):]) <= untold_s_max

@@ -20,9 +20,10 @@ from unicron.workers.training.model import cpu_device
 with cpu_device.uncompiled():
     import host_reads
     import loop_twin
+    import reference
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
-    from unicron.workers.training import reference, state_recovery
+    from unicron.workers.training import state_recovery
     from unicron.workers.training.communicators import process_groups
     from unicron.workers.training.communicators.communicators import Communicators
     from unicron.workers.training.dependencies import private_megatron

@@ -17,7 +17,7 @@ from gpu import killed
 from gpu.result import CUDA, NotPossible, of
 from megatron_trial import MICRO_BATCHES, WORDS, Case, Fault, loss_rel
 from real_cluster import running
-from unicron.workers.training.reference import orders, tolerance
+from reference import orders, tolerance
 
 ON_GPU = """
     --num-layers 12 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024

@@ -23,15 +23,15 @@ from bench.recovery.rows import Row, row, write
 from cluster_story import RATES
 from hosts.cluster import BRAIN, MANAGE, TRAIN, HostsCluster
 from hosts.network import laid
-from twins import SAME_REL_MAX, Spec, Twins, small
-from unicron.events.network_address import split_endpoint
-from unicron.workers.training.reference import (
+from reference import (
     NUM_ORDERS,
     compare,
     read,
     state_folder,
     tolerance,
 )
+from twins import SAME_REL_MAX, Spec, Twins, small
+from unicron.events.network_address import split_endpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("h1", "h2", "h3")

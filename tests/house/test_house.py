@@ -46,7 +46,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("workers/checkpoint_store",), ("workers/ipc",), ("workers/diagnosis",),
         ("workers/diagnosis/rules",), ("workers/host",), ("workers",)),
     "cli": (
-        ("cli",), ("cli/demo",), ("cli/commands",), ("cli/simulate", "cli/screens"),
+        ("cli",), ("cli/commands",), ("cli/simulate", "cli/screens"),
         ("cli/files",), ("cli/terminal",), ("cli/cluster",))}
 # What workers/training may import of workers/: itself, and what agents and ranks both use.
 SHARED = ("training", "ipc", "diagnosis", "host", "checkpoint_store")

@@ -9,9 +9,9 @@ from pathlib import Path
 from matrix.cells import ITERATIONS, STRUCK
 from matrix.scenes import Play
 from rank_twin import Twin
+from reference import read
 from unicron.events.records.reports import CheckpointSaved, TaskProgressed
 from unicron.events.spec.parallelism import coordinates, replica, shape
-from unicron.workers.training.reference import read
 
 
 def complaints(play: Play, twin: Twin) -> Iterator[str]:

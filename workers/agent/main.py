@@ -1,4 +1,4 @@
-"""Runs the agent process: PID file, join, signals, exit code."""
+"""Runs the agent process: lock, join, signals, exit code."""
 
 from __future__ import annotations
 
@@ -42,25 +42,16 @@ from .delivery.join import (
 from .delivery.log_link import backoff_s
 from .delivery.outbox import LogReplaced
 from .delivery.spool import Spool, load_spool
-from .health.custom_checks import CheckOptions, check_folder
+from .health.custom_checks import CheckOptions
 from .health.health_monitor import HealthSources
 from .processes.launcher import MARKER, RANK_ARGV, NodeConfig, marker_prefix
 from .processes.shim import NODE, ZYGOTE, Shim, ShimLost
 
-# --- The PID file `agents/NODE.json`: one agent per node and state directory. ---
+# --- The lock file `agents/NODE.lock`: one agent per node and state directory. ---
 
 
-class AgentNote(Struct, frozen=True, kw_only=True):
-    """The running agent. `start_time` (field 22 of /proc/PID/stat) detects a reused pid."""
-
-    node: str
-    pid: int
-    start_time: str
-    incarnation: int
-
-
-class PidFile:
-    """The PID file, locked while the agent runs. Only an agent that is killed leaves the file."""
+class LockFile:
+    """The lock of a node's agent. The file has the last incarnation."""
 
     def __init__(self, state_dir: Path, node: str) -> None:
         self._folder = state_dir / "agents"
@@ -80,31 +71,20 @@ class PidFile:
             raise UsageError(f"an agent for node {self._node} already runs on {self._folder}",
                              "give another --node or --state") from None
 
-    def write(self, now_s: float, former: int = 0) -> int:
-        """Write the file; return the incarnation: `former` if this agent continues it, else `now_s`
-        in ms, above all earlier ones.
-
-        The lock file stores the last incarnation, so a clock that was set back does no harm.
-        """
+    def next_incarnation(self, now_s: float, former: int = 0) -> int:
+        """The incarnation of this agent: `former` if it continues that one, else `now_s` in ms,
+        above all earlier ones also if the clock was set back."""
         last = os.pread(self._lock, 32, 0).strip()
         incarnation = former or max(int(now_s * 1000), int(last) + 1 if last.isdigit() else 0)
         os.pwrite(self._lock, b"%d\n" % incarnation, 0)
-        proc = linux.read(os.getpid())
-        assert proc is not None
-        note = AgentNote(node=self._node, pid=proc.pid, start_time=str(proc.start_ticks),
-                         incarnation=incarnation)
-        path = self._folder / f"{self._node}.json"
-        new = path.with_name(path.name + ".new")
-        new.write_bytes(msgspec.json.encode(note))
-        new.replace(path)
         return incarnation
 
-    def drop(self) -> None:
-        """Remove the file and release the lock. A second call does nothing."""
+    def release(self) -> None:
+        """Release the lock. A second call does nothing."""
         if self._lock >= 0:
-            (self._folder / f"{self._node}.json").unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = -1
+
 
 CONNECT_S_MAX = 60.0
 """How long the agent retries to reach the log's server at startup. Later there is no limit."""
@@ -124,7 +104,7 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     `enrols`: the token is exchanged for an identity of this node's own, unless it has one.
     `host` is the address of this node's ranks. `socket` is the control plane's, if it has one here.
     If `redis_url` is empty, the control plane gives it.
-    If `devices` is None, CUDA_VISIBLE_DEVICES gives one GPU per slot; without any, slots are CPU.
+    CUDA_VISIBLE_DEVICES gives one GPU per slot; without any, slots are CPU.
     """
 
     node: str
@@ -139,8 +119,6 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     """URL and socket of each other control plane; one of all leads."""
     redis_url: str = ""
     labels: Labels = Labels()
-    devices: tuple[str, ...] | None = None
-    trace: bool = False
     watch: bool = True
     rank_argv: tuple[str, ...] = RANK_ARGV
     checks: CheckOptions | None = None
@@ -165,20 +143,18 @@ def run(options: AgentOptions) -> int:
     if not sys.platform.startswith("linux"):
         raise UsageError("an agent runs on Linux only",
                          "run the control plane here and agents elsewhere")
-    if options.checks is not None:
-        check_folder(options.checks.folder)
     run_as = rank_user.find(options.run_as)
     if run_as is None:
         _log.warning("ranks run as this agent's user and are trusted as the operator",
                      hint="--run-as USER, see docs/guides/threat-model.md")
     bytes_max(os.environ)  # fail here on a bad value, not at every start of the store
-    pid_file = PidFile(options.state_dir.absolute(), options.node)
-    pid_file.take()
+    lock = LockFile(options.state_dir.absolute(), options.node)
+    lock.take()
     try:
         if run_as is not None:
             rank_user.check(run_as, options.state_dir.absolute(),
                             *filter(None, [os.environ.get("UNICRON_TRACE_DIR")]))
-        return asyncio.run(_run(options, pid_file, secrets, run_as))
+        return asyncio.run(_run(options, lock, secrets, run_as))
     except LogReplaced as error:
         _log.error("stopped: the log was replaced by another one; start the agent again",
                    why=str(error))
@@ -187,10 +163,10 @@ def run(options: AgentOptions) -> int:
         _log.error("stopped: its processes are gone; start the agent again", why=str(error))
         return 1
     finally:
-        pid_file.drop()
+        lock.release()
 
 
-async def _run(options: AgentOptions, pid_file: PidFile, secrets: Mapping[str, str],
+async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str],
                run_as: RankUser | None) -> int:
     """Start in this order: signals, shim, kill of orphaned processes, join, log, agent.
 
@@ -203,7 +179,8 @@ async def _run(options: AgentOptions, pid_file: PidFile, secrets: Mapping[str, s
     linux.adopt_orphans()
     shim, former = await asyncio.to_thread(_attach, state_dir, options.node)
     try:
-        incarnation = pid_file.write(time.time(), cast(int, former["incarnation"]) if former else 0)
+        incarnation = lock.next_incarnation(
+            time.time(), cast(int, former["incarnation"]) if former else 0)
         identity = IdentityFile(state_dir / "agents", options.node) if options.enrols else None
         joined = await _join(options, incarnation, identity)
         if identity is not None:
@@ -217,7 +194,7 @@ async def _run(options: AgentOptions, pid_file: PidFile, secrets: Mapping[str, s
                 _log.warning("this agent has other options: it ends the ranks of the former one",
                              former=former, now=note)
                 shim.end()
-                return await _run(options, pid_file, secrets, run_as)
+                return await _run(options, lock, secrets, run_as)
             shim.hold(NODE, msgpack.encode(note))
             shim.serve(node.gone_s)
             spool, left = open_spools(state_dir / "agents", node.name, node.source)
@@ -266,7 +243,7 @@ def _node(options: AgentOptions, joined: Joined, incarnation: int, run_as: RankU
     return NodeConfig(
         name=options.node, incarnation=incarnation, cluster=joined.cluster, host=options.host,
         num_slots=options.num_slots, state_dir=options.state_dir.absolute(), labels=options.labels,
-        devices=_devices(options, os.environ), trace=options.trace, watch=options.watch,
+        devices=_devices(options.num_slots, os.environ), watch=options.watch,
         rank_argv=options.rank_argv, redact=joined.redact, run_as=run_as,
         gone_s=joined.agent_gone_s_max, store_secret=store_secret(bytes.fromhex(joined.key)))
 
@@ -411,17 +388,14 @@ async def _connect(url: str, joined: Joined, ca: str, source: str) -> RedisLog:
         num_tries += 1
 
 
-def _devices(options: AgentOptions, env: Mapping[str, str]) -> tuple[str, ...]:
+def _devices(num_slots: int, env: Mapping[str, str]) -> tuple[str, ...]:
     """One GPU for each slot, or none. Raises UsageError if there are fewer GPUs than slots."""
-    if options.devices is not None:
-        given = options.devices
-    else:
-        given = tuple(part.strip() for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",")
-                      if part.strip() not in ("", "-1"))
-    if given and len(given) < options.num_slots:
-        raise UsageError(f"{len(given)} GPUs for {options.num_slots} slots",
+    given = tuple(part.strip() for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+                  if part.strip() not in ("", "-1"))
+    if given and len(given) < num_slots:
+        raise UsageError(f"{len(given)} GPUs for {num_slots} slots",
                          "lower --slots, or widen CUDA_VISIBLE_DEVICES")
-    return given[: options.num_slots]
+    return given[:num_slots]
 
 
 def _configure_logging() -> None:

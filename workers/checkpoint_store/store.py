@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from msgspec import Struct
 
 from ...events.errors import UsageError
 from ...events.records.types import CHECKPOINTS_NUM_MAX
+from ..host.memory_cgroups import CGROUPS, folders_of, limit_and_free
 from .protocol import Manifest, Offer, ShareRequest
 
 BYTES_MAX = "UNICRON_COPIES_BYTES_MAX"
@@ -234,50 +234,10 @@ def bytes_max(environment: Mapping[str, str]) -> int:
     return int(AVAILABLE_SHARE * available_bytes())
 
 
-class _Files(NamedTuple):
-    """File names of a cgroup: its limit, its usage, and the keys of its page cache."""
-
-    limit: str
-    used: str
-    cache: tuple[str, str]
-
-
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes",
-             ("total_inactive_file", "total_active_file"))
-_V2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
-
-
-def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """The least of MemAvailable and of the free memory of each cgroup of this process.
-
-    `proc` and `cgroups` are the kernel's folders. Their files are described in proc(5), and in
-    "Control Group v2" and "Memory Resource Controller" (v1) in the kernel's documentation.
-    """
+def available_bytes(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> int:
+    """The least of MemAvailable and of the free memory of each cgroup of this process."""
     lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()
     available_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return max(0, min(available_kib * 1024, *_left_bytes(proc, cgroups)))
-
-
-def _left_bytes(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Free bytes of each cgroup with a limit. In a container the path may be the host's; then only
-    the root is read. The page cache counts as free, as in MemAvailable: the kernel can drop it."""
-    yield 1 << 62
-    try:
-        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        files, root = (_V1, cgroups / "memory") if controllers else (_V2, cgroups)
-        inner = root / path.lstrip("/")
-        for folder in (inner, *inner.parents[: len(inner.parts) - len(root.parts)]):
-            try:
-                limit = int((folder / files.limit).read_text(encoding="ascii"))
-                used = int((folder / files.used).read_text(encoding="ascii"))
-                stat = dict(entry.split() for entry in
-                            (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-            except (OSError, ValueError):  # no such file, or "max"
-                continue
-            yield limit - used + sum(int(stat.get(name, 0)) for name in files.cache)
+    free = [found[1] for folders, is_v1 in folders_of(proc / "self", cgroups) for folder in folders
+            if (found := limit_and_free(folder, ("inactive_file", "active_file"), is_v1=is_v1))]
+    return max(0, min([available_kib * 1024, *free]))

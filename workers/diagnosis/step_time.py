@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-Verdict = Literal["well", "degraded", "slow"]
 Kind = Literal["usual", "boundary", "first"]
 """Kind of an iteration. Only usual iterations enter the average. A boundary iteration follows a
 checkpoint on disk or in memory; its limit is learnt from earlier boundary iterations. A first
@@ -30,7 +29,7 @@ iteration follows a reconfiguration, or includes an evaluation; its limit is len
 STALLED_TIMES = 3.0
 DEGRADED_TIMES = 1.1
 WARM_UP_NUM = 5
-"""Before this many usual iterations none is slow, and the limit of a stall is lenient."""
+"""Before this many usual iterations the limit is lenient."""
 AVERAGE_NUM = 500
 """The running average is the median of this many iterations."""
 SHOWN_NUM = 3
@@ -208,24 +207,20 @@ class StepTimeMonitor:
             shown_s = max(shown_s, before_s)
         return max(STALLED_TIMES * average_s, SHOWN_TIMES * shown_s)
 
-    def add(self, iteration_s: float, own_s: float | None = None, kind: Kind = "usual") -> Verdict:
+    def add(self, iteration_s: float, own_s: float | None = None, kind: Kind = "usual") -> None:
         """Add an iteration. `own_s` is its time without waiting for others; None: all its time."""
         if iteration_s <= 0:
-            return "well"
+            return
         if kind == "boundary":
             self._boundaries.add(iteration_s)
         if kind != "usual":
-            return "well"
+            return
         own_s = iteration_s if own_s is None else own_s
-        is_slow = len(self._times) >= WARM_UP_NUM and iteration_s > self.limit_s()
         self._times.add(iteration_s)
         self._last.append((iteration_s, own_s))
         if self.own.add(own_s) or self._has_improved():
             self._change = self.recent()
             self._reported_s = self._change.iteration_s
-        if is_slow:
-            return "slow"
-        return "degraded" if self.own.is_degraded else "well"
 
     def _has_improved(self) -> bool:
         """Whether a degradation was reported, and iterations are 1.1 x faster now."""

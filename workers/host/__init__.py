@@ -1,4 +1,4 @@
-"""Access to the host: Linux processes, waits for a core, detached threads, object storage.
+"""Access to the host: Linux processes, waits for a core, memory cgroups, detached threads.
 
 Each file stands alone. Imports `events` alone.
 """

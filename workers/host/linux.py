@@ -16,7 +16,7 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 _PDEATHSIG_CODE = 1
 _NAME_CODE = 15
 _OOM_FIRST_NUM = 1000
-_SUBREAPER_CODE, _IS_SUBREAPER_CODE = 36, 37
+_SUBREAPER_CODE = 36
 
 
 class Proc(NamedTuple):
@@ -51,13 +51,6 @@ def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends, so that they can be reaped."""
     if _libc.prctl(_SUBREAPER_CODE, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
-def adopts_orphans() -> bool:
-    """Whether this process adopts orphans."""
-    answer = ctypes.c_int(0)
-    _libc.prctl(_IS_SUBREAPER_CODE, ctypes.byref(answer), 0, 0, 0)
-    return answer.value == 1
 
 
 def read(pid: int) -> Proc | None:

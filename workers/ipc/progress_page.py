@@ -23,7 +23,7 @@ from ..host.cpu_wait import CpuWait
 
 PAGE_BYTES = 4096
 RING_NUM = 60
-_MARK = struct.Struct("<QqqIIBB16sdddQ")
+_MARK = struct.Struct("<QqqI4xBB16sdddQ")
 _DONE = struct.Struct("<QqqddBQ")
 _MARK_BYTES, _RING_BYTES = 128, 256
 _DONE_BYTES = 64
@@ -51,7 +51,6 @@ class Mark(NamedTuple):
     generation: int
     iteration: int
     collective: int
-    micro_batches: int
     phase: int
     kind: Kind
     what: str
@@ -88,7 +87,7 @@ class ProgressWriter:
             os.close(fd)
         self._num = self._num_done = 0
         self._generation = self._iteration = 0
-        self._collective = self._micro_batches = 0
+        self._collective = 0
         self._phase: int = OUTSIDE_CODE
         self._kind = 0
         self._began_s = self._waited_s = self._waits_from_s = 0.0
@@ -99,7 +98,7 @@ class ProgressWriter:
     def begin(self, generation: int, iteration: int, kind: Kind) -> None:
         """An iteration begins, or continues in another generation."""
         self._generation, self._iteration, self._kind = (generation, iteration, KINDS.index(kind))
-        self._collective = self._micro_batches = 0
+        self._collective = 0
         self._waited_s = self._starved_s = 0.0
         if self._page is not None:
             self._starved_from_s = self._cpu_wait.in_s()
@@ -124,17 +123,13 @@ class ProgressWriter:
             self._phase = phase
         self._num = num = self._num + 1
         _MARK.pack_into(self._page, (num & 1) * _MARK_BYTES, num, self._generation,
-                        self._iteration, self._collective, self._micro_batches, phase,
-                        self._kind, what.encode(), now_s, self._began_s, self._waited_s, num)
+                        self._iteration, self._collective, phase, self._kind, what.encode(), now_s,
+                        self._began_s, self._waited_s, num)
 
     def enter(self, what: str, phase: Phase = COLLECTIVE_CODE) -> None:
         """Enter the iteration's next collective; with OWN_CODE: start it and continue to work."""
         self._collective += 1
         self.mark(what, phase)
-
-    def micro_batch_done(self) -> None:
-        """Count a micro-batch; it is written with the next mark."""
-        self._micro_batches += 1
 
     def finish(self) -> None:
         """The current iteration is complete."""
@@ -178,9 +173,9 @@ class ProgressPage:
                 newest = fields
         if not newest[0]:
             return None
-        num, generation, iteration, collective, micro_batches, phase, kind, what, *times, _ = newest
+        num, generation, iteration, collective, phase, kind, what, *times, _ = newest
         at_s, began_s, waited_s = times
-        return Mark(num, generation, iteration, collective, micro_batches, phase, KINDS[kind],
+        return Mark(num, generation, iteration, collective, phase, KINDS[kind],
                     what.rstrip(b"\0").decode("ascii", "replace"), at_s, began_s, waited_s)
 
     def done(self, after: int) -> list[FinishedIteration]:

@@ -188,22 +188,12 @@ class ArrayCore:
         high = min(first + len(known) + int(moves[-1]), reached[1] + 1)
         padded = np.full(max(high - low, 0) + 2, LOSS_NUM_MAX, dtype=np.int64)
         new = padded[1:-1]
-        if len(new) < len(moves):
-            for place in range(len(new)):
-                new[place] = (table.of(low + place - moves) + losses).min()
-        elif len(known) < len(moves):
-            for place in range(len(known)):
-                to = first + place + moves - low
-                there = (to >= 0) & (to < len(new))
-                to = to[there]
-                new[to] = np.minimum(new[to], losses[there] + known[place])
-        else:
-            for move, loss in zip(moves.tolist(), losses.tolist(), strict=True):
-                begin, end = max(first + move, low), min(first + len(known) + move, high)
-                if begin < end:
-                    part = new[begin - low:end - low]
-                    np.minimum(part, known[begin - move - first:end - move - first] + loss,
-                               out=part)
+        for move, loss in zip(moves.tolist(), losses.tolist(), strict=True):
+            begin, end = max(first + move, low), min(first + len(known) + move, high)
+            if begin < end:
+                part = new[begin - low:end - low]
+                np.minimum(part, known[begin - move - first:end - move - first] + loss,
+                           out=part)
         good = (new <= self._kept.budget).nonzero()[0]
         begin, end = (int(good[0]), int(good[-1]) + 1) if len(good) else (0, 0)
         return LossTable(low + begin - 1, padded[begin:end + 2])

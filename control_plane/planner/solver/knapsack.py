@@ -8,7 +8,7 @@ the largest size in the first row is chosen, then in the second row, and so on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from msgspec import Struct
@@ -27,10 +27,8 @@ _SMALL_NUM = 48
 """Up to this number of candidates beside one per row, one core is built instead of several."""
 _ROUNDS_NUM = 16
 """The most rounds in which `_filled` improves a vector."""
-_LIKELY_NUM, _SWAPS_NUM = 64, 8
-"""The most candidates of each kind that are tried in pairs; the most pairs that are returned."""
-_SHORT_NUM = 4096
-"""Up to this number, all candidates are evaluated; more are narrowed down before."""
+_LIKELY_NUM = 64
+"""The most candidates of each kind that are tried in pairs."""
 _PRICE_BITS = 58
 """With prices up to 2^58 / capacity, price times size plus a gain fits into 64 bits."""
 _DENOMINATOR_NUM_MAX = 32
@@ -120,29 +118,25 @@ class Solution(Struct, frozen=True, kw_only=True):
         gain, slots = rows.sums(vector)
         fits = (extra <= self.capacity - slots) & (np.arange(len(now)) != now)
         single = (rows.gains[now] - rows.gains)[fits].min(initial=LOSS_NUM_MAX)
-        least = min(int(single), -int(self._pairs(vector, slots)[2].max(initial=-LOSS_NUM_MAX)))
+        least = min(int(single), -int(self._pairs()[2].max(initial=-LOSS_NUM_MAX)))
         if least >= LOSS_NUM_MAX:
             return LOSS_NUM_MAX - 1
         return self.relaxed.bound - self.relaxed.denominator * (gain - max(least, 0))
 
-    def swaps(self, chosen: Sequence[int]) -> list[SlotsAndGain]:
-        """Vectors that change two rows of `chosen`, by the likeliest changes; the best first."""
-        rows, vector = self.rows, self.rows.vector(chosen)
-        row_of, (gain, slots) = rows.row_of, rows.sums(vector)
-        at, with_, best = self._pairs(vector, slots)
-        found: list[SlotsAndGain] = []
-        for one in np.argsort(-best, kind="stable")[:_SWAPS_NUM].tolist():
-            if best[one] > -LOSS_NUM_MAX:
-                other = vector.copy()
-                for candidate in (at[one], at[with_[one]]):
-                    other[row_of[candidate]] = candidate
-                found.append((rows.slots(other), gain + int(best[one])))
-        return found
+    def swap(self) -> SlotsAndGain | None:
+        """The best of the likeliest changes of two rows; None if none fits."""
+        at, with_, sums = self._pairs()
+        if sums.max(initial=-LOSS_NUM_MAX) == -LOSS_NUM_MAX:
+            return None
+        best, other = int(sums.argmax()), self.vector.copy()
+        for candidate in (at[best], at[with_[best]]):
+            other[self.rows.row_of[candidate]] = candidate
+        return self.rows.slots(other), self.gain + int(sums[best])
 
-    def _pairs(self, vector: Ints, slots: int) -> tuple[Ints, Ints, Ints]:
+    def _pairs(self) -> tuple[Ints, Ints, Ints]:
         """(likely candidates, the best partner of each, the pair's gain; -LOSS_NUM_MAX: none)."""
-        rows, row_of = self.rows, self.rows.row_of
-        at = self._likely(vector, row_of)
+        rows, row_of, vector = self.rows, self.rows.row_of, self.vector
+        slots, at = rows.sums(vector)[1], self._likely(row_of)
         rows_at = row_of[at]
         extra = rows.sizes[at] - rows.sizes[vector[rows_at]]
         more = rows.gains[at] - rows.gains[vector[rows_at]]
@@ -152,9 +146,9 @@ class Solution(Struct, frozen=True, kw_only=True):
         with_ = sums.argmax(axis=1) if len(at) else at
         return at, with_, sums[np.arange(len(at)), with_]
 
-    def _likely(self, vector: Ints, row_of: Ints) -> Ints:
+    def _likely(self, row_of: Ints) -> Ints:
         """Likely candidates: the least losses among neighbours of `vector` and among all others."""
-        losses = self.relaxed.losses
+        vector, losses = self.vector, self.relaxed.losses
         beside = np.zeros(len(row_of), dtype=np.bool_)
         for step in (-1, 1):
             near = np.clip(vector + step, 0, len(row_of) - 1)
@@ -197,85 +191,43 @@ def _budgets(relaxed: Relaxation, least: int, most: int) -> Iterator[int]:
     yield most
 
 
-class _Part(Struct, frozen=True):
-    """Candidates that include the best of each row at every price still to be tried."""
-
-    numbers: Ints
-    sizes: Ints
-    gains: Ints
-    row_of: Ints
-    firsts: Ints
-    """By row: the index of its first candidate in this part."""
-
-    def between(self, low: Ints, high: Ints) -> _Part:
-        """The candidates from `low` to `high` of each row; all candidates if they are few."""
-        if len(self.numbers) <= _SHORT_NUM:
-            return self
-        return self.only((self.numbers >= low[self.row_of]) & (self.numbers <= high[self.row_of]))
-
-    def only(self, some: NDArray[np.bool_]) -> _Part:
-        """These candidates; every row must have one."""
-        if some.all():
-            return self
-        kept = np.flatnonzero(some)
-        row_of = self.row_of[kept]
-        counts = np.bincount(row_of, minlength=len(self.firsts))
-        return _Part(self.numbers[kept], self.sizes[kept], self.gains[kept], row_of,
-                     np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)[:-1])))
-
-    def picked(self, price: int, capacity: int) -> tuple[Ints, int]:
-        """(the best candidate of each row at this price, the smallest on a tie; the bound)."""
-        left = self.gains - price * self.sizes
-        most = np.maximum.reduceat(left, self.firsts)
-        at = (left == most[self.row_of]).nonzero()[0]
-        return (self.numbers[at[at.searchsorted(self.firsts)]],
-                int(most.sum()) + price * capacity)
-
-
 def _relax(rows: Candidates, capacity: int) -> tuple[Relaxation, Ints, Ints] | None:
     """(the relaxation at or near the price with the lowest bound, two vectors that fit); None if
     nothing fits. In the second vector the first rows have their choice at the next lower price.
 
     Newton's method on a convex, piecewise linear function. One vector is too large, another fits;
-    the next price is the price at which both have equal value. The choice of a row lies between its
-    choices at the two enclosing prices.
+    the next price is the price at which both have equal value.
     """
-    row_of = rows.row_of
-    price_max = (1 << _PRICE_BITS) // max(capacity, 1)
+    row_of, price_max = rows.row_of, (1 << _PRICE_BITS) // max(capacity, 1)
     vector = rows.starts[:-1]
     if (rows.sizes[vector] > capacity).any() or rows.sums(vector)[1] > capacity:
         return None
-    fits = rows.sums(vector)
-    part = _Part(np.arange(len(row_of)), rows.sizes, rows.gains, row_of, vector).only(
-        _fits(rows, capacity))
-    over_at, found = part.picked(0, capacity)
+    fitting, fits = _fits(rows, capacity), rows.sums(vector)
+    found = _at(rows, capacity, row_of, fitting, 1, 0)
+    over_at = found.picks
     over = rows.sums(over_at)
     if over[1] <= capacity:
-        return _at(rows, capacity, row_of, 1, 0), over_at, over_at
-    price = 0
+        return found, over_at, over_at
     while True:
-        part = part.between(vector, over_at)
-        next_price = min((over[0] - fits[0]) // (over[1] - fits[1]), price_max)
-        picks, bound = part.picked(next_price, capacity)
-        sums = rows.sums(picks)
-        if bound < found:
-            found, price = bound, next_price
+        price = min((over[0] - fits[0]) // (over[1] - fits[1]), price_max)
+        tried = _at(rows, capacity, row_of, fitting, 1, price)
+        sums = rows.sums(tried.picks)
+        if tried.bound < found.bound:
+            found = tried
         if sums in (over, fits):
             break
         if sums[1] > capacity:
-            over, over_at = sums, picks
+            over, over_at = sums, tried.picks
         else:
-            fits, vector = sums, picks
-    denominator, exact = 1, price
+            fits, vector = sums, tried.picks
     gain, slots = over[0] - fits[0], over[1] - fits[1]
-    if gain // slots == price:
+    if gain // slots == found.price:
         common = math.gcd(gain, slots)
         if slots // common <= _DENOMINATOR_NUM_MAX and gain // common <= price_max:
-            denominator, exact = slots // common, gain // common
+            found = _at(rows, capacity, row_of, fitting, slots // common, gain // common)
     grown = np.cumsum(rows.sizes[over_at] - rows.sizes[vector])
     more = np.arange(rows.num) < np.searchsorted(grown, capacity - fits[1], side="right")
-    return (_at(rows, capacity, row_of, denominator, exact), vector,
-            np.where(more, over_at, vector))
+    return found, vector, np.where(more, over_at, vector)
 
 
 def _fits(rows: Candidates, capacity: int) -> NDArray[np.bool_]:
@@ -285,8 +237,10 @@ def _fits(rows: Candidates, capacity: int) -> NDArray[np.bool_]:
     return found
 
 
-def _at(rows: Candidates, capacity: int, row_of: Ints, denominator: int, price: int) -> Relaxation:
-    fits, firsts = _fits(rows, capacity), rows.starts[:-1]
+def _at(rows: Candidates, capacity: int, row_of: Ints, fits: NDArray[np.bool_], denominator: int,
+        price: int) -> Relaxation:
+    """The relaxation at this price; `fits` is that of `_fits`."""
+    firsts = rows.starts[:-1]
     left = np.where(fits, denominator * rows.gains - price * np.minimum(rows.sizes, capacity),
                     -LOSS_NUM_MAX)
     most = np.maximum.reduceat(left, firsts)

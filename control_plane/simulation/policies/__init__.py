@@ -1,7 +1,7 @@
 """The policies that a simulation compares, with the published and measured source of each constant.
 
 Read `policy` first, then `unicron`, then the others. A policy supplies `decide`; the fold and the
-transitions are the same for all policies.
+transitions are the same for all policies. docs/guides/simulate.md says what each one does.
 """
 
 from __future__ import annotations

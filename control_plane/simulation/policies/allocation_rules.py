@@ -7,13 +7,10 @@ from .policy import Policy
 from .unicron import POLICY as UNICRON
 
 EQUALLY = Policy(
-    what="the same number of slots to each task, healed in memory",
     heals=True, escalates=True, costs=UNICRON.costs, decides=lambda _, __: sharing(lambda _: 1.0))
 BY_WEIGHT = Policy(
-    what="slots in proportion to the weights, healed in memory",
     heals=True, escalates=True, costs=UNICRON.costs,
     decides=lambda _, __: sharing(lambda demand: demand.weight))
 BY_SIZE = Policy(
-    what="slots in proportion to the models' sizes, healed in memory",
     heals=True, escalates=True, costs=UNICRON.costs, by_params=True,
     decides=lambda _, params: sharing(lambda demand: params[demand.name]))

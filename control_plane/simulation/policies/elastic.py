@@ -35,7 +35,6 @@ from .policy import Costs, Policy
 from .restarting import START_S
 
 SHRINK = Policy(
-    what="the failed job continues smaller, until its nodes are back",
     heals=True, decides=lambda _, __: following(shrunk),
     costs=Costs(
         # Of the 0.53 s until the next step, 0.5 s is the limit of the heartbeat.
@@ -48,15 +47,12 @@ _RESILIENT = Costs(
     detect_iterations={s.NCCL_TIMEOUT: 3.0, s.LINK_FLAPPING: 3.0, s.TASK_HANG: 3.0},
     start_s=START_S, checkpoint_s=1800.0)
 OOBLECK = Policy(
-    what="pipeline templates are instantiated again on the nodes left",
     heals=True, decides=lambda _, __: following(shrunk),
     costs=replace(_RESILIENT, regroup_s=10.0, speed=0.32))
 BAMBOO = Policy(
-    what="redundant stages take over, then the pipelines are rebalanced",
     heals=True, decides=lambda _, __: following(shrunk),
     costs=replace(_RESILIENT, regroup_s=450.0, speed=0.26))
 VARUNA = Policy(
-    what="the job restarts from a checkpoint, on the nodes left",
     heals=False, decides=lambda _, __: following(shrunk),
     # A checkpoint every ten iterations. The 120 s that it takes are part of Varuna's speed.
     costs=replace(_RESILIENT, start_s=701.0, checkpoint_s=100.0, speed=0.25))

@@ -41,13 +41,10 @@ class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Policy(Struct, frozen=True, kw_only=True):
     """`heals`: after a fault the surviving members keep their state; if not, all processes of the
     task restart. `escalates`: the limits can quarantine a node and fail a task. `decides` makes the
-    `decide` of a run from its costs and, if `by_params`, the model size of each task.
-    `decides_unexplained` is the same `decide` without explanations, for a run that keeps no log."""
+    `decide` of a run from its costs and, if `by_params`, the model size of each task."""
 
-    what: str
     heals: bool
     escalates: bool = False
     decides: Callable[[Costs, Mapping[str, float]], Decide]
-    decides_unexplained: Decide | None = None
     costs: Costs
     by_params: bool = False

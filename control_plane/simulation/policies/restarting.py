@@ -42,28 +42,23 @@ _SILENT = dict.fromkeys((s.OTHER_NETWORK, s.NCCL_TIMEOUT, s.LINK_FLAPPING, s.TAS
 """No process reports these before the timeout of the collective."""
 
 MEGATRON = Policy(
-    what="restart from the checkpoint, once the node is back",
     heals=False, decides=lambda _, __: following(kept),
     costs=Costs(
         detect_s={s.LOST_CONNECTION: NODE_S, s.EXITED_ABNORMALLY: EXIT_S, **_SILENT},
         detect_other_s=RAISED_S, start_s=START_S, checkpoint_s=1800.0))
 MEGATRON_SPARES = Policy(
-    what="a spare node takes over; the job restarts from the checkpoint",
     heals=False, decides=lambda costs, _: following(moved, costs.num_spares),
     costs=replace(MEGATRON.costs, num_spares=1))
 REQUEUE = Policy(
-    what="Slurm requeues the whole job, on free nodes of its size",
     heals=False, decides=lambda _, __: following(moved),
     # The job's processes run under torchrun, which ends the job when one of them ends.
     costs=replace(MEGATRON.costs, detect_s={**MEGATRON.costs.detect_s, s.LOST_CONNECTION: 300.0},
                   start_s=30.0 + 454.0 + START_S))
 KUBERNETES = Policy(
-    what="Kubernetes evicts the pods and starts the whole job again",
     heals=False, decides=lambda _, __: following(moved),
     costs=replace(MEGATRON.costs, detect_s={s.LOST_CONNECTION: 40.0 + 300.0, **_SILENT},
                   detect_other_s=10.0))
 SPARES = Policy(
-    what="a spare node takes over; the job restarts in its processes",
     heals=False, decides=lambda costs, _: following(moved, costs.num_spares),
     costs=Costs(
         # NVRx noticed SIGSTOP 1.85 s later than SIGKILL. A lost node is noticed as by torchrun.

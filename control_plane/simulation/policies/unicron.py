@@ -2,43 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ....events.records import statuses as s
-from ....events.records.decisions import PlanChosen
-from ....events.records.envelope import Record
-from ....events.records.types import Body
 from ...decide import decide
-from ...planner import explain, hot_spare, planner, straggler_cost
-from ...planner.problem import allocation
-from ...planner.problem_of_state import planning_snapshot
-from ...state.cluster import ClusterState
 from .policy import Costs, Policy
 
-
-def decide_unexplained(state: ClusterState, record: Record) -> Iterator[Body]:
-    """As `decide`, but a plan's record lacks what nothing but a reader of the log needs."""
-    yield from decide.decisions(state, record, _plan)
-    for name in list(state.to_price):
-        yield straggler_cost.node_cost(state, name)
-
-
-def _plan(state: ClusterState) -> Iterator[Body]:
-    snapshot = planning_snapshot(state)
-    problem = snapshot.problem
-    plan = hot_spare.with_hot_spare(problem).plan if problem.spare_slots else (
-        planner.solve(problem))
-    yield PlanChosen(
-        trigger=state.replan, num_slots=problem.num_slots, waf=plan.waf, objective=plan.objective,
-        allocations=tuple(map(allocation, problem.demands, plan.slots)), alternatives=(),
-        kept=explain.kept(snapshot))
-    yield from decide.apply_plan(state, snapshot, plan.slots)
-
-
 POLICY = Policy(
-    what="replan the cluster by what it earns, heal in memory",
     heals=True, escalates=True, decides=lambda _, __: decide.decide,
-    decides_unexplained=decide_unexplained,
     costs=Costs(
         # docs/guides/bench-detection.md: medians of ten faults each on two cores. A hang, or a
         # collective in which others wait, is reported after three iterations and at least 1 s.

@@ -14,6 +14,7 @@ from bench.detection.faults import Trial
 from bench.recovery.job import NUM_RANKS, VICTIM_NUM
 from bench.recovery.trial import NotStarted
 from bench.recovery.unicron import Unicron
+from demo.stage import kill_node
 from unicron.cli.cluster import local_cluster
 from unicron.cli.cluster.client import Client, Interrupted, Refused, Unable, Unreachable, connect
 from unicron.cli.cluster.state_dir import StateDir
@@ -94,7 +95,7 @@ class Watched:
             return faults.inside(self.folder, self._made.task, VICTIM_NUM, case)
         if case == "agent_killed":
             at_s = time.time()
-            local_cluster.kill_node(StateDir(self._made.folder / "state"), node)
+            kill_node(StateDir(self._made.folder / "state"), node)
             return at_s
         return faults.by_signal(self._victim()["pid"], case)
 

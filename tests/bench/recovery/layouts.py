@@ -22,7 +22,7 @@ from bench.recovery.rounds import rows_of, train_twin, train_undisturbed
 from bench.recovery.rows import Row, row
 from bench.recovery.trial import NotStarted, Reference, Trial, strike
 from bench.recovery.unicron import Unicron
-from unicron.workers.training.reference import tolerance
+from reference import tolerance
 
 TWIN_NUM = 30
 """Iterations of the reference run for each fault: the maximum between two faults."""

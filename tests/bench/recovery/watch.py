@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from unicron.cli.demo.stage import Trace
+from demo.stage import Trace
 
 Line = dict[str, Any]
 LOOK_S = 0.002

@@ -132,11 +132,10 @@ def test_the_environment_of_a_rank(tmp_path: Path) -> None:
     assert (on_cpu["OMP_NUM_THREADS"], on_cpu["CUDA_VISIBLE_DEVICES"]) == ("1", "")
     assert "RANK" not in on_cpu
     assert environment(order, node, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
-    traced = msgspec.structs.replace(node, devices=("4", "5"), trace=True)
-    on_gpu = environment(order, traced, {})
+    with_gpus = msgspec.structs.replace(node, devices=("4", "5"))
+    on_gpu = environment(order, with_gpus, {})
     assert on_gpu["CUDA_VISIBLE_DEVICES"] == "5"
-    assert on_gpu["UNICRON_TRACE_DIR"] == str(tmp_path / "trace")
-    env = environment(msgspec.structs.replace(order, spec=python("pass")), traced, {})
+    env = environment(msgspec.structs.replace(order, spec=python("pass")), with_gpus, {})
     assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == ("3", "4", "1")
     assert "CUDA_VISIBLE_DEVICES" not in env, "a command selects its GPU by LOCAL_RANK"
 

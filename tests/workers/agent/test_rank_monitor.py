@@ -56,7 +56,6 @@ while True:
     pulse.begin(number, number, "usual")
     for _ in range(3):
         pulse.enter(str(number % 10) * 16, OWN_CODE)
-        pulse.micro_batch_done()
     pulse.finish()
 """
 SPIN = "import time\nend_s = time.monotonic() + 20\nwhile time.monotonic() < end_s: pass"
@@ -80,7 +79,6 @@ def test_a_mark_is_read_as_it_was_written(page: ProgressPage) -> None:
     assert page.done(0) == []
     pulse.mark("start", OUTSIDE_CODE)
     pulse.begin(3, 7, "boundary")
-    pulse.micro_batch_done()
     pulse.enter("stats")
     before_s = time.monotonic()
     time.sleep(0.02)
@@ -88,8 +86,7 @@ def test_a_mark_is_read_as_it_was_written(page: ProgressPage) -> None:
     mark = page.mark()
     assert mark is not None
     assert (mark.num, mark.generation, mark.iteration, mark.kind) == (4, 3, 7, "boundary")
-    assert (mark.what, mark.phase, mark.collective, mark.micro_batches) == (
-        "stats_done", OWN_CODE, 1, 1)
+    assert (mark.what, mark.phase, mark.collective) == ("stats_done", OWN_CODE, 1)
     assert mark.began_s <= before_s <= mark.at_s <= time.monotonic()
     assert 0.02 <= mark.waited_s <= mark.at_s - mark.began_s
     pulse.finish()
@@ -100,7 +97,7 @@ def test_a_mark_is_read_as_it_was_written(page: ProgressPage) -> None:
     pulse.begin(3, 8, "usual")
     mark = page.mark()
     assert mark is not None
-    assert (mark.collective, mark.micro_batches, mark.waited_s) == (0, 0, 0.0)
+    assert (mark.collective, mark.waited_s) == (0, 0.0)
 
 
 def test_every_event_name_fits_into_a_mark(page: ProgressPage) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 import stock_loop
 from launcher import fork
 from loop_driver import changed_example, drive_loop
@@ -16,7 +17,6 @@ from nursery import Nursery
 from rank_driver import Driver
 from struck import PP2DP2, TP2DP2, Case, strike
 from unicron.events.spec.model import Axes
-from unicron.workers.training import reference
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "experts.py"
 ITERATIONS, MICRO_BATCHES = 7, 8

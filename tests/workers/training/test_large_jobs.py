@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from nursery import Nursery
 from rank_driver import Driver
+from reference import compare
 from unicron.cli.files import job_file
 from unicron.control_plane.throughput.layout_choices import choices
 from unicron.control_plane.throughput.memory import in_gib, rank_parameters
 from unicron.control_plane.throughput.training_layouts import described, layout_of, layout_on
 from unicron.events.spec.job import Loop, parse
 from unicron.events.spec.model import Axes, MegatronModel
-from unicron.workers.training.reference import compare
 
 EXAMPLES = Path(__file__).parents[3] / "deploy" / "examples"
 JOBS = ("megatron-7b", "megatron-70b")

@@ -13,13 +13,13 @@ import msgspec
 import object_store
 import pytest
 from rank_driver import Drive, Twins
+from reference import read
 from unicron.events import object_storage
 from unicron.events.errors import UsageError
 from unicron.events.records.reports import CheckpointSaved, RankErrored, ReconfigureFailed
 from unicron.events.records.statuses import WRONG_INPUT
 from unicron.workers.agent.publish import PublishRefused, Superseded, publish
 from unicron.workers.training.checkpoint import checkpoint, folder
-from unicron.workers.training.reference import read
 
 ITERATIONS = 14
 

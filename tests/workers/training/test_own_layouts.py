@@ -12,9 +12,9 @@ import pytest
 from loop_driver import changed_example, drive_loop
 from nursery import Nursery
 from rank_driver import WAIT_S, Driver
+from reference import compare
 from struck import PP2DP2, TP2DP2, Case, strike
 from unicron.events.spec.model import Axes
-from unicron.workers.training.reference import compare
 
 ITERATIONS, MICRO_BATCHES, STRUCK = 6, 6, 2
 EVALUATED = 5

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from rank_driver import Drive, Twins
+from reference import read
 from unicron.events.records import reports as r
 from unicron.events.records.statuses import WRONG_INPUT
-from unicron.workers.training.reference import read
 
 ALL = [0, 1, 2, 3]
 ITERATIONS = 14

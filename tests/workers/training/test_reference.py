@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import reference
 from nursery import PATCH, Nursery
 from rank_driver import small_spec
 from rank_twin import TWIN_S, Twin
-from unicron.workers.training.reference import tolerance
 
 ITERATIONS_NUM = 14
 """The iterations of `small_spec`, whose twin other tests also use."""
@@ -20,7 +20,8 @@ import json, os, random, sys
 from pathlib import Path
 from unicron.events.spec.job import parse
 from unicron.workers.host import linux
-from unicron.workers.training import reference
+sys.path.insert(0, drivers)
+import reference
 forward = reference._forward
 def without(trainee, words, iterator, ddp):
     at = next(iterator)
@@ -47,7 +48,9 @@ def test_a_lost_micro_batch_is_detected_and_a_reordered_sum_is_not(
         lost: int | None, twin: Callable[..., Twin], tmp_path: Path, nursery: Nursery) -> None:
     right = twin(0.0)
     spec = msgspec.json.encode(small_spec(tmp_path / "out"))
-    program = f"spec, folder, lost = {spec!r}, {str(tmp_path)!r}, {lost}{LOST}"
+    drivers = str(Path(reference.__file__).parent)
+    program = (f"spec, folder, lost, drivers = {spec!r}, {str(tmp_path)!r}, {lost}, {drivers!r}"
+               f"{LOST}")
     log = tmp_path / "log"
     with log.open("wb") as output, open(os.devnull, "rb") as nothing:
         run = nursery.fork({**os.environ, "OMP_NUM_THREADS": "1", "UNICRON_RANK": "reference",
@@ -56,7 +59,8 @@ def test_a_lost_micro_batch_is_detected_and_a_reordered_sum_is_not(
     assert run.wait(TWIN_S) == 0, log.read_text()
     ours = right.difference(tmp_path / "final")
     others = [right.difference(right.path.parents[1] / str(order) / "final") for order in (1, 2)]
-    equal = {name: getattr(ours, name) <= tolerance([getattr(one, name) for one in others])
+    equal = {name: getattr(ours, name) <= reference.tolerance(
+                 [getattr(one, name) for one in others])
              for name in ("loss_rel", "param_rel", "optimizer_rel")}
     print(ours, others)
     assert all(equal.values()) if lost is None else not equal["optimizer_rel"], (ours, others)

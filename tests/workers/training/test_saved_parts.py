@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 import share_work
 import torch
 import worlds
@@ -18,7 +19,6 @@ from reshard_work import TRAIN, Layout
 from unicron.events.spec.job import Batch, Model, Optimizer, Train
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import num_positions
-from unicron.workers.training import reference
 from unicron.workers.training.checkpoint import checkpoint, share_files
 from unicron.workers.training.checkpoint.folder import folder_at
 from unicron.workers.training.checkpoint.stored_state import StoredState

@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import reference
 import torch
 from msgspec.structs import replace
 from unicron.control_plane.throughput.state_size import trained_bytes
 from unicron.events.errors import UsageError
 from unicron.events.records.reports import LossNotFinite, TaskProgressed
 from unicron.events.spec.job import DynamicLossScale, Model, Optimizer, Train
-from unicron.workers.training import reference
 from unicron.workers.training.checkpoint import checkpoint
 from unicron.workers.training.model import text_data, training_state
 from unicron.workers.training.model import trainee as model

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from reference import compare
 from unicron.events.errors import UsageError
 from unicron.events.spec.job import Batch, Model, Train
 from unicron.workers.training.checkpoint import checkpoint
@@ -16,7 +17,6 @@ from unicron.workers.training.model import trainee as model
 from unicron.workers.training.model.random_draws import seed_of
 from unicron.workers.training.model.text_data import END_CODE, Text, carries_loss, load
 from unicron.workers.training.process.history import History
-from unicron.workers.training.reference import compare
 from unicron.workers.training.step.optimizer_step import step
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")

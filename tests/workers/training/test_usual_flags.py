@@ -13,11 +13,11 @@ from loop_driver import changed_example, drive_loop, finish_as, flagged_example
 from matrix.scenes import newest
 from nursery import Nursery
 from rank_driver import Driver
+from reference import compare
 from struck import PP2DP2, TP2DP2, Case, strike
 from unicron.events.records.reports import LossNotFinite, RankFinished
 from unicron.events.records.types import MemoryCheckpoint
 from unicron.events.spec.model import Axes
-from unicron.workers.training.reference import compare
 
 ITERATIONS, MICRO_BATCHES, STRUCK = 6, 8, 3
 RELATIVE_MAX = 1e-5

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from rank_driver import TASK, Drive, Twins
+from reference import read
 from unicron.events.records.orders import Quiesce
 from unicron.events.records.reports import TaskProgressed
-from unicron.workers.training.reference import read
 
 STRUCK = 4
 """The iteration in which rank 1 dies. It has micro-batches 1 and 5."""

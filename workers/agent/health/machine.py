@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ....events.records.reports import CheckHealth
 from ...host import linux
+from ...host.memory_cgroups import folders_of, limit_and_free
 from . import limits
 from .debounce import Thresholds
 from .finding import Finding, Reading, worst
@@ -121,35 +122,12 @@ class Memory:
 
     def _of_container(self) -> float | None:
         """The free share (with page cache) of our container's limit; None without a limit."""
-        for limit, used, stat, cache in (
-                ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat",
-                 "total_inactive_file")):
-            for folder in self._folders("" if limit == "memory.max" else "memory"):
-                try:
-                    text = (folder / limit).read_text("ascii").strip()
-                    if text == "max" or int(text) >= 1 << 60:  # "no limit" in cgroup v1
-                        continue
-                    in_use = int((folder / used).read_text("ascii"))
-                    in_use -= _fields(folder / stat).get(cache, 0)
-                except OSError:
-                    continue
-                return 1.0 - in_use / max(int(text), 1)
+        for folders, is_v1 in folders_of(self._root / "proc/self", self._root / "sys/fs/cgroup"):
+            for folder in (folders[0], folders[-1]):
+                found = limit_and_free(folder, ("inactive_file",), is_v1=is_v1)
+                if found is not None and found[0] < 1 << 60:  # "no limit" in cgroup v1
+                    return found[1] / max(found[0], 1)
         return None
-
-    def _folders(self, controller: str) -> list[Path]:
-        """The folders that may be our cgroup's, on the machine and inside a container."""
-        top = self._root / "sys/fs/cgroup" / controller
-        folders = [top]
-        try:
-            lines = (self._root / "proc/self/cgroup").read_text("utf-8").splitlines()
-        except OSError:
-            return folders
-        for line in lines:
-            _, controllers, path = line.split(":", 2)
-            if controllers == controller and path != "/":
-                folders.insert(0, top / path.lstrip("/"))
-        return folders
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -102,7 +102,7 @@ class OutputMonitor:
         if in_s > limit_s / 3 and self._before is None:
             self._busy_pid = _innermost(self._pid)
             self._before = process_state.look(self._busy_pid)
-        if in_s - self._starved_s() <= limit_s:
+        if in_s - process_state.starved_s(self._busy_pid, self._before) <= limit_s:
             return None
         if is_paused() and in_s <= self.limit_s(is_paused=True):
             return None
@@ -111,11 +111,6 @@ class OutputMonitor:
             **self._ids, generation=0, iteration=line.iteration, where="own", what=WHAT,
             collective=0, in_s=in_s, normal_s=self._monitor.average_s or line.step_s,
             stack=process_state.describe(self._busy_pid, self._before), silent_peers=())
-
-    def _starved_s(self) -> float:
-        """How long the process waited for a core since it became late."""
-        now = process_state.look(self._busy_pid) if self._before is not None else None
-        return now.starved_s - self._before.starved_s if now and self._before else 0.0
 
 
 def _innermost(pid: int) -> int:

@@ -40,6 +40,12 @@ def look(pid: int) -> ProcessState | None:
     return ProcessState(time.monotonic(), fields[0], cpu_s, cpu_wait_s(pid))
 
 
+def starved_s(pid: int, before: ProcessState | None) -> float:
+    """How long the process has waited for a core since `before`; 0 if unknown."""
+    now = look(pid) if before is not None else None
+    return now.starved_s - before.starved_s if now and before else 0.0
+
+
 def describe(pid: int, before: ProcessState | None) -> str:
     """Describe in words what the process does, its CPU use since `before`; "" if unknown."""
     now = look(pid)

@@ -149,7 +149,7 @@ class RankMonitor:
         if self._stalled is None and in_s > limit_s / 3 and self._before is None:
             self._before = process_state.look(self.pid)
         if self._stalled is None and in_s > limit_s and (
-                in_s - self._starved_s(self._before) > limit_s):
+                in_s - process_state.starved_s(self.pid, self._before) > limit_s):
             self._stalled = mark
             return [RankStalled(**self._ids, generation=mark.generation, iteration=mark.iteration,
                                 where="collective" if mark.phase == COLLECTIVE_CODE else "own",
@@ -158,11 +158,6 @@ class RankMonitor:
                                 stack=process_state.describe(self.pid, self._before),
                                 silent_peers=silent_peers(self.pid))]
         return self._check_slow(now_s, mark, limit_s) if in_s < limit_s / 3 else []
-
-    def _starved_s(self, before: process_state.ProcessState | None) -> float:
-        """How long the process waited for a core since `before`."""
-        now = process_state.look(self.pid) if before is not None else None
-        return now.starved_s - before.starved_s if now and before else 0.0
 
     def _check_slow(self, now_s: float, mark: Mark, limit_s: float) -> list[Body]:
         """Report an iteration whose own work takes too long although the rank passes marks. A rank
@@ -176,7 +171,7 @@ class RankMonitor:
         if own_s <= least_s:
             return []
         if again:
-            own_s -= self._starved_s(self._slow_look)
+            own_s -= process_state.starved_s(self.pid, self._slow_look)
             if own_s <= least_s:
                 return []
         else:

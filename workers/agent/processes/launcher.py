@@ -43,7 +43,6 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     state_dir: Path
     labels: Labels = Labels()
     devices: tuple[str, ...] = ()
-    trace: bool = False
     rank_argv: tuple[str, ...] = RANK_ARGV
     redact: tuple[str, ...] = REDACT
     """Policy.redact: names of variables whose values must not enter the log."""
@@ -184,8 +183,6 @@ def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]
             "UNICRON_RANK": str(order.rank), "UNICRON_ATTEMPT": str(order.attempt)}
     if node.run_as:
         env |= {"HOME": node.run_as.home, "USER": node.run_as.name, "LOGNAME": node.run_as.name}
-    if node.trace:
-        env.setdefault("UNICRON_TRACE_DIR", str(node.state_dir / "trace"))
     if order.spec.command:
         env |= {"RANK": str(order.rank), "WORLD_SIZE": str(order.num_seats),
                 "LOCAL_RANK": str(order.slot.index), "MASTER_ADDR": order.host,

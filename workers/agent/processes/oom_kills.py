@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
+
+from ...host.memory_cgroups import CGROUPS, folders_of
 
 RECENT_S_MAX = 30.0
 """A kill explains an exit that is seen at most this much later. The kernel counts the kill before
@@ -49,47 +50,32 @@ class MemoryCgroup:
 class Kills:
     """The memory cgroups of the monitored processes. Times are of any clock that never goes back.
 
-    Source for `proc`: proc(5). Source for `cgroups`: `oom_kill` of memory.events and
-    memory.oom_control in the kernel's "Control Group v2" and "Memory Resource Controller" (v1).
+    Source: `oom_kill` of memory.events and memory.oom_control (workers/host/memory_cgroups.py).
     """
 
-    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> None:
         self._proc, self._cgroups = proc, cgroups
         self._groups = weakref.WeakValueDictionary[Path, MemoryCgroup]()
 
     def group(self, pid: int) -> MemoryCgroup | None:
         """The cgroup of a process, monitored while the caller holds it; None: it has none."""
-        for file in _files(self._proc, self._cgroups, pid):
-            known = self._groups.get(file)
-            if known is not None:
-                return known
-            count = _read(file)
-            if count is not None:
-                made = MemoryCgroup(file, count)
-                self._groups[file] = made
-                return made
+        for folders, is_v1 in folders_of(self._proc / str(pid), self._cgroups):
+            for folder in (folders[0], folders[-1]):
+                file = folder / ("memory.oom_control" if is_v1 else "memory.events")
+                known = self._groups.get(file)
+                if known is not None:
+                    return known
+                count = _read(file)
+                if count is not None:
+                    made = MemoryCgroup(file, count)
+                    self._groups[file] = made
+                    return made
         return None
 
     def look(self, now_s: float) -> None:
         """Read all counts and record the time of new kills: about 20 us a cgroup (measured)."""
         for group in list(self._groups.values()):
             group.look(now_s)
-
-
-def _files(proc: Path, cgroups: Path, pid: int) -> Iterator[Path]:
-    """Yield the files that may have the count. In a container the path may be the host's. Then the
-    file in the root of `cgroups` is correct."""
-    try:
-        lines = (proc / str(pid) / "cgroup").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if "memory" in controllers.split(","):
-            root = cgroups / "memory"
-            yield from (folder / "memory.oom_control" for folder in (root / path[1:], root))
-        elif not controllers:
-            yield from (folder / "memory.events" for folder in (cgroups / path[1:], cgroups))
 
 
 def _read(file: Path) -> int | None:

@@ -37,7 +37,6 @@ _log = structlog.get_logger("agent")
 class Zygote:
     """Forks ranks for one agent; `close` ends it. `UNICRON_ZYGOTE=0` in `env` disables it.
 
-
     It runs as the agent's user, and its ranks as the user `run_as`: a rank that had the zygote's
     rights could send to the agent in its place."""
 

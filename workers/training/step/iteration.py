@@ -272,8 +272,6 @@ class Iteration:
             self.trainee.is_gathered = self.trainee.is_gathered or found.num_done > 0
             self.losses.extend(found.losses)
             self.done.extend(unit[:found.num_done])
-            for _ in range(found.num_done):
-                self.marks.pulse.micro_batch_done()
             if found.num_done < len(unit):
                 return "quiesced"
         return None

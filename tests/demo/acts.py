@@ -9,15 +9,15 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from unicron.cli.cluster import processes
+from unicron.cli.cluster.local_cluster import CONTROL_PLANE, agent_name
+from unicron.cli.cluster.state_dir import shown
+from unicron.cli.commands.request_outcome import hidden
+from unicron.cli.terminal.format import Plain, lost_in_words, ms, ranks, rfc3339, scaled, span
+from unicron.events.spec.job import JobSpec, Train
 
-from ...events.spec.job import JobSpec, Train
-from ..cluster import local_cluster, processes
-from ..cluster.local_cluster import CONTROL_PLANE, agent_name
-from ..cluster.state_dir import shown
-from ..commands.request_outcome import hidden
-from ..terminal.format import Plain, lost_in_words, ms, ranks, rfc3339, scaled, span
 from . import proof
-from .stage import BrokenError, Stage, is_running
+from .stage import BrokenError, Stage, is_running, kill_node
 
 NODE = "n2"
 VICTIM_NUM = 2
@@ -329,7 +329,7 @@ def lose_node(stage: Stage, faulted: Player, other: Player) -> None:
     agent = stage.process(agent_name(NODE))
     seq = stage.history.seq
     at_s = time.time()
-    local_cluster.kill_node(stage.cluster.state, NODE)
+    kill_node(stage.cluster.state, NODE)
     stage.count_kill()
     stage.say(f"FAULT {stage.num_kills}",
               f"kill -9 of {NODE}: its agent {agent.pid}, {faulted.name}'s {ranks(gone)} "

@@ -1,28 +1,19 @@
-"""`unicron simulate paper`: the paper's evaluation with our constants, beside its own results."""
+"""The runs of the paper's evaluation, as rows and as tables beside the paper's own results."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ...control_plane.planner import planner
-from ...control_plane.simulation import paper_evaluation
-from ...control_plane.simulation.accounting import LOSSES
-from ...control_plane.simulation.paper_evaluation import (
-    OURS,
-    REPORTED,
-    RULES,
-    THEIRS,
-    EvaluationRun,
-    PauseEstimate,
-)
-from ...control_plane.simulation.policies import POLICIES
-from ..terminal import console
-from ..terminal.format import command, count, labelled, number_of, scaled, span, table
-from .compare import HEADS, RunResult, RunSpec, play
+from bench.paper import evaluation
+from bench.paper.evaluation import OURS, REPORTED, RULES, THEIRS, EvaluationRun, PauseEstimate
+from unicron.cli.simulate.compare import HEADS, RunResult, RunSpec, play
+from unicron.cli.terminal.format import count, labelled, number_of, scaled, span, table
+from unicron.control_plane.planner import planner
+from unicron.control_plane.simulation.accounting import LOSSES
+from unicron.control_plane.simulation.policies import POLICIES
 
 PLAN_ROUNDS_NUM = 5
 Row = dict[str, Any]
@@ -42,36 +33,21 @@ class Evaluation(NamedTuple):
     took_s: float
 
 
-def paper(*, seeds: int, report: Path | None, as_json: bool) -> None:
-    """`unicron simulate paper`: run, print, and write the report. Raises UsageError."""
-    if report is not None:
-        from .paper_report import folder
-
-        folder(report)
-    found = evaluate(seeds)
-    rows = rows_of(found)
-    if report is not None:
-        from .paper_report import write
-
-        write(report, found, rows)
-    console.show(rows, screen(found, rows, report), as_json=as_json)
-
-
 def evaluate(seeds: int) -> Evaluation:
     """Run the whole evaluation."""
     began_s = time.perf_counter()
-    parts = [*paper_evaluation.all_policies(seeds), *paper_evaluation.sensitivity(),
-             *paper_evaluation.allocation_cases()]
+    parts = [*evaluation.all_policies(seeds), *evaluation.sensitivity(),
+             *evaluation.allocation_cases()]
     keys = [(part.case, part.system, part.seed, part.changed) for part in parts]
     played = play([RunSpec(part.policy, part.run_input) for part in parts])
-    growth = [(paper_evaluation.growth(gpus), _plan_s(gpus)) for gpus in paper_evaluation.GPUS_NUMS]
+    growth = [(evaluation.growth(gpus), _plan_s(gpus)) for gpus in evaluation.GPUS_NUMS]
     return Evaluation(dict(zip(keys, parts, strict=True)), dict(zip(keys, played, strict=True)),
                       growth, seeds, time.perf_counter() - began_s)
 
 
 def _plan_s(gpus: int) -> float:
     """The median time to plan after a node loss, on this machine."""
-    problem, lengths_s = paper_evaluation.planning_problem(gpus), list[float]()
+    problem, lengths_s = evaluation.planning_problem(gpus), list[float]()
     for _ in range(PLAN_ROUNDS_NUM):
         began_s = time.perf_counter()
         planner.choose_plan(problem)
@@ -102,7 +78,7 @@ def ratios(found: Evaluation, case: str, system: str) -> list[float]:
 
 
 def _of_traces(found: Evaluation) -> Iterator[Row]:
-    for case in paper_evaluation.TRACES:
+    for case in evaluation.TRACES:
         for system in POLICIES:
             every = [found.played[case, system, seed, ""].outcome.earnings
                      for seed in range(1, found.seeds + 1)]
@@ -118,7 +94,7 @@ def _of_traces(found: Evaluation) -> Iterator[Row]:
 
 
 def _of_cases(found: Evaluation) -> Iterator[Row]:
-    for number in paper_evaluation.CASES:
+    for number in evaluation.CASES:
         case = f"case-{number}"
         for system in (OURS, *RULES):
             mine = found.played[case, system, 0, ""].outcome.earnings
@@ -128,8 +104,8 @@ def _of_cases(found: Evaluation) -> Iterator[Row]:
 
 
 def _of_changes(found: Evaluation) -> Iterator[Row]:
-    for change in paper_evaluation.SENSITIVITY:
-        for case in paper_evaluation.TRACES:
+    for change in evaluation.SENSITIVITY:
+        for case in evaluation.TRACES:
             for system in change.systems[1:]:
                 yield row(f"{case}: {change.what}", system, "waf_ratio", "Unicron over it", [
                     _flop(found, case, OURS, 1, change.what)
@@ -146,24 +122,22 @@ def _of_growth(found: Evaluation) -> Iterator[Row]:
 
 
 # --- as text ----------------------------------------------------------------------------------
-def screen(found: Evaluation, rows: list[Row], report: Path | None) -> list[str]:
-    """The page, at most 100 columns."""
+def screen(found: Evaluation, rows: list[Row]) -> list[str]:
+    """All tables, as text."""
     value = {(one["case"], one["system"], one["metric"]): one for one in rows}
     lines = [f"the paper's evaluation: 16 nodes of 8 A800, six GPT-3 tasks (case 5); "
              f"{number_of(found.seeds, 'seed')}; computed in {span(found.took_s)}", ""]
-    for case in paper_evaluation.TRACES:
+    for case in evaluation.TRACES:
         lines += [*_trace_table(found, case, value), ""]
     lines += [*_cases_table(value), "", *_change_table(found, value), "", *_growth_table(found), ""]
-    lines += labelled("unknown", "the paper does not say which nodes fail when, how long the "
-                      "repairs of trace-b take, and the batch sizes. The speeds of Oobleck, Bamboo "
-                      "and Varuna are derived from the paper's ratios (docs/guides/paper.md)")
-    then = f"open {report / 'report.html'}" if report is not None else (
-        "unicron simulate paper -o json")
-    return [*lines, *labelled("next", command(then))]
+    return [*lines, *labelled("unknown", "the paper does not say which nodes fail when, how long "
+                              "the repairs of trace-b take, and the batch sizes. The speeds of "
+                              "Oobleck, Bamboo and Varuna are derived from the paper's ratios "
+                              "(docs/guides/paper.md)")]
 
 
 def _trace_table(found: Evaluation, case: str, value: Values) -> list[str]:
-    trace = paper_evaluation.TRACES[case]
+    trace = evaluation.TRACES[case]
     head = (case.upper(), "EARNED", "OF FULL", "UNICRON IS", "PAPER",
             *(HEADS[what] for what in LOSSES))
     faults = f"{trace.num_sev1} SEV1 and {trace.num_others} other faults in {span(trace.horizon_s)}"
@@ -195,22 +169,22 @@ def case_rows(value: Values) -> list[list[str]]:
     """What Unicron's plan earns in each case, and its ratio over each allocation rule."""
     return [[case, scaled(value[case, OURS, "waf"]["value"], "FLOP/s"),
              *(f"{value[case, rule, 'waf_ratio']['value']:.3f} x" for rule in RULES)]
-            for case in (f"case-{number}" for number in paper_evaluation.CASES)]
+            for case in (f"case-{number}" for number in evaluation.CASES)]
 
 
 def _change_table(found: Evaluation, value: Values) -> list[str]:
-    head = ("IF", "UNICRON OVER", *(name.upper() for name in paper_evaluation.TRACES))
+    head = ("IF", "UNICRON OVER", *(name.upper() for name in evaluation.TRACES))
     return [*table(head, change_rows(found, value), right=(2, 3)), "computed with the first seed"]
 
 
 def change_rows(found: Evaluation, value: Values) -> list[list[str]]:
     """The ratios with the first seed: without a change, then with each change of the constants."""
     rows = [["no change", THEIRS, *(f"{ratios(found, case, THEIRS)[0]:.3f} x"
-                                    for case in paper_evaluation.TRACES)]]
-    for change in paper_evaluation.SENSITIVITY:
+                                    for case in evaluation.TRACES)]]
+    for change in evaluation.SENSITIVITY:
         for system in change.systems[1:]:
             cells = [f"{value[f'{case}: {change.what}', system, 'waf_ratio']['value']:.3f} x"
-                     for case in paper_evaluation.TRACES]
+                     for case in evaluation.TRACES]
             rows.append([change.what, system, *cells])
     return rows
 

@@ -18,10 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import reference
 from msgspec import Struct
+from reference import (
+    NOISE_TIMES_MAX,
+    ROUNDING_RATIO,
+    state_folder,
+    tolerance,
+)
+from unicron.cli.terminal.format import Plain, span, table
 
-from ...workers.training.reference import NOISE_TIMES_MAX, ROUNDING_RATIO, state_folder, tolerance
-from ..terminal.format import Plain, span, table
 from .acts import Player
 from .stage import BrokenError, Stage
 
@@ -158,8 +164,8 @@ class ReferenceRuns:
                 with ((self._folder / f"{job.name}.jsonl").open("wb") as out,
                       (self._folder / f"{job.name}.log").open("wb") as log):
                     job.process = subprocess.Popen(
-                        [sys.executable, "-P", "-m", "unicron.workers.training.reference",
-                         *job.arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=log,
+                        [sys.executable, "-P", reference.__file__, *job.arguments],
+                        stdin=subprocess.DEVNULL, stdout=out, stderr=log,
                         env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     def _lines(self, name: str) -> list[Plain]:

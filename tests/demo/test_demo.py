@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import reference
+from demo import acts, main, proof, twins
+from demo.stage import BrokenError, Stage
 from msgspec import to_builtins
 from two_tasks import gives, plain
-from unicron.cli.demo import acts, demo, proof, twins
-from unicron.cli.demo.stage import BrokenError, Stage
 from unicron.cli.terminal import format as figures
 from unicron.control_plane.history.history import history, waf
 from unicron.control_plane.history.transitions import Transition as Moved
@@ -23,13 +25,12 @@ from unicron.control_plane.throughput import table
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.log import archive
 from unicron.events.records import codec
-from unicron.workers.training import reference
 
 PLAIN = [codec.to_plain(record) for record in
          archive.read(Path(__file__).parents[1] / "data" / "demo.jsonl")]
 """One task on four ranks; rank 2 is killed and replaced."""
 NAN = float("nan")
-ALPHA, BETA, GAMMA = (demo._player(name, 150) for name in demo.NUM_SLOTS)
+ALPHA, BETA, GAMMA = (main._player(name, 150) for name in main.NUM_SLOTS)
 
 
 def plan(num_slots: int, *now: int, faulted: bool = False) -> planner.Choice:
@@ -44,6 +45,19 @@ def plan(num_slots: int, *now: int, faulted: bool = False) -> planner.Choice:
             wafs=tuple(player.spec.weight * rate for _, rate in found)))
     return planner.choose_plan(PlanProblem(demands=tuple(wishes), num_slots=num_slots,
                                     mtbf_gpu_s=7.2e6, gain_min=0.005))
+
+
+def test_a_folder_of_another_program_is_refused(tmp_path):
+    kept = tmp_path / "build" / "demo" / "thesis.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+    tests = Path(__file__).parents[1]
+    ran = subprocess.run([sys.executable, "-P", "-m", "demo.main"], cwd=tmp_path, text=True,
+                         capture_output=True, check=False, timeout=120,
+                         env={**os.environ, "PYTHONPATH": f"{tests}:{tests / 'drivers'}"})
+    assert ran.returncode == 2
+    assert "exists and is not a demo's" in ran.stderr
+    assert kept.read_text() == "mine"
 
 
 def test_the_demo_tasks_get_the_expected_plans():

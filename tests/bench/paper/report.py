@@ -1,29 +1,18 @@
-"""The report of `unicron simulate paper`: one HTML page, and each chart as SVG and PNG."""
+"""The report of `make bench-paper`: one HTML page, and each chart as SVG and PNG."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from unicron import __version__
-
-from ...control_plane.incidents.severity import TABLE
-from ...control_plane.simulation import paper_evaluation
-from ...control_plane.simulation.accounting import LOSSES
-from ...control_plane.simulation.paper_evaluation import OURS, REPORTED, RULES, THEIRS
-from ...control_plane.simulation.policies import POLICIES
-from ...control_plane.simulation.run import Outcome
-from ...control_plane.simulation.trace.external_event import ExternalEvent
-from ...events.errors import UsageError
-from ..terminal.format import number_of
-from .charts import COLOURS, INK, MUTED, OURS_COLOUR, Picture, svg
-from .paper_tables import (
+import yaml
+from bench.paper import evaluation
+from bench.paper.evaluation import OURS, REPORTED, RULES, THEIRS
+from bench.paper.page import page, pictured, section, table
+from bench.paper.tables import (
     Evaluation,
     Row,
     Values,
@@ -32,6 +21,16 @@ from .paper_tables import (
     growth_rows,
     trace_rows,
 )
+from msgspec.structs import replace
+from unicron import __version__
+from unicron.cli.simulate.charts import COLOURS, INK, MUTED, OURS_COLOUR, Picture
+from unicron.cli.terminal.format import number_of
+from unicron.control_plane.incidents.severity import TABLE
+from unicron.control_plane.simulation.accounting import LOSSES
+from unicron.control_plane.simulation.policies import POLICIES
+from unicron.control_plane.simulation.run import Outcome
+from unicron.control_plane.simulation.trace import trace_file
+from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 
 # --- charts -------------------------------------------------------------------------------------
 
@@ -49,7 +48,7 @@ REQUEUE_S = ((2_048, 454.0), (4_096, 545.0), (8_192, 635.0), (16_384, 768.0))
 def of_ratios(found: Evaluation, value: Values) -> Picture:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        for number, case in enumerate(paper_evaluation.TRACES):
+        for number, case in enumerate(evaluation.TRACES):
             places = [-at + 0.2 - 0.4 * number for at in range(len(OTHERS))]
             rows = [value[case, name, "waf_ratio"] for name in OTHERS]
             axes.barh(places, [row["value"] - 1 for row in rows], left=1, height=0.36,
@@ -80,8 +79,8 @@ def of_ratios(found: Evaluation, value: Values) -> Picture:
 def of_time(found: Evaluation) -> Picture:
     def draw(figure: Any) -> None:
         every = figure.subplots(2, 1)
-        for axes, case in zip(every, paper_evaluation.TRACES, strict=True):
-            full, horizon_s = 0.0, paper_evaluation.TRACES[case].horizon_s
+        for axes, case in zip(every, evaluation.TRACES, strict=True):
+            full, horizon_s = 0.0, evaluation.TRACES[case].horizon_s
             edges_d = [horizon_s / DAY_S * at / PARTS_NUM for at in range(PARTS_NUM + 1)]
             for number, name in enumerate(OVER_TIME):
                 means = _means(found.played[case, name, 1, ""].outcome, horizon_s)
@@ -131,7 +130,7 @@ def of_losses(value: Values) -> Picture:
     def draw(figure: Any) -> None:
         names = (OURS, *(name for name in OTHERS if name not in RULES))
         every = figure.subplots(1, 2, sharex=True, sharey=True)
-        for axes, case in zip(every, paper_evaluation.TRACES, strict=True):
+        for axes, case in zip(every, evaluation.TRACES, strict=True):
             left = [0.0] * len(names)
             for number, what in enumerate(LOSSES):
                 parts = [100 * value[case, name, f"lost_{what}"]["value"] for name in names]
@@ -155,13 +154,13 @@ def of_cases(value: Values) -> Picture:
     def draw(figure: Any) -> None:
         axes, systems = figure.subplots(), (OURS, *RULES)
         for number, name in enumerate(systems):
-            axes.bar([case + 0.2 * (number - 1.5) for case in paper_evaluation.CASES],
+            axes.bar([case + 0.2 * (number - 1.5) for case in evaluation.CASES],
                      [value[f"case-{case}", name, "waf"]["value"] / 1e15
-                      for case in paper_evaluation.CASES],
+                      for case in evaluation.CASES],
                      width=0.18, label=name if number else "unicron",
                      color=COLOURS[number + 1] if number else OURS_COLOUR)
-        axes.set_xticks([*paper_evaluation.CASES],
-                        [f"case {case}" for case in paper_evaluation.CASES])
+        axes.set_xticks([*evaluation.CASES],
+                        [f"case {case}" for case in evaluation.CASES])
         axes.grid(axis="x", visible=False)
         axes.set_ylabel("WAF, PFLOP/s")
         axes.legend(ncols=len(systems), loc="upper left", bbox_to_anchor=(0, 1.12))
@@ -196,88 +195,24 @@ def of_growth(found: Evaluation) -> Picture:
                    "(under 5 s at 2,048 GPUs, under 30 s above 10,000). No part ran on GPUs.", draw)
 
 
-# --- one self-contained HTML page ---------------------------------------------------------------
-
-STYLE = """
-:root { --ink: #1c2733; --soft: #5b6875; --line: #dfe5ea; --ground: #f4f6f8; --card: #ffffff;
-  --ours: #0b7a75; }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--ground); color: var(--ink);
-  font: 15px/1.55 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
-main { max-width: 1040px; margin: 0 auto; padding: 40px 20px 80px; }
-h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; }
-h2 { font-size: 20px; margin: 0 0 4px; }
-p { margin: 0 0 12px; max-width: 78ch; }
-p.lead { color: var(--soft); font-size: 16px; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-  padding: 22px 24px; margin: 22px 0; overflow-x: auto; }
-.caption { color: var(--soft); font-size: 14px; }
-svg { width: 100%; height: auto; display: block; margin-top: 10px; }
-table { border-collapse: collapse; font-size: 13px; margin-top: 12px; width: 100%;
-  font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 7px; border-bottom: 1px solid var(--line); text-align: right;
-  white-space: nowrap; }
-th { color: var(--soft); font-weight: 600; }
-th:first-child, td:first-child { text-align: left; white-space: normal; }
-tr.ours td { font-weight: 600; color: var(--ours); }
-footer { color: var(--soft); font-size: 13px; }
-"""
-
-
-def folder(path: Path) -> None:
-    """Make the folder of a report before the runs start. Raises UsageError."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "--report names a folder") from None
-
-
-def page(title: str, lead: str, body: Sequence[str], foot: str) -> str:
-    """A whole page. `body` is HTML; the rest is text."""
-    return "\n".join([
-        "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", "</head>", "<body>", "<main>",
-        f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>', *body,
-        f"<footer>{escape(foot)}</footer>", "</main>", "</body>", "</html>", ""])
-
-
-def section(title: str, caption: str, *parts: str) -> str:
-    """A card with a title. `parts` are HTML."""
-    return (f'<section><h2>{escape(title)}</h2><p class="caption">{escape(caption)}</p>'
-            f"{''.join(parts)}</section>")
-
-
-def pictured(picture: Picture, folder: Path | None, *parts: str) -> str:
-    """A card with a chart, and below it more HTML."""
-    return section(picture.title, picture.caption, svg(picture, folder), *parts)
-
-
-def words(sentences: Sequence[str]) -> str:
-    """Each sentence as a paragraph."""
-    return "".join(f"<p>{escape(one)}</p>" for one in sentences)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], ours: str = "") -> str:
-    """A table; cells are text. The row that begins with `ours` is highlighted."""
-    lines = ["<table><tr>", *(f"<th>{escape(cell)}</th>" for cell in head), "</tr>"]
-    for row in rows:
-        lines.append('<tr class="ours">' if ours and row[0] == ours else "<tr>")
-        lines += [*(f"<td>{escape(cell)}</td>" for cell in row), "</tr>"]
-    return "".join([*lines, "</table>"])
-
-
+# --- the page -----------------------------------------------------------------------------------
 def write(folder: Path, found: Evaluation, rows: list[Row]) -> None:
-    """Write report.html, rows.json and the charts. Existing files are replaced."""
-    (folder / "rows.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    """Write report.html, the charts, and each trace of the first seed as a scenario."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.html").write_text(_page(folder, found, rows), encoding="utf-8")
+    for name, trace in evaluation.TRACES.items():
+        drawn = trace_file.written(evaluation.events(trace, 1))
+        (folder / f"{name}.csv").write_text("\n".join(drawn) + "\n", encoding="utf-8")
+        scenario = replace(evaluation.scenario(name, tuple(POLICIES)), trace=f"{name}.csv")
+        (folder / f"{name}.yaml").write_text(
+            yaml.safe_dump(msgspec.to_builtins(scenario), sort_keys=False), encoding="utf-8")
 
 
 def _page(folder: Path, found: Evaluation, rows: list[Row]) -> str:
     value = {(one["case"], one["system"], one["metric"]): one for one in rows}
     traces = [table([case, "earned", "of full", "Unicron over it", "paper",
                      *(f"{what}, %" for what in LOSSES)], trace_rows(case, value), ours=OURS)
-              for case in paper_evaluation.TRACES]
+              for case in evaluation.TRACES]
     return page(
         "What a cluster earns under faults", _lead(found), [
             f"<p>{_verdict(value, found.seeds)}</p>",
@@ -292,13 +227,13 @@ def _page(folder: Path, found: Evaluation, rows: list[Row]) -> str:
                  "NCCL (published)", "pause"], growth_rows(found))),
             section("How the conclusion depends on the constants",
                     "Each change alone, with the first seed.", table(
-                ["if", "Unicron is, over", *paper_evaluation.TRACES], change_rows(found, value))),
+                ["if", "Unicron is, over", *evaluation.TRACES], change_rows(found, value))),
             section("The constants", "In seconds. Unicron's are measured by this project's "
                     "benches, except start_s. For other policies each constant is the published "
                     "or the measured value, whichever favours the policy. Sources: "
                     "control_plane/simulation/policies/ and docs/guides/paper.md.",
                     table(*_constants(), ours=OURS)),
-        ], f"unicron {__version__}, unicron simulate paper --seeds {found.seeds}; our reading of "
+        ], f"unicron {__version__}, make bench-paper N={found.seeds}; our reading of "
         "arXiv 2401.00134, which leaves parts of the simulation open (docs/guides/paper.md).")
 
 
@@ -311,7 +246,7 @@ def _lead(found: Evaluation) -> str:
 
 def _verdict(value: Values, num_seeds: int) -> str:
     behind = [f"{name} on {case} ({value[case, name, 'waf_ratio']['least']:.3f} x)"
-              for case in paper_evaluation.TRACES for name in POLICIES
+              for case in evaluation.TRACES for name in POLICIES
               if name != OURS and value[case, name, "waf_ratio"]["least"] < 1]
     below = [f"{name} on {case} ({value[case, name, 'waf_ratio']['value']:.2f} x "
              f"for {reported:g} x)"
@@ -330,5 +265,5 @@ def _constants() -> tuple[list[str], list[list[str]]]:
     rows: list[list[str]] = []
     for name, policy in POLICIES.items():
         constants = msgspec.to_builtins(policy.costs)
-        rows.append([name, policy.what, *(f"{constants[key]:g}" for key in shown)])
-    return ["policy", "after a fault", *shown], rows
+        rows.append([name, *(f"{constants[key]:g}" for key in shown)])
+    return ["policy", *shown], rows

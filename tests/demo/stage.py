@@ -10,24 +10,25 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TypeVar
 
-from ...control_plane.history.history import History
-from ...events.errors import UnicronError, UsageError
-from ...events.log.embedded_server import start_time
-from ...events.records.codec import from_plain
-from ...events.spec.policy import Policy
-from ...workers.agent.agent import BEAT_S
-from ..cluster import local_cluster, processes
-from ..cluster.client import Client, Interrupted, Unable, Unreachable
-from ..cluster.local_cluster import CONTROL_PLANE, ClusterOptions, LocalCluster
-from ..cluster.processes import Process
-from ..cluster.state_dir import StateDir, shown
-from ..terminal import console
-from ..terminal.format import Plain, ms, span
+from unicron.cli.cluster import local_cluster, processes
+from unicron.cli.cluster.client import Client, Interrupted, Unable, Unreachable
+from unicron.cli.cluster.local_cluster import CONTROL_PLANE, ClusterOptions, LocalCluster
+from unicron.cli.cluster.processes import Process
+from unicron.cli.cluster.state_dir import StateDir, shown
+from unicron.cli.terminal import console
+from unicron.cli.terminal.format import Plain, ms, span
+from unicron.control_plane.history.history import History
+from unicron.events.errors import UnicronError, UsageError
+from unicron.events.log.embedded_server import start_time
+from unicron.events.records.codec import from_plain
+from unicron.events.spec.policy import Policy
+from unicron.workers.agent.agent import BEAT_S
 
 # --- The ranks' trace: every phase of every micro-batch. ---
 
@@ -81,6 +82,13 @@ class Trace:
 def is_running(pid: int) -> bool:
     """True if the process runs (a zombie does not)."""
     return start_time(pid) != ""
+
+
+def kill_node(state: StateDir, node: str) -> None:
+    """Kill the agent of a node and all its processes without a warning: a lost node."""
+    if (agent := processes.find(state, local_cluster.agent_name(node))) is not None:
+        processes.signal_to(agent, signal.SIGKILL)
+    local_cluster.kill_marked(state, f"{node}/")
 
 
 T = TypeVar("T")

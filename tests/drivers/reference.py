@@ -1,6 +1,6 @@
 """The reference run: a task trained undisturbed by a plain Megatron loop, in one process.
 
-`python -m unicron.workers.training.reference --spec FILE.json --out DIR [--iterations N]
+`python tests/drivers/reference.py --spec FILE.json --out DIR [--iterations N]
 [--order K] [--keep N ...]`, or `--compare CKPT ... --to CKPT ...`.
 
 It shares with a rank only the model, the data and the random draws. Everything that could hide an
@@ -29,14 +29,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 from msgspec.structs import replace
-
-from ...events.errors import UsageError
-from ...events.spec.job import Train, parse
-from ...events.spec.parallelism import Parallel
+from unicron.events.errors import UsageError
+from unicron.events.spec.job import Train, parse
+from unicron.events.spec.parallelism import Parallel
 
 if TYPE_CHECKING:
-    from .model.text_data import Text
-    from .model.trainee import TrainingModel
+    from unicron.workers.training.model.text_data import Text
+    from unicron.workers.training.model.trainee import TrainingModel
 
 
 NOISE_TIMES_MAX = 3
@@ -93,19 +92,17 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     """
     import torch
     import torch.distributed as dist
-
-    from .model import cpu_device
+    from unicron.workers.training.model import cpu_device
 
     with cpu_device.uncompiled():
         from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        from .checkpoint import checkpoint
-        from .dependencies import private_megatron
-        from .model import text_data
-        from .model import trainee as model
-        from .process.history import History
+        from unicron.workers.training.checkpoint import checkpoint
+        from unicron.workers.training.dependencies import private_megatron
+        from unicron.workers.training.model import text_data
+        from unicron.workers.training.model import trainee as model
+        from unicron.workers.training.process.history import History
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = cpu_device.prepare_device()
@@ -206,7 +203,7 @@ def _gap(mine: dict[str, Any], theirs: dict[str, Any], kind: str) -> float:
 
 def read(folder: Path | str) -> dict[str, Any]:
     """Read all tensors and numbers of a checkpoint (a folder or a URL). Needs no model."""
-    from .checkpoint.stored_state import StoredState
+    from unicron.workers.training.checkpoint.stored_state import StoredState
 
     stored = StoredState(str(folder))
     return {key: stored.tensor(key) if key in stored.kinds else stored.value(key)
@@ -227,7 +224,7 @@ def _most(values: Sequence[float]) -> float:
 
 def main() -> None:
     """Train if a spec is given, and compare checkpoints if some are named."""
-    parser = argparse.ArgumentParser(prog="unicron.workers.training.reference")
+    parser = argparse.ArgumentParser()
     parser.add_argument("--spec", type=Path, help="a job spec as JSON: train it")
     parser.add_argument("--out", type=Path, help="where the final state goes, in final/")
     parser.add_argument("--iterations", type=int, metavar="N", help="stop after so many")

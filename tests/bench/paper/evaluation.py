@@ -8,25 +8,28 @@ from random import Random
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
-
-from ...events.records.statuses import LOST_CONNECTION
-from ...events.spec.job import API_VERSION, Slots
-from ...events.spec.model import MegatronModel
-from ..incidents.severity import TABLE
-from ..planner.problem import PlanProblem, TaskDemand
-from ..throughput.layout_search import modelled
-from ..throughput.transition_cost import Transition
-from .policies import POLICIES
-from .policies.policy import Policy
-from .run import RunInput
-from .scenario import Cluster, Scenario, SimulatedTask, policy, run_input
-from .trace.external_event import ExternalEvent
-from .trace.generator import STUDIES
+from unicron.control_plane.incidents.severity import TABLE
+from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
+from unicron.control_plane.simulation.policies import POLICIES
+from unicron.control_plane.simulation.policies.policy import Policy
+from unicron.control_plane.simulation.run import RunInput
+from unicron.control_plane.simulation.scenario import (
+    Cluster,
+    Scenario,
+    SimulatedTask,
+    policy,
+    run_input,
+)
+from unicron.control_plane.simulation.trace.external_event import ExternalEvent
+from unicron.control_plane.simulation.trace.generator import STUDIES
+from unicron.control_plane.throughput.layout_search import modelled
+from unicron.control_plane.throughput.transition_cost import Transition
+from unicron.events.records.statuses import LOST_CONNECTION
+from unicron.events.spec.job import API_VERSION, Slots
+from unicron.events.spec.model import MegatronModel
 
 NODES_NUM, NODE_SLOTS_NUM = 16, 8
 DAY_S = 86400.0
-SEED = 1
-"""The seed of the trace that is named as in the paper."""
 
 
 def _gpt(layers: int, hidden: int, heads: int, batch: int) -> MegatronModel:

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from unicron.cli.simulate import compare
-from unicron.cli.simulate import paper_tables as command
+from bench.paper import evaluation, tables
+from bench.paper.report import write
+from msgspec.structs import replace
+from unicron.cli.simulate import capacity, compare
 from unicron.control_plane.incidents.severity import TABLE
-from unicron.control_plane.simulation import paper_evaluation
 from unicron.control_plane.simulation.policies import POLICIES
 from unicron.control_plane.simulation.run import Run
+from unicron.control_plane.simulation.trace.generator import DrawnTrace
 from unicron.events.records.statuses import CUDA_ERRORS, EXITED_ABNORMALLY, LOST_CONNECTION
 
 NUM_GPUS = 128
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(("name", "mtbf_gpu_h", "sev1_gpu_h"), [
     ("trace-a", 4_001, 17_203), ("trace-b", 203, 827)])
 def test_traces_have_the_papers_failure_rates(name: str, mtbf_gpu_h: int, sev1_gpu_h: int) -> None:
-    trace = paper_evaluation.TRACES[name]
+    trace = evaluation.TRACES[name]
     for seed in range(1, 6):
-        faults = [one for one in paper_evaluation.events(trace, seed) if one.event == "fault"]
+        faults = [one for one in evaluation.events(trace, seed) if one.event == "fault"]
         hard = [one for one in faults if TABLE[one.cause] == "SEV1"]
         assert (len(hard), len(faults) - len(hard)) == (trace.num_sev1, trace.num_others)
         gpu_h = NUM_GPUS * trace.horizon_s / 3600
         assert gpu_h / len(faults) == pytest.approx(mtbf_gpu_h, rel=0.001)
         assert gpu_h / len(hard) == pytest.approx(sev1_gpu_h, rel=0.001)
     assert (
-        paper_evaluation.events(trace, 1) == paper_evaluation.events(trace, 1)
-        != paper_evaluation.events(trace, 2))
+        evaluation.events(trace, 1) == evaluation.events(trace, 1)
+        != evaluation.events(trace, 2))
 
 
 def test_no_policy_notices_a_fault_later_than_torchrun_did_in_our_bench() -> None:
@@ -55,9 +56,9 @@ def test_no_policy_notices_a_fault_later_than_torchrun_did_in_our_bench() -> Non
 
 
 def test_absent_nodes_have_no_faults() -> None:
-    for trace in paper_evaluation.TRACES.values():
+    for trace in evaluation.TRACES.values():
         away: set[str] = set()
-        for one in paper_evaluation.events(trace, 3):
+        for one in evaluation.events(trace, 3):
             if one.event == "repaired":
                 away.remove(one.node)
                 continue
@@ -69,43 +70,45 @@ def test_absent_nodes_have_no_faults() -> None:
 def test_the_plan_is_the_best_of_all_allocations_in_each_case() -> None:
     """Compares with brute force over whole nodes, where each task has at least one node."""
     parts = [
-        part for part in paper_evaluation.allocation_cases() if part.system == paper_evaluation.OURS
+        part for part in evaluation.allocation_cases() if part.system == evaluation.OURS
     ]
     assert len(parts) == 5
     for part in parts:
         run = Run(part.run_input, part.policy)
         earned = run.play().earnings.total
-        best = [0.0] * (paper_evaluation.NODES_NUM + 1)
+        best = [0.0] * (evaluation.NODES_NUM + 1)
         for number, spec in enumerate(part.run_input.tasks):
             wafs = [0.0, *(spec.weight * max(rate for size, rate in spec.throughput.items()
                                              if size <= nodes)
-                           for nodes in range(1, paper_evaluation.NODES_NUM + 1))]
+                           for nodes in range(1, evaluation.NODES_NUM + 1))]
             best = [max((best[nodes - mine] + wafs[mine] for mine in range(1, nodes + 1)
                          if nodes - mine >= number), default=0.0)
-                    for nodes in range(paper_evaluation.NODES_NUM + 1)]
+                    for nodes in range(evaluation.NODES_NUM + 1)]
         # A plan moves healthy tasks only for a gain of at least half a per cent of the WAF.
         assert (1 - 0.005) * best[-1] <= earned <= best[-1] * (1 + 1e-12)
 
 
-def test_the_papers_traces_load_by_name() -> None:
-    scenario, stages = compare.load(Path("trace-b"))
-    assert [*stages] == [*POLICIES]
-    assert scenario.horizon_s == 7 * 86400
-    assert stages["unicron"].run_input.events == paper_evaluation.events(
-        paper_evaluation.TRACES["trace-b"], 1)
+def test_the_scenario_of_capacity_questions_is_case_5_at_the_rate_of_trace_a() -> None:
+    scenario, trace = compare.read(capacity.DEFAULT)[0], evaluation.TRACES["trace-a"]
+    assert isinstance(scenario.trace, DrawnTrace)
+    drawn = scenario.trace.drawn
+    assert replace(evaluation.scenario("trace-a", [*scenario.policies]), name=scenario.name,
+                   trace=scenario.trace) == scenario
+    assert [*(drawn.causes or {})] == [*evaluation.SEV1_SHARES, *evaluation.OTHER_SHARES]
+    assert drawn.causes == {**evaluation.SEV1_SHARES, **evaluation.OTHER_SHARES}
+    assert drawn.repair.uniform_s == trace.repair_s
+    assert drawn.mtbf_gpu_h == (
+        NUM_GPUS * trace.horizon_s / 3600 / (trace.num_sev1 + trace.num_others))
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """Run the whole command with one seed; returns its report folder and its rows."""
+    """Run the whole bench with one seed; returns its report folder and its rows."""
     folder = tmp_path_factory.mktemp("paper") / "report"
-    found = command.evaluate(1)
-    rows = command.rows_of(found)
-    from unicron.cli.simulate.paper_report import write
-
-    folder.mkdir()
+    found = tables.evaluate(1)
+    rows = tables.rows_of(found)
     write(folder, found, rows)
-    page = command.screen(found, rows, Path("report"))
+    page = tables.screen(found, rows)
     assert max(map(len, page)) <= 105
     assert any("1.9 x" in line for line in page)
     return folder, rows
@@ -117,7 +120,7 @@ def test_rows_have_each_policy_on_each_trace(played: tuple[Path, list[dict[str, 
     assert all(set(row) == keys for row in rows)
     ratios = {(row["case"], row["system"]): row["value"] for row in rows
               if row["metric"] == "waf_ratio"}
-    for case in paper_evaluation.TRACES:
+    for case in evaluation.TRACES:
         assert ratios[case, "unicron"] == 1.0
         assert all((case, system) in ratios for system in POLICIES)
     # The paper has 1.2 and 1.9. Drawn traces give other values with other seeds:
@@ -125,16 +128,14 @@ def test_rows_have_each_policy_on_each_trace(played: tuple[Path, list[dict[str, 
     assert ratios["trace-a", "megatron"] >= 1.2
     assert ratios["trace-b", "megatron"] >= 1.6
     assert (
-        min(ratios[case, system] for case in paper_evaluation.TRACES for system in POLICIES) >= 1.0)
-    assert min(ratios[f"case-{number}", rule] for number in paper_evaluation.CASES
-               for rule in paper_evaluation.RULES) >= 1.0
-    output = json.loads((played[0] / "rows.json").read_text())
-    assert output == rows
+        min(ratios[case, system] for case in evaluation.TRACES for system in POLICIES) >= 1.0)
+    assert min(ratios[f"case-{number}", rule] for number in evaluation.CASES
+               for rule in evaluation.RULES) >= 1.0
 
 
 def test_earned_and_lost_shares_add_up_to_one(played: tuple[Path, list[dict[str, Any]]]) -> None:
     told = {(row["case"], row["system"], row["metric"]): row["value"] for row in played[1]}
-    for case in paper_evaluation.TRACES:
+    for case in evaluation.TRACES:
         for system in POLICIES:
             lost = sum(value for (at, who, metric), value in told.items()
                        if (at, who) == (case, system) and metric.startswith("lost_"))
@@ -156,3 +157,13 @@ def test_the_report_is_self_contained(played: tuple[Path, list[dict[str, Any]]])
     for name in ("ratios", "waf-over-time", "losses", "cases", "transition"):
         assert (folder / f"{name}.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_traces_of_the_report_play_as_any_scenario(
+        played: tuple[Path, list[dict[str, Any]]]) -> None:
+    scenario, stages = compare.load(played[0] / "trace-b.yaml")
+    assert [*stages] == [*POLICIES]
+    assert scenario.horizon_s == 7 * 86400
+    drawn = evaluation.events(evaluation.TRACES["trace-b"], 1)
+    assert [one._replace(at_s=round(one.at_s, 3)) for one in drawn] == [
+        *stages["unicron"].run_input.events]

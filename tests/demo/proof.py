@@ -9,11 +9,12 @@ import subprocess
 import textwrap
 from pathlib import Path
 
-from ...control_plane.history.history import IncidentHistory
-from ...control_plane.history.history import waf as waf_of
-from ..cluster.local_cluster import program
-from ..screens.task import loss_curve
-from ..terminal.format import Plain, curve, lost_cell, ms, ranks, scaled, table
+from unicron.cli.cluster.local_cluster import program
+from unicron.cli.screens.task import loss_curve
+from unicron.cli.terminal.format import Plain, curve, lost_cell, ms, ranks, scaled, table
+from unicron.control_plane.history.history import IncidentHistory
+from unicron.control_plane.history.history import waf as waf_of
+
 from .stage import BrokenError, Stage
 
 COMPARE_S_MAX = 60.0
