@@ -93,7 +93,8 @@ def test_the_first_line_says_what_is_away(tmp_path: Path, runs: bool, words: str
 
 def test_the_first_line_names_the_server_too(own_server: Server, tmp_path: Path) -> None:
     state = StateDir(tmp_path)
-    (state.path / "control_plane.json").write_text(json.dumps({"url": f"http://127.0.0.1:{free_port()}"}))
+    (state.path / "control_plane.json").write_text(
+        json.dumps({"url": f"http://127.0.0.1:{free_port()}"}))
     own_server.stop(grace_s=0.1)
     with pytest.raises(Unreachable, match=r"^the control plane and the log.s server are away, "):
         connect(state).get("/v1/state")
