@@ -56,9 +56,10 @@ from .custom_loop import (  # noqa: E402
     OnRebuild,
     Sample,
 )
-from .drivers import AgentLink, Driver, RestartOnlyDriver  # noqa: E402
+from .drivers import RestartOnlyDriver  # noqa: E402
 
 T = TypeVar("T")
+Driver = Member | RestartOnlyDriver
 log = structlog.get_logger()
 
 
@@ -357,10 +358,9 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
     warn_unknown()
     loop = start.spec.loop
     assert loop is not None, "an agent opens its pipe for a loop task only"
-    agent = AgentLink(control, start)
     if start.declined and falls_back:
         made = work(loop)
-        return RestartOnlyDriver(made, environment, agent), made
+        return RestartOnlyDriver(made, environment, (control, start)), made
     control.tell(Adopted(pid=os.getpid()))
     validate()
     made = work(loop)
@@ -388,7 +388,7 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
                 from_memory=from_memory)
     gc.collect()  # free the first model before the second is built
     made = work(loop)
-    return RestartOnlyDriver(made, environment, agent), made
+    return RestartOnlyDriver(made, environment, (control, start)), made
 
 
 def _loop_without_agent(iterations: int, micro_batches: int, replica: Axes) -> Loop:

@@ -93,8 +93,7 @@ def keep_in_memory(why: str, environment: Mapping[str, str] = os.environ) -> Gen
                 from_memory=True))
         place, num = start.rank, start.num_seats
         assert not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) == (place, num)
-        memory = RestartMemory(start, control.store_keys, place, num,
-                               tell=control.tell_unless_behind, stores=lambda: control.keep)
+        memory = RestartMemory(start, control, place, num)
         yield OwnLoop(memory, loop.copy_every)
         memory.wait()
         control.flush()

@@ -138,25 +138,9 @@ def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
 # --- The state of one process as its objects give it, whatever optimizer they have ---
 
 
-def own_tree(trainee: TrainingModel, step_version: int, history: History) -> dict[str, Any]:
-    """The state of this process: that of its modules and torch optimizers, the tensors that these
-    step (the masters, in 16 bits), the loss scale and the numbers."""
-    return {
-        **objects_tree(trainee.modules, trainee.optimizer, trainee.scheduler),
-        "step_version": step_version,
-        "history": [history.first, list(history.losses), list(history.step_s)]}
-
-
-def load_own_tree(trainee: TrainingModel, tree: dict[str, Any], history: History) -> int:
-    """Load what `own_tree` has returned in an earlier process of this place; returns the step
-    version. Raises RuntimeError, ValueError or KeyError if it is of another model."""
-    load_objects(trainee.modules, trainee.optimizer, trainee.scheduler, tree)
-    history.replace(*tree["history"])
-    return int(tree["step_version"])
-
-
 def objects_tree(modules: Sequence[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    """The part of `own_tree` that is of these modules and of Megatron's optimizer and schedule."""
+    """The state of these modules, of Megatron's optimizer and of the schedule: also the tensors
+    that the torch optimizers step (the masters, in 16 bits), and the loss scale."""
     return {
         "modules": [module.state_dict() for module in modules],
         "optimizers": [{
@@ -170,7 +154,8 @@ def objects_tree(modules: Sequence[Any], optimizer: Any, scheduler: Any) -> dict
 
 def load_objects(modules: Sequence[Any], optimizer: Any, scheduler: Any, tree: dict[str, Any]
                  ) -> None:
-    """Load what `objects_tree` has returned. Raises as `load_own_tree`."""
+    """Load what `objects_tree` has returned in an earlier process of this place. Raises
+    RuntimeError, ValueError or KeyError if it is of another model."""
     for module, state in zip(modules, tree["modules"], strict=True):
         module.load_state_dict(state)
     for part, state in zip(_inner(optimizer), tree["optimizers"], strict=True):
