@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from time import monotonic as clock
 
 import msgspec
 import structlog
@@ -35,7 +36,7 @@ from .recovery.settlement import MemberAssignment, settle
 from .recovery.state_sources import NO_STATE, Claim, other_versions
 from .state_recovery import StateRecovery, with_shards
 from .step.gradient_reduction import Outcome, is_cuda_error
-from .step.iteration import Iteration, clock
+from .step.iteration import Iteration
 
 PROGRESS_S = 1.0
 """Minimum time between two progress reports of the member at position 0."""
@@ -145,14 +146,10 @@ class Member:
         """Whether this is a standby member, which provides state and trains nothing."""
         return self.communicators.place >= num_positions(self.axes)
 
-    def run_to_completion(self) -> None:
-        """Report RankReady, then carry out orders until all iterations are done."""
-        for _ in self.steps():
-            pass
-
     def steps(self) -> Generator[int | None]:
-        """`run_to_completion` as a generator. Yields None when a generation starts to train, and
-        each iteration that all members have stepped. Then `run_collectively` may be called."""
+        """Report RankReady, then carry out orders until all iterations are done. Yields None when a
+        generation starts to train, and each iteration that all members have stepped. Then
+        `run_collectively` may be called."""
         self.control.tell(reports.RankReady(
             **self._ids, endpoint=self.communicators.endpoint,
             num_params=self.size.num_params, state_bytes=self.size.state_bytes,

@@ -70,7 +70,8 @@ def run_rank(fd: int, pulse: int = -1) -> NoReturn:
     member = Member(control, order, os.environ, ProgressWriter(pulse),
                     SpecWorkload(order.spec.train))
     exit_reporter.member = member
-    member.run_to_completion()
+    for _ in member.steps():
+        pass
     exit_process(control, 0)
 
 

@@ -212,7 +212,7 @@ class Job:
                 self._evaluating = ""
                 return results[-1]
             results.clear()
-            again = self._advance_to_generation()
+            again = self._advance() is None and not self._ended and self._is_agreed
             if not again:
                 self._evaluating, self._is_void = "", True
                 log.warning("evaluation skipped: a member failed during it",
@@ -258,11 +258,6 @@ class Job:
             self._began = True
             self._is_agreed = self._agree()
         return stepped
-
-    def _advance_to_generation(self) -> bool:
-        """Recover. Returns whether all members were in the same evaluation."""
-        stepped = self._advance()
-        return stepped is None and not self._ended and self._is_agreed
 
     def _agree(self) -> bool:
         """Called once per generation. Returns whether all members are in the same evaluation."""

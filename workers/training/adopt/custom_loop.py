@@ -85,18 +85,10 @@ def _has_other_experts(config: Any, parallel: Parallel) -> bool:
     return len(list(parallel.shapes())) > 1 and _any(config, "moe_input_jitter_eps")
 
 
-def _parts(loop: BuiltLoop) -> list[Any]:
-    return [part for module in loop.modules for part in module.modules()]
-
-
 def _is_fsdp(loop: BuiltLoop) -> bool:
     return (_any(loop.ddp, "use_megatron_fsdp", "use_custom_fsdp")
             or any("FullySharded" in kind.__name__ or kind.__name__ == "FSDPModule"
                    for module in loop.modules for kind in type(module).__mro__))
-
-
-def _sums_in_16_bits(loop: BuiltLoop) -> bool:
-    return not loop.ddp.grad_reduce_in_fp32 and _any(loop.config, "bf16", "fp16")
 
 
 ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
@@ -118,7 +110,8 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
                                 or _any(loop.ddp, "fp8_param_gather")),
     "CUDA graphs": lambda loop: (_any(loop.config, "enable_cuda_graph", "external_cuda_graph")
                                  or loop.config.cuda_graph_impl != "none"),
-    "torch.compile": lambda loop: any(is_compiled(part) for part in _parts(loop)),
+    "torch.compile": lambda loop: any(
+        is_compiled(part) for module in loop.modules for part in module.modules()),
     "registered communication buffers": lambda loop: (
         _any(loop.ddp, "nccl_ub") or _any(loop.config, "tp_comm_overlap")),
     "offloading to the CPU": lambda loop: (
@@ -129,7 +122,8 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
         and len(list(loop.parallel.shapes())) > 1),
     "gradients scaled by the number of replicas": lambda loop: (
         not loop.config.calculate_per_token_loss or _any(loop.ddp, "average_in_collective")),
-    "gradients summed in 16 bits": _sums_in_16_bits,
+    "gradients summed in 16 bits": lambda loop: (
+        not loop.ddp.grad_reduce_in_fp32 and _any(loop.config, "bf16", "fp16")),
     "an optimizer other than Adam": lambda loop: (
         loop.optimizer.optimizer != "adam"
         or _any(loop.optimizer, "use_precision_aware_optimizer")),
@@ -473,13 +467,10 @@ def _check_rows(ddps: Sequence[Any], optimizer: Any, train: Train, error: type[N
     found = unsupported(BuiltLoop(
         ddps[0].config, ddps[0].ddp_config, optimizers.chained(optimizer)[0].config,
         train.parallel, [_inner(ddp) for ddp in ddps]))
-    if rows := [row for row in found if _is_trainable(row) == (error is NotRecoverable)]:
+    if rows := [row for row in found if (error is NotRecoverable) == (
+            row.loop.grade != "refused" and not row.loop.own_loop)]:
         raise error("; ".join(f"{row.what}: {row.loop.why}" for row in rows),
                     "unicron doctor --support lists what a loop may contain")
-
-
-def _is_trainable(row: Row) -> bool:
-    return row.loop.grade != "refused" and not row.loop.own_loop
 
 
 def _unpack(built: Any) -> tuple[list[Any], Any, Any]:

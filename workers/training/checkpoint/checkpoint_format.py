@@ -16,8 +16,7 @@ from .share import own_share
 
 
 class Content(NamedTuple):
-    """What one member saves: shards of tensors, and values by key; and on the first member what the
-    whole checkpoint has in common."""
+    """What one member saves: shards, and values by key; the first member also `common` values."""
 
     share: State
     values: Mapping[str, Any]
@@ -28,21 +27,19 @@ class Format(Protocol):
     """A format of checkpoints, and the place of one task's."""
 
     every: int
-    """The number of iterations between two of them; 0: at the end only."""
+    """Iterations between two of them; 0: at the end only."""
 
     def folder(self, generation: int, step_version: int) -> str:
-        """The folder of a checkpoint."""
         ...
 
     def content(self, trainee: TrainingModel, step_version: int, history: History,
                 saving: tuple[int, ...]) -> Content:
-        """What this member saves if the members at the positions `saving` save. The first of these
-        saves what they have in common."""
+        """What this member saves if the members at the positions `saving` save."""
         ...
 
     def clear(self, generation: int, name: str) -> None:
-        """Remove partial checkpoints that no member of this generation writes. `name` is the folder
-        of the one that is about to be written."""
+        """Remove partial checkpoints that no member of this generation writes. `name` is the one
+        that is about to be written."""
         ...
 
     def saved(self, generation: int, step_version: int, ckpt_bytes: int, *, final: bool) -> None:

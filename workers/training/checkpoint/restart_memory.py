@@ -62,8 +62,8 @@ class RestartMemory:
 
     def restore(self, meshes: Sequence[Any] = (), *, after: int = 0) -> Restored | None:
         """The newest state of which every process has its own, if it is newer than the largest
-        `after`. It sets the random generators too. None: the log says why, unless this is the first
-        start. `meshes`: the device meshes of distributed tensors in the state."""
+        `after`. Sets the random generators too. None: the log says why, unless this is the first
+        start. `meshes`: as in `decode`."""
         stores = Stores(self._start.task, self._start.copies, self._control.store_keys,
                         lambda: False)
         mine = _Found(self._start.attempt, after, stores.shares(self._place, self._num))
@@ -91,7 +91,6 @@ class RestartMemory:
         return None
 
     def _read(self, stores: Stores, version: Any, meshes: Sequence[Any]) -> Any:
-        """This process's tree; None if it cannot be read."""
         try:
             data, tensors = stores.read_share(version, self._place)
             return decode(data, tensors, meshes)
@@ -101,11 +100,9 @@ class RestartMemory:
             return None
 
     def _agreed(self, mine: bool) -> bool:
-        """Whether it is so on all processes."""
         return mine if self._num == 1 else World().all(mine)
 
     def status(self) -> tuple[float, float]:
-        """As that of MemorySaver."""
         return self._saver.status(self._order())
 
     def copy(self, tree: Callable[[], Any], step_version: int, *, is_whole: bool) -> None:
@@ -139,7 +136,6 @@ class RestartMemory:
         self._saver.detach()
 
     def wait(self) -> None:
-        """Wait until the last state is sent or given up."""
         self._saver.wait()
 
     def _order(self) -> StoreOrder:

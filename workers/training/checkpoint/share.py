@@ -1,7 +1,6 @@
 """The share of the state that a member saves: each element of the state is in one member's share.
 
-Pure: it depends only on the layout, the member's place in it, and the places that save. So members
-need not communicate, and checkpoints on disk and in memory have the same shares.
+Pure: it depends only on the layout, the member's place in it, and the places that save.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _KINDS = ("model", "buffer", "master", *(f"optimizer.{moment}" for moment in MOM
 
 
 def own_share(trainee: TrainingModel, saving: Collection[int] | None = None) -> State:
-    """The shards that this member saves, as views of its live memory. Call `with_shards` before.
+    """The shards that this member saves, as views of its live memory.
 
-    `saving`: the positions of the members that save; None: all positions of the layout. If they
-    hold the whole state, each element of the state is in exactly one of their shares. Shards that
-    several of them hold are dealt evenly by bytes, large ones by rows. If the optimizer is sharded,
-    a parameter is saved by the owners of its moments, who have its value even before the gather.
+    `saving`: the positions of the members that save; None: all. Each element of the state is in
+    exactly one of their shares. Shards that several of them hold are dealt evenly by bytes, large
+    ones by rows. If the optimizer is sharded, a parameter is saved by the owners of its moments,
+    who have its value even before the gather.
     """
     axes, at = trainee.axes, trainee.at
     alive = set(range(num_positions(axes)) if saving is None else saving)
@@ -62,7 +61,7 @@ def shape_of(kind: str) -> Dims:
 
 
 def name_of(key: str) -> str:
-    """The name of the parameter or buffer, from the key of its value or of its moment."""
+    """The parameter or buffer of a key."""
     return next(key.removeprefix(f"{kind}.") for kind in _KINDS if key.startswith(f"{kind}."))
 
 
@@ -75,7 +74,7 @@ def rows(tensor: Tensor, region: Region, first: int, last: int) -> tuple[Region,
 
 
 def num_rows(region: Region) -> int:
-    """The number of rows of a region; a scalar has one."""
+    """A scalar has one."""
     return region.shape[0] if region.shape else 1
 
 
@@ -122,7 +121,7 @@ def _held(trainee: TrainingModel) -> Iterator[tuple[Shard, Tensor, Sequence[int]
 
 
 def _optimizer_tensors(trainee: TrainingModel) -> Iterator[Tensor]:
-    """The masters and moments of the member's own optimizer, without those of its mirror."""
+    """Without those of the mirror."""
     for part in parts(trainee.optimizer):
         for main, state in part.state.items():
             yield main

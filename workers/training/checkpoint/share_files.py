@@ -112,11 +112,8 @@ class _Checksummed(io.RawIOBase):
 def write_share(folder: Folder, place: int, step_version: int, share_bytes: int,
                 pieces: Iterable[tuple[Shard, Tensor]], values: Mapping[str, Any], hooks: Hooks
                 ) -> Index:
-    """Write the data file and then the index of the member at `place`; returns the index.
-
-    `values`: what this member writes beside tensors, by key. Raises OSError, RuntimeError,
-    MemoryError.
-    """
+    """Write the data file and then the index of the member at `place`. `values`: what it has beside
+    tensors, by key. Raises OSError, RuntimeError, MemoryError."""
     chunks: list[Chunk] = []
     file_name = folder.data_name(place)
     is_half = False
@@ -145,7 +142,6 @@ def write_failure(folder: Folder, place: int, step_version: int, why: str) -> No
 
 
 def plain(numbers: training_state.Numbers) -> dict[str, Any]:
-    """The values of these numbers by key."""
     values = {**msgspec.to_builtins(numbers), FORMAT_KEY: FORMAT_NUM}
     return {f"{NUMBERS}.{name}": value for name, value in values.items()}
 
@@ -169,11 +165,9 @@ def read_index(data: bytes | None) -> Index | None:
 
 def complete(folder: Folder, indexes: Sequence[Index], values: Mapping[str, Any] | None = None
              ) -> int:
-    """All shares are written: make the checkpoint complete. Returns its size in bytes.
-
-    `values`: what common.pt has beside the iteration. Raises OSError, and ValueError if the shares
-    together are not one whole state.
-    """
+    """All shares are written: make the checkpoint complete. Returns its size in bytes. `values`:
+    what common.pt has beside the iteration. Raises OSError; ValueError if the shares together are
+    not one whole state."""
     step_version = indexes[0].step_version
     metadata = pickle.dumps(_metadata(indexes))
     common = io.BytesIO()

@@ -36,8 +36,8 @@ class SnapshotLost(RuntimeError):
 
 
 def buffer_bytes(state: State) -> int | None:
-    """How much of a snapshot `detach` may copy; None: all. `state` is the member's whole state.
-    If the state is on a GPU, host memory is not what training needs."""
+    """How much of a snapshot of this whole state `detach` may copy; None: all, of a state on a GPU.
+    """
     if any(tensor.device.type == "cuda" for tensor in state.values()):
         return None
     state_bytes = sum(tensor.nbytes for tensor in state.values())
@@ -45,11 +45,8 @@ def buffer_bytes(state: State) -> int | None:
 
 
 class Snapshot:
-    """The values of `share` at the moment of construction.
-
-    One thread iterates over `read`; the main thread calls `detach` before it changes the state.
-    `limit_bytes`: how much `detach` may copy (None: all).
-    """
+    """The values of `share` at the moment of construction. One thread iterates over `read`.
+    `limit_bytes`: how much `detach` may copy (None: all)."""
 
     def __init__(self, share: State, limit_bytes: int | None) -> None:
         self.pieces: list[Shard] = []

@@ -19,14 +19,12 @@ from ..dependencies import private_megatron, private_torch
 
 DATA_PARALLEL = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
 TENSOR_PARALLEL = ("tp", "tp_cp", "expt_tp", "tp_ep")
-PIPELINE_PARALLEL = ("pp",)
-EMBEDDING = ("embd",)
 REPLICA = ("mp", "tp_ep_pp")
 ALONE = ("cp", "ep", "pos_embd", "intra_dist_opt", "tp_dp_cp")
 """Roles with one member. Megatron reduces the norm of a sharded gradient over `intra_dist_opt`.
 Here all members have reduced the norm before the step (optimizer_step.py). `tp_dp_cp` is for an
 auxiliary loss over all replicas, which is refused."""
-ROLES = (*DATA_PARALLEL, *TENSOR_PARALLEL, *PIPELINE_PARALLEL, *EMBEDDING, *REPLICA, *ALONE)
+ROLES = (*DATA_PARALLEL, *TENSOR_PARALLEL, "pp", "embd", *REPLICA, *ALONE)
 GROUP_S_MAX = 10.0
 """Timeout for the building of groups after the rendezvous. gloo waits five times as long for a peer
 to connect."""

@@ -44,19 +44,16 @@ def watch_connections(on_connect: Callable[[Inode], None]) -> None:
     sys.addaudithook(hook)
 
 
-def shut_down(excluded: Iterable[Inode], server_port: int) -> int:
-    """Shut down all connections except `excluded` and those of our own store. Returns the number.
+def shut_down(excluded: Iterable[Inode], server_port: int) -> None:
+    """Shut down all connections except `excluded` and those of our own store.
 
     A shutdown wakes both ends immediately; gloo has no such function. Listening sockets are left
     open, because shutting one down aborts the process.
     """
-    num_shut = 0
     for connection in _others(excluded, server_port):
         with suppress(OSError):
             if not _listens(connection):
                 connection.shutdown(socket.SHUT_RDWR)
-                num_shut += 1
-    return num_shut
 
 
 def connect_to_listeners(excluded: Iterable[Inode], server_port: int, num: int) -> None:

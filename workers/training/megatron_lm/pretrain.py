@@ -70,14 +70,11 @@ def load(name: str) -> Any:
         return import_module(f"megatron.training.{name}")
 
 
-Replacements = Sequence[tuple[Callable[..., Any], Callable[..., Any]]]
-"""Functions of Megatron-LM, and what stands in for each."""
-
-
-def replacements(interface: Interface) -> Replacements:
-    """Megatron-LM's `pretrain`, and the function that parses the arguments before it, with
-    in-memory recovery. If recovery does not support the arguments, they run the script again
-    without Unicron."""
+def replacements(interface: Interface) -> Sequence[
+        tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Megatron-LM's `pretrain`, and the function that parses the arguments before it, each with the
+    function with in-memory recovery that stands in for it. If recovery does not support the
+    arguments, these run the script again without Unicron."""
     environment = dict(os.environ)
     stock = load("training").pretrain
     parse: Any = getattr(load("arguments"), "parse_and_validate_args", None)

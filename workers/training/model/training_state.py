@@ -55,13 +55,6 @@ class Numbers(Struct, kw_only=True):
     auxiliary_losses: dict[str, float] = {}
 
 
-def names(trainee: TrainingModel, optimizer: Any) -> dict[int, str]:
-    """id of an optimizer's parameter -> its name, equal on every rank."""
-    owned = shards(optimizer)
-    return {id(owned.get(id(param), getattr(param, "main_param", param))): name
-            for name, param in trainee.named_parameters()}
-
-
 def tensors(trainee: TrainingModel) -> dict[str, Tensor]:
     """The live tensors of the state by name, in the same order on every rank.
 
@@ -112,17 +105,13 @@ def numbers(trainee: TrainingModel, step_version: int, history: History) -> Numb
     )
 
 
-def check_numbers(trainee: TrainingModel, new: Numbers) -> None:
-    """Raise ValueError if these numbers do not fit the model, so that `load` cannot load them."""
+def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
+    """Load the numbers; returns the step version. If they do not fit the model it raises ValueError
+    and changes nothing."""
     if new.precision != trainee.train.precision:
         raise ValueError(f"numbers of {new.precision}, not {trainee.train.precision}")
     if len(new.loss_scales) != (own_num := len(_dynamic(trainee))):
         raise ValueError(f"{len(new.loss_scales)} loss scales, not {own_num}")
-
-
-def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
-    """Load the numbers; returns the step version. On ValueError nothing is changed."""
-    check_numbers(trainee, new)
     for optimizer in trainee.optimizers:
         for part in parts(optimizer):
             set_num_steps(part, new.adam_step)
@@ -194,7 +183,9 @@ def _adam_step(trainee: TrainingModel) -> float:
 def _moments(trainee: TrainingModel, optimizer: Any
              ) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
     """Each parameter of this optimizer: its name, the stepped tensor, its moments."""
-    by_id = names(trainee, optimizer)
+    owned = shards(optimizer)
+    by_id = {id(owned.get(id(param), getattr(param, "main_param", param))): name
+             for name, param in trainee.named_parameters()}
     for part in parts(optimizer):
         for group in part.param_groups:
             for param in group["params"]:

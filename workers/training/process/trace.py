@@ -43,7 +43,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
-from ...diagnosis.step_time import Kind
 from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, Phase, ProgressWriter
 
 Event = Literal[
@@ -163,9 +162,6 @@ class Marks:
         self._between: Phase = COLLECTIVE_CODE if overlap else OWN_CODE
         self._mine = threading.get_ident()
         self._is_in_collective = False
-
-    def begin(self, generation: int, iteration: int, kind: Kind) -> None:
-        self.pulse.begin(generation, iteration, kind)
 
     def note(self, event: Event) -> None:
         """Mark the beginning of the phase of `event`."""

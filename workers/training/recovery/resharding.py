@@ -79,6 +79,7 @@ class ShardList:
 
     @cached_property
     def kinds(self) -> dict[str, str]:
+        """The kind of each tensor, by key."""
         return {shard.key: shard.kind for shard in self.shards}
 
 

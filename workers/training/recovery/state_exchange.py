@@ -66,6 +66,7 @@ class Offer(NamedTuple):
     numbers_bytes: int
 
     def encoded(self) -> bytes:
+        """The offer in a fixed number of bytes."""
         return b"".join((self.step_version.to_bytes(8, signed=True), self.have, self.want,
                          self.numbers_bytes.to_bytes(8)))
 

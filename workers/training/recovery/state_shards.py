@@ -196,6 +196,7 @@ def whole_size(shards: State, num_layers: int) -> Size:
 
 
 def torch_dtype(kind: str) -> torch.dtype:
+    """The dtype that a kind begins with."""
     found: torch.dtype = getattr(torch, kind.partition(" ")[0])
     return found
 
