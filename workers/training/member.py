@@ -47,8 +47,7 @@ log = structlog.get_logger()
 
 
 def expected_position(start: StartRank, train: Train) -> tuple[Axes, int]:
-    """The layout and the position for which a process builds its part of the model. If the first
-    Reconfigure has another part, the process builds again."""
+    """The layout and position for which a process builds before the first Reconfigure."""
     axes = start.axes or next(train.parallel.layouts(start.num_seats, train.num_micro_batches),
                               Axes())
     place = start.place if start.place >= 0 else start.rank
@@ -56,10 +55,8 @@ def expected_position(start: StartRank, train: Train) -> tuple[Axes, int]:
 
 
 class Member:
-    """One rank's process, from RankReady to RankFinished.
-
-    `generation` is the newest generation that an order named. `joined` tells whether the member is
-    in it. Outside a generation, the member keeps its state and waits for the next order.
+    """One rank's process, from RankReady to RankFinished. `generation` is the newest that an order
+    named, `joined` whether the member is in it. Outside, it keeps its state and waits for orders.
     """
 
     def __init__(self, control: Control, start: StartRank, environment: Mapping[str, str],
@@ -323,8 +320,8 @@ class Member:
         return outcome
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
-        """Run a collective of all members between two steps. Returns whether it succeeded. If not,
-        this member has left its generation, and `steps` continues in another generation."""
+        """Run a collective of all members between two steps. Returns False if it failed: `steps`
+        then continues in another generation."""
         failed = self.iteration.beside(call)
         if failed is None:
             return True
@@ -341,9 +338,8 @@ class Member:
             rule=verdict.rule, peer=verdict.peer))
 
     def _exit_if_too_many_abandoned(self, outcome: Outcome) -> None:
-        """Exit if too many abandoned collectives wait. At most one member exits after a step. Its
-        peers hold its state of this or the previous step. A member does not exit if no peer holds
-        its state, if it has an order to stop, or if it is done."""
+        """Exit if too many abandoned collectives wait: at most one member after a step, whose state
+        of this or the previous step its peers hold."""
         num_members = self.communicators.num_members
         if (outcome == "stepped" and self.step_version < self.train.iterations
                 and self.axes.dp > 1 and self.train.parallel.optimizer != "sharded"
@@ -352,7 +348,6 @@ class Member:
             self.control.exit_too_many_abandoned()
 
     def _report_progress(self) -> None:
-        """Report all iterations not yet reported, if this member is at position 0."""
         if self.communicators.place == 0:
             for report in self.history.tell(
                     self.reported_to, task=self.start.task, generation=self.generation,
@@ -368,13 +363,11 @@ class Member:
         self.reported_s = clock()
 
     def _detach_snapshots(self) -> None:
-        """The state is about to change: end the reading of live memory."""
         self.copier.detach()
         for saver in self.savers:
             saver.detach()
 
     def _store_in_memory(self) -> None:
-        """Begin to send this member's share to the checkpoint stores."""
         self.copier.copy(self.trainee, self.step_version, self.history, self.generation,
                          self._current_stores(), is_whole=self.iteration.is_copied)
 
@@ -392,13 +385,11 @@ class Member:
         return tuple(range(num_positions(self.axes)))
 
     def _checkpoint(self, saving: tuple[int, ...]) -> Save:
-        """The checkpoint of the current state by the members at these positions."""
         return Save(self.generation, self.step_version, saving, self.rendezvous)
 
     def _save(self, saving: tuple[int, ...], *, final: bool) -> None:
-        """Write this member's share of a checkpoint before returning; of Unicron's own alone if the
-        member is preempted. The first member waits for the others, unless there is an order to
-        stop."""
+        """Save before returning, in Unicron's own format alone if the member is preempted. The
+        first member waits for the others, unless there is an order to stop."""
         stops = ("now",) if final else ("now", "boundary")
         for saver in self.savers if final else self.savers[:1]:
             saver.save(self.trainee, self.history, self._checkpoint(saving), final=final,
@@ -416,7 +407,6 @@ class Member:
 
     # --- leaving --------------------------------------------------------------------------------
     def _leave(self, order: Quiesce | None = None) -> None:
-        """Leave the generation if the member is in one, and report Quiesced."""
         if self.joined:
             self.joined = False
             self._tear_down()
@@ -438,8 +428,7 @@ class Member:
             num_buckets=len(self.trainee.bucket_groups)))
 
     def _save_on_preemption(self, order: Quiesce, index: int) -> None:
-        """Save this member's share, on disk and in memory, if the `index`-th rank of the order
-        saves."""
+        """Save on disk and in memory, if the `index`-th rank of the order does."""
         saving = order.saving
         if len(saving) <= 1 and self.trainee.is_plain:
             saving = (self.trainee.place,)  # alone, whatever its position

@@ -135,7 +135,6 @@ def _prepare() -> None:
 
 
 def ignore_warnings() -> None:
-    """Suppress warnings that are of no use here."""
     # Apex and Transformer Engine are optional, and absent.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", module=r"torch\.distributed")

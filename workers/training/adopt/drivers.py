@@ -43,11 +43,10 @@ log = structlog.get_logger()
 
 
 class RestartOnlyDriver:
-    """Trains without in-memory recovery: a single process, or one started by a launcher such as
-    torchrun or by an agent. With an agent and an `output` it writes checkpoints and resumes from
-    the last one. With `agent` and `copy_every` it also stores its state in memory, and resumes from
-    that if it is newer. Takes the place of a Member. Raises UsageError for a loop that cannot be
-    trained.
+    """Takes the place of a Member and trains without in-memory recovery: a single process, or one
+    started by a launcher such as torchrun or by an agent. With an agent and an `output` it writes
+    checkpoints and resumes from the last one; with `agent` and `copy_every` also in memory. Raises
+    UsageError for a loop that cannot be trained.
     """
 
     def __init__(self, work: LoopWorkload, environment: Mapping[str, str],
@@ -110,7 +109,6 @@ class RestartOnlyDriver:
                          "start another number of processes")
 
     def _load(self, trainee: TrainingModel) -> int:
-        """Load the newest state in memory, or the newest checkpoint if it is not older."""
         if self._memory is not None:
             found = self._memory.restore(after=self._checkpoint.step_version)
             if found is not None:
@@ -124,8 +122,7 @@ class RestartOnlyDriver:
         return self._checkpoint.load(trainee, self.history)
 
     def _store(self) -> None:
-        """Begin to store the state in memory, if that is due and no process still sends its last
-        one."""
+        """Store the state in memory, if that is due and no process still sends its last one."""
         at, iteration, trainee = (
             self.iteration.step_version, self.iteration, self.iteration.trainee)
         if (self._memory is not None and at % self._train.copy_every == 0
@@ -188,12 +185,12 @@ class RestartCheckpoint:
 
     @property
     def step_version(self) -> int:
-        """The step version of the newest checkpoint, or 0 if there is none."""
+        """That of the newest checkpoint; 0: there is none."""
         saved = self._saved()
         return int(saved[-1].name[5:]) if saved else 0
 
     def load(self, trainee: TrainingModel, history: History) -> int:
-        """Load the newest checkpoint. Returns its step version, or 0 if there is none."""
+        """Load the newest checkpoint; returns `step_version`."""
         saved = self._saved()
         return checkpoint.load(str(saved[-1]), trainee, history) if saved else 0
 

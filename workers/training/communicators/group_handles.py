@@ -1,8 +1,8 @@
 """Removes the process-group handles from Megatron's objects and puts new ones in, by role.
 
-gloo closes the sockets of a group only when the last reference to the group is gone. A model, its
-DDP and its optimizer hold dozens. Before a generation ends, every handle is removed, and its slot
-is recorded with its role (`dp`, `tp`, ...). The next generation's group of that role replaces it.
+gloo closes the sockets of a group only when the last reference to it is gone. Before a generation
+ends, every handle is removed, and its slot is recorded with its role (`dp`, `tp`, ...), for the
+next generation's group.
 """
 
 from __future__ import annotations

@@ -31,13 +31,11 @@ to connect."""
 
 
 def build(axes: Axes, timeout_s: float) -> Any:
-    """Build this member's ProcessGroupCollection. Its position is its torch.distributed rank.
+    """Build the ProcessGroupCollection of the position that is this torch.distributed rank. A
+    standby member gets single-member groups. `timeout_s` is the timeout of every collective.
 
-    A standby member gets single-member groups. `timeout_s` is the timeout of every collective.
-
-    Roles share groups, because each group is expensive. Pure data parallelism has two groups: the
-    world and a single-member group. Two roles share a group only if they also share it in all
-    layouts that differ only in dp, because handles are replaced by role (group_handles.py).
+    Roles share groups, because each is expensive: pure data parallelism has two. They share one
+    only if they do in all layouts that differ only in dp, because handles are replaced by role.
     """
     place, world_size = dist.get_rank(), dist.get_world_size()
     alone = _group((place,), timeout_s)
@@ -70,12 +68,9 @@ def single_member(groups: Any) -> Any:
 
 
 def groups_for_building(groups: Any) -> Any:
-    """The groups with which a model is built, such that neither the build nor a step communicates.
-
-    Megatron's first and last stage would exchange their embedding. Here the embedding is drawn, or
-    received with the state. Megatron's optimizer would reduce values over the replica that all
-    members have reduced before (optimizer_step.py).
-    """
+    """The groups with which a model is built, such that neither the build nor a step communicates:
+    Megatron's first and last stage would exchange their embedding, and its optimizer reduce values
+    that all members have reduced before (optimizer_step.py)."""
     build_groups = copy.copy(groups)
     build_groups.embd, build_groups.mp = None, build_groups.intra_dist_opt
     return build_groups

@@ -36,12 +36,9 @@ class LossScale(Struct, kw_only=True):
 
 
 class Numbers(Struct, kw_only=True):
-    """The part of the state that is not tensors.
-
-    `adam_step` is Adam's step count, equal for all parameters. `loss_scales` has an entry for each
-    part of the optimizer with dynamic scaling. `precision` is the spec's: a model of another
-    precision rejects the state. `auxiliary_losses` are those of routers in the last step.
-    """
+    """The part of the state that is not tensors. `adam_step` is equal for all parameters.
+    `loss_scales` has an entry for each part of the optimizer with dynamic scaling.
+    `auxiliary_losses` are those of routers in the last step."""
 
     precision: str
     step_version: int
@@ -56,11 +53,8 @@ class Numbers(Struct, kw_only=True):
 
 
 def tensors(trainee: TrainingModel) -> dict[str, Tensor]:
-    """The live tensors of the state by name, in the same order on every rank.
-
-    Names are those of the whole model. If the optimizer is sharded, masters and moments are this
-    member's flat shards.
-    """
+    """The live tensors of the state by their name in the whole model, in the same order on every
+    rank. If the optimizer is sharded, masters and moments are this member's flat shards."""
     found: dict[str, Tensor] = {}
     for name, param in trainee.named_parameters():
         found[f"model.{name}"] = param.data
@@ -92,7 +86,6 @@ def num_bytes(trainee: TrainingModel) -> int:
 
 
 def numbers(trainee: TrainingModel, step_version: int, history: History) -> Numbers:
-    """A copy of the numbers of the state."""
     return Numbers(
         precision=trainee.train.precision, step_version=step_version,
         consumed_samples=step_version * trainee.train.batch.global_,
@@ -173,7 +166,6 @@ def _dynamic(trainee: TrainingModel) -> list[Any]:
 
 
 def _adam_step(trainee: TrainingModel) -> float:
-    """The step count, which is equal for all parameters."""
     steps = {num for optimizer in trainee.optimizers for part in parts(optimizer)
              for num in num_steps(part)}
     assert len(steps) == 1, f"parameters have stepped {sorted(steps)} times"

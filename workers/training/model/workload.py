@@ -48,9 +48,8 @@ class Beginning(Protocol):
 
 
 class Workload(Protocol):
-    """What a member trains. `train`: the numbers of iterations and micro-batches, and the output;
-    `flops`: FLOPs of one iteration. `beginning`: where training begins, if not at the initial
-    weights. `exports`: further formats of checkpoints (checkpoint_format.Format)."""
+    """What a member trains. `flops`: of one iteration. `beginning`: where training begins, if not
+    at the initial weights. `exports`: further formats of checkpoints (checkpoint_format.Format)."""
 
     train: Train
     flops: float
@@ -68,9 +67,7 @@ class Workload(Protocol):
     def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
               begins: bool = True) -> TrainingModel:
         """Build the model at a position of a layout, deterministically and without communication.
-
-        With `begins=False` the weights are undefined; the caller loads a state.
-        """
+        With `begins=False` the weights are undefined; the caller loads a state."""
         ...
 
     def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
