@@ -20,9 +20,8 @@ from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
-from .checkpoint.checkpoint_format import OwnFormat
 from .checkpoint.memory_checkpoint import StoreOrder
-from .checkpoint.saver import Save, Saver, can_save
+from .checkpoint.saver import OwnFormat, Save, Saver, can_save
 from .communicators.communicators import ABORTED, Communicators
 from .model import cpu_device, training_state
 from .model import trainee as model
@@ -283,9 +282,9 @@ class Member:
                 at += 1
                 if clock() - self.reported_s >= PROGRESS_S and not self.control.is_behind:
                     self._report_progress()
-                outcome = self._take_due_checkpoints(at, outcome)
-                if outcome in ("stepped", "boundary"):
-                    yield at - 1
+                self._take_due_checkpoints(at)
+                self._exit_if_too_many_abandoned(outcome)
+                yield at - 1
                 if not self.joined:  # `run_collectively` has left the generation
                     return False
         self.pulse.mark("boundary", OUTSIDE_CODE)
@@ -302,7 +301,7 @@ class Member:
         self._leave()
         return False
 
-    def _take_due_checkpoints(self, at: int, outcome: Outcome) -> Outcome:
+    def _take_due_checkpoints(self, at: int) -> None:
         """Take the checkpoints that are due after iteration `at - 1`."""
         memory_due = self._is_due(at, self.train.copy_every)
         if memory_due and self.iteration.may_copy and not self.is_standby:
@@ -316,8 +315,6 @@ class Member:
         elif due and not self.iteration.num_saving and not self.is_standby:
             for saver in due:
                 saver.begin(self.trainee, self.history, self._checkpoint(self._all_positions()))
-        self._exit_if_too_many_abandoned(outcome)
-        return outcome
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
         """Run a collective of all members between two steps. Returns False if it failed: `steps`

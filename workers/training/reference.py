@@ -235,26 +235,19 @@ def main() -> None:
     if asked.spec is not None:
         if asked.out is None:
             parser.error("--spec needs --out")
-        _train(asked.spec, asked.out, order=asked.order, num_iterations=asked.iterations,
-               keep=asked.keep)
+        spec = parse(json.loads(asked.spec.read_text()))
+        if spec.train is None:
+            raise UsageError("a command task has no reference run",
+                             "give the spec of a train: task")
+        train_undisturbed(
+            spec.train, asked.out, order=orders(spec.train.num_micro_batches)[asked.order],
+            tell=lambda iteration, loss: _say({"iteration": iteration, "loss": loss}),
+            num_iterations=asked.iterations, keep=asked.keep)
     if len(asked.compare) != len(asked.to):
         parser.error("--compare needs as many checkpoints after --to")
     for one, other in zip(asked.compare, asked.to, strict=True):
         gap = compare(one, other)
         _say({name: getattr(gap, name) for name in gap.__struct_fields__})
-
-
-def _train(file: Path, out: Path, *, order: int, num_iterations: int | None,
-           keep: Collection[int]) -> None:
-    spec = parse(json.loads(file.read_text()))
-    if spec.train is None:
-        raise UsageError("a command task has no reference run", "give the spec of a train: task")
-
-    def tell(iteration: int, loss: float) -> None:
-        _say({"iteration": iteration, "loss": loss})
-
-    train_undisturbed(spec.train, out, order=orders(spec.train.num_micro_batches)[order],
-                      tell=tell, num_iterations=num_iterations, keep=keep)
 
 
 def _say(line: dict[str, Any]) -> None:

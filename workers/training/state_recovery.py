@@ -26,7 +26,7 @@ from ...events.spec.model import Axes
 from ...events.spec.parallelism import num_positions
 from ..checkpoint_store.protocol import TransferError
 from .checkpoint import checkpoint, memory_restore
-from .checkpoint.memory_restore import Fetched, Stores, Version
+from .checkpoint.memory_restore import Fetched, Stores
 from .communicators.communicators import Communicators
 from .model import training_state
 from .model.trainee import TrainingModel
@@ -223,9 +223,9 @@ class StateRecovery:
     def _copy_state(self, trainee: TrainingModel, step_version: int) -> training_state.Numbers:
         """Copy this member's own state into `trainee` of the same part."""
         iteration = self._iteration
-        live = training_state.tensors(iteration.trainee)
-        for name, tensor in training_state.tensors(trainee).items():
-            tensor.copy_(live[name])
+        live = with_shards(iteration.trainee).shards
+        for shard, tensor in trainee.shards.items():
+            tensor.copy_(live[shard])
         return training_state.numbers(iteration.trainee, step_version, iteration.history)
 
     def _set_state(self, trainee: TrainingModel, numbers: training_state.Numbers | None,
@@ -372,7 +372,8 @@ class StateRecovery:
             raise RuntimeError(f"some members read the checkpoint of step {min(found)}, others "
                                f"that of step {max(found)}: they do not see the same "
                                f"{order.checkpoint}")
-        read_bytes = training_state.num_bytes(trainee) if has_place else 0
+        read_bytes = sum(
+            tensor.nbytes for tensor in trainee.shards.values()) if has_place else 0
         return Recovered(found.pop(), "checkpoint", "", read_bytes, NO_STATE)
 
     def _restore_from_memory(self, order: Reconfigure, trainee: TrainingModel, place: int,
@@ -389,7 +390,9 @@ class StateRecovery:
             try:
                 if has_place:
                     self._is_overwritten = True
-                    fetched = self._fetch(stores, version, trainee, place)
+                    fetched = stores.fetch(version, trainee.shards, held_by(trainee), place)
+                    assert fetched.numbers is not None, "share 0 has the numbers"
+                    training_state.load(trainee, fetched.numbers, self._iteration.history)
             except (OSError, TransferError, ValueError) as error:
                 why = str(error) or type(error).__name__
                 log.warning("in-memory checkpoint not restored", iteration=version.step_version,
@@ -400,14 +403,6 @@ class StateRecovery:
                 return Recovered(version.step_version, "copy", fetched.node,
                                  fetched.received_bytes, NO_STATE)
         return None
-
-    def _fetch(self, stores: Stores, version: Version, trainee: TrainingModel, place: int
-               ) -> Fetched:
-        """Raises OSError, TransferError, ValueError."""
-        fetched = stores.fetch(version, trainee.shards, held_by(trainee), place)
-        assert fetched.numbers is not None, "share 0 has the numbers"
-        training_state.load(trainee, fetched.numbers, self._iteration.history)
-        return fetched
 
     def _begin(self, trainee: TrainingModel, axes: Axes, place: int) -> None:
         if trainee is not self._begun and place < num_positions(axes):

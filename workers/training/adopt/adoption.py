@@ -42,7 +42,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from ..checkpoint.checkpoint_format import Format  # noqa: E402
+from ..checkpoint.saver import Format  # noqa: E402
 from ..dependencies.known_versions import warn_unknown  # noqa: E402
 from ..member import Member  # noqa: E402
 from ..model.workload import Beginning  # noqa: E402

@@ -63,7 +63,7 @@ class LoaderBatches:
         self._last_share: list[int] = []
         with _seeded(seed):
             self._results: Iterator[Any] = iter(DataLoader(
-                _Reader(loader, seed), batch_size=None, sampler=_Endless(self._wanted),
+                _Reader(loader, seed), batch_size=None, sampler=iter(self._wanted, None),
                 collate_fn=_unchanged, num_workers=loader.num_workers, timeout=loader.timeout,
                 worker_init_fn=loader.worker_init_fn, prefetch_factor=loader.prefetch_factor,
                 multiprocessing_context=loader.multiprocessing_context))
@@ -183,17 +183,6 @@ class _Reader(Dataset[Any]):
                 return self._collate(many(indices) if many else [dataset[i] for i in indices])
         except (*OF_THE_DATA, OSError):  # raised where the batch is asked for, if it is
             return _Failed(private_torch.kept_exception("in the DataLoader of `sample`"))
-
-
-class _Endless:
-    """A sampler that asks again for each element."""
-
-    def __init__(self, call: Callable[[], _Wanted]) -> None:
-        self._call = call
-
-    def __iter__(self) -> Iterator[_Wanted]:
-        while True:
-            yield self._call()
 
 
 def _unchanged(result: Any) -> Any:

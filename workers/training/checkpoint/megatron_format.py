@@ -24,8 +24,8 @@ from ..process.history import History
 from ..recovery import state_shards
 from ..recovery.resharding import Region, Shard
 from ..recovery.state_shards import STACKED, StackedName, State, kind_of
-from .checkpoint_format import Content
 from .folder import OLD, PARTIAL
+from .saver import Content
 from .share import name_of, own_share
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -89,15 +89,12 @@ class Hooks(NamedTuple):
 
 
 class _Checksummed(io.RawIOBase):
-    """Writes to `file`, with a checksum of what is written since `begin`."""
+    """Writes to `file`, and continues the checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__()
         self._file = file
         self.num_bytes = self.checksum = 0
-
-    def begin(self) -> None:
-        self.checksum = 0
 
     def writable(self) -> bool:
         return True
@@ -148,7 +145,7 @@ def plain(numbers: training_state.Numbers) -> dict[str, Any]:
 
 def _write(output: _Checksummed, key: str, kind: str, region: Region, value: Any) -> Chunk:
     begin_bytes = output.num_bytes
-    output.begin()
+    output.checksum = 0
     stream: Any = output
     torch.save(value, stream)
     return Chunk(key, kind, region.offset, region.shape, begin_bytes,

@@ -53,7 +53,12 @@ class Snapshot:
         """The regions that `read` yields, in order."""
         self._live: list[Tensor | None] = []
         for shard, tensor in share.items():
-            self._add(shard, tensor)
+            num = num_rows(shard.region)
+            num_per_piece = max(1, PIECE_BYTES * num // max(tensor.nbytes, 1))
+            for first in range(0, num, num_per_piece):
+                region, view = rows(tensor, shard.region, first, min(first + num_per_piece, num))
+                self.pieces.append(shard._replace(region=region))
+                self._live.append(view)
         self.num_bytes = sum(tensor.nbytes for tensor in share.values())
         self._limit_bytes = self.num_bytes if limit_bytes is None else limit_bytes
         self._copies: dict[int, Tensor] = {}
@@ -64,14 +69,6 @@ class Snapshot:
         self._changed = threading.Condition()
         on_gpu = next((tensor for tensor in share.values() if tensor.device.type == "cuda"), None)
         self._stream: Any = None if on_gpu is None else _stream(on_gpu.device)
-
-    def _add(self, shard: Shard, tensor: Tensor) -> None:
-        num = num_rows(shard.region)
-        num_per_piece = max(1, PIECE_BYTES * num // max(tensor.nbytes, 1))
-        for first in range(0, num, num_per_piece):
-            region, view = rows(tensor, shard.region, first, min(first + num_per_piece, num))
-            self.pieces.append(shard._replace(region=region))
-            self._live.append(view)
 
     def read(self) -> Generator[tuple[Shard, Tensor]]:
         """Each piece and a copy of it in host memory. Raises SnapshotLost.

@@ -170,16 +170,13 @@ class StoredState:
             end_bytes = place.begin_bytes + place.length_bytes
             ends_bytes[place.file] = max(ends_bytes.get(place.file, 0), end_bytes)
         for file, end_bytes in ends_bytes.items():
-            self._check_file(file, end_bytes)
-
-    def _check_file(self, file: str, end_bytes: int) -> None:
-        size = self._files.size(file)
-        if size is None:
-            raise self._damaged(f"its file {file} is missing")
-        if size < end_bytes:
-            raise self._damaged(f"its file {file} is cut: it has {size} bytes of {end_bytes}")
-        if self._format_num > 1 and not self._checksums_of(file):
-            raise self._damaged(f"the index of its file {file} is missing or cut")
+            size = self._files.size(file)
+            if size is None:
+                raise self._damaged(f"its file {file} is missing")
+            if size < end_bytes:
+                raise self._damaged(f"its file {file} is cut: it has {size} bytes of {end_bytes}")
+            if self._format_num > 1 and not self._checksums_of(file):
+                raise self._damaged(f"the index of its file {file} is missing or cut")
 
     def read(self, want: State) -> None:
         """Read these shards into their memory. Call `check` before: a failure leaves it undefined.

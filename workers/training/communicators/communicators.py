@@ -34,6 +34,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ....events import network_address
 from ....events.spec.model import Axes
@@ -183,13 +184,12 @@ class Communicators:
 
     def alone(self) -> Any:
         """Single-member groups for every role."""
-        return process_groups.single_member(self.groups)
+        return ProcessGroupCollection(**dict.fromkeys(process_groups.ROLES, self.groups.cp))
 
     def _reach(self, host: str, port: int) -> dist.TCPStore:
         """Connect to the store. Each attempt of torch is short: it cannot be interrupted."""
         last_s = time.monotonic() + RENDEZVOUS_S_MAX
         while True:
-            why = ""
             try:
                 socket.create_connection((host, port), timeout=CONNECT_S_MAX).close()
                 client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False,

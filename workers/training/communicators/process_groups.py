@@ -62,11 +62,6 @@ def build(axes: Axes, timeout_s: float) -> Any:
     return ProcessGroupCollection(**groups)
 
 
-def single_member(groups: Any) -> Any:
-    """The generation's single-member group in every role."""
-    return ProcessGroupCollection(**dict.fromkeys(ROLES, groups.cp))
-
-
 def groups_for_building(groups: Any) -> Any:
     """The groups with which a model is built, such that neither the build nor a step communicates:
     Megatron's first and last stage would exchange their embedding, and its optimizer reduce values

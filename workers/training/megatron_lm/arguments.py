@@ -1,7 +1,7 @@
-"""The arguments of Megatron-LM's training loops, which pretrain.py replaces, that do not work here.
+"""The arguments of Megatron-LM's training loop that do not work in Unicron's loop, and why.
 
 What only Megatron-LM's other functions read works as ever. The keys are the names in `get_args()`.
-A test compares with the loops of a clone; it has the arguments that work
+A test reads the loops of a clone, and compares; it has the arguments that work
 (tests/drivers/megatron_arguments.py).
 """
 

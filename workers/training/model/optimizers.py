@@ -182,21 +182,19 @@ def parts(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def shards(optimizer: Any) -> dict[int, Any]:
     """id of a parameter -> this member's shard of it, if any, in flat fp32."""
-    found: dict[int, Any] = {}
-    for part in chained(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            found |= {id(param): shard for param, shard in private_megatron.shards_of(part)}
-    return found
+    return {id(param): shard for part in _distributed(optimizer)
+            for param, shard in private_megatron.shards_of(part)}
 
 
 def is_sharded(optimizer: Any) -> bool:
-    return any(isinstance(part, DistributedOptimizer) for part in chained(optimizer))
+    return bool(_distributed(optimizer))
+
+
+def _distributed(optimizer: Any) -> list[Any]:
+    return [part for part in chained(optimizer) if isinstance(part, DistributedOptimizer)]
 
 
 def ranges(optimizer: Any) -> dict[int, slice]:
     """id of a parameter -> the range of its elements that is this member's shard (`shards`)."""
-    found: dict[int, slice] = {}
-    for part in chained(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            found |= {id(param): own for param, own in private_megatron.ranges_of(part)}
-    return found
+    return {id(param): own for part in _distributed(optimizer)
+            for param, own in private_megatron.ranges_of(part)}

@@ -48,7 +48,9 @@ def load(paths: Sequence[str], sequence: int) -> Text:
         data = bytes([END_CODE]).join(_read(path) for path in paths)
         origin = ", ".join(paths)
     else:
-        data = _documentation()
+        from pydoc_data.topics import topics
+
+        data = bytes([END_CODE]).join(topics[name].encode() for name in sorted(topics))
         origin = "pydoc_data.topics"
     if len(data) <= sequence + 1:
         raise UsageError(
@@ -63,9 +65,3 @@ def _read(path: str) -> bytes:
     except OSError as error:
         raise UsageError(f"train.data: {path}: {error.strerror}",
                          "every node needs the files at the same paths") from None
-
-
-def _documentation() -> bytes:
-    from pydoc_data.topics import topics
-
-    return bytes([END_CODE]).join(topics[name].encode() for name in sorted(topics))

@@ -12,7 +12,7 @@ generators (random_draws.py), learning rate and weight decay (the schedule's pos
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -54,7 +54,8 @@ class Numbers(Struct, kw_only=True):
 
 def tensors(trainee: TrainingModel) -> dict[str, Tensor]:
     """The live tensors of the state by their name in the whole model, in the same order on every
-    rank. If the optimizer is sharded, masters and moments are this member's flat shards."""
+    rank. If the optimizer is sharded, masters and moments are this member's flat shards, without
+    those of a mirror."""
     found: dict[str, Tensor] = {}
     for name, param in trainee.named_parameters():
         found[f"model.{name}"] = param.data
@@ -63,15 +64,14 @@ def tensors(trainee: TrainingModel) -> dict[str, Tensor]:
             found[f"master.{name}"] = param.main_param.data
     for name, buffer in trainee.named_buffers():
         found[f"buffer.{name}"] = buffer
-    for name, _, moments in _moments(trainee, trainee.optimizer):
-        for moment in MOMENTS:
-            found[f"optimizer.{moment}.{name}"] = moments[moment]
-    if trainee.mirror is not None:
-        for name, main, moments in _moments(trainee, trainee.mirror):
-            if trainee.train.precision != "fp32":
-                found[f"mirror.master.{name}"] = main.data
-            for moment in MOMENTS:
-                found[f"mirror.{moment}.{name}"] = moments[moment]
+    owned = shards(trainee.optimizer)
+    by_id = {id(owned.get(id(param), getattr(param, "main_param", param))): name
+             for name, param in trainee.named_parameters()}
+    for part in parts(trainee.optimizer):
+        for group in part.param_groups:
+            for param in group["params"]:
+                for moment in MOMENTS:
+                    found[f"optimizer.{moment}.{by_id[id(param)]}"] = part.state[param][moment]
     return found
 
 
@@ -79,10 +79,6 @@ def num_skipped(trainee: TrainingModel, step_version: int) -> int:
     """The number of iterations skipped because the gradient was not finite."""
     scheduled_samples: int = trainee.scheduler.num_steps
     return step_version - scheduled_samples // trainee.train.batch.global_
-
-
-def num_bytes(trainee: TrainingModel) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(trainee).values())
 
 
 def numbers(trainee: TrainingModel, step_version: int, history: History) -> Numbers:
@@ -170,15 +166,3 @@ def _adam_step(trainee: TrainingModel) -> float:
              for num in num_steps(part)}
     assert len(steps) == 1, f"parameters have stepped {sorted(steps)} times"
     return steps.pop()
-
-
-def _moments(trainee: TrainingModel, optimizer: Any
-             ) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
-    """Each parameter of this optimizer: its name, the stepped tensor, its moments."""
-    owned = shards(optimizer)
-    by_id = {id(owned.get(id(param), getattr(param, "main_param", param))): name
-             for name, param in trainee.named_parameters()}
-    for part in parts(optimizer):
-        for group in part.param_groups:
-            for param in group["params"]:
-                yield by_id[id(param)], param, part.state[param]

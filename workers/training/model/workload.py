@@ -49,7 +49,7 @@ class Beginning(Protocol):
 
 class Workload(Protocol):
     """What a member trains. `flops`: of one iteration. `beginning`: where training begins, if not
-    at the initial weights. `exports`: further formats of checkpoints (checkpoint_format.Format)."""
+    at the initial weights. `exports`: further formats of checkpoints (saver.Format)."""
 
     train: Train
     flops: float

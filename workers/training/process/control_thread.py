@@ -232,11 +232,9 @@ class Control:
         return found
 
     def _take_frame(self, frame: Frame) -> None:
-        if not frame.seq or frame.seq > self._last_order:
-            self._last_order = max(self._last_order, frame.seq)
-            self._take(frame)
-
-    def _take(self, frame: Frame) -> None:
+        if frame.seq and frame.seq <= self._last_order:
+            return
+        self._last_order = max(self._last_order, frame.seq)
         order = frame.body
         self.store_keys.update(frame.store_keys)  # before the order that needs them
         if isinstance(order, SetCheckpointStores):

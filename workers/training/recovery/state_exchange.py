@@ -308,8 +308,10 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
             note("give")
         if side.take:
             note("receive")
-        bad = _agree(peers, peers.transfer(side.give, side.take, goes_on))
-        if not bad:
+        bad = peers.transfer(side.give, side.take, goes_on)
+        bad = {place for each in peers.collect(msgspec.msgpack.encode(bad))
+               for place in msgspec.msgpack.decode(each, type=set[int])}
+        if not bad:  # on any member
             break
         planner.exclude(bad)
 
@@ -334,12 +336,6 @@ def decode_request(data: bytes) -> Request:
         return msgspec.msgpack.decode(zlib.decompress(data), type=Request)
     except (zlib.error, msgspec.MsgspecError) as error:
         raise RuntimeError(f"the request cannot be decoded: {error}") from None
-
-
-def _agree(peers: World, bad: set[int]) -> set[int]:
-    """The places in `bad` of any member. Returns when all members have received their data."""
-    return {place for each in peers.collect(msgspec.msgpack.encode(bad))
-            for place in msgspec.msgpack.decode(each, type=set[int])}
 
 
 def _excluded(place: int, why: str) -> None:

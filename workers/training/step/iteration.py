@@ -21,7 +21,7 @@ from ....events.errors import UsageError
 from ....events.spec.parallelism import coordinates, is_fully_replicated
 from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, ProgressWriter
 from ..communicators.communicators import Communicators
-from ..dependencies.private_megatron import set_gathered
+from ..dependencies.private_megatron import set_gathered, take_gather_works
 from ..model.trainee import TrainingModel
 from ..model.workload import Samples
 from ..process.control_thread import Control
@@ -32,7 +32,7 @@ from ..recovery.state_sources import NO_STATE, Claim, HeldState
 from . import forward_backward
 from .gradient_reduction import Outcome, Reduction, Stats, StepBarrier, on_device
 from .losses import Losses
-from .optimizer_step import gather, gathering, scale_of, step, step_barrier
+from .optimizer_step import gather, scale_of, step, step_barrier
 from .overlapped_reduction import end_all
 from .pipeline import Passes
 from .stop_agreement import StopAgreement
@@ -375,8 +375,8 @@ class Iteration:
     def _end_gather(self) -> None:
         """The generation ends before all parameters have arrived. A gather that does not end may
         still write into the model."""
-        waiter = end_all(gathering(self.trainee), self._communicators.interrupt,
-                         self._communicators.groups)
+        works = [work for group in self.trainee.bucket_groups for work in take_gather_works(group)]
+        waiter = end_all(works, self._communicators.interrupt, self._communicators.groups)
         if waiter is not None:
             self._control.abandon(waiter.is_alive)
             self.is_stuck = True

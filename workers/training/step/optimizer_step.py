@@ -102,14 +102,6 @@ def gather(trainee: TrainingModel) -> None:
             ddp.start_param_sync(force_dispatch=True)
 
 
-def gathering(trainee: TrainingModel) -> list[Any]:
-    """The launched collectives of a gather that has broken off. Megatron's groups forget them."""
-    works: list[Any] = []
-    for group in trainee.bucket_groups:
-        works += private_megatron.take_gather_works(group)
-    return works
-
-
 def _counted(trainee: TrainingModel, dp: int) -> Iterator[Tensor]:
     """The gradients that this member adds to the norm. Megatron chooses the same for its norm."""
     owned = ranges(trainee.optimizer)
