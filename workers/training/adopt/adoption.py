@@ -302,10 +302,9 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
 
     If in-memory recovery does not support the loop, a warning gives the reason. The loop then
     trains without it, and a fault restarts all processes of the task, from their state in memory
-    if `loop.copy_every` is not 0. With `falls_back=False`,
-    `adopt` raises Declined before training. Invalid arguments, or a loop that `job.step()` cannot
-    train, print one line and end the process; with an agent, they end the task. With an agent, any
-    other exception is reported as this rank's error.
+    if `loop.copy_every` is not 0; with `falls_back=False`, `adopt` raises Declined. Invalid
+    arguments, or a loop that `job.step()` cannot train, print one line and end the process; with an
+    agent, they end the task. Any other exception is then reported as this rank's error.
     """
     def work(loop: Loop) -> LoopWorkload:
         for name, spec, given in (("iterations", loop.iterations, iterations),

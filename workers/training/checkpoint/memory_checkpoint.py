@@ -18,7 +18,6 @@ from typing import NamedTuple
 import msgspec
 import structlog
 import torch
-from torch import Tensor
 
 from ....events.log.identity import StoreKeys
 from ....events.records.orders import Reconfigure, SetCheckpointStores, StartRank
@@ -31,7 +30,6 @@ from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
-from ..recovery.resharding import Shard
 from ..recovery.state_shards import torch_dtype
 from ..recovery.state_sources import HeldState
 from ..step.gradient_reduction import is_cuda_error
@@ -179,7 +177,10 @@ class MemorySaver:
 
     def _offered(self, content: Content, step_version: int, generation: int) -> _Share:
         snapshot = content.snapshot
-        pieces = tuple(_piece(shard) for shard in snapshot.pieces)
+        pieces = tuple(
+            Piece(key, kind, region.offset, region.shape,
+                  region.num_elements * torch_dtype(kind).itemsize)
+            for key, kind, region in snapshot.pieces)
         manifest = msgspec.msgpack.encode(Manifest(pieces=pieces, numbers=content.numbers))
         return _Share(snapshot, Offer(
             task=self._start.task, rank=self._start.rank, attempt=self._start.attempt,
@@ -224,7 +225,7 @@ class MemorySaver:
             for index, (_, tensor) in enumerate(pieces):
                 if index == half:
                     self._note("copy_mid", share.offer.generation, share.offer.step_version)
-                data = _bytes_of(tensor)
+                data = tensor.reshape(-1).view(torch.uint8).numpy().data
                 for store, sender in list(senders.items()):
                     with _failures(store, failed):
                         sender.send(data)
@@ -287,13 +288,3 @@ def _content(trainee: TrainingModel, step_version: int, history: History,
     held: HeldState = held_by(trainee)
     return Content(Snapshot(own_share(trainee, saving), buffer_bytes(trainee.shards)), numbers,
                    share, len(positions), held.shape, held.part)
-
-
-def _piece(shard: Shard) -> Piece:
-    dtype = torch_dtype(shard.kind)
-    return Piece(shard.key, shard.kind, shard.region.offset, shard.region.shape,
-                 shard.region.num_elements * dtype.itemsize)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data

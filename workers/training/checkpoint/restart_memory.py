@@ -55,8 +55,9 @@ class RestartMemory:
                      lambda _: nullcontext())) -> None:
         self._start, self._control, self._place, self._num = start, control, place, num
         self._generation = start.attempt
-        self._saver = MemorySaver(start, control.store_keys, spare=spare,
-                                  tell=control.tell_unless_behind, note=lambda *_: None)
+        self._saver = MemorySaver(
+            start, control.store_keys, spare=spare, tell=control.tell_unless_behind,
+            note=lambda event, generation, step_version: None)
         self._why = ""
         """Why the state cannot be stored."""
 

@@ -99,7 +99,9 @@ def _held(trainee: TrainingModel) -> Iterator[tuple[Shard, Tensor, Sequence[int]
     if not trainee.is_sharded:
         yield from ((shard, tensor, everywhere) for shard, tensor in shards.items())
         return
-    own = {moment.untyped_storage().data_ptr() for moment in _optimizer_tensors(trainee)}
+    own = {tensor.untyped_storage().data_ptr() for part in parts(trainee.optimizer)
+           for main, state in part.state.items()
+           for tensor in (main, *(state[moment] for moment in MOMENTS))}
     params: dict[str, list[Shard]] = {}
     for shard, tensor in shards.items():
         name = name_of(shard.key)
@@ -111,29 +113,14 @@ def _held(trainee: TrainingModel) -> Iterator[tuple[Shard, Tensor, Sequence[int]
         if not shard.key.startswith(("master.", "optimizer.")):
             continue
         is_mirror = tensor.untyped_storage().data_ptr() not in own
-        owners = _owners(trainee, trainee.at.dp - is_mirror)
+        dp, num = trainee.at.dp - is_mirror, trainee.axes.dp
+        owners = (dp % num,) if trainee.mirror is None else (dp % num, (dp + 1) % num)
         yield shard, tensor, owners
         if shard.key.startswith(f"{_FIRST_MOMENT}."):
             for param in params[name_of(shard.key)]:
                 if (region := intersection(param.region, shard.region)) is not None:
                     yield (param._replace(region=region),
                            cut(shards[param], param.region, region), owners)
-
-
-def _optimizer_tensors(trainee: TrainingModel) -> Iterator[Tensor]:
-    """Without those of the mirror."""
-    for part in parts(trainee.optimizer):
-        for main, state in part.state.items():
-            yield main
-            yield from (state[moment] for moment in MOMENTS)
-
-
-def _owners(trainee: TrainingModel, dp: int) -> tuple[int, ...]:
-    """The data-parallel ranks that hold the optimizer shard of rank `dp`."""
-    num = trainee.axes.dp
-    if trainee.mirror is None:
-        return (dp % num,)
-    return (dp % num, (dp + 1) % num)
 
 
 def _dealt(held: State, index: int, num: int) -> State:

@@ -34,7 +34,6 @@ from .random_draws import Draw, global_name, seed_of, without_initialisation
 from .random_draws import draw as draw_weights
 from .text_data import carries_loss
 
-Parts = tuple[Any, ...]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -84,12 +83,12 @@ class TrainingModel:
         return coordinates(self.axes, self.place)
 
     @property
-    def roots(self) -> Parts:
+    def roots(self) -> tuple[Any, ...]:
         """The objects that may contain process-group handles."""
         return (*self.ddps, *self.optimizers, self.scheduler)
 
     @property
-    def optimizers(self) -> Parts:
+    def optimizers(self) -> tuple[Any, ...]:
         """Its own optimizer, and the optimizer of the mirrored shard if it has one."""
         return (self.optimizer,) if self.mirror is None else (self.optimizer, self.mirror)
 

@@ -44,7 +44,6 @@ class Beginning(Protocol):
 
     def read(self, trainee: TrainingModel, step_version: int, history: Any) -> None:
         """Read this member's part of that state."""
-        ...
 
 
 class Workload(Protocol):

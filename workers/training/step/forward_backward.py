@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int
     """
     if not items:
         return Passes(0, Losses())
-    if begin is not None and trainee.at.tp:  # one tensor-parallel member counts the losses of all
-        counts, begin = begin, lambda losses: counts(Losses())
+    if begin is not None and trainee.at.tp:
+        begin = partial(_begin_without_losses, begin)
     if trainee.axes.pp > 1:
         done = pipeline.run(trainee, groups, iteration, items, sample, note, must_stop=must_stop,
                             forward_only=forward_only, begin=begin)
@@ -44,6 +45,11 @@ def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int
                    begin=begin, backward=backward)
         done = Passes(len(items), losses)
     return Passes(done.num_done, Losses()) if trainee.at.tp else done
+
+
+def _begin_without_losses(begin: Begin, losses: Losses) -> None:
+    """One tensor-parallel member counts the losses of all."""
+    begin(Losses())
 
 
 def evaluate(trainee: TrainingModel, groups: Any, items: Sequence[int], sample: Sample

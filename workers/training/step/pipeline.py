@@ -38,8 +38,6 @@ Sample = Callable[[int], Any]
 """A micro-batch by its number: tokens [rows, sequence + 1], or input of a script's `forward`."""
 Note = Callable[[Literal["micro_batch", "forward", "backward", "stage"], int], None]
 """Called when a micro-batch or a pass of it begins, or when a stage communicates with another."""
-
-
 Begin = Callable[[Losses], None]
 """Called before the last backward, with the losses so far."""
 
