@@ -5,11 +5,9 @@
 
 It shares with a rank only the model, the data and the random draws. Everything that could hide an
 error of the recovery is Megatron's own: the parallel state, the forward-backward schedule and the
-gradient finalisation. FILE is a job spec as JSON. `--iterations` stops early, but the optimizer
-schedule is that of the whole task. `--order` chooses the order in which the micro-batches are
-summed (see `orders`). The differences between the orders are the noise: two equal trainings may
-differ by that much. `--keep` saves the state after N iterations, too. The output is JSON lines: one
-for each iteration or each comparison.
+gradient finalisation. FILE is a job spec as JSON. With `--iterations` the optimizer schedule is
+still that of the whole task. The differences between the orders of summation (`--order`) are the
+noise: two equal trainings may differ by that much. The output is JSON lines.
 """
 
 from __future__ import annotations
@@ -48,10 +46,9 @@ NUM_ORDERS = 3
 class Difference(Struct, frozen=True, kw_only=True):
     """The largest differences between two trainings. Parameters are their fp32 masters, if any.
 
-    `param_rel` is |a - b| / |b| of all parameters as one vector, with Euclidean norms. A tensor
-    whose true gradient is zero (the bias of the keys) is only noise, and would have the largest
-    ratio if each tensor had its own. `optimizer_rel` is the larger of the same ratios of Adam's
-    first and second moments. It is infinite if the numbers of optimizer steps differ.
+    `param_rel` is |a - b| / |b| of all parameters as one vector: a tensor whose true gradient is
+    zero (the bias of the keys) is only noise. `optimizer_rel` is the larger of the same ratios of
+    Adam's moments; infinite if the numbers of optimizer steps differ.
     """
 
     num_losses: int
@@ -67,10 +64,8 @@ def orders(num: int, num_orders: int = NUM_ORDERS) -> list[list[int]]:
 
 
 def tolerance(noises: Sequence[float]) -> float:
-    """The largest difference that counts as equal, from the noises between orders of summation.
-
-    It is NaN if a noise is not finite. No difference is below NaN.
-    """
+    """The largest difference that counts as equal, from the noises between orders of summation; NaN
+    if one is not finite. No difference is below NaN."""
     if not all(map(math.isfinite, noises)):
         return math.nan
     return NOISE_TIMES_MAX * max(ROUNDING_RATIO, *noises)
@@ -84,12 +79,8 @@ def state_folder(out: Path, iteration: int) -> Path:
 def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = None,
                       tell: Callable[[int, float], None] | None = None,
                       num_iterations: int | None = None, keep: Collection[int] = ()) -> None:
-    """Train; the final state goes to `out`/final.
-
-    `order` is the order in which an iteration's micro-batches are summed (default: 0, 1, ...).
-    Training stops after `num_iterations` (default: all), like that of a cancelled task.
-    `keep` has the numbers of iterations after which the state also goes to `state_folder`.
-    """
+    """Train; the final state goes to `out`/final. `order`: of the micro-batches in a sum. `keep`:
+    the numbers of iterations after which the state also goes to `state_folder`."""
     import torch
     import torch.distributed as dist
     from unicron.workers.training.model import cpu_device
@@ -218,7 +209,7 @@ def _ratio(gap: float, whole: float) -> float:
 
 
 def _most(values: Sequence[float]) -> float:
-    """The largest value. It is infinite if any value is NaN."""
+    """The largest value; infinite if one is NaN."""
     return math.inf if any(math.isnan(value) for value in values) else max(values, default=0.0)
 
 
@@ -241,26 +232,19 @@ def main() -> None:
     if asked.spec is not None:
         if asked.out is None:
             parser.error("--spec needs --out")
-        _train(asked.spec, asked.out, order=asked.order, num_iterations=asked.iterations,
-               keep=asked.keep)
+        spec = parse(json.loads(asked.spec.read_text()))
+        if spec.train is None:
+            raise UsageError("a command task has no reference run",
+                             "give the spec of a train: task")
+        train_undisturbed(
+            spec.train, asked.out, order=orders(spec.train.num_micro_batches)[asked.order],
+            tell=lambda iteration, loss: _say({"iteration": iteration, "loss": loss}),
+            num_iterations=asked.iterations, keep=asked.keep)
     if len(asked.compare) != len(asked.to):
         parser.error("--compare needs as many checkpoints after --to")
     for one, other in zip(asked.compare, asked.to, strict=True):
         gap = compare(one, other)
         _say({name: getattr(gap, name) for name in gap.__struct_fields__})
-
-
-def _train(file: Path, out: Path, *, order: int, num_iterations: int | None,
-           keep: Collection[int]) -> None:
-    spec = parse(json.loads(file.read_text()))
-    if spec.train is None:
-        raise UsageError("a command task has no reference run", "give the spec of a train: task")
-
-    def tell(iteration: int, loss: float) -> None:
-        _say({"iteration": iteration, "loss": loss})
-
-    train_undisturbed(spec.train, out, order=orders(spec.train.num_micro_batches)[order],
-                      tell=tell, num_iterations=num_iterations, keep=keep)
 
 
 def _say(line: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ def differing_parts(place: int, train: Train, layouts: list[Axes]) -> list[str]:
     whole = model.build(replace(train, parallel=Parallel()), device)
     held = {shard.key: (shard, tensor) for shard, tensor in state_shards.list_shards(whole).items()}
     size = model.Size(sum(param.numel() for _, param in whole.named_parameters()),
-                      training_state.num_bytes(whole))
+                      sum(tensor.nbytes for _, tensor in held.values()))
     private_megatron.clear_globals()
     dist.destroy_process_group()
     communicators = Communicators("127.0.0.1", device)

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from time import monotonic as clock
 
 import msgspec
 import structlog
@@ -19,9 +20,8 @@ from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
-from .checkpoint.checkpoint_format import OwnFormat
 from .checkpoint.memory_checkpoint import StoreOrder
-from .checkpoint.saver import Save, Saver, can_save
+from .checkpoint.saver import OwnFormat, Save, Saver, can_save
 from .communicators.communicators import ABORTED, Communicators
 from .model import cpu_device, training_state
 from .model import trainee as model
@@ -35,7 +35,7 @@ from .recovery.settlement import MemberAssignment, settle
 from .recovery.state_sources import NO_STATE, Claim, other_versions
 from .state_recovery import StateRecovery, with_shards
 from .step.gradient_reduction import Outcome, is_cuda_error
-from .step.iteration import Iteration, clock
+from .step.iteration import Iteration
 
 PROGRESS_S = 1.0
 """Minimum time between two progress reports of the member at position 0."""
@@ -46,8 +46,7 @@ log = structlog.get_logger()
 
 
 def expected_position(start: StartRank, train: Train) -> tuple[Axes, int]:
-    """The layout and the position for which a process builds its part of the model. If the first
-    Reconfigure has another part, the process builds again."""
+    """The layout and position for which a process builds before the first Reconfigure."""
     axes = start.axes or next(train.parallel.layouts(start.num_seats, train.num_micro_batches),
                               Axes())
     place = start.place if start.place >= 0 else start.rank
@@ -55,10 +54,8 @@ def expected_position(start: StartRank, train: Train) -> tuple[Axes, int]:
 
 
 class Member:
-    """One rank's process, from RankReady to RankFinished.
-
-    `generation` is the newest generation that an order named. `joined` tells whether the member is
-    in it. Outside a generation, the member keeps its state and waits for the next order.
+    """One rank's process, from RankReady to RankFinished. `generation` is the newest that an order
+    named, `joined` whether the member is in it. Outside, it keeps its state and waits for orders.
     """
 
     def __init__(self, control: Control, start: StartRank, environment: Mapping[str, str],
@@ -145,14 +142,10 @@ class Member:
         """Whether this is a standby member, which provides state and trains nothing."""
         return self.communicators.place >= num_positions(self.axes)
 
-    def run_to_completion(self) -> None:
-        """Report RankReady, then carry out orders until all iterations are done."""
-        for _ in self.steps():
-            pass
-
     def steps(self) -> Generator[int | None]:
-        """`run_to_completion` as a generator. Yields None when a generation starts to train, and
-        each iteration that all members have stepped. Then `run_collectively` may be called."""
+        """Report RankReady, then carry out orders until all iterations are done. Yields None when a
+        generation starts to train, and each iteration that all members have stepped. Then
+        `run_collectively` may be called."""
         self.control.tell(reports.RankReady(
             **self._ids, endpoint=self.communicators.endpoint,
             num_params=self.size.num_params, state_bytes=self.size.state_bytes,
@@ -289,9 +282,9 @@ class Member:
                 at += 1
                 if clock() - self.reported_s >= PROGRESS_S and not self.control.is_behind:
                     self._report_progress()
-                outcome = self._take_due_checkpoints(at, outcome)
-                if outcome in ("stepped", "boundary"):
-                    yield at - 1
+                self._take_due_checkpoints(at)
+                self._exit_if_too_many_abandoned(outcome)
+                yield at - 1
                 if not self.joined:  # `run_collectively` has left the generation
                     return False
         self.pulse.mark("boundary", OUTSIDE_CODE)
@@ -308,7 +301,7 @@ class Member:
         self._leave()
         return False
 
-    def _take_due_checkpoints(self, at: int, outcome: Outcome) -> Outcome:
+    def _take_due_checkpoints(self, at: int) -> None:
         """Take the checkpoints that are due after iteration `at - 1`."""
         memory_due = self._is_due(at, self.train.copy_every)
         if memory_due and self.iteration.may_copy and not self.is_standby:
@@ -322,12 +315,10 @@ class Member:
         elif due and not self.iteration.num_saving and not self.is_standby:
             for saver in due:
                 saver.begin(self.trainee, self.history, self._checkpoint(self._all_positions()))
-        self._exit_if_too_many_abandoned(outcome)
-        return outcome
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
-        """Run a collective of all members between two steps. Returns whether it succeeded. If not,
-        this member has left its generation, and `steps` continues in another generation."""
+        """Run a collective of all members between two steps. Returns False if it failed: `steps`
+        then continues in another generation."""
         failed = self.iteration.beside(call)
         if failed is None:
             return True
@@ -344,9 +335,8 @@ class Member:
             rule=verdict.rule, peer=verdict.peer))
 
     def _exit_if_too_many_abandoned(self, outcome: Outcome) -> None:
-        """Exit if too many abandoned collectives wait. At most one member exits after a step. Its
-        peers hold its state of this or the previous step. A member does not exit if no peer holds
-        its state, if it has an order to stop, or if it is done."""
+        """Exit if too many abandoned collectives wait: at most one member after a step, whose state
+        of this or the previous step its peers hold."""
         num_members = self.communicators.num_members
         if (outcome == "stepped" and self.step_version < self.train.iterations
                 and self.axes.dp > 1 and self.train.parallel.optimizer != "sharded"
@@ -355,7 +345,6 @@ class Member:
             self.control.exit_too_many_abandoned()
 
     def _report_progress(self) -> None:
-        """Report all iterations not yet reported, if this member is at position 0."""
         if self.communicators.place == 0:
             for report in self.history.tell(
                     self.reported_to, task=self.start.task, generation=self.generation,
@@ -371,13 +360,11 @@ class Member:
         self.reported_s = clock()
 
     def _detach_snapshots(self) -> None:
-        """The state is about to change: end the reading of live memory."""
         self.copier.detach()
         for saver in self.savers:
             saver.detach()
 
     def _store_in_memory(self) -> None:
-        """Begin to send this member's share to the checkpoint stores."""
         self.copier.copy(self.trainee, self.step_version, self.history, self.generation,
                          self._current_stores(), is_whole=self.iteration.is_copied)
 
@@ -395,13 +382,11 @@ class Member:
         return tuple(range(num_positions(self.axes)))
 
     def _checkpoint(self, saving: tuple[int, ...]) -> Save:
-        """The checkpoint of the current state by the members at these positions."""
         return Save(self.generation, self.step_version, saving, self.rendezvous)
 
     def _save(self, saving: tuple[int, ...], *, final: bool) -> None:
-        """Write this member's share of a checkpoint before returning; of Unicron's own alone if the
-        member is preempted. The first member waits for the others, unless there is an order to
-        stop."""
+        """Save before returning, in Unicron's own format alone if the member is preempted. The
+        first member waits for the others, unless there is an order to stop."""
         stops = ("now",) if final else ("now", "boundary")
         for saver in self.savers if final else self.savers[:1]:
             saver.save(self.trainee, self.history, self._checkpoint(saving), final=final,
@@ -419,7 +404,6 @@ class Member:
 
     # --- leaving --------------------------------------------------------------------------------
     def _leave(self, order: Quiesce | None = None) -> None:
-        """Leave the generation if the member is in one, and report Quiesced."""
         if self.joined:
             self.joined = False
             self._tear_down()
@@ -441,8 +425,7 @@ class Member:
             num_buckets=len(self.trainee.bucket_groups)))
 
     def _save_on_preemption(self, order: Quiesce, index: int) -> None:
-        """Save this member's share, on disk and in memory, if the `index`-th rank of the order
-        saves."""
+        """Save on disk and in memory, if the `index`-th rank of the order does."""
         saving = order.saving
         if len(saving) <= 1 and self.trainee.is_plain:
             saving = (self.trainee.place,)  # alone, whatever its position

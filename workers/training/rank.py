@@ -70,7 +70,8 @@ def run_rank(fd: int, pulse: int = -1) -> NoReturn:
     member = Member(control, order, os.environ, ProgressWriter(pulse),
                     SpecWorkload(order.spec.train))
     exit_reporter.member = member
-    member.run_to_completion()
+    for _ in member.steps():
+        pass
     exit_process(control, 0)
 
 
@@ -134,7 +135,6 @@ def _prepare() -> None:
 
 
 def ignore_warnings() -> None:
-    """Suppress warnings that are of no use here."""
     # Apex and Transformer Engine are optional, and absent.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", module=r"torch\.distributed")

@@ -26,7 +26,7 @@ from ...events.spec.model import Axes
 from ...events.spec.parallelism import num_positions
 from ..checkpoint_store.protocol import TransferError
 from .checkpoint import checkpoint, memory_restore
-from .checkpoint.memory_restore import Fetched, Stores, Version
+from .checkpoint.memory_restore import Fetched, Stores
 from .communicators.communicators import Communicators
 from .model import training_state
 from .model.trainee import TrainingModel
@@ -81,11 +81,9 @@ class StateRecovery:
     # --- recovery into this member ---
     def recover(self, order: Reconfigure, place: int, claims: Sequence[Claim],
                 settlement: Settlement) -> Recovered:
-        """Recover this member's part of the settled state, in the layout of the order.
-
-        If the member has the same step of another part of the model, it keeps both until
-        `activate`. If this raises RuntimeError, the state is still of the step that is reported.
-        """
+        """Recover this member's part of the settled state, in the layout of the order. A member
+        with the same step of another part keeps both until `activate`. If this raises RuntimeError,
+        the state is still of the step that is reported."""
         axes = order.axes or Axes(dp=len(order.members))
         step_version = settlement.step_version
         if step_version == NO_STATE:
@@ -117,7 +115,7 @@ class StateRecovery:
         return self._result(order, place, step_version, taken)
 
     def claim(self) -> Claim:
-        """This member's claim to a settlement: the state that it trains, and its staged state."""
+        """The state that this member trains, and its staged state."""
         claim = replace(self._iteration.claim(), versions=VERSIONS)
         if self._staged is None:
             return claim
@@ -129,7 +127,7 @@ class StateRecovery:
         self._iteration.reset_to(NO_STATE)
 
     def leave(self) -> None:
-        """Leave the generation: remove its process groups from the staged model."""
+        """Remove the generation's process groups from the staged model."""
         if self._staged is not None:
             self._communicators.unbind(self._staged.roots)
 
@@ -149,12 +147,9 @@ class StateRecovery:
 
     def _model_for(self, axes: Axes, place: int, *, begins: bool, is_worthless: bool
                    ) -> tuple[TrainingModel, bool]:
-        """The model to train, and whether it is new: the current model if it is for the same part
-        and can be used, else a new one. A standby member keeps its model and trains nothing.
-
-        If the content of the current model is worthless, it is released first, and the new one
-        takes its place at once.
-        """
+        """The model to train, and whether it is new: the current one if it is for the same part and
+        can be used, or of a standby member. If its content is worthless, it is released first, and
+        a new one takes its place at once."""
         iteration = self._iteration
         mine = iteration.trainee
         if place >= num_positions(axes):
@@ -228,15 +223,15 @@ class StateRecovery:
     def _copy_state(self, trainee: TrainingModel, step_version: int) -> training_state.Numbers:
         """Copy this member's own state into `trainee` of the same part."""
         iteration = self._iteration
-        live = training_state.tensors(iteration.trainee)
-        for name, tensor in training_state.tensors(trainee).items():
-            tensor.copy_(live[name])
+        live = with_shards(iteration.trainee).shards
+        for shard, tensor in trainee.shards.items():
+            tensor.copy_(live[shard])
         return training_state.numbers(iteration.trainee, step_version, iteration.history)
 
     def _set_state(self, trainee: TrainingModel, numbers: training_state.Numbers | None,
                    step_version: int) -> None:
-        """Make `trainee` this member's state, even if the rest of the join fails, because the step
-        version that the member reports must always be that of its tensors."""
+        """Make `trainee` this member's state, even if the rest of the join fails: the step version
+        that the member reports must always be that of its tensors."""
         iteration = self._iteration
         self.is_staged_next = False
         if trainee is iteration.trainee:
@@ -285,8 +280,7 @@ class StateRecovery:
 
     # --- no member has a state ---
     def _recover_stored(self, order: Reconfigure, axes: Axes, place: int) -> Recovered:
-        """Read this member's part of an in-memory checkpoint or of the checkpoint on disk, or begin
-        from the seed. All members do the same. Raises RuntimeError, UsageError."""
+        """Read a stored state, or begin from the seed. Raises RuntimeError, UsageError."""
         iteration = self._iteration
         if iteration.step_version != NO_STATE:
             # Without the lost parts its state is of no use. It is overwritten in place, so from now
@@ -311,9 +305,8 @@ class StateRecovery:
         return restored
 
     def _newest_stored(self, *, is_needed: bool) -> int:
-        """The step version of the workload's stored state, as the first member sees it; 0 if there
-        is none, or if it cannot be read and is not needed. All members call this. Raises
-        RuntimeError, UsageError."""
+        """A collective: the step version of the workload's stored state, as the first member sees
+        it; 0 if there is none, or if it cannot be read and is not needed. Raises as `_together`."""
         beginning = self._work.beginning
         if beginning is None:
             return 0
@@ -330,8 +323,8 @@ class StateRecovery:
         return int(self._together(newest)[0])
 
     def _together(self, call: Callable[[], bytes]) -> list[bytes]:
-        """The result of `call` on each member. If it fails on some, it raises RuntimeError on all
-        others: else these would only report that a peer has left them."""
+        """A collective: the result of `call` on each member. If it fails on some (RuntimeError,
+        UsageError), it raises RuntimeError on all others, with the reason."""
         failed: Exception | None = None
         result = b""
         try:
@@ -348,8 +341,8 @@ class StateRecovery:
 
     def _restore(self, order: Reconfigure, trainee: TrainingModel, place: int, stored: int, *,
                  has_place: bool) -> Recovered:
-        """Read the newest state into `trainee`: an in-memory checkpoint of the order, its
-        checkpoint, or the workload's stored state of step version `stored`."""
+        """Read the newest state: in-memory checkpoint, checkpoint, or the workload's `stored` one.
+        """
         history = self._iteration.history
         if order.copies:
             restored = self._restore_from_memory(order, trainee, place, stored,
@@ -379,13 +372,14 @@ class StateRecovery:
             raise RuntimeError(f"some members read the checkpoint of step {min(found)}, others "
                                f"that of step {max(found)}: they do not see the same "
                                f"{order.checkpoint}")
-        read_bytes = training_state.num_bytes(trainee) if has_place else 0
+        read_bytes = sum(
+            tensor.nbytes for tensor in trainee.shards.values()) if has_place else 0
         return Recovered(found.pop(), "checkpoint", "", read_bytes, NO_STATE)
 
     def _restore_from_memory(self, order: Reconfigure, trainee: TrainingModel, place: int,
                              stored: int, *, has_place: bool) -> Recovered | None:
-        """Read the newest in-memory checkpoint that every member can read, from step version
-        `stored` on. None if there is none. All members call this. Raises RuntimeError."""
+        """A collective: read the newest in-memory checkpoint that every member can read, from step
+        version `stored` on. None if there is none. Raises RuntimeError."""
         stores = Stores(self._start.task, order.copies, self._store_keys,
                         lambda: self._communicators.woken)
         shares = memory_restore.gather_shares(stores.shares(place, len(order.members)))
@@ -396,7 +390,9 @@ class StateRecovery:
             try:
                 if has_place:
                     self._is_overwritten = True
-                    fetched = self._fetch(stores, version, trainee, place)
+                    fetched = stores.fetch(version, trainee.shards, held_by(trainee), place)
+                    assert fetched.numbers is not None, "share 0 has the numbers"
+                    training_state.load(trainee, fetched.numbers, self._iteration.history)
             except (OSError, TransferError, ValueError) as error:
                 why = str(error) or type(error).__name__
                 log.warning("in-memory checkpoint not restored", iteration=version.step_version,
@@ -408,17 +404,7 @@ class StateRecovery:
                                  fetched.received_bytes, NO_STATE)
         return None
 
-    def _fetch(self, stores: Stores, version: Version, trainee: TrainingModel, place: int
-               ) -> Fetched:
-        """Read this member's part of a version into `trainee`. Raises OSError, TransferError,
-        ValueError."""
-        fetched = stores.fetch(version, trainee.shards, held_by(trainee), place)
-        assert fetched.numbers is not None, "share 0 has the numbers"
-        training_state.load(trainee, fetched.numbers, self._iteration.history)
-        return fetched
-
     def _begin(self, trainee: TrainingModel, axes: Axes, place: int) -> None:
-        """Set a model to the state of the first iteration, if the workload needs it."""
         if trainee is not self._begun and place < num_positions(axes):
             self._work.begin(trainee, part_builder(self._work, self._communicators,
                                                    trainee.device))
@@ -426,7 +412,6 @@ class StateRecovery:
 
 
 def part_builder(work: Workload, communicators: Communicators, device: torch.device) -> BuildPart:
-    """Returns the function that builds parts of other positions beside the current generation."""
     def build_part(axes: Axes, place: int) -> TrainingModel:
         with communicators.at_position(axes, place) as groups:
             built = with_shards(work.build(device, groups, axes, place))

@@ -61,7 +61,7 @@ def main() -> None:
 
 def _fork(connection: socket.socket, parent: int, user: RankUser | None, request: ForkRequest,
           fds: list[int]) -> None:
-    """Fork twice. The process in between sends the rank's pid and exits."""
+    """The process in between sends the rank's pid and exits."""
     between = os.fork()
     if between == 0:
         pid = os.fork()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy
@@ -17,6 +19,7 @@ from unicron.events.records.orders import SetCheckpointStores, StartRank
 from unicron.events.records.reports import MemoryCheckpointStored
 from unicron.events.records.types import MemoryCheckpoint, Slot
 from unicron.events.spec.job import JobSpec, Loop
+from unicron.workers.ipc.pipe_protocol import Unpacker
 from unicron.workers.training.checkpoint.process_state import (
     NotEncodable,
     decode,
@@ -26,6 +29,7 @@ from unicron.workers.training.checkpoint.process_state import (
     set_generators,
 )
 from unicron.workers.training.checkpoint.restart_memory import RestartMemory
+from unicron.workers.training.process.control_thread import Control
 
 
 # --- encoding -------------------------------------------------------------------------------------
@@ -103,7 +107,6 @@ class Process:
 
     def __init__(self, keeper: LocalKeeper, place: int = 0, num: int = 1, attempt: int = 1,
                  copies: tuple[MemoryCheckpoint, ...] = ()) -> None:
-        self.told: list[Any] = []
         loop = Loop(micro_batches=1, iterations=9, output="/tmp/t", copy_every=1)
         start = StartRank(nodes=("n1",), task=TASK, rank=place, attempt=attempt,
                           slot=Slot("n1", place), num_seats=num, host="", port=0, checkpoint="",
@@ -114,18 +117,24 @@ class Process:
                                     keepers=(keeper.keeper,))
         keys = store_keys(lambda node: NODE_KEY, start, "n1") | store_keys(
             lambda node: NODE_KEY, order, "n1")
-        self.memory = RestartMemory(start, keys, place, num, tell=self.tell,
-                                    stores=lambda: order)
+        ours, self._agent = socket.socketpair()
+        self._agent.setblocking(False)
+        self._told: list[Any] = []
+        control = Control(ours, place, Unpacker())
+        control.keep, control.store_keys = order, keys
+        self.memory = RestartMemory(start, control, place, num)
 
-    def tell(self, body: Any) -> bool:
-        self.told.append(body)
-        return True
+    def told(self) -> list[Any]:
+        """The reports so far."""
+        with suppress(BlockingIOError):
+            self._told += [frame.body for frame in Unpacker().feed(self._agent.recv(1 << 16))]
+        return self._told
 
     def store(self, tree: Any, iterations: int) -> MemoryCheckpointStored:
         self.memory.copy(lambda: tree, iterations, is_whole=True)
         self.memory.detach()
         self.memory.wait()
-        found: MemoryCheckpointStored = self.told[-1]
+        found: MemoryCheckpointStored = self.told()[-1]
         return found
 
 
@@ -177,5 +186,5 @@ def test_a_state_that_cannot_be_encoded_is_not_stored(
     process = Process(keeper)
     process.memory.copy(lambda: {"x": object()}, 1, is_whole=True)
     process.memory.wait()
-    assert process.told == keeper.stored(TASK) == []
+    assert process.told() == keeper.stored(TASK) == []
     assert "state.state.x is a builtins.object" in capsys.readouterr().out

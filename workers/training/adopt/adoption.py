@@ -9,9 +9,9 @@ docs/guides/scripts.md lists what such a loop may contain.
             if iteration % 100 == 0:
                 job.evaluate(lambda: validate(job.model))
 
-`job.step()` returns when all members have stepped. If a member fails during the step, the others
-keep their local gradients, rebuild the communicators and finish the iteration. The replacement
-process runs the same script, and receives the state before its first `job.step()`.
+If a member fails during `job.step()`, the others keep their local gradients, rebuild the
+communicators and finish the iteration. The replacement process runs the same script, and receives
+the state before its first `job.step()`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from ..checkpoint.checkpoint_format import Format  # noqa: E402
+from ..checkpoint.saver import Format  # noqa: E402
 from ..dependencies.known_versions import warn_unknown  # noqa: E402
 from ..member import Member  # noqa: E402
 from ..model.workload import Beginning  # noqa: E402
@@ -56,15 +56,16 @@ from .custom_loop import (  # noqa: E402
     OnRebuild,
     Sample,
 )
-from .drivers import AgentLink, Driver, RestartOnlyDriver  # noqa: E402
+from .drivers import RestartOnlyDriver  # noqa: E402
 
 T = TypeVar("T")
+Driver = Member | RestartOnlyDriver
 log = structlog.get_logger()
 
 
 class Declined(UsageError):
-    """In-memory recovery does not support this loop; the message gives the reason. The control
-    plane has been told, and restarts all processes of the task after a fault."""
+    """In-memory recovery does not support this loop; the message gives the reason. After a fault
+    all processes of the task are restarted."""
 
 
 class Job:
@@ -81,13 +82,13 @@ class Job:
     # --- properties -------------------------------------------------------------------------------
     @property
     def chunks(self) -> list[Any]:
-        """The model chunks of this rank, as `build` has wrapped them. A layout change replaces
-        them: read them again after each step."""
+        """The model chunks of this rank. A layout change replaces them: read them again after each
+        step."""
         return self._driver.iteration.trainee.ddps
 
     @property
     def model(self) -> Any:
-        """The first chunk. Without interleaving it is the only chunk."""
+        """The first chunk; the only one without interleaving."""
         return self.chunks[0]
 
     @property
@@ -102,8 +103,8 @@ class Job:
 
     @property
     def groups(self) -> Any:
-        """The generation's ProcessGroupCollection. Do not store it or one of its groups: a stored
-        reference keeps dead connections open."""
+        """The generation's ProcessGroupCollection. Do not store it: a stored group keeps dead
+        connections open."""
         return self._driver.communicators.groups
 
     @property
@@ -138,15 +139,14 @@ class Job:
 
     @property
     def loss(self) -> float:
-        """The loss of the whole batch in the last completed iteration; equal on all ranks of the
-        layout."""
+        """The loss of the whole batch in the last completed iteration; equal on all ranks."""
         return self._driver.iteration.history.last[0]
 
     @property
     def auxiliary_losses(self) -> dict[str, float]:
         """The auxiliary losses of a mixture of experts in the last completed iteration, by
         Megatron's name: the mean over layers and over all micro-batches, without the coefficient.
-        Megatron's own log of them is cleared in each step."""
+        """
         return dict(self._driver.iteration.trainee.experts.losses)
 
     @property
@@ -155,8 +155,8 @@ class Job:
         return self._driver.iteration.history.last[1]
 
     def history(self, first: int) -> dict[int, tuple[float, float]]:
-        """Loss and duration of each completed iteration from `first` on, by the iteration; also of
-        those before this process joined, but not of those before a restart of the whole task."""
+        """Loss and duration of each completed iteration from `first` on, except those before a
+        restart of the whole task."""
         history = self._driver.iteration.history
         return {iteration: (history.losses[iteration - history.first],
                             history.step_s[iteration - history.first])
@@ -176,9 +176,9 @@ class Job:
         -1 if none was left.
 
         The result may differ from the expected iteration, because the task rolls back if every
-        holder of a state is lost. If a member fails when only some members have stepped, the others
-        receive the state after the step. These others skip evaluations until the next step, because
-        the members that stepped may have finished the evaluations already.
+        holder of a state is lost. If a member fails when only some have stepped, the others receive
+        the state after the step, and skip evaluations until the next: those that stepped may have
+        finished them already.
         """
         self._is_void, self._num_evaluated = False, 0
         expected = self.iteration
@@ -211,7 +211,7 @@ class Job:
                 self._evaluating = ""
                 return results[-1]
             results.clear()
-            again = self._advance_to_generation()
+            again = self._advance() is None and not self._ended and self._is_agreed
             if not again:
                 self._evaluating, self._is_void = "", True
                 log.warning("evaluation skipped: a member failed during it",
@@ -219,11 +219,8 @@ class Job:
                 return None
 
     def mean_loss(self, num: int, batch_of: Callable[[int], Any]) -> float:
-        """In an evaluation: the mean loss of `num` batches, in the unit of `loss` of `adopt`.
-
-        The current replicas share the batches. The result is equal on every rank. `batch_of(i)`
-        returns batch i, counted from 0.
-        """
+        """In an evaluation: the mean loss of `num` batches, in the unit of `loss` of `adopt`. The
+        replicas share the batches; every rank gets the result. `batch_of(i)` returns batch i."""
         communicators, trainee = self._driver.communicators, self._driver.iteration.trainee
         axes = communicators.axes
         summed = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -257,11 +254,6 @@ class Job:
             self._began = True
             self._is_agreed = self._agree()
         return stepped
-
-    def _advance_to_generation(self) -> bool:
-        """Recover. Returns whether all members were in the same evaluation."""
-        stepped = self._advance()
-        return stepped is None and not self._ended and self._is_agreed
 
     def _agree(self) -> bool:
         """Called once per generation. Returns whether all members are in the same evaluation."""
@@ -310,10 +302,9 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
 
     If in-memory recovery does not support the loop, a warning gives the reason. The loop then
     trains without it, and a fault restarts all processes of the task, from their state in memory
-    if `loop.copy_every` is not 0. With `falls_back=False`,
-    `adopt` raises Declined before training. Invalid arguments, or a loop that `job.step()` cannot
-    train, print one line and end the process; with an agent, they end the task. With an agent, any
-    other exception is reported as this rank's error.
+    if `loop.copy_every` is not 0; with `falls_back=False`, `adopt` raises Declined. Invalid
+    arguments, or a loop that `job.step()` cannot train, print one line and end the process; with an
+    agent, they end the task. Any other exception is then reported as this rank's error.
     """
     def work(loop: Loop) -> LoopWorkload:
         for name, spec, given in (("iterations", loop.iterations, iterations),
@@ -357,10 +348,9 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
     warn_unknown()
     loop = start.spec.loop
     assert loop is not None, "an agent opens its pipe for a loop task only"
-    agent = AgentLink(control, start)
     if start.declined and falls_back:
         made = work(loop)
-        return RestartOnlyDriver(made, environment, agent), made
+        return RestartOnlyDriver(made, environment, (control, start)), made
     control.tell(Adopted(pid=os.getpid()))
     validate()
     made = work(loop)
@@ -388,7 +378,7 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
                 from_memory=from_memory)
     gc.collect()  # free the first model before the second is built
     made = work(loop)
-    return RestartOnlyDriver(made, environment, agent), made
+    return RestartOnlyDriver(made, environment, (control, start)), made
 
 
 def _loop_without_agent(iterations: int, micro_batches: int, replica: Axes) -> Loop:

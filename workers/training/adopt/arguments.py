@@ -76,7 +76,7 @@ def preload_checked(environment: Mapping[str, str]) -> None:
 
 
 def check_values(calls: Mapping[str, Any], loss: str, counts: Mapping[str, Any]) -> None:
-    """Check the types and values of the arguments. Raises UsageError."""
+    """Raise UsageError for an argument of a wrong type or value."""
     for name, given in calls.items():
         if not callable(given):
             raise UsageError(f"adopt: {name} is {given!r}, not a function", "give a function")

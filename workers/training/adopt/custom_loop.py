@@ -45,9 +45,8 @@ from .data_loader import OF_THE_DATA, LoaderBatches
 
 
 class BuiltLoop(NamedTuple):
-    """Megatron's objects that a script has built, and the layouts that the job allows: `config` is
-    a TransformerConfig, `ddp` a DistributedDataParallelConfig, `optimizer` an OptimizerConfig,
-    `modules` the modules inside DDP."""
+    """What a script has built (`config`: a TransformerConfig; `ddp`, `optimizer`: Megatron's
+    configs; `modules`: those inside DDP), and the layouts that the job allows."""
 
     config: Any
     ddp: Any
@@ -57,8 +56,7 @@ class BuiltLoop(NamedTuple):
 
 
 def unsupported(loop: BuiltLoop) -> list[Row]:
-    """The support table's rows that apply to this loop and prevent recovery in memory, in table
-    order."""
+    """The rows of the support table that apply to this loop and prevent recovery in memory."""
     return [row for row in ROWS
             if row.loop.grade not in RECOVERED and ROW_CHECKS[row.what](loop)]
 
@@ -85,18 +83,10 @@ def _has_other_experts(config: Any, parallel: Parallel) -> bool:
     return len(list(parallel.shapes())) > 1 and _any(config, "moe_input_jitter_eps")
 
 
-def _parts(loop: BuiltLoop) -> list[Any]:
-    return [part for module in loop.modules for part in module.modules()]
-
-
 def _is_fsdp(loop: BuiltLoop) -> bool:
     return (_any(loop.ddp, "use_megatron_fsdp", "use_custom_fsdp")
             or any("FullySharded" in kind.__name__ or kind.__name__ == "FSDPModule"
                    for module in loop.modules for kind in type(module).__mro__))
-
-
-def _sums_in_16_bits(loop: BuiltLoop) -> bool:
-    return not loop.ddp.grad_reduce_in_fp32 and _any(loop.config, "bf16", "fp16")
 
 
 ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
@@ -118,7 +108,8 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
                                 or _any(loop.ddp, "fp8_param_gather")),
     "CUDA graphs": lambda loop: (_any(loop.config, "enable_cuda_graph", "external_cuda_graph")
                                  or loop.config.cuda_graph_impl != "none"),
-    "torch.compile": lambda loop: any(is_compiled(part) for part in _parts(loop)),
+    "torch.compile": lambda loop: any(
+        is_compiled(part) for module in loop.modules for part in module.modules()),
     "registered communication buffers": lambda loop: (
         _any(loop.ddp, "nccl_ub") or _any(loop.config, "tp_comm_overlap")),
     "offloading to the CPU": lambda loop: (
@@ -129,7 +120,8 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
         and len(list(loop.parallel.shapes())) > 1),
     "gradients scaled by the number of replicas": lambda loop: (
         not loop.config.calculate_per_token_loss or _any(loop.ddp, "average_in_collective")),
-    "gradients summed in 16 bits": _sums_in_16_bits,
+    "gradients summed in 16 bits": lambda loop: (
+        not loop.ddp.grad_reduce_in_fp32 and _any(loop.config, "bf16", "fp16")),
     "an optimizer other than Adam": lambda loop: (
         loop.optimizer.optimizer != "adam"
         or _any(loop.optimizer, "use_precision_aware_optimizer")),
@@ -141,8 +133,8 @@ Sample = Callable[[int, int], Any] | DataLoader[Any]
 """(iteration, micro-batch) -> the batch for `forward`; equal on every rank."""
 Forward = Callable[[Any, Any], tuple[Any, Any]]
 """(chunk, batch) -> the sum of the token losses and the token count; or, as Megatron's
-forward_step, the output and a function of it that returns these two first. A pipeline needs the
-second form, because every chunk except the last sends its output to the next chunk."""
+forward_step, the output and a function of it that returns these two first. A pipeline needs this:
+a chunk sends its output to the next one."""
 
 STAGE_SEEDS_APART = 100
 """The difference between the seeds of two pipeline stages in Megatron-LM."""
@@ -181,7 +173,7 @@ class LoopTrainingModel(TrainingModel):
     _tokens_num: int | Tensor = field(init=False, repr=False, default=0)
 
     def given(self, tokens: Any) -> Any:
-        """Returned unchanged: `forward` moves the batch to its device."""
+        """`forward` moves the batch to its device."""
         return tokens
 
     def padding(self, tokens: Any) -> Any:
@@ -240,9 +232,7 @@ def _wrong_forward(what: str) -> UsageError:
 
 
 class LoopWorkload:
-    """The workload of a custom loop. `samples_num`: samples in a micro-batch, the unit of the
-    schedule. `sequence`: tokens in a sample; pipeline stages compute message sizes from it.
-    """
+    """The workload of a custom loop. The parameters are those of `adopt`."""
 
     def __init__(self, loop: Loop, build: Build, sample: Sample, forward: Forward, *,
                  samples_num: int = 1, sequence: int = 0, loss: Any = "per_token", seed: int = 1234,
@@ -315,17 +305,15 @@ class LoopWorkload:
                                  optimizer, scheduler, torch.empty(0), call=self._forward)
 
     def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
-        """Counted from the shapes of the whole tensors of which this part has shards. The layers of
-        other pipeline stages count like those of this stage; other modules that only they have do
-        not count."""
+        """Counted from the shards of this part. The layers of other pipeline stages count like
+        those of this stage; other modules that only they have do not count."""
         size = state_shards.whole_size(trainee.shards, trainee.ddps[0].config.num_layers)
         self.flops = self.flops or 6.0 * size.num_params * self.train.num_micro_batches
         return size
 
     def begin(self, trainee: TrainingModel, build_part: BuildPart) -> None:
-        """Read the initial weights if they are stored. Else they depend on the layout in which the
-        script draws them: they are those of the largest layout. In another one, its parts are built
-        one after the other."""
+        """Read the initial weights if they are stored. Else they are those that the script draws in
+        the largest layout, whose parts are built one after the other in another layout."""
         if self.beginning is not None and self.beginning.begin(trainee):
             return
         largest = self.train.parallel.largest
@@ -341,7 +329,7 @@ class LoopWorkload:
 
 
 def _built(build_part: BuildPart, axes: Axes, places: Sequence[int]) -> Iterator[State]:
-    """The states of these parts. Only one of them is in memory at a time."""
+    """The states of these parts, one of them at a time in memory."""
     for place in places:
         part = build_part(axes, place)
         yield part.shards
@@ -350,8 +338,8 @@ def _built(build_part: BuildPart, axes: Axes, places: Sequence[int]) -> Iterator
 
 @contextmanager
 def _data_errors(what: str, iteration: int, micro_batch: int) -> Generator[None]:
-    """Within this context an exception that the same micro-batch raises in any process is wrong
-    input: a second rank that meets it ends the task. The traceback goes to the process's log."""
+    """Within this context an exception that the same micro-batch raises in any process becomes a
+    UsageError: wrong input. The traceback goes to the process's log."""
     try:
         yield
     except OF_THE_DATA as error:
@@ -376,9 +364,9 @@ def _data_errors(what: str, iteration: int, micro_batch: int) -> Generator[None]
 
 @contextmanager
 def _seeded(seed: int, stage: int) -> Generator[None]:
-    """Within this context a script draws the weights that it draws without Unicron: the generators
-    are seeded as Megatron-LM seeds them for a pipeline stage. Tensor-parallel ranks have different
-    seeds in Megatron's tracker, which reads the rank from `parallel_state`."""
+    """Within this context the generators are seeded as by Megatron-LM for a pipeline stage: a
+    script draws the same weights without Unicron. Megatron's tracker adds the tensor-parallel rank.
+    """
     seed += STAGE_SEEDS_APART * stage
     random.seed(seed)
     numpy.random.seed(seed)
@@ -451,8 +439,8 @@ def check_described(config: Any, train: Train, model: MegatronModel) -> None:
 
 
 def disable_overlap(ddps: Sequence[Any], optimizer: Any) -> None:
-    """Disable Megatron's overlapped communication and its division of gradients. Unicron's step
-    divides the gradients instead, as `loss` of `adopt` says, so the result is the same."""
+    """Disable Megatron's overlapped communication and its division of gradients, which Unicron's
+    step divides as `loss` of `adopt` says."""
     for ddp in ddps:
         if ddp.use_forward_hook:
             ddp.disable_forward_pre_hook(param_sync=False)
@@ -468,22 +456,18 @@ def disable_overlap(ddps: Sequence[Any], optimizer: Any) -> None:
 
 def _check_rows(ddps: Sequence[Any], optimizer: Any, train: Train, error: type[NotRecoverable]
                 ) -> None:
-    """Raises `error` if rows of the support table apply that cannot be trained (NotTrainable), or
-    that can, but not recovered."""
+    """Raises `error` if rows of the support table apply: for NotTrainable those that cannot be
+    trained, else those that can, but not recovered."""
     found = unsupported(BuiltLoop(
         ddps[0].config, ddps[0].ddp_config, optimizers.chained(optimizer)[0].config,
         train.parallel, [_inner(ddp) for ddp in ddps]))
-    if rows := [row for row in found if _is_trainable(row) == (error is NotRecoverable)]:
+    if rows := [row for row in found if (error is NotRecoverable) == (
+            row.loop.grade != "refused" and not row.loop.own_loop)]:
         raise error("; ".join(f"{row.what}: {row.loop.why}" for row in rows),
                     "unicron doctor --support lists what a loop may contain")
 
 
-def _is_trainable(row: Row) -> bool:
-    return row.loop.grade != "refused" and not row.loop.own_loop
-
-
 def _unpack(built: Any) -> tuple[list[Any], Any, Any]:
-    """The three results of `build`. Raises UsageError for other results."""
     match built:
         case ([_, *_] as chunks, optimizer, scheduler):
             return list(chunks), optimizer, scheduler

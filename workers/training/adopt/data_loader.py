@@ -1,9 +1,8 @@
 """A torch DataLoader as the data of a custom loop: its batches by their number.
 
-A DataLoader gives its batches in one order. After a fault another process needs some of them, and
-needs them again. Here its sampler still decides the order, epoch after epoch, as in a loop over the
-DataLoader in one process; its workers still read ahead. But they read the batches by number: those
-of the micro-batches that this process is expected to run next.
+Its sampler decides the order, epoch after epoch, as in a loop over the DataLoader in one process,
+and its workers read ahead. But they read the batches by number: those of the micro-batches that
+this process is expected to run next. After a fault it may need others, and some again.
 """
 
 from __future__ import annotations
@@ -45,11 +44,9 @@ class _Failed(NamedTuple):
 
 class LoaderBatches:
     """`sample` of `adopt`: micro-batch m of iteration i is batch `i * micro_batches + m` of the
-    DataLoader, counted over its epochs. Each batch seeds the generators of torch, Python and numpy
-    for its dataset and its sampler, so a random augmentation is equal in every process.
-
-    The workers are forked here, before there are connections to other ranks that they would keep
-    open. Raises UsageError if the DataLoader has no random access.
+    DataLoader, counted over its epochs. Each batch seeds the generators of torch, Python and numpy,
+    so a random augmentation is equal in every process. The workers are forked here, before there
+    are connections that they would keep open. Raises UsageError without random access.
     """
 
     def __init__(self, loader: DataLoader[Any], micro_batches: int, iterations: int, seed: int
@@ -66,7 +63,7 @@ class LoaderBatches:
         self._last_share: list[int] = []
         with _seeded(seed):
             self._results: Iterator[Any] = iter(DataLoader(
-                _Reader(loader, seed), batch_size=None, sampler=_Endless(self._wanted),
+                _Reader(loader, seed), batch_size=None, sampler=iter(self._wanted, None),
                 collate_fn=_unchanged, num_workers=loader.num_workers, timeout=loader.timeout,
                 worker_init_fn=loader.worker_init_fn, prefetch_factor=loader.prefetch_factor,
                 multiprocessing_context=loader.multiprocessing_context))
@@ -88,8 +85,8 @@ class LoaderBatches:
         return private_torch.pinned(result) if self._is_pinned else result
 
     def _from(self, iteration: int, micro_batch: int) -> Iterator[int]:
-        """This batch, then those that this process will need if it has the share that it had in
-        the last iteration."""
+        """This batch, then those that this process needs if it has the share of the last iteration.
+        """
         yield iteration * self._micro_batches + micro_batch
         share = sorted(set(self._last_share))
         if micro_batch not in share:
@@ -99,7 +96,6 @@ class LoaderBatches:
                         if at > iteration or item > micro_batch)
 
     def _wanted(self) -> _Wanted:
-        """What a worker reads next."""
         number = next(self._expected, None)
         self._sent.append(number)
         return _Wanted(number, () if number is None else self._order.indices(number))
@@ -138,7 +134,6 @@ class _Order:
         self._next_epoch = 0
 
     def indices(self, number: int) -> Any:
-        """The samples of a batch, counted over all epochs."""
         epoch, place = divmod(number, self._length)
         if epoch not in self._orders:
             if epoch < self._next_epoch:  # the task has gone back
@@ -188,17 +183,6 @@ class _Reader(Dataset[Any]):
                 return self._collate(many(indices) if many else [dataset[i] for i in indices])
         except (*OF_THE_DATA, OSError):  # raised where the batch is asked for, if it is
             return _Failed(private_torch.kept_exception("in the DataLoader of `sample`"))
-
-
-class _Endless:
-    """A sampler that asks again for each element."""
-
-    def __init__(self, call: Callable[[], _Wanted]) -> None:
-        self._call = call
-
-    def __iter__(self) -> Iterator[_Wanted]:
-        while True:
-            yield self._call()
 
 
 def _unchanged(result: Any) -> Any:

@@ -11,7 +11,6 @@ import shutil
 import socket
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import structlog
 import torch
@@ -30,7 +29,7 @@ from ..checkpoint.restart_memory import RestartMemory
 from ..communicators.communicators import Communicators
 from ..model import cpu_device, optimizers
 from ..model.trainee import TrainingModel
-from ..model.training_state import load_own_tree, own_tree
+from ..model.training_state import load_objects, objects_tree
 from ..process.control_thread import Control
 from ..process.history import History
 from ..process.trace import Trace
@@ -43,39 +42,17 @@ from .custom_loop import LoopWorkload
 log = structlog.get_logger()
 
 
-class AgentLink(NamedTuple):
-    """The connection to the agent of a task that restarts from memory."""
-
-    control: Control
-    start: StartRank
-
-
-class Driver(Protocol):
-    """What a loop needs from its driver. member.py documents `steps` and `run_collectively`."""
-
-    communicators: Communicators
-    control: Control
-    iteration: Iteration
-    settled: int
-
-    def steps(self) -> Generator[int | None]: ...
-    def run_collectively(self, call: Callable[[], None]) -> bool: ...
-
-
 class RestartOnlyDriver:
-    """Trains without in-memory recovery: a single process, or one started by a launcher such as
-    torchrun or by an agent. With an agent and an `output` it writes checkpoints and resumes from
-    the last one. With `agent` and `copy_every` it also stores its state in memory, and resumes from
-    that if it is newer.
-
-    Raises UsageError for a loop that cannot be trained.
+    """Takes the place of a Member and trains without in-memory recovery: a single process, or one
+    started by a launcher such as torchrun or by an agent. With an agent and an `output` it writes
+    checkpoints and resumes from the last one; with `agent` and `copy_every` also in memory. Raises
+    UsageError for a loop that cannot be trained.
     """
 
     def __init__(self, work: LoopWorkload, environment: Mapping[str, str],
-                 agent: AgentLink | None = None) -> None:
+                 agent: tuple[Control, StartRank] | None = None) -> None:
         work.heals = False
-        self.control = (agent.control if agent is not None
-                        else Control(socket.socketpair()[0], 0, Unpacker()))
+        self.control, start = agent or (Control(socket.socketpair()[0], 0, Unpacker()), None)
         self._train = work.train
         self._place = int(environment.get("RANK", "0"))
         num = int(environment.get("WORLD_SIZE", "1"))
@@ -107,11 +84,9 @@ class RestartOnlyDriver:
         self._checkpoint = RestartCheckpoint(work.train, trainee,
                                              environment.get("UNICRON_TASK", ""))
         self._memory: RestartMemory | None = None
-        if agent is not None and work.train.copy_every:
+        if start is not None and work.train.copy_every:
             self._memory = RestartMemory(
-                agent.start, agent.control.store_keys, self._place, num,
-                tell=agent.control.tell_unless_behind, stores=lambda: agent.control.keep,
-                spare=self.communicators.spare)
+                start, self.control, self._place, num, spare=self.communicators.spare)
         self.settled = self._agreed(self._load(trainee))
         self.iteration = Iteration(trainee, self.control, self.communicators, work,
                                    Trace("", 0, self._place, 0), ProgressWriter(), self.history)
@@ -134,25 +109,28 @@ class RestartOnlyDriver:
                          "start another number of processes")
 
     def _load(self, trainee: TrainingModel) -> int:
-        """Load the newest state in memory, or the newest checkpoint if it is not older."""
         if self._memory is not None:
             found = self._memory.restore(after=self._checkpoint.step_version)
             if found is not None:
                 try:
-                    return load_own_tree(trainee, found.tree, self.history)
+                    load_objects(trainee.modules, trainee.optimizer, trainee.scheduler, found.tree)
+                    self.history.replace(*found.tree["history"])
+                    return found.step_version
                 except (RuntimeError, ValueError, KeyError) as error:
                     raise UsageError(f"the state in memory is of another model: {error}",
                                      "submit the changed script as another task") from None
         return self._checkpoint.load(trainee, self.history)
 
     def _store(self) -> None:
-        """Begin to store the state in memory, if that is due and no process still sends its last
-        one."""
-        at, iteration = self.iteration.step_version, self.iteration
+        """Store the state in memory, if that is due and no process still sends its last one."""
+        at, iteration, trainee = (
+            self.iteration.step_version, self.iteration, self.iteration.trainee)
         if (self._memory is not None and at % self._train.copy_every == 0
                 and at < self._train.iterations and iteration.may_copy):
-            self._memory.copy(lambda: own_tree(iteration.trainee, at, self.history), at,
-                              is_whole=iteration.is_copied)
+            self._memory.copy(lambda: {
+                **objects_tree(trainee.modules, trainee.optimizer, trainee.scheduler),
+                "history": [self.history.first, self.history.losses, self.history.step_s]},
+                at, is_whole=iteration.is_copied)
 
     def _agreed(self, step_version: int) -> int:
         """Check that all ranks loaded the same step version: nodes may not share `output`."""
@@ -207,12 +185,12 @@ class RestartCheckpoint:
 
     @property
     def step_version(self) -> int:
-        """The step version of the newest checkpoint, or 0 if there is none."""
+        """That of the newest checkpoint; 0: there is none."""
         saved = self._saved()
         return int(saved[-1].name[5:]) if saved else 0
 
     def load(self, trainee: TrainingModel, history: History) -> int:
-        """Load the newest checkpoint. Returns its step version, or 0 if there is none."""
+        """Load the newest checkpoint; returns `step_version`."""
         saved = self._saved()
         return checkpoint.load(str(saved[-1]), trainee, history) if saved else 0
 

@@ -1,9 +1,8 @@
 """`keep_in_memory`: restart from memory for a loop that trains by itself, without `adopt`.
 
-`job.step()` cannot train every model: not one in FSDP, and none whose ranks hold parts of one
-sample (context parallelism). Such a script runs its own loop, and stores the state of each process
-in memory after some of its iterations. After a fault all processes of the task start again, in the
-same number, and continue from there. docs/guides/scripts.md has an example.
+For models that `job.step()` cannot train: in FSDP, or with context parallelism. The script stores
+the state of each process in memory after some of its iterations. After a fault all processes of the
+task start again, in the same number, and continue from there.
 
     with keep_in_memory("FSDP") as memory:
         done = memory.resume(state, load)
@@ -33,10 +32,9 @@ from .arguments import usage_errors_reported
 class OwnLoop:
     """The stored state of this process. Without an agent, nothing is stored.
 
-    All processes call each method after the same iteration. Several processes need an initialised
-    torch.distributed. `tree` and `state`: containers, numbers, texts and tensors, such as the
-    `state_dict` of a module or an optimizer. The random generators of torch, Python and numpy are
-    stored beside it.
+    All processes call each method after the same iteration. Several need an initialised
+    torch.distributed. A state has containers, numbers, texts and tensors, such as a `state_dict`.
+    The random generators of torch, Python and numpy are stored beside it.
     """
 
     def __init__(self, memory: RestartMemory | None, every: int) -> None:
@@ -45,8 +43,7 @@ class OwnLoop:
     def resume(self, state: Callable[[], Any], load: Callable[[Any], None], *, after: int = 0
                ) -> int:
         """Load the newest state of which every process has its own, if it is of more than `after`
-        iterations. Returns the number of iterations in it; 0: there is none, and nothing was
-        loaded.
+        iterations. Returns the number of iterations in it; 0: nothing was loaded.
 
         `state` returns the present state; `load` gets what it returned in an earlier process.
         """
@@ -59,8 +56,7 @@ class OwnLoop:
         return found.step_version
 
     def stepped(self, iterations: int, state: Callable[[], Any]) -> None:
-        """After each iteration: store the state if it is due. `iterations` are complete. Returns
-        when the state may change."""
+        """After each iteration: store the state if it is due. Returns when it may change."""
         if self._memory is not None and self.is_due(iterations):
             self._memory.copy_in_turn(state, iterations)
 
@@ -93,8 +89,7 @@ def keep_in_memory(why: str, environment: Mapping[str, str] = os.environ) -> Gen
                 from_memory=True))
         place, num = start.rank, start.num_seats
         assert not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) == (place, num)
-        memory = RestartMemory(start, control.store_keys, place, num,
-                               tell=control.tell_unless_behind, stores=lambda: control.keep)
+        memory = RestartMemory(start, control, place, num)
         yield OwnLoop(memory, loop.copy_every)
         memory.wait()
         control.flush()

@@ -26,7 +26,6 @@ from .stored_state import Damaged, StoredState
 
 FROM_THE_START = ("no job can begin from an older checkpoint yet: submit it again with another "
                   "output, and it begins at iteration 0")
-"""The hint for a checkpoint that cannot be used any more."""
 
 
 class NotSaved(UnicronError):
@@ -103,8 +102,7 @@ def load(folder: str, trainee: TrainingModel, history: History) -> int:
     """Read this member's part of the state into its live tensors; returns the step version.
 
     Raises UsageError if the checkpoint is damaged, missing, or of another model, precision or later
-    version, and RuntimeError if it cannot be read now. If a read fails after its beginning, the
-    state is undefined; otherwise it is unchanged.
+    version, and RuntimeError if it cannot be read now. The state is then undefined.
     """
     try:
         stored = StoredState(folder)

@@ -1,8 +1,8 @@
 """The folder of a checkpoint that several members write: a path, or an fsspec URL.
 
-At a path, members write into a partial folder, which is renamed when the checkpoint is complete.
-Most object stores have no rename. At a URL, members write into the folder itself, under names that
-no other attempt uses, and `.metadata` is written last: a folder without it is partial.
+At a path, members write into a partial folder, which is renamed when the checkpoint is complete. At
+a URL, without rename, they write into the folder itself, under names that no other attempt uses,
+and `.metadata` last: a folder without it is partial.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ class PathFolder:
         return str(self._partial)
 
     def data_name(self, place: int) -> str:
-        """The name of the data file of the member at this position."""
+        """The data file of the member at this position."""
         return f"__{place}_0.distcp"
 
     def index_name(self, place: int) -> str:
-        """The name of its index file."""
         return f"__{place}_0.index"
 
     @contextmanager
     def create(self, name: str) -> Generator[IO[bytes]]:
-        """Context: a new file, which is durable at the end of the context."""
+        """A new file, which is durable at the end of the context."""
         self._partial.mkdir(parents=True, exist_ok=True)
         with (self._partial / name).open("wb") as file:
             yield file
@@ -67,10 +66,8 @@ class PathFolder:
             return None
 
     def finish(self, metadata: bytes) -> None:
-        """All other files are there. Write `.metadata`: the checkpoint is then complete.
-
-        An existing checkpoint belongs to another task with the same output, and is replaced.
-        """
+        """Write `.metadata`: the checkpoint is then complete. It replaces one of another task with
+        the same output."""
         self.write(COMPLETE_MARK, metadata)
         old = self._final.with_name(f"{self._partial.name.removesuffix(PARTIAL)}{OLD}")
         if self._final.exists():
@@ -83,7 +80,6 @@ class PathFolder:
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def remove(self, name: str) -> None:
-        """Remove a file of the attempt; errors are ignored."""
         with suppress(OSError):
             (self._partial / name).unlink()
 
@@ -156,11 +152,8 @@ def folder_at(name: str, token: str) -> Folder:
 
 
 def clear(output: str, generation: int) -> None:
-    """Remove partial checkpoints of earlier generations.
-
-    If a member of an earlier generation is still writing, its write then fails: its checkpoint
-    would not be published. If a removal fails, the next generation tries again.
-    """
+    """Remove partial checkpoints of earlier generations, also of a member that still writes: its
+    checkpoint would not be published."""
     with suppress(OSError):
         if is_url(output):
             _clear_url(Store(output), generation)

@@ -24,8 +24,8 @@ from ..process.history import History
 from ..recovery import state_shards
 from ..recovery.resharding import Region, Shard
 from ..recovery.state_shards import STACKED, StackedName, State, kind_of
-from .checkpoint_format import Content
 from .folder import OLD, PARTIAL
+from .saver import Content
 from .share import name_of, own_share
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -43,8 +43,7 @@ log = structlog.get_logger()
 
 
 def translated(state: State, names: Mapping[str, StackedName], master: str) -> State:
-    """The same memory, under the keys and regions of Megatron's checkpoints. `master`: how the keys
-    of masters begin."""
+    """The same memory, under the keys and regions of Megatron's checkpoints."""
     found: State = {}
     prefixes = {**PREFIXES, "master": master}
     for (key, _, region), tensor in state.items():
@@ -64,7 +63,7 @@ def iteration_folder(iteration: int) -> str:
 
 class MegatronFormat:
     """Checkpoints in `folder`, every `every` iterations. `common`: what Megatron-LM stores beside
-    the state of the model and the optimizer, after this many iterations."""
+    the state."""
 
     def __init__(self, folder: str, every: int,
                  common: Callable[[TrainingModel, int], Mapping[str, Any]]) -> None:

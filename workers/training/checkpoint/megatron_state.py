@@ -147,9 +147,8 @@ class MegatronState:
              iteration: int, vocabulary: int = 0) -> int:
         """Read this member's part into its live tensors; returns the step version, `iteration`.
 
-        Without the optimizer its state is that of a first iteration with these weights.
-        `vocabulary`: the number of tokens; rows of the embedding after these are padding. If this
-        fails, the state is undefined.
+        Without the optimizer its state is that of a first iteration. Rows of the embedding after
+        `vocabulary` tokens are padding. If this fails, the state is undefined.
         """
         names = state_shards.stacked_names(trainee)
         weights = {shard: tensor for shard, tensor in trainee.shards.items()
@@ -192,7 +191,6 @@ class MegatronState:
                 hysteresis_tracker=int(scaler["hysteresis_tracker"])) for scaler in scalers]
 
     def _optimizer_parts(self) -> list[dict[str, Any]]:
-        """The plain values of each part of Megatron's optimizer."""
         found = self._common.get("optimizer")
         if isinstance(found, dict) and found.get("param_state_sharding_type") != "dp_reshardable":
             is_chained = all(isinstance(key, int) for key in found)
@@ -259,7 +257,6 @@ class MegatronState:
 
     # --- Megatron's flat buffers ---
     def _read_buckets(self, stored: StoredState, trainee: TrainingModel, rest: State) -> None:
-        """Read the state of the optimizer from the flat buffers of the same part of the model."""
         saved = tuple(int(self.args.get(f"{name}_model_parallel_size", 1))
                       for name in ("tensor", "pipeline"))
         axes = trainee.axes
@@ -289,8 +286,7 @@ class MegatronState:
                                       [listed(kind, name, flat)])
 
     def _buckets(self, stored: StoredState, place: int) -> dict[int, list[tuple[str, int]]]:
-        """The buckets of a position in a replica, by their buffer: their keys, without what they
-        hold, and their sizes."""
+        """By buffer: the keys (without what they hold) and sizes of a position's buckets."""
         found: dict[int, dict[int, tuple[str, int]]] = {}
         for key, kind in stored.kinds.items():
             match = _BUCKET.fullmatch(key)
@@ -333,7 +329,6 @@ def _begin_optimizer(rest: State, weights: State) -> None:
 
 
 def _steps(part: Mapping[str, Any]) -> Iterator[Any]:
-    """The step counts of Adam in a part of Megatron's optimizer."""
     inner = part.get("optimizer", part)
     if "common_step" in inner.get("state", {}):
         yield inner["state"]["common_step"]

@@ -12,12 +12,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from time import monotonic as clock
 from typing import NamedTuple
 
 import msgspec
 import structlog
 import torch
-from torch import Tensor
 
 from ....events.log.identity import StoreKeys
 from ....events.records.orders import Reconfigure, SetCheckpointStores, StartRank
@@ -30,18 +30,16 @@ from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
-from ..recovery.resharding import Shard
 from ..recovery.state_shards import torch_dtype
 from ..recovery.state_sources import HeldState
 from ..step.gradient_reduction import is_cuda_error
-from ..step.iteration import clock, held_by
+from ..step.iteration import held_by
 from .share import own_share
 from .snapshot import Snapshot, SnapshotLost, buffer_bytes
 
 REPORT_S = 60.0
-"""Minimum interval between two reports about the same store. The first report of a generation, or
-about a new store process, is sent at once. Reports may be this rare, because stores return newer
-checkpoints of a generation than the log names."""
+"""Minimum interval between two reports about the same store process in a generation. They may be
+rare, because stores return newer checkpoints of a generation than the log names."""
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 60.0
 """Pause after a share that no store accepted; it doubles each time."""
 SEND_ERRORS = (OSError, TransferError, RuntimeError, ValueError, MemoryError)
@@ -50,23 +48,21 @@ log = structlog.get_logger()
 
 
 class StoreOrder(NamedTuple):
-    """Where the shares of this member go, by the last order. `bytes_max`: the memory that each
-    store may use; 0: its own limit."""
+    """Where the shares of this member go. `bytes_max`: the memory that each store may use; 0: its
+    own limit."""
 
     stores: tuple[StoreEndpoint, ...] = ()
     bytes_max: int = 0
 
     @classmethod
     def of(cls, order: Reconfigure | SetCheckpointStores, node: str) -> StoreOrder:
-        """What an order says for members on this node."""
         names = next((one.stores for one in order.stores if one.node == node), None)
         return cls(tuple(store for store in order.keepers
                          if names is None or store.node in names), order.copies_bytes_max)
 
 
 class Content(NamedTuple):
-    """What a share contains. `numbers`: the state that is not tensors. The other fields are as in
-    the share's Offer."""
+    """A share: its tensors, the state that is not tensors (`numbers`), and fields of its Offer."""
 
     snapshot: Snapshot
     numbers: bytes
@@ -77,8 +73,6 @@ class Content(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """A share that is being sent."""
-
     snapshot: Snapshot
     offer: Offer
     manifest: bytes
@@ -86,9 +80,8 @@ class _Share(NamedTuple):
 
 class MemorySaver:
     """Sends in-memory checkpoints of one member. Each new order may change `store_keys`. `spare`
-    excludes a connection from the sockets that an interrupt shuts down. `tell` sends a report and
-    can be called from any thread; it returns False if the report is not accepted now. `note` writes
-    the trace.
+    excludes a connection from the sockets that an interrupt shuts down. `tell` sends a report, from
+    any thread; it returns False if it is not accepted now. `note` writes the trace.
     """
 
     def __init__(self, start: StartRank, store_keys: StoreKeys, *,
@@ -101,7 +94,7 @@ class MemorySaver:
         self._thread: threading.Thread | None = None
         self._generation = 0
         self._last: tuple[int, int] | None = None
-        """Generation and step version of the last share that was due in this generation."""
+        """Generation and step version of the last share that was due."""
         self._is_stored = True
         """Whether a store has the last share."""
         self._whole = (0, 0)
@@ -116,8 +109,7 @@ class MemorySaver:
         """Earliest time of the next share."""
 
     def status(self, order: StoreOrder) -> tuple[float, float]:
-        """(1 if this member cannot take a checkpoint now, 1 if its last share is in no store).
-        There is no pause if the stores are new."""
+        """(1 if this member cannot take a checkpoint now, 1 if its last share is in no store)."""
         if order != self._order:
             self._order, self._pause_s, self._next_s = order, 0.0, 0.0
         sending = self._thread is not None and self._thread.is_alive()
@@ -125,8 +117,8 @@ class MemorySaver:
 
     def copy(self, trainee: TrainingModel, step_version: int, history: History, generation: int,
              order: StoreOrder, *, is_whole: bool) -> None:
-        """Begin to send this member's share of the current state. All members call it after the
-        same iteration, when none is sending. `is_whole`: all have stored their last shares."""
+        """Begin to send this member's share. All members call it after the same iteration, when
+        none is sending. `is_whole`: all have stored their last shares."""
         self.begin(lambda: _content(trainee, step_version, history, None), step_version,
                    generation, order, is_whole=is_whole)
 
@@ -185,7 +177,10 @@ class MemorySaver:
 
     def _offered(self, content: Content, step_version: int, generation: int) -> _Share:
         snapshot = content.snapshot
-        pieces = tuple(_piece(shard) for shard in snapshot.pieces)
+        pieces = tuple(
+            Piece(key, kind, region.offset, region.shape,
+                  region.num_elements * torch_dtype(kind).itemsize)
+            for key, kind, region in snapshot.pieces)
         manifest = msgspec.msgpack.encode(Manifest(pieces=pieces, numbers=content.numbers))
         return _Share(snapshot, Offer(
             task=self._start.task, rank=self._start.rank, attempt=self._start.attempt,
@@ -195,7 +190,6 @@ class MemorySaver:
             whole=self._whole, bytes_max=self._order.bytes_max), manifest)
 
     def _send(self, share: _Share, stores: tuple[StoreEndpoint, ...]) -> None:
-        """Send the share to all stores that accept it."""
         offer, num_stored = share.offer, 0
         failed: dict[str, str] = {}
         with ExitStack() as stack:
@@ -231,7 +225,7 @@ class MemorySaver:
             for index, (_, tensor) in enumerate(pieces):
                 if index == half:
                     self._note("copy_mid", share.offer.generation, share.offer.step_version)
-                data = _bytes_of(tensor)
+                data = tensor.reshape(-1).view(torch.uint8).numpy().data
                 for store, sender in list(senders.items()):
                     with _failures(store, failed):
                         sender.send(data)
@@ -250,7 +244,6 @@ class MemorySaver:
         self._next_s = clock() + self._pause_s
 
     def _log_change(self, node: str, step_version: int, why: str) -> None:
-        """Log when checkpoints begin to fail and when they succeed again."""
         if bool(why) == (node in self._failing):
             return
         at = {"node": node} if node else {}
@@ -278,7 +271,6 @@ class MemorySaver:
 
 @contextmanager
 def _failures(store: StoreEndpoint, failed: dict[str, str]) -> Generator[None]:
-    """Records why a store failed, and continues."""
     try:
         yield
     except SEND_ERRORS as error:
@@ -289,7 +281,6 @@ def _failures(store: StoreEndpoint, failed: dict[str, str]) -> Generator[None]:
 
 def _content(trainee: TrainingModel, step_version: int, history: History,
              saving: Collection[int] | None) -> Content:
-    """This member's share. `saving`: the positions of the members that save; None: all."""
     positions = sorted(range(num_positions(trainee.axes)) if saving is None else saving)
     share = positions.index(trainee.place)
     numbers = (msgspec.msgpack.encode(training_state.numbers(trainee, step_version, history))
@@ -297,15 +288,3 @@ def _content(trainee: TrainingModel, step_version: int, history: History,
     held: HeldState = held_by(trainee)
     return Content(Snapshot(own_share(trainee, saving), buffer_bytes(trainee.shards)), numbers,
                    share, len(positions), held.shape, held.part)
-
-
-def _piece(shard: Shard) -> Piece:
-    """The manifest's entry of a shard."""
-    dtype = torch_dtype(shard.kind)
-    return Piece(shard.key, shard.kind, shard.region.offset, shard.region.shape,
-                 shard.region.num_elements * dtype.itemsize)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import inf
 from threading import Lock
+from time import monotonic as clock
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -33,14 +34,12 @@ from ..recovery.resharding import Region, Shard, intersection
 from ..recovery.state_shards import State, cut, torch_dtype
 from ..recovery.state_sources import HeldState
 from ..step.gradient_reduction import is_cuda_error
-from ..step.iteration import clock
 from .share import shape_of
 
 T = TypeVar("T")
 RESTORE_S_MAX = 15.0
-"""Time limit for all stores together when a generation restores its state. It is below
-reconfigure_s_max, so that time is left to read the checkpoint on disk. A transfer in progress is
-not interrupted."""
+"""Time limit for all stores together, below reconfigure_s_max: time is left to read the checkpoint
+on disk. A transfer in progress is not interrupted."""
 LISTS_NUM = 16
 """Stores that a member asks at once."""
 READERS_NUM = 4
@@ -65,8 +64,8 @@ class Version(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What a member has read. `node`: the node from whose store most bytes came. A standby member
-    reads nothing."""
+    """What a member has read; a standby member nothing. `node`: from whose store most bytes came.
+    """
 
     numbers: training_state.Numbers | None
     received_bytes: int
@@ -85,8 +84,8 @@ class Stores:
         self._last_s = clock() + RESTORE_S_MAX
 
     def shares(self, place: int, num_members: int) -> list[StoredShare]:
-        """The shares in those stores that this member asks: each store is asked by one member. A
-        store that does not answer counts as empty; a warning says why."""
+        """The shares in those stores that this member asks: each is asked by one member. One that
+        does not answer counts as empty; a warning says why."""
         mine = range(place, len(self.endpoints), num_members)
         if not mine:
             return []
@@ -122,8 +121,8 @@ class Stores:
                 if all(share in found for share in range(num_shares))]
 
     def fetch(self, version: Version, wanted: State, held: HeldState, place: int) -> Fetched:
-        """Read the pieces of `wanted` into its tensors. Raises TransferError if that fails; the
-        tensors then have undefined values."""
+        """Read the pieces of `wanted` into its tensors. Raises TransferError; they are then
+        undefined."""
         reading = _Reading(wanted)
         # Share 0 has the numbers.
         order = sorted(range(len(version.shares)), key=lambda share: (
@@ -140,8 +139,7 @@ class Stores:
         return self._fetched(version, reading)
 
     def read_share(self, version: Version, share: int) -> tuple[bytes, dict[str, Tensor]]:
-        """The numbers of one share, and its tensors by key, each of one dimension. Raises
-        TransferError."""
+        """The numbers of one share, and its flat tensors by key. Raises TransferError."""
         return self._from_any(version.shares[share], self._read_all)
 
     def _read_all(self, stored: StoredShare) -> tuple[bytes, dict[str, Tensor]]:
@@ -170,8 +168,7 @@ class Stores:
         return Fetched(numbers, sum(reading.received.values()), self._nodes[self.endpoints[most]])
 
     def _read(self, stored: Sequence[StoredShare], reading: _Reading, place: int) -> None:
-        """Read the missing pieces of one share from one of the stores that have it. The members
-        begin with different stores."""
+        """Read the missing pieces of one share. The members begin with different stores."""
         first = place % len(stored)
         self._from_any((*stored[first:], *stored[:first]), partial(self._read_from, reading))
 
@@ -225,7 +222,6 @@ class _Reading:
 
     @property
     def missing(self) -> list[str]:
-        """The keys of the regions of which some elements are missing."""
         return [shard.key for shard, num in self._num_missing.items() if num]
 
     @property
@@ -233,7 +229,6 @@ class _Reading:
         return bool(self.numbers) and not any(self._num_missing.values())
 
     def useful(self, pieces: Sequence[Piece]) -> list[int]:
-        """The indices of the pieces that overlap a missing region."""
         return [index for index, piece in enumerate(pieces)
                 if piece not in self._taken and any(True for _ in self._overlaps(piece))]
 
@@ -265,7 +260,7 @@ class _Reading:
 
 
 def gather_shares(mine: Sequence[StoredShare]) -> list[StoredShare]:
-    """The shares that all members have found. A collective of all members."""
+    """A collective: the shares that all members have found."""
     return [share for found in World().collect(msgspec.msgpack.encode(mine))
             for share in msgspec.msgpack.decode(found, type=list[StoredShare])]
 

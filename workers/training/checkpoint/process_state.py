@@ -1,10 +1,9 @@
 """The state of one process as plain data and tensors, encoded without pickle.
 
 A task that restarts from memory stores for each process a tree of containers, numbers, texts and
-tensors, for example the `state_dict`s of its model and optimizer. Nobody else reads it, so its
-layout need not be known. Tensors become shards of one dimension, for the share of an in-memory
-checkpoint; the rest becomes msgpack. A class is never named in it: what cannot be encoded is
-refused.
+tensors, for example the `state_dict`s of its model and optimizer. Tensors become shards of one
+dimension, for the share of an in-memory checkpoint; the rest becomes msgpack. A class is never
+named in it: what cannot be encoded is refused.
 """
 
 from __future__ import annotations
@@ -34,18 +33,16 @@ class NotEncodable(ValueError):
 
 
 def encode(tree: object) -> tuple[State, bytes]:
-    """The tensors of a tree as shards in live memory, and the rest of it as msgpack.
-
-    A tensor that is not contiguous is copied. Raises NotEncodable.
-    """
+    """The tensors of a tree as shards in live memory (copied if not contiguous), and the rest of it
+    as msgpack. Raises NotEncodable."""
     encoder = _Encoder()
     plain = encoder.plain(tree, "state")
     return encoder.shards, msgspec.msgpack.encode(plain)
 
 
 def decode(data: bytes, tensors: Mapping[str, Tensor], meshes: Sequence[Any] = ()) -> Any:
-    """The tree that `encode` was given. `tensors`: by shard key. `meshes`: the device meshes of
-    this process, to which the distributed tensors of the tree belong. Raises ValueError."""
+    """The tree that `encode` was given. `tensors`: by shard key. `meshes`: those of the distributed
+    tensors in it. Raises ValueError."""
     try:
         return _Decoder(tensors, meshes).value(msgspec.msgpack.decode(data))
     except (msgspec.MsgspecError, KeyError, IndexError, TypeError, RuntimeError) as error:
@@ -70,7 +67,6 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
-    """Set the generators to what `generators` has returned."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     numpy.random.set_state(states["numpy"])
@@ -83,8 +79,7 @@ class _Encoder:
     def __init__(self) -> None:
         self.shards: State = {}
         self._keys: dict[tuple[int, int, torch.dtype], str] = {}
-        """By address, number of elements and dtype: a tensor that is twice in the tree is stored
-        once."""
+        """By address, size and dtype: a tensor that is twice in the tree is stored once."""
 
     def plain(self, value: Any, at: str) -> Any:
         if type(value) in _SCALARS and not (
@@ -176,8 +171,7 @@ def _array(dtype: str, shape: list[int], data: bytes) -> Any:
 
 
 def _mesh_name(mesh: Any) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
-    """What identifies a device mesh in another process of the same place: the names and sizes of
-    its dimensions, and its ranks."""
+    """What identifies a device mesh in another process of the same place."""
     return (tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape),
             tuple(mesh.mesh.flatten().tolist()))
 

@@ -16,10 +16,9 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from ....events.log.identity import StoreKeys
-from ....events.records.orders import SetCheckpointStores, StartRank
-from ....events.records.types import Body
+from ....events.records.orders import StartRank
 from ...checkpoint_store.protocol import TransferError
+from ..process.control_thread import Control
 from ..recovery.peers import World
 from .memory_checkpoint import Content, MemorySaver, StoreOrder
 from .memory_restore import StoredShare, Stores
@@ -48,26 +47,26 @@ class RestartMemory:
     """The stored state of process `place` of `num`. All processes call each method after the same
     iteration; those of several processes use torch.distributed, which must be initialised.
 
-    `tell` sends a report, and returns False if it was not accepted. `stores` returns the newest
-    order about stores. `spare`: as in MemorySaver; None: nothing interrupts a connection.
+    `spare`: as in MemorySaver; by default nothing interrupts a connection.
     """
 
-    def __init__(self, start: StartRank, store_keys: StoreKeys, place: int, num: int, *,
-                 tell: Callable[[Body], bool], stores: Callable[[], SetCheckpointStores | None],
-                 spare: Callable[[int], AbstractContextManager[None]] | None = None) -> None:
-        self._start, self._store_keys, self._place, self._num = start, store_keys, place, num
-        self._stores = stores
+    def __init__(self, start: StartRank, control: Control, place: int, num: int, *,
+                 spare: Callable[[int], AbstractContextManager[None]] = (
+                     lambda _: nullcontext())) -> None:
+        self._start, self._control, self._place, self._num = start, control, place, num
         self._generation = start.attempt
-        self._saver = MemorySaver(start, store_keys, spare=spare or _interrupts_none,
-                                  tell=tell, note=_untraced)
+        self._saver = MemorySaver(
+            start, control.store_keys, spare=spare, tell=control.tell_unless_behind,
+            note=lambda event, generation, step_version: None)
         self._why = ""
         """Why the state cannot be stored."""
 
     def restore(self, meshes: Sequence[Any] = (), *, after: int = 0) -> Restored | None:
         """The newest state of which every process has its own, if it is newer than the largest
-        `after`. It sets the random generators too. None: the log says why, unless this is the first
-        start. `meshes`: the device meshes of distributed tensors in the state."""
-        stores = Stores(self._start.task, self._start.copies, self._store_keys, lambda: False)
+        `after`. Sets the random generators too. None: the log says why, unless this is the first
+        start. `meshes`: as in `decode`."""
+        stores = Stores(self._start.task, self._start.copies, self._control.store_keys,
+                        lambda: False)
         mine = _Found(self._start.attempt, after, stores.shares(self._place, self._num))
         all_found = [mine]
         if self._num > 1:
@@ -93,7 +92,6 @@ class RestartMemory:
         return None
 
     def _read(self, stores: Stores, version: Any, meshes: Sequence[Any]) -> Any:
-        """This process's tree; None if it cannot be read."""
         try:
             data, tensors = stores.read_share(version, self._place)
             return decode(data, tensors, meshes)
@@ -103,11 +101,9 @@ class RestartMemory:
             return None
 
     def _agreed(self, mine: bool) -> bool:
-        """Whether it is so on all processes."""
         return mine if self._num == 1 else World().all(mine)
 
     def status(self) -> tuple[float, float]:
-        """As that of MemorySaver."""
         return self._saver.status(self._order())
 
     def copy(self, tree: Callable[[], Any], step_version: int, *, is_whole: bool) -> None:
@@ -141,18 +137,8 @@ class RestartMemory:
         self._saver.detach()
 
     def wait(self) -> None:
-        """Wait until the last state is sent or given up."""
         self._saver.wait()
 
     def _order(self) -> StoreOrder:
-        order = self._stores()
+        order = self._control.keep
         return StoreOrder() if order is None else StoreOrder.of(order, self._start.slot.node)
-
-
-def _interrupts_none(_: int) -> AbstractContextManager[None]:
-    """The `spare` of a process in which nothing interrupts a connection."""
-    return nullcontext()
-
-
-def _untraced(*_: object) -> None:
-    """The `note` of a process without a trace."""

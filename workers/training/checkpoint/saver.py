@@ -2,12 +2,11 @@
 
 All members of a layout save at the same iteration, each its own share (share.py), in a thread that
 reads the live state (snapshot.py). The first of them waits until all indexes are written, and
-completes the checkpoint. In Unicron's own format (checkpoint_format.py) it reports CheckpointSaved
-with the generation of the snapshot, and the decider publishes the checkpoint only if that
-generation is still current. A save is skipped while any
-member still writes the previous one; the members agree on this in the stats of each iteration. If a
-member cannot write its share, it logs a warning, its index tells the first member, and the
-checkpoint before stays in force. Any other exception in the thread ends the process (rank.py).
+completes the checkpoint. In Unicron's own format it reports CheckpointSaved with the generation of
+the snapshot, and the decider publishes the checkpoint only if that generation is still current. A
+save is skipped while any member still writes the previous one; the members agree on this in the
+stats of each iteration. If a member cannot write its share, it logs a warning, its index tells the
+first member, and the checkpoint before stays in force. Any other exception ends the process.
 """
 
 from __future__ import annotations
@@ -15,22 +14,26 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import structlog
 
 from ....events import object_storage
+from ....events.records.reports import CheckpointSaved
+from ....events.records.types import Body
 from ....events.spec.parallelism import has_every_part
+from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
+from ..recovery.state_shards import State
 from ..step.gradient_reduction import is_cuda_error
 from . import folder, share_files, snapshot
-from .checkpoint import WRITE_ERRORS, NotSaved, Superseded
-from .checkpoint_format import Content, Format
+from .checkpoint import WRITE_ERRORS, NotSaved, Superseded, folder_of, relative_path
 from .folder import Folder
+from .share import own_share
 from .share_files import Index
 
 INDEX_S_MAX = 10.0
@@ -42,9 +45,68 @@ POLL_S = 0.05
 log = structlog.get_logger()
 
 
+class Content(NamedTuple):
+    """What one member saves: shards, and values by key; the first member also `common` values."""
+
+    share: State
+    values: Mapping[str, Any]
+    common: Mapping[str, Any]
+
+
+class Format(Protocol):
+    """A format of checkpoints, and the place of one task's."""
+
+    every: int
+    """Iterations between two of them; 0: at the end only."""
+
+    def folder(self, generation: int, step_version: int) -> str:
+        ...
+
+    def content(self, trainee: TrainingModel, step_version: int, history: History,
+                saving: tuple[int, ...]) -> Content:
+        """What this member saves if the members at the positions `saving` save."""
+        ...
+
+    def clear(self, generation: int, name: str) -> None:
+        """Remove partial checkpoints that no member of this generation writes. `name` is the one
+        that is about to be written."""
+
+    def saved(self, generation: int, step_version: int, ckpt_bytes: int, *, final: bool) -> None:
+        """A checkpoint is complete; called on its first member. Raises OSError."""
+
+
+class OwnFormat:
+    """Unicron's own checkpoints, in the task's output. The control plane is told of each."""
+
+    def __init__(self, output: str, every: int, task: int, tell: Callable[[Body], None]) -> None:
+        self.every = every
+        self._output, self._task, self._tell = output, task, tell
+        self._cleared = 0
+
+    def folder(self, generation: int, step_version: int) -> str:
+        return folder_of(self._output, relative_path(generation, step_version))
+
+    def content(self, trainee: TrainingModel, step_version: int, history: History,
+                saving: tuple[int, ...]) -> Content:
+        is_first = trainee.place == saving[0]
+        numbers = training_state.numbers(trainee, step_version, history)
+        return Content(own_share(trainee, saving),
+                       share_files.plain(numbers) if is_first else {}, {})
+
+    def clear(self, generation: int, name: str) -> None:
+        if generation != self._cleared:
+            folder.clear(self._output, generation)
+        self._cleared = generation
+
+    def saved(self, generation: int, step_version: int, ckpt_bytes: int, *, final: bool) -> None:
+        self._tell(CheckpointSaved(
+            task=self._task, generation=generation, step_version=step_version, final=final,
+            path=relative_path(generation, step_version), ckpt_bytes=ckpt_bytes))
+
+
 class Save(NamedTuple):
-    """One checkpoint. `saving`: the positions that save, of which the first completes it. `store`:
-    the endpoint of the generation's store, which no other generation of any task has."""
+    """One checkpoint. `saving`: the positions that save; the first completes it. `store`: the
+    endpoint of the generation's store, which no other generation of any task has."""
 
     generation: int
     step_version: int
@@ -53,15 +115,12 @@ class Save(NamedTuple):
 
     @property
     def token(self) -> str:
-        """A name for this attempt, the same for all of its members."""
         text = f"{self.store} gen-{self.generation}/iter-{self.step_version} {self.saving}"
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 class Saver:
-    """Writes one member's checkpoints of one format. `exclude_new_sockets`: a context in which a
-    storage driver's connections do not count as sockets of the generation. `note` writes the trace.
-    """
+    """Writes one member's checkpoints of one format. `exclude_new_sockets`: as in Communicators."""
 
     def __init__(self, form: Format, *,
                  exclude_new_sockets: Callable[[], AbstractContextManager[None]],
@@ -90,8 +149,8 @@ class Saver:
         """Why the last periodic save failed; logged on change."""
 
     def is_saving(self, generation: int) -> bool:
-        """Whether this member still writes. A wait for members of an earlier generation does not
-        count, because the next save ends it."""
+        """Whether this member still writes. A wait for members of an earlier generation, which the
+        next save ends, does not count."""
         if self._thread is None or not self._thread.is_alive() or self._save is None:
             return False
         return not self._is_waiting or self._save.generation == generation
@@ -101,14 +160,13 @@ class Saver:
         self._others_done_s = 0.0 if num_others_saving else self._others_done_s or time.monotonic()
 
     def detach(self) -> None:
-        """Return when the live state is no longer read. Call it before the state changes."""
+        """As Snapshot.detach."""
         if self._snapshot is not None:
             self._snapshot.detach()
             self._snapshot = None
 
     def begin(self, trainee: TrainingModel, history: History, save: Save) -> None:
-        """Save the share of the current state in the background. Call it only if no member
-        `is_saving`."""
+        """Save this member's share in the background. Call it only if no member `is_saving`."""
         self._is_given_up = True
         self.wait()
         self._is_given_up = self._is_superseded = False
@@ -130,11 +188,11 @@ class Saver:
 
     def save(self, trainee: TrainingModel, history: History, save: Save, *, final: bool,
              must_stop: Callable[[], bool]) -> None:
-        """Save the share of the current state before returning; the first member completes the
-        checkpoint and reports it. It stops waiting for the others when `must_stop` returns True.
+        """Save this member's share before returning; the first member waits for the others until
+        `must_stop` returns True.
 
-        A preempted member has time for one write: it abandons an older write in progress, and only
-        logs a failure. The final save waits for an older write; its own failure raises NotSaved.
+        A preempted member has time for one write: it abandons an older one in progress, and only
+        logs a failure. The final save waits for an older one; its own failure raises NotSaved.
         """
         self._is_superseded = not final and (self._save is None or not _is_same(self._save, save))
         if not self._has_written(save, trainee.place):
@@ -169,7 +227,6 @@ class Saver:
             self._thread.join()
 
     def _run(self, save: Save, place: int, taken: snapshot.Snapshot, content: Content) -> None:
-        """Write a periodic checkpoint. Runs in the thread."""
         self._note("saving", save.generation, save.step_version)
         try:
             self._write(save, place, taken, content, final=False, must_stop=lambda: False)
@@ -181,8 +238,7 @@ class Saver:
 
     def _write(self, save: Save, place: int, taken: snapshot.Snapshot, content: Content, *,
                final: bool, must_stop: Callable[[], bool]) -> None:
-        """Write the share; on the first member, complete the checkpoint and report it. Raises
-        NotSaved, and Superseded if it was given up."""
+        """Raises NotSaved, and Superseded if it was given up."""
         name = self._format.folder(save.generation, save.step_version)
         is_first = place == save.saving[0]
 

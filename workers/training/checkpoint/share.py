@@ -1,7 +1,6 @@
 """The share of the state that a member saves: each element of the state is in one member's share.
 
-Pure: it depends only on the layout, the member's place in it, and the places that save. So members
-need not communicate, and checkpoints on disk and in memory have the same shares.
+Pure: it depends only on the layout, the member's place in it, and the places that save.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _KINDS = ("model", "buffer", "master", *(f"optimizer.{moment}" for moment in MOM
 
 
 def own_share(trainee: TrainingModel, saving: Collection[int] | None = None) -> State:
-    """The shards that this member saves, as views of its live memory. Call `with_shards` before.
+    """The shards that this member saves, as views of its live memory.
 
-    `saving`: the positions of the members that save; None: all positions of the layout. If they
-    hold the whole state, each element of the state is in exactly one of their shares. Shards that
-    several of them hold are dealt evenly by bytes, large ones by rows. If the optimizer is sharded,
-    a parameter is saved by the owners of its moments, who have its value even before the gather.
+    `saving`: the positions of the members that save; None: all. Each element of the state is in
+    exactly one of their shares. Shards that several of them hold are dealt evenly by bytes, large
+    ones by rows. If the optimizer is sharded, a parameter is saved by the owners of its moments,
+    who have its value even before the gather.
     """
     axes, at = trainee.axes, trainee.at
     alive = set(range(num_positions(axes)) if saving is None else saving)
@@ -62,7 +61,7 @@ def shape_of(kind: str) -> Dims:
 
 
 def name_of(key: str) -> str:
-    """The name of the parameter or buffer, from the key of its value or of its moment."""
+    """The parameter or buffer of a key."""
     return next(key.removeprefix(f"{kind}.") for kind in _KINDS if key.startswith(f"{kind}."))
 
 
@@ -75,7 +74,7 @@ def rows(tensor: Tensor, region: Region, first: int, last: int) -> tuple[Region,
 
 
 def num_rows(region: Region) -> int:
-    """The number of rows of a region; a scalar has one."""
+    """A scalar has one."""
     return region.shape[0] if region.shape else 1
 
 
@@ -100,7 +99,9 @@ def _held(trainee: TrainingModel) -> Iterator[tuple[Shard, Tensor, Sequence[int]
     if not trainee.is_sharded:
         yield from ((shard, tensor, everywhere) for shard, tensor in shards.items())
         return
-    own = {moment.untyped_storage().data_ptr() for moment in _optimizer_tensors(trainee)}
+    own = {tensor.untyped_storage().data_ptr() for part in parts(trainee.optimizer)
+           for main, state in part.state.items()
+           for tensor in (main, *(state[moment] for moment in MOMENTS))}
     params: dict[str, list[Shard]] = {}
     for shard, tensor in shards.items():
         name = name_of(shard.key)
@@ -112,29 +113,14 @@ def _held(trainee: TrainingModel) -> Iterator[tuple[Shard, Tensor, Sequence[int]
         if not shard.key.startswith(("master.", "optimizer.")):
             continue
         is_mirror = tensor.untyped_storage().data_ptr() not in own
-        owners = _owners(trainee, trainee.at.dp - is_mirror)
+        dp, num = trainee.at.dp - is_mirror, trainee.axes.dp
+        owners = (dp % num,) if trainee.mirror is None else (dp % num, (dp + 1) % num)
         yield shard, tensor, owners
         if shard.key.startswith(f"{_FIRST_MOMENT}."):
             for param in params[name_of(shard.key)]:
                 if (region := intersection(param.region, shard.region)) is not None:
                     yield (param._replace(region=region),
                            cut(shards[param], param.region, region), owners)
-
-
-def _optimizer_tensors(trainee: TrainingModel) -> Iterator[Tensor]:
-    """The masters and moments of the member's own optimizer, without those of its mirror."""
-    for part in parts(trainee.optimizer):
-        for main, state in part.state.items():
-            yield main
-            yield from (state[moment] for moment in MOMENTS)
-
-
-def _owners(trainee: TrainingModel, dp: int) -> tuple[int, ...]:
-    """The data-parallel ranks that hold the optimizer shard of rank `dp`."""
-    num = trainee.axes.dp
-    if trainee.mirror is None:
-        return (dp % num,)
-    return (dp % num, (dp + 1) % num)
 
 
 def _dealt(held: State, index: int, num: int) -> State:

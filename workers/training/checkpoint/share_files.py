@@ -89,15 +89,12 @@ class Hooks(NamedTuple):
 
 
 class _Checksummed(io.RawIOBase):
-    """Writes to `file`, with a checksum of what is written since `begin`."""
+    """Writes to `file`, and continues the checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__()
         self._file = file
         self.num_bytes = self.checksum = 0
-
-    def begin(self) -> None:
-        self.checksum = 0
 
     def writable(self) -> bool:
         return True
@@ -112,11 +109,8 @@ class _Checksummed(io.RawIOBase):
 def write_share(folder: Folder, place: int, step_version: int, share_bytes: int,
                 pieces: Iterable[tuple[Shard, Tensor]], values: Mapping[str, Any], hooks: Hooks
                 ) -> Index:
-    """Write the data file and then the index of the member at `place`; returns the index.
-
-    `values`: what this member writes beside tensors, by key. Raises OSError, RuntimeError,
-    MemoryError.
-    """
+    """Write the data file and then the index of the member at `place`. `values`: what it has beside
+    tensors, by key. Raises OSError, RuntimeError, MemoryError."""
     chunks: list[Chunk] = []
     file_name = folder.data_name(place)
     is_half = False
@@ -145,14 +139,13 @@ def write_failure(folder: Folder, place: int, step_version: int, why: str) -> No
 
 
 def plain(numbers: training_state.Numbers) -> dict[str, Any]:
-    """The values of these numbers by key."""
     values = {**msgspec.to_builtins(numbers), FORMAT_KEY: FORMAT_NUM}
     return {f"{NUMBERS}.{name}": value for name, value in values.items()}
 
 
 def _write(output: _Checksummed, key: str, kind: str, region: Region, value: Any) -> Chunk:
     begin_bytes = output.num_bytes
-    output.begin()
+    output.checksum = 0
     stream: Any = output
     torch.save(value, stream)
     return Chunk(key, kind, region.offset, region.shape, begin_bytes,
@@ -169,11 +162,9 @@ def read_index(data: bytes | None) -> Index | None:
 
 def complete(folder: Folder, indexes: Sequence[Index], values: Mapping[str, Any] | None = None
              ) -> int:
-    """All shares are written: make the checkpoint complete. Returns its size in bytes.
-
-    `values`: what common.pt has beside the iteration. Raises OSError, and ValueError if the shares
-    together are not one whole state.
-    """
+    """All shares are written: make the checkpoint complete. Returns its size in bytes. `values`:
+    what common.pt has beside the iteration. Raises OSError; ValueError if the shares together are
+    not one whole state."""
     step_version = indexes[0].step_version
     metadata = pickle.dumps(_metadata(indexes))
     common = io.BytesIO()

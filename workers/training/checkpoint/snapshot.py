@@ -36,8 +36,8 @@ class SnapshotLost(RuntimeError):
 
 
 def buffer_bytes(state: State) -> int | None:
-    """How much of a snapshot `detach` may copy; None: all. `state` is the member's whole state.
-    If the state is on a GPU, host memory is not what training needs."""
+    """How much of a snapshot of this whole state `detach` may copy; None: all, of a state on a GPU.
+    """
     if any(tensor.device.type == "cuda" for tensor in state.values()):
         return None
     state_bytes = sum(tensor.nbytes for tensor in state.values())
@@ -45,18 +45,20 @@ def buffer_bytes(state: State) -> int | None:
 
 
 class Snapshot:
-    """The values of `share` at the moment of construction.
-
-    One thread iterates over `read`; the main thread calls `detach` before it changes the state.
-    `limit_bytes`: how much `detach` may copy (None: all).
-    """
+    """The values of `share` at the moment of construction. One thread iterates over `read`.
+    `limit_bytes`: how much `detach` may copy (None: all)."""
 
     def __init__(self, share: State, limit_bytes: int | None) -> None:
         self.pieces: list[Shard] = []
         """The regions that `read` yields, in order."""
         self._live: list[Tensor | None] = []
         for shard, tensor in share.items():
-            self._add(shard, tensor)
+            num = num_rows(shard.region)
+            num_per_piece = max(1, PIECE_BYTES * num // max(tensor.nbytes, 1))
+            for first in range(0, num, num_per_piece):
+                region, view = rows(tensor, shard.region, first, min(first + num_per_piece, num))
+                self.pieces.append(shard._replace(region=region))
+                self._live.append(view)
         self.num_bytes = sum(tensor.nbytes for tensor in share.values())
         self._limit_bytes = self.num_bytes if limit_bytes is None else limit_bytes
         self._copies: dict[int, Tensor] = {}
@@ -67,14 +69,6 @@ class Snapshot:
         self._changed = threading.Condition()
         on_gpu = next((tensor for tensor in share.values() if tensor.device.type == "cuda"), None)
         self._stream: Any = None if on_gpu is None else _stream(on_gpu.device)
-
-    def _add(self, shard: Shard, tensor: Tensor) -> None:
-        num = num_rows(shard.region)
-        num_per_piece = max(1, PIECE_BYTES * num // max(tensor.nbytes, 1))
-        for first in range(0, num, num_per_piece):
-            region, view = rows(tensor, shard.region, first, min(first + num_per_piece, num))
-            self.pieces.append(shard._replace(region=region))
-            self._live.append(view)
 
     def read(self) -> Generator[tuple[Shard, Tensor]]:
         """Each piece and a copy of it in host memory. Raises SnapshotLost.

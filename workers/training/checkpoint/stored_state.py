@@ -44,8 +44,6 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _Place(NamedTuple):
-    """Where a chunk is: `region` of its tensor, in a data file."""
-
     region: Region
     file: str
     begin_bytes: int
@@ -113,7 +111,6 @@ class StoredState:
                                 f"{' '.join(str(error).split())}") from None
 
     def numbers(self) -> dict[str, Any]:
-        """The numbers of the state as plain values."""
         found = {key.removeprefix(f"{NUMBERS}."): self.value(key) for key in self._chunks
                  if key.startswith(f"{NUMBERS}.")}
         if not found:
@@ -128,17 +125,15 @@ class StoredState:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of all tensors and numbers."""
         return list(self._chunks)
 
     def value(self, key: str) -> Any:
         """A number, or any other plain value."""
         (place,) = self._chunks[key]
-        with self._files.open(place.file) as file:
+        with self._files.opened(place.file) as file:
             return self._load(file, place)
 
     def tensor(self, key: str) -> Tensor:
-        """A whole tensor."""
         kind = self.kinds[key]
         sizes = shape_of(kind)
         whole = torch.empty(sizes, dtype=torch_dtype(kind))
@@ -175,20 +170,17 @@ class StoredState:
             end_bytes = place.begin_bytes + place.length_bytes
             ends_bytes[place.file] = max(ends_bytes.get(place.file, 0), end_bytes)
         for file, end_bytes in ends_bytes.items():
-            self._check_file(file, end_bytes)
-
-    def _check_file(self, file: str, end_bytes: int) -> None:
-        size = self._files.size(file)
-        if size is None:
-            raise self._damaged(f"its file {file} is missing")
-        if size < end_bytes:
-            raise self._damaged(f"its file {file} is cut: it has {size} bytes of {end_bytes}")
-        if self._format_num > 1 and not self._checksums_of(file):
-            raise self._damaged(f"the index of its file {file} is missing or cut")
+            size = self._files.size(file)
+            if size is None:
+                raise self._damaged(f"its file {file} is missing")
+            if size < end_bytes:
+                raise self._damaged(f"its file {file} is cut: it has {size} bytes of {end_bytes}")
+            if self._format_num > 1 and not self._checksums_of(file):
+                raise self._damaged(f"the index of its file {file} is missing or cut")
 
     def read(self, want: State) -> None:
-        """Read these shards into their memory. Call `check` before: if this fails, the memory is
-        undefined."""
+        """Read these shards into their memory. Call `check` before: a failure leaves it undefined.
+        """
         self._read([(shard.key, shard.region, tensor) for shard, tensor in want.items()])
 
     def _read(self, want: Iterable[tuple[str, Region, Tensor]]) -> None:
@@ -201,7 +193,7 @@ class StoredState:
         for place in takers:
             by_file.setdefault(place.file, []).append(place)
         for name, places in by_file.items():
-            with self._files.open(name) as file:
+            with self._files.opened(name) as file:
                 for place in sorted(places, key=lambda place: place.begin_bytes):
                     chunk = self._load(file, place)
                     for key, part, region, tensor in takers[place]:
@@ -215,7 +207,6 @@ class StoredState:
             raise self._damaged(f"a part of {key} in {place.file} is not what its metadata says")
 
     def _load(self, file: IO[bytes], place: _Place) -> Any:
-        """A chunk of a data file."""
         file.seek(place.begin_bytes)
         data = file.read(place.length_bytes)
         expected = self._checksums_of(place.file).get(place.begin_bytes)
@@ -230,8 +221,7 @@ class StoredState:
             raise self._damaged(f"a part of its file {place.file} cannot be read: {why}") from None
 
     def _checksums_of(self, file: str) -> dict[int, int]:
-        """By offset: the checksums of a data file's chunks. A checkpoint that was written by one
-        member has none."""
+        """By offset: the checksums of a data file's chunks; none if one member wrote it."""
         if file not in self._checksums:
             name = f"{file.removesuffix('.distcp')}.index"
             index = read_index(self._files.read(name))
@@ -267,28 +257,17 @@ class _PathFiles:
         except FileNotFoundError:
             return None
 
-    @contextmanager
-    def open(self, name: str) -> Generator[IO[bytes]]:
-        with (self._path / name).open("rb") as file:
-            yield file
+    def opened(self, name: str) -> IO[bytes]:
+        return (self._path / name).open("rb")
 
 
-class _UrlFiles:
+class _UrlFiles(Store):
     """The objects of a folder. Raises OSError; UsageError without a driver."""
 
-    def __init__(self, url: str) -> None:
-        self._store = Store(url)
-
     def is_there(self) -> bool:
-        return bool(self._store.names())
-
-    def read(self, name: str) -> bytes | None:
-        return self._store.read(name)
-
-    def size(self, name: str) -> int | None:
-        return self._store.size(name)
+        return bool(self.names())
 
     @contextmanager
-    def open(self, name: str) -> Generator[IO[bytes]]:
-        with as_os_errors(), self._store.open(name, "rb") as file:
+    def opened(self, name: str) -> Generator[IO[bytes]]:
+        with as_os_errors(), self.open(name, "rb") as file:
             yield file

@@ -34,6 +34,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ....events import network_address
 from ....events.spec.model import Axes
@@ -88,11 +89,8 @@ def _unconnected(axes: Axes, place: int) -> Any:
 
 
 class Communicators:
-    """This process's communicators of one generation at a time, and the store that it hosts.
-
-    Any thread may call `interrupt`, `spare` and `exclude_new_sockets`. Only the training thread may
-    call the other methods.
-    """
+    """This process's communicators of one generation at a time, and the store that it hosts. Only
+    the training thread may call other methods than `interrupt`, `spare`, `exclude_new_sockets`."""
 
     def __init__(self, host: str, device: torch.device) -> None:
         self.backend = os.environ.get(BACKEND) or ("nccl" if device.type == "cuda" else "gloo")
@@ -123,8 +121,8 @@ class Communicators:
         self._is_building = False
         self.down_s = 0.0
         self.on_groups: Callable[[Any], None] = lambda groups: None
-        """Called with each generation's groups after they are built. Called with None before they
-        are destroyed; the function must then drop its own groups."""
+        """Called with each generation's groups, and with None before they are destroyed; it must
+        then drop its own."""
 
     @property
     def is_up(self) -> bool:
@@ -132,12 +130,10 @@ class Communicators:
 
     def meet(self, generation: int, place: int, num_members: int, endpoint: str,
              news: bytes) -> list[bytes]:
-        """Rendezvous: connect to the generation's store and exchange `news` with all members.
-        Returns the news of all members, by place.
+        """Rendezvous: connect to the generation's store. Returns the `news` of all members, by
+        place. Raises RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or if interrupted.
 
-        The member at place 0 collects the news and publishes it as one value, so that each other
-        member sets one key and reads one. Raises RuntimeError if a member is missing after
-        RENDEZVOUS_S_MAX, or if interrupted.
+        The member at place 0 collects the news, so that each other sets one key and reads one.
         """
         assert not self.is_up
         self.generation, self.place, self.num_members = generation, place, num_members
@@ -151,8 +147,7 @@ class Communicators:
         return unpack_news(self.store.get("news"))
 
     def up(self, axes: Axes, replica: frozenset[int] = frozenset()) -> None:
-        """Build the groups of a layout; `bind` puts them into the model. `replica`: the ranks of
-        this replica. Raises RuntimeError."""
+        """Build the groups of a layout. `replica`: its ranks. Raises RuntimeError."""
         assert self.store is not None, "rendezvous first"
         self._nccl_aborts.make_room()
         self._is_building = True
@@ -179,7 +174,7 @@ class Communicators:
         return self._handles.borrow_groups(process_groups.by_role(self.groups))
 
     def discard_handles(self) -> None:
-        """Discard the slots of the old model after another model has replaced it."""
+        """Discard the slots of a model that was replaced."""
         self._handles = Handles()
 
     def unbind(self, roots: Iterable[Any]) -> None:
@@ -189,13 +184,12 @@ class Communicators:
 
     def alone(self) -> Any:
         """Single-member groups for every role."""
-        return process_groups.single_member(self.groups)
+        return ProcessGroupCollection(**dict.fromkeys(process_groups.ROLES, self.groups.cp))
 
     def _reach(self, host: str, port: int) -> dist.TCPStore:
         """Connect to the store. Each attempt of torch is short: it cannot be interrupted."""
         last_s = time.monotonic() + RENDEZVOUS_S_MAX
         while True:
-            why = ""
             try:
                 socket.create_connection((host, port), timeout=CONNECT_S_MAX).close()
                 client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False,
@@ -235,10 +229,8 @@ class Communicators:
     @contextmanager
     def without_peers(self, axes: Axes, place: int) -> Generator[list[Any]]:
         """Groups with the sizes and ranks of a position in a layout, but without connections, to
-        build a model before the peers exist. A collective of such a group does nothing.
-
-        At the end, the handles of the objects that were put into the list are removed. `bind` puts
-        a generation's groups in their place.
+        build a model before the peers exist. At the end, they are removed from the objects that
+        were put into the list. `bind` puts a generation's groups in their place.
         """
         roots: list[Any] = []
         self.groups = _unconnected(axes, place)
@@ -250,15 +242,13 @@ class Communicators:
 
     @contextmanager
     def at_position(self, axes: Axes, place: int) -> Generator[Any]:
-        """Groups as `without_peers`, but also while a generation is up: to build the part of a
-        position in any layout. Megatron's globals are restored at the end."""
+        """Groups as `without_peers`, but also while a generation is up."""
         with private_torch.separate_groups(), private_megatron.globals_restored():
             yield _unconnected(axes, place)
 
     @contextmanager
     def spare(self, descriptor: int) -> Generator[None]:
-        """Within the context, this socket belongs to no generation, so `interrupt` does not shut it
-        down."""
+        """Within the context, `interrupt` does not shut this socket down."""
         inode = os.fstat(descriptor).st_ino
         self._excluded[inode] = descriptor
         try:
@@ -269,11 +259,8 @@ class Communicators:
     @contextmanager
     def exclude_new_sockets(self) -> Generator[None]:
         """Connections that Python code opens within the context belong to no generation until they
-        close.
-
-        A storage driver also connects from its own threads, and reuses connections. Therefore the
-        connections of all threads count, but of the training thread only within its own context.
-        """
+        close: also those of a storage driver's own threads, but of the training thread only within
+        its own context."""
         if not self._is_watching:
             self._is_watching = True
             sockets.watch_connections(self._on_connect)

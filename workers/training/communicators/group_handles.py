@@ -1,8 +1,8 @@
 """Removes the process-group handles from Megatron's objects and puts new ones in, by role.
 
-gloo closes the sockets of a group only when the last reference to the group is gone. A model, its
-DDP and its optimizer hold dozens. Before a generation ends, every handle is removed, and its slot
-is recorded with its role (`dp`, `tp`, ...). The next generation's group of that role replaces it.
+gloo closes the sockets of a group only when the last reference to it is gone. Before a generation
+ends, every handle is removed, and its slot is recorded with its role (`dp`, `tp`, ...), for the
+next generation's group.
 """
 
 from __future__ import annotations
@@ -30,32 +30,9 @@ class Handles:
 
     def take(self, roots: Iterable[Any], groups: dict[str, Any]) -> None:
         """Remove every handle. Raises KeyError for a handle without a known role: that is a bug."""
-        roles: dict[int, str] = {}
-        for role, group in groups.items():
-            roles.setdefault(id(group), role)
+        roles = {id(group): role for role, group in reversed(groups.items())}
         seen: set[int] = set()
-        for root in roots:
-            self._walk(root, roles, seen)
-
-    def put(self, groups: dict[str, Any]) -> None:
-        """Put the new generation's groups into the slots."""
-        for container, key, role in self._slots:
-            container[key] = groups[role]
-        self._slots.clear()
-
-    @contextmanager
-    def borrow_groups(self, groups: dict[str, Any]) -> Generator[None]:
-        """Fill the slots within the context. No collective may run, as the layout may differ."""
-        try:
-            for container, key, role in self._slots:
-                container[key] = groups[role]
-            yield
-        finally:
-            for container, key, _ in self._slots:
-                container[key] = None
-
-    def _walk(self, root: Any, roles: dict[int, str], seen: set[int]) -> None:
-        stack: list[Any] = [root]
+        stack = [*roots]
         while stack:
             item = stack.pop()
             if isinstance(item, _LEAVES) or id(item) in seen:
@@ -73,6 +50,23 @@ class Handles:
                 stack.append(item.__self__)
             elif type(item).__module__.split(".")[0] in _OWNERS and hasattr(item, "__dict__"):
                 stack.append(vars(item))
+
+    def put(self, groups: dict[str, Any]) -> None:
+        """Put the new generation's groups into the slots."""
+        for container, key, role in self._slots:
+            container[key] = groups[role]
+        self._slots.clear()
+
+    @contextmanager
+    def borrow_groups(self, groups: dict[str, Any]) -> Generator[None]:
+        """Fill the slots within the context. No collective may run, as the layout may differ."""
+        try:
+            for container, key, role in self._slots:
+                container[key] = groups[role]
+            yield
+        finally:
+            for container, key, _ in self._slots:
+                container[key] = None
 
     def _cells(self, container: Any, cells: list[tuple[Any, Any]], roles: dict[int, str]
                ) -> list[Any]:

@@ -19,27 +19,23 @@ from ..dependencies import private_megatron, private_torch
 
 DATA_PARALLEL = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
 TENSOR_PARALLEL = ("tp", "tp_cp", "expt_tp", "tp_ep")
-PIPELINE_PARALLEL = ("pp",)
-EMBEDDING = ("embd",)
 REPLICA = ("mp", "tp_ep_pp")
 ALONE = ("cp", "ep", "pos_embd", "intra_dist_opt", "tp_dp_cp")
 """Roles with one member. Megatron reduces the norm of a sharded gradient over `intra_dist_opt`.
 Here all members have reduced the norm before the step (optimizer_step.py). `tp_dp_cp` is for an
 auxiliary loss over all replicas, which is refused."""
-ROLES = (*DATA_PARALLEL, *TENSOR_PARALLEL, *PIPELINE_PARALLEL, *EMBEDDING, *REPLICA, *ALONE)
+ROLES = (*DATA_PARALLEL, *TENSOR_PARALLEL, "pp", "embd", *REPLICA, *ALONE)
 GROUP_S_MAX = 10.0
 """Timeout for the building of groups after the rendezvous. gloo waits five times as long for a peer
 to connect."""
 
 
 def build(axes: Axes, timeout_s: float) -> Any:
-    """Build this member's ProcessGroupCollection. Its position is its torch.distributed rank.
+    """Build the ProcessGroupCollection of the position that is this torch.distributed rank. A
+    standby member gets single-member groups. `timeout_s` is the timeout of every collective.
 
-    A standby member gets single-member groups. `timeout_s` is the timeout of every collective.
-
-    Roles share groups, because each group is expensive. Pure data parallelism has two groups: the
-    world and a single-member group. Two roles share a group only if they also share it in all
-    layouts that differ only in dp, because handles are replaced by role (group_handles.py).
+    Roles share groups, because each is expensive: pure data parallelism has two. They share one
+    only if they do in all layouts that differ only in dp, because handles are replaced by role.
     """
     place, world_size = dist.get_rank(), dist.get_world_size()
     alone = _group((place,), timeout_s)
@@ -66,18 +62,10 @@ def build(axes: Axes, timeout_s: float) -> Any:
     return ProcessGroupCollection(**groups)
 
 
-def single_member(groups: Any) -> Any:
-    """The generation's single-member group in every role."""
-    return ProcessGroupCollection(**dict.fromkeys(ROLES, groups.cp))
-
-
 def groups_for_building(groups: Any) -> Any:
-    """The groups with which a model is built, such that neither the build nor a step communicates.
-
-    Megatron's first and last stage would exchange their embedding. Here the embedding is drawn, or
-    received with the state. Megatron's optimizer would reduce values over the replica that all
-    members have reduced before (optimizer_step.py).
-    """
+    """The groups with which a model is built, such that neither the build nor a step communicates:
+    Megatron's first and last stage would exchange their embedding, and its optimizer reduce values
+    that all members have reduced before (optimizer_step.py)."""
     build_groups = copy.copy(groups)
     build_groups.embd, build_groups.mp = None, build_groups.intra_dist_opt
     return build_groups

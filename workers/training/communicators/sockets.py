@@ -31,11 +31,8 @@ def inodes() -> dict[Inode, int]:
 
 def watch_connections(on_connect: Callable[[Inode], None]) -> None:
     """From now on, call `on_connect` before every connection that Python code makes, in the
-    connecting thread.
-
-    The connections of torch, gloo and NCCL are made in C++ and are not reported. A socket that is
-    encrypted later keeps its inode. Source: Python's audit event `socket.connect`.
-    """
+    connecting thread. Those of torch, gloo and NCCL are made in C++ and are not reported. A socket
+    that is encrypted later keeps its inode."""
     def hook(event: str, details: tuple[Any, ...]) -> None:
         if event == "socket.connect":
             with suppress(OSError):
@@ -44,19 +41,13 @@ def watch_connections(on_connect: Callable[[Inode], None]) -> None:
     sys.addaudithook(hook)
 
 
-def shut_down(excluded: Iterable[Inode], server_port: int) -> int:
-    """Shut down all connections except `excluded` and those of our own store. Returns the number.
-
-    A shutdown wakes both ends immediately; gloo has no such function. Listening sockets are left
-    open, because shutting one down aborts the process.
-    """
-    num_shut = 0
+def shut_down(excluded: Iterable[Inode], server_port: int) -> None:
+    """Shut down all connections except `excluded` and those of our own store. This wakes both ends
+    immediately. To shut a listening socket down would abort the process."""
     for connection in _others(excluded, server_port):
         with suppress(OSError):
             if not _listens(connection):
                 connection.shutdown(socket.SHUT_RDWR)
-                num_shut += 1
-    return num_shut
 
 
 def connect_to_listeners(excluded: Iterable[Inode], server_port: int, num: int) -> None:
@@ -76,10 +67,7 @@ def connect_to_listeners(excluded: Iterable[Inode], server_port: int, num: int) 
 
 def _others(excluded: Iterable[Inode], server_port: int) -> Iterator[socket.socket]:
     """Yield each TCP socket except `excluded` and those of our own store, as a duplicate that is
-    closed afterwards.
-
-    The inode is checked again after the duplication, because the descriptor may have been reused.
-    """
+    closed afterwards. Meanwhile its descriptor may have been reused for another inode."""
     excluded = frozenset(excluded)
     for inode, descriptor in inodes().items():
         if inode in excluded:

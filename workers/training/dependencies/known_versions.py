@@ -25,7 +25,7 @@ HINT = "install the versions of constraints.txt, or pip install 'unicron[train]'
 
 
 class _Dependency(NamedTuple):
-    """`module`: it has `__version__`. `file`: our file with its private parts."""
+    """`file`: our file with its private parts."""
 
     package: str
     module: str
@@ -42,8 +42,8 @@ DEPENDENCIES = (
 
 
 class Installed(Struct, frozen=True):
-    """A dependency as it is installed. `problem`: why it cannot train; `warning`: that Unicron was
-    never run with this version. Each is one line, or empty."""
+    """`problem`: why it cannot train; `warning`: that Unicron was never run with this version. Each
+    is one line, or empty."""
 
     package: str
     version: str
@@ -57,14 +57,13 @@ def installed() -> list[Installed]:
 
 
 def require_parts() -> None:
-    """Raise UsageError, with one line for all, if a rank cannot train with what is installed."""
+    """Raise UsageError if a rank cannot train with what is installed."""
     if problems := [found.problem for found in installed() if found.problem]:
         raise UsageError("; ".join(problems), HINT)
 
 
 def warn_unknown() -> None:
-    """Log one line for each version that Unicron was never run with. The parts are known to be
-    there (`require_parts`), in this process or in the one that it was forked from."""
+    """Log one line for each version that Unicron was never run with."""
     for each in DEPENDENCIES:
         if warning := _warning(each, _version(each)):
             log.warning(warning)
@@ -87,8 +86,7 @@ def _installed(each: _Dependency) -> Installed:
 
 
 def is_known(package: str, version: str) -> bool:
-    """Whether Unicron was run with this version of a package, and so knows that it has all parts.
-    """
+    """Whether Unicron was run with this version of a package."""
     (each,) = (each for each in DEPENDENCIES if each.package == package)
     return version.startswith(tuple(f"{known}." for known in each.known))
 

@@ -1,8 +1,8 @@
 """The list of private parts that Unicron reaches, and whether an installed version has them.
 
 A part is a name that a dependency does not promise: one with a leading underscore, or an attribute
-that its own code alone uses. Each function that reaches one says so by `reaches`, so that the list
-is complete. tests/house/test_house.py holds that no other file has one of these names.
+that its own code alone uses. Each function that reaches one says so by `reaches`.
+tests/house/test_house.py holds that no other file has one of these names.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PARTS: list[Part] = []
 
 
 def reaches(module: str, *names: str) -> Callable[[T], T]:
-    """Decorate a function or a class that reaches these names of `module`. `a or b` is a name that
-    has changed between two versions: one of them must exist."""
+    """Decorate a function or a class that reaches these names of `module`. Of `a or b`, one must
+    exist."""
     PARTS.extend(Part(module, tuple(name.split(" or "))) for name in names)
 
     def unchanged(reaching: T) -> T:
@@ -37,8 +37,7 @@ def reaches(module: str, *names: str) -> Callable[[T], T]:
 
 
 def missing(package: str) -> list[str]:
-    """The parts that the installed version of this top package does not have, with their modules.
-    Imports the modules."""
+    """The parts that the installed version of this top package does not have. Imports modules."""
     return [f"{part.module}.{' or '.join(part.names)}" for part in PARTS
             if part.module.partition(".")[0] == package
             and not any(_exists(part.module, name) for name in part.names)]

@@ -25,10 +25,7 @@ _COMPILER = "torch._dynamo"
 _RECORDER = "torch._C._distributed_c10d"
 
 
-# --- The process groups that torch knows ---
-#
-# torch keeps its groups in one object of `distributed_c10d`, which its own tests replace in the
-# same way.
+# --- The process groups that torch knows: in one object, which its own tests replace, too ---
 SEPARATE_NUM_MIN = 1_000_000
 """Groups are named by a count. Two groups of a process must not have the same name."""
 
@@ -71,8 +68,8 @@ def separate_groups() -> Generator[None]:
 
 @reaches(_C10D, "_update_default_pg", "_unregister_all_process_groups")
 def take_groups() -> list[Any]:
-    """Take all groups out of torch, which then has none; as torch's `_abort_process_group` does
-    after an abort. Returns them, the newest first."""
+    """Take all groups out of torch, as its `_abort_process_group` does after an abort. Returns
+    them, the newest first."""
     world: Any = distributed_c10d._world
     groups = sorted(world.pg_names, key=world.pg_names.__getitem__, reverse=True)
     distributed_c10d._update_default_pg(None)
@@ -120,7 +117,7 @@ def works_of(launched: Any) -> list[Any]:
 @reaches(_RECORDER, "_dump_fr_trace_json or _dump_nccl_trace_json")
 def recorded_collectives(*, only_active: bool) -> bytes:
     """The dump of torch's flight recorder, as JSON: NCCL's collectives if this torch has and used
-    NCCL, else gloo's. A build without NCCL has only the latter."""
+    NCCL, else gloo's."""
     c10d = import_module(_RECORDER)
     data = b""
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):

@@ -1,9 +1,8 @@
 """The arguments of Megatron-LM's training loop that do not work in Unicron's loop, and why.
 
-Megatron-LM's own functions build the model, the optimizer, the schedule and the datasets, so what
-only they read works as ever. The tables here are about its loops, which pretrain.py replaces. Their
-keys are the names in `get_args()`. A test reads the loops of a clone, and compares; it has the
-arguments that work (tests/drivers/megatron_arguments.py).
+What only Megatron-LM's other functions read works as ever. The keys are the names in `get_args()`.
+A test reads the loops of a clone, and compares; it has the arguments that work
+(tests/drivers/megatron_arguments.py).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 
 
 def _by_name(names_of: Mapping[str, str]) -> Mapping[str, str]:
-    """Argument -> what happens, of what happens -> arguments."""
     return {name: why for why, names in names_of.items() for name in names.split()}
 
 
@@ -140,7 +138,7 @@ WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
 
 
 class Given(NamedTuple):
-    """An argument that has another value than its default, and its spelling on the command line."""
+    """An argument with another value than its default, and its spelling on the command line."""
 
     name: str
     option: str

@@ -22,10 +22,8 @@ COMPARED = ("num_layers", "hidden_size", "num_attention_heads", "add_position_em
 
 
 class Checkpoints:
-    """The checkpoints of a run with these validated arguments. `original`: arguments with other
-    values than the script was given; they are stored as given. Raises UsageError if the checkpoint
-    to load cannot be used.
-    """
+    """The checkpoints of a run with these validated arguments. `original`: values to store in place
+    of those. Raises UsageError if the checkpoint to load cannot be used."""
 
     def __init__(self, args: Any, original: Mapping[str, Any], vocabulary: int,
                  flops_of: Callable[[], float]) -> None:
@@ -55,7 +53,6 @@ class Checkpoints:
 
     @property
     def exports(self) -> list[MegatronFormat]:
-        """What to write."""
         if not self._given["save"]:
             return []
         return [MegatronFormat(self._given["save"], self._args.save_interval or 0,
@@ -81,7 +78,7 @@ class Checkpoints:
                                  vocabulary=self._vocabulary)
 
     def _newest(self) -> tuple[str, bool]:
-        """The checkpoint to load, if any, and whether only its weights are used."""
+        """The checkpoint to load, or "", and whether only its weights are used."""
         args = self._args
         name = newest(self._load) if self._load else ""
         if self._load and args.ckpt_step:
@@ -99,9 +96,7 @@ class Checkpoints:
                              "name one with --load, or leave --exit-on-missing-checkpoint out")
         return "", False
 
-    # --- what is stored beside the state ---
     def _values_beside_state(self, trainee: TrainingModel, iteration: int) -> dict[str, Any]:
-        """The arguments of this layout after this iteration, and the FLOPs so far."""
         args = copy.copy(self._args)
         vars(args).update(self._given)
         axes = trainee.axes

@@ -1,8 +1,7 @@
 """Compiles Megatron-LM's index builder for datasets, which a fresh clone lacks.
 
-Megatron-LM compiles it on rank 0 before the datasets are built. Here the ranks have no
-communicators at that time, so the first process of a node that needs it compiles it. The same is
-true of what it builds, the index caches of the datasets.
+Megatron-LM compiles it on rank 0, which then builds the index caches of the datasets. Here the
+ranks have no communicators at that time, so the first process of a node does it.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def ensure() -> None:
 @contextmanager
 def one_at_a_time(args: Any) -> Generator[None]:
     """Within this context the datasets are built: the first process of a node writes their index
-    caches, and the others find them. Megatron-LM lets its rank 0 build first, by a barrier."""
+    caches, and the others find them."""
     if args.mock_data:  # without caches
         yield
         return

@@ -1,8 +1,7 @@
 """Runs an unmodified pretraining script of Megatron-LM under an agent, with in-memory recovery.
 
-`unicron megatron SCRIPT ARGS...` replaces its process by `python -m` of this module. It puts the
-script's folder on sys.path, replaces functions of Megatron-LM (pretrain.py) and runs the script as
-`__main__`. An error of the user before training ends the task: it would be the same at each start.
+`unicron megatron SCRIPT ARGS...` replaces its process by `python -m` of this module. An error of
+the user before training ends the task: it would be the same at each start.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ def usage_error_ends_task() -> Generator[None]:
 
 @contextmanager
 def start_failures_named(script: Path) -> Generator[None]:
-    """A missing package at the imports becomes a UsageError that says what to type; so does an
-    argument that the script has parsed itself, before it called `pretrain`."""
+    """A missing package, or an argument that the script refuses before it calls `pretrain`, becomes
+    a UsageError that says what to type."""
     try:
         yield
     except SystemExit as end:

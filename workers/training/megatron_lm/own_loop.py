@@ -1,9 +1,4 @@
-"""Megatron-LM's own loop, for arguments that cannot be healed in place: it restarts from memory.
-
-Each process stores its state after every `loop.copy_every` iterations. After a fault all processes
-start again, in the same number, and Megatron-LM's loop continues where a checkpoint of that
-iteration would let it continue.
-"""
+"""Megatron-LM's own loop, for arguments that cannot be healed in place: it restarts from memory."""
 
 from __future__ import annotations
 
@@ -44,7 +39,6 @@ class StoredRun:
         self._generators: Any = None
 
     def set_up(self, *given: Any, **named: Any) -> Any:
-        """Build, and load the state in memory if it is newer than the checkpoint on disk."""
         model, optimizer, scheduler = found = self._set_up(*given, **named)
         args = self._get_args()
 
@@ -90,7 +84,7 @@ class StoredRun:
 
 
 def _tracked() -> dict[str, Any]:
-    """The states of Megatron's tracker of random generators. For CUDA graphs it has generators."""
+    """The states of Megatron's tracker of random generators; with CUDA graphs it has generators."""
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     return {name: state.get_state() if isinstance(state, torch.Generator) else state
             for name, state in tracker.get_states().items()}

@@ -1,16 +1,15 @@
 """Megatron-LM's `pretrain` with in-memory recovery; launcher.py puts it into the script.
 
-From Megatron-LM's `megatron.training` it uses the parser, `initialize_megatron` (arguments and
-globals, no communicators), `setup_model_and_optimizer`, the sample counts and the datasets. From
-the script it uses the providers and `forward_step`. Its loops replace `train` and `evaluate`:
+It uses Megatron-LM's parser, `initialize_megatron` (arguments and globals, no communicators),
+`setup_model_and_optimizer`, sample counts and datasets, and the script's providers and
+`forward_step`. Its loops replace `train` and `evaluate`:
 
-- samples are read from the dataset by index, in the order of Megatron-LM's sequential sampler, so
-  that a sample is equal on every rank; `--num-workers` processes of a DataLoader read ahead;
+- samples are read from the dataset by index, in the order of Megatron-LM's sequential sampler;
 - the arguments describe one replica: `get_num_microbatches()` counts the whole batch, and the
   number of ranks need not divide it. `args.rank`, `args.world_size`, `args.data_parallel_size` and
   `parallel_state` follow each generation;
 - the initial weights are those that Megatron-LM draws for the same seed in the largest layout;
-- the current members share the micro-batches of an evaluation, and the result is the mean of all;
+- the current members share the micro-batches of an evaluation;
 - the current last rank prints the progress line and writes to TensorBoard.
 """
 
@@ -54,8 +53,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # isort:
 START_ERRORS = (AssertionError, AttributeError, FileNotFoundError, ImportError, KeyError, TypeError,
                 ValueError)
 """What Megatron-LM raises for wrong arguments; a RuntimeError may be the GPU's."""
-
-
 OF_THE_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel",
                  "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
 """Arguments that follow the layout; a config of Megatron-LM has the same names."""
@@ -70,14 +67,11 @@ def load(name: str) -> Any:
         return import_module(f"megatron.training.{name}")
 
 
-Replacements = Sequence[tuple[Callable[..., Any], Callable[..., Any]]]
-"""Functions of Megatron-LM, and what stands in for each."""
-
-
-def replacements(interface: Interface) -> Replacements:
-    """Megatron-LM's `pretrain`, and the function that parses the arguments before it, with
-    in-memory recovery. If recovery does not support the arguments, they run the script again
-    without Unicron."""
+def replacements(interface: Interface) -> Sequence[
+        tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Megatron-LM's `pretrain`, and the function that parses the arguments before it, each with the
+    function with in-memory recovery that stands in for it. If recovery does not support the
+    arguments, these run the script again without Unicron."""
     environment = dict(os.environ)
     stock = load("training").pretrain
     parse: Any = getattr(load("arguments"), "parse_and_validate_args", None)
@@ -126,8 +120,8 @@ def _declined_runs_without_unicron(environment: Mapping[str, str]) -> Generator[
 
 # --- the start ---
 class Start(NamedTuple):
-    """The arguments, and those that have other values than the script was given, as given.
-    `declined`: why Megatron-LM's own loop has to train; then there are none of either."""
+    """The arguments, and the original values of those that were changed. `declined`: why
+    Megatron-LM's own loop has to train; then there are none of either."""
 
     interface: Interface
     args: Any
@@ -181,7 +175,7 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
 
 
 def _validate(interface: Interface, args: Any, args_defaults: Mapping[str, Any]) -> None:
-    """Megatron-LM's own validation; it also sets its globals."""
+    """It also sets Megatron-LM's globals."""
     parsed: dict[str, Any] = {}
     if interface.script_parses:
         load("arguments").validate_args(args, args_defaults)
@@ -193,7 +187,6 @@ def _validate(interface: Interface, args: Any, args_defaults: Mapping[str, Any])
 
 
 def _parse(extra_args_provider: Any) -> tuple[Any, list[arguments.Given]]:
-    """The arguments, not validated, and which of them are given."""
     module = load("arguments")
     parser = module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     if extra_args_provider is not None:
@@ -214,7 +207,7 @@ def _parse(extra_args_provider: Any) -> tuple[Any, list[arguments.Given]]:
 
 
 def _set_layout(args: Any, given: Sequence[arguments.Given], parallel: Parallel) -> None:
-    """Validate the arguments for the largest replica of the job: what Megatron-LM derives from its
+    """Let the arguments be validated for the largest replica: what Megatron-LM derives from its
     sizes (padded vocabulary, sequence parallelism) then fits each layout. Raises UsageError."""
     for name, key, sizes in (("tensor_model_parallel_size", "tensor", parallel.tensor),
                              ("pipeline_model_parallel_size", "pipeline", parallel.pipeline)):
@@ -237,8 +230,8 @@ def _check_chunks(args: Any, parallel: Parallel) -> None:
 
 
 def _disable_reruns() -> None:
-    """Nobody drives Megatron's rerun state machine here. When disabled it still raises an error for
-    a NaN or infinite loss; in any other mode it takes each call for a mistake."""
+    """Nobody drives Megatron's rerun state machine here. Disabled, it still raises an error for a
+    loss that is not finite; in any other mode it takes each call for a mistake."""
     reruns = import_module("megatron.core.rerun_state_machine")
     reruns.get_rerun_state_machine().set_mode(reruns.RerunMode.DISABLED)
 
@@ -258,7 +251,6 @@ def start_errors_told() -> Generator[None]:
 
 
 def _decline(why: str) -> NoReturn:
-    """Tell the control plane that this script does not heal in memory, and why."""
     def nothing(*_: Any) -> Any:
         raise AssertionError
 
@@ -282,7 +274,7 @@ def _say(line: str) -> None:
 # --- training ---
 class Pretraining:
     """The script's functions in the form that `adopt` takes. `given`: the arguments of `pretrain`.
-    `args` are Megatron-LM's globals."""
+    """
 
     def __init__(self, start: Start, given: Mapping[str, Any]) -> None:
         self.args = args = start.args
@@ -322,7 +314,6 @@ class Pretraining:
         return model, optimizer, scheduler
 
     def _configured(self) -> dict[str, Any]:
-        """The config of which the model is built, with the present sizes."""
         if self._config is None:
             return {}
         config = copy.deepcopy(self._config)
@@ -342,7 +333,6 @@ class Pretraining:
         return default_collate([dataset[first + row] for row in range(self.rows)])
 
     def loader(self) -> DataLoader[Any]:
-        """The micro-batches of all iterations, as Megatron-LM's loader of the training set."""
         order = InOrder(self.checkpoints.first_sample, self.rows,
                         self.iterations * self.num_micro_batches)
         return DataLoader(self.train_set, batch_sampler=order, num_workers=self.args.num_workers,
@@ -361,8 +351,7 @@ class Pretraining:
         args.virtual_pipeline_model_parallel_size = self._chunks if pp > 1 else None
 
     def _record_steps(self, optimizer: Any) -> None:
-        """Keep what each step returns. The optimizer is not referenced: its memory must be free as
-        soon as Unicron drops it."""
+        """Keep what each step returns. No reference keeps the optimizer's memory."""
         found = weakref.ref(optimizer)
 
         def step() -> Any:
@@ -422,8 +411,8 @@ def _train(script: Pretraining, datasets: Callable[..., Any]) -> None:
 
 def _evaluate(script: Pretraining, job: Job, progress: Progress, dataset: Any, where: str,
               num_before: int, first_sample: int) -> None:
-    """Evaluate the next eval_iters batches of `dataset`, of which `num_before` times as many are
-    used already, as Megatron-LM's iterator does, after the sample `first_sample`."""
+    """Evaluate the next eval_iters batches of `dataset` from `first_sample` on, of which
+    `num_before` evaluations have used theirs."""
     num = int(script.args.eval_iters or 0) * (eval_batch(script.args) // script.rows)
     if not num or dataset is None:
         return
@@ -439,8 +428,7 @@ def _evaluate(script: Pretraining, job: Job, progress: Progress, dataset: Any, w
 
 
 def _norms(script: Pretraining, job: Job) -> Norms:
-    """The norm of the parameters and the zeros among the gradients, if the arguments ask for them:
-    each needs a collective of all ranks."""
+    """What the arguments ask for; each needs a collective of all ranks."""
     args = script.args
     params_norm = num_zeros = None
     if args.log_params_norm:

@@ -1,7 +1,5 @@
 """Megatron-LM's progress line, validation lines and TensorBoard scalars, from Unicron's values.
-
-All ranks keep what they need, because any may become the last one, which prints and writes.
-"""
+Any rank may become the last one, which prints and writes."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ class Progress:
     def stepped(self, iteration: int, result: StepResult | None,
                 auxiliary_losses: Mapping[str, float]) -> None:
         """After iteration number `iteration`, counted from 1. `result` is None if this rank
-        received the state after the step. `auxiliary_losses`: those of experts, by name."""
+        received the state after the step."""
         self._last = result
         first = self._first(iteration)
         self._auxiliary = {number: losses for number, losses in self._auxiliary.items()
@@ -101,7 +99,6 @@ class Progress:
         _print(f"{' | '.join(part for part in parts if part)} |")
 
     def validated(self, job: Job, where: str, loss: float) -> None:
-        """On the last rank, print and write an evaluation."""
         if not job.is_last:
             return
         perplexity = math.exp(min(20.0, loss))

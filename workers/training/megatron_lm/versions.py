@@ -15,10 +15,9 @@ from ....events.errors import UsageError
 
 
 class Interface(NamedTuple):
-    """`gloo_argument`: the argument that says whether Megatron-LM builds gloo groups beside NCCL's.
-    `script_parses`: a script parses and validates its arguments before it calls `pretrain`, with a
-    config made of them. `builds_config`: the model is built of that config, if it has one.
-    """
+    """`gloo_argument`: whether Megatron-LM builds gloo groups beside NCCL's. `script_parses`: a
+    script parses its arguments before it calls `pretrain`, with a config made of them.
+    `builds_config`: the model is built of that config, if it has one."""
 
     version: str
     gloo_argument: str = "use_gloo_process_groups"
@@ -37,8 +36,8 @@ INTERFACES: Mapping[tuple[int, int], Interface] = {
 
 
 def interface() -> Interface:
-    """The interface of the megatron.core that will be imported: its version is read, not imported,
-    since what it has may not fit Unicron. Raises UsageError if it is not known."""
+    """That of the megatron.core that will be imported: it is read, not imported, as it may not fit
+    Unicron. Raises UsageError if it is not known."""
     spec = find_spec("megatron")
     folders = spec.submodule_search_locations if spec is not None else None
     files = [file for folder in folders or () if (

@@ -15,9 +15,8 @@ from .random_draws import Draw
 class CoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
     """Causal attention, built by Megatron through its public ModuleSpec.
 
-    It runs on any torch device. Attention dropout is drawn per (iteration, micro-batch, layer, head
-    counted over all ranks), so it depends neither on the computing rank nor on tensor parallelism.
-    The other arguments belong to Megatron's interface and are unused.
+    Dropout is drawn per (iteration, micro-batch, layer, head counted over all ranks), so it depends
+    neither on the computing rank nor on tensor parallelism. Other arguments are unused.
     """
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,

@@ -1,7 +1,4 @@
-"""Stand-ins for the GPU on a machine without CUDA, so that Megatron runs there.
-
-With CUDA, this module changes nothing.
-"""
+"""Stand-ins for the GPU on a machine without CUDA, so that Megatron runs there."""
 
 from __future__ import annotations
 
@@ -23,11 +20,8 @@ GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
 class CudaAsCpu(TorchFunctionMode):
-    """Redirects `device="cuda"` to the CPU, with the mechanism of torch.set_default_device.
-
-    Megatron writes the literal 'cuda' in its optimizers and clipping, calls `.cuda()`, and tells
-    parameters apart by names such as 'torch.cuda.FloatTensor'.
-    """
+    """Redirects `device="cuda"` to the CPU. Megatron writes the literal 'cuda', calls `.cuda()`,
+    and tells parameters apart by names such as 'torch.cuda.FloatTensor'."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Iterable[type],
                            args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +84,6 @@ class InOrder:
 
 
 def _answer_for_streams() -> None:
-    """Megatron-LM builds a model in a stream of its own, and reads figures of the device."""
     def nothing(device: Any) -> None:
         pass
 
@@ -113,11 +106,8 @@ def _answer_for_streams() -> None:
 
 @contextmanager
 def uncompiled() -> Generator[None]:
-    """A context for the import of Megatron: without a GPU its fused kernels stay plain functions.
-
-    Unicron calls none of these kernels. Megatron decorates them with torch.compile at import, which
-    loads the compiler. Measured: this takes 1.9 s of 5.5 s.
-    """
+    """A context for the import of Megatron: without a GPU its fused kernels, which Unicron does not
+    call, stay plain functions. To load the compiler takes 1.9 s of 5.5 s (measured)."""
     if _host_has_gpu():
         yield
         return
@@ -129,8 +119,7 @@ def uncompiled() -> Generator[None]:
 
 
 def _host_has_gpu() -> bool:
-    """Whether this host has GPUs that torch can use. It asks neither CUDA nor NVML: both start
-    threads, and a zygote must have none."""
+    """It asks neither CUDA nor NVML: both start threads, and a zygote must have none."""
     return torch.version.cuda is not None and any(map(os.path.exists, GPU_DRIVERS))
 
 
@@ -152,8 +141,7 @@ def cpu_mode() -> AbstractContextManager[object]:
 
 class _Tracker:
     """Megatron's RNG tracker. It has states only while a model is built. Later, model-parallel
-    ranks draw from the CPU's only generator, which is seeded for each micro-batch. The signatures
-    are those of Megatron's tracker."""
+    ranks draw from the CPU's only generator, which is seeded for each micro-batch."""
 
     def __init__(self) -> None:
         self._states: dict[str, Tensor] = {}
@@ -187,14 +175,6 @@ class _Tracker:
         pass
 
 
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
-def _get_state(*device: Any, **options: Any) -> Tensor:
-    return torch.get_rng_state()
-
-
 def _set_state(state: Tensor, *device: Any, **options: Any) -> None:
     torch.set_rng_state(state)
 
@@ -213,8 +193,8 @@ def install_stand_ins() -> None:
 
     from ..dependencies.private_megatron import replace_generators
 
-    torch.cuda.manual_seed = _seed
-    replace_generators(_Tracker(), _get_state, _set_state)
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    replace_generators(_Tracker(), lambda *device, **options: torch.get_rng_state(), _set_state)
     random.CheckpointFunction.apply = _with_mode(random.CheckpointFunction.apply)
     WrappedTorchNorm.__new__ = _marked(WrappedTorchNorm.__new__)
     _stand_in_for_experts()
@@ -234,8 +214,8 @@ def _with_mode(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _marked(norm_of: Callable[..., Any]) -> Callable[..., Any]:
-    """A norm of torch whose parameters are marked as those of Transformer Engine and Apex are: in
-    sequence parallelism Megatron adds up their gradients over the tensor-parallel ranks."""
+    """A norm of torch whose parameters are marked for sequence parallelism: Megatron then adds up
+    their gradients over the tensor-parallel ranks."""
     def marked_norm(cls: type, config: Any, *given: Any, **options: Any) -> Any:
         own = copy.copy(config)
         own.sequence_parallel = False  # Megatron refuses it: nothing would mark the parameters
@@ -249,7 +229,7 @@ def _marked(norm_of: Callable[..., Any]) -> Callable[..., Any]:
 
 def _stand_in_for_experts() -> None:
     """Without Transformer Engine a router multiplies with torch. The dispatcher of tokens copies
-    their numbers to the host and turns them into lists; here they are on the host already."""
+    their numbers to the host; here they are there already."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):

@@ -1,10 +1,10 @@
 """The routers of a mixture of experts: what they add up besides gradients, reduced at the step.
 
 In each forward pass a router counts the tokens of each expert, if its experts have biases, and
-Megatron adds up its auxiliary losses for the log. Both are local sums of this member, as its
-gradients: of the micro-batches that are in its gradients. Megatron would reduce the counts in place
-and change the biases during the reduction of the gradients, where a fault would leave some of it
-done. Here the reduction works on copies, and the step changes the biases.
+Megatron adds up its auxiliary losses for the log: local sums of the micro-batches that are in this
+member's gradients. Megatron would reduce the counts in place and change the biases during the
+reduction of the gradients, where a fault would leave some of it done. Here the reduction works on
+copies, and the step changes the biases.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ _TRACKER = getattr(moe_utils, "get_moe_metrics_tracker", None)
 
 
 class RouterSums(NamedTuple):
-    """Sums of one member, or of all. `counts`: the tokens of each expert, of each router whose
-    experts have biases. `losses`: each auxiliary loss, over layers and micro-batches; at last the
-    number of routers."""
+    """Sums of one member, or of all. `counts`: the tokens of each expert that has a bias. `losses`:
+    each auxiliary loss, over layers and micro-batches; at last the number of routers."""
 
     counts: Tensor
     losses: Tensor
 
 
 NONE = RouterSums(torch.empty(0), torch.empty(0))
-"""Those of a model without experts."""
 
 
 class Experts:
@@ -59,7 +57,6 @@ class Experts:
         """Each auxiliary loss in the last step: the mean over layers and micro-batches."""
 
     def clear(self) -> None:
-        """Set the local sums to zero."""
         self._taken = None
         for router in self._biased:
             router.local_tokens_per_expert.zero_()
@@ -153,10 +150,8 @@ def auxiliary_losses(config: Any) -> list[str]:
 
 def prepare(ddps: Sequence[Any], *, per_token: bool) -> None:
     """Prepare a new model with routers: Megatron's schedule and reduction leave them to `Experts`.
-
-    `per_token`: the loss is divided by the number of all tokens, so a router multiplies its
-    auxiliary losses with those of a micro-batch.
-    """
+    `per_token`: a router multiplies its auxiliary losses with the tokens of a micro-batch, because
+    the loss is divided by the number of all tokens."""
     if not (found := routers(ddps)):
         return
     for router in found:
@@ -176,8 +171,7 @@ def prepare(ddps: Sequence[Any], *, per_token: bool) -> None:
 
 
 def forget_groups() -> None:
-    """Megatron adds up auxiliary losses for the whole process, with their process groups: drop
-    these."""
+    """Drop the process groups in Megatron's log of auxiliary losses."""
     if _TRACKER is not None:
         for entry in _TRACKER().metrics.values():
             entry.reduce_group = entry.avg_group = None
@@ -187,7 +181,6 @@ def forget_groups() -> None:
 
 
 def _logged() -> dict[str, Tensor]:
-    """The auxiliary losses that Megatron has added up, each by layer."""
     if _TRACKER is not None:
         return {name: entry.values for name, entry in _TRACKER().metrics.items()}
     return {name: entry["values"]

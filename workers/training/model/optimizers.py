@@ -1,7 +1,4 @@
-"""Access to the parts of Megatron's optimizer, and its preparation for recovery.
-
-The optimizer may be single or chained, whole or sharded (Megatron's distributed optimizer).
-"""
+"""Access to the parts of Megatron's optimizer, and its preparation for recovery."""
 
 from __future__ import annotations
 
@@ -58,12 +55,9 @@ def sync_mirror(mirror: Any, optimizer: Any) -> None:
 
 @contextmanager
 def without_collectives() -> Generator[None]:
-    """Within this context, Megatron builds an optimizer without its collective.
-
-    Megatron gathers the parameter groups of all ranks, in case a stage lacks a group. No stage
-    lacks one: each has a layer, with weights that decay and biases that do not. The members do not
-    build at the same time, so a collective would stall.
-    """
+    """Within this context, Megatron builds an optimizer without its collective, which would stall:
+    it gathers the parameter groups of all ranks, in case a stage lacks a group. None does: each has
+    a layer, with weights that decay and biases that do not."""
     def local(gathered: list[Any], mine: Any, group: Any = None) -> None:
         gathered[:] = [mine] * len(gathered)
 
@@ -76,8 +70,8 @@ def without_collectives() -> Generator[None]:
 
 @contextmanager
 def lowest_rate_of_schedule() -> Generator[None]:
-    """Within this context, Megatron builds a schedule for an optimizer without `min_lr`: the
-    parameter groups get that of the schedule. Megatron itself would compute with None."""
+    """Within this context, the parameter groups of an optimizer without `min_lr` get that of the
+    schedule. Megatron itself would compute with None."""
     def get_lr(self: Any, param_group: Any) -> Any:
         if param_group.get("min_lr") is None:
             param_group["min_lr"] = self.min_lr
@@ -149,8 +143,7 @@ def set_num_steps(part: Any, num: float) -> None:
 
 
 def not_adam(optimizer: Any) -> list[str]:
-    """The torch optimizers whose state is not known, in words: those that are not Adam, and Adam
-    with other tensors than two moments of the parameter's type."""
+    """In words, the torch optimizers whose state is not that of Adam: two fp32 moments."""
     inner = [part.optimizer for part in chained(optimizer) if part.optimizer is not None]
     return [words for part in inner if (words := _unknown(part))]
 
@@ -188,25 +181,20 @@ def parts(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def shards(optimizer: Any) -> dict[int, Any]:
-    """id of a parameter -> this member's shard of the parameter, in flat fp32.
-
-    Only parameters of which this member has a shard. Empty if the optimizer is whole.
-    """
-    found: dict[int, Any] = {}
-    for part in chained(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            found |= {id(param): shard for param, shard in private_megatron.shards_of(part)}
-    return found
+    """id of a parameter -> this member's shard of it, if any, in flat fp32."""
+    return {id(param): shard for part in _distributed(optimizer)
+            for param, shard in private_megatron.shards_of(part)}
 
 
 def is_sharded(optimizer: Any) -> bool:
-    return any(isinstance(part, DistributedOptimizer) for part in chained(optimizer))
+    return bool(_distributed(optimizer))
+
+
+def _distributed(optimizer: Any) -> list[Any]:
+    return [part for part in chained(optimizer) if isinstance(part, DistributedOptimizer)]
 
 
 def ranges(optimizer: Any) -> dict[int, slice]:
     """id of a parameter -> the range of its elements that is this member's shard (`shards`)."""
-    found: dict[int, slice] = {}
-    for part in chained(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            found |= {id(param): own for param, own in private_megatron.ranges_of(part)}
-    return found
+    return {id(param): own for part in _distributed(optimizer)
+            for param, own in private_megatron.ranges_of(part)}

@@ -26,8 +26,8 @@ def seed_of(*parts: int) -> int:
 
 
 def _seed_torch(seed: int) -> None:
-    """Seed torch's generators of the CPU and of the GPU in use. torch.manual_seed also seeds those
-    of devices that are not in use, and formats a stack trace for each kind of them."""
+    """torch.manual_seed also seeds the generators of devices that are not in use, and formats a
+    stack trace for each kind of them."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
@@ -35,8 +35,7 @@ def _seed_torch(seed: int) -> None:
 
 class Draw:
     """The current micro-batch and iteration, from which all generators of a forward pass are
-    seeded. So dropout is equal on every rank, and a repeated micro-batch is bit-identical.
-    """
+    seeded: a repeated micro-batch is bit-identical, on any rank."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -71,9 +70,9 @@ class Draw:
 
 # --- Initial weights ---
 #
-# A weight is drawn in blocks of the whole tensor. The generator of a block is seeded from the seed,
-# the tensor's name in the whole model, and the block's row and column. A position of a layout draws
-# the blocks that its part overlaps, so all layouts have the same weights.
+# A weight is drawn in blocks of the whole tensor, each seeded from the seed, the tensor's name and
+# the block's row and column. A position of a layout draws the blocks that its part overlaps, so all
+# layouts have the same weights.
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -88,10 +87,8 @@ _INTO_HIDDEN = (".linear_proj.weight", ".linear_fc2.weight")
 
 
 def global_name(module: Any, name: str) -> str:
-    """A parameter's or buffer's name in the whole model, from its name in one chunk.
-
-    The last stage's tied output layer has the name of the embedding.
-    """
+    """A parameter's or buffer's name in the whole model, from its name in one chunk. The last
+    stage's tied output layer has the name of the embedding."""
     if name == OUTPUT and module.share_embeddings_and_output_weights:
         return EMBEDDING
     if found := LAYER.fullmatch(name):
@@ -102,10 +99,8 @@ def global_name(module: Any, name: str) -> str:
 
 @contextmanager
 def without_initialisation(config: Any) -> Generator[None]:
-    """Within this context, a model is built with undefined weights; biases and norms are constants.
-
-    The initialisation methods are replaced, not disabled: without initialisation Megatron does not
-    mark the parameters that are split over tensor-parallel ranks.
+    """Within this context, a model is built with undefined weights. The methods are replaced, not
+    disabled: else Megatron does not mark the parameters that are split over tensor-parallel ranks.
     """
     methods = {name: getattr(config, name) for name in _METHODS}
     vars(config).update(dict.fromkeys(_METHODS, torch.nn.Identity()))
@@ -134,7 +129,6 @@ def draw(module: Any, config: Any, seed: int, *, tp: int) -> None:
 
 def _draw_part(part: Tensor, begin: Sequence[int], shape: Sequence[int], seed: int, method: Any
                ) -> None:
-    """Draw a part of a tensor of `shape`. `begin` is the part's first row and column."""
     end = [first + num for first, num in zip(begin, part.shape, strict=True)]
     with torch.random.fork_rng(devices=[]):
         for row in range(begin[0] // BLOCK_NUM * BLOCK_NUM, end[0], BLOCK_NUM):

@@ -27,10 +27,7 @@ class Text:
 
     def sample(self, seed: int, iteration: int, micro_batch: int, *, rows: int,
                sequence: int) -> torch.Tensor:
-        """`rows` samples of `sequence` + 1 bytes each: int64 [rows, sequence + 1].
-
-        A pure function of its arguments and the bytes: a micro-batch is equal on every rank.
-        """
+        """Samples: int64 [rows, sequence + 1]. A pure function of its arguments and the bytes."""
         generator = torch.Generator()
         generator.manual_seed(seed_of(seed, 0, iteration, micro_batch))
         starts = torch.randint(0, len(self) - sequence, (rows, 1), generator=generator)
@@ -38,25 +35,22 @@ class Text:
 
 
 def carries_loss(tokens: torch.Tensor) -> torch.Tensor:
-    """The targets that count: bool [rows, sequence] of a sample [rows, sequence + 1].
-
-    The first byte of a document does not count: the previous document cannot predict it.
-    """
+    """The targets that count: bool [rows, sequence] of a sample [rows, sequence + 1]. The first
+    byte of a document does not: the previous document cannot predict it."""
     return tokens[:, :-1] != END_CODE
 
 
 def load(paths: Sequence[str], sequence: int) -> Text:
-    """The files in this order; without files, the documentation of the running Python.
-
-    END_CODE separates files or topics. An END_CODE within a file also ends a document.
-
-    Raises UsageError if a file cannot be read or the text is shorter than one sample.
-    """
+    """The files in this order; without files, the documentation of the running Python. END_CODE
+    separates files or topics. Raises UsageError if a file cannot be read or the text is shorter
+    than one sample."""
     if paths:
         data = bytes([END_CODE]).join(_read(path) for path in paths)
         origin = ", ".join(paths)
     else:
-        data = _documentation()
+        from pydoc_data.topics import topics
+
+        data = bytes([END_CODE]).join(topics[name].encode() for name in sorted(topics))
         origin = "pydoc_data.topics"
     if len(data) <= sequence + 1:
         raise UsageError(
@@ -71,9 +65,3 @@ def _read(path: str) -> bytes:
     except OSError as error:
         raise UsageError(f"train.data: {path}: {error.strerror}",
                          "every node needs the files at the same paths") from None
-
-
-def _documentation() -> bytes:
-    from pydoc_data.topics import topics
-
-    return bytes([END_CODE]).join(topics[name].encode() for name in sorted(topics))

@@ -1,6 +1,6 @@
 """The training model: Megatron's GPT, DDP, optimizer and schedule, built from the job spec.
 
-All parts are stock megatron-core, except the core attention, which uses Megatron's extension point.
+All parts are stock megatron-core, except the core attention.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ from .random_draws import Draw, global_name, seed_of, without_initialisation
 from .random_draws import draw as draw_weights
 from .text_data import carries_loss
 
-Parts = tuple[Any, ...]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
 class TrainingModel:
-    """The model, its optimizer and its schedule in one process. Megatron's objects are Any, because
-    Megatron has no types."""
+    """The model, its optimizer and its schedule in one process. Megatron has no types."""
 
     train: Train
     device: torch.device
@@ -54,14 +52,13 @@ class TrainingModel:
     scheduler: Any
     positions: Tensor
     shards: Any = None
-    """The state shards, listed once by state_shards.py while a generation's groups exist."""
+    """The state shards, once state_shards.py has listed them."""
     mirror: Any = None
     """The optimizer of the mirrored shard, if any."""
     is_released: bool = False
     """Whether its memory has been freed (`release`)."""
     is_gathered: bool = True
-    """False: only this member's shard of the parameters is up to date; the others are not yet
-    gathered after the step."""
+    """False: the parameters beside this member's shard are not yet gathered after the step."""
     experts: Experts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +66,6 @@ class TrainingModel:
 
     @property
     def replica_size(self) -> int:
-        """The number of members in one replica."""
         return self.axes.tp * self.axes.pp
 
     @property
@@ -84,16 +80,15 @@ class TrainingModel:
 
     @property
     def at(self) -> Coordinates:
-        """Its coordinates in the layout."""
         return coordinates(self.axes, self.place)
 
     @property
-    def roots(self) -> Parts:
+    def roots(self) -> tuple[Any, ...]:
         """The objects that may contain process-group handles."""
         return (*self.ddps, *self.optimizers, self.scheduler)
 
     @property
-    def optimizers(self) -> Parts:
+    def optimizers(self) -> tuple[Any, ...]:
         """Its own optimizer, and the optimizer of the mirrored shard if it has one."""
         return (self.optimizer,) if self.mirror is None else (self.optimizer, self.mirror)
 
@@ -137,8 +132,7 @@ class TrainingModel:
                     yield global_name(module, name), buffer
 
     def clear(self) -> None:
-        """Zero the gradients, and what routers add up, at the start of an iteration; allocate the
-        gradients if they have no memory."""
+        """Zero the gradients, which get memory if they have none, and what routers add up."""
         if not self.has_gradients:
             self.set_gradients([torch.empty_like(gradients, device=self.device)
                                 for gradients in self.gradients])
@@ -182,11 +176,9 @@ class TrainingModel:
             private_megatron.forget_gradient_views(group)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """What a micro-batch [rows, sequence + 1] adds to the sum that `divisor` divides.
-
-        With `per_token` loss: the sum over its tokens. With `per_micro_batch`: its mean divided by
-        the number of micro-batches; those without tokens that carry loss add 0, but are counted.
-        """
+        """What a micro-batch [rows, sequence + 1] adds to the sum that `divisor` divides: with
+        `per_token` loss the sum over its tokens, with `per_micro_batch` its mean divided by the
+        number of micro-batches, also those without loss."""
         tokens = self.given(tokens)
         return self.loss_of(self.forward(self.ddps[0], tokens), tokens)
 
@@ -232,10 +224,9 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
           place: int = 0, *, draws: bool = True) -> TrainingModel:
     """Build the model at a position of a layout; `axes` None: a whole replica.
 
-    The initial weights depend only on the seed and are equal in all layouts. With `draws=False`
-    they are undefined, and the caller loads a state. Needs torch.distributed, but does not
-    communicate. `groups` is the position's ProcessGroupCollection; None means Megatron's parallel
-    state of one process. The gradients get memory at the first `clear`.
+    The initial weights are equal in all layouts; with `draws=False` they are undefined. Needs
+    torch.distributed, but does not communicate. `groups` None: Megatron's parallel state of one
+    process. The gradients get memory at the first `clear`.
     """
     axes = axes or Axes()
     at = coordinates(axes, place)
@@ -310,8 +301,7 @@ class Size(NamedTuple):
 
 
 def whole_size(train: Train, groups: Any) -> Size:
-    """The size of the whole model, counted on the meta device: nothing is allocated. `groups` have
-    one member."""
+    """Counted on the meta device: nothing is allocated. `groups` have one member."""
     with torch.device("meta"):
         module = _module(train, _config(train, Axes()), Draw(train.seed), Axes(),
                          Coordinates(tp=0, pp=0, dp=0), 0, groups_for_building(groups), draws=False)
@@ -323,8 +313,8 @@ def whole_size(train: Train, groups: Any) -> Size:
 
 
 def state_bytes_beside(item_bytes: int) -> int:
-    """Bytes of state of a parameter beside the parameter itself, which has `item_bytes`: Adam's two
-    moments, and of a 16-bit parameter the master copy, all in fp32."""
+    """Bytes of state of a parameter of `item_bytes` beside itself, in fp32: Adam's two moments, and
+    the master copy of 16 bits."""
     return 8 if item_bytes == 4 else 12
 
 

@@ -12,7 +12,7 @@ generators (random_draws.py), learning rate and weight decay (the schedule's pos
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -36,12 +36,9 @@ class LossScale(Struct, kw_only=True):
 
 
 class Numbers(Struct, kw_only=True):
-    """The part of the state that is not tensors.
-
-    `adam_step` is Adam's step count, equal for all parameters. `loss_scales` has an entry for each
-    part of the optimizer with dynamic scaling. `precision` is the spec's: a model of another
-    precision rejects the state. `auxiliary_losses` are those of routers in the last step.
-    """
+    """The part of the state that is not tensors. `adam_step` is equal for all parameters.
+    `loss_scales` has an entry for each part of the optimizer with dynamic scaling.
+    `auxiliary_losses` are those of routers in the last step."""
 
     precision: str
     step_version: int
@@ -55,19 +52,10 @@ class Numbers(Struct, kw_only=True):
     auxiliary_losses: dict[str, float] = {}
 
 
-def names(trainee: TrainingModel, optimizer: Any) -> dict[int, str]:
-    """id of an optimizer's parameter -> its name, equal on every rank."""
-    owned = shards(optimizer)
-    return {id(owned.get(id(param), getattr(param, "main_param", param))): name
-            for name, param in trainee.named_parameters()}
-
-
 def tensors(trainee: TrainingModel) -> dict[str, Tensor]:
-    """The live tensors of the state by name, in the same order on every rank.
-
-    Names are those of the whole model. If the optimizer is sharded, masters and moments are this
-    member's flat shards.
-    """
+    """The live tensors of the state by their name in the whole model, in the same order on every
+    rank. If the optimizer is sharded, masters and moments are this member's flat shards, without
+    those of a mirror."""
     found: dict[str, Tensor] = {}
     for name, param in trainee.named_parameters():
         found[f"model.{name}"] = param.data
@@ -76,15 +64,14 @@ def tensors(trainee: TrainingModel) -> dict[str, Tensor]:
             found[f"master.{name}"] = param.main_param.data
     for name, buffer in trainee.named_buffers():
         found[f"buffer.{name}"] = buffer
-    for name, _, moments in _moments(trainee, trainee.optimizer):
-        for moment in MOMENTS:
-            found[f"optimizer.{moment}.{name}"] = moments[moment]
-    if trainee.mirror is not None:
-        for name, main, moments in _moments(trainee, trainee.mirror):
-            if trainee.train.precision != "fp32":
-                found[f"mirror.master.{name}"] = main.data
-            for moment in MOMENTS:
-                found[f"mirror.{moment}.{name}"] = moments[moment]
+    owned = shards(trainee.optimizer)
+    by_id = {id(owned.get(id(param), getattr(param, "main_param", param))): name
+             for name, param in trainee.named_parameters()}
+    for part in parts(trainee.optimizer):
+        for group in part.param_groups:
+            for param in group["params"]:
+                for moment in MOMENTS:
+                    found[f"optimizer.{moment}.{by_id[id(param)]}"] = part.state[param][moment]
     return found
 
 
@@ -94,12 +81,7 @@ def num_skipped(trainee: TrainingModel, step_version: int) -> int:
     return step_version - scheduled_samples // trainee.train.batch.global_
 
 
-def num_bytes(trainee: TrainingModel) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(trainee).values())
-
-
 def numbers(trainee: TrainingModel, step_version: int, history: History) -> Numbers:
-    """A copy of the numbers of the state."""
     return Numbers(
         precision=trainee.train.precision, step_version=step_version,
         consumed_samples=step_version * trainee.train.batch.global_,
@@ -112,17 +94,13 @@ def numbers(trainee: TrainingModel, step_version: int, history: History) -> Numb
     )
 
 
-def check_numbers(trainee: TrainingModel, new: Numbers) -> None:
-    """Raise ValueError if these numbers do not fit the model, so that `load` cannot load them."""
+def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
+    """Load the numbers; returns the step version. If they do not fit the model it raises ValueError
+    and changes nothing."""
     if new.precision != trainee.train.precision:
         raise ValueError(f"numbers of {new.precision}, not {trainee.train.precision}")
     if len(new.loss_scales) != (own_num := len(_dynamic(trainee))):
         raise ValueError(f"{len(new.loss_scales)} loss scales, not {own_num}")
-
-
-def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
-    """Load the numbers; returns the step version. On ValueError nothing is changed."""
-    check_numbers(trainee, new)
     for optimizer in trainee.optimizers:
         for part in parts(optimizer):
             set_num_steps(part, new.adam_step)
@@ -138,25 +116,9 @@ def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
 # --- The state of one process as its objects give it, whatever optimizer they have ---
 
 
-def own_tree(trainee: TrainingModel, step_version: int, history: History) -> dict[str, Any]:
-    """The state of this process: that of its modules and torch optimizers, the tensors that these
-    step (the masters, in 16 bits), the loss scale and the numbers."""
-    return {
-        **objects_tree(trainee.modules, trainee.optimizer, trainee.scheduler),
-        "step_version": step_version,
-        "history": [history.first, list(history.losses), list(history.step_s)]}
-
-
-def load_own_tree(trainee: TrainingModel, tree: dict[str, Any], history: History) -> int:
-    """Load what `own_tree` has returned in an earlier process of this place; returns the step
-    version. Raises RuntimeError, ValueError or KeyError if it is of another model."""
-    load_objects(trainee.modules, trainee.optimizer, trainee.scheduler, tree)
-    history.replace(*tree["history"])
-    return int(tree["step_version"])
-
-
 def objects_tree(modules: Sequence[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    """The part of `own_tree` that is of these modules and of Megatron's optimizer and schedule."""
+    """The state of these modules, of Megatron's optimizer and of the schedule: also the tensors
+    that the torch optimizers step (the masters, in 16 bits), and the loss scale."""
     return {
         "modules": [module.state_dict() for module in modules],
         "optimizers": [{
@@ -170,7 +132,8 @@ def objects_tree(modules: Sequence[Any], optimizer: Any, scheduler: Any) -> dict
 
 def load_objects(modules: Sequence[Any], optimizer: Any, scheduler: Any, tree: dict[str, Any]
                  ) -> None:
-    """Load what `objects_tree` has returned. Raises as `load_own_tree`."""
+    """Load what `objects_tree` has returned in an earlier process of this place. Raises
+    RuntimeError, ValueError or KeyError if it is of another model."""
     for module, state in zip(modules, tree["modules"], strict=True):
         module.load_state_dict(state)
     for part, state in zip(_inner(optimizer), tree["optimizers"], strict=True):
@@ -199,18 +162,7 @@ def _dynamic(trainee: TrainingModel) -> list[Any]:
 
 
 def _adam_step(trainee: TrainingModel) -> float:
-    """The step count, which is equal for all parameters."""
     steps = {num for optimizer in trainee.optimizers for part in parts(optimizer)
              for num in num_steps(part)}
     assert len(steps) == 1, f"parameters have stepped {sorted(steps)} times"
     return steps.pop()
-
-
-def _moments(trainee: TrainingModel, optimizer: Any
-             ) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
-    """Each parameter of this optimizer: its name, the stepped tensor, its moments."""
-    by_id = names(trainee, optimizer)
-    for part in parts(optimizer):
-        for group in part.param_groups:
-            for param in group["params"]:
-                yield by_id[id(param)], param, part.state[param]

@@ -44,22 +44,20 @@ class Beginning(Protocol):
 
     def read(self, trainee: TrainingModel, step_version: int, history: Any) -> None:
         """Read this member's part of that state."""
-        ...
 
 
 class Workload(Protocol):
-    """What a member trains. `train`: the numbers of iterations and micro-batches, and the output;
-    `flops`: FLOPs of one iteration. `beginning`: where training begins, if not at the initial
-    weights. `exports`: further formats of checkpoints (checkpoint_format.Format)."""
+    """What a member trains. `flops`: of one iteration. `beginning`: where training begins, if not
+    at the initial weights. `exports`: further formats of checkpoints (saver.Format)."""
 
     train: Train
     flops: float
-    beginning: Beginning | None
-    exports: Sequence[Any]
+    beginning: Beginning | None = None
+    exports: Sequence[Any] = ()
 
     def on_groups(self, groups: Any) -> None:
         """Called with each generation's groups, and with None before they are destroyed."""
-        ...
+        return
 
     def load(self) -> Samples:
         """The data. Raises UsageError."""
@@ -68,9 +66,7 @@ class Workload(Protocol):
     def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
               begins: bool = True) -> TrainingModel:
         """Build the model at a position of a layout, deterministically and without communication.
-
-        With `begins=False` the weights are undefined; the caller loads a state.
-        """
+        With `begins=False` the weights are undefined; the caller loads a state."""
         ...
 
     def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
@@ -78,21 +74,18 @@ class Workload(Protocol):
         ...
 
     def begin(self, trainee: TrainingModel, build_part: BuildPart) -> None:
-        """Set a new model to the state of the first iteration. Called if no member has a state."""
-        ...
+        """Set a new model to the state of the first iteration, unless `build` has. Called if no
+        member has a state."""
+        return
 
 
-class SpecWorkload:
-    """The GPT of a spec's `train:`."""
+class SpecWorkload(Workload):
+    """The GPT of a spec's `train:`. `build` draws the initial state from the seed and the names of
+    the parameters."""
 
     def __init__(self, train: Train) -> None:
         self.train = train
-        self.beginning: Beginning | None = None
-        self.exports: Sequence[Any] = ()
         self.flops = model.iteration_flops(train.model, train.batch.global_)
-
-    def on_groups(self, groups: Any) -> None:
-        pass
 
     def load(self) -> Samples:
         return text_data.load(self.train.data, self.train.model.sequence)
@@ -103,6 +96,3 @@ class SpecWorkload:
 
     def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
         return model.whole_size(self.train, groups)
-
-    def begin(self, trainee: TrainingModel, build_part: BuildPart) -> None:
-        """Nothing to do: `build` draws the initial state from the seed and the parameter names."""

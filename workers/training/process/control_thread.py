@@ -1,11 +1,9 @@
 """The control thread: receives the agent's orders while the main thread trains, or hangs.
 
-It has four tasks. It queues orders. When an immediate order to stop arrives, it has the
-generation's connections closed repeatedly, until the main thread no longer waits for other members.
-It has the flight recorder written (flight_recorder.py). It ends the process if the agent is gone.
-
-An agent that does not read (because it is stopped, or its machine swaps) never blocks the rank.
-Data that the socket does not take waits in memory, and a temporary thread sends it.
+It queues orders. When an immediate order to stop arrives, it has the generation's connections
+closed repeatedly, until the main thread no longer waits for other members. It has the flight
+recorder written. It ends the process if the agent is gone. An agent that does not read never blocks
+the rank: what the socket does not take waits in memory, and a temporary thread sends it.
 """
 
 from __future__ import annotations
@@ -44,8 +42,8 @@ current work. It is shorter than the control plane's wait for Quiesced (policy: 
 EXIT_AGENT_GONE = 3
 """Exit code of a rank whose agent is gone."""
 REPLACE_ABANDONED_NUM = 5
-"""With this many abandoned collectives, a new process should replace the rank. An abandoned
-collective keeps its buffers until it ends, at its own timeout (communicators.COLLECTIVE_S_MAX)."""
+"""With this many abandoned collectives, a new process should replace the rank. Each keeps its
+buffers until its own timeout (communicators.COLLECTIVE_S_MAX)."""
 ABANDONED_NUM_MAX = 12
 """If a rank has more abandoned collectives, it exits in any case, to bound its memory."""
 EXIT_STUCK = 4
@@ -88,7 +86,7 @@ class Control:
         self.store_keys: StoreKeys = {}
         """The newest key of each checkpoint store that an order has named."""
         self.write_dump: Callable[[str], None] | None = None
-        """A function that writes the flight recorder to a path, without blocking."""
+        """Writes the flight recorder to a path, without blocking."""
 
     def start(self, early: list[Frame]) -> None:
         """Start the control thread. `early`: StartRank, and orders that arrived with it."""
@@ -97,11 +95,8 @@ class Control:
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def tell(self, body: Body) -> None:
-        """Send a report; never blocks. Ends the process when the agent is gone.
-
-        The calling thread itself writes to the socket, so that the agent has the report even if
-        this process dies. A sending thread would have to wait some 10 ms for a busy main thread.
-        """
+        """Send a report; never blocks. Ends the process when the agent is gone. The calling thread
+        writes to the socket: the agent has the report even if this process dies."""
         with self._sending:
             self._num_told += 1
             data = pack(Frame(body=body, seq=self._num_told, at_s=time.time()))
@@ -114,11 +109,11 @@ class Control:
 
     @property
     def is_behind(self) -> bool:
-        """Whether unsent reports wait. If so, optional reports should be skipped."""
+        """Whether unsent reports wait."""
         return bool(self._unsent)
 
     def tell_unless_behind(self, body: Body) -> bool:
-        """Send an optional report, unless reports already wait. Returns whether it was sent."""
+        """Send an optional report, unless others wait. Returns whether it was sent."""
         if self.is_behind:
             return False
         self.tell(body)
@@ -137,11 +132,9 @@ class Control:
 
     def run_detached(self, generation: int, wake: Callable[[], None], call: Callable[[], T],
                      replica: frozenset[int] = frozenset()) -> T:
-        """Run `call` as in `waiting_for_others`, but in a detached thread.
-
-        A wait that cannot be interrupted then costs STUCK_S_MAX and a sleeping thread, not the
-        process. An abandoned `call` may still continue later, so its later effects must not matter.
-        Raises Interrupted, Abandoned, and whatever `call` raises.
+        """Run `call` as in `waiting_for_others`, but in a detached thread: a wait that cannot be
+        interrupted then costs STUCK_S_MAX and a sleeping thread, not the process. An abandoned
+        `call` may still continue later. Raises Interrupted, Abandoned, and whatever `call` raises.
         """
         with self.waiting_for_others(generation, wake, replica):
             with self._changed:
@@ -162,19 +155,16 @@ class Control:
             return future.result()
 
     def abandon(self, waits: Callable[[], bool]) -> None:
-        """Count an abandoned collective while `waits` returns True.
-
-        One order makes all survivors abandon the same collective, so their counts are equal. If all
-        exited at REPLACE_ABANDONED_NUM, they would exit together and the state would be lost.
-        Therefore the member decides which one exits (member.py).
-        """
+        """Count an abandoned collective while `waits` returns True. All survivors abandon the same
+        one: if all exited at REPLACE_ABANDONED_NUM, the state would be lost. Therefore the member
+        decides which one exits (member.py)."""
         self._abandoned_waits.append(waits)
         if self._num_abandoned() > ABANDONED_NUM_MAX:
             self.exit_too_many_abandoned()
 
     @property
     def has_too_many_abandoned(self) -> bool:
-        """Whether a new process should replace this one, because of abandoned collectives."""
+        """Whether a new process should replace this one."""
         return self._num_abandoned() >= REPLACE_ABANDONED_NUM
 
     def exit_too_many_abandoned(self) -> NoReturn:
@@ -242,11 +232,9 @@ class Control:
         return found
 
     def _take_frame(self, frame: Frame) -> None:
-        if not frame.seq or frame.seq > self._last_order:
-            self._last_order = max(self._last_order, frame.seq)
-            self._take(frame)
-
-    def _take(self, frame: Frame) -> None:
+        if frame.seq and frame.seq <= self._last_order:
+            return
+        self._last_order = max(self._last_order, frame.seq)
         order = frame.body
         self.store_keys.update(frame.store_keys)  # before the order that needs them
         if isinstance(order, SetCheckpointStores):
@@ -272,7 +260,7 @@ class Control:
             self._start_grace_period()
 
     def _start_grace_period(self) -> None:
-        """Let the replica finish, but limit the time: its own connections may be cut."""
+        """Let the replica finish, for a limited time: its own connections may be cut."""
         timer = threading.Timer(FINISH_S_MAX, self._end_grace_period, (self._num_waits,))
         timer.daemon = True
         timer.start()
@@ -287,9 +275,8 @@ class Control:
         """Interrupt the main thread until its wait ends: the thread may open more connections.
 
         If a connection is closed, gloo fails the sends and receives that have not begun, but not
-        those that are half done (Pair::signalException skips them). Such a wait lasts for the full
-        timeout. If it runs in a detached thread, it is abandoned. Otherwise the process ends, and a
-        new process receives the state from its peers.
+        those that are half done (Pair::signalException skips them). Such a wait is abandoned if it
+        runs in a detached thread. Otherwise the process ends.
         """
         deadline_s = time.monotonic() + STUCK_S_MAX
         with self._changed:
@@ -307,7 +294,7 @@ class Control:
             self._changed.notify_all()
 
     def _send(self, data: bytes, flags: int = 0) -> int:
-        """Send `data`. Returns the number of bytes that the socket took."""
+        """Returns the number of bytes that the socket took."""
         try:
             return self._connection.send(data, flags)
         except BlockingIOError:
@@ -316,7 +303,6 @@ class Control:
             os._exit(EXIT_AGENT_GONE)
 
     def _send_rest(self) -> None:
-        """Send the unsent bytes at the agent's pace."""
         with self._sending:
             data = bytes(self._unsent[:SEND_BYTES])
         while data:
@@ -339,11 +325,8 @@ class Control:
 
 
 def _is_running(future: Future[T]) -> Callable[[], bool]:
-    """A function that tells whether `future` still runs, and holds only a weak reference to it.
-
-    The thread that runs the call keeps the future alive until the call ends. A failed future holds
-    its exception, and the frames of the traceback hold gradients.
-    """
+    """A function that tells whether `future` still runs. It holds only a weak reference: a failed
+    future holds its exception, and the frames of the traceback hold gradients."""
     alive = weakref.ref(future)
 
     def waits() -> bool:

@@ -23,17 +23,15 @@ WALK_NUM_MAX = 10_000
 """Limit of the search for the innermost exceptions, of which READ_NUM_MAX are classified."""
 READ_NUM_MAX = 64
 READ_CHARS_MAX = 16_384
-"""Characters that are classified of one exception. Of a longer text, both ends are used."""
 LINE_CHARS_MAX = 500
 
 
 def verdict_of(error: BaseException) -> Verdict:
     """Classify `error` by itself and its causes; NOTHING if no rule matches any of them.
 
-    The innermost exception decides, because an exception raised from another wraps it. But a
-    specific status outranks OTHER_SOFTWARE, such as that of a KeyError inside the error that
-    matters. Members of an exception group are classified separately, each with its causes. Among
-    them, evidence about this rank outranks evidence about a peer, even if it is OTHER_SOFTWARE.
+    The innermost exception decides, but a specific status outranks OTHER_SOFTWARE, such as that of
+    a KeyError inside the error that matters. Members of an exception group are classified
+    separately. Among them, evidence about this rank outranks evidence about a peer.
     """
     if isinstance(error, UsageError):
         return Verdict(WRONG_INPUT, "usage-error", line=f"{error} ({error.hint})")
@@ -119,10 +117,8 @@ class ExitReporter:
         exit_process(self._control, 1)
 
     def report_thread(self, args: threading.ExceptHookArgs) -> None:
-        """The threading.excepthook of a rank: an error in one of OWN_THREADS ends the process.
-
-        Training does not need any other thread, such as a library's, so its error is only logged.
-        """
+        """The threading.excepthook of a rank: an error in one of OWN_THREADS ends the process; that
+        of another thread is only logged."""
         if args.exc_type is SystemExit:
             return
         name = args.thread.name if args.thread is not None else ""

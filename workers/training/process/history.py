@@ -13,10 +13,7 @@ REPORT_ITERATIONS_MAX = 2048
 
 
 class History:
-    """Losses and step times of iterations from `first` on.
-
-    Every member keeps the whole history, so that any member can take over the reports.
-    """
+    """Losses and step times of iterations from `first` on. Any member can take over the reports."""
 
     def __init__(self) -> None:
         self.first = 0
@@ -46,11 +43,9 @@ class History:
 
     def tell(self, begin: int, *, task: int, generation: int, micro_batches: int,
              flops: float, skipped: int) -> Iterator[Body]:
-        """The reports of all iterations from `begin` on. `flops` is per iteration; `skipped` is the
-        number of iterations without an optimizer step since the start of training.
-
-        A TaskProgressed ends before a loss that is not finite, which gets a LossNotFinite.
-        """
+        """The reports of all iterations from `begin` on. A TaskProgressed ends before a loss that
+        is not finite, which gets a LossNotFinite. `flops` is per iteration; `skipped` is the number
+        of iterations without an optimizer step since the start of training."""
         begin = max(begin, self.first)
         while begin < self.end:
             end = begin

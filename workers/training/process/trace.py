@@ -11,22 +11,20 @@ iteration and if no backward remained. `bucket_done` comes after the backward, a
 completes, in order. `reduced` comes when all have completed. Without overlap there is one bucket.
 
 If a replica has several ranks, `tensor` comes before the last part of a layer, whose results the
-tensor-parallel ranks then add up. `stage` comes before a stage sends to another or waits for one.
-`embedding` comes before the gradients of the two copies of a tied embedding are added up. `gate` is
-the entry of the step barrier, `passed` its exit. `build` comes before a rank builds a part of the
-model: once before it is ready, and again in each generation that gives it another part. A rank that
-has received its part of another layout writes `staged`, and writes `commit` before it activates
-that part.
+tensor-parallel ranks then add up; `stage` before a stage sends to another or waits for one;
+`embedding` before the gradients of the two copies of a tied embedding are added up. `gate` is the
+entry of the step barrier, `passed` its exit. `build` comes before a rank builds a part of the
+model. A rank that has received its part of another layout writes `staged`, and `commit` before it
+activates that part.
 
 Tests can hold a rank at an event to inject a fault there. After it has written an event, the rank
-reads `hold/<task>-<rank>` in the folder: JSON of event and iteration, and micro_batch or bucket if
-they matter. If the file matches the event, the rank writes `held`. It continues when the file is
-gone or names something else. `"then"` selects another action:
+reads `hold/<task>-<rank>` in the folder: JSON of event, iteration, micro_batch and bucket, as far
+as they matter. If the file matches, the rank writes `held`, until the file is gone or names
+something else. `"then"` selects another action:
 
 - `"raise"`: remove the file and raise InjectedFault;
 - `"fail"`: remove the file and raise a RuntimeError, like a collective whose connection is cut;
-- `"gil"`: remove the file and sleep for ever in C code that holds the interpreter's lock, so that
-  the whole process stops;
+- `"gil"`: remove the file and sleep for ever in C code that holds the interpreter's lock;
 - `"loop"`: remove the file and loop for ever;
 - `"slow"` with `slow_s`: sleep for that time at each such event while the file exists.
 """
@@ -43,7 +41,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
-from ...diagnosis.step_time import Kind
 from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, Phase, ProgressWriter
 
 Event = Literal[
@@ -142,10 +139,9 @@ class Trace:
 
 # --- Trace events as progress marks, and the phase that each one starts ---
 #
-# Without overlap, a member waits in each collective that it enters. With overlap, it only starts
-# those of the reduction in its last backward and waits for all of them afterwards. In a replica of
-# several members, it may wait for the others anywhere in its passes: no phase there is its own work
-# alone.
+# Without overlap, a member waits in each collective that it enters. With overlap, it starts those
+# of the reduction in its last backward and waits for all of them afterwards. In a replica of
+# several members, it may wait for the others anywhere in its passes.
 
 _REDUCES = {"stats", "bucket"}
 _ENTERS = {"embedding", "gate", "gather"}
@@ -164,11 +160,7 @@ class Marks:
         self._mine = threading.get_ident()
         self._is_in_collective = False
 
-    def begin(self, generation: int, iteration: int, kind: Kind) -> None:
-        self.pulse.begin(generation, iteration, kind)
-
     def note(self, event: Event) -> None:
-        """Mark the beginning of the phase of `event`."""
         if not self._counts():
             return
         if event in _ENTERS:

@@ -76,10 +76,8 @@ class World:
 
 
 def tensor_of(data: bytes) -> Tensor:
-    """The bytes as a tensor."""
     return torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[:len(data)]
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The bytes of a tensor of bytes."""
     return tensor.cpu().numpy().tobytes()

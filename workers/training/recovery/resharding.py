@@ -49,24 +49,21 @@ class Shard(NamedTuple):
 
 
 class ShardList:
-    """A member's shards in a fixed order. Equal lists have equal digests.
-
-    `encoded` is the list for other members, as `decode` reads it.
-    """
+    """A member's shards in a fixed order. Equal lists have equal digests."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         self.shards = tuple(shards)
-        plain = msgspec.msgpack.encode(self.shards)
-        self.digest = hashlib.blake2b(plain, digest_size=DIGEST_BYTES).digest()
-        self._plain = plain
+        self._plain = msgspec.msgpack.encode(self.shards)
+        self.digest = hashlib.blake2b(self._plain, digest_size=DIGEST_BYTES).digest()
 
     @property
     def encoded(self) -> bytes:
+        """The list for other members."""
         return zlib.compress(self._plain, level=1)
 
     @classmethod
     def decode(cls, data: bytes) -> ShardList:
-        """Raises ValueError."""
+        """The list that was `encoded`. Raises ValueError."""
         try:
             return cls(msgspec.msgpack.decode(zlib.decompress(data), type=tuple[Shard, ...]))
         except (zlib.error, msgspec.MsgspecError) as error:
@@ -95,10 +92,7 @@ class Holding(NamedTuple):
 
 class Move(NamedTuple):
     """The transfer of a tensor region from place `source` to the receiver, which may be the same.
-
-    `given` is an index into the shards that `source` has, `wanted` an index into the shards that
-    the receiver wants.
-    """
+    `given` and `wanted` are indices of the shards that `source` has and the receiver wants."""
 
     region: Region
     source: int
@@ -184,10 +178,10 @@ def nearest_first(target: int, digests: Mapping[int, bytes], nodes: Sequence[str
                   ) -> list[tuple[bytes, list[int]]]:
     """The distinct lists of shards in the order in which the receiver `target` reads them.
 
-    `digests` are the digests of the holders' lists, by place. Each list comes with the nearest
-    places that have it: the receiver itself, then members of its node, then others. Of equally near
-    lists, the likelier one comes first; one whose first likelihood is 0 comes after all others,
-    because to read it costs more than to take a small tensor from farther away. O(members).
+    `digests` are those of the holders' lists, by place. Each list comes with the nearest places
+    that have it: the receiver, its node, others. Of equally near lists the likelier comes first. If
+    the first likelihood is 0, a list comes after all others: to read it costs more than to take a
+    small tensor from farther away. O(members).
     """
     found: dict[bytes, tuple[int, list[int]]] = {}
     for place, digest in digests.items():
@@ -241,8 +235,7 @@ def plan_moves(target: int, want: ShardList, holdings: Iterable[Holding], larges
 
 def _found(want: ShardList, held: ShardList, rest: dict[int, list[Region]]
            ) -> list[tuple[Region, int, int]]:
-    """The regions of `rest` that `held` has, each with its index in `held` and in `want`. They are
-    removed from `rest`."""
+    """Removes from `rest` what `held` has. Returns it, with the indices in `held` and `want`."""
     found: list[tuple[Region, int, int]] = []
     for wanted in list(rest):
         key, kind, _ = want.shards[wanted]

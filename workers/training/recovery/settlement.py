@@ -16,12 +16,9 @@ from .state_sources import Claim, HeldState, StateHolders, find_state
 
 
 class MemberAssignment(Struct, frozen=True, kw_only=True):
-    """A member's assignment: the micro-batches that it keeps (`kept`), the ones that it will run
-    (`todo`), and the part of `todo` that lost members had (`dealt`).
-
-    With `staged`, this member first activates its staged state. With `steps`, it first takes the
-    optimizer step from the reduced sum, with the result of the step barrier.
-    """
+    """The micro-batches that a member keeps (`kept`), that it will run (`todo`), and the part of
+    `todo` that lost members had (`dealt`). With `staged` it first activates its staged state; with
+    `steps` it first takes the step for which it is ready."""
 
     kept: tuple[int, ...]
     todo: tuple[int, ...]
@@ -52,10 +49,8 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
     """Settle an iteration among the members with these claims, in order of place.
 
     `axes` is the new layout; None: all members are data-parallel. Afterwards every micro-batch is
-    in `kept` or `todo` of exactly one replica, and all members of a replica have the same lists. If
-    no member has begun the iteration, all its micro-batches are assigned again, so that new members
-    get their part.
-    O(members x (micro-batches + step versions)).
+    in `kept` or `todo` of exactly one replica, the same on all its members. If no member has begun
+    the iteration, all are assigned again. O(members x (micro-batches + step versions)).
     """
     assert claims, "a generation has members"
     axes = axes or Axes(dp=len(claims))
@@ -138,7 +133,7 @@ def _owners(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuin
 
 def _assign_remaining(kept: Sequence[Sequence[int]], owner: dict[int, int], num_micro_batches: int
                       ) -> tuple[list[list[int]], list[list[int]]]:
-    """By replica: the micro-batches to run, and the part of them without a continuing owner."""
+    """By replica: the micro-batches to run, and those of them without a continuing owner."""
     done = {item for items in kept for item in items}
     todo: list[list[int]] = [[] for _ in kept]
     reassigned: list[list[int]] = [[] for _ in kept]

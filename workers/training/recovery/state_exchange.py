@@ -1,12 +1,10 @@
 """Exchanges state between the members of a generation, from live memory into live memory.
 
-All members call `exchange`. Each tells all others the digests of the lists of shards that it has
-and wants, and nothing else. Members of one part have equal lists, so a receiver whose list a holder
-has needs no description. Other receivers read the descriptions of distinct lists, the nearest and
-likeliest first, until they have found all that they want (resharding.py). A receiver then asks each
-sender for its shards. If the data of a sender fails a checksum, or is of another step or model, all
-members exclude this sender and plan again. The active state changes only in `activate`, so never if
-the exchange fails.
+All members call `exchange`. Each tells all others only the digests of the lists of shards that it
+has and wants. Members of one part have equal lists; other receivers read the holders' lists, the
+nearest and likeliest first, until they have found all that they want (resharding.py). A receiver
+then asks each sender for its shards. If the data of a sender fails a checksum, or is of another
+step or model, all members exclude this sender and plan again.
 """
 
 from __future__ import annotations
@@ -74,7 +72,6 @@ class Offer(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> Offer:
-        """The offer that `encoded` encoded."""
         want = 8 + DIGEST_BYTES
         return cls(int.from_bytes(data[:8], signed=True), data[8:want], data[want:-8],
                    int.from_bytes(data[-8:]))
@@ -139,11 +136,8 @@ class Plan(NamedTuple):
 
 
 class Planner:
-    """Plans what this member receives, and agrees with the others on who sends to whom.
-
-    `held` are the parts of the model whose state the holders have, by place, and `seat` is the one
-    that this member wants. `nodes` is by place.
-    """
+    """Plans what this member receives, and agrees with the others on who sends to whom. The
+    parameters are those of `exchange`."""
 
     def __init__(self, peers: World, have: ShardList, want: ShardList | None, *,
                  step_version: int, held: Mapping[int, HeldState], seat: HeldState,
@@ -230,7 +224,6 @@ class Planner:
             self.peers.publish(f"shards/{self.have.digest.hex()}", self.have.encoded)
 
     def _own_plan(self, want: ShardList) -> tuple[Plan, Told]:
-        """The plan with the lists that this member reads, and what to tell the others."""
         me, odd = self.peers.place, dict[int, str]()
         dp = coordinates(self.seat.axes, self.seat.place).dp
 
@@ -285,11 +278,11 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
     """Fill `want` with the state after `step_version` steps from the members at the places `held`.
 
     All members call it, each with its shards and its `numbers` (None: it has no valid state).
-    `held` are the parts of the holders by place, `seat` is the part that this member wants, and
-    `nodes` is by place. With `staged`, `want` is the active state: it changes only in `activate`,
-    and the received data needs additional memory. Otherwise `want` is written directly. `goes_on`
-    is called after each wait, before a write: it returns False if the exchange is obsolete. Raises
-    RuntimeError. If the holders lack a part, all members raise resharding.Missing.
+    `held` are the parts of the model that the holders have, by place, and `seat` is the part that
+    this member wants. With `staged`, `want` is the active state: it changes only in `activate`.
+    Otherwise `want` is written directly. `goes_on` is called after each wait, before a write: it
+    returns False if the exchange is obsolete. Raises RuntimeError; Missing, on all members, if the
+    holders lack a part.
     """
     peers = World()
     encoded = b"" if numbers is None else msgspec.msgpack.encode(numbers)
@@ -315,8 +308,10 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
             note("give")
         if side.take:
             note("receive")
-        bad = _agree(peers, peers.transfer(side.give, side.take, goes_on))
-        if not bad:
+        bad = peers.transfer(side.give, side.take, goes_on)
+        bad = {place for each in peers.collect(msgspec.msgpack.encode(bad))
+               for place in msgspec.msgpack.decode(each, type=set[int])}
+        if not bad:  # on any member
             break
         planner.exclude(bad)
 
@@ -332,7 +327,6 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
 
 
 def encode_request(request: Request) -> bytes:
-    """The request as sent."""
     return zlib.compress(msgspec.msgpack.encode(request), level=1)
 
 
@@ -342,12 +336,6 @@ def decode_request(data: bytes) -> Request:
         return msgspec.msgpack.decode(zlib.decompress(data), type=Request)
     except (zlib.error, msgspec.MsgspecError) as error:
         raise RuntimeError(f"the request cannot be decoded: {error}") from None
-
-
-def _agree(peers: World, bad: set[int]) -> set[int]:
-    """The places in `bad` of any member. Returns when all members have received their data."""
-    return {place for each in peers.collect(msgspec.msgpack.encode(bad))
-            for place in msgspec.msgpack.decode(each, type=set[int])}
 
 
 def _excluded(place: int, why: str) -> None:

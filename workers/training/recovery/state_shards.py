@@ -31,7 +31,6 @@ from .resharding import Dims, Region, Shard, flat_range, intersection
 Stacking = Mapping[str, bool]
 """Megatron's metadata of a sharded state: how it names the layers."""
 UNSTACKED: Stacking = {"non_homogeneous_layers": True}
-"""The layers have numbers as in the whole model."""
 STACKED: Stacking = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """As in Megatron-LM's own checkpoints."""
 State = dict[Shard, Tensor]
@@ -238,8 +237,8 @@ def _sharded(module: Any, stacking: Stacking) -> Iterator[tuple[Tensor, _Local]]
 
 
 def _is_empty(extra_state: Any) -> bool:
-    """Whether the `_extra_state` of a module has nothing in it. That of a layer of Transformer
-    Engine is an empty tensor without FP8, and of older versions an empty BytesIO or None."""
+    """Whether the `_extra_state` of a module has nothing in it: Transformer Engine without FP8 has
+    an empty tensor, older versions of it an empty BytesIO or None."""
     match extra_state:
         case Tensor():
             return not extra_state.numel()
@@ -295,8 +294,7 @@ def cut(tensor: Tensor, held: Region, region: Region) -> Tensor:
 
 def _optimized(trainee: TrainingModel, optimizer: Any
                ) -> Iterator[tuple[Any, int, Tensor, dict[str, Tensor]]]:
-    """Each parameter of this optimizer, the index of the first element that the optimizer updates,
-    the optimizer's tensor for the parameter, and the moments."""
+    """Each parameter, the first element that the optimizer updates, its own tensor, the moments."""
     states = {id(main): found for part in parts(optimizer) for main, found in part.state.items()}
     owned, own = shards(optimizer), ranges(optimizer)
     for _, param in trainee.named_parameters():

@@ -136,10 +136,8 @@ def other_versions(claims: Sequence[Claim]) -> tuple[str, list[int]]:
 
 
 def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
-    """The highest step version whose whole state the members have in one layout.
-
-    Among several layouts, prefer the layout of `axes`, which needs no transfer, and then the layout
-    with the most holders. O(members x step versions).
+    """The highest step version whose whole state the members have in one layout: preferably that of
+    `axes`, which needs no transfer, else the one with the most holders. O(members x step versions).
     """
     versions = {claim.step_version + steps for claim in claims
                 if claim.step_version != NO_STATE for steps in range(1 + claim.ready)}
@@ -155,7 +153,6 @@ def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
 
 def _holders(claims: Sequence[Claim], version: int
              ) -> tuple[dict[_Layout, dict[int, StateHolder]], tuple[float, ...]]:
-    """The holders of the state of `version`, by layout; and the result of its step barrier."""
     passed, gate = _barrier(claims, version)
     stagings = sorted({0, *(claim.staged_in for claim in claims)})
     layouts: dict[_Layout, dict[int, StateHolder]] = {}
@@ -218,9 +215,9 @@ def _is_whole(holders: dict[int, StateHolder]) -> bool:
 def overlap(wanted: HeldState, held: HeldState) -> tuple[float, float]:
     """How likely `held` has shards of the part `wanted`; larger is likelier.
 
-    The first number is the fraction of the model that both parts share, if each tensor is split
-    evenly and each stage has as many layers. The second compares optimizer shards. Only a guess: a
-    receiver reads further lists until it has found all that it wants.
+    First the fraction of the model that both share, if each tensor is split evenly and each stage
+    has as many layers. Then the nearness of the optimizer shards. Only a guess: a receiver reads
+    further lists until it has found all that it wants.
     """
     mine, theirs = _fractions(wanted), _fractions(held)
     stages = sum(_shared(one, other) for one in mine.stages for other in theirs.stages)

@@ -60,11 +60,8 @@ def transfer(give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[T
 
 
 class _Transfer:
-    """The rounds of a transfer. In each round, one chunk goes to each peer and comes from each.
-
-    A round is packed, is in transit, and is checked, while others are before and behind it. Members
-    may have different numbers of rounds in transit, because all start them in the same order.
-    """
+    """The rounds of a transfer: in each, one chunk goes to each peer and comes from each. Members
+    may have different numbers of rounds in transit, because all start them in the same order."""
 
     def __init__(self, give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
                  goes_on: Callable[[], bool], pool: ThreadPoolExecutor) -> None:
@@ -79,7 +76,6 @@ class _Transfer:
         self._bad: set[int] = set()
 
     def run(self) -> set[int]:
-        """Transfer all; the places that sent a wrong checksum."""
         all_chunks = [*self._sending.values(), *self._receiving.values()]
         for number in range(num_rounds := max(map(len, all_chunks), default=0)):
             self._pack(number)

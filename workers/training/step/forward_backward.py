@@ -27,9 +27,9 @@ def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int
         begin: Begin | None = None, backward: Backward = nullcontext) -> Passes:
     """Run these micro-batches of an iteration, in a pipeline only until `must_stop` is True.
 
-    All members of the replica call it with the same items, and have run the same number of them.
-    Each calls `begin` before its last backward of an iteration, with its part of the losses of
-    `items`. Raises RuntimeError if another member is gone: the local gradients are then worthless.
+    All members of the replica call it with the same items. Each calls `begin` before its last
+    backward, with its part of the losses of `items`. Raises RuntimeError if another member is gone:
+    the local gradients are then worthless.
     """
     if not items:
         return Passes(0, Losses())
@@ -54,20 +54,16 @@ def _begin_without_losses(begin: Begin, losses: Losses) -> None:
 
 def evaluate(trainee: TrainingModel, groups: Any, items: Sequence[int], sample: Sample
              ) -> Losses:
-    """Run batches for evaluation: no gradients, the model in evaluation mode. Returns the losses,
-    as in Passes."""
+    """Run batches without gradients, with the model in evaluation mode."""
     for ddp in trainee.ddps:
         ddp.eval()
     try:
         with torch.no_grad():
-            return run(trainee, groups, PADDING, items, sample, _ignore, forward_only=True).losses
+            return run(trainee, groups, PADDING, items, sample, lambda event, item: None,
+                       forward_only=True).losses
     finally:
         for ddp in trainee.ddps:
             ddp.train()
-
-
-def _ignore(event: str, item: int) -> None:
-    pass
 
 
 def _whole(trainee: TrainingModel, iteration: int, item: int, sample: Sample, note: Note,

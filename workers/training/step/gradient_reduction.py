@@ -34,19 +34,16 @@ Outcome = Literal["stepped", "boundary", "quiesced", "failed"]
 
 
 class Stats(NamedTuple):
-    """Values of this member before the reduction, sums over all members after it. A member's own
-    loss and tokens are in its Losses."""
+    """Values of this member before the reduction, sums over all members after it: the numbers of
+    members that have an order to stop at this boundary, still write their share of a checkpoint,
+    cannot take an in-memory checkpoint now, and have their last share of one in no store."""
 
     loss_sum: float = 0.0
     num_tokens: float = 0.0
     num_stopping: float = 0.0
-    """Number of members with an order to stop at this boundary."""
     num_saving: float = 0.0
-    """Number of members that still write their share of a checkpoint."""
     num_sending: float = 0.0
-    """Number of members that cannot take an in-memory checkpoint at this boundary."""
     num_unstored: float = 0.0
-    """Number of members whose last share of an in-memory checkpoint is in no store."""
 
 
 class StepBarrier(NamedTuple):
@@ -57,11 +54,8 @@ class StepBarrier(NamedTuple):
 
 
 class Reduction:
-    """Adds up the gradients in Megatron's buffers.
-
-    `why` is the error of the last failed reduction, `verdict` its classification. `num_complete` is
-    the number of buckets completed, in order, in a reduction that failed.
-    """
+    """Adds up the gradients in Megatron's buffers. Of the last failed reduction, `why` is the
+    error, `verdict` its classification, `num_complete` the number of completed buckets."""
 
     def __init__(self, trainee: TrainingModel, control: Control, communicators: Communicators,
                  note: Note, marks: Marks, *, closely: bool) -> None:
@@ -84,10 +78,9 @@ class Reduction:
                          if trainee.train.overlap else None)
 
     def begin(self, mine: Stats, losses: Losses) -> None:
-        """Launch the stats before the last backward, which then launches the buckets.
+        """Launch the stats before the last backward, which then launches the buckets. If a member
+        dies, stats and buckets are lost together.
 
-        The stats cover all local gradients, including the last micro-batch. They may be launched
-        before the first bucket, because if a member then dies, stats and buckets are lost together.
         Does nothing without overlap, or if this member has an immediate order to stop: its last
         backward then launches no bucket.
         """
@@ -108,8 +101,7 @@ class Reduction:
 
     @contextmanager
     def backward(self, *, is_last: bool) -> Generator[None]:
-        """Context of every backward: only the last one of an iteration launches buckets. Megatron's
-        pipeline schedule sees to this itself (pipeline.py)."""
+        """Context of every backward outside a pipeline: only the last one launches buckets."""
         with ExitStack() as stack:
             if self._buckets is not None and not is_last:
                 for ddp in self._trainee.ddps:
@@ -117,8 +109,7 @@ class Reduction:
             yield
 
     def give_up(self) -> None:
-        """The passes of this member's replica have failed: end the reduction that their last
-        backward has begun. The local gradients are lost with the passes."""
+        """The passes have failed, and the local gradients are lost: end the begun reduction."""
         if self._buckets is not None and self._buckets.current is not None:
             self._end(self._buckets)
             self._backup.drop()
@@ -131,8 +122,8 @@ class Reduction:
         buckets.reset()
 
     def run(self, mine: Stats, losses: Losses) -> Stats | Outcome:
-        """Reduce. Returns the stats of all members, with the sums of `losses`; a failure restores
-        the local gradients, or loses them (`has_lost_sum`)."""
+        """Reduce. Returns the stats of all members; a failure restores the local gradients, or
+        loses them (`has_lost_sum`)."""
         if self._buckets is None:
             found = self._run_at_once(mine, losses)
         else:
@@ -158,11 +149,11 @@ class Reduction:
 
     def step_barrier(self, mine: Tensor, scale: Tensor | None = None
                      ) -> tuple[StepBarrier, float] | Outcome:
-        """The step barrier: exchange the global values that a step needs. `mine` has the fields of
-        a StepBarrier. Returns those of all members, and `scale` (None: 1), with one read.
+        """The step barrier: add up `mine`, the fields of a StepBarrier. Returns the sums, and
+        `scale` (None: 1), with one read.
 
-        A member that passes the barrier steps, whatever happens to the others: the barrier returns
-        only after all members have entered it, with their parts reduced.
+        A member that passes the barrier steps, whatever happens to the others: it returns only
+        after all members have entered it, with their parts reduced.
         """
         def exchange() -> tuple[StepBarrier, float]:
             dist.all_reduce(mine)
@@ -195,7 +186,6 @@ class Reduction:
 
     def _run_overlapped(self, buckets: BucketLauncher, mine: Stats, losses: Losses
                         ) -> Stats | Outcome:
-        """Finish the reduction begun in the last backward, or run all of it."""
         if buckets.current is None:
             self.begin(mine, losses)
         reduction = buckets.current
@@ -238,7 +228,7 @@ class Reduction:
 
     def run_collectively(self, collective: Callable[[], T], replica: frozenset[int] = frozenset()
                          ) -> T | Outcome:
-        """Run a collective of all members, or of `replica`. Returns its result or the outcome."""
+        """Run a collective of all members, or of `replica`."""
         found: T | Outcome = "failed"
         communicators = self._communicators
         self.was_abandoned = False
@@ -275,7 +265,6 @@ class Reduction:
         return self._control.run_detached(generation, interrupt, call, replica)
 
     def _own_stats(self, mine: Stats, losses: Losses) -> Tensor:
-        """This member's stats with its losses, and its order to stop."""
         stops = self._control.pending_quiesce(self._communicators.generation) is not None
         mine = mine._replace(num_stopping=float(stops))
         values = on_device(mine, self._trainee.device)
@@ -290,9 +279,9 @@ class Reduction:
                 check_active: Callable[[], None]) -> tuple[Stats, RouterSums]:
         """Exchange the stats, then run Megatron's own reduction.
 
-        Megatron's division by the token count is left out: after an abandoned wait, it could still
-        change gradients that count. For the same reason, this method uses the groups of its own
-        generation, and checks before each phase that the generation is active.
+        After an abandoned wait it could still change gradients that count. So it leaves Megatron's
+        division by the token count out, uses the groups of its own generation, and checks before
+        each phase that the generation is active.
         """
         self._until_computed()
         self._note("stats")

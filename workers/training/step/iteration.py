@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic as clock
 
 import structlog
 from torch import Tensor
@@ -21,7 +21,7 @@ from ....events.errors import UsageError
 from ....events.spec.parallelism import coordinates, is_fully_replicated
 from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, ProgressWriter
 from ..communicators.communicators import Communicators
-from ..dependencies.private_megatron import set_gathered
+from ..dependencies.private_megatron import set_gathered, take_gather_works
 from ..model.trainee import TrainingModel
 from ..model.workload import Samples
 from ..process.control_thread import Control
@@ -32,7 +32,7 @@ from ..recovery.state_sources import NO_STATE, Claim, HeldState
 from . import forward_backward
 from .gradient_reduction import Outcome, Reduction, Stats, StepBarrier, on_device
 from .losses import Losses
-from .optimizer_step import gather, gathering, scale_of, step, step_barrier
+from .optimizer_step import gather, scale_of, step, step_barrier
 from .overlapped_reduction import end_all
 from .pipeline import Passes
 from .stop_agreement import StopAgreement
@@ -45,9 +45,8 @@ _REJECTED = re.compile(r"Unexpected result (\S+) \(message='(.*?)'\)")
 class Iteration:
     """The current iteration of this member, and its progress in it.
 
-    `step_version` is the number of complete iterations; NO_STATE until the first settlement.
-    `history` receives the loss and the time of each step. The time begins with the iteration's
-    first micro-batch and includes a recovery, so a rate computed from it is never too high.
+    `step_version` is NO_STATE until the first settlement. `history` receives the loss and the time
+    of each step: from the iteration's first micro-batch on, a recovery included.
     """
 
     def __init__(self, trainee: TrainingModel, control: Control, communicators: Communicators,
@@ -76,7 +75,7 @@ class Iteration:
         self.is_saving: Callable[[], bool] = lambda: False
         """Whether this member still writes its share of a checkpoint."""
         self.num_saving = 0
-        """The number of members that did so at the end of the last iteration."""
+        """The members that did so at the end of the last iteration."""
         self.num_others_saving = 0
         self.is_ready = False
         """Whether it has entered the step barrier, but not stepped: it has the reduced sum."""
@@ -101,9 +100,8 @@ class Iteration:
         self._clear()
 
     def replace_model(self, trainee: TrainingModel) -> None:
-        """Train `trainee`, which has the same state, from now on. Frees the previous model. The new
-        one gets the local gradients if it is the same part of the model and no abandoned pass holds
-        the previous model."""
+        """As `set_model`, for a model with the same state. It gets the local gradients if it is the
+        same part of the model and no abandoned pass holds the previous one."""
         before = self.trainee
         if (self.is_stuck or not before.has_gradients
                 or held_by(before).part_of_model != held_by(trainee).part_of_model):
@@ -119,8 +117,8 @@ class Iteration:
         before.release()
 
     def free_gradients(self) -> None:
-        """Free the local gradients and their backup, because the settlement keeps none of them.
-        `take` allocates them again. An abandoned pass may still use them: then they stay."""
+        """Free the local gradients and their backup, of which the settlement keeps none. `take`
+        allocates them again. If an abandoned pass may still use them, they stay."""
         if not self.is_stuck:
             self._forget_sums()
             self.reduction.done()
@@ -174,7 +172,7 @@ class Iteration:
 
     def take(self, step_version: int, share: MemberAssignment, generation: int, *, begun: bool
              ) -> None:
-        """Resume from a settlement; keep the local gradients only if the settlement keeps them."""
+        """Resume from a settlement, with the local gradients that it keeps."""
         if (step_version != self.step_version or sorted(self.done) != list(share.kept)
                 or not self.trainee.has_gradients):
             assert not share.kept
@@ -201,9 +199,9 @@ class Iteration:
         generation = self._communicators.generation
         self.begun = True
         self._began_s = clock() if self._began_s is None else self._began_s
-        self.marks.begin(generation, self.step_version,
-                         "first" if self.trained_in != generation else
-                         "boundary" if self.is_read_after(self.step_version) else "usual")
+        self.marks.pulse.begin(generation, self.step_version,
+                               "first" if self.trained_in != generation else
+                               "boundary" if self.is_read_after(self.step_version) else "usual")
         if self.trained_in != generation:
             self.trained_in, self._gate = generation, None
         todo = [item for item in self.owned if item not in self.done]
@@ -217,7 +215,7 @@ class Iteration:
 
     def run_as_standby(self, iteration: int) -> Outcome:
         """Run the iteration as a standby member: only the collectives of all members."""
-        self.marks.begin(self._communicators.generation, iteration, "first")
+        self.marks.pulse.begin(self._communicators.generation, iteration, "first")
         stats = self.reduction.meet(self._stats())
         if isinstance(stats, str):
             return stats
@@ -246,12 +244,11 @@ class Iteration:
 
     # --- passes ---
     def _pass(self, todo: Sequence[int]) -> Outcome | None:
-        """Run the passes, with the other members of this replica if there are any. None when all
-        are done.
+        """Run the passes, with the other members of this replica. None when all are done.
 
         A unit is one micro-batch, and the members agree to continue (stop_agreement.py), so that
-        all stop after the same one. With a pipeline, a unit is all micro-batches, because they have
-        one schedule, and its first stage decides where the schedule stops (pipeline.py).
+        all stop after the same one. In a pipeline a unit is all micro-batches: its first stage
+        decides where their schedule stops (pipeline.py).
         """
         items, is_alone = tuple(todo), self.trainee.replica_size == 1
         units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]
@@ -267,7 +264,9 @@ class Iteration:
                     run, frozenset() if is_alone else self._communicators.replica))
             self._item = -1
             if isinstance(found, str):
-                self._fail_passes()
+                self.is_stuck = self.reduction.was_abandoned
+                self.reduction.give_up()
+                self._clear_sums()
                 return found
             self.trainee.is_gathered = self.trainee.is_gathered or found.num_done > 0
             self.losses.extend(found.losses)
@@ -276,19 +275,12 @@ class Iteration:
                 return "quiesced"
         return None
 
-    def _fail_passes(self) -> None:
-        """Passes that wait for other members have failed, and the local gradients with them."""
-        self.is_stuck = self.reduction.was_abandoned
-        self.reduction.give_up()
-        self._clear_sums()
-
     def _must_stop(self) -> bool:
         return self._control.pending_quiesce(self._communicators.generation) == "now"
 
     def _unit(self, unit: tuple[int, ...], agreement: StopAgreement | None, *, is_last: bool
               ) -> Passes:
-        """Run a unit. All members run less of it if one has an order to stop, and then return the
-        same number of micro-batches. Raises RuntimeError."""
+        """Run a unit, or less of it if any member has an order to stop. Raises RuntimeError."""
         if agreement is not None and self.trainee.axes.pp == 1:
             if agreement.answer():
                 return Passes(0, Losses())
@@ -330,15 +322,21 @@ class Iteration:
             return stats
         self._reduced = stats
         if not math.isfinite(stats.loss_sum):
-            self._say_not_finite()
+            for item, loss in self.losses.not_finite():
+                log.warning(f"the loss is {loss}", rank=self.trace.rank,
+                            iteration=self.step_version, micro_batch=item)
         gate, scale = None, 1.0
         if not self.trainee.is_plain:
-            found = self._enter_step_barrier()
+            mine = step_barrier(self.trainee)
+            self.is_ready = True
+            found = self.reduction.step_barrier(mine, scale_of(self.trainee.optimizer))
             if isinstance(found, str):
                 return found
             gate, scale = found
         self._step(gate, scale)
-        self.owned = self._next_micro_batches()
+        axes = self._communicators.axes
+        self.owned = assign_micro_batches(self.trainee.train.num_micro_batches, axes.dp,
+                                          coordinates(axes, self._communicators.place).dp)
         self.assigned_in = self._communicators.generation
         may_wait = (self.trainee.gathers_in_forward and not stats.num_stopping
                     and not self.is_read_after(self.step_version))
@@ -351,7 +349,7 @@ class Iteration:
 
     def _gather(self) -> Outcome | None:
         """Gather the parameters that the other replicas have stepped. None if all arrived. If not,
-        the step still counts: the next settlement recovers the rest (state_recovery.py)."""
+        the step still counts: the next settlement recovers the rest."""
         self._note("gather")
         found = self.reduction.run_collectively(partial(gather, self.trainee))
         if isinstance(found, str):
@@ -375,8 +373,8 @@ class Iteration:
     def _end_gather(self) -> None:
         """The generation ends before all parameters have arrived. A gather that does not end may
         still write into the model."""
-        waiter = end_all(gathering(self.trainee), self._communicators.interrupt,
-                         self._communicators.groups)
+        works = [work for group in self.trainee.bucket_groups for work in take_gather_works(group)]
+        waiter = end_all(works, self._communicators.interrupt, self._communicators.groups)
         if waiter is not None:
             self._control.abandon(waiter.is_alive)
             self.is_stuck = True
@@ -395,20 +393,8 @@ class Iteration:
                          "correct the data or lower the learning rate; without Megatron's check "
                          "for NaN the step is taken with it")
 
-    def _say_not_finite(self) -> None:
-        """Name this member's micro-batches whose loss is NaN or infinite. The others have none."""
-        for item, loss in self.losses.not_finite():
-            log.warning(f"the loss is {loss}", rank=self.trace.rank, iteration=self.step_version,
-                        micro_batch=item)
-
-    def _enter_step_barrier(self) -> tuple[StepBarrier, float] | Outcome:
-        mine = step_barrier(self.trainee)
-        self.is_ready = True
-        return self.reduction.step_barrier(mine, scale_of(self.trainee.optimizer))
-
     def _step(self, gate: StepBarrier | None, scale: float | None = None) -> None:
-        """Compute the next state from the reduced gradients; waits for no other member. `scale`:
-        the loss scale, if it is known."""
+        """Compute the next state from the reduced gradients; waits for no other member."""
         stats = self._reduced
         self.before_change()
         if gate is None:
@@ -435,14 +421,7 @@ class Iteration:
             if self.reduction.has_lost_sum:
                 self._clear_sums()
 
-    def _next_micro_batches(self) -> tuple[int, ...]:
-        """The micro-batches of a new iteration for this member's replica."""
-        axes = self._communicators.axes
-        return assign_micro_batches(self.trainee.train.num_micro_batches, axes.dp,
-                                    coordinates(axes, self._communicators.place).dp)
-
     def _stats(self) -> Stats:
-        """This member's values without its losses."""
         self._was_saving = self.is_saving()
         num_sending, num_unstored = self.copy_status()
         return Stats(num_saving=float(self._was_saving), num_sending=num_sending,
@@ -473,8 +452,3 @@ def held_by(trainee: TrainingModel) -> HeldState:
     """The part of the model that `trainee` has."""
     return HeldState(axes=trainee.axes, optimizer=trainee.train.parallel.optimizer,
                      place=trainee.place)
-
-
-def clock() -> float:
-    """Seconds of the monotonic clock; for step times only."""
-    return time.monotonic()

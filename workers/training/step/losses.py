@@ -29,13 +29,11 @@ class Losses:
         self._num_tokens.append(num_tokens)
 
     def extend(self, others: Losses) -> None:
-        """Add all micro-batches of `others`."""
         self._items += others._items
         self._values += others._values
         self._num_tokens += others._num_tokens
 
     def with_losses(self, others: Losses) -> Losses:
-        """These and the others."""
         both = Losses()
         both.extend(self)
         both.extend(others)

@@ -10,7 +10,7 @@ the sum of `norm_square` of all members, and whether any member `has_inf`. With 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import structlog
@@ -26,11 +26,8 @@ log = structlog.get_logger()
 
 
 def norm_square(trainee: TrainingModel, *, dp: int | None = None) -> Tensor:
-    """This member's part of the squared norm of the reduced gradients, on the device.
-
-    In the sum over all members, every element of the model counts once: without a sharded
-    optimizer, on data-parallel rank 0. `dp`: as if this member had that data-parallel rank.
-    """
+    """This member's part of the squared norm of the reduced gradients, on the device. Without a
+    sharded optimizer, data-parallel rank 0 has it all. `dp`: as if this member had that rank."""
     norms = [torch.linalg.vector_norm(own, dtype=torch.float64)
              for own in _counted(trainee, trainee.at.dp if dp is None else dp)]
     if not norms:
@@ -60,9 +57,8 @@ def step(trainee: TrainingModel, num_tokens: float, note: Callable[[Event], None
     """Divide by the loss's divisor, then step optimizer and schedule; returns whether it stepped.
 
     If a scaled gradient is not finite, Megatron's optimizer skips its step and lowers the scale,
-    and the schedule does not advance, but the iteration counts. Members with the same gradients
-    decide the same. If each has only a part, `norm_square` and `found_inf` are of all members.
-    `scale` is the loss scale; None: it is read from the device.
+    and the schedule does not advance, but the iteration counts. If each member has only a part of
+    the gradients, `norm_square` and `found_inf` are of all. `scale` None: it is read.
     """
     note("scale")
     divisor = trainee.divisor(num_tokens)
@@ -77,7 +73,10 @@ def step(trainee: TrainingModel, num_tokens: float, note: Callable[[Event], None
         if scale is None:
             read = scale_of(trainee.optimizer)
             scale = 1.0 if read is None else read.item()
-        _set_norm(trainee.optimizers, math.sqrt(norm_square) / divisor / scale)
+        norm = math.sqrt(norm_square) / divisor / scale
+        for optimizer in trainee.optimizers:  # Megatron clips by this norm, without a loss scale
+            (part,) = optimizer.chained_optimizers
+            part.get_grad_norm = lambda: norm
     if trainee.mirror is not None:
         sync_mirror(trainee.mirror, trainee.optimizer)
         trainee.mirror.step()
@@ -94,30 +93,13 @@ def step(trainee: TrainingModel, num_tokens: float, note: Callable[[Event], None
 
 
 def gather(trainee: TrainingModel) -> None:
-    """Gather the parameters that the other replicas have stepped, with a sharded optimizer.
-
-    Waits for those replicas. Raises RuntimeError; the gather can then be repeated.
-    """
+    """With a sharded optimizer, gather the parameters that the other replicas have stepped. Raises
+    RuntimeError; the gather can then be repeated."""
     for ddp in trainee.ddps:
         if trainee.gathers_in_forward:
             private_megatron.finish_gather(ddp)
         else:
             ddp.start_param_sync(force_dispatch=True)
-
-
-def gathering(trainee: TrainingModel) -> list[Any]:
-    """The launched collectives of a gather that has broken off. Megatron's groups forget them."""
-    works: list[Any] = []
-    for group in trainee.bucket_groups:
-        works += private_megatron.take_gather_works(group)
-    return works
-
-
-def _set_norm(optimizers: Sequence[Any], norm: float) -> None:
-    """Make Megatron clip by this norm, which contains no loss scale."""
-    for optimizer in optimizers:
-        (part,) = optimizer.chained_optimizers
-        part.get_grad_norm = lambda: norm
 
 
 def _counted(trainee: TrainingModel, dp: int) -> Iterator[Tensor]:

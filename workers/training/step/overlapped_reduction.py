@@ -1,11 +1,9 @@
 """The overlapped reduction: launched bucket by bucket during the last backward.
 
 Megatron launches a bucket as soon as its gradients are complete, in an order that follows from the
-graph of the backward. A member in its first iteration, or without a remaining micro-batch, does not
-have this order. A bucket therefore waits here for its turn, which is the same on all members, as in
-torch's DDP (reducer.cpp, mark_bucket_ready).
-
-An error at a launch is not raised through the backward. It is stored and nothing more is launched,
+graph of the backward. A member in its first iteration, or without a remaining micro-batch, has
+another order. So a bucket waits here for its turn, which is the same on all members, as in torch's
+DDP (reducer.cpp, mark_bucket_ready). An error at a launch is stored and nothing more is launched,
 but the backward ends, so that its micro-batch is complete.
 """
 
@@ -29,8 +27,7 @@ from ..process.trace import Note
 # --- Backup of the local gradients while Megatron reduces its buffers in place ---
 #
 # Each bucket is copied before its reduction. If the reduction fails, the copy replaces Megatron's
-# buffer. Nothing is copied back, because an abandoned reduction may still write into the old memory
-# at any time. The old memory is freed when nothing uses it any more. Without a copy, new memory
+# buffer: an abandoned reduction may still write into the old memory. Without a copy, new memory
 # replaces the buffer, and the local gradients are lost.
 
 
@@ -97,11 +94,8 @@ Works = list[Any]
 
 
 class OverlappedReduction:
-    """The launched collectives of one reduction: the stats of all members, then each bucket.
-
-    Only `wait_all` may run outside the launching thread. `is_over` returns whether the reduction
-    must be left. `why` is the error of a launch.
-    """
+    """The launched collectives of one reduction: the stats of all members, then each bucket. Only
+    `wait_all` may run outside the launching thread. `is_over` returns whether it must be left."""
 
     def __init__(self, stats: Tensor, num_buckets: int, is_over: Callable[[], bool]) -> None:
         self.why = ""
@@ -129,11 +123,8 @@ class OverlappedReduction:
             self.why = f"{type(error).__name__}: {error}".strip()
 
     def wait_all(self, note: Note, check_active: Callable[[], None]) -> list[float]:
-        """Wait for all collectives; returns the stats. Raises RuntimeError.
-
-        `check_active` raises RuntimeError once the reduction must be left. It is called after each
-        wait, because an aborted collective also looks complete.
-        """
+        """Wait for all collectives; returns the stats. Raises RuntimeError. `check_active` raises
+        it after an aborted wait: such a collective looks complete."""
         if self.why:
             raise RuntimeError(self.why)
         assert len(self._works) == 1 + len(self._ready), "all is launched"

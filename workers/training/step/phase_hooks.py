@@ -1,8 +1,8 @@
 """Hooks on Megatron's own phases, which report each phase as it begins and change nothing.
 
-Megatron does the reduction and the step. Hooks on methods of its objects show what has begun and
-what is complete: each bucket group's `finish_grad_sync`, and the optimizer's parts of a step. If
-the reduction is overlapped, overlapped_reduction.py reports the buckets.
+Hooks on methods of its objects show what has begun and what is complete: each bucket group's
+`finish_grad_sync` (with overlap, overlapped_reduction.py reports the buckets), and the optimizer's
+parts of a step.
 """
 
 from __future__ import annotations
@@ -24,15 +24,11 @@ from ..process.trace import Note
 
 
 class PhaseHooks:
-    """Hooks on the model's buckets and its optimizer; with `closely`, also inside the passes.
-
-    An abandoned reduction may still run in a detached thread (control_thread.py): events of this
-    thread do not count.
-    """
+    """Hooks on the model's buckets and its optimizer; with `closely`, also inside the passes."""
 
     def __init__(self, trainee: TrainingModel, note: Note, *, closely: bool) -> None:
         self._note = note
-        self._local = threading.local()
+        self._local = threading.local()  # an abandoned reduction may still run in another thread
         for index, group in enumerate(trainee.bucket_groups if not trainee.train.overlap else ()):
             _hook(group, "finish_grad_sync", partial(self._enter, index),
                   partial(self._leave, index))

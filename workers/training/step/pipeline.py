@@ -38,8 +38,6 @@ Sample = Callable[[int], Any]
 """A micro-batch by its number: tokens [rows, sequence + 1], or input of a script's `forward`."""
 Note = Callable[[Literal["micro_batch", "forward", "backward", "stage"], int], None]
 """Called when a micro-batch or a pass of it begins, or when a stage communicates with another."""
-
-
 Begin = Callable[[Losses], None]
 """Called before the last backward, with the losses so far."""
 
@@ -55,8 +53,7 @@ class Passes(NamedTuple):
 def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
         note: Note, *, must_stop: Callable[[], bool] | None = None, forward_only: bool = False,
         begin: Begin | None = None) -> Passes:
-    """Run these micro-batches in Megatron's 1F1B schedule, interleaved with chunks. `begin` is
-    called before this stage's last backward, unless the schedule is ended early.
+    """Run these micro-batches in Megatron's 1F1B schedule, interleaved with chunks.
 
     The first stage calls `must_stop` before each group of micro-batches: a group is one, or with
     chunks as many as there are stages. At True no other group begins. Raises RuntimeError.
@@ -112,7 +109,6 @@ class _LastBackward:
         self._begin = begin
 
     def begins(self, losses: Losses, gradient: Tensor) -> None:
-        """A hook on the output of the last micro-batch."""
         if self._begin is not None:
             begin, self._begin = self._begin, None
             begin(losses)
@@ -121,10 +117,9 @@ class _LastBackward:
 class _Stages(StageMessages):
     """Megatron's sends and receives between stages, without those of skipped passes.
 
-    The messages between two stages are numbered in their order. After the stop, sender and
-    receiver leave out the same messages: those of the group that does not begin, and of all later
-    groups. The marker is the exception. With chunks, the last stage sends to the first one, too:
-    the activations of all chunks but the last, in the same order of groups.
+    The messages between two stages are numbered. After the stop, sender and receiver leave out the
+    same ones: of the group that does not begin, except the marker, and of all later groups. With
+    chunks, the last stage sends the activations of all chunks but the last to the first stage.
     """
 
     def __init__(self, trainee: TrainingModel, groups: Any, config: Any, note: Note,
@@ -145,7 +140,7 @@ class _Stages(StageMessages):
         self._num_messages = Counter[str]()
 
     def begin_forward(self) -> Tensor | None:
-        """Called as each forward pass begins. A skipped pass has the returned tensor as output."""
+        """Called as each forward pass begins. Returns the output of a skipped one."""
         begins_group = self._num_forward % self._group_passes == 0
         self._num_forward += 1
         if self.stop is not None:
@@ -225,8 +220,7 @@ class _Stages(StageMessages):
 def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sample, note: Note,
              losses: Losses, last_backward_begins: Callable[[Tensor], None],
              items: Iterator[tuple[int, bool]], ddp: Any) -> tuple[Tensor, Any]:
-    """Run one micro-batch in one chunk, for Megatron's schedule. Returns the output and a loss
-    function. Dropout does not depend on the other micro-batches in the pipeline."""
+    """Run one micro-batch in one chunk: a forward_step of Megatron's schedule."""
     skipped = stages.begin_forward()
     if skipped is not None:
         return skipped, _loss_of_skipped

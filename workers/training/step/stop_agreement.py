@@ -10,12 +10,8 @@ from torch import Tensor
 
 
 class StopAgreement:
-    """Whether any of these members must stop.
-
-    The answer to a question is read one micro-batch later. The device has computed it by then, and
-    still has a whole micro-batch to run, so that it never idles. An answer that is read at once
-    would make the host wait until the device has nothing left to do.
-    """
+    """Whether any of these members must stop. The answer is read one micro-batch later: then the
+    device has computed it, and has work while the host reads."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
