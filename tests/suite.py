@@ -29,13 +29,13 @@ WITH_OTHERS = [f"{RANKS}/test_{name}.py"
                for name in ("checkpoint", "experts", "gpu_check", "saving_layouts",
                             "usual_flags")]
 """Tests of ranks in another lane, so that no lane is much longer than the rest. For the same reason
-the tests of hosts are with the programs."""
+the tests of hosts are with the clusters."""
 OF_RANKS = [f"{RANKS}/{file.name}" for file in sorted((ROOT / RANKS).glob("test_*.py"))]
 PROGRAMS = ["tests/cli", "tests/workers/agent"]
 LANES = {
-    "clusters": ["tests/cluster"],
+    "clusters": ["tests/cluster", "tests/hosts"],
     "ranks": [RANKS, *(f"--ignore={file}" for file in (*WITH_PROGRAMS, *WITH_OTHERS))],
-    "programs": [*PROGRAMS, "tests/hosts", *WITH_PROGRAMS],
+    "programs": [*PROGRAMS, *WITH_PROGRAMS],
     "others": ["tests", *(f"--ignore={path}" for path in (
         "tests/cluster", "tests/hosts", *PROGRAMS,
         *(file for file in OF_RANKS if file not in WITH_OTHERS)))],

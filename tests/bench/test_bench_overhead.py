@@ -10,6 +10,7 @@ from bench.overhead import main
 LIMIT_S = 240.0
 
 
+@pytest.mark.thorough
 def test_each_pair_has_an_iteration_of_both(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "LIMIT_S", LIMIT_S)

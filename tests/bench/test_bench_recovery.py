@@ -246,6 +246,7 @@ def test_the_least_bytes_are_those_a_member_does_not_have() -> None:
     assert lacking_bytes(own, []) == 4 * 15
 
 
+@pytest.mark.thorough
 def test_a_built_layout_says_what_each_member_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "PYTHON", Path(sys.executable))
     spec = job.spec("bench", Path("/tmp/out"), parallel={"tensor": [2]})

@@ -181,6 +181,7 @@ def test_lines_behind_very_many_faults_are_counted_and_not_classified(
     assert len(answers(capsys)) == 6
 
 
+@pytest.mark.thorough
 def test_a_flood_of_fault_lines_is_bounded(tmp_path: Path, capsys: Capture) -> None:
     """1.3 million lines took more than a minute, with nothing on the screen."""
     num = 400_000

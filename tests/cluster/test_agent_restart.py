@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from twins import Twins, small
 
 
@@ -48,6 +49,7 @@ def test_agents_restart_under_a_training_task(cluster: Any, tmp_path: Path,
     twins.compare_and_cancel(cluster, task, wanted)
 
 
+@pytest.mark.thorough
 def test_a_node_whose_agent_stays_away_is_lost_and_heals(three: Any, tmp_path: Path,
                                                          twins: Twins) -> None:
     """The policy of the cluster lets ranks run without an agent for a few seconds only."""

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from twins import small
 from unicron.workers.host import linux
 
@@ -92,6 +93,7 @@ def test_a_task_on_a_lost_node_recovers_from_the_stores_of_other_nodes(
     cluster.wait_told(begin, "NodeJoined", node=own)
 
 
+@pytest.mark.thorough
 def test_a_task_that_a_fault_hurt_and_the_plan_preempts_comes_back_from_memory(
         three: Any, tmp_path: Path) -> None:
     """A node is lost. A heavier task needs all slots that are left, so the other one leaves."""

@@ -163,6 +163,7 @@ def test_an_unmodified_script_recovers_in_memory(cluster: RealCluster, script: P
     assert not cluster.told(after, "IterationsLogged", task=struck)
 
 
+@pytest.mark.thorough
 def test_a_script_that_declines_trains_as_a_command(cluster: RealCluster, script: Path) -> None:
     after = cluster.seq()
     declined_job = job("declined", script, 2, "--use-torch-fsdp2")

@@ -138,6 +138,7 @@ def test_a_newcomer_dies_in_its_first_micro_batch(pair: Pair, twins: Twins) -> N
         pair.held[task] = twins.start(spec)
 
 
+@pytest.mark.thorough
 def test_a_rank_dies_and_then_the_agent_of_its_node(pair: Pair) -> None:
     cluster, after = pair.cluster, pair.cluster.seq()
     on = {node: cluster.on(pair.one, node) for node in NODES}

@@ -40,8 +40,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 
 # On a machine whose host takes its cores away, a loop gets less CPU time than one that computes.
-@pytest.mark.parametrize(("then", "victim", "does"), [("gil", 1, ("sleeps",)),
-                                                      ("loop", 2, ("computes", "runs"))])
+@pytest.mark.parametrize(("then", "victim", "does"), [
+    pytest.param("gil", 1, ("sleeps",), marks=pytest.mark.thorough),
+    ("loop", 2, ("computes", "runs"))])
 def test_a_hung_rank_is_ended_and_the_others_finish_the_iteration(
         story: Story, then: str, victim: int, does: tuple[str, ...]) -> None:
     cluster, task = story.cluster, story.task

@@ -66,6 +66,7 @@ def cluster(tmp_path: Path) -> Iterator[PartedCluster]:
             made.stop()
 
 
+@pytest.mark.thorough
 def test_a_cut_node_is_lost_and_its_old_ranks_are_stale(
         cluster: PartedCluster, tmp_path: Path, twins: Twins) -> None:
     spec = small("parted", tmp_path / "out", checkpoint_every=20, rates=RATES)

@@ -101,8 +101,9 @@ def fail_collective(cluster: Any, task: int, **where: int) -> None:
     cluster.hold(task, VICTIM, event="bucket", iteration=FAILED_ITERATION, then="fail", **where)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("overlap", "bucket"), [
-    (False, 0), pytest.param(True, 1, marks=pytest.mark.thorough)])
+    (False, 0), (True, 1)])
 def test_after_a_failed_collective_the_same_members_continue(
         cluster: Any, tmp_path: Path, twins: Twins, overlap: bool, bucket: int) -> None:
     spec = small("again", tmp_path, iterations=REATTEMPT_ITERATIONS, overlap=overlap,

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cluster_story import RATES, stopped
 from twins import small
 from unicron.events.log.embedded_server import start_time
@@ -37,6 +38,7 @@ def test_a_damaged_checkpoint_ends_the_task_with_its_reason(three: Any, tmp_path
     assert len(read_in) == 2, "it is read again once"
 
 
+@pytest.mark.thorough
 def test_a_stale_generation_publishes_nothing_and_is_ended(
         three: Any, tmp_path: Path) -> None:
     cluster, output = three, tmp_path / "solo"

@@ -114,7 +114,8 @@ async def test_a_zygote_that_exits_is_replaced_and_the_shims_end_ends_all(
             await until_gone(pid)
 
 
-@pytest.mark.parametrize("why", ["disabled", "cannot fork"])
+@pytest.mark.parametrize("why", [
+    "disabled", pytest.param("cannot fork", marks=pytest.mark.thorough)])
 async def test_without_a_zygote_ranks_are_started_by_exec(
         plane: PlaneStub, tmp_path: Path, why: str) -> None:
     env = {"UNICRON_ZYGOTE": "0"}

@@ -50,7 +50,8 @@ def finish(driver: Any, ranks: list[int], twin: Any) -> None:
 
 
 @pytest.mark.parametrize("axes", [
-    pytest.param(Axes(tp=2, dp=2), marks=pytest.mark.thorough), Axes(pp=2, dp=2), Axes(dp=4)],
+    pytest.param(Axes(tp=2, dp=2), marks=pytest.mark.thorough), pytest.param(
+        Axes(pp=2, dp=2), marks=pytest.mark.thorough), Axes(dp=4)],
     ids=["tp2dp2", "pp2dp2", "dp4"])
 def test_each_process_of_a_start_and_a_restart_builds_once(
         drive: Drive, twin: Twins, axes: Axes) -> None:

@@ -132,7 +132,7 @@ CASES = {
 }
 
 
-USUAL = ("pp2dp2", "tp2dp2 to dp3", "bf16")
+USUAL = ("pp2dp2", "tp2dp2 to dp3")
 
 
 @pytest.mark.parametrize("name", [

@@ -88,6 +88,7 @@ def test_what_a_check_leaves_is_killed(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.thorough
 def test_a_failed_check_says_why() -> None:
     outcome = run("groups", "no-device")
     assert outcome.word == "failed"

@@ -24,6 +24,7 @@ def _open(pid: int) -> tuple[int, int]:
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 
+@pytest.mark.thorough
 def test_rebuilds_leak_nothing_and_listen_on_loopback_only(drive: Drive) -> None:
     driver = drive(iterations=10_000)
     driver.start(0)
