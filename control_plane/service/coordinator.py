@@ -55,6 +55,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     trim_s: float = 1.0
     follow_s: float = 0.2
     """Interval at which a control plane that does not lead folds the log and tries to lead."""
+    segments_s: float = 30.0
+    """Interval at which it checks that it can read the log's segments."""
     writes_max: int = 256
     recent_records_max: int = 4_096
 
@@ -110,7 +112,7 @@ class Coordinator:
         self._taking: asyncio.Task[None] | None = None
         self._taken: tuple[str, Batch | LogError] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._trimmed_s = 0.0
+        self._trimmed_s = self._checked_s = 0.0
         self._admitted: dict[str, int] = {}
         """Nodes that `admit` has let in: their NodeJoined may not be in the log yet."""
         self._access = access
@@ -257,6 +259,7 @@ class Coordinator:
         """Fold the log along until no other control plane leads, or until `stop`."""
         while not self._stopping:
             await self._retry(self._fold_along)
+            await self._retry(self._check_segments)
             try:
                 await self._retry(self._take_over)
                 # Only once: a fenced leader that repeated it would take the log back.
@@ -268,6 +271,14 @@ class Coordinator:
                 self._leader_known.set()
                 self._committed.set()
             await asyncio.sleep(self._limits.follow_s)
+
+    async def _check_segments(self) -> None:
+        """Read which segments the log has. Raises CorruptLog if they are not in the folder of this
+        control plane: it could not lead."""
+        now_s = self._leader.now_s()
+        if self._folder is not None and now_s - self._checked_s >= self._limits.segments_s:
+            await self._log.open_segments()
+            self._checked_s = now_s
 
     async def _fold_along(self) -> None:
         async for page in self._leader.fold_along():

@@ -143,7 +143,8 @@ class Folder:
         if last is None:
             last = max(found, key=lambda one: (one.last, one.epoch), default=None)
         elif last not in found:
-            raise CorruptLog(last.first, f"the newest segment, {head}, is not in {self.where}")
+            raise CorruptLog(last.first, f"the newest segment, {head}, is not in {self.where}: all "
+                             "control planes of a log need the same --segments FOLDER|URL")
         chain: list[Segment] = []
         while last is not None:
             chain.append(last)

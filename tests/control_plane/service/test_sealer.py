@@ -14,7 +14,7 @@ import redis
 from structlog.testing import capture_logs
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.service import sealer, snapshots
-from unicron.control_plane.service.coordinator import Coordinator
+from unicron.control_plane.service.coordinator import Coordinator, Limits
 from unicron.control_plane.state.cluster import ClusterState, state_hash
 from unicron.events.errors import CorruptLog, Unavailable
 from unicron.events.log.redis_streams import RedisLog
@@ -100,6 +100,34 @@ async def test_the_server_keeps_the_newest_segment_and_readers_have_all(
         assert state_hash(await whole(log)) == state_hash(state)
         followed = [page async for page in until(coordinator, state.seq)]
         assert [record.seq for page in followed for record in page] == [*range(1, state.seq + 1)]
+
+
+async def test_a_follower_without_the_segments_ends_and_one_with_them_takes_over(
+        redis_log: Any, tmp_path: Path) -> None:
+    folder, elsewhere = (Folder(tmp_path / name, redis_log.name) for name in ("a", "b"))
+
+    def follower(log: RedisLog, folder: Folder) -> Coordinator:
+        return Coordinator(log, clock=time.time, nonce=folder.where, code="test", policy=FEW,
+                           folder=folder, limits=Limits(segments_s=0.1))
+
+    async with redis_log(folder=folder) as log, redis_log(folder=folder) as beside:
+        next_one = follower(beside, folder)
+        async with leading(log, folder) as leader:
+            following = asyncio.create_task(next_one.run("http://next"))
+            await write(leader, 0, 50)
+            await until_sealed(log, 40)
+            async with redis_log(folder=elsewhere) as other:
+                with pytest.raises(CorruptLog, match="need the same --segments"):
+                    await asyncio.wait_for(follower(other, elsewhere).run("http://other"), 20.0)
+            seq = leader.seq
+        async with asyncio.timeout(20.0):
+            while not next_one.leading:
+                await asyncio.sleep(0.01)
+        await write(next_one, 50, 50)
+        await until_sealed(beside, seq + 40)
+        assert state_hash(await whole(beside)) == state_hash(await next_one.settled())
+        next_one.stop()
+        await following
 
 
 async def test_a_start_continues_from_the_newest_snapshot(
