@@ -231,7 +231,7 @@ def test_every_number_of_a_policy_has_its_bounds(tmp_path: Path) -> None:
             with pytest.raises(UsageError, match=f"{name}.*must be between"):
                 read_policy(path)
     others = {"floor", "alpha", "gain_min", "hot_spare", "redact", "shared_folders",
-              "observe", "allow_inject"}
+              "observe", "allow_inject", "durability"}
     assert {*BOUNDS, *others} == set(Policy.__struct_fields__)
 
 

@@ -583,7 +583,7 @@ async def test_a_rank_that_was_ordered_to_stop_has_no_cause(node: LocalNode) -> 
     code = "import signal, time\nsignal.signal(15, lambda *_: 1 / 0)\nprint('up')\ntime.sleep(60)"
     await node.start(python(code))
     (started,) = await node.leader.wait(r.RankStarted)
-    assert await until_text(started.log_path) == "up\n"
+    assert (await until_text(started.log_path)).strip() == "up"
     await node.stop_rank(grace_s=60.0)
     (report,) = await node.leader.wait(r.RankExited)
     assert (report.exit_code, report.signal, report.status, report.cause) == (1, None, "", "")

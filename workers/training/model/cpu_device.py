@@ -44,7 +44,9 @@ def prepare_device() -> torch.device:
     """The training device. Without CUDA, the first call prepares this thread for the CPU. Raises
     torch's error if this rank was given GPUs that CUDA cannot use: it must not train on the CPU."""
     global _mode
-    if torch.cuda.is_available() or _is_given_gpus():
+    if _is_given_gpus():
+        torch.cuda.init()
+    if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if _mode is None:
         # Megatron uses the result of `current_device` only as a `device=` argument.
