@@ -45,7 +45,7 @@ def prepare_device() -> torch.device:
     torch's error if this rank was given GPUs that CUDA cannot use: it must not train on the CPU."""
     global _mode
     if _is_given_gpus():
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if _mode is None:
