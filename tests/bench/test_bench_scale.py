@@ -22,6 +22,7 @@ def test_a_trial_goes_through_all_phases(
     found = asyncio.run(main.trial(tmp_path, case, 32, num_ranks))
     waits = {"join_all_s", "decision_p99_ms", "rack_lost_s", "rack_healed_s", "rack_cpu_s"}
     assert found.keys() == main.UNITS.keys() - (waits if case in main.CPU_ONLY else set())
+    assert found.pop("core_share") >= 0, "CPU time is counted in 10 ms"
     assert all(value > 0 for value in found.values()), found
 
 

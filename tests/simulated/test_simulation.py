@@ -33,7 +33,7 @@ collective failed while a hang deadline was set. 1827: an agent carried out an I
 last fault. 1850: a checkpoint was published when its task had begun anew. The others: while healing
 was paused, a record that names no task changed which orders were suppressed."""
 
-WITH_LAYOUTS = (0, 1, 7, 10, 11, 15, 17)
+WITH_LAYOUTS = (0, 1, 10, 11, 15, 17, 59)
 """Seeds with tasks that have tensor or pipeline parallelism."""
 
 
@@ -117,7 +117,7 @@ def _part(axes: Axes, place: int) -> tuple[tuple[int, int, int], int, int]:
 def test_leader_faults_stop_no_rank(seed: int) -> None:
     """Only leaders die, are cut off or compete: no rank is stopped or started again."""
     world, records = simulate(lambda: World(seed, only_leaders=True))
-    assert world.num_leaders > 2
+    assert world.num_leaders > 1
     assert world.cluster.net.num_stopped == 0
     assert not [r for r in records if isinstance(r.body, StopRank) or r.kind == "IncidentOpened"]
     starts = [(r.body.task, r.body.rank) for r in records if isinstance(r.body, StartRank)]

@@ -338,7 +338,7 @@ def test_copies_that_are_off_or_of_unknown_size_have_no_number() -> None:
 def test_a_named_cluster_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(json.dumps(command()))
     with pytest.raises(Unreachable):
-        submit_dry_run.dry_run(StateDir(tmp_path), "http://127.0.0.1:9", tmp_path / "job.yaml",
+        submit_dry_run.dry_run(StateDir(tmp_path), ["http://127.0.0.1:9"], tmp_path / "job.yaml",
                                as_json=False)
 
 
