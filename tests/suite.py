@@ -25,17 +25,15 @@ BEGIN = "<!-- the last run -->"
 RANKS = "tests/workers/training"
 WITH_PROGRAMS = [f"{RANKS}/test_{name}.py"
                  for name in ("data_loader", "known_versions", "megatron_wheels", "resharding")]
-WITH_OTHERS = [f"{RANKS}/test_{name}.py"
-               for name in ("checkpoint", "experts", "gpu_check", "saving_layouts",
-                            "usual_flags")]
-"""Tests of ranks in another lane, so that no lane is much longer than the rest. For the same reason
-the tests of hosts are with the clusters."""
+WITH_OTHERS = [f"{RANKS}/test_{name}.py" for name in ("checkpoint", "experts", "gpu_check")]
+HOSTS = "tests/hosts/test_hosts.py"
+"""Tests of ranks and hosts in another lane, so that no lane is much longer than the rest."""
 OF_RANKS = [f"{RANKS}/{file.name}" for file in sorted((ROOT / RANKS).glob("test_*.py"))]
 PROGRAMS = ["tests/cli", "tests/workers/agent"]
 LANES = {
-    "clusters": ["tests/cluster", "tests/hosts"],
+    "clusters": ["tests/cluster", HOSTS],
     "ranks": [RANKS, *(f"--ignore={file}" for file in (*WITH_PROGRAMS, *WITH_OTHERS))],
-    "programs": [*PROGRAMS, *WITH_PROGRAMS],
+    "programs": [*PROGRAMS, "tests/hosts", f"--ignore={HOSTS}", *WITH_PROGRAMS],
     "others": ["tests", *(f"--ignore={path}" for path in (
         "tests/cluster", "tests/hosts", *PROGRAMS,
         *(file for file in OF_RANKS if file not in WITH_OTHERS)))],
