@@ -209,6 +209,8 @@ def _running(state: StateDir) -> Finding:
     if not live:
         return Finding("cluster", "note", "none runs here", "unicron up")
     names = ", ".join(f"{one.name} {one.pid}" for one in live)
+    if local_cluster.saved_options(state) is None:
+        return Finding("cluster", "ok", f"{names}, which `up` did not start")
     whole = {UP, CONTROL_PLANE} <= {one.name for one in live}
     return Finding("cluster", "ok" if whole else "note", names,
                    "" if whole else "not supervised: unicron up adopts it")

@@ -70,6 +70,11 @@ def replay(state: StateDir, url: Urls, path: Path | None, *, live: bool, until: 
     if (path is None) == (not live) and (diff is None or live):
         raise UsageError("name either an exported file or --live",
                          "unicron replay FILE, or unicron replay --live")
+    if diff is not None and path is None and not live:
+        for name in diff:
+            if not Path(name).exists():
+                raise UsageError(f"--diff {name}: no such file", "--live for two moments of the "
+                                 "cluster; unicron replay FILE --diff A B for those of a file")
     if step and verify:
         raise UsageError("--step and --verify do not go together", "give one of the two")
     if incident is not None and (step or verify):

@@ -66,6 +66,11 @@ def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
     if tls.is_plain(redis_url):
         is_plain = _allow_plain("the log's server without TLS", insecure)
     server_of = urlsplit(redis_url)
+    if not redis_url and (state.path / "secret").exists() and not (
+            state.server.exists() or (state.path / "log").exists()):
+        raise UsageError(f"{state.path} has a secret, and no log of its own: a second control "
+                         "plane needs the server of the first",
+                         f"set ${REDIS_URL}, the same for both")
     shown = ServerCertificate(tls_cert, tls_key) if tls_cert and tls_key else None
     if is_open:
         port = port or HTTP_PORT

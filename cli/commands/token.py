@@ -81,7 +81,8 @@ def _end(token: Plain) -> str:
 def join_command(client: Client, secret: str, node: str, cluster: Plain) -> str:
     """The command that starts an agent on another host. Its secret is not among its arguments,
     which all users of that host can see. `cluster`: of the view of the state."""
-    urls = dict.fromkeys((client.url, cluster["follows"] or client.url, *cluster["followers"]))
+    asked = (client.leader or client).url
+    urls = dict.fromkeys((asked, cluster["follows"] or asked, *cluster["followers"]))
     words = ["unicron", "agent", *(word for url in urls for word in ("--url", url)),
              *(["--ca", cluster["ca"]] if cluster["ca"] else [])]
     if not client.is_secure and not network_address.is_loopback(client.host):

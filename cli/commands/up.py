@@ -143,6 +143,10 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
     last = local_cluster.saved_options(state)
     before = {name for name in processes.names(state) if processes.find(state, name)}
     leads = any(name.startswith(CONTROL_PLANE) for name in before)
+    if leads and last is None:
+        raise UsageError(f"a control plane that `up` did not start runs on {shown(state.path)}: "
+                         "`up` would start it again without its address and certificate",
+                         "stop it, or give another --state")
     if before and last is not None:
         asked.refuse_other(last, state)
         if leads:

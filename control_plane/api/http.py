@@ -156,8 +156,8 @@ class HttpApi:
             shown = await aside(lambda: view(decode_state(data), explain=True))
         else:
             shown = view(state)
-        shown["cluster"] |= {"follows": self._coordinator.leader_url,
-                             "followers": self._coordinator.followers,
+        shown["cluster"] |= {"follows": "" if at else self._coordinator.leader_url,
+                             "followers": [] if at else self._coordinator.followers,
                              "insecure": self._address.insecure,
                              "ca": self._certificate.ca if self._certificate else ""}
         return _json(shown)

@@ -304,7 +304,9 @@ class Coordinator:
                 beside.append(group.create_task(sealer.run(), name="segments"))
             await self._lead(group)
             self.leading = False
-            with suppress(LogError):
+            with suppress(LogError):  # the next one tells a handover from an absence by the beat
+                if self._outages.outage is None:
+                    await self._with_timeout(self._log.beat("leader", self.epoch), Unavailable())
                 await self._with_timeout(self._leader.release(self._hand_to), Unavailable())
         finally:
             self.leading, self.followers = False, []

@@ -17,7 +17,9 @@ from ...events.records.reports import IterationsLogged, OutageEnded, TaskProgres
 SETTLE_S = 5.0
 """Agents retry an unreachable log every 2 s; after this time the reports that waited are there."""
 LENGTH_S_MIN = 2.0
-"""A shorter absence of server or leader is no outage: a handover takes less."""
+"""A shorter absence of the server is no outage."""
+HANDOVER_S_MAX = 1.0
+"""A shorter absence of the leader is no outage: it ended in order, and another one leads."""
 
 
 class Outages:
@@ -47,7 +49,8 @@ class Outages:
         if one is None:
             return
         length_s = now_s - one.since_s
-        if (one.what != "control plane" and length_s < LENGTH_S_MIN) or any(
+        least_s = {"server": LENGTH_S_MIN, "leader": HANDOVER_S_MAX}.get(one.what, 0.0)
+        if length_s < least_s or any(
                 known.since_s == one.since_s for known in recorded):
             self.outage, self._until_s = None, math.inf
         elif self._until_s == math.inf:

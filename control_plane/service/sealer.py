@@ -34,7 +34,8 @@ class Sealer:
         self._log, self._folder, self._leader = log, folder, leader
         self._is_settled = state_is_settled
         self._failed = Seldom(FAILED_LOG_S)
-        self._sealed_s = leader.now_s()
+        self._oldest_s: float | None = None
+        """Of the oldest record that is not sealed, once that was read."""
         self._is_snapshot_due = False
 
     async def run(self) -> None:
@@ -50,9 +51,9 @@ class Sealer:
 
     async def _seal_due(self) -> None:
         """Seal all that is due, a segment at a time, then write a snapshot."""
-        while self._is_settled() and self._num_due():
+        while self._is_settled() and await self._is_due():
             await self._log.seal(await self._next_records(), epoch=self._leader.epoch)
-            self._sealed_s, self._is_snapshot_due = self._leader.now_s(), True
+            self._oldest_s, self._is_snapshot_due = None, True
         if self._is_snapshot_due and self._is_settled():
             state = self._leader.state
             encoded = snapshots.encode(state, self._leader.answers)
@@ -72,8 +73,13 @@ class Sealer:
                 return found[: ends[-1]]
             num_max *= 2  # a report with many decisions
 
-    def _num_due(self) -> int:
-        num = self._leader.state.seq - self._log.sealed_seq
-        policy = self._leader.state.policy
-        is_late = self._leader.now_s() - self._sealed_s >= policy.seal_s
-        return num if is_late or num >= policy.seal_records else 0
+    async def _is_due(self) -> bool:
+        """Whether the log has as many records that are not sealed as the policy allows, or one that
+        is older than it allows."""
+        policy, sealed = self._leader.state.policy, self._log.sealed_seq
+        num = self._leader.state.seq - sealed
+        if num and self._oldest_s is None:
+            (oldest,) = await self._log.read(after=sealed, num_max=1)
+            self._oldest_s = oldest.at_s
+        return num >= policy.seal_records or (
+            self._oldest_s is not None and self._leader.now_s() - self._oldest_s >= policy.seal_s)
