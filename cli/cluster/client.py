@@ -21,7 +21,6 @@ from . import processes
 from .state_dir import StateDir, default, read_json
 
 GOES_ON = "training goes on"
-AWAY = f"the control plane is away, {GOES_ON}"
 REPLY_S_MAX = 10.0
 PROBE_S_MAX = 1.0
 FIND_S_MAX, FIND_EVERY_S = 15.0, 0.1
@@ -69,7 +68,7 @@ class Client:
     ca = ""
 
     def __init__(self, url: str, token: str, hint: str = "unicron up", socket: str = "",
-                 away: Callable[[], str] = lambda: AWAY) -> None:
+                 away: Callable[[], str] = str) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -179,7 +178,8 @@ class Client:
             if not (self.is_secure or self.socket) and tls.is_likely(error, self.host, self.port):
                 raise UsageError(f"{self.url}: what answers there speaks TLS",
                                  f"--url https://{self.url.rpartition('//')[2]}") from None
-            raise Unreachable(f"{self._away()}: no control plane answers at {self.url} "
+            away = self._away()
+            raise Unreachable(f"{away}{': ' * bool(away)}no control plane answers at {self.url} "
                               f"({_why(error)})", self._hint) from None
         if answer.status == 307:
             link.close()
