@@ -154,6 +154,11 @@ class LeaderPort(Protocol):
         """The last record that is in a segment; 0: none."""
         ...
 
+    @property
+    def first_seq(self) -> int:
+        """The oldest record that was not pruned, as of the last `open_segments`."""
+        ...
+
 
 class ReaderPort(Protocol):
     """The interface of readers: the leader's fold, the CLI, tests."""
