@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from ...control_plane.api.dry_run import explain_present_plan
-from ...control_plane.history.history import PROGRESS, History
+from ...control_plane.history.history import PROGRESS, History, begin
 from ...control_plane.state.cluster import encode_state
 from ...events.errors import UsageError
 from ...events.records.codec import to_plain
@@ -21,7 +20,8 @@ from ..terminal import console
 from ..terminal.format import Plain
 from ..terminal.record_line import line
 from .incident import plan_facts, rule
-from .replay import foldable, records_of
+from .offline import Log
+from .replay import foldable, open_log
 from .tasks import option_for
 
 IDENTITY = ("task", "rank", "attempt", "generation")
@@ -32,23 +32,24 @@ LINES_NUM_MAX = 40
 def explain(state: StateDir, url: Urls, seq: int, path: Path | None, *,
             as_json: bool) -> None:
     """Print what the log knows about one record. Raises UsageError, NewerLog."""
-    one = next((x for x in records_of(state, url, path) if x.seq == seq), None)
+    log = open_log(state, url, path)
+    one = next((x for x in log.read() if x.seq == seq), None)
     if one is None:
         raise UsageError(f"the log has no record {seq}", "unicron tail shows which it has")
     with foldable(path):
-        found = facts(one, records_of(state, url, path))
+        found = facts(one, log)
     page = f"replay {path} --incident" if path is not None else "incident"
     more = f"next: unicron {page} {one.incident}{option_for(state)}"
     console.show(found, [*_page(found), *[more] * bool(one.incident)], as_json=as_json)
 
 
-def facts(one: Record, records: Iterable[Record]) -> Plain:
-    """The records and reasons of `one`; `records`: its log. The log is read only as far as
+def facts(one: Record, log: Log) -> Plain:
+    """The records and reasons of `one` of this log. The log is read only as far as
     something follows from `one`."""
     wanted = {one.cause, one.incident, *getattr(one.body, "evidence", ())}
-    history, basis, followed = History(), list[Record](), list[Record]()
+    history, basis, followed = begin(log.state()), list[Record](), list[Record]()
     why, plan = "", None
-    for x in records:
+    for x in log.read():
         if x.seq < one.seq:
             planned = x.cause == one.cause != 0 and isinstance(x.body, PlanChosen)
             if planned or x.seq in wanted:

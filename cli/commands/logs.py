@@ -13,7 +13,7 @@ from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, 
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, ranks
-from .offline import connect_to_read
+from .offline import connect_to_read, log_of
 from .tasks import pick
 
 CHUNK_BYTES = 1 << 16
@@ -79,11 +79,12 @@ def logs(state: StateDir, url: Urls, task: str, rank: int | None, *, follow: boo
     client = connect_to_read(state, url)
     number = int(pick(client.get("/v1/state")["tasks"], task)["id"])
     files: dict[str, _File] = {}
-    seq, has_ended = _find(client, number, rank, files, after=0)
+    begin = log_of(client).after
+    seq, has_ended = _find(client, number, rank, files, after=begin)
     if not files and (has_ended or not follow):
         who = f"task {task}" if rank is None else f"rank {rank} of task {task}"
         others: dict[str, _File] = {}
-        _find(client, number, None, others, after=0)
+        _find(client, number, None, others, after=begin)
         there = {file.rank for file in others.values()}
         raise UsageError(f"{who} {'never started' if has_ended else 'has not started yet'}",
                          f"there {'is' if len(there) == 1 else 'are'} {ranks(there)}" if there

@@ -6,12 +6,13 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -22,7 +23,15 @@ from ...events.object_storage import reason
 from ...events.records import codec
 from ...events.records.envelope import Record
 from ..cluster import processes
-from ..cluster.client import REPLY_S_MAX, Client, Unreachable, Urls, connect, running_here
+from ..cluster.client import (
+    DRY_RUN_S_MAX,
+    REPLY_S_MAX,
+    Client,
+    Unreachable,
+    Urls,
+    connect,
+    running_here,
+)
 from ..cluster.state_dir import StateDir, read_json
 from ..terminal import console
 
@@ -52,6 +61,61 @@ def connect_to_read(state: StateDir, url: Urls) -> Client:
         console.talk(f"{error}{'; training goes on without it' if runs else ''}. This is the log "
                      f"up to seq {client.last} of {at}")
         return client
+
+
+class Log(NamedTuple):
+    """A log to fold: its records, after which record they begin, and the state then."""
+
+    read: Callable[[], Iterator[Record]]
+    after: int = 0
+    schema: str = ""
+    encoded: str = ""
+
+    def state(self) -> ClusterState:
+        """A new copy of the state before the first record. Raises UsageError."""
+        from ...control_plane.state.cluster import SCHEMA, ClusterState, decode_state
+
+        if not self.after:
+            return ClusterState()
+        if self.schema != SCHEMA:
+            raise UsageError(f"the log begins with a state of {self.schema}, this has {SCHEMA}",
+                             "use the Unicron that wrote it")
+        return decode_state(b64decode(self.encoded))
+
+    def fold(self) -> ClusterState:
+        """The state after the last record. Raises UsageError."""
+        from ...control_plane.decide.replay import replay
+
+        return replay(self.read(), self.state())
+
+    def up_to(self, until: int | None) -> Log:
+        """The log up to and including record `until`. Raises UsageError if it was pruned, and when
+        it is read if the log ends before it."""
+        if until is None:
+            return self
+        if until <= self.after:
+            raise UsageError(f"record {until} was pruned",
+                             f"the log begins at seq {self.after + 1}")
+
+        def read() -> Iterator[Record]:
+            last = self.after
+            for record in takewhile(lambda one: one.seq <= until, self.read()):
+                last = record.seq
+                yield record
+            if last < until:
+                raise UsageError(f"the log ends at seq {last}", f"{last} or lower")
+
+        return self._replace(read=read)
+
+
+def log_of(client: Client) -> Log:
+    """The whole log of a cluster. If its beginning was pruned, that is said on stderr."""
+    found = client.get("/v1/log/beginning", DRY_RUN_S_MAX)
+    after = int(found["after"])
+    if after:
+        console.talk(f"note: the log begins at seq {after + 1}: records 1 to {after} were pruned")
+    return Log(lambda: map(codec.from_plain, client.records(after, follow=False)), after,
+               found["schema"], found["state"])
 
 
 class OfflineClient(Client):
@@ -86,7 +150,7 @@ class OfflineClient(Client):
         """See Client.get: the state, the plan, either also of the past, or the cluster's name."""
         from ...control_plane.api import dry_run, moments
         from ...control_plane.api.view import view
-        from ...control_plane.state.cluster import encode_state
+        from ...control_plane.state.cluster import SCHEMA, encode_state
 
         if path == "/v1/health":
             return {"cluster": self._folder.cluster}
@@ -94,8 +158,13 @@ class OfflineClient(Client):
         async def read(seq: int) -> Record:
             return next(self._read(seq - 1))
 
+        if path == "/v1/log/beginning":
+            after = self._sealed.first - 1
+            begins = encode_state(self._state_at(after)) if after else b""
+            return {"after": after, "schema": SCHEMA, "state": b64encode(begins).decode()}
         moment = str(query.get("seq") or query.get("at") or self.last)
-        state = self._state_at(asyncio.run(moments.seq_at(moment, self.last, read)))
+        state = self._state_at(asyncio.run(moments.seq_at(
+            moment, self._sealed.first, self.last, read)))
         if path == "/v1/state":
             return view(state)
         if path == "/v1/plan":

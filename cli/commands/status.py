@@ -18,7 +18,7 @@ from ..screens import nodes
 from ..screens import task as task_screen
 from ..terminal import console
 from ..terminal.format import Plain
-from .offline import OfflineClient, connect_to_read
+from .offline import OfflineClient, connect_to_read, log_of
 from .tasks import option_for, pick
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def status(state: StateDir, url: Urls, what: str, *, watch: bool, as_json: bool,
     client = connect_to_read(state, url)
     history = None
     if what not in ("", "nodes"):
-        from ...control_plane.history.history import History
+        from ...control_plane.history.history import begin
 
-        history = History()
+        history = begin(log_of(client).state())
     if not watch:
         console.lines(_screen(state, client, what, history, as_json=as_json, at=at))
         if isinstance(client, OfflineClient) and not at:

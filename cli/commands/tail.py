@@ -12,7 +12,7 @@ from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain
 from ..terminal.record_line import line, matches
-from .offline import connect_to_read
+from .offline import connect_to_read, log_of
 from .operate import pick_node
 from .tasks import pick
 
@@ -49,6 +49,7 @@ def tail(state: StateDir, url: Urls, *, kind: Sequence[str] | None = None,
     kinds = frozenset(map(kind_named, kind or ()))
     number = None if incident is None else incident_id(incident)
     client = connect_to_read(state, url)
+    after = after or log_of(client).after
     view: Plain = client.get("/v1/state")
     of = None if task is None else int(pick(view["tasks"], task)["id"])
     _check(client, view, node, number, None if follow else after)

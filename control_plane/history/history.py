@@ -300,11 +300,18 @@ class History(Struct):
             plan.ideal_waf, tuple(sorted({one.origin for one in tables if one is not None}))))
 
 
-def history(records: Iterable[Record]) -> History:
-    it = History()
+def history(records: Iterable[Record], state: ClusterState | None = None) -> History:
+    """`state`: that before the records, which is changed; None: the empty one."""
+    it = begin(state or ClusterState())
     for record in records:
         it.add(record)
     return it
+
+
+def begin(state: ClusterState) -> History:
+    """An empty history that begins with a state."""
+    return History(state=state, tasks={key: TaskHistory(task=task)
+                                       for key, task in state.tasks.items()})
 
 
 def waf(it: History, num_buckets: int) -> Waf:
@@ -312,7 +319,7 @@ def waf(it: History, num_buckets: int) -> Waf:
     FLOP of iterations done for the first time x weight, spread over the time that they took.
     `planned` and `ideal` hold from one PlanChosen to the next; 0 before the first and after the
     last task. Raises ValueError if `num_buckets` is below 1."""
-    from_s = min((task.submitted_s for task in it.state.tasks.values()), default=it.at_s)
+    from_s = min((one.task.submitted_s for one in it.tasks.values()), default=it.at_s)
     return over_time(it.work, it.plans, from_s=from_s, to_s=it.at_s, num_buckets=num_buckets)
 
 

@@ -155,10 +155,12 @@ class IncidentRecords(Struct, kw_only=True):
             "moves" not in self.others.values() or seq > end + AFTER_RECORDS_MAX)
 
 
-def incident_records(one: IncidentHistory, records: Iterable[Record]) -> IncidentRecords:
-    """Read the log from its start until the incident and its later evidence are complete."""
+def incident_records(one: IncidentHistory, records: Iterable[Record],
+                     state: ClusterState | None = None) -> IncidentRecords:
+    """Read the log from its start until the incident and its later evidence are complete. `state`:
+    that before the records, which is changed; None: the empty one."""
     later = frozenset(one.incident.evidence) - frozenset(one.evidence)
-    found = IncidentRecords(incident=one, later=later)
+    found = IncidentRecords(incident=one, later=later, state=state or ClusterState())
     for record in records:
         found.add(record)
         if found.is_over(record.seq):
