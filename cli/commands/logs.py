@@ -14,7 +14,7 @@ from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, ranks
 from .offline import connect_to_read, log_of
-from .tasks import pick
+from .tasks import number_of
 
 CHUNK_BYTES = 1 << 16
 POLL_S = 0.2
@@ -77,7 +77,7 @@ class _File(Struct):
 def logs(state: StateDir, url: Urls, task: str, rank: int | None, *, follow: bool) -> None:
     """Print the output of a task, each line after its rank and attempt. Raises UsageError."""
     client = connect_to_read(state, url)
-    number = int(pick(client.get("/v1/state")["tasks"], task)["id"])
+    number = number_of(client, client.get("/v1/state"), task)
     files: dict[str, _File] = {}
     begin = log_of(client).after
     seq, has_ended = _find(client, number, rank, files, after=begin)

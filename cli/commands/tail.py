@@ -14,7 +14,7 @@ from ..terminal.format import Plain
 from ..terminal.record_line import line, matches
 from .offline import connect_to_read, log_of
 from .operate import pick_node
-from .tasks import pick
+from .tasks import number_of
 
 UNREACHABLE_S_MAX = 120.0
 """Give up after the control plane was unreachable for this long."""
@@ -51,7 +51,7 @@ def tail(state: StateDir, url: Urls, *, kind: Sequence[str] | None = None,
     client = connect_to_read(state, url)
     after = after or log_of(client).after
     view: Plain = client.get("/v1/state")
-    of = None if task is None else int(pick(view["tasks"], task)["id"])
+    of = None if task is None else number_of(client, view, task)
     _check(client, view, node, number, None if follow else after)
     incidents = {int(one["id"]) for one in view["incidents"]
                  if one["task"] == of} if of is not None else set[int]()

@@ -129,7 +129,8 @@ def test_a_pruned_log_is_read_from_its_beginning_on(state: Path, tmp_path: Path)
     cluster = Cluster(copy)
     try:
         assert cluster.up().returncode == 0
-        assert cluster("tail", "-o", "jsonl").stdout.splitlines()[:3] == records[first - 1:first + 2]
+        kept = cluster("tail", "-o", "jsonl").stdout.splitlines()
+        assert kept[: len(records) - first + 1] == records[first - 1:]
         refused = cluster("tail", "--after", "3")
         assert (refused.returncode, f"records 1 to {first - 1} were pruned" in refused.stderr) == (
             2, True), refused
