@@ -129,7 +129,7 @@ class OfflineClient(Client):
     @classmethod
     def open(cls, state: StateDir) -> OfflineClient:
         """Read the state folder. Raises UsageError."""
-        folder = Folder(state.path / "log", cluster_of(state))
+        folder = folder_of(state)
         with _usage_errors(folder.where):
             sealed = SealedLog(folder)
             with _server_of(state) as url:
@@ -209,10 +209,12 @@ def _usage_errors(where: str) -> Generator[None]:
                          "name the state folder with --state") from None
 
 
-def cluster_of(state: StateDir) -> str:
-    """The name of the cluster of a state folder."""
-    files = [*running_here(state), read_json(state.cluster) or {}]
-    return str(files[0].get("cluster", "default"))
+def folder_of(state: StateDir, where: str = "") -> Folder:
+    """The folder `where` with the sealed log of a state folder's cluster; "": that of the control
+    plane that ran last, else `log` in the state folder."""
+    last = read_json(state.log) or {}
+    cluster = [*running_here(state), read_json(state.cluster) or last][0].get("cluster", "default")
+    return Folder(where or last.get("segments") or state.path / "log", str(cluster))
 
 
 async def _read_rest(url: str, cluster: str, after: int) -> list[Record]:

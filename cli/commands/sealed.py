@@ -18,13 +18,13 @@ from ..cluster.client import Urls
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import count, rfc3339
-from .offline import cluster_of, connect_to_read
+from .offline import connect_to_read, folder_of
 from .replay import CorruptError
 
 
 def status(state: StateDir, url: Urls, *, segments: str, as_json: bool) -> None:
     """Print what is sealed, and how many records only the server has. Raises UsageError."""
-    folder = _folder(state, segments)
+    folder = folder_of(state, segments)
     sealed = _sealed(folder)
     last = int(connect_to_read(state, url).get("/v1/state")["cluster"]["seq"])
     snapshots = folder.snapshots()
@@ -44,7 +44,7 @@ def status(state: StateDir, url: Urls, *, segments: str, as_json: bool) -> None:
 
 def verify(state: StateDir, *, segments: str) -> None:
     """Read every segment and snapshot. Raises CorruptError that says which records are gone."""
-    folder = _folder(state, segments)
+    folder = folder_of(state, segments)
     sealed, bad = _sealed(folder), list[str]()
     if not sealed.chain:
         raise _nothing(folder)
@@ -79,7 +79,7 @@ def prune(state: StateDir, *, segments: str, keep: float) -> None:
     UsageError, CorruptError."""
     from ...control_plane.service import snapshots
 
-    folder = _folder(state, segments)
+    folder = folder_of(state, segments)
     sealed = _sealed(folder)
     if not sealed.chain:
         raise _nothing(folder)
@@ -106,7 +106,7 @@ def restore(state: StateDir, *, segments: str) -> None:
     from ...control_plane.fold.fold import fold
     from ...control_plane.service import snapshots
 
-    folder = _folder(state, segments)
+    folder = folder_of(state, segments)
     sealed = _sealed(folder)
     if not sealed.chain:
         raise _nothing(folder)
@@ -146,10 +146,6 @@ def restore(state: StateDir, *, segments: str) -> None:
 def _nothing(folder: Folder) -> UsageError:
     return UsageError(f"{folder.where} has no segment", "name the folder with --segments or "
                       "--state; a young log is on the server alone: unicron log status")
-
-
-def _folder(state: StateDir, where: str) -> Folder:
-    return Folder(where or state.path / "log", cluster_of(state))
 
 
 def _sealed(folder: Folder) -> SealedLog:
