@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import tempfile
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -64,23 +63,17 @@ def connect_to_read(state: StateDir, url: Urls) -> Client:
 
 
 class Log(NamedTuple):
-    """A log to fold: its records, after which record they begin, and the state then."""
+    """A log to fold: its records, behind which record they begin, and the state then as text."""
 
     read: Callable[[], Iterator[Record]]
-    after: int = 0
-    schema: str = ""
-    encoded: str = ""
+    after: int
+    begins: str
 
     def state(self) -> ClusterState:
         """A new copy of the state before the first record. Raises UsageError."""
-        from ...control_plane.state.cluster import SCHEMA, ClusterState, decode_state
+        from ...control_plane.state.cluster import ClusterState, state_of_text
 
-        if not self.after:
-            return ClusterState()
-        if self.schema != SCHEMA:
-            raise UsageError(f"the log begins with a state of {self.schema}, this has {SCHEMA}",
-                             "use the Unicron that wrote it")
-        return decode_state(b64decode(self.encoded))
+        return state_of_text(self.begins) if self.after else ClusterState()
 
     def fold(self) -> ClusterState:
         """The state after the last record. Raises UsageError."""
@@ -115,7 +108,7 @@ def log_of(client: Client) -> Log:
     if after:
         console.talk(f"note: the log begins at seq {after + 1}: records 1 to {after} were pruned")
     return Log(lambda: map(codec.from_plain, client.records(after, follow=False)), after,
-               found["schema"], found["state"])
+               found["state"])
 
 
 class OfflineClient(Client):
@@ -150,7 +143,7 @@ class OfflineClient(Client):
         """See Client.get: the state, the plan, either also of the past, or the cluster's name."""
         from ...control_plane.api import dry_run, moments
         from ...control_plane.api.view import view
-        from ...control_plane.state.cluster import SCHEMA, encode_state
+        from ...control_plane.state.cluster import encode_state, state_text
 
         if path == "/v1/health":
             return {"cluster": self._folder.cluster}
@@ -160,8 +153,7 @@ class OfflineClient(Client):
 
         if path == "/v1/log/beginning":
             after = self._sealed.first - 1
-            begins = encode_state(self._state_at(after)) if after else b""
-            return {"after": after, "schema": SCHEMA, "state": b64encode(begins).decode()}
+            return {"after": after, "state": state_text(self._state_at(after))}
         moment = str(query.get("seq") or query.get("at") or self.last)
         state = self._state_at(asyncio.run(moments.seq_at(
             moment, self._sealed.first, self.last, read)))

@@ -36,7 +36,7 @@ def export(state: StateDir, url: Urls, path: Path) -> None:
     cluster = client.get("/v1/health")["cluster"]
     log = log_of(client)
     num = archive.write(path, log.read(), cluster=cluster, code=__version__,
-                        first_seq=log.after + 1, schema=log.schema, state=log.encoded)
+                        first_seq=log.after + 1, begins=log.begins if log.after else "")
     console.out(f"{path}  {count(num)} records")
     console.talk(f"next: unicron replay {path} --verify")
 
@@ -49,7 +49,7 @@ def open_log(state: StateDir, url: Urls, path: Path | None) -> Log:
             found = log_of(connect_to_read(state, url))
         else:
             head = archive.header(path)
-            found = Log(lambda: archive.read(path), head.first_seq - 1, head.schema, head.state)
+            found = Log(lambda: archive.read(path), head.first_seq - 1, head.begins)
 
     def read() -> Iterator[Record]:
         with _usage_errors(path):

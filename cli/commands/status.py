@@ -37,9 +37,9 @@ def status(state: StateDir, url: Urls, what: str, *, watch: bool, as_json: bool,
     client = connect_to_read(state, url)
     history = None
     if what not in ("", "nodes"):
-        from ...control_plane.history.history import begin
+        from ...control_plane.history.history import history as history_of
 
-        history = begin(log_of(client).state())
+        history = history_of((), log_of(client).state())
     if not watch:
         console.lines(_screen(state, client, what, history, as_json=as_json, at=at))
         if isinstance(client, OfflineClient) and not at:

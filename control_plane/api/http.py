@@ -9,7 +9,6 @@ import re
 import secrets
 import socket
 import time
-from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -33,7 +32,7 @@ from ..service import snapshots
 from ..service.coordinator import Check, Coordinator
 from ..service.server_certificate import ServerCertificate
 from ..service.threads import aside
-from ..state.cluster import SCHEMA, ClusterState, decode_state, encode_state
+from ..state.cluster import ClusterState, decode_state, encode_state, state_text
 from ..state.node import Node
 from . import dry_run, moments, requests
 from .connections import Connection, error_answer
@@ -189,12 +188,11 @@ class HttpApi:
         return response
 
     async def beginning(self, request: web.Request) -> web.Response:
-        """Where the log begins: `after` which record, and the `state` then if that is not 0."""
+        """Where the log begins: `after` which record, and the `state` then."""
         await self._log.open_segments()
         after = self._log.first_seq - 1
         async with self._computing:
-            state = encode_state(await self._state_after(after)) if after else b""
-        return _json({"after": after, "schema": SCHEMA, "state": b64encode(state).decode()})
+            return _json({"after": after, "state": state_text(await self._state_after(after))})
 
     def write(self, make: Request, *names: str,
               ahead: Callable[[Any], None] | None = None) -> Handler:

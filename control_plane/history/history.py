@@ -302,16 +302,12 @@ class History(Struct):
 
 def history(records: Iterable[Record], state: ClusterState | None = None) -> History:
     """`state`: that before the records, which is changed; None: the empty one."""
-    it = begin(state or ClusterState())
+    state = state or ClusterState()
+    it = History(state=state, tasks={key: TaskHistory(task=task)
+                                     for key, task in state.tasks.items()})
     for record in records:
         it.add(record)
     return it
-
-
-def begin(state: ClusterState) -> History:
-    """An empty history that begins with a state."""
-    return History(state=state, tasks={key: TaskHistory(task=task)
-                                       for key, task in state.tasks.items()})
 
 
 def waf(it: History, num_buckets: int) -> Waf:
