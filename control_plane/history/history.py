@@ -303,8 +303,10 @@ class History(Struct):
 def history(records: Iterable[Record], state: ClusterState | None = None) -> History:
     """`state`: that before the records, which is changed; None: the empty one."""
     state = state or ClusterState()
-    it = History(state=state, tasks={key: TaskHistory(task=task)
-                                     for key, task in state.tasks.items()})
+    it = History(state=state, tasks={
+        key: TaskHistory(task=task, logs={rank.rank: (rank.slot.node, rank.log_path)
+                                          for rank in task.ranks.values() if rank.log_path})
+        for key, task in state.tasks.items()})
     for record in records:
         it.add(record)
     return it

@@ -112,7 +112,8 @@ class IncidentRecords(Struct, kw_only=True):
         """Why there was no in-memory checkpoint, if a farther source was used."""
         if self.incident.incident.source.origin not in ("checkpoint", "seed") or self.kept:
             return ""
-        training = self.state.tasks[self.incident.task].spec.training
+        task = self.state.tasks.get(self.incident.task)  # it may have left the state
+        training = task.spec.training if task is not None else None
         if training is None:
             return ""
         return ("none had been reported" if training.copy_every else

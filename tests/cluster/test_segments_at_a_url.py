@@ -18,6 +18,7 @@ from unicron.events.log.segments import Folder, SealedLog
 
 URL = "bucket://logs/default"
 COMMAND = {"apiVersion": "unicron/v1", "command": ["true"]}
+LONG = {**COMMAND, "name": "long", "command": ["sh", "-c", "echo begun; exec sleep 600"]}
 
 
 def program(*words: str) -> list[str]:
@@ -59,7 +60,11 @@ def test_a_log_in_an_object_store(cluster: RealCluster, bucket: Path) -> None:
     def run(name: str) -> None:
         assert cluster.wait_ended(cluster.submit({**COMMAND, "name": name}))["state"] == "finished"
 
+    def names() -> list[str]:
+        return [task["name"] for task in cluster.client().get("/v1/state")["tasks"]]
+
     folder = Folder(URL, "default")
+    long = cluster.submit(LONG)
     for number in range(4):
         run(f"a{number}")
     cluster.wait(lambda: folder.snapshots() or None, "a snapshot is in the store")
@@ -76,7 +81,7 @@ def test_a_log_in_an_object_store(cluster: RealCluster, bucket: Path) -> None:
     run("b")
 
     # Ended tasks have left the state, also that of the next leader; commands find them in the log.
-    cluster.wait(lambda: not cluster.client().get("/v1/state")["tasks"] or None, "all have left")
+    cluster.wait(lambda: names() == ["long"] or None, "all have left")
     shown = unicron("status", "a1")
     assert (shown.returncode, "FINISHED" in shown.stdout) == (0, True), shown
     assert unicron("logs", "a1").returncode == 0
@@ -85,7 +90,7 @@ def test_a_log_in_an_object_store(cluster: RealCluster, bucket: Path) -> None:
     assert (refused.returncode, "no task 'c'" in refused.stderr) == (2, True), refused
     cluster.kill_control_plane()
     cluster.local.start(local_cluster.CONTROL_PLANE)
-    assert cluster.client().get("/v1/state")["tasks"] == []
+    assert names() == ["long"]
     cluster.verify()
 
     # Nothing answers: the state folder knows where the segments are.
@@ -104,11 +109,15 @@ def test_a_log_in_an_object_store(cluster: RealCluster, bucket: Path) -> None:
     assert "pruned" in unicron("log", "prune", "--keep", "0").stdout
     first = SealedLog(folder).first
     assert first > 12
+    assert unicron("logs", "long").stdout == "0.1 begun\n"
+    gone = unicron("logs", "a0")
+    assert (gone.returncode, "no task 'a0'" in gone.stderr) == (2, True), gone
     assert f"seq {first} to " in unicron("status", "--at", "12").stderr
     shutil.rmtree(cluster.state.server)
     restored = unicron("log", "restore")
     assert restored.returncode == 0, restored
     cluster.start()
-    assert int(cluster.submit({**COMMAND, "name": "after"})) > first
+    assert cluster.task(long)["state"] in ("starting", "running", "waiting")
+    assert cluster.submit({**COMMAND, "name": "after"}) > first
     verdict = unicron("replay", "--live", "--verify")
     assert (verdict.returncode, "VERIFIED" in verdict.stdout) == (0, True), verdict
