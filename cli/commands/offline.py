@@ -86,7 +86,7 @@ class Log(NamedTuple):
         it is read if the log ends before it."""
         if until is None:
             return self
-        if until <= self.after:
+        if until < self.after:
             raise UsageError(f"record {until} was pruned",
                              f"the log begins at seq {self.after + 1}")
 
