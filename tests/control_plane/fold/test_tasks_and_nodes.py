@@ -241,6 +241,22 @@ def test_an_ended_task_leaves_the_state_with_all_that_is_about_it(d: Driver, tas
     assert (facts["name"], facts["over"]) == ("alpha", True)
 
 
+def test_an_incident_is_told_from_a_pruned_log_as_from_the_whole(d: Driver, task: int) -> None:
+    """But for the layout: a Reconfigure before the beginning told it."""
+    cut = len(d.log)
+    d.obey(d.exit(task, 2))
+    d.progress(task)
+    told = []
+    for begin in (0, cut):
+        past = history(d.log[begin:], replay(d.log[:begin]))
+        (one,) = past.incidents.values()
+        found = incident_records(one, d.log[begin:], replay(d.log[:begin]))
+        told.append(facts_of(past, found, view(d.state), now_s=d.now_s))
+    whole, pruned = told
+    assert {key for key in whole if whole[key] != pruned[key]} <= {"layouts", "effects", "lost"}
+    assert pruned["timeline"]
+
+
 def test_a_rank_that_missed_the_end_is_stopped(d: Driver, task: int) -> None:
     d.obey(d.tell(d.source("n1"), r.CheckpointSaved(
         task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True)))
