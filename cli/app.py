@@ -527,6 +527,15 @@ def log_restore(segments: Segments = "") -> None:
     """Fill an empty server (the private one, or $UNICRON_REDIS_URL) with the sealed log."""
 
 
+@calls(sealed, "commands.sealed.prune", STATE, name="prune")
+def log_prune(
+    keep: Annotated[float, typer.Option(
+        "--keep", min=0, metavar="DAYS", help="Records that are younger stay.")],
+    segments: Segments = "",
+) -> None:
+    """Remove old segments and snapshots for ever; what a start or restore needs stays."""
+
+
 @certs.command("init")
 def certs_init(
     host: Annotated[list[str], typer.Option(

@@ -12,6 +12,7 @@ UnicronError              exit code 1; cli/cluster/client.py, Unreachable: 3; an
 │   ├── Unavailable       the server cannot be reached: retry with a limit
 │   ├── NewerLog          a record of a later version, without which the state would be wrong
 │   └── CorruptLog        a record is edited, missing, out of order or foreign; names the seq
+│       └── Pruned        the record is not there, because `log prune` removed it
 └── ServerError           the embedded server did not start, or its directory is locked
 
 A bug raises AssertionError instead. A fault of the cluster is a record, not an exception.
@@ -90,6 +91,15 @@ class CorruptLog(LogError):
     def __init__(self, seq: int, message: str) -> None:
         super().__init__(f"seq {seq}: {message}")
         self.seq = seq
+
+
+class Pruned(CorruptLog):
+    """Records before `first` were asked for, and `log prune` has removed them."""
+
+    hint = "unicron log status"
+
+    def __init__(self, first: int) -> None:
+        super().__init__(first, f"the log begins here: records 1 to {first - 1} were pruned")
 
 
 class ServerError(UnicronError):

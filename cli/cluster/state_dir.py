@@ -36,6 +36,7 @@ class StateDir:
         self.logs = self.path / "logs"  # the output of our processes, one file each
         self.ca = self.path / "ca.pem"  # what the agent trusts at https://
         self.cluster = self.path / "cluster.json"  # the options of `up`, for a later `up`
+        self.log = self.path / "log.json"  # where the control plane's segments are
         # Our copy of `up`'s policy file: the original may change or be deleted.
         self.policy = self.path / "policy.yaml"
 

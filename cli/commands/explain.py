@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from ...control_plane.api.dry_run import explain_present_plan
-from ...control_plane.history.history import PROGRESS, History
+from ...control_plane.history.history import PROGRESS, History, history
 from ...control_plane.state.cluster import encode_state
 from ...events.errors import UsageError
 from ...events.records.codec import to_plain
@@ -21,7 +20,8 @@ from ..terminal import console
 from ..terminal.format import Plain
 from ..terminal.record_line import line
 from .incident import plan_facts, rule
-from .replay import foldable, records_of
+from .offline import Log
+from .replay import foldable, open_log
 from .tasks import option_for
 
 IDENTITY = ("task", "rank", "attempt", "generation")
@@ -32,50 +32,51 @@ LINES_NUM_MAX = 40
 def explain(state: StateDir, url: Urls, seq: int, path: Path | None, *,
             as_json: bool) -> None:
     """Print what the log knows about one record. Raises UsageError, NewerLog."""
-    one = next((x for x in records_of(state, url, path) if x.seq == seq), None)
+    log = open_log(state, url, path)
+    one = next((x for x in log.read() if x.seq == seq), None)
     if one is None:
         raise UsageError(f"the log has no record {seq}", "unicron tail shows which it has")
     with foldable(path):
-        found = facts(one, records_of(state, url, path))
+        found = facts(one, log)
     page = f"replay {path} --incident" if path is not None else "incident"
     more = f"next: unicron {page} {one.incident}{option_for(state)}"
     console.show(found, [*_page(found), *[more] * bool(one.incident)], as_json=as_json)
 
 
-def facts(one: Record, records: Iterable[Record]) -> Plain:
-    """The records and reasons of `one`; `records`: its log. The log is read only as far as
+def facts(one: Record, log: Log) -> Plain:
+    """The records and reasons of `one` of this log. The log is read only as far as
     something follows from `one`."""
     wanted = {one.cause, one.incident, *getattr(one.body, "evidence", ())}
-    history, basis, followed = History(), list[Record](), list[Record]()
+    past, basis, followed = history((), log.state()), list[Record](), list[Record]()
     why, plan = "", None
-    for x in records:
+    for x in log.read():
         if x.seq < one.seq:
             planned = x.cause == one.cause != 0 and isinstance(x.body, PlanChosen)
             if planned or x.seq in wanted:
                 basis.append(x)
         elif x.seq > one.seq:
-            is_open = one.seq in history.state.orders or one.seq in history.open
+            is_open = one.seq in past.state.orders or one.seq in past.open
             if not x.cause and not is_open:
                 break
             if _follows(one, x):
                 followed.append(x)
-        history.add(x)
+        past.add(x)
         if x.seq == one.seq:
-            why, plan = _reasons(x, history)
+            why, plan = _reasons(x, past)
     return {"record": to_plain(one), "basis": [*map(to_plain, basis)], "why": why, "plan": plan,
             "followed": [*map(to_plain, followed)]}
 
 
-def _reasons(one: Record, history: History) -> tuple[str, Plain | None]:
+def _reasons(one: Record, past: History) -> tuple[str, Plain | None]:
     """Why it was decided so, and for a plan what it was preferred to. Some of it is not in the
     log, and is computed now."""
     if isinstance(one.body, IncidentOpened | IncidentEscalated):
         return f"by the rule: {rule(one.body)}", None
     if not isinstance(one.body, PlanChosen | TaskWaiting):
         return "", None
-    found = explain_present_plan(encode_state(history.state))
+    found = explain_present_plan(encode_state(past.state))
     if isinstance(one.body, PlanChosen):
-        return "", plan_facts(history, replace(one, body=found.plan or one.body))
+        return "", plan_facts(past, replace(one, body=found.plan or one.body))
     return next((f"computed by decider version {found.computed_by}: {task.waits}"
                  for task in found.tasks if task.task == one.body.task), ""), None
 

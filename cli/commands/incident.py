@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,7 +17,7 @@ from ...control_plane.planner.alternative_names import NOT_COMPARABLE_NUM
 from ...control_plane.state.incident import FARTHER, NUM_EVIDENCE_MAX
 from ...control_plane.state.task import Task
 from ...events.errors import UsageError
-from ...events.records.codec import from_plain, to_plain
+from ...events.records.codec import to_plain
 from ...events.records.decisions import (
     IncidentEscalated,
     IncidentOpened,
@@ -39,7 +39,7 @@ from ..screens.plan import bound_by, not_taken
 from ..terminal import console
 from ..terminal.format import Plain, lost_state, plan_waf, way_to_act
 from ..terminal.record_line import essentials, status_in_words
-from .offline import connect_to_read
+from .offline import Log, connect_to_read, log_of
 from .request_outcome import hidden
 from .tail import incident_id
 from .tasks import option_for
@@ -65,11 +65,8 @@ def incident(state: StateDir, url: Urls, which: str, *, every: bool, as_json: bo
         incident_id(which, f"for example inc-41; all, and whose they are: unicron incident "
                            f"--all{option}")
     client = connect_to_read(state, url)
-
-    def read() -> Iterator[Record]:
-        return map(from_plain, client.records(0, follow=False))
-
-    history = read_history(read())
+    log = log_of(client)
+    history = read_history(log.read(), log.state())
     now_s = time.time()
     if every:
         listed = [*(plain(history, x, now_s) for x in history.incidents.values()),
@@ -82,8 +79,8 @@ def incident(state: StateDir, url: Urls, which: str, *, every: bool, as_json: bo
     if one is None:
         console.show(None, [incident_screen.NONE], as_json=as_json)
         return
-    show(history, one, read(), view=client.get("/v1/state"), now_s=now_s,
-         log=f"--live{option}", option=option, as_json=as_json,
+    show(history, one, log, view=client.get("/v1/state"), now_s=now_s,
+         name=f"--live{option}", option=option, as_json=as_json,
          plan_at=lambda seq: client.get("/v1/plan", DRY_RUN_S_MAX, seq=seq))
 
 
@@ -110,16 +107,16 @@ def pick(history: History, which: str) -> IncidentHistory | None:
                      else "there are none: nothing has failed so far")
 
 
-def show(history: History, one: IncidentHistory, records: Iterable[Record], *, view: Plain,
-         now_s: float, log: str, as_json: bool, option: str,
+def show(history: History, one: IncidentHistory, log: Log, *, view: Plain,
+         now_s: float, name: str, as_json: bool, option: str,
          plan_at: Callable[[int], Plain]) -> None:
-    """Print the page. `records`: the whole log again; `log`: its name on the command line.
+    """Print the page. `name`: the log's on the command line.
     `plan_at`: the plan after a record, as `GET /v1/plan?seq=` returns it."""
-    found = incident_records(one, records)
+    found = incident_records(one, log.read(), log.state())
     facts = facts_of(history, found, view, now_s=now_s, option=option)
     facts |= waits_of(history, found, plan_at)
     seq = one.closed_seq or history.seq
-    facts["verify"] = f"unicron replay {log} --until {seq} --verify"
+    facts["verify"] = f"unicron replay {name} --until {seq} --verify"
     console.show(facts, incident_screen.page(facts, option=option), as_json=as_json)
 
 
@@ -147,7 +144,7 @@ def facts_of(history: History, found: IncidentRecords, view: Plain, *, now_s: fl
              option: str = "") -> Plain:
     """All facts of the page as plain data; times in s since 1970, `after_s` since detection."""
     one, known = found.incident, found.incident.incident
-    task = history.state.tasks.get(one.task)
+    task = history.tasks[one.task].task if one.task in history.tasks else None
     evidence = [x for x in found.records if x.seq in known.evidence]
     first = began(one, evidence)
     lost = (lost_state(one.order, one.optimizer, one.alive) if known.source.origin in FARTHER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile, zip_longest
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from ...events.records.envelope import Record
 from ..terminal import console
 from ..terminal import format as fmt
 from ..terminal.record_line import line
-from .replay import up_to
+from .offline import Log
 
 FIELDS_NUM_MAX = 10
 FIELD_LENGTH_MAX = 98
@@ -34,11 +34,10 @@ class DifferError(UnicronError):
     """Two logs differ, or what two decider versions make of one; exit code 1."""
 
 
-def diff(read: Callable[[], Iterable[Record]] | None, logs: Iterable[Iterable[Record]], a: str,
-         b: str, *, as_json: bool) -> None:
-    """Compare two moments of the log that `read` reads, each a seq or a time; without it, two
-    logs. `a`, `b`: their names. Raises DifferError, UsageError, NewerLog."""
-    found = _of_logs(*logs) if read is None else _of_moments(read, a, b)
+def diff(logs: Sequence[Log], a: str, b: str, *, as_json: bool) -> None:
+    """Compare two moments of one log, each a seq or a time, or two logs. `a`, `b`: their names.
+    Raises DifferError, UsageError, NewerLog."""
+    found = _of_logs(*logs) if len(logs) > 1 else _of_moments(logs[0], a, b)
     if found is None:
         console.show({"equal": True}, [f"{a} and {b} are equal"], as_json=as_json)
         return
@@ -58,10 +57,10 @@ def diff(read: Callable[[], Iterable[Record]] | None, logs: Iterable[Iterable[Re
                       "rests on")
 
 
-def _of_logs(a: Iterable[Record], b: Iterable[Record]) -> LogDifference | None:
+def _of_logs(a: Log, b: Log) -> LogDifference | None:
     """Fold both up to the first difference of their states. None: the logs are equal."""
-    one, other, found = ClusterState(), ClusterState(), None
-    for x, y in zip_longest(a, b):
+    one, other, found = a.state(), b.state(), None
+    for x, y in zip_longest(a.read(), b.read()):
         for state, record in ((one, x), (other, y)):
             if record is not None:
                 fold(state, record)
@@ -72,25 +71,25 @@ def _of_logs(a: Iterable[Record], b: Iterable[Record]) -> LogDifference | None:
     return None if found is None else (*found, max(one.seq, other.seq), [])
 
 
-def _of_moments(read: Callable[[], Iterable[Record]], a: str, b: str) -> LogDifference | None:
-    one, other = _at(read(), a), _at(read(), b)
+def _of_moments(log: Log, a: str, b: str) -> LogDifference | None:
+    one, other = _at(log, a), _at(log, b)
     if one.seq == other.seq:
         return None
-    first = next(record for record in read() if record.seq > min(one.seq, other.seq))
+    first = next(record for record in log.read() if record.seq > min(one.seq, other.seq))
     return (first if one.seq > other.seq else None, first if other.seq > one.seq else None,
             max(one.seq, other.seq), _of_states(one, other))
 
 
-def _at(records: Iterable[Record], moment: str) -> ClusterState:
+def _at(log: Log, moment: str) -> ClusterState:
     """The state after the last record until that moment."""
     if moment.isdecimal():
-        return replay(up_to(records, int(moment)))
+        return log.up_to(int(moment)).fold()
     at_s = time_s(moment)
     if at_s is None:
         raise UsageError(f"{moment!r} is no moment of a log",
                          "a seq, or a time as 2026-11-20T03:20:07.402Z")
     until_s = at_s + 0.001  # commands print a record's time in whole milliseconds
-    return replay(takewhile(lambda record: record.at_s < until_s, records))
+    return replay(takewhile(lambda record: record.at_s < until_s, log.read()), log.state())
 
 
 def _of_states(a: ClusterState, b: ClusterState) -> list[Difference]:

@@ -13,8 +13,8 @@ from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, 
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, ranks
-from .offline import connect_to_read
-from .tasks import pick
+from .offline import Log, connect_to_read, log_of
+from .tasks import number_of
 
 CHUNK_BYTES = 1 << 16
 POLL_S = 0.2
@@ -77,13 +77,20 @@ class _File(Struct):
 def logs(state: StateDir, url: Urls, task: str, rank: int | None, *, follow: bool) -> None:
     """Print the output of a task, each line after its rank and attempt. Raises UsageError."""
     client = connect_to_read(state, url)
-    number = int(pick(client.get("/v1/state")["tasks"], task)["id"])
+    number = number_of(client, client.get("/v1/state"), task)
     files: dict[str, _File] = {}
-    seq, has_ended = _find(client, number, rank, files, after=0)
+    log = log_of(client)
+    has_ended = _begin(log, number, rank, files)
+    seq, ends = _find(client, number, rank, files, after=log.after)
+    has_ended |= ends
     if not files and (has_ended or not follow):
         who = f"task {task}" if rank is None else f"rank {rank} of task {task}"
+        if number <= log.after:
+            raise UsageError(f"the records that name the output of {who} were pruned",
+                             f"the log begins at seq {log.after + 1}")
         others: dict[str, _File] = {}
-        _find(client, number, None, others, after=0)
+        _begin(log, number, None, others)
+        _find(client, number, None, others, after=log.after)
         there = {file.rank for file in others.values()}
         raise UsageError(f"{who} {'never started' if has_ended else 'has not started yet'}",
                          f"there {'is' if len(there) == 1 else 'are'} {ranks(there)}" if there
@@ -93,6 +100,16 @@ def logs(state: StateDir, url: Urls, task: str, rank: int | None, *, follow: boo
     except KeyboardInterrupt:
         if not follow:
             raise
+
+
+def _begin(log: Log, number: int, rank: int | None, files: dict[str, _File]) -> bool:
+    """Add the files of the processes that ran when the log begins; whether the task had ended."""
+    task = log.state().tasks.get(number)
+    for one in task.ranks.values() if task is not None else ():
+        if one.log_path and rank in (None, one.rank):
+            files[one.log_path] = _File(rank=one.rank, attempt=one.attempt, node=one.slot.node,
+                                        path=Path(one.log_path))
+    return task is not None and bool(task.outcome)
 
 
 def _show(client: Client, task: int, rank: int | None, files: dict[str, _File],

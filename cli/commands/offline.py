@@ -6,12 +6,12 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -22,7 +22,15 @@ from ...events.object_storage import reason
 from ...events.records import codec
 from ...events.records.envelope import Record
 from ..cluster import processes
-from ..cluster.client import REPLY_S_MAX, Client, Unreachable, Urls, connect, running_here
+from ..cluster.client import (
+    DRY_RUN_S_MAX,
+    REPLY_S_MAX,
+    Client,
+    Unreachable,
+    Urls,
+    connect,
+    running_here,
+)
 from ..cluster.state_dir import StateDir, read_json
 from ..terminal import console
 
@@ -54,6 +62,55 @@ def connect_to_read(state: StateDir, url: Urls) -> Client:
         return client
 
 
+class Log(NamedTuple):
+    """A log to fold: its records, behind which record they begin, and the state then as text."""
+
+    read: Callable[[], Iterator[Record]]
+    after: int
+    begins: str
+
+    def state(self) -> ClusterState:
+        """A new copy of the state before the first record. Raises UsageError."""
+        from ...control_plane.state.cluster import ClusterState, state_of_text
+
+        return state_of_text(self.begins) if self.after else ClusterState()
+
+    def fold(self) -> ClusterState:
+        """The state after the last record. Raises UsageError."""
+        from ...control_plane.decide.replay import replay
+
+        return replay(self.read(), self.state())
+
+    def up_to(self, until: int | None) -> Log:
+        """The log up to and including record `until`. Raises UsageError if it was pruned, and when
+        it is read if the log ends before it."""
+        if until is None:
+            return self
+        if until < self.after:
+            raise UsageError(f"record {until} was pruned",
+                             f"the log begins at seq {self.after + 1}")
+
+        def read() -> Iterator[Record]:
+            last = self.after
+            for record in takewhile(lambda one: one.seq <= until, self.read()):
+                last = record.seq
+                yield record
+            if last < until:
+                raise UsageError(f"the log ends at seq {last}", f"{last} or lower")
+
+        return self._replace(read=read)
+
+
+def log_of(client: Client) -> Log:
+    """The whole log of a cluster. If its beginning was pruned, that is said on stderr."""
+    found = client.get("/v1/log/beginning", DRY_RUN_S_MAX)
+    after = int(found["after"])
+    if after:
+        console.talk(f"note: the log begins at seq {after + 1}: records 1 to {after} were pruned")
+    return Log(lambda: map(codec.from_plain, client.records(after, follow=False)), after,
+               found["state"])
+
+
 class OfflineClient(Client):
     """Answers the reads of a Client: from segments, and from the records `rest` behind them. Any
     other call raises Unreachable."""
@@ -65,7 +122,7 @@ class OfflineClient(Client):
     @classmethod
     def open(cls, state: StateDir) -> OfflineClient:
         """Read the state folder. Raises UsageError."""
-        folder = Folder(state.path / "log", cluster_of(state))
+        folder = folder_of(state)
         with _usage_errors(folder.where):
             sealed = SealedLog(folder)
             with _server_of(state) as url:
@@ -86,7 +143,7 @@ class OfflineClient(Client):
         """See Client.get: the state, the plan, either also of the past, or the cluster's name."""
         from ...control_plane.api import dry_run, moments
         from ...control_plane.api.view import view
-        from ...control_plane.state.cluster import encode_state
+        from ...control_plane.state.cluster import encode_state, state_text
 
         if path == "/v1/health":
             return {"cluster": self._folder.cluster}
@@ -94,8 +151,12 @@ class OfflineClient(Client):
         async def read(seq: int) -> Record:
             return next(self._read(seq - 1))
 
+        if path == "/v1/log/beginning":
+            after = self._sealed.first - 1
+            return {"after": after, "state": state_text(self._state_at(after))}
         moment = str(query.get("seq") or query.get("at") or self.last)
-        state = self._state_at(asyncio.run(moments.seq_at(moment, self.last, read)))
+        state = self._state_at(asyncio.run(moments.seq_at(
+            moment, self._sealed.first, self.last, read)))
         if path == "/v1/state":
             return view(state)
         if path == "/v1/plan":
@@ -140,10 +201,12 @@ def _usage_errors(where: str) -> Generator[None]:
                          "name the state folder with --state") from None
 
 
-def cluster_of(state: StateDir) -> str:
-    """The name of the cluster of a state folder."""
-    files = [*running_here(state), read_json(state.cluster) or {}]
-    return str(files[0].get("cluster", "default"))
+def folder_of(state: StateDir, where: str = "") -> Folder:
+    """The folder `where` with the sealed log of a state folder's cluster; "": that of the control
+    plane that ran last, else `log` in the state folder."""
+    last = read_json(state.log) or {}
+    cluster = [*running_here(state), read_json(state.cluster) or last][0].get("cluster", "default")
+    return Folder(where or last.get("segments") or state.path / "log", str(cluster))
 
 
 async def _read_rest(url: str, cluster: str, after: int) -> list[Record]:

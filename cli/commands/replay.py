@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, count, labelled, lost_cell, table
 from ..terminal.record_line import line
-from .offline import connect_to_read
+from .offline import Log, connect_to_read, log_of
 from .tasks import option_for
 
 
@@ -34,17 +34,35 @@ def export(state: StateDir, url: Urls, path: Path) -> None:
         raise UsageError(f"{path} exists", "name a new file")
     client = connect_to_read(state, url)
     cluster = client.get("/v1/health")["cluster"]
-    records = (codec.from_plain(data) for data in client.records(0, follow=False))
-    num = archive.write(path, records, cluster=cluster, code=__version__)
+    log = log_of(client)
+    num = archive.write(path, log.read(), cluster=cluster, code=__version__,
+                        first_seq=log.after + 1, begins=log.begins if log.after else "")
     console.out(f"{path}  {count(num)} records")
     console.talk(f"next: unicron replay {path} --verify")
 
 
-def records_of(state: StateDir, url: Urls, path: Path | None) -> Iterator[Record]:
-    """The records of an exported file, else of the running cluster. Raises UsageError."""
+def open_log(state: StateDir, url: Urls, path: Path | None) -> Log:
+    """The log of an exported file, else of the running cluster. Raises UsageError, as do its reads.
+    """
+    with _usage_errors(path):
+        if path is None:
+            found = log_of(connect_to_read(state, url))
+        else:
+            head = archive.header(path)
+            found = Log(lambda: archive.read(path), head.first_seq - 1, head.begins)
+
+    def read() -> Iterator[Record]:
+        with _usage_errors(path):
+            yield from found.read()
+
+    return found._replace(read=read)
+
+
+@contextmanager
+def _usage_errors(path: Path | None) -> Generator[None]:
+    """Turn a damaged log into UsageError."""
     try:
-        yield from archive.read(path) if path is not None else map(
-            codec.from_plain, connect_to_read(state, url).records(0, follow=False))
+        yield
     except CorruptLog as error:
         raise UsageError(f"{path}: {error}" if path is not None else str(error),
                          "the records before that seq are valid; export the log again") from None
@@ -80,74 +98,56 @@ def replay(state: StateDir, url: Urls, path: Path | None, *, live: bool, until: 
     if incident is not None and (step or verify):
         raise UsageError("--incident goes with neither --step nor --verify", "give one of them")
 
-    def read() -> Iterator[Record]:
-        return up_to(records_of(state, url, path), until)
-
     with foldable(path):
         if diff is not None:
             from . import log_difference
 
-            log_difference.diff(
-                read if path is not None or live else None,
-                [records_of(state, url, Path(name)) for name in diff], *diff, as_json=as_json)
+            logs = ([open_log(state, url, path)] if path is not None or live
+                    else [open_log(state, url, Path(name)) for name in diff])
+            log_difference.diff(logs, *diff, as_json=as_json)
             return
-        records = read()
+        log = open_log(state, url, path).up_to(until)
         if incident is not None:
             option = option_for(state)
-            log = f"--live{option}" if path is None else str(path)
-            _incident(read, incident, log=log, option=option, as_json=as_json)
+            name = f"--live{option}" if path is None else str(path)
+            _incident(log, incident, name=name, option=option, as_json=as_json)
         elif verify:
-            _verify(records, complete=until is None, as_json=as_json)
+            _verify(log, complete=until is None, as_json=as_json)
         elif step:
-            _step(records, as_json=as_json)
+            _step(log, as_json=as_json)
         else:
-            _fold(records, as_json=as_json)
+            _fold(log, as_json=as_json)
 
 
-def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, option: str,
-              as_json: bool) -> None:
+def _incident(log: Log, which: str, *, name: str, option: str, as_json: bool) -> None:
     """The page of one incident as of the end of the log."""
     import msgspec
 
     from ...control_plane.api import dry_run
     from ...control_plane.api.view import view
-    from ...control_plane.decide.replay import replay
     from ...control_plane.history.history import history as read_history
     from ...control_plane.state.cluster import encode_state
     from . import incident as commands_incident
 
     def plan_at(seq: int) -> Plain:
-        at = replay(up_to(read(), seq))
+        at = log.up_to(seq).fold()
         plan: Plain = msgspec.to_builtins(dry_run.explain_present_plan(encode_state(at)))
         return plan
 
-    history = read_history(read())
+    history = read_history(log.read(), log.state())
     one = commands_incident.pick(history, which)
     if one is None:  # `--incident ""` asks for the newest one, and there is none
         raise UsageError("the log has no incident", "nothing had failed so far")
-    commands_incident.show(history, one, read(), view=view(history.state), now_s=history.at_s,
-                           log=log, option=option, as_json=as_json, plan_at=plan_at)
+    commands_incident.show(history, one, log, view=view(history.state), now_s=history.at_s,
+                           name=name, option=option, as_json=as_json, plan_at=plan_at)
 
 
-def up_to(records: Iterable[Record], until: int | None) -> Iterator[Record]:
-    """The records up to and including `until`. Raises UsageError if the log ends before it."""
-    last = 0
-    for record in records:
-        if until is not None and record.seq > until:
-            return
-        last = record.seq
-        yield record
-    if until is not None and last < until:
-        raise UsageError(f"the log ends at seq {last}", f"{last} or lower")
-
-
-def _fold(records: Iterable[Record], *, as_json: bool) -> None:
+def _fold(log: Log, *, as_json: bool) -> None:
     from ...control_plane.api.view import view
-    from ...control_plane.decide.replay import replay
     from ..screens.cluster import done
     from ..screens.task import computed, waits
 
-    final = view(replay(records), explain=True)
+    final = view(log.fold(), explain=True)
     if as_json:
         console.out(json.dumps(final))
         return
@@ -164,12 +164,12 @@ def _fold(records: Iterable[Record], *, as_json: bool) -> None:
     console.lines(computed(cluster))
 
 
-def _step(records: Iterable[Record], *, as_json: bool) -> None:
+def _step(log: Log, *, as_json: bool) -> None:
     from ...control_plane.fold.fold import fold
-    from ...control_plane.state.cluster import ClusterState, state_hash
+    from ...control_plane.state.cluster import state_hash
 
-    state = ClusterState()
-    for record in records:
+    state = log.state()
+    for record in log.read():
         fold(state, record)
         plain = codec.to_plain(record)
         if as_json:
@@ -178,13 +178,13 @@ def _step(records: Iterable[Record], *, as_json: bool) -> None:
             console.out(f"{state_hash(state).rpartition(':')[2]} {line(plain)}")
 
 
-def _verify(records: Iterable[Record], *, complete: bool, as_json: bool) -> None:
+def _verify(log: Log, *, complete: bool, as_json: bool) -> None:
     import msgspec
 
     from ...control_plane.decide.replay import verify
     from . import log_difference
 
-    verdict = verify(records, complete=complete)
+    verdict = verify(log.read(), complete=complete, state=log.state())
     if as_json:
         console.out(json.dumps({**msgspec.to_builtins(verdict), "ok": verdict.ok}))
     else:

@@ -1,10 +1,12 @@
-"""`log`: the sealed part of the log, in its folder: what it has, whether it is whole, and back into
-an empty server."""
+"""`log`: the sealed part of the log, in its folder: what it has, whether it is whole, back into an
+empty server, and without its oldest part."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
+from bisect import bisect
 
 from ...events.errors import CorruptLog, LogError, UsageError
 from ...events.log import embedded_server
@@ -16,13 +18,13 @@ from ..cluster.client import Urls
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import count, rfc3339
-from .offline import cluster_of, connect_to_read
+from .offline import connect_to_read, folder_of
 from .replay import CorruptError
 
 
 def status(state: StateDir, url: Urls, *, segments: str, as_json: bool) -> None:
     """Print what is sealed, and how many records only the server has. Raises UsageError."""
-    folder = _folder(state, segments)
+    folder = folder_of(state, segments)
     sealed = _sealed(folder)
     last = int(connect_to_read(state, url).get("/v1/state")["cluster"]["seq"])
     snapshots = folder.snapshots()
@@ -33,6 +35,7 @@ def status(state: StateDir, url: Urls, *, segments: str, as_json: bool) -> None:
         f"folder     {folder.where}",
         f"sealed     records {count(sealed.first)} to {count(sealed.last)} in "
         f"{len(sealed.chain)} segments" if sealed.chain else "sealed     nothing yet",
+        *[f"pruned     records 1 to {count(sealed.first - 1)}"] * (sealed.first > 1),
         f"snapshots  {len(snapshots)}" + (f", the newest after seq {count(snapshots[-1].seq)}"
                                           if snapshots else ""),
         f"server     {count(last - sealed.last)} records more, which the loss of its disk would "
@@ -41,7 +44,7 @@ def status(state: StateDir, url: Urls, *, segments: str, as_json: bool) -> None:
 
 def verify(state: StateDir, *, segments: str) -> None:
     """Read every segment and snapshot. Raises CorruptError that says which records are gone."""
-    folder = _folder(state, segments)
+    folder = folder_of(state, segments)
     sealed, bad = _sealed(folder), list[str]()
     if not sealed.chain:
         raise _nothing(folder)
@@ -56,13 +59,46 @@ def verify(state: StateDir, *, segments: str) -> None:
             bad.append(str(error))
         except OSError as error:
             bad.append(f"{one.name}: {reason(error)}")
+    if sealed.first > 1 and all(one.seq != sealed.first - 1 for one in folder.snapshots()):
+        bad.append(f"the snapshot after record {sealed.first - 1} is missing: the log begins with "
+                   "it, since older records were pruned")
     for why in bad:
         console.out(f"DAMAGED  {why}")
     if bad:
         raise CorruptError(f"{folder.where}: {len(bad)} files are damaged",
                            "put back a copy of each; a damaged snapshot may be removed")
     console.out(f"WHOLE    records {count(sealed.first)} to {count(sealed.last)}: "
-                f"{len(sealed.chain)} segments, {len(folder.snapshots())} snapshots")
+                f"{len(sealed.chain)} segments, {len(folder.snapshots())} snapshots"
+                + (f"; the records before {count(sealed.first)} were pruned"
+                   if sealed.first > 1 else ""))
+
+
+def prune(state: StateDir, *, segments: str, keep: float) -> None:
+    """Remove the segments whose records are all older than `keep` days, and the older snapshots.
+    The newest segment stays, and a snapshot of the state before the oldest that is left. Raises
+    UsageError, CorruptError."""
+    from ...control_plane.service import snapshots
+
+    folder = folder_of(state, segments)
+    sealed = _sealed(folder)
+    if not sealed.chain:
+        raise _nothing(folder)
+    try:
+        # Times in the log never fall: find the first segment that ends after that time.
+        at = bisect(sealed.chain[:-1], time.time() - 86400 * keep,
+                    key=lambda one: folder.read(one)[-1].at_s)
+        first = sealed.chain[at].first
+        if first > sealed.first:
+            snapshots.write_at(folder, sealed, first - 1)
+        old = folder.prune(sealed.chain, first) if first > 1 else []
+    except CorruptLog as error:
+        raise CorruptError(f"{error}; nothing was pruned", "unicron log verify") from None
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+    num = sum(isinstance(one, Segment) for one in old)
+    console.out(f"pruned   {num} segments and {len(old) - num} snapshots" if old else
+                f"nothing  is older than {keep:g} days, but for what must stay")
+    console.out(f"left     records from {count(first)} on")
 
 
 def restore(state: StateDir, *, segments: str) -> None:
@@ -70,7 +106,7 @@ def restore(state: StateDir, *, segments: str) -> None:
     from ...control_plane.fold.fold import fold
     from ...control_plane.service import snapshots
 
-    folder = _folder(state, segments)
+    folder = folder_of(state, segments)
     sealed = _sealed(folder)
     if not sealed.chain:
         raise _nothing(folder)
@@ -110,10 +146,6 @@ def restore(state: StateDir, *, segments: str) -> None:
 def _nothing(folder: Folder) -> UsageError:
     return UsageError(f"{folder.where} has no segment", "name the folder with --segments or "
                       "--state; a young log is on the server alone: unicron log status")
-
-
-def _folder(state: StateDir, where: str) -> Folder:
-    return Folder(where or state.path / "log", cluster_of(state))
 
 
 def _sealed(folder: Folder) -> SealedLog:

@@ -28,11 +28,12 @@ from ...events.log import embedded_server
 from ...events.private_files import write_private
 from ...events.records import types
 from ...events.secret_environment import REDIS_URL, remove_secrets
+from ...events.spec.job import is_url
 from ...events.spec.policy import Policy
 from ..cluster import processes
 from ..cluster.client import Client, Refused, Unable, Unreachable, Urls, authority, connect
 from ..cluster.local_cluster import agent_name
-from ..cluster.state_dir import StateDir
+from ..cluster.state_dir import StateDir, write_json
 from ..terminal import console
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
         port = port or HTTP_PORT
     loaded = policy_file.load(policy) if policy is not None else Policy()
     _write_pid_file(state, name)
+    segments = segments if not segments or is_url(segments) else str(Path(segments).absolute())
+    write_json(state.log, {"cluster": cluster, "segments": segments})
     raise typer.Exit(server.run(server.Options(
         state=state.path, redis_url=redis_url or embedded_server.ensure(state.server).url,
         listen=address, advertise=advertised, port=port, cluster=cluster,

@@ -18,8 +18,8 @@ from ..screens import nodes
 from ..screens import task as task_screen
 from ..terminal import console
 from ..terminal.format import Plain
-from .offline import OfflineClient, connect_to_read
-from .tasks import option_for, pick
+from .offline import OfflineClient, connect_to_read, log_of
+from .tasks import number_of, option_for
 
 if TYPE_CHECKING:
     from ...control_plane.history.history import History
@@ -37,9 +37,9 @@ def status(state: StateDir, url: Urls, what: str, *, watch: bool, as_json: bool,
     client = connect_to_read(state, url)
     history = None
     if what not in ("", "nodes"):
-        from ...control_plane.history.history import History
+        from ...control_plane.history.history import history as history_of
 
-        history = History()
+        history = history_of((), log_of(client).state())
     if not watch:
         console.lines(_screen(state, client, what, history, as_json=as_json, at=at))
         if isinstance(client, OfflineClient) and not at:
@@ -71,15 +71,21 @@ def _screen(state: StateDir, client: Client, what: str, history: History | None,
         return ([json.dumps(view["nodes"])] if as_json
                 else nodes.nodes(view, now_s=now_s, option=option))
     if what:
+        from ...control_plane.api.view import task_view
+
         _refuse_node(view, what, option)
-        task = pick(view["tasks"], what)
-        if as_json:
+        number = number_of(client, view, what)
+        task = next((one for one in view["tasks"] if one["id"] == number), None)
+        if as_json and task is not None:
             return [json.dumps(task)]
         assert history is not None, "of a task"
         for record in client.records(history.seq, follow=False):
             if record["seq"] > view["cluster"]["seq"]:
                 break
             history.add(from_plain(record))
+        task = task or task_view(history.state, history.tasks[number].task)
+        if as_json:
+            return [json.dumps(task)]
         return task_screen.task_status(view, task, history, now_s=now_s, option=option)
     if as_json:
         return [json.dumps(view)]

@@ -12,9 +12,9 @@ from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain
 from ..terminal.record_line import line, matches
-from .offline import connect_to_read
+from .offline import connect_to_read, log_of
 from .operate import pick_node
-from .tasks import pick
+from .tasks import number_of
 
 UNREACHABLE_S_MAX = 120.0
 """Give up after the control plane was unreachable for this long."""
@@ -49,8 +49,9 @@ def tail(state: StateDir, url: Urls, *, kind: Sequence[str] | None = None,
     kinds = frozenset(map(kind_named, kind or ()))
     number = None if incident is None else incident_id(incident)
     client = connect_to_read(state, url)
+    after = after or log_of(client).after
     view: Plain = client.get("/v1/state")
-    of = None if task is None else int(pick(view["tasks"], task)["id"])
+    of = None if task is None else number_of(client, view, task)
     _check(client, view, node, number, None if follow else after)
     incidents = {int(one["id"]) for one in view["incidents"]
                  if one["task"] == of} if of is not None else set[int]()

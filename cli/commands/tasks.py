@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ...events.errors import UsageError
+from ...events.records.reports import TaskSubmitted
 from ...events.spec.job import JobSpec, Slots, is_url
 from ..cluster.client import Client, Urls, connect
 from ..cluster.state_dir import StateDir, default
@@ -118,6 +119,22 @@ def pick(tasks: list[Plain], wanted: str) -> Plain:
     raise UsageError(f"no task {wanted!r}",
                      f"there is {', '.join(names[:8])}" if names
                      else "there are none yet: unicron submit deploy/examples/demo.yaml")
+
+
+def number_of(client: Client, view: Plain, wanted: str) -> int:
+    """The id of the task of that name or id. One that has left the state is looked up in the log.
+    Raises UsageError as `pick` does."""
+    from .offline import log_of
+
+    try:
+        return int(pick(view["tasks"], wanted)["id"])
+    except UsageError:
+        found = [one.seq for one in log_of(client).read() if isinstance(one.body, TaskSubmitted)
+                 and wanted in (one.body.spec.name, str(one.seq), f"task-{one.seq}")
+                 and one.seq <= view["cluster"]["seq"]]
+        if not found:
+            raise
+        return found[-1]
 
 
 def option_for(state: StateDir) -> str:

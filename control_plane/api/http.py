@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from ...events.errors import LogError, SpecError, UsageError
+from ...events.errors import LogError, Pruned, SpecError, UsageError
 from ...events.log.identity import RESERVED_NAMES, Identities, user_name, with_credentials
 from ...events.log.port import ReaderPort
 from ...events.log.segments import Folder
@@ -32,7 +32,7 @@ from ..service import snapshots
 from ..service.coordinator import Check, Coordinator
 from ..service.server_certificate import ServerCertificate
 from ..service.threads import aside
-from ..state.cluster import ClusterState, decode_state, encode_state
+from ..state.cluster import ClusterState, decode_state, encode_state, state_text
 from ..state.node import Node
 from . import dry_run, moments, requests
 from .connections import Connection, error_answer
@@ -149,7 +149,8 @@ class HttpApi:
         state = await self._coordinator.settled()
         if at := request.query.get("at"):
             async with self._computing:
-                seq = await moments.seq_at(at, state.seq, self._record)
+                await self._log.open_segments()  # they may have been pruned
+                seq = await moments.seq_at(at, self._log.first_seq, state.seq, self._record)
                 shown = view(await self._state_after(seq))
         elif _number(request, "explain") and is_any_waiting(state):
             data = encode_state(state)
@@ -170,6 +171,8 @@ class HttpApi:
         response = web.StreamResponse(headers={"Content-Type": "application/jsonl"})
         if follow:
             await self._coordinator.settled()
+            if after + 1 < self._log.first_seq:
+                raise Pruned(self._log.first_seq)
             await response.prepare(request)
             async for page in self._coordinator.follow(after):
                 if not self._tokens.is_valid(request[CALLER]):
@@ -183,6 +186,13 @@ class HttpApi:
                 page = await self._log.read(after=page[-1].seq, num_max=PAGE_RECORDS_MAX)
         await response.write_eof()
         return response
+
+    async def beginning(self, request: web.Request) -> web.Response:
+        """Where the log begins: `after` which record, and the `state` then."""
+        await self._log.open_segments()
+        after = self._log.first_seq - 1
+        async with self._computing:
+            return _json({"after": after, "state": state_text(await self._state_after(after))})
 
     def write(self, make: Request, *names: str,
               ahead: Callable[[Any], None] | None = None) -> Handler:
@@ -397,6 +407,8 @@ class HttpApi:
             return error_answer(422, str(error), error.hint)
         except UsageError as error:
             return error_answer(400, str(error), error.hint)
+        except Pruned as error:
+            return error_answer(410, str(error), error.hint)
         except LogError as error:
             return error_answer(503, str(error), "training goes on; try again in a moment")
         except web.HTTPException as error:
@@ -482,6 +494,7 @@ ROUTES = (
     Route("GET", "/readyz", None, lambda api: api.ready),
     Route("GET", "/v1/state", "view", lambda api: api.state),
     Route("GET", "/v1/log", "view", lambda api: api.records),
+    Route("GET", "/v1/log/beginning", "view", lambda api: api.beginning),
     Route("GET", "/v1/plan", "view", lambda api: api.plan),
     Route("POST", "/v1/plan/dry-run", "view", lambda api: api.dry_run),
     Route("POST", "/v1/plan/apply", "operate", lambda api: api.apply),

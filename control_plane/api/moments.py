@@ -19,12 +19,13 @@ def time_s(text: str) -> float | None:
     return at.replace(tzinfo=at.tzinfo or UTC).timestamp()
 
 
-async def seq_at(text: str, last: int, read: Callable[[int], Awaitable[Record]]) -> int:
-    """The last record at a moment: `SEQ`, or a time as `time_s` reads it. `last`: the log's last
-    seq; `read` reads a record. Raises UsageError if the log has no such moment."""
+async def seq_at(text: str, first: int, last: int, read: Callable[[int], Awaitable[Record]]) -> int:
+    """The last record at a moment: `SEQ`, or a time as `time_s` reads it. `first` and `last`: the
+    log's seqs; `read` reads a record. Raises UsageError if the log has no such moment."""
+    has = f"it has seq {first} to {last}" + "; older ones were pruned" * (first > 1)
     if text.isdecimal():
-        if not 0 < int(text) <= last:
-            raise UsageError(f"--at {text[:20]} is not in the log", f"it has seq 1 to {last}")
+        if not first <= int(text) <= last:
+            raise UsageError(f"--at {text[:20]} is not in the log", has)
         return int(text)
     at_s = time_s(text)
     if at_s is None:
@@ -32,13 +33,13 @@ async def seq_at(text: str, last: int, read: Callable[[int], Awaitable[Record]])
                          "for example 41, or 2026-11-27T02:10:00Z")
     if at_s > time.time() + 1.0:
         raise UsageError(f"--at {text[:40]} is in the future", "give a seq or a past time")
-    low, high = 0, last
+    low, high = first - 1, last
     while low < high:  # the last record whose time is not later; times in the log never fall
         middle = (low + high + 1) // 2
         if (await read(middle)).at_s <= at_s:
             low = middle
         else:
             high = middle - 1
-    if not low:
-        raise UsageError(f"--at {text[:40]} is before the log", "its first record is seq 1")
+    if low < first:
+        raise UsageError(f"--at {text[:40]} is before the log", has)
     return low

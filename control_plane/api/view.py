@@ -51,7 +51,7 @@ def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
                        for span, flop in sorted(state.earned.items())],
         },
         "nodes": [_node(state, state.nodes[name]) for name in sorted(state.nodes)],
-        "tasks": [_task(state, state.tasks[key], waits.get(key))
+        "tasks": [task_view(state, state.tasks[key], waits.get(key))
                   for key in sorted(state.tasks)],
         "incidents": [msgspec.to_builtins(state.incidents[key])
                       for key in sorted(state.incidents)],
@@ -159,7 +159,9 @@ def _degraded(state: ClusterState, name: str) -> dict[str, Any] | None:
             "worth_draining": lasts and priced.drain_waf > 0 and share >= state.policy.gain_min}
 
 
-def _task(state: ClusterState, task: Task, waits: WaitExplanation | None) -> dict[str, Any]:
+def task_view(state: ClusterState, task: Task, waits: WaitExplanation | None = None
+              ) -> dict[str, Any]:
+    """One task of the view, also one that has left the state."""
     spec, waits = task.spec, waits or WaitExplanation(why=task.why, needs="")
     living, (stands, stands_since_s) = task.living_members(), _stalled(state, task)
     return {

@@ -77,19 +77,22 @@ class _Difference(Exception):
         self.expected, self.recorded = expected, recorded
 
 
-def replay(records: Iterable[Record]) -> ClusterState:
-    """The state of the log: the fold of all its records, without recomputing decisions."""
-    state = ClusterState()
+def replay(records: Iterable[Record], state: ClusterState | None = None) -> ClusterState:
+    """The state of the log: the fold of all its records, without recomputing decisions. `state`:
+    that before them, which is changed; None: the empty one."""
+    state = state or ClusterState()
     for record in records:
         fold(state, record)
     return state
 
 
-def verify(records: Iterable[Record], *, complete: bool = True,
+def verify(records: Iterable[Record], *, complete: bool = True, state: ClusterState | None = None,
            watch: Callable[[ClusterState, Record], None] | None = None) -> Verdict:
     """Fold the log, recompute and compare every decision; errors are in the verdict. If `complete`
-    is False, the log may end inside a batch. `watch` is called with each record after its fold."""
-    verdict, state = Verdict(), ClusterState()
+    is False, the log may end inside a batch. `state`: see `replay`. `watch` is called with each
+    record after its fold."""
+    state = state or ClusterState()
+    verdict = Verdict(hearts=[state.heart] * bool(state.heart))
     try:
         _Check(verdict, state, complete, watch).run(records)
     except _Difference as found:

@@ -12,10 +12,12 @@ from ..state.cluster import ClusterState
 from ..state.members import count_outstanding, has_settled, unanswered
 from ..state.task import Rank, Task
 from .edits import (
+    EXPIRED,
     LOSSES,
     PLAN,
     STOPPED,
     find_rank,
+    forget_tasks,
     record_fault,
     record_generation_failure,
     running_deadlines,
@@ -115,6 +117,8 @@ _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
 
 def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached) -> None:
     """Handle the report of a passed deadline. A stale or early report has no effect."""
+    if body.deadline == EXPIRED:
+        forget_tasks(state)
     deadline = running_deadlines(state).get(body.deadline)
     if deadline is None or record.at_s < deadline.due_s:
         return

@@ -41,6 +41,8 @@ LOSSES = "losses"
 """The deadline, due at once, until which nodes that are lost in the moment of a plan share the
 next one: many verdicts have the same time."""
 _NODE_DEADLINES = frozenset(("replace", "price", "device", "recovered", "quarantine"))
+EXPIRED = "expired"
+"""The deadline of ended tasks. It is none of the state's: `expired_tasks` tells when it is due."""
 PRICE_S = 60.0
 """Minimum time between two cost estimates of a degraded node."""
 
@@ -50,6 +52,23 @@ def task_of_deadline(name: str) -> int:
     what, _, rest = name.partition("/")
     number = rest.partition("/")[0]
     return int(number) if what not in _NODE_DEADLINES and number.isdecimal() else 0
+
+
+def expired_tasks(state: ClusterState, now_s: float) -> list[Task]:
+    """Ended tasks that leave the state: `ended_keep_s` is over, and no node has anything of them.
+    """
+    until_s = now_s - state.policy.ended_keep_s
+    return [task for task in state.tasks.values()
+            if task.phase == "ended" and task.since_s <= until_s
+            and not (task.ranks or task.orphans or task.store_nodes)]
+
+
+def forget_tasks(state: ClusterState) -> None:
+    """Remove the expired tasks, with all that is about them."""
+    for task in expired_tasks(state, state.at_s):
+        for one in [one for one in state.incidents.values() if one.task == task.id]:
+            del state.incidents[one.id]
+        del state.tasks[task.id]
 
 
 def set_deadline(state: ClusterState, deadline: str, length_s: float) -> None:

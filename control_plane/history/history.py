@@ -300,8 +300,13 @@ class History(Struct):
             plan.ideal_waf, tuple(sorted({one.origin for one in tables if one is not None}))))
 
 
-def history(records: Iterable[Record]) -> History:
-    it = History()
+def history(records: Iterable[Record], state: ClusterState | None = None) -> History:
+    """`state`: that before the records, which is changed; None: the empty one."""
+    state = state or ClusterState()
+    it = History(state=state, tasks={
+        key: TaskHistory(task=task, logs={rank.rank: (rank.slot.node, rank.log_path)
+                                          for rank in task.ranks.values() if rank.log_path})
+        for key, task in state.tasks.items()})
     for record in records:
         it.add(record)
     return it
@@ -312,7 +317,7 @@ def waf(it: History, num_buckets: int) -> Waf:
     FLOP of iterations done for the first time x weight, spread over the time that they took.
     `planned` and `ideal` hold from one PlanChosen to the next; 0 before the first and after the
     last task. Raises ValueError if `num_buckets` is below 1."""
-    from_s = min((task.submitted_s for task in it.state.tasks.values()), default=it.at_s)
+    from_s = min((one.task.submitted_s for one in it.tasks.values()), default=it.at_s)
     return over_time(it.work, it.plans, from_s=from_s, to_s=it.at_s, num_buckets=num_buckets)
 
 

@@ -112,7 +112,8 @@ class IncidentRecords(Struct, kw_only=True):
         """Why there was no in-memory checkpoint, if a farther source was used."""
         if self.incident.incident.source.origin not in ("checkpoint", "seed") or self.kept:
             return ""
-        training = self.state.tasks[self.incident.task].spec.training
+        task = self.state.tasks.get(self.incident.task)  # it may have left the state
+        training = task.spec.training if task is not None else None
         if training is None:
             return ""
         return ("none had been reported" if training.copy_every else
@@ -155,10 +156,12 @@ class IncidentRecords(Struct, kw_only=True):
             "moves" not in self.others.values() or seq > end + AFTER_RECORDS_MAX)
 
 
-def incident_records(one: IncidentHistory, records: Iterable[Record]) -> IncidentRecords:
-    """Read the log from its start until the incident and its later evidence are complete."""
+def incident_records(one: IncidentHistory, records: Iterable[Record],
+                     state: ClusterState | None = None) -> IncidentRecords:
+    """Read the log from its start until the incident and its later evidence are complete. `state`:
+    that before the records, which is changed; None: the empty one."""
     later = frozenset(one.incident.evidence) - frozenset(one.evidence)
-    found = IncidentRecords(incident=one, later=later)
+    found = IncidentRecords(incident=one, later=later, state=state or ClusterState())
     for record in records:
         found.add(record)
         if found.is_over(record.seq):

@@ -22,7 +22,7 @@ from ...events.records.envelope import Record, Report
 from ...events.records.reports import DeadlineReached, TokenChanged
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
-from ..fold.edits import LOSSES, running_deadlines
+from ..fold.edits import EXPIRED, LOSSES, expired_tasks, running_deadlines
 from ..state.cluster import ClusterState
 from .leader import LEASE_S, Leader
 from .leases import Leases
@@ -526,7 +526,7 @@ class Coordinator:
         state, now_s = self._leader.state, self._leader.now_s()
         return self._outages.due_s <= now_s or any(
             d.due_s <= now_s for d in running_deadlines(state).values()) or any(
-            True for _ in self._leases.verdicts(state))
+            True for _ in self._leases.verdicts(state)) or bool(expired_tasks(state, now_s))
 
     def _timed_reports(self, now_s: float) -> Iterator[Report]:
         """An outage that is over, deadlines that have passed and leases that have changed, in the
@@ -542,6 +542,8 @@ class Coordinator:
                 yield self._leader.report(DeadlineReached(deadline=name))
         for body in self._leases.verdicts(state):
             yield self._leader.report(body)
+        if expired_tasks(state, now_s):
+            yield self._leader.report(DeadlineReached(deadline=EXPIRED))
 
     def _losses(self) -> Iterator[Report]:
         """The end of a turn is that of the moment in which lost nodes share a plan."""

@@ -19,7 +19,7 @@ from ...events.records.types import Body
 from ...events.spec.policy import Policy
 from ..decide.advance import accepts, advance, is_foreign
 from ..fold.fold import fold
-from ..state.cluster import DECIDER_VERSION, NUM_REQUESTS_MAX, ClusterState, open_orders
+from ..state.cluster import DECIDER_VERSION, SCHEMA, ClusterState, open_orders
 from . import snapshots
 
 PAGE_RECORDS_MAX = 1_000
@@ -98,8 +98,7 @@ class Leader:
                     raise CorruptLog(self.state.seq + 1, f"is missing; the next is {record.seq}")
                 fold(self.state, record)
                 self._last = record
-                if record.source.startswith("operator/") and record.source_seq == 1:
-                    _remember(self.answers, {record.source: record.seq})
+            snapshots.remember(self.answers, page)
             yield page
 
     def _forget(self) -> None:
@@ -152,15 +151,11 @@ class Leader:
         now_s, expect = self.now_s(), self.state.seq
         records: list[Record] = []
         acked: dict[str, int] = {}
-        answers: dict[str, int] = {}
         for report in reports:
             if accepts(self.state, report) != "next" or self._refuses(report):
                 continue
-            made = advance(self.state, report, epoch=self.epoch, at_s=now_s)
-            records += made
-            if report.source.startswith("operator/"):
-                answers.setdefault(report.source, made[0].seq)
-            elif report.source != self.source:
+            records += advance(self.state, report, epoch=self.epoch, at_s=now_s)
+            if report.source != self.source and not report.source.startswith("operator/"):
                 acked[report.source] = report.source_seq
         if records:
             await self._log.append(records, epoch=self.epoch, expect=expect, cursor=cursor,
@@ -168,7 +163,7 @@ class Leader:
             self._last = records[-1]
         if cursor:
             self.position = cursor
-        _remember(self.answers, answers)
+        snapshots.remember(self.answers, records)
         return records
 
     def _refuses(self, report: Report) -> bool:
@@ -190,17 +185,16 @@ class Leader:
                 raise CorruptLog(last + 1, f"the server has lost records {last + 1} to {seq}, "
                                  "which were acknowledged: unicron log restore, into an empty "
                                  "server")
-            if state.seq:
+            if state.seq + 1 < (first := self._log.first_seq):
+                raise CorruptLog(first, f"the records before it were pruned, and {folder.where} "
+                                 f"has no good snapshot of {SCHEMA}: put one back, or use the "
+                                 "Unicron that wrote it")
+            if state.seq >= first:
                 (record,) = await self._log.read(after=state.seq - 1, num_max=1)
                 if record.epoch != state.epoch:
                     raise CorruptLog(state.seq, f"is of epoch {record.epoch}, and in a snapshot of "
                                      f"epoch {state.epoch}: the server has another log")
-                self.state, self.answers, self._last = state, answers, record
+                self._last = record
+            self.state, self.answers = state, answers
         except OSError as error:
             raise Unavailable(f"{folder.where}: {reason(error)}") from None
-
-
-def _remember(answers: dict[str, int], new: dict[str, int]) -> None:
-    answers.update(new)
-    while len(answers) > NUM_REQUESTS_MAX:
-        del answers[next(iter(answers))]

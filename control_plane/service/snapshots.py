@@ -6,12 +6,22 @@ state, is passed over for the one before.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 import structlog
 
 from ...events.errors import CorruptLog
-from ...events.log.segments import Folder
-from ..state.cluster import SCHEMA, ClusterState, decode_state, encode_state
+from ...events.log.segments import Folder, SealedLog
+from ...events.records.envelope import Record
+from ..fold.fold import fold
+from ..state.cluster import (
+    NUM_REQUESTS_MAX,
+    SCHEMA,
+    ClusterState,
+    decode_state,
+    encode_state,
+)
 
 _logger = structlog.get_logger("control_plane")
 
@@ -24,6 +34,29 @@ def encode(state: ClusterState, answers: dict[str, int]) -> bytes:
 def write(folder: Folder, seq: int, epoch: int, encoded: bytes) -> None:
     """Write a snapshot that was encoded after record `seq`. Raises OSError."""
     folder.write_snapshot(seq, epoch, SCHEMA, encoded)
+
+
+def remember(answers: dict[str, int], records: Iterable[Record]) -> None:
+    """Add the operators' requests among the records to the answers; the oldest are dropped."""
+    for record in records:
+        if record.source.startswith("operator/") and record.source_seq == 1:
+            answers[record.source] = record.seq
+    while len(answers) > NUM_REQUESTS_MAX:
+        del answers[next(iter(answers))]
+
+
+def write_at(folder: Folder, sealed: SealedLog, seq: int) -> None:
+    """Write the snapshot of the state after record `seq`, which is the last of its segment, and
+    read it again. Raises CorruptLog, OSError."""
+    state, answers = newest(folder, seq)
+    while state.seq < seq:
+        page = sealed.read(after=state.seq, num_max=seq - state.seq)
+        for record in page:
+            fold(state, record)
+        remember(answers, page)
+    write(folder, seq, state.epoch, encode(state, answers))
+    if encode_state(newest(folder, seq)[0]) != encode_state(state):
+        raise CorruptLog(seq, "its snapshot cannot be read again")
 
 
 def newest(folder: Folder | None, seq_max: int | None = None

@@ -291,7 +291,7 @@ class Accounting:
     # --- rates of tasks ---------------------------------------------------------------------------
     def update(self, at_s: float, number: int) -> None:
         """Update the task's rate, and the reason why the rate is not higher."""
-        if number in self._left:
+        if number in self._left or number not in self.state.tasks:
             return
         task, job = self.state.tasks[number], self.jobs[number]
         rate_flops, slots = 0.0, 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from base64 import b64decode, b64encode
 from collections.abc import Iterable
 
 import msgspec
 from msgspec import Struct, field
 
+from ...events.errors import UsageError
 from ...events.records.codec import decode_record
 from ...events.records.decisions import PlanChosen
 from ...events.records.envelope import Record
@@ -121,6 +123,20 @@ def encode_state(state: ClusterState) -> bytes:
 def decode_state(data: bytes) -> ClusterState:
     """The inverse of `encode_state`. Raises msgspec.MsgspecError on invalid data."""
     return _decoder.decode(data)
+
+
+def state_text(state: ClusterState) -> str:
+    """The state as text, for JSON: SCHEMA, a colon, and its encoding in base64."""
+    return f"{SCHEMA}:{b64encode(encode_state(state)).decode()}"
+
+
+def state_of_text(text: str) -> ClusterState:
+    """The inverse of `state_text`. Raises UsageError for another schema."""
+    schema, _, data = text.partition(":")
+    if schema != SCHEMA:
+        raise UsageError(f"the log begins with a state of {schema}, this Unicron has {SCHEMA}",
+                         "use the version that wrote it")
+    return decode_state(b64decode(data))
 
 
 def state_hash(state: ClusterState) -> str:

@@ -29,13 +29,15 @@ EXPORT_HINT = "unicron export FILE writes one"
 
 
 class Header(Struct, frozen=True, kw_only=True):
-    """Line 1: the cluster, the version of the code that wrote the file, and the first seq."""
+    """Line 1: the cluster, the version of the code that wrote the file, the first seq. `begins`:
+    of a log whose beginning was pruned, the state before that (control_plane/state/cluster.py)."""
 
     format: str
     version: int
     cluster: str
     code: str
     first_seq: int
+    begins: str = ""
 
 
 class _Footer(Struct, frozen=True, kw_only=True):
@@ -77,12 +79,13 @@ class Writer:
 
 
 @contextlib.contextmanager
-def create(path: Path, *, cluster: str, code: str, first_seq: int = 1) -> Generator[Writer]:
+def create(path: Path, *, cluster: str, code: str, first_seq: int = 1, begins: str = ""
+           ) -> Generator[Writer]:
     """Yield a writer. When the block ends without an error, the complete file appears at `path`.
     Raises UsageError if the file cannot be written."""
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     header = Header(format=FORMAT, version=FORMAT_VERSION, cluster=cluster, code=code,
-                    first_seq=first_seq)
+                    first_seq=first_seq, begins=begins)
     try:
         with _usage_error_of(path):
             file = new.open("wb")
@@ -107,10 +110,10 @@ def _usage_error_of(path: Path, hint: str = "name another file") -> Generator[No
 
 
 def write(path: Path, records: Iterable[Record], *, cluster: str, code: str,
-          first_seq: int = 1) -> int:
+          first_seq: int = 1, begins: str = "") -> int:
     """Write all `records`, contiguous from `first_seq`; return their number. Raises CorruptLog for
     a gap, UsageError if the file cannot be written."""
-    with create(path, cluster=cluster, code=code, first_seq=first_seq) as writer:
+    with create(path, cluster=cluster, code=code, first_seq=first_seq, begins=begins) as writer:
         for record in records:
             writer.add(record)
         return writer.num_records

@@ -140,10 +140,6 @@ class LeaderPort(Protocol):
         """Delete the reports up to and including cursor `before`, which are in the log."""
         ...
 
-    async def open_segments(self) -> None:
-        """Read which segments are the log's. Raises CorruptLog, UsageError."""
-        ...
-
     async def seal(self, records: Sequence[Record], *, epoch: int) -> None:
         """Write the records behind the sealed ones to a segment, then drop all before them from the
         server. Raises Fenced, Conflict, OSError."""
@@ -160,6 +156,15 @@ class ReaderPort(Protocol):
 
     async def read(self, *, after: int, num_max: int) -> list[Record]:
         """Records with seq above `after`, in order, at most `num_max`."""
+        ...
+
+    async def open_segments(self) -> None:
+        """Read which segments are the log's. Raises CorruptLog, UsageError."""
+        ...
+
+    @property
+    def first_seq(self) -> int:
+        """The oldest record that was not pruned, as of the last `open_segments`."""
         ...
 
     async def last_seq(self) -> int:

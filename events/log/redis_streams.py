@@ -667,6 +667,11 @@ class RedisLog:
         """The last record that is in a segment, as far as this reader knows."""
         return self._segments.last if self._segments is not None else 0
 
+    @property
+    def first_seq(self) -> int:
+        """See LeaderPort."""
+        return self._segments.first if self._segments is not None else 1
+
     async def open_segments(self) -> None:
         """Read which segments are the log's, from the head that the server holds. Raises
         CorruptLog, UsageError, Unavailable."""
@@ -690,7 +695,9 @@ class RedisLog:
             epoch, last.name if last else "", segment.name,
             f"{records[0].epoch}-{records[0].seq}"), repeatable=False)
         _check_result(reply, epoch, segment.first - 1)
-        sealed.add(segment)
+        now = self._segments or sealed
+        if now.last < segment.first:  # else a reader has opened the segments meanwhile
+            now.add(segment)
 
     async def restore(self, records: Sequence[Record], segment: Segment, epoch: int,
                       acked: Mapping[str, int]) -> None:

@@ -2,6 +2,7 @@
 
     FIRST-LAST-EPOCH-DIGEST-PREV.segment   records FIRST to LAST; PREV: the segment before
     SEQ-EPOCH-DIGEST.state                 a snapshot: the folded state after record SEQ
+    FIRST-PREV.pruned                      the segments before record FIRST were pruned
 
 A name has all that the chain needs: the digest of the file's bytes, and that of the segment before.
 So the name of the newest segment, the head, determines the whole sealed log. The log's server holds
@@ -26,7 +27,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from ..errors import CorruptLog, UsageError
+from ..errors import CorruptLog, Pruned, UsageError
 from ..object_storage import Store
 from ..records import codec
 from ..records.envelope import Record
@@ -38,6 +39,7 @@ DIGEST_CHARS = 16
 _HEAD = struct.Struct(">I")
 _SEGMENT = re.compile(r"(\d{16})-(\d{16})-(\d{8})-([0-9a-f]{16})-([0-9a-f]{16})\.segment")
 _SNAPSHOT = re.compile(r"(\d{16})-(\d{8})-([0-9a-f]{16})\.state")
+_PRUNED = re.compile(r"(\d{16})-([0-9a-f]{16})\.pruned")
 NO_DIGEST = "0" * DIGEST_CHARS
 
 
@@ -135,8 +137,8 @@ class Folder:
         return sorted(one for name in self._names() if (one := Segment.parse(name)) is not None)
 
     def chain(self, head: str = "") -> list[Segment]:
-        """The sealed log up to the segment named `head`, from the oldest that is left; "": the
-        longest chain. Raises CorruptLog, with the seqs that are gone, if one between is missing."""
+        """The sealed log up to the segment named `head`, from the oldest that was not pruned; "":
+        the longest chain. Raises CorruptLog, with the seqs that are gone, if one is missing."""
         found = self.segments()
         by_digest = {one.digest: one for one in found}
         last = Segment.parse(head)
@@ -150,10 +152,32 @@ class Folder:
             chain.append(last)
             last = by_digest.get(last.prev)
         chain.reverse()
-        older = [one for one in found if chain and one.last < chain[0].first]
-        if older and chain[0].prev != NO_DIGEST:
-            raise gone(older[-1].last + 1, chain[0].first - 1, self.where)
-        return chain
+        pruned = self._pruned()
+        begin = max((at for at, one in enumerate(chain) if (one.first, one.prev) in pruned),
+                    default=0)
+        if chain and not begin and chain[0].prev != NO_DIGEST and (
+                chain[0].first, chain[0].prev) not in pruned:
+            ends = [one.last for one in found if one.last < chain[0].first]
+            first = max([*ends, *(seq - 1 for seq, _ in pruned if seq < chain[0].first)], default=0)
+            raise gone(first + 1, chain[0].first - 1, self.where)
+        return chain[begin:]
+
+    def prune(self, chain: Sequence[Segment], first: int) -> list[Segment | Snapshot]:
+        """Let the log begin with the segment of `chain` that begins with record `first`; remove the
+        older files, and return them. A snapshot of the state before `first` is there already. If
+        this is interrupted, the log is whole, and the next call removes the rest."""
+        begin = next(one for one in chain if one.first == first)
+        old: list[Segment | Snapshot] = [
+            *(one for one in self.segments() if one.last < first),
+            *(one for one in self.snapshots() if one.seq < first - 1)]
+        self._write(f"{first:016}-{begin.prev}.pruned", b"older records were pruned\n")
+        self.remove(old)
+        return old
+
+    def _pruned(self) -> set[tuple[int, str]]:
+        """Where pruned logs begin: the first record, and the digest of the segment before."""
+        return {(int(found[1]), found[2]) for name in self._names()
+                if (found := _PRUNED.fullmatch(name))}
 
     # --- snapshots --------------------------------------------------------------------------------
     def write_snapshot(self, seq: int, epoch: int, schema: str, state: bytes) -> Snapshot:
@@ -269,6 +293,8 @@ class SealedLog:
     def read(self, *, after: int, num_max: int) -> list[Record]:
         """Records with seq above `after`, in order, at most `num_max`, and at most to the end of
         a segment. Raises CorruptLog, OSError."""
+        if after + 1 < self.first:
+            raise Pruned(self.first)
         records = self._records  # another thread may read elsewhere meanwhile
         if not records or not records[0].seq <= after + 1 <= records[-1].seq:
             segment = next((one for one in reversed(self.chain)

@@ -48,6 +48,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "copies_bytes_max": (0, 2**53),
     "seal_records": (1, _NUM_MAX),
     "seal_s": _SPAN,
+    "ended_keep_s": (0, 1e15),
     "calibrate_iterations": (1, 10_000),
     "calibrate_min": (0, 1),
     "replicas_min": (0, 100),
@@ -130,6 +131,8 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seal_s: float = 300.0
     """It does so also for fewer records, after this time: the loss of the server's disk costs no
     more."""
+    ended_keep_s: float = 7 * 86400.0
+    """How long a task that has ended stays in the state, with its incidents. The log keeps it."""
     calibrate_iterations: int = 20
     """Undisturbed iterations at one size before their times count as measured throughput."""
     calibrate_min: float = 0.1

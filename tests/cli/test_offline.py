@@ -87,6 +87,80 @@ def test_the_log_is_whole_or_says_what_is_gone(state: Path, tmp_path: Path) -> N
     assert f"records {missing.first} to {missing.last} are missing" in verdict.stderr
 
 
+def test_a_pruned_log_is_read_from_its_beginning_on(state: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "state"
+    shutil.copytree(state, copy)
+    records = unicron(copy, "tail", "-o", "jsonl").stdout.splitlines()
+    whole = json.loads(unicron(copy, "status", "-o", "json").stdout)
+    young = unicron(copy, "log", "prune", "--keep", "1")
+    assert (young.returncode, young.stdout) == (0, "nothing  is older than 1 days, but for what "
+                                                "must stay\nleft     records from 1 on\n")
+    pruned = unicron(copy, "log", "prune", "--keep", "0")
+    segments = sorted((copy / "log").glob("*.segment"))
+    assert (pruned.returncode, len(segments)) == (0, 1), pruned
+    begin = Segment.parse(segments[0].name)
+    assert begin is not None
+    first = begin.first
+    assert first > 12
+    assert f"left     records from {first} on" in pruned.stdout
+    assert f"the records before {first} were pruned" in unicron(copy, "log", "verify").stdout
+    assert f"pruned     records 1 to {first - 1}" in unicron(copy, "log", "status").stdout
+    # Every reader begins there, with the state of that moment.
+    note = f"note: the log begins at seq {first}: records 1 to {first - 1} were pruned"
+    tail = unicron(copy, "tail", "-o", "jsonl")
+    assert (tail.stdout.splitlines(), note in tail.stderr) == (records[first - 1:], True)
+    assert json.loads(unicron(copy, "status", "-o", "json").stdout) == whole
+    assert "FINISHED" in unicron(copy, "status", "j0").stdout
+    for words, why in ((("status", "--at", "12"), "older ones were pruned"),
+                       (("tail", "--after", "3"), f"records 1 to {first - 1} were pruned"),
+                       (("replay", "--live", "--until", "3"), "record 3 was pruned")):
+        refused = unicron(copy, *words)
+        assert (refused.returncode, why in refused.stderr) == (2, True), refused
+    assert json.loads(unicron(copy, "replay", "--live", "-o", "json").stdout)["cluster"][
+        "hash"] == whole["cluster"]["hash"]
+    exported = tmp_path / "log.jsonl"
+    assert unicron(copy, "export", str(exported)).returncode == 0
+    verdict = json.loads(unicron(copy, "replay", str(exported), "--verify", "-o", "json").stdout)
+    assert (verdict["ok"], verdict["state_hash"]) == (True, whole["cluster"]["hash"])
+    assert "nothing has failed so far" in unicron(copy, "incident").stdout
+    explained = unicron(copy, "explain", str(len(records)))
+    assert explained.returncode == 0, explained
+    # A missing file is not taken for a pruned one, and a start needs what was left alone.
+    cluster = Cluster(copy)
+    try:
+        assert cluster.up().returncode == 0
+        kept = cluster("tail", "-o", "jsonl").stdout.splitlines()
+        assert kept[: len(records) - first + 1] == records[first - 1:]
+        refused = cluster("tail", "--after", "3")
+        assert (refused.returncode, f"records 1 to {first - 1} were pruned" in refused.stderr) == (
+            2, True), refused
+        assert "VERIFIED" in cluster("replay", "--live", "--verify").stdout
+        assert cluster("status", "j0").returncode == 0
+    finally:
+        cluster("down")
+    for one in (copy / "log").glob(f"{first - 1:016}-*.state"):
+        one.unlink()
+    verdict = unicron(copy, "log", "verify")
+    assert f"the snapshot after record {first - 1} is missing" in verdict.stdout
+    segments[0].unlink()
+    assert unicron(copy, "log", "verify").returncode != 0
+
+
+def test_a_pruned_log_is_restored(state: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "state"
+    shutil.copytree(state, copy)
+    assert unicron(copy, "log", "prune", "--keep", "0").returncode == 0
+    shutil.rmtree(copy / "server")
+    cluster = Cluster(copy)
+    restored = cluster("log", "restore")
+    assert restored.returncode == 0, restored
+    try:
+        assert cluster.up().returncode == 0
+        assert "VERIFIED" in cluster("replay", "--live", "--verify").stdout
+    finally:
+        cluster("down")
+
+
 def test_a_folder_without_a_log_is_not_whole(tmp_path: Path) -> None:
     for words in (("log", "verify"), ("log", "restore")):
         refused = unicron(tmp_path / "none", *words)

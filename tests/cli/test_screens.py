@@ -249,7 +249,9 @@ def test_a_folder_with_blanks_in_its_name_can_be_pasted(tmp_path: Path) -> None:
 def test_a_node_in_place_of_a_task_gets_a_hint(
         monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     d, _, _ = gives()
-    client = mock.Mock(get=lambda path, *limits, **query: seen(d))
+    answers = {"/v1/state": seen(d), "/v1/log/beginning": {"after": 0, "state": ""}}
+    client = mock.Mock(get=lambda path, *limits, **query: answers[path],
+                       records=lambda after, *, follow: plain(d))
     monkeypatch.setattr(status, "connect_to_read", lambda state, url: client)
     with pytest.raises(UsageError, match="'n2' is a node") as error:
         status.status(StateDir(tmp_path), None, "n2", watch=False, as_json=False)

@@ -199,7 +199,8 @@ class MemoryLog:
     async def check_durable(self) -> None:
         """What this process has written is kept as long as this process."""
         self._reply(self._outcome("check_durable"), None)
-    sealed_seq = 0
+
+    sealed_seq, first_seq = 0, 1
 
     async def open_segments(self) -> None:
         """Do nothing: this log has no segments."""

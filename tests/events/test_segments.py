@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from unicron.events.errors import CorruptLog, UsageError
+from unicron.events.errors import CorruptLog, Pruned, UsageError
 from unicron.events.log.segments import Folder, SealedLog, Segment, Snapshot
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
@@ -79,13 +79,51 @@ def test_missing_records_are_named(folder: Folder) -> None:
         folder.chain(made[2].name)
 
 
-def test_the_oldest_segments_may_be_gone(folder: Folder) -> None:
+def test_a_pruned_beginning_is_no_missing_file(folder: Folder) -> None:
+    made = sealed(folder, 10, 25, 40, 60)
+    snapshots = [folder.write_snapshot(seq, 1, "schema", b"") for seq in (9, 10, 30)]
+    old = SealedLog(folder)
+    assert folder.prune(made, 11) == [made[0], snapshots[0]]
+    assert (folder.chain(), folder.snapshots()) == (made[1:], snapshots[1:])
+    log = SealedLog(folder)
+    assert (log.first, log.last) == (11, 60)
+    assert list(log.records(after=10)) == records(11, 60)
+    for read in (log.records, lambda: log.read(after=9, num_max=5)):
+        with pytest.raises(Pruned, match="seq 11: the log begins here: records 1 to 10 were prun"):
+            next(iter(read()))
+    with pytest.raises(CorruptLog, match="records 1 to 10 are missing"):
+        old.read(after=0, num_max=5)
+    assert folder.prune(made[1:], 41) == [*made[1:3], *snapshots[1:]]
+    assert folder.chain() == made[3:]
+
+
+def test_a_missing_beginning_is_named(folder: Folder) -> None:
     made = sealed(folder, 10, 25, 40)
     folder.remove(made[:1])
+    with pytest.raises(CorruptLog, match="seq 1: records 1 to 10 are missing from "):
+        folder.chain()
+    folder.prune(made, 11)
     assert folder.chain() == made[1:]
-    assert SealedLog(folder).first == 11
-    assert list(SealedLog(folder).records()) == []
-    assert list(SealedLog(folder).records(after=10)) == records(11, 40)
+    folder.remove(made[1:2])
+    with pytest.raises(CorruptLog, match="seq 11: records 11 to 25 are missing from "):
+        folder.chain()
+
+
+def test_an_interrupted_prune_is_finished_by_the_next(
+        folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sealed(folder, 10, 25, 40)
+
+    def fails(files: object) -> None:
+        raise OSError("disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "remove", fails)
+        with pytest.raises(OSError, match="disk"):
+            folder.prune(made, 26)
+    assert folder.chain() == made[2:]
+    assert folder.segments() == made
+    assert folder.prune(folder.chain(), 26) == made[:2]
+    assert folder.segments() == made[2:]
 
 
 @pytest.mark.parametrize("damage", ["edited", "cut", "empty", "swapped"])

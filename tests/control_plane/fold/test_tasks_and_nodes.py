@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 from decider import Driver, failed, finish, kinds, only, spec, task_of, the, waits_of
+from unicron.cli.commands.incident import facts_of
 from unicron.control_plane.api.view import view
-from unicron.control_plane.fold.edits import PLAN
+from unicron.control_plane.decide.replay import replay, verify
+from unicron.control_plane.fold.edits import EXPIRED, PLAN
 from unicron.control_plane.fold.operator_requests import PLAN_WAIT_S_MAX
+from unicron.control_plane.history.history import history
+from unicron.control_plane.history.incident_records import incident_records
 from unicron.control_plane.planner import pending
 from unicron.control_plane.planner.pending import WaitExplanation
-from unicron.control_plane.state.cluster import DECIDER_VERSION, open_orders
+from unicron.control_plane.state.cluster import DECIDER_VERSION, open_orders, state_hash
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
@@ -204,6 +208,53 @@ def test_a_task_finishes(d: Driver, task: int) -> None:
     d.obey(done)
     assert open_orders(d.state) == []
     assert d.state.deadlines == {}
+
+
+def test_an_ended_task_leaves_the_state_with_all_that_is_about_it(d: Driver, task: int) -> None:
+    d.obey(d.exit(task, 2))
+    d.progress(task)
+    assert [one.task for one in d.state.incidents.values()] == [task]
+    late = r.RankExited(task=task, rank=0, attempt=1, pid=1, exit_code=0, signal=None)
+    done = finish(d, task)
+
+    def expire() -> bool:
+        d.now_s += d.state.policy.ended_keep_s
+        assert kinds(d.tell(f"leader/{d.state.nonce}", r.DeadlineReached(deadline=EXPIRED))) == []
+        return task not in d.state.tasks
+
+    early = r.DeadlineReached(deadline=EXPIRED)
+    assert kinds(d.tell(f"leader/{d.state.nonce}", early)) == []
+    assert task in d.state.tasks
+    assert not expire(), "nodes still have its in-memory checkpoints"
+    d.obey(done)
+    assert expire()
+    assert (d.state.tasks, d.state.incidents, d.state.deadlines) == ({}, {}, {})
+    assert open_orders(d.state) == []
+    assert kinds(d.tell(d.source("n1"), late)) == []
+    second = d.submit(spec(name="beta"))
+    assert task_of(d, second).target
+    assert verify(d.log).state_hash == state_hash(d.state) == state_hash(replay(d.log))
+    past = history(d.log)
+    assert (past.tasks[task].task.outcome, len(past.incidents)) == ("finished", 1)
+    facts = facts_of(past, incident_records(next(iter(past.incidents.values())), d.log),
+                     view(d.state), now_s=d.now_s)
+    assert (facts["name"], facts["over"]) == ("alpha", True)
+
+
+def test_an_incident_is_told_from_a_pruned_log_as_from_the_whole(d: Driver, task: int) -> None:
+    """But for the layout: a Reconfigure before the beginning told it."""
+    cut = len(d.log)
+    d.obey(d.exit(task, 2))
+    d.progress(task)
+    told = []
+    for begin in (0, cut):
+        past = history(d.log[begin:], replay(d.log[:begin]))
+        (one,) = past.incidents.values()
+        found = incident_records(one, d.log[begin:], replay(d.log[:begin]))
+        told.append(facts_of(past, found, view(d.state), now_s=d.now_s))
+    whole, pruned = told
+    assert {key for key in whole if whole[key] != pruned[key]} <= {"layouts", "effects", "lost"}
+    assert pruned["timeline"]
 
 
 def test_a_rank_that_missed_the_end_is_stopped(d: Driver, task: int) -> None:

@@ -16,6 +16,7 @@ import replicated_servers
 from memory_log import MemoryLog, Outcome
 from simulated import virtual_time
 from structlog.testing import capture_logs
+from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.service.coordinator import Coordinator, Limits
 from unicron.control_plane.service.leader import LEASE_S
 from unicron.control_plane.state.cluster import DECIDER_VERSION, state_hash
@@ -440,6 +441,30 @@ async def test_a_deadline_is_a_record(log: MemoryLog) -> None:
     ordered = next(x for x in records if x.kind == "StartRank")
     assert 30.0 <= reached.at_s - ordered.at_s < 30.1
     assert reached.source == "leader/a"
+
+
+@virtual
+async def test_an_ended_task_leaves_the_state_at_its_time(log: MemoryLog) -> None:
+    """Also across a change of leader: the time counts from the task's end."""
+    policy = Policy(ended_keep_s=100.0, silence_s_max=1e6)
+    async with leading(log, policy=policy) as leader:
+        task = await leader.write("x", job())
+        other = await leader.write("y", job("other"))
+        await leader.write("z", r.TaskCancelRequested(task=task, reason=""))
+        await asyncio.sleep(60.0)
+        assert (await leader.settled()).tasks.keys() == {task, other}
+    async with leading(log, "b", policy=policy) as leader:
+        records = await until(log, "DeadlineReached")
+        assert (await leader.settled()).tasks.keys() == {other}
+        await asyncio.sleep(200.0)
+        records = await log.read(after=0, num_max=999)
+        shown = state_hash(await leader.settled())
+    ended = next(x for x in records if x.kind == "TaskEnded")
+    reached = [x for x in records if x.kind == "DeadlineReached"]
+    assert len(reached) == 1
+    assert 100.0 <= reached[0].at_s - ended.at_s < 101.5
+    verdict = verify(records)
+    assert (verdict.ok, verdict.state_hash) == (True, shown), verdict.words
 
 
 @virtual

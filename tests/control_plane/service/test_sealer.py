@@ -16,9 +16,9 @@ from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.service import sealer, snapshots
 from unicron.control_plane.service.coordinator import Coordinator, Limits
 from unicron.control_plane.state.cluster import ClusterState, state_hash
-from unicron.events.errors import CorruptLog, Unavailable
+from unicron.events.errors import CorruptLog, Pruned, Unavailable
 from unicron.events.log.redis_streams import RedisLog
-from unicron.events.log.segments import Folder
+from unicron.events.log.segments import Folder, SealedLog
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 from unicron.events.spec.policy import Policy
@@ -227,6 +227,64 @@ async def test_a_segment_that_cannot_be_read_now_is_tried_again(
         path.rmdir()
         (tmp_path / "kept").rename(path)
         assert [record.seq for record in await log.read(after=0, num_max=10)] == [*range(1, 11)]
+
+
+async def test_a_leader_goes_on_while_its_log_is_pruned(redis_log: Any, tmp_path: Path) -> None:
+    """Its readers learn where the log begins, and the next start needs nothing of what is gone."""
+    folder = Folder(tmp_path, redis_log.name)
+    async with redis_log(folder=folder) as log, leading(log, folder) as coordinator:
+        await write(coordinator, 0, 70)
+        await until_sealed(log, 60)
+        assert len(await log.read(after=0, num_max=5)) == 5
+        sealed = SealedLog(folder)
+        snapshots.write_at(folder, sealed, 40)
+        folder.prune(sealed.chain, 41)
+        assert folder.snapshots()[0].seq == 40
+        with pytest.raises(Pruned, match="seq 41: the log begins here"):
+            await log.read(after=20, num_max=5)
+        assert log.first_seq == 41
+        await write(coordinator, 70, 30)
+        await until_sealed(log, 80)
+        shown = state_hash(await coordinator.settled())
+    for one in [one for one in folder.snapshots() if one.seq > 40]:  # even with that one alone
+        (tmp_path / one.name).unlink()
+    async with redis_log(folder=folder) as log, leading(log, folder, nonce="b") as second:
+        async with asyncio.timeout(20.0):
+            while not second.leading:
+                await asyncio.sleep(0.05)
+        state = await second.settled()
+        assert second.answer("w3") is not None, "old requests are still recognised"
+        after, _ = snapshots.newest(folder, 40)
+        while page := await log.read(after=after.seq, num_max=7):
+            for record in page:
+                fold(after, record)
+        assert state_hash(after) == state_hash(state) != shown
+    for one in folder.snapshots():
+        (tmp_path / one.name).unlink()
+    async with redis_log(folder=folder) as log:
+        with pytest.raises(CorruptLog, match=r"seq 41: the records before it were pruned, and .* "
+                                             r"has no good snapshot of unicron-state-9: put one"):
+            async with leading(log, folder, nonce="c"):
+                pass
+
+
+async def test_no_snapshot_is_no_reason_to_prune(redis_log: Any, tmp_path: Path) -> None:
+    folder = Folder(tmp_path, redis_log.name)
+    async with redis_log(folder=folder) as log, leading(log, folder) as coordinator:
+        await write(coordinator, 0, 50)
+        await until_sealed(log, 40)
+        state = await whole(log)
+    sealed = SealedLog(folder)
+    folder.remove(folder.snapshots())
+    snapshots.write_at(folder, sealed, 20)
+    then, answers = snapshots.newest(folder)
+    assert (then.seq, then.epoch, len(answers)) == (20, state.epoch, 18)
+    path = tmp_path / sealed.chain[1].name
+    path.write_bytes(path.read_bytes()[:-1])
+    folder.remove(folder.snapshots())
+    with pytest.raises(CorruptLog, match="is damaged"):
+        snapshots.write_at(folder, SealedLog(folder), 40)
+    assert folder.snapshots() == []
 
 
 async def test_a_snapshot_is_found_by_its_moment(redis_log: Any, tmp_path: Path) -> None:
