@@ -16,6 +16,7 @@ from ..terminal.record_line import outage, state_source, status_in_words
 
 if TYPE_CHECKING:
     from ...control_plane.history.history import History, IncidentHistory
+    from ...control_plane.history.node_losses import NodeLoss
 
 PHASE_WORDS = {"held": "paused", "stood": "stalled"}
 """The page's words for phases that have another name in the JSON."""
@@ -72,6 +73,8 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
     lines = [f"{head}  {detected.rjust(fmt.SCREEN_COLUMNS - len(head) - 2)}",
              _cost(facts["cost"], facts["outcome"], over=facts["over"]),
              *bar(facts["phases"]), "", *_state(facts)]
+    if facts["part_of"]:
+        lines += fmt.labelled("part of", facts["part_of"])
     for one in facts["on_purpose"]:
         lines += fmt.labelled("on purpose", f"{one['what']} (seq {one['seq']})")
     if facts["began"]["why"]:
@@ -242,19 +245,37 @@ def every(history: History, *, now_s: float, option: str = "") -> list[str]:
     """All incidents, one per line, the newest last; then all outages."""
     away = [line for one in history.outages.values()
             for line in fmt.labelled("AWAY", outage(msgspec.to_builtins(one)))]
-    if not history.incidents:
+    rows = _rows(history, now_s)
+    if not rows:
         return [NONE, *away]
-    rows = [row(history, one, fmt.SCREEN_COLUMNS, now_s) for one in history.incidents.values()]
-    for cells, one in zip(rows, history.incidents.values(), strict=True):
-        cells[1] = fmt.rfc3339(one.detected_s)[:19] + "Z"
-        cells.insert(3, fmt.clipped(name_of(history, one.task), NAME_COLUMNS) if one.task else "-")
     head = (*HEAD[:3], "TASK", *HEAD[3:])
     over = max(map(len, fmt.table(head, rows))) - fmt.SCREEN_COLUMNS
     what_columns = max(len(cells[4]) for cells in rows) - max(over, 0)
     for cells in rows:
         cells[4] = fmt.clipped(cells[4], what_columns)
-    return [*fmt.table(head, rows, right=(6, 7, 8)), *away,
-            "", f"next       unicron incident {max(history.incidents)}{option}"]
+    newest = ["", f"next       unicron incident {max(history.incidents)}{option}"]
+    return [*fmt.table(head, rows, right=(6, 7, 8)), *away, *(newest if history.incidents else ())]
+
+
+def _rows(history: History, now_s: float) -> list[list[str]]:
+    """Each lost or rebooted node with its incidents below it, and each other incident, by seq."""
+    found: dict[int, list[list[str]]] = {}
+    for key, one in history.incidents.items():
+        first, _, severity, *rest = row(history, one, fmt.SCREEN_COLUMNS, now_s)
+        name = fmt.clipped(name_of(history, one.task), NAME_COLUMNS) if one.task else "-"
+        found[key] = [[first, fmt.rfc3339(one.detected_s)[:19] + "Z", severity, name, *rest]]
+    for loss in history.node_losses:
+        below = [[f"  {first}", *rest] for key in loss.incidents for first, *rest in found.pop(key)]
+        found[loss.id] = [["nodes", fmt.rfc3339(loss.since_s)[:19] + "Z", "",
+                           fmt.number_of(len(below), "task"), node_loss(loss), *[""] * 4], *below]
+    return [cells for key in sorted(found) for cells in found[key]]
+
+
+def node_loss(one: NodeLoss) -> str:
+    """What happened to which nodes, and for how long they were away."""
+    who = f"{len(one.nodes)} nodes" if len(one.nodes) > NODES_NUM_MAX else " ".join(one.nodes)
+    away = f"away for {fmt.span(one.back_s - one.since_s)}" if one.back_s else "still away"
+    return f"{one.what}: {who}, {away}"
 
 
 def row(history: History, one: IncidentHistory, what_columns: int, now_s: float) -> list[str]:
