@@ -242,40 +242,42 @@ def _after(after_s: float) -> str:
 
 
 def every(history: History, *, now_s: float, option: str = "") -> list[str]:
-    """All incidents, one per line, the newest last; then all outages."""
+    """All incidents, one per line, the newest last, those of a lost or rebooted node below it; then
+    all outages."""
     away = [line for one in history.outages.values()
             for line in fmt.labelled("AWAY", outage(msgspec.to_builtins(one)))]
-    rows = _rows(history, now_s)
-    if not rows:
-        return [NONE, *away]
+    losses = history.node_losses
+    if not history.incidents:
+        return [NONE, *(line for loss in losses for line in _node_loss(loss)), *away]
+    below = {key for loss in losses for key in loss.incidents}
+    rows = [row(history, one, fmt.SCREEN_COLUMNS, now_s) for one in history.incidents.values()]
+    for cells, one in zip(rows, history.incidents.values(), strict=True):
+        cells[0] = "  " * (one.id in below) + cells[0]
+        cells[1] = fmt.rfc3339(one.detected_s)[:19] + "Z"
+        cells.insert(3, fmt.clipped(name_of(history, one.task), NAME_COLUMNS) if one.task else "-")
     head = (*HEAD[:3], "TASK", *HEAD[3:])
     over = max(map(len, fmt.table(head, rows))) - fmt.SCREEN_COLUMNS
     what_columns = max(len(cells[4]) for cells in rows) - max(over, 0)
     for cells in rows:
         cells[4] = fmt.clipped(cells[4], what_columns)
-    newest = ["", f"next       unicron incident {max(history.incidents)}{option}"]
-    return [*fmt.table(head, rows, right=(6, 7, 8)), *away, *(newest if history.incidents else ())]
+    first, *lines = fmt.table(head, rows, right=(6, 7, 8))
+    found = {key: [line] for key, line in zip(history.incidents, lines, strict=True)}
+    for loss in losses:
+        found[loss.id] = [*_node_loss(loss), *(found.pop(key)[0] for key in loss.incidents)]
+    return [first, *(line for key in sorted(found) for line in found[key]), *away,
+            "", f"next       unicron incident {max(history.incidents)}{option}"]
 
 
-def _rows(history: History, now_s: float) -> list[list[str]]:
-    """Each lost or rebooted node with its incidents below it, and each other incident, by seq."""
-    found: dict[int, list[list[str]]] = {}
-    for key, one in history.incidents.items():
-        first, _, severity, *rest = row(history, one, fmt.SCREEN_COLUMNS, now_s)
-        name = fmt.clipped(name_of(history, one.task), NAME_COLUMNS) if one.task else "-"
-        found[key] = [[first, fmt.rfc3339(one.detected_s)[:19] + "Z", severity, name, *rest]]
-    for loss in history.node_losses:
-        below = [[f"  {first}", *rest] for key in loss.incidents for first, *rest in found.pop(key)]
-        found[loss.id] = [["nodes", fmt.rfc3339(loss.since_s)[:19] + "Z", "",
-                           fmt.number_of(len(below), "task"), node_loss(loss), *[""] * 4], *below]
-    return [cells for key in sorted(found) for cells in found[key]]
+def _node_loss(one: NodeLoss) -> list[str]:
+    num = fmt.number_of(len(one.incidents), "incident")
+    return fmt.labelled("NODES", f"{node_loss(one)}; {num}")
 
 
 def node_loss(one: NodeLoss) -> str:
-    """What happened to which nodes, and for how long they were away."""
+    """What happened to which nodes, since when and for how long they were away."""
     who = f"{len(one.nodes)} nodes" if len(one.nodes) > NODES_NUM_MAX else " ".join(one.nodes)
-    away = f"away for {fmt.span(one.back_s - one.since_s)}" if one.back_s else "still away"
-    return f"{one.what}: {who}, {away}"
+    length = f" for {fmt.span(one.back_s - one.since_s)}" if one.back_s else ""
+    return f"{one.what}: {who}, away{length} since {fmt.rfc3339(one.since_s)[:19]}Z"
 
 
 def row(history: History, one: IncidentHistory, what_columns: int, now_s: float) -> list[str]:
