@@ -9,8 +9,8 @@ MemoryCheckpointStored that a newer one of the same rank and store follows; then
 TaskProgressed and IterationsLogged (the loss curve gets a gap); then the oldest of the rest, faults
 last; never NodeJoined, without which the log would not know the node. It drops in this order from
 the slots whose ranks hold more than their quota, and only then from all: half of the spool, divided
-equally among the slots that hold reports. Adjacent dropped reports are replaced by one ReportsLost with the
-number of the last. If a dropped report was already sent, it may still reach the log; its
+equally among the slots that hold reports. Adjacent dropped reports are replaced by one ReportsLost
+with the number of the last. If a dropped report was already sent, it may still reach the log; its
 ReportsLost then counts as a duplicate.
 
 The file is also the agent's journal: with a report, or alone, it stores notes by key, of which the
