@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unicron.events.log import segments
+from unicron.events.log import embedded_server, segments
 from unicron.events.log.segments import Folder, Segment
 
 from .test_local_cluster import Cluster, until
@@ -174,7 +174,12 @@ def test_a_server_that_comes_back_empty_is_refused_while_ranks_run_on(tmp_path: 
         before = cluster.records()
         cluster.kill("up")
         os.kill(cluster.pids()["server"], signal.SIGKILL)
-        shutil.rmtree(tmp_path / "state" / "server")
+        shutil.rmtree(cluster.state.server / "appendonlydir")
+        embedded_server.ensure(cluster.state.server)
+        until(lambda: "control-plane" not in cluster.pids())
+        output = (cluster.state.logs / "control-plane.log").read_text()
+        assert "the server has lost records 1 to " in output.splitlines()[-1], output
+        assert "Traceback" not in output
         refused = cluster.up()
         assert refused.returncode == 1, refused
         assert f"the server has lost records 1 to {len(before)}, " in refused.stderr
