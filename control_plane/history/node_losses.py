@@ -25,7 +25,7 @@ class NodeLoss(Struct, kw_only=True):
     back_s: float = 0.0
     """When the last node was back; 0: it is still away. `first_back_s`: the first."""
     first_back_s: float = 0.0
-    seqs: set[int] = field(default_factory=set[int])
+    seqs: list[int] = field(default_factory=list[int])
     """Records that begin or end it: incidents rest on them."""
     incidents: list[int] = field(default_factory=list[int])
 
@@ -71,7 +71,7 @@ class NodeLosses(Struct):
         if node not in self.away:
             self.away[node] = NodeLoss(id=record.seq, what=what, nodes=[node], since_s=since_s)
             self.losses.append(self.away[node])
-        self.away[node].seqs.add(record.seq)
+        self.away[node].seqs.append(record.seq)
         return self.away[node]
 
     def _back(self, loss: NodeLoss, record: Record, *, is_reboot: bool) -> None:
@@ -86,7 +86,7 @@ class NodeLosses(Struct):
             return
         self.losses.remove(loss)
         all_.nodes += loss.nodes
-        all_.seqs |= loss.seqs
+        all_.seqs += loss.seqs
         all_.since_s, all_.back_s = min(all_.since_s, loss.since_s), record.at_s
         if self.joined.keys() - self.away.keys() <= set(all_.nodes):  # no other node was there
             all_.what = "whole cluster rebooted"
@@ -100,8 +100,8 @@ class NodeLosses(Struct):
                 resting.setdefault(seq, []).append(key)
         taken = set[int]()
         for loss in self.losses:
-            own = {key for seq in loss.seqs for key in resting.get(seq, ())}
-            loss.incidents = sorted(own - taken)
-            taken |= own
+            loss.incidents = sorted(dict.fromkeys(
+                key for seq in loss.seqs for key in resting.get(seq, ()) if key not in taken))
+            taken.update(loss.incidents)
         return [loss for loss in self.losses if loss.incidents or loss.what.endswith("rebooted")
                 or (loss.what == "lost" and not loss.back_s)]

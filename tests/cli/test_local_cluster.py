@@ -118,7 +118,7 @@ def test_up_locks_its_folder_and_adopts_what_runs(cluster):
     twice = subprocess.run(cluster.argv("control-plane"), text=True, capture_output=True,
                            check=False, timeout=LIMIT_S, env=cluster.environment())
     assert (twice.returncode, twice.stderr.splitlines()[0]) == (
-        2, f"control-plane runs already on {cluster.state.path}, pid {pids[CONTROL_PLANE]}")
+        2, f"error: control-plane runs already on {cluster.state.path}, pid {pids[CONTROL_PLANE]}")
     assert cluster.pids() == pids
 
     cluster.kill(UP)
