@@ -70,6 +70,8 @@ def incident(state: StateDir, url: Urls, which: str, *, every: bool, as_json: bo
     now_s = time.time()
     if every:
         listed = [*(plain(history, x, now_s) for x in history.incidents.values()),
+                  *({"id": x.id, "what": x.what, "nodes": x.nodes, "since_s": x.since_s,
+                     "back_s": x.back_s, "incidents": x.incidents} for x in history.node_losses),
                   *({"id": seq, "outage": msgspec.to_builtins(x)}
                     for seq, x in history.outages.items())]
         console.show(listed, incident_screen.every(history, now_s=now_s, option=option),
@@ -165,6 +167,8 @@ def facts_of(history: History, found: IncidentRecords, view: Plain, *, now_s: fl
                          stalled=_stalled_until(one, evidence), began=first,
                          paused=any(isinstance(x.body, OrderSuppressed) and x.body.task == one.task
                                   for x in found.records)),
+        "part_of": next((incident_screen.node_loss(x) for x in history.node_losses
+                         if one.id in x.incidents), ""),
         "on_purpose": [{"seq": x.request.seq, "what": _essentials(x.request)}
                        for x in history.injected.behind(
                            task=one.task, ranks=known.ranks, node=known.node,

@@ -165,7 +165,7 @@ def _incidents(view: Plain, now_s: float, option: str, *, are_open: bool) -> lis
     over = {task["id"] for task in view["tasks"] if task["state"] in ENDED}
     found = sorted(view["incidents"], key=lambda one: -int(one["id"]))
     if are_open:
-        lines = [line for one in found if not one["outcome"]
+        lines = [line for one in _as_one([x for x in found if not x["outcome"]])
                  for line in _incident(view, one, names, now_s, option)]
         for node in view["nodes"]:
             if node["contact"] == "heard" and (back := recovers(node)):
@@ -175,13 +175,25 @@ def _incidents(view: Plain, now_s: float, option: str, *, are_open: bool) -> lis
     closed = [one for one in found if one["outcome"] and now_s - one["closed_s"] < NEWS_S
               and (one["outcome"] != "failed" or one["task"] not in shown)]
     news = [one for one in closed if one["task"] not in over]
-    lines = [line for one in news[:INCIDENTS_SHOWN_NUM]
+    lines = [line for one in _as_one(news)[:INCIDENTS_SHOWN_NUM]
              for line in _incident(view, one, names, now_s, option)]
     if past := [one for one in closed if one["task"] in over]:
         lines += fmt.labelled("OVER", f"{fmt.number_of(len(past), 'incident')} of tasks that have "
                               "ended, the last: "
                               + fmt.command(f"unicron incident {past[0]['id']}{option}"))
     return lines
+
+
+def _as_one(found: list[Plain]) -> list[Plain]:
+    """The first of incidents that share evidence, as those of all tasks of a lost node do, with the
+    number of others."""
+    kept: dict[int, Plain] = {}
+    for one in found:
+        seqs = (one["id"], *one["evidence"])
+        first = next((kept[seq] for seq in seqs if seq in kept), {**one, "num_others": -1})
+        first["num_others"] += 1
+        kept |= dict.fromkeys(seqs, first)
+    return list({one["id"]: one for one in kept.values()}.values())
 
 
 def _incident(view: Plain, one: Plain, names: dict[int, str], now_s: float,
@@ -192,8 +204,11 @@ def _incident(view: Plain, one: Plain, names: dict[int, str], now_s: float,
     end = (f"{fmt.lost_in_words(one['iterations_lost'])}, pause {fmt.ms(one['pause_s'])}"
            if one["outcome"] else f"since {fmt.span(max(now_s - one['opened_s'], 0.0))}")
     going_on = "healing" if view["cluster"]["healing"] == "on" else "paused"
+    which = one["id"]
+    if num := one["num_others"]:
+        end, which = f"{end}; with it {fmt.number_of(num, 'other task')}", "--all"
     return fmt.labelled((one["outcome"] or going_on).upper(),
-                        f"{what}: {end}: " + fmt.command(f"unicron incident {one['id']}{option}"))
+                        f"{what}: {end}: " + fmt.command(f"unicron incident {which}{option}"))
 
 
 def _outages(view: Plain, now_s: float) -> list[str]:

@@ -16,6 +16,7 @@ from ..terminal.record_line import outage, state_source, status_in_words
 
 if TYPE_CHECKING:
     from ...control_plane.history.history import History, IncidentHistory
+    from ...control_plane.history.node_losses import NodeLoss
 
 PHASE_WORDS = {"held": "paused", "stood": "stalled"}
 """The page's words for phases that have another name in the JSON."""
@@ -72,6 +73,8 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
     lines = [f"{head}  {detected.rjust(fmt.SCREEN_COLUMNS - len(head) - 2)}",
              _cost(facts["cost"], facts["outcome"], over=facts["over"]),
              *bar(facts["phases"]), "", *_state(facts)]
+    if facts["part_of"]:
+        lines += fmt.labelled("part of", facts["part_of"])
     for one in facts["on_purpose"]:
         lines += fmt.labelled("on purpose", f"{one['what']} (seq {one['seq']})")
     if facts["began"]["why"]:
@@ -239,13 +242,17 @@ def _after(after_s: float) -> str:
 
 
 def every(history: History, *, now_s: float, option: str = "") -> list[str]:
-    """All incidents, one per line, the newest last; then all outages."""
+    """All incidents, one per line, the newest last, those of a lost or rebooted node below it; then
+    all outages."""
     away = [line for one in history.outages.values()
             for line in fmt.labelled("AWAY", outage(msgspec.to_builtins(one)))]
+    losses = history.node_losses
     if not history.incidents:
-        return [NONE, *away]
+        return [NONE, *(line for loss in losses for line in _node_loss(loss)), *away]
+    below = {key for loss in losses for key in loss.incidents}
     rows = [row(history, one, fmt.SCREEN_COLUMNS, now_s) for one in history.incidents.values()]
     for cells, one in zip(rows, history.incidents.values(), strict=True):
+        cells[0] = "  " * (one.id in below) + cells[0]
         cells[1] = fmt.rfc3339(one.detected_s)[:19] + "Z"
         cells.insert(3, fmt.clipped(name_of(history, one.task), NAME_COLUMNS) if one.task else "-")
     head = (*HEAD[:3], "TASK", *HEAD[3:])
@@ -253,8 +260,24 @@ def every(history: History, *, now_s: float, option: str = "") -> list[str]:
     what_columns = max(len(cells[4]) for cells in rows) - max(over, 0)
     for cells in rows:
         cells[4] = fmt.clipped(cells[4], what_columns)
-    return [*fmt.table(head, rows, right=(6, 7, 8)), *away,
+    first, *lines = fmt.table(head, rows, right=(6, 7, 8))
+    found = {key: [line] for key, line in zip(history.incidents, lines, strict=True)}
+    for loss in losses:
+        found[loss.id] = [*_node_loss(loss), *(found.pop(key)[0] for key in loss.incidents)]
+    return [first, *(line for key in sorted(found) for line in found[key]), *away,
             "", f"next       unicron incident {max(history.incidents)}{option}"]
+
+
+def _node_loss(one: NodeLoss) -> list[str]:
+    num = fmt.number_of(len(one.incidents), "incident")
+    return fmt.labelled("NODES", f"{node_loss(one)}; {num}")
+
+
+def node_loss(one: NodeLoss) -> str:
+    """What happened to which nodes, since when and for how long they were away."""
+    who = f"{len(one.nodes)} nodes" if len(one.nodes) > NODES_NUM_MAX else " ".join(one.nodes)
+    length = f" for {fmt.span(one.back_s - one.since_s)}" if one.back_s else ""
+    return f"{one.what}: {who}, away{length} since {fmt.rfc3339(one.since_s)[:19]}Z"
 
 
 def row(history: History, one: IncidentHistory, what_columns: int, now_s: float) -> list[str]:

@@ -39,6 +39,7 @@ from ..state.incident import Incident
 from ..state.task import CommandProgress, Task
 from ..throughput.calibration import batch_counts
 from .injected import InjectedFaults
+from .node_losses import NodeLoss, NodeLosses
 from .transitions import TaskTransitions, Transition
 from .waf import Planned, Waf, Work, over_time
 
@@ -151,6 +152,7 @@ class History(Struct):
     work: list[Work] = field(default_factory=list[Work])
     plans: list[Planned] = field(default_factory=list[Planned])
     injected: InjectedFaults = field(default_factory=InjectedFaults)
+    absences: NodeLosses = field(default_factory=NodeLosses)
     outages: dict[int, OutageEnded] = field(default_factory=dict[int, OutageEnded])
     """By seq."""
 
@@ -191,6 +193,12 @@ class History(Struct):
         elif isinstance(body, OutageEnded):
             self.outages[record.seq] = body
         self.injected.add(record)
+        self.absences.add(record, before_s, self.state.policy.silence_s_max)
+
+    @property
+    def node_losses(self) -> list[NodeLoss]:
+        return self.absences.of_consequence({
+            key: one.incident.evidence for key, one in self.incidents.items()})
 
     def slot_s(self, one: IncidentHistory, at_s: float) -> float:
         """Slot seconds without progress; for an open incident, until `at_s`."""

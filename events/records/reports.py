@@ -147,7 +147,7 @@ class NodeJoined(Body, frozen=True):
     `incarnation` is the start time of the agent in ms since 1970; the newest wins. `host` is the
     address of its ranks, `keeper` the endpoint of its checkpoint store ("": it has none), which may
     take `copies_bytes_max` bytes (0: not known). `labels` are the labels that the agent was started
-    with.
+    with. `boot_id` is the kernel's, another after each boot ("": not known).
     """
 
     node: str
@@ -159,6 +159,7 @@ class NodeJoined(Body, frozen=True):
     keeper: str = ""
     labels: Labels = Labels()
     copies_bytes_max: int = 0
+    boot_id: str = ""
 
 
 class AgentRestarting(Body, frozen=True):

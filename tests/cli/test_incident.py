@@ -420,7 +420,7 @@ def test_the_list() -> None:
     for task in past.state.tasks.values():
         task.spec = replace(task.spec, name="alpha")
     (one,) = past.incidents.values()
-    assert f"  alpha ({one.task})  " in every(past, now_s=d.now_s)[1]
+    assert f"  alpha ({one.task})  " in every(past, now_s=d.now_s)[2]
 
 
 # --- evidence ------------------------------------------------------------------------------------

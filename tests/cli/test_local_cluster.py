@@ -115,6 +115,10 @@ def test_up_locks_its_folder_and_adopts_what_runs(cluster):
         assert second.returncode == 2
         assert f"is locked by unicron up, pid {pids[UP]}" in second.stderr
         assert second.stderr.splitlines()[1].startswith("hint: ")
+    twice = subprocess.run(cluster.argv("control-plane"), text=True, capture_output=True,
+                           check=False, timeout=LIMIT_S, env=cluster.environment())
+    assert (twice.returncode, twice.stderr.splitlines()[0]) == (
+        2, f"error: control-plane runs already on {cluster.state.path}, pid {pids[CONTROL_PLANE]}")
     assert cluster.pids() == pids
 
     cluster.kill(UP)

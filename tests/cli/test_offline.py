@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from unicron.events.log.segments import Segment
+from unicron.events.log import embedded_server, segments
+from unicron.events.log.segments import Folder, Segment
 
 from .test_local_cluster import Cluster, until
 
@@ -73,15 +76,15 @@ def test_the_log_is_whole_or_says_what_is_gone(state: Path, tmp_path: Path) -> N
     assert unicron(copy, "log", "verify").stdout.startswith("WHOLE    records 1 to ")
     shown = json.loads(unicron(copy, "log", "status", "-o", "json").stdout)
     assert shown["last"] - shown["sealed"] == shown["unsealed"] < 10
-    segments = sorted((copy / "log").glob("*.segment"))
-    assert len(segments) == shown["segments"] >= 3
-    damaged, missing = segments[0], Segment.parse(segments[1].name)
+    files = sorted((copy / "log").glob("*.segment"))
+    assert len(files) == shown["segments"] >= 3
+    damaged, missing = files[0], Segment.parse(files[1].name)
     assert missing is not None
     damaged.write_bytes(damaged.read_bytes()[:-1])
     verdict = unicron(copy, "log", "verify")
     assert verdict.returncode == 1
     assert f": {damaged.name} in " in verdict.stdout
-    segments[1].unlink()
+    files[1].unlink()
     verdict = unicron(copy, "log", "verify")
     assert verdict.returncode == 1
     assert f"records {missing.first} to {missing.last} are missing" in verdict.stderr
@@ -186,5 +189,84 @@ def test_a_lost_server_is_refused_and_restored(state: Path, tmp_path: Path) -> N
         assert cluster.up().returncode == 0
         assert cluster("tail", "-o", "jsonl").stdout.splitlines()[:sealed] == before
         assert "VERIFIED" in cluster("replay", "--live", "--verify").stdout
+    finally:
+        cluster("down")
+
+
+@pytest.mark.parametrize(("damage", "words"), [
+    ("edited", "is damaged: it has other bytes than were written"),
+    ("cut", "is damaged"), ("swapped", "is damaged"),
+    ("of another cluster", "is of cluster other, not "),
+    ("of a later version", "has format version 99, this reads ")])
+def test_a_wrong_segment_is_one_line_in_every_reader(
+        state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, words: str
+        ) -> None:
+    copy = tmp_path / "state"
+    shutil.copytree(state, copy)
+    cluster = json.loads((copy / "cluster.json").read_text())["cluster"]
+    folder = Folder(copy / "log", cluster)
+    chain = folder.chain()
+    first, last = (copy / "log" / one.name for one in (chain[0], chain[-1]))
+    if damage.startswith("of "):  # the newest segment has another head
+        records = folder.read(chain[-1])
+        last.unlink()
+        with monkeypatch.context() as patch:
+            if damage == "of a later version":
+                patch.setattr(segments, "FORMAT_VERSION", 99)
+            Folder(copy / "log", cluster if "version" in damage else "other").write(
+                records, chain[-2])
+    else:
+        data = first.read_bytes()
+        first.write_bytes({"edited": data[:-1] + bytes([data[-1] ^ 1]), "cut": data[:-1],
+                           "swapped": last.read_bytes()}[damage])
+    for command in (("tail",), ("export", str(tmp_path / "log.jsonl")), ("incident", "--all"),
+                    ("log", "verify")):
+        refused = unicron(copy, *command)
+        assert refused.returncode in (1, 2), refused
+        assert words in refused.stdout + refused.stderr, refused
+        lines = [line for line in refused.stderr.splitlines() if words in line]
+        assert len(lines) == (command != ("log", "verify") or damage.startswith("of ")), refused
+        assert "Traceback" not in refused.stderr
+
+
+def test_a_server_that_comes_back_empty_is_refused_while_ranks_run_on(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text("seal_records: 10\nseal_s: 1\n")
+    (tmp_path / "job.yaml").write_text(JOB.replace("NAME", "long").replace(
+        "'true'", "'sleep', '600'"))
+    cluster = Cluster(tmp_path / "state")
+
+    def rank() -> int:
+        (task,) = json.loads(cluster("status", "-o", "json").stdout)["tasks"]
+        return task["ranks"][0]["pid"] if task["state"] == "running" else 0
+
+    try:
+        assert cluster.up("--policy", str(tmp_path / "policy.yaml")).returncode == 0
+        assert cluster("submit", str(tmp_path / "job.yaml")).returncode == 0
+        until(lambda: rank() > 0)
+        pid, agent = rank(), cluster.pids()["agent-n1"]
+        until(lambda: json.loads(cluster("log", "status", "-o", "json").stdout)["unsealed"] == 0)
+        before = cluster.records()
+        cluster.kill("up")
+        os.kill(cluster.pids()["server"], signal.SIGKILL)
+        shutil.rmtree(cluster.state.server / "appendonlydir")
+        embedded_server.ensure(cluster.state.server)
+        until(lambda: "control-plane" not in cluster.pids())
+        output = (cluster.state.logs / "control-plane.log").read_text()
+        assert "the server has lost records 1 to " in output.splitlines()[-1], output
+        assert "Traceback" not in output
+        refused = cluster.up()
+        assert refused.returncode == 1, refused
+        assert f"the server has lost records 1 to {len(before)}, " in refused.stderr
+        assert "Traceback" not in refused.stderr
+        restored = cluster("log", "restore")
+        assert restored.stdout.startswith(f"restored  records 1 to {len(before)}, of "), restored
+        again = cluster.up()
+        assert again.returncode == 0, again
+        until(lambda: rank() > 0)
+        assert (rank(), cluster.pids()["agent-n1"]) == (pid, agent)
+        after = cluster.records()
+        assert after[:len(before)] == before
+        assert not {"IncidentOpened", "RankExited", "NodeJoined"} & {
+            record["kind"] for record in after[len(before):]}
     finally:
         cluster("down")

@@ -355,7 +355,8 @@ def test_healed_incidents_are_shown_for_a_day_and_open_ones_always(d: Driver, ta
     assert news(25 * 3600) == ["HEALING"]
     one = view(d.state)["incidents"][-1]
     view_ = seen(d)
-    view_["incidents"] += [{**view_["incidents"][0], "id": one["id"] + n, "closed_s": d.now_s}
+    view_["incidents"] += [{**view_["incidents"][0], "id": one["id"] + n, "closed_s": d.now_s,
+                            "evidence": [one["id"] + 10 + n]}
                            for n in range(1, 5)]
     lines = cluster.status(view_, cluster="test", now_s=d.now_s + 1)
     assert [line.split()[0] for line in lines if line.startswith("HEAL")] == [

@@ -83,10 +83,12 @@ class Driver:
         return [record.body for record in self.tell(source, body)[1:]]
 
     def join(self, node: str, *, incarnation: int = 1, slots: int = 2,
-             labels: t.Labels = NO_LABELS, copies_bytes_max: int = 0) -> list[Record]:
+             labels: t.Labels = NO_LABELS, copies_bytes_max: int = 0, boot_id: str = ""
+             ) -> list[Record]:
         return self.tell(f"{node}/{incarnation}", r.NodeJoined(
             node=node, incarnation=incarnation, host="127.0.0.1", pid=1, num_slots=slots,
-            keeper=f"{node}:1", labels=labels, copies_bytes_max=copies_bytes_max))
+            keeper=f"{node}:1", labels=labels, copies_bytes_max=copies_bytes_max,
+            boot_id=boot_id))
 
     def submit(self, job: JobSpec) -> int:
         name = f"operator/{len(self.seqs)}"

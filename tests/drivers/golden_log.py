@@ -29,12 +29,18 @@ def main(commit: str) -> None:
     """Unpack the commit, and run this file with the packages of that tree."""
     commit = _git("rev-parse", "--short=7", f"{commit}^{{commit}}").decode().strip()
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "unicron"
-        with tarfile.open(fileobj=io.BytesIO(_git("archive", commit))) as packed:
-            packed.extractall(tree, filter="data")
-        path = os.pathsep.join(map(str, (folder, tree / "tests", tree / "tests" / "drivers")))
         subprocess.run([sys.executable, "-P", __file__, commit, "here"], check=True,
-                       env={**os.environ, "PYTHONPATH": path}, cwd=folder, timeout=RUN_S_MAX)
+                       env=unpack(commit, Path(folder)), cwd=folder, timeout=RUN_S_MAX)
+
+
+def unpack(commit: str, folder: Path) -> dict[str, str]:
+    """Unpack a commit of the history; the environment of programs that run its code and tests.
+    Raises CalledProcessError if the clone does not have it."""
+    tree = folder / "unicron"
+    with tarfile.open(fileobj=io.BytesIO(_git("archive", commit))) as packed:
+        packed.extractall(tree, filter="data")
+    path = os.pathsep.join(map(str, (folder, tree / "tests", tree / "tests" / "drivers")))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def write(commit: str) -> None:

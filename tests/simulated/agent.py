@@ -105,7 +105,8 @@ class SimulatedAgent:
         """Join the cluster, then send, listen, beat and watch, each in its own asyncio task."""
         self.say(r.NodeJoined(node=self.node, incarnation=self.incarnation, pid=self.net.next_pid(),
                               host=f"{self.node}.paper", num_slots=self.num_slots,
-                              keeper=f"{self.node}.paper:1"))
+                              keeper=f"{self.node}.paper:1",
+                              boot_id=f"boot {self.incarnation}"))
         self.net.keepers.open(self.node, self._keeper_start)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._deliver(), name=f"{self.source} deliver")

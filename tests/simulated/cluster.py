@@ -18,6 +18,7 @@ class SimulatedCluster:
         self.net = Environment(seed, tempo or Tempo())
         self._port_of, self._clock = port_of, clock
         self.agents: dict[str, SimulatedAgent] = {}
+        self.kind: Callable[..., SimulatedAgent] = SimulatedAgent
         self._running: dict[str, asyncio.Task[None]] = {}
 
     def boot(self, node: str, num_slots: int) -> None:
@@ -25,9 +26,8 @@ class SimulatedCluster:
         assert node not in self._running, f"the agent of {node} already runs"
         old = self.agents.get(node)
         incarnation = max(int(self._clock() * 1000), old.incarnation + 1 if old else 1)
-        agent = SimulatedAgent(self.net, self._port_of(node), node=node, incarnation=incarnation,
-                           num_slots=num_slots, clock=self._clock,
-                           fall=lambda: self.crash(node))
+        agent = self.kind(self.net, self._port_of(node), node=node, incarnation=incarnation,
+                          num_slots=num_slots, clock=self._clock, fall=lambda: self.crash(node))
         self.agents[node] = agent
         self._running[node] = asyncio.create_task(agent.run(), name=f"agent {agent.source}")
 

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
+from simulated.agent import SimulatedAgent
 from simulated.log_link import NO_FAULTS, LinkFaults
 from simulated.world import World
+from unicron.events.records.codec import encode_report
 from unicron.events.records.envelope import Record
-from unicron.events.records.reports import NodeDrained, NodeUndrained, TaskSubmitted
+from unicron.events.records.reports import (
+    DeviceErred,
+    NodeDrained,
+    NodeUndrained,
+    TaskCancelRequested,
+    TaskSubmitted,
+)
+from unicron.events.records.statuses import LINK_FLAPPING
+from unicron.events.records.types import Body
 from unicron.events.spec import job as spec
 from unicron.events.spec.parallelism import Parallel
+from unicron.workers.agent.delivery.log_link import LogLink
+from unicron.workers.agent.delivery.outbox import Outbox
+from unicron.workers.agent.delivery.spool import Spool
 
 SLOW = LinkFaults(latency_s=0.15)
 PATIENCE_S = 60.0
@@ -86,6 +101,76 @@ class LastCollective(World):
         return len(ranks) == 4 and all(
             rank.step_version == rank.train.iterations and rank.phase == phase
             for rank in (ranks[-1:] if self.fault == "hangs" else ranks))
+
+
+class SpoolingAgent(SimulatedAgent):
+    """A simulated agent with the real spool and the real delivery. `said` are all its reports."""
+
+    def __init__(self, *args: Any, bytes_max: int, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.bounded = Spool(self.source, self.node, named["clock"], bytes_max=bytes_max)
+        self.said: list[Body] = []
+        self._outbox = Outbox(self.port, LogLink(), self.bounded)
+
+    def say(self, body: Body) -> None:
+        if self.alive:
+            self._outbox.put(body)
+            self.said.append(body)
+
+    async def _deliver(self) -> None:
+        await self._outbox.run()
+
+    @property
+    def num_bytes(self) -> int:
+        """How much of the spool is in use."""
+        return sum(len(encode_report(one)) for one in self.bounded.behind(0, 1 << 30))
+
+
+class OneHour(World):
+    """Two tasks of two ranks. For an hour there is no control plane; meanwhile a rank of the second
+    task is killed, a device errs, and the first task trains on."""
+
+    def __init__(self, bytes_max: int) -> None:
+        super().__init__(7, only_leaders=True)
+        self.bytes_max = bytes_max
+        self.cluster.kind = partial(SpoolingAgent, bytes_max=bytes_max)
+        self.cluster.net.tempo = replace(self.cluster.net.tempo, micro_batch_s=(0.5, 1.0))
+        self.tasks: list[int] = []
+        self.num_waited = self.most_bytes = 0
+
+    @property
+    def spooling(self) -> list[SpoolingAgent]:
+        return [one for one in self.cluster.agents.values() if isinstance(one, SpoolingAgent)]
+
+    async def live(self) -> list[Record]:
+        self.begin()
+        for name in ("first", "second"):
+            self.tasks.append(await self.write(name, job(name, 2, 2, 100_000)))
+            await self._trains(self.tasks[-1])
+        self.lose_leaders()
+        await asyncio.sleep(1200.0)
+        agent, process = next(x for x in self.cluster.running() if x[1].order.task == self.tasks[1])
+        agent.kill(process)
+        await asyncio.sleep(600.0)
+        agent.say(DeviceErred(node=agent.node, incarnation=agent.incarnation, origin="kernel",
+                              status=LINK_FLAPPING, rule="link", text="eth0 down"))
+        await asyncio.sleep(1800.0)
+        self.num_waited = sum(one.bounded.num_unacked for one in self.spooling)
+        self.most_bytes = max(one.num_bytes for one in self.spooling)
+        self.start_leader()
+        await self._trains(self.tasks[1])
+        await asyncio.sleep(60.0)
+        for task in self.tasks:
+            await self.ask("cancel", TaskCancelRequested(task=task))
+        return await self.finish()
+
+    async def _trains(self, number: int) -> None:
+        """Wait until the task has no incident and makes another iteration."""
+        while (task := self.witness.state.tasks[number]).incident or task.phase != "training":
+            await asyncio.sleep(0.5)
+        iteration = task.iteration
+        while task.iteration <= iteration:
+            await asyncio.sleep(0.5)
 
 
 class SecondFault(World):

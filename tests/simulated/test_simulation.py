@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+from simulated import virtual_time
 from simulated.agent import STEP_S
-from simulated.script import LastCollective, OneRank
+from simulated.script import LastCollective, OneHour, OneRank
 from simulated.seeds import quiet, simulate
 from simulated.world import World
 from unicron.control_plane.throughput.flops import iteration_flops
@@ -17,10 +18,22 @@ from unicron.events.records import codec
 from unicron.events.records.decisions import IncidentClosed, TaskPlaced, ThroughputSet
 from unicron.events.records.envelope import Record
 from unicron.events.records.orders import Reconfigure, StartRank, StopRank
-from unicron.events.records.reports import TaskSubmitted
+from unicron.events.records.reports import (
+    CollectiveFailed,
+    DeviceErred,
+    OutageEnded,
+    RankErrored,
+    RankExited,
+    RankStalled,
+    ReportsLost,
+    TaskCancelRequested,
+    TaskProgressed,
+    TaskSubmitted,
+)
 from unicron.events.spec.job import JobSpec
 from unicron.events.spec.model import Axes, MegatronModel
 from unicron.events.spec.parallelism import coordinates, num_positions, shape
+from unicron.workers.agent.delivery.spool import SPOOL_BYTES_MAX
 
 NUM_SEEDS = int(os.environ.get("UNICRON_SIM_SEEDS", "150"))
 """How many seeds the thorough tests run; `make simulation` runs more."""
@@ -122,6 +135,44 @@ def test_leader_faults_stop_no_rank(seed: int) -> None:
     assert not [r for r in records if isinstance(r.body, StopRank) or r.kind == "IncidentOpened"]
     starts = [(r.body.task, r.body.rank) for r in records if isinstance(r.body, StartRank)]
     assert len(starts) == len(set(starts)), "a healthy rank was started again"
+
+
+FAULTS = (CollectiveFailed, DeviceErred, RankErrored, RankExited, RankStalled)
+
+
+async def an_hour(bytes_max: int) -> tuple[OneHour, list[Record]]:
+    world = OneHour(bytes_max)
+    return world, await world.live()
+
+
+@pytest.mark.parametrize("bytes_max", [SPOOL_BYTES_MAX, 40_000])
+def test_an_hour_without_any_control_plane(bytes_max: int) -> None:
+    """0 ranks are ended, 0 faults are lost, training goes on. What does not fit into the spool is
+    counted, and is no fault; then the log has gaps, which `simulate` would refuse."""
+    fits = bytes_max == SPOOL_BYTES_MAX
+    world, records = (simulate(lambda: OneHour(bytes_max)) if fits else
+                      virtual_time.run(an_hour(bytes_max)))
+    assert not world.cluster.net.violations
+    assert world.most_bytes <= bytes_max
+    end = next(i for i, x in enumerate(records) if isinstance(x.body, TaskCancelRequested))
+    assert not [x for x in records[:end] if isinstance(x.body, StopRank)]
+    starts = [x.body.task for x in records if isinstance(x.body, StartRank)]
+    assert [starts.count(task) for task in world.tasks] == [2, 3], "the killed rank alone"
+    (outage,) = [x.body for x in records if isinstance(x.body, OutageEnded)]
+    assert (outage.what, round(outage.length_s / 60)) == ("control plane", 60)
+    assert outage.num_reports == world.num_waited if fits else outage.num_reports > 1000
+    assert outage.num_iterations > 100
+    (closed,) = [x.body for x in records if isinstance(x.body, IncidentClosed)]
+    assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
+    sources = {agent.source for agent in world.spooling}
+    logged = {x.body for x in records if x.source in sources}
+    missing = [x for agent in world.spooling for x in agent.said if x not in logged]
+    assert {DeviceErred, RankExited} <= {type(x) for x in logged}
+    assert not [x for x in missing if isinstance(x, FAULTS)]
+    assert any(isinstance(x, TaskProgressed) for x in missing) != fits
+    lost = [x.body.num_lost for x in records if isinstance(x.body, ReportsLost)]
+    assert sum(lost) == world.last_state.reports_lost
+    assert sum(lost) >= len(missing), "some of what a full spool dropped had been sent"
 
 
 def test_commands_are_measured_by_what_they_print() -> None:

@@ -107,7 +107,8 @@ class Agent:
             self._outbox.put(NodeJoined(
                 node=node.name, incarnation=node.incarnation, host=node.host, pid=self._pid,
                 num_slots=node.num_slots, accelerator="cuda" if node.devices else "cpu",
-                keeper=store.endpoint, labels=node.labels, copies_bytes_max=store.bytes_max))
+                keeper=store.endpoint, labels=node.labels, copies_bytes_max=store.bytes_max,
+                boot_id=linux.boot_id()))
         async with asyncio.TaskGroup() as group:
             health = (HealthMonitor(node, self._sources, self._outbox.put, self._spool)
                       if self._sources else None)

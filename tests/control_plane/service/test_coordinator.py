@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import replicated_servers
 from memory_log import MemoryLog, Outcome
 from simulated import virtual_time
 from structlog.testing import capture_logs
 from unicron.control_plane.decide.replay import verify
+from unicron.control_plane.server import steady_clock
 from unicron.control_plane.service.coordinator import Coordinator, Limits
 from unicron.control_plane.service.leader import LEASE_S
 from unicron.control_plane.state.cluster import DECIDER_VERSION, state_hash
@@ -33,6 +35,7 @@ from unicron.events.records.types import Body
 from unicron.events.spec import job as spec
 from unicron.events.spec.policy import Policy
 
+Redis: Any = redis.Redis
 START_S = 1_700_000_000.0
 POLICY = Policy()
 ITERATIONS = {"iterations": 3, "output": "/out"}
@@ -58,9 +61,11 @@ def virtual_clock() -> float:
 
 @asynccontextmanager
 async def leading(log: LogPort, nonce: str = "a", *, clock: Callable[[], float] = virtual_clock,
-                  policy: Policy = POLICY) -> AsyncIterator[Coordinator]:
+                  policy: Policy = POLICY, limits: Limits | None = None
+                  ) -> AsyncIterator[Coordinator]:
     """A coordinator that leads. At the end it is cancelled, as if its process had died."""
-    coordinator = Coordinator(log, clock=clock, nonce=nonce, code="test", policy=policy)
+    coordinator = Coordinator(log, clock=clock, nonce=nonce, code="test", policy=policy,
+                              limits=limits or Limits())
     task = asyncio.create_task(coordinator.run())
     try:
         assert await coordinator.find_leader() == ""
@@ -478,6 +483,61 @@ async def test_time_never_goes_back_with_a_slower_clock(log: MemoryLog) -> None:
     reached = next(x for x in records if x.kind == "DeadlineReached")
     started = [x for x in records if x.kind == "EpochStarted"][-1]
     assert 30.0 <= reached.at_s - started.at_s < 31.0
+
+
+@virtual
+async def test_a_leader_whose_clock_is_a_day_ahead_ends_nothing(log: MemoryLog) -> None:
+    """Neither a deadline nor a lease passes by the difference of two clocks, either way."""
+    policy = Policy(start_s_max=30.0)
+    async with leading(log, "a", policy=policy) as leader:
+        await log.send([reported(1, joined())])
+        await log.beat("n1", 1)
+        await leader.write("x", job())
+    for nonce, ahead_s in (("b", 86_400.0), ("c", -3_600.0)):
+        async with leading(log, nonce, policy=policy,
+                           clock=lambda ahead_s=ahead_s: virtual_clock() + ahead_s):
+            for _ in range(10):
+                await log.beat("n1", 1)
+                await asyncio.sleep(1.0)
+    records = await log.read(after=0, num_max=99)
+    assert not {"NodeUnreachable", "DeadlineReached", "StopRank"} & {*kinds(records)}
+    assert [x.at_s for x in records] == sorted(x.at_s for x in records)
+
+
+def test_the_clock_of_a_control_plane_does_not_follow_steps(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, begun_s = steady_clock(), time.time()
+    for step_s in (-3_600.0, 86_400.0):
+        monkeypatch.setattr(time, "time", lambda step_s=step_s: begun_s + step_s)
+        assert 0.0 <= clock() - begun_s < 60.0
+
+
+async def test_a_slow_server_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    """It stands still for longer than a call may take, and for less; clients repeat requests."""
+    server = embedded_server.start(tmp_path)
+    log = RedisLog(server.url, "slow", Identities(bytes(SECRET_BYTES), "slow").key)
+    try:
+        async with leading(log, clock=real_clock, limits=Limits(call_s_max=1.0)) as leader:
+            answers: list[int] = []
+
+            async def write(key: str) -> int:
+                while True:
+                    with suppress(Unavailable):
+                        return await leader.write(key, job())
+                    await asyncio.sleep(0.1)
+
+            for number, pause_ms in enumerate((200, 2_000, 200, 2_000)):
+                with Redis.from_url(server.url) as client:
+                    client.execute_command("CLIENT", "PAUSE", str(pause_ms), "ALL")
+                answers += await asyncio.wait_for(asyncio.gather(*(
+                    write(f"{number}-{each}") for each in range(3))), 60.0)
+            records = await log.read(after=0, num_max=999)
+        assert [records[seq - 1].source for seq in answers] == [
+            f"operator/{number}-{each}" for number in range(4) for each in range(3)]
+        assert kinds(records).count("TaskSubmitted") == 12
+    finally:
+        await log.close()
+        server.stop(grace_s=1.0)
 
 
 @virtual

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -191,14 +193,15 @@ async def test_a_server_that_lost_acknowledged_records_is_refused(
                 pass
 
 
-async def test_a_full_disk_seals_later_and_leads_on(
-        redis_log: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+async def test_a_full_or_read_only_disk_seals_later_and_leads_on(
+        redis_log: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     folder = Folder(tmp_path / "log", redis_log.name)
     with monkeypatch.context() as patch:
-        def full(*args: Any) -> None:
-            raise OSError(28, "No space left on device")
+        def refuse(*args: Any) -> None:
+            raise OSError(code, os.strerror(code))
 
-        patch.setattr(folder, "_write", full)
+        patch.setattr(folder, "_write", refuse)
         with capture_logs() as logs:
             async with redis_log(folder=folder) as log, leading(log, folder) as coordinator:
                 await write(coordinator, 0, 30)
@@ -208,7 +211,7 @@ async def test_a_full_disk_seals_later_and_leads_on(
                 await until_sealed(log, 20)
     assert [one["why"] for one in logs if one["event"] == (
         "cannot seal the log; the server keeps it")] == [
-            f"{tmp_path / 'log'}: No space left on device"]
+            f"{tmp_path / 'log'}: {os.strerror(code)}"]
 
 
 async def test_a_segment_that_cannot_be_read_now_is_tried_again(

@@ -442,6 +442,7 @@ async def test_an_injected_node_loss_happens_once(plane: PlaneStub, tmp_path: Pa
     os.kill(pids[1], signal.SIGSTOP)
     await plane.wait(RankSuspended)
     await plane.leader.order(fault("node", incarnation=joined.incarnation))
+    assert joined.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert await ended(first) == -signal.SIGKILL
     for pid in pids:
         await until_gone(pid)

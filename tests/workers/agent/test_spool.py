@@ -128,6 +128,18 @@ def test_a_full_spool_drops_the_oldest_but_never_node_joined() -> None:
         range(lost.body.num_lost, 500))
 
 
+def test_a_full_spool_drops_faults_last() -> None:
+    spool = Spool("n1/7", "n1", clock, bytes_max=10_000)
+    spool.put(JOINED)
+    for number in range(30):
+        spool.put(exited(number))
+    for number in range(500):
+        spool.put(OrderRefused(node="n1", order=number, why="full"))
+    bodies = [r.body for r in spool.behind(0, 10_000)]
+    assert [x.rank for x in bodies if isinstance(x, RankExited)] == list(range(30))
+    assert sum(x.num_lost for x in bodies if isinstance(x, ReportsLost)) > 100
+
+
 def test_a_flood_of_one_slot_drops_only_its_own_reports() -> None:
     """Half of the spool is the quota of two slots: slot 0 is above it, slot 1 and the agent not."""
     spool = Spool("n1/7", "n1", clock, bytes_max=40_000)

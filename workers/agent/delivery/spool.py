@@ -6,11 +6,11 @@
 
 The number that `put` gives to a report never changes. A full spool drops first each
 MemoryCheckpointStored that a newer one of the same rank and store follows; then the oldest
-TaskProgressed and IterationsLogged (the loss curve gets a gap); then the oldest of the rest, except
-NodeJoined, without which the log would not know the node. It drops in this order from the slots
-whose ranks hold more than their quota, and only then from all: half of the spool, divided equally
-among the slots that hold reports. Adjacent dropped reports are replaced by one ReportsLost with the
-number of the last. If a dropped report was already sent, it may still reach the log; its
+TaskProgressed and IterationsLogged (the loss curve gets a gap); then the oldest of the rest, faults
+last; never NodeJoined, without which the log would not know the node. It drops in this order from
+the slots whose ranks hold more than their quota, and only then from all: half of the spool, divided
+equally among the slots that hold reports. Adjacent dropped reports are replaced by one ReportsLost
+with the number of the last. If a dropped report was already sent, it may still reach the log; its
 ReportsLost then counts as a duplicate.
 
 The file is also the agent's journal: with a report, or alone, it stores notes by key, of which the
@@ -51,6 +51,8 @@ _NOTED_CODE = 1 << 31
 """In the length of an entry: it is a _Noted."""
 _LAST = "last"
 """The note of the last number, which the file needs when it has no report."""
+_FAULTS = (reports.CollectiveFailed, reports.DeviceErred, reports.RankErrored, reports.RankExited,
+           reports.RankStalled)
 _log = structlog.get_logger("agent")
 
 
@@ -186,7 +188,7 @@ class Spool:
         def is_above_quota(entry: _Entry) -> bool:
             return held[entry.slot] > quota_bytes
 
-        order = (_is_superseded(entries), _is_progress, _is_not_joined)
+        order = (_is_superseded(entries), _is_progress, _is_no_fault, _is_not_joined)
         for may_drop in order:
             entries = self._drop(entries, may_drop, target_bytes, held, is_above_quota)
         for may_drop in order:
@@ -318,6 +320,10 @@ def _is_superseded(entries: list[_Entry]) -> Callable[[_Entry], bool]:
 
 def _is_progress(entry: _Entry) -> bool:
     return isinstance(entry.report.body, reports.TaskProgressed | reports.IterationsLogged)
+
+
+def _is_no_fault(entry: _Entry) -> bool:
+    return _is_not_joined(entry) and not isinstance(entry.report.body, _FAULTS)
 
 
 def _is_not_joined(entry: _Entry) -> bool:

@@ -1,0 +1,82 @@
+"""A cluster that runs 0.3.0 gets a control plane of this version, while a task trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from golden_log import unpack
+from real_cluster import RealCluster
+from twins import Twins, small
+
+COMMIT = "b0502c4"
+START = """
+import sys
+from pathlib import Path
+import unicron
+from real_cluster import RealCluster
+assert Path(unicron.__file__).is_relative_to(sys.argv[2]), unicron.__file__
+RealCluster(Path(sys.argv[1])).start()
+"""
+START_S_MAX = 300.0
+
+
+@pytest.fixture
+def former(tmp_path: Path) -> Iterator[RealCluster]:
+    """A running cluster: all of its processes have the code of 0.3.0."""
+    try:
+        environment = unpack(COMMIT, tmp_path / "code")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip(f"this clone has no commit {COMMIT}: it is shallow, or no clone")
+    path = tmp_path / "cluster"
+    cluster = RealCluster(path)
+    try:
+        subprocess.run([sys.executable, "-P", "-c", START, str(path), str(tmp_path / "code")],
+                       check=True, env=environment, timeout=START_S_MAX)
+        cluster.local.ensure_server()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.thorough
+def test_this_version_takes_over_from_the_last_release(
+        former: RealCluster, tmp_path: Path, twins: Twins) -> None:
+    wanted = small("taken", tmp_path / "out", checkpoint_every=20)
+    task = former.submit(wanted)
+    former.wait_whole(task, 4)
+    pids, begun = former.pids(task), former.seq()
+
+    former.kill_control_plane()
+    former.start_control_plane()
+    epochs = [record.body for record in former.told(0, "EpochStarted")]
+    assert [getattr(one, "durability", None) for one in epochs] == ["", "always"], epochs
+    former.wait_steps(task, 20)
+    assert former.pids(task) == pids
+    assert former.task(task)["generation"] == 1
+    for kind in ("IncidentOpened", "NodeJoined", "NodeUnreachable", "Quiesce", "RankStalled",
+                 "ReportsLost", "RankExited", "StopRank"):
+        assert not former.told(begun, kind), former.tail(begun)
+
+    # The former agents and ranks heal under the new control plane.
+    victim, after = former.on(task, "n2")[0], former.seq()
+    os.kill(pids[victim], signal.SIGKILL)
+    former.wait_told(after, "RankExited", rank=victim, signal=9)
+    former.wait_whole(task, 4)
+    assert former.kept(task, pids) == set(pids) - {victim}
+    former.wait_healed(after)
+
+    # An agent of this version continues the processes of the former one.
+    for node in ("n1", "n2"):
+        before = former.seq()
+        former.kill_agent(node)
+        former.start_agent(node)
+        former.wait_told(before, "AgentRestarted", node=node)
+    former.wait_steps(task)
+    assert former.unicron("status").returncode == 0
+    twins.compare_and_cancel(former, task, wanted)
