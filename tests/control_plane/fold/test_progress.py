@@ -11,6 +11,7 @@ from decider import Driver, kinds, task_of, the
 from described_jobs import job
 from msgspec.structs import replace
 from unicron.cli.commands import replay
+from unicron.cli.commands.offline import Log
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.cluster import status
 from unicron.cli.terminal import record_line
@@ -139,7 +140,7 @@ def test_without_a_model_progress_does_not_calibrate(d: Driver) -> None:
 def test_a_total_that_is_not_printed_is_not_shown(
         d: Driver, task: int, capsys: pytest.CaptureFixture[str]) -> None:
     printed(d, task, 1040, 0, iterations=0)
-    replay._fold(d.log, as_json=False)
+    replay._fold(Log(lambda: iter(d.log), 0, ""), as_json=False)
     rows = status(view(d.state), cluster="c", now_s=d.now_s)
     for shown in (next(row for row in rows if " gpt " in row), capsys.readouterr().out):
         assert " 1,040 " in shown
