@@ -49,8 +49,6 @@ class Told(NamedTuple):
 
     answers: dict[float, int]
     """By the weight that a client has set: the seq of the answer."""
-    asked: list[float]
-    """All weights, also those without an answer."""
     seen: dict[int, bytes]
     """By seq: the encoded record."""
 
@@ -59,7 +57,7 @@ class Load:
     """Clients that set weights, each one a number of its own, and a reader of the stream."""
 
     def __init__(self, pair: LocalPair, tasks: list[int]) -> None:
-        self.told = Told({}, [], {})
+        self.told = Told({}, {})
         self.num_failed = 0
         self._pair, self._stopping = pair, threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(number, task), daemon=True)
@@ -78,7 +76,6 @@ class Load:
         while not self._stopping.is_set():
             count += 1
             weight = number + count * 1e-6
-            self.told.asked.append(weight)
             try:
                 client = connect(self._pair.state)
                 self.told.answers[weight] = client.post(
@@ -191,10 +188,11 @@ def lost_of(records: list[Record], told: Told) -> int:
 
 
 def _gaps(reports: Iterable[Record]) -> int:
-    """Numbers that a source has skipped."""
+    """Numbers that a source has skipped; those of a ReportsLost are counted by itself."""
     last, num = dict[str, int](), 0
     for one in reports:
-        num += max(one.source_seq - last.get(one.source, 0) - 1, 0)
+        if not isinstance(one.body, r.ReportsLost):
+            num += max(one.source_seq - last.get(one.source, 0) - 1, 0)
         last[one.source] = one.source_seq
     return num
 

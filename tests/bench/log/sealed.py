@@ -28,9 +28,11 @@ BATCH_RECORDS_NUM = 256
 
 
 class Written(Struct):
-    """What writing a log has cost. `memory_mb`: of the server, by the number of records."""
+    """What writing a log has cost. `memory_mb`: of the server, by the number of records. `cpu_s`:
+    of the appends, here, and of the server."""
 
     append_s: list[float] = field(default_factory=list[float])
+    cpu_s: float = 0.0
     num_records: int = 0
     memory_mb: dict[int, float] = field(default_factory=dict[int, float])
 
@@ -68,7 +70,7 @@ class SealedCluster:
         async with self.log() as log:
             assert await log.start_epoch("bench") == 1
             await log.open_segments()
-            turns = life.turns()
+            turns, server_cpu_s = life.turns(), self._server_cpu_s()
             while written.num_records < num_sealed + num_rest:
                 batch: list[Record] = []
                 while len(batch) < BATCH_RECORDS_NUM:
@@ -85,16 +87,22 @@ class SealedCluster:
                 for num in memory_at:
                     if num <= written.num_records and num not in written.memory_mb:
                         written.memory_mb[num] = self.memory_mb()
+        written.cpu_s += self._server_cpu_s() - server_cpu_s
         return written
 
     async def _append(self, log: RedisLog, batch: Sequence[Record], written: Written) -> None:
         acked = {one.source: one.source_seq for one in batch if "/" in one.source}
-        began_s = time.perf_counter()
+        began_s, cpu_s = time.perf_counter(), time.process_time()
         await log.append(batch, epoch=1, expect=batch[0].seq - 1, cursor="", acked=acked)
         written.append_s.append(time.perf_counter() - began_s)
+        written.cpu_s += time.process_time() - cpu_s
         written.num_records += len(batch)
 
     def memory_mb(self) -> float:
         """Resident memory of the server, in MB."""
         pages = int(Path(f"/proc/{self.server.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    def _server_cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.server.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
