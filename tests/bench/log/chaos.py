@@ -92,8 +92,10 @@ class Load:
             server = Server.from_url(self._url(), socket_timeout=5.0)
             with suppress(redis.ConnectionError, redis.TimeoutError, redis.ResponseError):
                 while not self._stopping.is_set():
-                    for last, fields in (server.xread({key: last}, 500, 500) or [(0, ())])[0][1]:
-                        self.told.seen[int(last.partition(b"-")[2])] = fields[b"r"]
+                    found = server.xread({key: last}, 500, 500)
+                    for entry, fields in found[0][1] if found else ():
+                        last = entry
+                        self.told.seen[int(entry.partition(b"-")[2])] = fields[b"r"]
             server.close()
             time.sleep(0.05)
 

@@ -1,7 +1,8 @@
-"""The same records in the `eventsourcing` library, in SQLite: `python peer.py RECORDS FOLDER BATCH`.
+"""The same records in the `eventsourcing` library, in SQLite.
 
-Each line of RECORDS, a record as JSON, is an event of one aggregate; SQLite writes ahead and syncs
-each transaction, the library's default. Prints JSON. It needs the library and nothing of Unicron.
+`python peer.py RECORDS FOLDER BATCH`: each line of RECORDS, a record as JSON, is an event of one
+aggregate. SQLite has a write-ahead log and syncs each transaction, the library's default. Prints
+JSON. It needs the library and nothing of Unicron.
 """
 
 from __future__ import annotations

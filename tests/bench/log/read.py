@@ -6,10 +6,9 @@ import asyncio
 import random
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 
-from bench.log.sealed import CLUSTER, SealedCluster
+from bench.log.sealed import SealedCluster
 from unicron import __version__
 from unicron.cli.cluster import local_cluster
 from unicron.cli.cluster.client import DRY_RUN_S_MAX
@@ -25,14 +24,14 @@ Found = dict[str, float]
 NUM_STARTS, NUM_MOMENTS = 5, 200
 
 
-def replay(where: Path) -> Found:
+def replay(folder: Folder) -> Found:
     """Fold all segments of a folder into a state; also the CPU time of reading alone."""
     began_s, cpu_s, state = time.perf_counter(), time.process_time(), ClusterState()
-    for record in SealedLog(Folder(where, CLUSTER)).records():
+    for record in SealedLog(folder).records():
         fold(state, record)
     lasted_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
     read_s = time.process_time()
-    for _ in SealedLog(Folder(where, CLUSTER)).records():
+    for _ in SealedLog(folder).records():
         pass
     return {"records_per_s": state.seq / lasted_s, "cpu_us": 1e6 * cpu_s / state.seq,
             "read_cpu_us": 1e6 * (time.process_time() - read_s) / state.seq}

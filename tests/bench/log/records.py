@@ -1,8 +1,8 @@
 """The records of a cluster's life, made quickly: the real decider, and nodes that obey at once.
 
-16 nodes of 8 slots run 8 tasks of up to 16 ranks. Every second each task reports its progress, every
-minute each rank its in-memory checkpoint. Every 2 minutes a rank is killed and heals; every hour
-a task is cancelled and another one submitted.
+16 nodes of 8 slots run 8 tasks of up to 16 ranks. Every second each task reports its progress,
+every minute each rank its in-memory checkpoint. Every 2 minutes a rank is killed and heals; every
+hour a task is cancelled and another one submitted.
 """
 
 from __future__ import annotations

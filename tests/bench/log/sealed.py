@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from msgspec import Struct, field
-
 from bench.log.records import Life
+from msgspec import Struct, field
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.control_plane.service import snapshots
 from unicron.events.log import embedded_server
@@ -77,9 +76,8 @@ class SealedCluster:
                     batch += next(turns)
                 await self._append(log, batch, written)
                 due += batch
-                at_end = num_sealed - written.num_records
-                if written.num_records - len(due) < num_sealed and (
-                        len(due) >= Policy().seal_records or at_end <= 0):
+                left = num_sealed - written.num_records
+                if (len(due) >= Policy().seal_records if left > 0 else len(due) + left > 0):
                     await log.seal(due, epoch=1)
                     snapshots.write(self.folder, life.state.seq, 1,
                                     snapshots.encode(life.state, {}))
