@@ -51,7 +51,9 @@ class Sealer:
     async def _seal_due(self) -> None:
         """Seal all that is due, a segment at a time, then write a snapshot."""
         while self._is_settled() and self._num_due():
-            await self._log.seal(await self._next_records(), epoch=self._leader.epoch)
+            open_orders = tuple(self._leader.state.orders)  # while the state is what the log has
+            await self._log.seal(await self._next_records(), epoch=self._leader.epoch,
+                                 open_orders=open_orders)
             self._sealed_s, self._is_snapshot_due = self._leader.now_s(), True
         if self._is_snapshot_due and self._is_settled():
             state = self._leader.state

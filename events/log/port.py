@@ -144,9 +144,11 @@ class LeaderPort(Protocol):
         """Read which segments are the log's. Raises CorruptLog, UsageError."""
         ...
 
-    async def seal(self, records: Sequence[Record], *, epoch: int) -> None:
+    async def seal(self, records: Sequence[Record], *, epoch: int, open_orders: Iterable[int]
+                   ) -> None:
         """Write the records behind the sealed ones to a segment, then drop all before them from the
-        server. Raises Fenced, Conflict, OSError."""
+        server, and all sealed orders but those in `open_orders` (seqs). Raises Fenced, Conflict,
+        OSError."""
         ...
 
     @property

@@ -78,7 +78,7 @@ class SealedCluster:
                 due += batch
                 left = num_sealed - written.num_records
                 if (len(due) >= Policy().seal_records if left > 0 else len(due) + left > 0):
-                    await log.seal(due, epoch=1)
+                    await log.seal(due, epoch=1, open_orders=tuple(life.state.orders))
                     snapshots.write(self.folder, life.state.seq, 1,
                                     snapshots.encode(life.state, {}))
                     due.clear()
