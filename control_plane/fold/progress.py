@@ -51,7 +51,8 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     task.iteration = max(task.iteration, iteration)
     task.max_iteration = max(task.max_iteration, iteration)
     living = task.living_members()
-    for rank in living:
+    has_faults = task.restarts or task.disabled_slots or task.reattempts  # most reports: none
+    for rank in living if has_faults else ():
         if iteration - rank.joined_iteration >= state.policy.restart_iterations:
             task.restarts.pop(rank.rank, None)
             was = task.disabled_slots.pop(rank.rank, None)
