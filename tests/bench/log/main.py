@@ -29,6 +29,7 @@ CHAOS_CASES = ("lost", "doubled")
 CASES = (*LOG_CASES, *takeover.CASES, *CHAOS_CASES)
 SYSTEM, PEER = "unicron", library.PACKAGE
 NUM_TAKEOVERS = 30
+UNITS = {"s": "s", "mb": "MB", "ratio": "x"}
 
 
 class Sizes(NamedTuple):
@@ -126,7 +127,7 @@ def of_log(folder: Path, sizes: Sizes) -> list[Row]:
         "at_1m": {"p50_s": median(times_s), "p99_s": percentile(times_s, 0.99)},
         "server_memory": {"ratio": after_mb / before_mb, "100k_mb": before_mb, "1m_mb": after_mb}}
     return [*of_appends(written, made), *of_replay(replayed, made), *(
-        row(case, SYSTEM, metric, [value], metric.rpartition("_")[2].replace("mb", "MB"))
+        row(case, SYSTEM, metric, [value], UNITS[metric.rpartition("_")[2]])
         for case, metrics in found.items() for metric, value in metrics.items())]
 
 
