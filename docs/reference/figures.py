@@ -301,11 +301,12 @@ def _log(rows: Sequence[Row], about: About) -> str:
         if one.system != log.SYSTEM:
             continue
         goal = log.GOALS.get((one.case, one.metric))
-        lines.append([f"`{one.case}`", f"`{one.metric}`", shown(one), "" if goal is None else
+        lines.append([f"`{one.case}`", f"`{one.metric}`", f"{one.n}", shown(one),
+                      "" if goal is None else
                       f"{'at least' if goal.at_least else 'at most'} {goal.value:,g}",
                       shown(found.get((one.case, log.PEER, one.metric)))])
     return (f"{about['cores']} cores.\n\n" + _lines(
-        "| case | metric | Unicron | goal | eventsourcing |", lines))
+        "| case | metric | n | Unicron | goal | eventsourcing |", lines))
 
 
 def _disasters(rows: Sequence[Row], about: About) -> str:
