@@ -113,7 +113,7 @@ class Kills:
         """Wait until all is there, kill, start again, wait until requests are answered again."""
         pair, load = self._pair, self._load
         pair.lease.leader()
-        pair.lease.wait_followed()
+        wait(self._is_followed, "one follows")
         time.sleep(random.uniform(0.0, PAUSE_S_MAX))
         if target != "server":
             pair.strike(target)
@@ -127,6 +127,10 @@ class Kills:
             pair.mend()
         num = len(load.told.answers)
         wait(lambda: len(load.told.answers) >= num + NUM_MORE, f"answers after {target} was killed")
+
+    def _is_followed(self) -> bool:
+        self._pair.revive()
+        return self._pair.lease.is_followed()
 
 
 def command(name: str, *words: str) -> dict[str, object]:

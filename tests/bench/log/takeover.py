@@ -50,10 +50,10 @@ class Lease:
         return wait(lambda: (self._server.hget(f"{self._prefix}lease", "url") or b"").decode(),
                     "a control plane leads")
 
-    def wait_followed(self) -> None:
-        """Wait until a control plane follows."""
-        wait(lambda: self._server.zcount(
-            f"{self._prefix}followers", time.time() - FOLLOWED_S - 1.0, "+inf"), "one follows")
+    def is_followed(self) -> bool:
+        """Whether a control plane follows."""
+        least_s = time.time() - FOLLOWED_S - 1.0  # whole seconds are noted
+        return bool(self._server.zcount(f"{self._prefix}followers", least_s, "+inf"))
 
     def epoch(self) -> int:
         """The epoch of the newest record."""
@@ -89,7 +89,7 @@ def takeovers(case: str, folder: Path, num: int) -> list[float]:
     with (hosts_pair if case == "takeover_cut" else local_pair)(folder) as pair:
         for _ in range(num):
             pair.lease.leader()
-            pair.lease.wait_followed()
+            wait(pair.lease.is_followed, "one follows")
             epoch, began_s = pair.lease.epoch(), time.time()
             pair.strike(case)
             times.append(pair.lease.wait_later(epoch) - began_s)
@@ -139,6 +139,13 @@ class LocalPair:
                 if (file := read_json(path) or {}).get("url") == url]
         return next(one for name in self.local.control_planes
                     if (one := self.local.find(name)) is not None and one.pid in pids)
+
+    def revive(self) -> None:
+        """Start control planes that have ended again, as `up` does, and print their last words."""
+        for name in self.local.control_planes:
+            if self.local.find(name) is None:
+                print(f"{name} had ended: {processes.last_output(self.state, name)}", flush=True)
+                self.local.start(name)
 
     def strike(self, case: str) -> None:
         self._struck = self.leader()
