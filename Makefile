@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-overhead bench-paper megatron-lm gpu-check golden-log figures disasters check types docs wheel clean
+.PHONY: help setup demo demo-hosts test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-paper megatron-lm gpu-check golden-log figures disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -115,6 +115,14 @@ bench-settlement: setup types ## what a settlement costs a rank of 64, 256 and 1
 bench-scale: setup types ## what 64 to 4,096 agents cost control plane and server (N=1 CASES=a,b)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.scale.main $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
+
+KILLS ?=
+bench-log: setup types ## the log: appends, replay, past moments, takeovers, kills (N=30 KILLS=200 CASES=a,b)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.log.main $(if $(filter-out file,$(origin N)),-n $(N)) \
+		$(KILLS:%=--kills %) $(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
+
+chaos-log: setup types ## the log's server, leader or both killed under load: lost and doubled records (KILLS=200)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.log.chaos $(KILLS:%=-n %)
 
 bench-overhead: setup types ## an undisturbed iteration over one of Megatron's own loop (N=24 launches a case)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.overhead.main $(if $(filter-out file,$(origin N)),-n $(N))

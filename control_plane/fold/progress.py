@@ -50,6 +50,10 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     task.progressed_s = state.at_s
     task.iteration = max(task.iteration, iteration)
     task.max_iteration = max(task.max_iteration, iteration)
+    if task.stepped == task.generation and not (
+            task.incident or task.transition or task.restarts or task.disabled_slots
+            or task.reattempts):
+        return  # nothing has happened: most reports need no look at the ranks
     living = task.living_members()
     for rank in living:
         if iteration - rank.joined_iteration >= state.policy.restart_iterations:

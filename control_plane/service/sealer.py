@@ -51,8 +51,11 @@ class Sealer:
 
     async def _seal_due(self) -> None:
         """Seal all that is due, a segment at a time, then write a snapshot."""
-        while self._is_settled() and await self._is_due():
-            await self._log.seal(await self._next_records(), epoch=self._leader.epoch)
+        while self._is_settled() and await self._is_due() and self._is_settled():
+            state = self._leader.state
+            seq, open_orders = state.seq, tuple(state.orders)
+            await self._log.seal(await self._next_records(seq), epoch=self._leader.epoch,
+                                 open_orders=open_orders)
             self._oldest_s, self._is_snapshot_due = None, True
         if self._is_snapshot_due and self._is_settled():
             state = self._leader.state
@@ -60,12 +63,14 @@ class Sealer:
             await asyncio.to_thread(snapshots.write, self._folder, state.seq, state.epoch, encoded)
             self._is_snapshot_due = False
 
-    async def _next_records(self) -> list[Record]:
-        """The records of the next segment: whole reports, each with all of its decisions, so that a
-        log that ends with a segment is one that a leader could have written."""
+    async def _next_records(self, seq_max: int) -> list[Record]:
+        """The records of the next segment, up to `seq_max`, the end of a report: an order behind it
+        may be open. Whole reports, each with all of its decisions, so that a log that ends with a
+        segment is one that a leader could have written."""
         num_max = self._leader.state.policy.seal_records
         while True:
             found = await self._log.read(after=self._log.sealed_seq, num_max=num_max + 1)
+            found = [one for one in found if one.seq <= seq_max]
             if len(found) <= num_max:
                 return found
             ends = [place for place, one in enumerate(found) if place and not one.cause]

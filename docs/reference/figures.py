@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from bench.detection import faults
 from bench.detection import main as detection
+from bench.log import main as log
 from bench.memory import main as memory
 from bench.paper.evaluation import SENSITIVITY
 from bench.planner import main as planner
@@ -288,6 +289,26 @@ def _scale(rows: Sequence[Row], about: About) -> str:
         "| | 64 agents | 256 | 1,024 | growth for each doubling |", lines))
 
 
+def _log(rows: Sequence[Row], about: About) -> str:
+    found = _by_key(rows)
+
+    def shown(one: Row | None) -> str:
+        return "" if one is None or one.value is None else f"{one.value:,.3g}" if (
+            one.value < 1000) else f"{one.value:,.0f}"
+
+    lines: list[list[str]] = []
+    for one in rows:
+        if one.system != log.SYSTEM:
+            continue
+        goal = log.GOALS.get((one.case, one.metric))
+        lines.append([f"`{one.case}`", f"`{one.metric}`", f"{one.n}", shown(one),
+                      "" if goal is None else
+                      f"{'at least' if goal.at_least else 'at most'} {goal.value:,g}",
+                      shown(found.get((one.case, log.PEER, one.metric)))])
+    return (f"{about['cores']} cores.\n\n" + _lines(
+        "| case | metric | n | Unicron | goal | eventsourcing |", lines))
+
+
 def _disasters(rows: Sequence[Row], about: About) -> str:
     import disasters  # plays scenarios, which takes a minute
 
@@ -323,6 +344,7 @@ BLOCKS = {
     "fault-matrix-loops": Block("docs/reference/fault-matrix.md", "fault-matrix", LOOP_MATRIX,
                                 "outcome", _loops),
     "scale": Block("docs/guides/bench-scale.md", "scale", SCALES, "record_us", _scale),
+    "log": Block("docs/guides/bench-log.md", "log", log.CASES, "worst_s", _log),
     "hosts": Block("docs/guides/hosts.md", "hosts", tuple(hosts.CASES), "loss_equal", _hosts),
     "disasters": Block("docs/guides/disasters.md", "", (), "", _disasters)}
 

@@ -140,9 +140,11 @@ class LeaderPort(Protocol):
         """Delete the reports up to and including cursor `before`, which are in the log."""
         ...
 
-    async def seal(self, records: Sequence[Record], *, epoch: int) -> None:
+    async def seal(self, records: Sequence[Record], *, epoch: int, open_orders: Iterable[int]
+                   ) -> None:
         """Write the records behind the sealed ones to a segment, then drop all before them from the
-        server. Raises Fenced, Conflict, OSError."""
+        server, and all sealed orders but those in `open_orders` (seqs). Raises Fenced, Conflict,
+        OSError."""
         ...
 
     @property

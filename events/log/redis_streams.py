@@ -164,14 +164,21 @@ for i = at + 1, #ARGV do redis.call('SADD', KEYS[3], ARGV[i]) end
 return {'done', ''}
 """
 
-SEAL = """
--- KEYS log epoch head; ARGV epoch former_head head first_id
+SEAL = _IDS + """
+-- KEYS log epoch head [orders...]; ARGV epoch former_head head first_id last_id [open_seq]...
 local held = redis.call('HGET', KEYS[2], 'number')
 if held ~= ARGV[1] then return {'fenced', held or '0'} end
 local head = redis.call('GET', KEYS[3]) or ''
 if head ~= ARGV[2] then return {'conflict', head} end
 redis.call('SET', KEYS[3], ARGV[3])
 redis.call('XTRIM', KEYS[1], 'MINID', ARGV[4])
+local open = {}
+for i = 6, #ARGV do open[ARGV[i]] = true end
+for i = 4, #KEYS do
+  for _, entry in ipairs(redis.call('XRANGE', KEYS[i], '-', ARGV[5])) do
+    if not open[text(seq_of(entry[1]))] then redis.call('XDEL', KEYS[i], entry[1]) end
+  end
+end
 return {'done', ''}
 """
 
@@ -684,16 +691,20 @@ class RedisLog:
         (head,) = await self._ask([("GET", *self._keys("head"))])
         return head.decode() if head else ""
 
-    async def seal(self, records: Sequence[Record], *, epoch: int) -> None:
+    async def seal(self, records: Sequence[Record], *, epoch: int, open_orders: Iterable[int]
+                   ) -> None:
         """See LeaderPort. The stream keeps the records of the newest segment."""
         folder, sealed = self._folder, self._segments
         assert folder is not None
         assert sealed is not None, "open_segments comes first"
         last = sealed.chain[-1] if sealed.chain else None
         segment = await asyncio.to_thread(folder.write, records, last)
-        reply = await self._run(SEAL, self._keys("log", "epoch", "head"), (
+        (nodes,) = await self._ask([("SMEMBERS", *self._keys("nodes"))])
+        keys = (*self._keys("log", "epoch", "head"), *self._streams(map(bytes.decode, nodes)))
+        reply = await self._run(SEAL, keys, (
             epoch, last.name if last else "", segment.name,
-            f"{records[0].epoch}-{records[0].seq}"), repeatable=False)
+            f"{records[0].epoch}-{records[0].seq}", f"{epoch}-{segment.last}", *open_orders),
+            repeatable=False)
         _check_result(reply, epoch, segment.first - 1)
         now = self._segments or sealed
         if now.last < segment.first:  # else a reader has opened the segments meanwhile

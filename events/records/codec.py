@@ -131,7 +131,7 @@ class UnknownBody(Body, frozen=True):
     """Whether it changes no state, as its writer has marked it."""
 
 
-class _Wire(Struct, frozen=True, kw_only=True):
+class _Wire(Struct, frozen=True, kw_only=True, gc=False):
     """The encoded form: the envelope of a record or a report with its raw body."""
 
     kind: str

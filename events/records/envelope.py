@@ -51,7 +51,7 @@ class Report(Struct, frozen=True, kw_only=True):
     body: Body
 
 
-class Record(Struct, frozen=True, kw_only=True):
+class Record(Struct, frozen=True, kw_only=True, gc=False):
     """One entry of the log.
 
     `seq` is contiguous from 1, also across epochs; `at_s` is stamped by the leader and never

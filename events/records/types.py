@@ -67,7 +67,7 @@ TokenAct = Literal["created", "rotated", "revoked", "enrolled"]
 """`enrolled`: an agent has exchanged a join token for the identity of its node."""
 
 
-class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+class Body(Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=False):
     """Base class of the bodies of all records. VERSIONS (envelope.py) has their versions."""
 
 

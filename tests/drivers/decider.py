@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from state_check import check
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide.advance import accepts, advance
-from unicron.control_plane.decide.decide import decide
+from unicron.control_plane.decide.decide import Decide, decide
 from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.decide.transition import next_decisions
 from unicron.control_plane.planner import pending
@@ -52,11 +52,13 @@ def checked(state: ClusterState, record: Record) -> Iterator[t.Body]:
 class Driver:
     """Sends reports to the decider, one at a time. On request, plays nodes that follow orders."""
 
-    def __init__(self, *, nodes: int = 2, slots: int = 2) -> None:
+    decide: Decide = staticmethod(checked)
+
+    def __init__(self, *, nodes: int = 2, slots: int = 2, now_s: float = 1000.0) -> None:
         self.state = ClusterState()
         self.log: list[Record] = []
         self.seqs: dict[str, int] = {}
-        self.now_s = 1000.0
+        self.now_s = now_s
         self.pid = 4000
         self.steps: dict[int, int] = {}
         self.tell("leader/abc", r.EpochStarted(nonce="abc", code="1", heart=DECIDER_VERSION),
@@ -74,7 +76,7 @@ class Driver:
         report = Report(source=source, source_seq=seq, occurred_s=self.now_s, body=body)
         assert accepts(self.state, report) == "next"
         records = advance(self.state, report, epoch=epoch or self.epoch, at_s=self.now_s,
-                          decide=checked)
+                          decide=self.decide)
         self.log += records
         return records
 

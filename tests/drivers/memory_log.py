@@ -205,7 +205,8 @@ class MemoryLog:
     async def open_segments(self) -> None:
         """Do nothing: this log has no segments."""
 
-    async def seal(self, records: Sequence[Record], *, epoch: int) -> None:
+    async def seal(self, records: Sequence[Record], *, epoch: int, open_orders: Iterable[int]
+                   ) -> None:
         """Do nothing, see `open_segments`."""
 
     async def trim_reports(self, *, before: str) -> None:

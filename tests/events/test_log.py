@@ -8,12 +8,14 @@ import selectors
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from memory_log import MemoryLog, Outcome
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Leased, Unavailable, UsageError
 from unicron.events.log.port import LogPort
+from unicron.events.log.segments import Folder
 from unicron.events.records import reports
 from unicron.events.records.envelope import Record, Report
 from unicron.events.records.orders import Quiesce, Resume
@@ -201,6 +203,22 @@ async def test_append_is_atomic(log: LogPort, agent: LogPort) -> None:
     assert await log.cursor() == "5-1", "an empty cursor changes nothing"
     assert await agent.acked("n1/7") == 13
     assert await agent.acked("n2/8") == 3
+
+
+async def test_sealed_orders_that_are_closed_leave_the_server(
+        redis_log: Any, tmp_path: Path) -> None:
+    async with redis_log(folder=Folder(tmp_path, redis_log.name)) as log:
+        epoch = await log.start_epoch("a")
+        batch = [order(seq, epoch, *nodes) for seq, nodes in enumerate(
+            (("n1",), ("n1", "n2"), ("n1",), ("n1", "n2")), 1)]
+        await put(log, *batch)
+        await log.open_segments()
+        await log.seal(batch[:3], epoch=epoch, open_orders=[3])
+        for node, seqs in (("n1", [3, 4]), ("n2", [4])):
+            left = await log.orders(node, after="0-0", wait_s=0)
+            assert [one.record.seq for one in left] == seqs
+        await log.seal(batch[3:], epoch=epoch, open_orders=[])
+        assert await log.orders("n1", after="0-0", wait_s=0) == []
 
 
 async def test_rebuilt_orders_replace_all_streams_and_are_read_again(

@@ -1,0 +1,80 @@
+"""Reads of a sealed log: replay from the segments, the start of a leader, a past moment."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from datetime import UTC, datetime
+from statistics import median
+
+from bench.log.sealed import SealedCluster
+from unicron import __version__
+from unicron.cli.cluster import local_cluster
+from unicron.cli.cluster.client import DRY_RUN_S_MAX
+from unicron.cli.cluster.local_cluster import ClusterOptions, LocalCluster
+from unicron.control_plane.fold.fold import fold
+from unicron.control_plane.server import steady_clock
+from unicron.control_plane.service.leader import Leader
+from unicron.control_plane.state.cluster import ClusterState
+from unicron.events.log.segments import Folder, SealedLog
+from unicron.events.spec.policy import Policy
+
+Found = dict[str, float]
+NUM_STARTS, NUM_MOMENTS = 5, 200
+
+
+def replay(folder: Folder) -> Found:
+    """Fold all segments of a folder into a state; also the CPU time of reading alone."""
+    began_s, cpu_s, state = time.perf_counter(), time.process_time(), ClusterState()
+    for record in SealedLog(folder).records():
+        fold(state, record)
+    lasted_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+    read_s = time.process_time()
+    for _ in SealedLog(folder).records():
+        pass
+    return {"records_per_s": state.seq / lasted_s, "cpu_us": 1e6 * cpu_s / state.seq,
+            "read_cpu_us": 1e6 * (time.process_time() - read_s) / state.seq}
+
+
+def start_s(cluster: SealedCluster) -> float:
+    """From a leader's first call to its EpochStarted in the log; the median of several starts."""
+    times = [asyncio.run(_start(cluster, f"start-{number}")) for number in range(NUM_STARTS)]
+    return median(times)
+
+
+async def _start(cluster: SealedCluster, nonce: str) -> float:
+    async with cluster.log() as log:
+        leader = Leader(log, clock=steady_clock(), nonce=nonce, code=__version__, policy=Policy(),
+                        folder=cluster.folder)
+        began_s = time.perf_counter()
+        await leader.take_over()
+        await leader.recover()
+        lasted_s = time.perf_counter() - began_s
+        assert leader.state.nonce == nonce
+        await leader.release("")
+        return lasted_s
+
+
+def moments_s(cluster: SealedCluster, last: int, num: int = NUM_MOMENTS) -> list[float]:
+    """The time of each answer of a real control plane to `status --at`, half of them asked by seq,
+    half by time: drawn from the whole log, each one new."""
+    local = LocalCluster(cluster.state, ClusterOptions(num_agents=0))
+    local.ensure_server()
+    local.choose_port()
+    local.start(local_cluster.CONTROL_PLANE)
+    try:
+        client = local.wait_control_plane()
+        first_s, last_s = (client.get("/v1/state", at=seq)["cluster"]["at_s"]
+                           for seq in (1, last))
+        times: list[float] = []
+        for number in range(num):
+            seq, at_s = random.randint(1, last), random.uniform(first_s, last_s)
+            at = str(seq) if number % 2 else datetime.fromtimestamp(at_s, UTC).isoformat()
+            began_s = time.perf_counter()
+            view = client.get("/v1/state", DRY_RUN_S_MAX, at=at)
+            times.append(time.perf_counter() - began_s)
+            assert not number % 2 or view["cluster"]["seq"] == seq
+        return times
+    finally:
+        local_cluster.stop_all(cluster.state, grace=False)
