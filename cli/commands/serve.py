@@ -65,7 +65,7 @@ def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
         _allow_plain(f"--listen {listen}", insecure)
     if tls.is_plain(redis_url):
         is_plain = _allow_plain("the log's server without TLS", insecure)
-    server_of = urlsplit(redis_url)
+    server_of = urlsplit(network_address.split_sentinels(redis_url)[1])
     shown = ServerCertificate(tls_cert, tls_key) if tls_cert and tls_key else None
     if is_open:
         port = port or HTTP_PORT

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import structlog
@@ -23,7 +23,7 @@ from redis.asyncio.connection import Connection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from .. import errors, tls, unix_socket
+from .. import errors, network_address, tls, unix_socket
 from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
 from ..object_storage import reason
 from ..process_io import Seldom
@@ -217,6 +217,8 @@ return {redis.call('TIME'), beats}
 """
 
 CONNECT_S_MAX = 5.0
+SENTINEL_S_MAX = 1.0
+"""Time for the answer of a Sentinel; then the next one is asked."""
 REPLY_S_MAX = 10.0
 """Time for a reply, in addition to the time that the command itself waits on the server."""
 REPLICAS_S_MAX = 2.0
@@ -259,10 +261,13 @@ class _Lost(Exception):
 
 
 class _Link:
-    """A connection that carries one request at a time and reconnects after an error."""
+    """A connection that carries one request at a time and reconnects after an error; each time to
+    the server that the Sentinels name then, if the URL is theirs."""
 
     def __init__(self, url: str, ca: str) -> None:
         self._where = re.sub(r"//[^/@]*@", "//", url)  # without the password
+        self._name, url, self._sentinels = network_address.split_sentinels(url)
+        self._ca = ca
         try:
             options: dict[str, Any] = dict(parse_url(url))
         except ValueError as error:
@@ -292,7 +297,11 @@ class _Link:
                 async with asyncio.timeout(wait_s):
                     packed = connection.pack_commands(commands)
                     await connection.send_packed_command(packed, check_health=False)
-                    return [await self._reply() for _ in commands]
+                    replies = [await self._reply() for _ in commands]
+                if any(isinstance(reply, exceptions.ReadOnlyError) for reply in replies):
+                    # It is a replica now: the URL may lead to another server.
+                    await connection.disconnect(nowait=True)
+                return replies
             except exceptions.BusyLoadingError:
                 raise Unavailable(f"{self._where}: the server is loading its data") from None
             except exceptions.AuthenticationError as error:
@@ -314,6 +323,28 @@ class _Link:
         except exceptions.ResponseError as refusal:
             return refusal
 
+    async def find_server(self) -> tuple[str, int]:
+        """Host and port of the server, by the first Sentinel that answers. Raises Unavailable."""
+        why = ""
+        for url in self._sentinels:
+            sentinel = _Link(url, self._ca)
+            try:
+                async with asyncio.timeout(SENTINEL_S_MAX):
+                    (found,) = await sentinel.call(
+                        [("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._name)], SENTINEL_S_MAX)
+            except (Unavailable, UsageError, _Lost) as error:
+                why = str(error)
+            except TimeoutError:
+                why = f"{url}: no answer within {SENTINEL_S_MAX:g} s"
+            else:
+                if isinstance(found, list):
+                    host, port = cast(list[bytes], found)
+                    return host.decode(), int(port)
+                why = f"{url}: {found or f'it knows no server {self._name}'}"
+            finally:
+                await sentinel.close()
+        raise Unavailable(f"no Sentinel tells where the server is: {why}")
+
     async def _connect(self) -> None:
         connection = self._connection
         if self._closed:
@@ -326,6 +357,8 @@ class _Link:
         try:
             if self._socket:
                 connection.path = unix_socket.address(self._socket)
+            if self._sentinels and not connection.is_connected:
+                connection.host, connection.port = await self.find_server()
             async with asyncio.timeout(CONNECT_S_MAX):
                 await connection.connect()
         except BaseException as error:
@@ -382,6 +415,11 @@ class RedisLog:
         """Close the connections; running calls fail."""
         for link in (self._link, *self._readers.values()):
             await link.close()
+
+    async def find_server(self) -> tuple[str, int]:
+        """Host and port of the server at present, if the URL is of Sentinels. Raises Unavailable.
+        """
+        return await self._link.find_server()
 
     async def move(self, url: str, keys: Keys) -> bool:
         """Use the server at `url`, and these keys, from now on; running calls fail. False if it is
