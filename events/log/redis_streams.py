@@ -60,15 +60,15 @@ local function text(number) return string.format('%.0f', number) end
 """
 
 START_EPOCH = _IDS + """
--- KEYS log epoch lease followers; ARGV nonce lease_ms url secret
--- Above the stored epoch, and above the log if that key is lost.
+-- KEYS log epoch lease followers; ARGV nonce lease_ms url secret above
+-- Above the stored epoch, above the log if that key is lost, and above what the caller knows.
 local lease = redis.call('HMGET', KEYS[3], 'nonce', 'url', 'secret')
 local is_mine = lease[1] == ARGV[1] or lease[1] == '' and lease[2] == ARGV[3]
 if lease[1] and not is_mine then
   redis.call('ZADD', KEYS[4], redis.call('TIME')[1], ARGV[3])
   return {0, lease[2], lease[3]}
 end
-local number = tonumber(redis.call('HGET', KEYS[2], 'number') or '0')
+local number = math.max(tonumber(redis.call('HGET', KEYS[2], 'number') or '0'), tonumber(ARGV[5]))
 local top = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
 if top[1] then number = math.max(number, epoch_of(top[1][1])) end
 redis.call('HSET', KEYS[2], 'number', text(number + 1), 'nonce', ARGV[1])
@@ -488,11 +488,12 @@ class RedisLog:
                                   f"record{where}")
 
     # --- the leader -----------------------------------------------------------------------------
-    async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0) -> int:
+    async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0,
+                          above: int = 0) -> int:
         """See LeaderPort. After a lost reply one epoch is unused."""
         epoch, *leader = await self._run(
             START_EPOCH, self._keys("log", "epoch", "lease", "followers"),
-            (nonce, round(1e3 * lease_s), url, self._secret))
+            (nonce, round(1e3 * lease_s), url, self._secret, above))
         if leader and leader[1].decode() != self._secret:
             raise UsageError(
                 f"the control plane at {leader[0].decode()} leads, and has another secret",

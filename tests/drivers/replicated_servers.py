@@ -18,6 +18,7 @@ from unicron.events.log import embedded_server
 
 LIMIT_S = 30.0
 Redis: Any = redis.Redis
+ResponseError = redis.ResponseError
 NAME = "unicron-log"
 """The primary, as Sentinels know it."""
 DOWN_S = 1.0
@@ -32,7 +33,7 @@ class TcpServer:
                  pair: Pair | None, login: tuple[str | None, str | None]) -> None:
         self.process, self.port, self.folder = process, port, folder
         self.url = f"redis{'s' * bool(pair)}://127.0.0.1:{port}/0"
-        self.client = Redis(port=port, username=login[0], password=login[1], **(
+        self.client = Redis(host="127.0.0.1", port=port, username=login[0], password=login[1], **(
             {"ssl": True, "ssl_ca_certs": str(pair.ca)} if pair else {}))
 
     @property
@@ -142,7 +143,7 @@ sentinel sentinel-user peer
 sentinel sentinel-pass peers
 sentinel monitor {NAME} 127.0.0.1 {primary.port} 2
 sentinel down-after-milliseconds {NAME} {DOWN_S * 1e3:.0f}
-sentinel failover-timeout {NAME} 5000
+sentinel failover-timeout {NAME} 10000
 """)
     port = free_port()
     with _running(folder, (str(path), "--sentinel", *_listening(port, pair)), program, port, pair,
