@@ -54,7 +54,7 @@ class Leader:
         self._last: Record | None = None
         """The last record known to be in the log."""
         self._lost: tuple[int, int] | None = None
-        """The first and the last record that the log has lost, until a record says so."""
+        """The first and the last record that the log has lost at least, until a record says so."""
         self._above = 0
         """The epoch of the lost ones. To agents, a new epoch must come after it."""
         self.position = "0-0"
@@ -119,7 +119,7 @@ class Leader:
         self._lost = min(ends_at + 1, last.seq), last.seq
         self._above = max(self._above, self.epoch, last.epoch)
         _logger.error("the log has lost records: its server went back to an earlier time",
-                      lost_from=self._lost[0], lost_to=last.seq, epoch=last.epoch)
+                      seq=last.seq, epoch=last.epoch, log_ends_at=ends_at)
         self._forget()
         self._last = None
 

@@ -244,7 +244,8 @@ VERSION_MIN, WAITAOF_VERSION_MIN = (6, 2), (7, 2)
 URL_HINT = "redis://:PASSWORD@HOST:PORT/0, rediss://... or unix://:PASSWORD@/PATH"
 TRANSIENT = (exceptions.OutOfMemoryError, exceptions.ReadOnlyError, exceptions.ClusterDownError,
              exceptions.MasterDownError, exceptions.TryAgainError)
-TRANSIENT_CODES = ("OOM", "MISCONF", "BUSY", "NOREPLICAS", "READONLY", "CLUSTERDOWN", "WAIT")
+TRANSIENT_CODES = ("OOM", "MISCONF", "BUSY", "NOREPLICAS", "READONLY", "CLUSTERDOWN", "WAIT",
+                   "UNBLOCKED")
 
 Command = tuple[bytes | str | int, ...]
 _Entry = tuple[bytes, list[bytes]]
@@ -298,8 +299,10 @@ class _Link:
                     packed = connection.pack_commands(commands)
                     await connection.send_packed_command(packed, check_health=False)
                     replies = [await self._reply() for _ in commands]
-                if any(isinstance(reply, exceptions.ReadOnlyError) for reply in replies):
-                    # It is a replica now: the URL may lead to another server.
+                if any(isinstance(reply, exceptions.ResponseError)
+                       and (isinstance(reply, exceptions.ReadOnlyError)
+                            or str(reply).startswith("UNBLOCKED")) for reply in replies):
+                    # It has become a replica: the URL may lead to another server.
                     await connection.disconnect(nowait=True)
                 return replies
             except exceptions.BusyLoadingError:
@@ -932,6 +935,8 @@ def _error_of(refusal: exceptions.ResponseError) -> Exception:
 
 def _check_result(reply: Any, epoch: int, expect: int) -> None:
     result, value = (part.decode() for part in reply)
+    if result == "fenced" and int(value) < epoch:
+        raise Conflict(f"the server has lost epoch {epoch}: it knows {value}")
     if result == "fenced":
         raise Fenced(f"epoch {epoch} is over: {value} holds the log")
     if result == "conflict":

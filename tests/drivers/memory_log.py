@@ -80,6 +80,8 @@ class MemoryLog:
         """See LeaderPort."""
         outcome = self._outcome("renew")
         if outcome != "lost":
+            if epoch > self._epoch:
+                raise Conflict(f"the server has lost epoch {epoch}")
             if (epoch, nonce) != (self._epoch, self._nonce):
                 raise Fenced(f"epoch {epoch} is over: {self._epoch} holds the log")
             self._lease = nonce, url, self._clock() + lease_s
@@ -124,6 +126,8 @@ class MemoryLog:
 
     def _append(self, records: Sequence[Record], epoch: int, expect: int, cursor: str,
                 acked: Mapping[str, int]) -> None:
+        if epoch > self._epoch:
+            raise Conflict(f"the server has lost epoch {epoch}")
         if epoch != self._epoch:
             raise Fenced(f"epoch {epoch} is over: {self._epoch} holds the log")
         if len(self._records) != expect:

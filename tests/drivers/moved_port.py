@@ -33,7 +33,7 @@ class MovedPort:
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ends = {writer}
-        with suppress(OSError):
+        with suppress(OSError, asyncio.CancelledError):
             server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self.to)
             ends.add(server_writer)
             self._ends |= ends

@@ -153,8 +153,9 @@ class Spool:
         """Drop the reports up to and including `acked`: the log has them."""
         self.acked = max(self.acked, acked)
         while self._entries and self._entries[0].report.source_seq <= acked:
-            self._delivered.append(self._entries.popleft())
-            self._num_bytes -= len(self._delivered[-1].wire)
+            entry = self._entries.popleft()
+            self._num_bytes -= len(entry.wire)
+            self._delivered.append(entry)
         missing = self._path is not None and self._file is None
         if missing or self._file_bytes > 2 * self._num_bytes + _FILE_SLACK_BYTES:
             self._rewrite()
