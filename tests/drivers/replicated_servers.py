@@ -143,7 +143,7 @@ sentinel sentinel-user peer
 sentinel sentinel-pass peers
 sentinel monitor {NAME} 127.0.0.1 {primary.port} 2
 sentinel down-after-milliseconds {NAME} {DOWN_S * 1e3:.0f}
-sentinel failover-timeout {NAME} 10000
+sentinel failover-timeout {NAME} 4000
 """)
     port = free_port()
     with _running(folder, (str(path), "--sentinel", *_listening(port, pair)), program, port, pair,
