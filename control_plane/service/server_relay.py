@@ -44,7 +44,8 @@ def url_at(redis_url: str, host: str, port: int, *, with_tls: bool = False) -> s
 class ServerRelay:
     """Passes connections at an address on to the server of `redis_url`, from `start` to `close`.
 
-    `find_server` tells where it is, if the URL is of Sentinels; it raises Unavailable. At the limit `num_max` a connection that the server has let in stays (see Admission)."""
+    `find_server` tells where it is, if the URL is of Sentinels; it raises Unavailable. At the limit
+    `num_max` a connection that the server has let in stays (see Admission)."""
 
     def __init__(self, redis_url: str, num_max: int = RELAYED_NUM_MAX,
                  find_server: Callable[[], Awaitable[tuple[str, int]]] | None = None) -> None:
@@ -88,7 +89,7 @@ class ServerRelay:
                 for copy in copies:
                     copy.cancel()
                 await asyncio.gather(*copies, return_exceptions=True)
-        except (OSError, TimeoutError, Unavailable):  # the client sees a closed connection, and tries again
+        except (OSError, TimeoutError, Unavailable):  # the client sees it closed, and tries again
             pass
         finally:
             for end in ends:

@@ -105,8 +105,7 @@ def _asked(sentinel: TcpServer) -> bool:
     """Ask for a failover; whether the Sentinel has accepted it."""
     try:
         sentinel.client.execute_command("SENTINEL", "FAILOVER", replicated_servers.NAME)
-    except replicated_servers.ResponseError as error:
-        assert "INPROG" in str(error) or "NOGOODSLAVE" in str(error)
+    except replicated_servers.ResponseError:  # another one is under way, or it knows no replica
         return False
     return True
 

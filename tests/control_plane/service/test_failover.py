@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,7 @@ class Load:
         cursor, link = "0-0", LogLink()
         while True:
             sent = await link.retry(
-                lambda: self.logs[node].orders(node, after=cursor, wait_s=1.0), 12.0)
+                partial(self.logs[node].orders, node, after=cursor, wait_s=1.0), 12.0)
             cursor = sent[-1].cursor if sent else cursor
             self.orders[node] += [(one.record.epoch, one.record.seq) for one in sent]
 
