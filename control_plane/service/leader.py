@@ -116,10 +116,18 @@ class Leader:
         # A record that is in a segment, the server may nevertheless have lost.
         if ends_at >= last.seq and await self._log.read(after=last.seq - 1, num_max=1) == [last]:
             return
-        self._lost = min(ends_at + 1, last.seq), last.seq
+        lost_from, known = min(ends_at + 1, last.seq), 0
+        while lost_from - known > 1:  # a leader that knows nothing of it may have gone on
+            middle = (known + lost_from) // 2
+            found = await self._log.read(after=middle - 1, num_max=1)
+            if found and found[0].epoch > last.epoch:
+                lost_from = middle
+            else:
+                known = middle
+        self._lost = lost_from, last.seq
         self._above = max(self._above, self.epoch, last.epoch)
         _logger.error("the log has lost records: its server went back to an earlier time",
-                      seq=last.seq, epoch=last.epoch, log_ends_at=ends_at)
+                      lost_from=lost_from, lost_to=last.seq, epoch=last.epoch)
         self._forget()
         self._last = None
 

@@ -328,8 +328,7 @@ async def losing(log: MemoryLog, who: str) -> None:
         assert len(told) == (1 if who == "a follower" else 2), "each that had seen them says it"
         for line in told:
             assert "lost records" in line["event"]
-            assert (line["seq"], line["epoch"]) == (lost, epoch)
-        assert told[0]["log_ends_at"] == 4
+            assert (line["lost_from"], line["lost_to"], line["epoch"]) == (5, lost, epoch)
         records = await log.read(after=0, num_max=100)
         assert [x.body for x in records if isinstance(x.body, r.EpochStarted)][1:] == [
             r.EpochStarted(nonce="b" if leader is second else "a", code="test",
