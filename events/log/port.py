@@ -58,7 +58,8 @@ class FilePart(Struct, frozen=True):
 
 
 class LeaderPort(Protocol):
-    """The interface of the leader. Raises Conflict, Fenced, Ambiguous, Unavailable."""
+    """The interface of the leader. Raises Conflict, also if the server does not know the leader's
+    epoch any more; Fenced, Ambiguous, Unavailable."""
 
     async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0,
                           above: int = 0) -> int:
