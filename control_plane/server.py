@@ -127,7 +127,8 @@ async def _serve(options: Options) -> int:
         url = await _listen(listener, options, advertised)
         file = options.state / f"{options.name.replace('-', '_', 1)}.json"
         socket = await _listen_locally(listener, file.with_suffix(".sock").absolute())
-        relay = server_relay.ServerRelay(options.redis_url, limits.relayed_num_max)
+        relay = server_relay.ServerRelay(options.redis_url, limits.relayed_num_max,
+                                         log.find_server)
         reloading = (None if options.certificate is None else asyncio.create_task(
             options.certificate.keep_reloading(), name="certificate"))
         try:

@@ -1,6 +1,7 @@
 """Addresses of hosts: endpoints as text, the interfaces of this host, and the address to advertise.
 
-An endpoint is `HOST:PORT`, with an IPv6 address in brackets: `[fd00::1]:20000`.
+An endpoint is `HOST:PORT`, with an IPv6 address in brackets: `[fd00::1]:20000`. Sentinels that know
+where a server is are endpoints in one URL: `redis+sentinel://HOST:PORT,HOST:PORT/NAME`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import struct
 import sys
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from .errors import UsageError
 
 _IFREQ_BYTES = 40
 _INTERFACES_NUM_MAX = 1024
+_SENTINEL = "+sentinel"
 _LINK_SCOPE = "20"
 """The scope of addresses that are valid on one link only, as /proc/net/if_inet6 writes it."""
 
@@ -29,6 +32,29 @@ def split_endpoint(text: str) -> tuple[str, int]:
     """Host and port of an endpoint. Raises ValueError."""
     host, _, port = text.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def split_sentinels(url: str) -> tuple[str, str, tuple[str, ...]]:
+    """(name, URL of the server, URL of each Sentinel) of a URL of Sentinels; ("", the URL itself,
+    ()) of another one. The server's URL has the first Sentinel's endpoint in place of the server's,
+    which the Sentinels know by this name. Raises UsageError."""
+    scheme, _, rest = url.partition("://")
+    if not scheme.endswith(_SENTINEL):
+        return "", url, ()
+    scheme = scheme.removesuffix(_SENTINEL)
+    user, at, rest = rest.rpartition("@")
+    endpoints, _, path = rest.partition("/")
+    name, _, database = path.partition("/")
+    found = tuple(f"{scheme}://{one}" for one in endpoints.split(","))
+    try:
+        is_valid = bool(name) and "?" not in path and all(
+            (parts := urlsplit(one)).hostname and parts.port for one in found)
+    except ValueError:
+        is_valid = False
+    if not is_valid or scheme not in ("redis", "rediss"):
+        raise UsageError(f"{scheme}{_SENTINEL}://{rest} does not name Sentinels and a server",
+                         f"redis{_SENTINEL}://:PASSWORD@HOST:PORT,HOST:PORT/NAME")
+    return name, f"{scheme}://{user}{at}{endpoints.partition(',')[0]}/{database}", found
 
 
 def is_loopback(host: str) -> bool:

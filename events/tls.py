@@ -34,10 +34,12 @@ def digest(chain: str) -> str:
 
 
 def is_plain(url: str) -> bool:
-    """Whether what is sent to this URL crosses a network unencrypted."""
+    """Whether what is sent to this URL crosses a network unencrypted. Sentinels may name a server
+    on any host."""
     parts = urlsplit(url)
-    return (parts.scheme in ("http", "redis")
-            and not network_address.is_loopback(parts.hostname or "localhost"))
+    return parts.scheme == "redis+sentinel" or (
+        parts.scheme in ("http", "redis")
+        and not network_address.is_loopback(parts.hostname or "localhost"))
 
 
 def may_follow(pointer: str, at: str, *, by_socket: bool) -> bool:

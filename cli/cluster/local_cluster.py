@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 from msgspec import Struct
 
-from ...events import unix_socket
+from ...events import network_address, unix_socket
 from ...events.errors import Unavailable, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.log.durability import Settings
@@ -338,8 +338,9 @@ def check_redis(url: str, cluster: str, state: StateDir, policy: Policy) -> Sett
     """The settings of the server. Raises UsageError if the URL does not reach a Redis that can hold
     the log as the policy asks."""
     hint = "for example --redis redis://:password@host:6379/0, or none for a private server"
+    name, server_url, _ = network_address.split_sentinels(url)
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(server_url)
         host, port = parts.hostname or "localhost", parts.port or 6379
     except ValueError:
         raise UsageError("--redis is not a URL", hint) from None
@@ -351,7 +352,7 @@ def check_redis(url: str, cluster: str, state: StateDir, policy: Policy) -> Sett
             with socket.socket(socket.AF_UNIX) as link:
                 link.settimeout(3.0)
                 link.connect(unix_socket.address(unquote(parts.path)))
-        else:
+        elif not name:  # another Sentinel may answer
             socket.create_connection((host, port), timeout=3.0).close()
     except OSError as error:
         why = (error.strerror or str(error)).lower()

@@ -66,7 +66,7 @@ def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
         _allow_plain(f"--listen {listen}", insecure)
     if tls.is_plain(redis_url):
         is_plain = _allow_plain("the log's server without TLS", insecure)
-    server_of = urlsplit(redis_url)
+    server_of = urlsplit(network_address.split_sentinels(redis_url)[1])
     if not redis_url and (state.path / "secret").exists() and not (
             state.server.exists() or (state.path / "log").exists()):
         raise UsageError(f"{state.path} has a secret, and no log of its own: a second control "

@@ -271,7 +271,8 @@ _RANK = "task {task} rank {rank}.{attempt}"
 _GENERATION = "task {task} generation {generation}"
 TEMPLATES = {
     "EpochStarted": "decider {heart}, code {code}{durability:?, durability {durability}}"
-                    "{replicas_min:? on {replicas_min} replicas}",
+                    "{replicas_min:? on {replicas_min} replicas}"
+                    "{lost_from:?, the server has lost records {lost_from} to {lost_to}}",
     "OutageEnded": "{:outage}",
     "PolicySet": "silence {policy[silence_s_max]:g} s, {policy[restarts_max]} restarts"
                  "{policy:changes}"

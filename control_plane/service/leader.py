@@ -52,7 +52,11 @@ class Leader:
         self.epoch = 0
         self.state = ClusterState()
         self._last: Record | None = None
-        """The last record in the state."""
+        """The last record known to be in the log."""
+        self._lost: tuple[int, int] | None = None
+        """The first and the last record that the log has lost at least, until a record says so."""
+        self._above = 0
+        """The epoch of the lost ones. To agents, a new epoch must come after it."""
         self.position = "0-0"
         """The intake's cursor: the state includes all reports up to this cursor."""
         self._foreign = Seldom(FOREIGN_LOG_S)
@@ -71,7 +75,8 @@ class Leader:
     async def take_over(self) -> None:
         """Start a new epoch. When this returns, every older leader is fenced. Raises Leased while
         another one leads."""
-        self.epoch = await self._log.start_epoch(self._nonce, url=self.url, lease_s=LEASE_S)
+        self.epoch = await self._log.start_epoch(self._nonce, url=self.url, lease_s=LEASE_S,
+                                                 above=self._above)
 
     async def renew(self) -> list[str]:
         """Go on leading for LEASE_S; returns the URLs of those that follow."""
@@ -85,24 +90,48 @@ class Leader:
     async def fold_along(self) -> AsyncIterator[list[Record]]:
         """Fold what the log has behind the state, and yield it in pages. A log that does not have
         the last record of the state any more is folded anew, and an error tells that."""
-        last = self._last
-        if last is not None and await self._log.read(after=last.seq - 1, num_max=1) != [last]:
-            _logger.error("the log has lost records: its server went back to an earlier time",
-                          seq=last.seq, epoch=last.epoch, log_ends_at=await self._log.last_seq())
-            self._forget()
-        if self._last is None and self._folder is not None:
+        await self._find_lost()
+        if self.state.seq == 0 and self._folder is not None:
             await self._begin_with_snapshot(self._folder)
         while page := await self._log.read(after=self.state.seq, num_max=PAGE_RECORDS_MAX):
             for record in page:
                 if record.seq != self.state.seq + 1:
                     raise CorruptLog(self.state.seq + 1, f"is missing; the next is {record.seq}")
                 fold(self.state, record)
-                self._last = record
+                if self._last is None or record.seq > self._last.seq:
+                    self._last = record
+                if (isinstance(record.body, EpochStarted) and record.body.lost_from
+                        and record.epoch > self._above):
+                    self._lost = None
             snapshots.remember(self.answers, page)
             yield page
 
+    async def _find_lost(self) -> None:
+        """Forget the state if the log does not have its last record any more."""
+        last = self._last
+        if last is None:
+            return
+        ends_at = await self._log.last_seq()
+        # A record that is in a segment, the server may nevertheless have lost.
+        if ends_at >= last.seq and await self._log.read(after=last.seq - 1, num_max=1) == [last]:
+            return
+        lost_from, known = min(ends_at + 1, last.seq), self._log.first_seq - 1
+        while lost_from - known > 1:  # a leader that knows nothing of it may have gone on
+            middle = (known + lost_from) // 2
+            found = await self._log.read(after=middle - 1, num_max=1)
+            if found and found[0].epoch > last.epoch:
+                lost_from = middle
+            else:
+                known = middle
+        self._lost = lost_from, last.seq
+        self._above = max(self._above, self.epoch, last.epoch)
+        _logger.error("the log has lost records: its server went back to an earlier time",
+                      lost_from=lost_from, lost_to=last.seq, epoch=last.epoch)
+        self._forget()
+        self._last = None
+
     def _forget(self) -> None:
-        self.state, self.answers, self._last = ClusterState(), {}, None
+        self.state, self.answers = ClusterState(), {}
 
     async def recover(self) -> None:
         """Fold the log, start this epoch, restore the orders. Safe to repeat."""
@@ -119,6 +148,8 @@ class Leader:
         position = await self._log.cursor()
         if state.epoch > self.epoch:
             raise Fenced(f"epoch {state.epoch} holds the log, this is {self.epoch}")
+        if self.epoch <= self._above:
+            await self.take_over()
         self.position = position
         self._offset_s = max(self._offset_s, state.at_s - self._clock())
         if state.epoch == self.epoch and not self._policy.replicas_min:
@@ -130,13 +161,16 @@ class Leader:
         await self._log.rebuild_orders(open_orders(state), epoch=self.epoch, acked=acked)
         if state.epoch != self.epoch:
             await self.commit(self._epoch_reports())
+            self._lost = None
 
     def _epoch_reports(self) -> Iterator[Report]:
         """The first reports of an epoch, in one append: the log always has a policy."""
         first = self.state.seq == 0
+        lost_from, lost_to = self._lost or (0, 0)
         yield self.report(EpochStarted(
             nonce=self._nonce, code=self._code, heart=DECIDER_VERSION,
-            durability=self._policy.durability, replicas_min=self._policy.replicas_min))
+            durability=self._policy.durability, replicas_min=self._policy.replicas_min,
+            lost_from=lost_from, lost_to=lost_to))
         if first or self._policy != self.state.policy:
             yield self.report(PolicySet(policy=self._policy))
 
@@ -194,7 +228,7 @@ class Leader:
                 if record.epoch != state.epoch:
                     raise CorruptLog(state.seq, f"is of epoch {record.epoch}, and in a snapshot of "
                                      f"epoch {state.epoch}: the server has another log")
-                self._last = record
+                self._last = self._last or record
             self.state, self.answers = state, answers
         except OSError as error:
             raise Unavailable(f"{folder.where}: {reason(error)}") from None

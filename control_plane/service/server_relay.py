@@ -1,7 +1,8 @@
 """The relay to the log's server: agents on other hosts reach it at the control plane's address.
 
 The embedded server listens on this machine only. Each connection at the relay's port is passed on
-to the server, byte by byte; with a certificate, its TLS ends here.
+to the server, byte by byte; with a certificate, its TLS ends here. Agents need not reach Sentinels:
+the relay asks them for each connection.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 from ...events import network_address, unix_socket
+from ...events.errors import Unavailable
 from .admission import Admission, Counted
 
 RELAYED_NUM_MAX = 8_192
@@ -25,14 +28,14 @@ SILENT_S, PROBE_S, PROBES_NUM = 60, 10, 3
 
 
 def is_local(redis_url: str) -> bool:
-    """Whether other hosts cannot reach the server at this URL."""
-    parts = urlsplit(redis_url)
+    """Whether other hosts cannot reach the server at this URL, or its first Sentinel."""
+    parts = urlsplit(network_address.split_sentinels(redis_url)[1])
     return parts.scheme == "unix" or network_address.is_loopback(parts.hostname or "localhost")
 
 
 def url_at(redis_url: str, host: str, port: int, *, with_tls: bool = False) -> str:
     """The URL of the same server as reached through a relay at `host` and `port`."""
-    parts = urlsplit(redis_url)
+    parts = urlsplit(network_address.split_sentinels(redis_url)[1])
     user, at, _ = parts.netloc.rpartition("@")
     path = "/0" if parts.scheme == "unix" else parts.path
     return f"redis{'s' * with_tls}://{user}{at}{network_address.endpoint(host, port)}{path}"
@@ -41,10 +44,13 @@ def url_at(redis_url: str, host: str, port: int, *, with_tls: bool = False) -> s
 class ServerRelay:
     """Passes connections at an address on to the server of `redis_url`, from `start` to `close`.
 
-    At the limit `num_max` a connection that the server has let in stays (see Admission)."""
+    `find_server` tells where it is, if the URL is of Sentinels; it raises Unavailable. At the limit
+    `num_max` a connection that the server has let in stays (see Admission)."""
 
-    def __init__(self, redis_url: str, num_max: int = RELAYED_NUM_MAX) -> None:
-        self._to = urlsplit(redis_url)
+    def __init__(self, redis_url: str, num_max: int = RELAYED_NUM_MAX,
+                 find_server: Callable[[], Awaitable[tuple[str, int]]] | None = None) -> None:
+        name, url, _ = network_address.split_sentinels(redis_url)
+        self._to, self._find_server = urlsplit(url), find_server if name else None
         self._admission = Admission(num_max)
         self._passing: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -83,7 +89,7 @@ class ServerRelay:
                 for copy in copies:
                     copy.cancel()
                 await asyncio.gather(*copies, return_exceptions=True)
-        except (OSError, TimeoutError):  # the client sees a closed connection, and tries again
+        except (OSError, TimeoutError, Unavailable):  # the client sees it closed, and tries again
             pass
         finally:
             for end in ends:
@@ -100,7 +106,9 @@ class ServerRelay:
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._to.scheme == "unix":
             return await asyncio.open_unix_connection(unix_socket.address(self._to.path))
-        return await asyncio.open_connection(self._to.hostname, self._to.port or 6379)
+        found = self._to.hostname or "", self._to.port or 6379
+        return await asyncio.open_connection(
+            *(await self._find_server() if self._find_server is not None else found))
 
 
 class _Client(Counted, asyncio.StreamReaderProtocol):

@@ -58,10 +58,13 @@ class FilePart(Struct, frozen=True):
 
 
 class LeaderPort(Protocol):
-    """The interface of the leader. Raises Conflict, Fenced, Ambiguous, Unavailable."""
+    """The interface of the leader. Raises Conflict, also if the server does not know the leader's
+    epoch any more; Fenced, Ambiguous, Unavailable."""
 
-    async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0) -> int:
-        """Take the log: start a new epoch above all earlier ones, which fences older leaders.
+    async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0,
+                          above: int = 0) -> int:
+        """Take the log: start a new epoch above all earlier ones, which fences older leaders, and
+        above `above`, which the server may have lost.
 
         With `lease_s`, no other nonce can take it for that time, unless it is released. `url`: of
         this control plane. Raises Leased while another nonce holds the lease, and notes `url` as

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import structlog
@@ -23,7 +23,7 @@ from redis.asyncio.connection import Connection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from .. import errors, tls, unix_socket
+from .. import errors, network_address, tls, unix_socket
 from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
 from ..object_storage import reason
 from ..process_io import Seldom
@@ -60,15 +60,15 @@ local function text(number) return string.format('%.0f', number) end
 """
 
 START_EPOCH = _IDS + """
--- KEYS log epoch lease followers; ARGV nonce lease_ms url secret
--- Above the stored epoch, and above the log if that key is lost.
+-- KEYS log epoch lease followers; ARGV nonce lease_ms url secret above
+-- Above the stored epoch, above the log if that key is lost, and above what the caller knows.
 local lease = redis.call('HMGET', KEYS[3], 'nonce', 'url', 'secret')
 local is_mine = lease[1] == ARGV[1] or lease[1] == '' and lease[2] == ARGV[3]
 if lease[1] and not is_mine then
   redis.call('ZADD', KEYS[4], redis.call('TIME')[1], ARGV[3])
   return {0, lease[2], lease[3]}
 end
-local number = tonumber(redis.call('HGET', KEYS[2], 'number') or '0')
+local number = math.max(tonumber(redis.call('HGET', KEYS[2], 'number') or '0'), tonumber(ARGV[5]))
 local top = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
 if top[1] then number = math.max(number, epoch_of(top[1][1])) end
 redis.call('HSET', KEYS[2], 'number', text(number + 1), 'nonce', ARGV[1])
@@ -224,6 +224,8 @@ return {redis.call('TIME'), beats}
 """
 
 CONNECT_S_MAX = 5.0
+SENTINEL_S_MAX = 1.0
+"""Time for the answer of a Sentinel; then the next one is asked."""
 REPLY_S_MAX = 10.0
 """Time for a reply, in addition to the time that the command itself waits on the server."""
 REPLICAS_S_MAX = 2.0
@@ -249,7 +251,8 @@ VERSION_MIN, WAITAOF_VERSION_MIN = (6, 2), (7, 2)
 URL_HINT = "redis://:PASSWORD@HOST:PORT/0, rediss://... or unix://:PASSWORD@/PATH"
 TRANSIENT = (exceptions.OutOfMemoryError, exceptions.ReadOnlyError, exceptions.ClusterDownError,
              exceptions.MasterDownError, exceptions.TryAgainError)
-TRANSIENT_CODES = ("OOM", "MISCONF", "BUSY", "NOREPLICAS", "READONLY", "CLUSTERDOWN", "WAIT")
+TRANSIENT_CODES = ("OOM", "MISCONF", "BUSY", "NOREPLICAS", "READONLY", "CLUSTERDOWN", "WAIT",
+                   "UNBLOCKED")
 
 Command = tuple[bytes | str | int, ...]
 _Entry = tuple[bytes, list[bytes]]
@@ -266,10 +269,13 @@ class _Lost(Exception):
 
 
 class _Link:
-    """A connection that carries one request at a time and reconnects after an error."""
+    """A connection that carries one request at a time and reconnects after an error; each time to
+    the server that the Sentinels name then, if the URL is theirs."""
 
     def __init__(self, url: str, ca: str) -> None:
         self._where = re.sub(r"//[^/@]*@", "//", url)  # without the password
+        self._name, url, self._sentinels = network_address.split_sentinels(url)
+        self._ca = ca
         try:
             options: dict[str, Any] = dict(parse_url(url))
         except ValueError as error:
@@ -299,7 +305,13 @@ class _Link:
                 async with asyncio.timeout(wait_s):
                     packed = connection.pack_commands(commands)
                     await connection.send_packed_command(packed, check_health=False)
-                    return [await self._reply() for _ in commands]
+                    replies = [await self._reply() for _ in commands]
+                if any(isinstance(reply, exceptions.ResponseError)
+                       and (isinstance(reply, exceptions.ReadOnlyError)
+                            or str(reply).startswith("UNBLOCKED")) for reply in replies):
+                    # It has become a replica: the URL may lead to another server.
+                    await connection.disconnect(nowait=True)
+                return replies
             except exceptions.BusyLoadingError:
                 raise Unavailable(f"{self._where}: the server is loading its data") from None
             except exceptions.AuthenticationError as error:
@@ -321,6 +333,28 @@ class _Link:
         except exceptions.ResponseError as refusal:
             return refusal
 
+    async def find_server(self) -> tuple[str, int]:
+        """Host and port of the server, by the first Sentinel that answers. Raises Unavailable."""
+        why = ""
+        for url in self._sentinels:
+            sentinel = _Link(url, self._ca)
+            try:
+                async with asyncio.timeout(SENTINEL_S_MAX):
+                    (found,) = await sentinel.call(
+                        [("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._name)], SENTINEL_S_MAX)
+            except (Unavailable, UsageError, _Lost) as error:
+                why = str(error)
+            except TimeoutError:
+                why = f"{url}: no answer within {SENTINEL_S_MAX:g} s"
+            else:
+                if isinstance(found, list):
+                    host, port = cast(list[bytes], found)
+                    return host.decode(), int(port)
+                why = f"{url}: {found or f'it knows no server {self._name}'}"
+            finally:
+                await sentinel.close()
+        raise Unavailable(f"no Sentinel tells where the server is: {why}")
+
     async def _connect(self) -> None:
         connection = self._connection
         if self._closed:
@@ -333,6 +367,8 @@ class _Link:
         try:
             if self._socket:
                 connection.path = unix_socket.address(self._socket)
+            if self._sentinels and not connection.is_connected:
+                connection.host, connection.port = await self.find_server()
             async with asyncio.timeout(CONNECT_S_MAX):
                 await connection.connect()
         except BaseException as error:
@@ -389,6 +425,11 @@ class RedisLog:
         """Close the connections; running calls fail."""
         for link in (self._link, *self._readers.values()):
             await link.close()
+
+    async def find_server(self) -> tuple[str, int]:
+        """Host and port of the server at present, if the URL is of Sentinels. Raises Unavailable.
+        """
+        return await self._link.find_server()
 
     async def move(self, url: str, keys: Keys) -> bool:
         """Use the server at `url`, and these keys, from now on; running calls fail. False if it is
@@ -457,11 +498,12 @@ class RedisLog:
                                   f"record{where}")
 
     # --- the leader -----------------------------------------------------------------------------
-    async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0) -> int:
+    async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0,
+                          above: int = 0) -> int:
         """See LeaderPort. After a lost reply one epoch is unused."""
         epoch, *leader = await self._run(
             START_EPOCH, self._keys("log", "epoch", "lease", "followers"),
-            (nonce, round(1e3 * lease_s), url, self._secret))
+            (nonce, round(1e3 * lease_s), url, self._secret, above))
         if leader and leader[1].decode() != self._secret:
             raise UsageError(
                 f"the control plane at {leader[0].decode()} leads, and has another secret",
@@ -911,6 +953,8 @@ def _error_of(refusal: exceptions.ResponseError) -> Exception:
 
 def _check_result(reply: Any, epoch: int, expect: int) -> None:
     result, value = (part.decode() for part in reply)
+    if result == "fenced" and int(value) < epoch:
+        raise Conflict(f"the server has lost epoch {epoch}: it knows {value}")
     if result == "fenced":
         raise Fenced(f"epoch {epoch} is over: {value} holds the log")
     if result == "conflict":

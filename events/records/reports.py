@@ -22,13 +22,16 @@ from .types import (
 # --- sent by the leader -------------------------------------------------------------------------
 class EpochStarted(Body, frozen=True):
     """A leader took the log. Every deadline and lease restarts with its full length. `durability`
-    and `replicas_min` are the policy's."""
+    and `replicas_min` are the policy's. `lost_from` to `lost_to`: records of an earlier epoch that
+    the log's server had and has no more; others have these numbers now."""
 
     nonce: str
     code: str
     heart: int
     durability: str = ""
     replicas_min: int = 0
+    lost_from: int = 0
+    lost_to: int = 0
 
 
 class OutageEnded(Body, frozen=True):
@@ -204,7 +207,8 @@ class MemoryCheckpointsLost(Body, frozen=True):
 
 
 class ReportsLost(Body, frozen=True):
-    """The agent's spool overflowed: `num_lost` reports are lost."""
+    """`num_lost` reports are lost: the agent's spool overflowed, or the log's server has lost them.
+    """
 
     node: str
     num_lost: int

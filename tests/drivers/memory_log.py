@@ -58,7 +58,8 @@ class MemoryLog:
         """Do nothing; the log stays readable."""
 
     # --- the leader -----------------------------------------------------------------------------
-    async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0) -> int:
+    async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0,
+                          above: int = 0) -> int:
         """See LeaderPort."""
         outcome = self._outcome("start_epoch")
         if outcome != "lost":
@@ -69,7 +70,7 @@ class MemoryLog:
                 if outcome == "done":
                     raise Leased(leader)
             else:
-                self._epoch, self._nonce = self._epoch + 1, nonce
+                self._epoch, self._nonce = max(self._epoch, above) + 1, nonce
                 self._followers.pop(url, None)
                 if lease_s:
                     self._lease = nonce, url, self._clock() + lease_s
@@ -79,6 +80,8 @@ class MemoryLog:
         """See LeaderPort."""
         outcome = self._outcome("renew")
         if outcome != "lost":
+            if epoch > self._epoch:
+                raise Conflict(f"the server has lost epoch {epoch}")
             if (epoch, nonce) != (self._epoch, self._nonce):
                 raise Fenced(f"epoch {epoch} is over: {self._epoch} holds the log")
             self._lease = nonce, url, self._clock() + lease_s
@@ -123,6 +126,8 @@ class MemoryLog:
 
     def _append(self, records: Sequence[Record], epoch: int, expect: int, cursor: str,
                 acked: Mapping[str, int]) -> None:
+        if epoch > self._epoch:
+            raise Conflict(f"the server has lost epoch {epoch}")
         if epoch != self._epoch:
             raise Fenced(f"epoch {epoch} is over: {self._epoch} holds the log")
         if len(self._records) != expect:

@@ -43,7 +43,7 @@ class RealCluster:
 
     def __init__(self, path: Path, num_agents: int = 2,
                  policy: Mapping[str, object] | None = None, run_as: str = "",
-                 num_slots: int = 2, num_control_planes: int = 1) -> None:
+                 num_slots: int = 2, num_control_planes: int = 1, redis_url: str = "") -> None:
         self.path = path
         trace = path / "trace"
         trace.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,8 @@ class RealCluster:
         file.write_text("".join(f"{name}: {value}\n" for name, value in limits.items()))
         self.local = LocalCluster(self.state, ClusterOptions(
             num_agents=num_agents, trace_dir=str(trace), policy=str(file), run_as=run_as,
-            num_slots=num_slots, num_control_planes=num_control_planes))
+            num_slots=num_slots, num_control_planes=num_control_planes, redis_url=redis_url,
+            insecure=bool(redis_url)))
         self.local.choose_port()
         self._log: list[Record] = []
         self._client: Client | None = None
@@ -340,9 +341,10 @@ class RealCluster:
 @contextmanager
 def running(path: Path, num_agents: int = 2,
             policy: Mapping[str, object] | None = None, run_as: str = "", num_slots: int = 2,
-            num_control_planes: int = 1) -> Iterator[RealCluster]:
+            num_control_planes: int = 1, redis_url: str = "") -> Iterator[RealCluster]:
     """A started cluster; its processes are stopped by pid at the end."""
-    made = RealCluster(path, num_agents, policy, run_as, num_slots, num_control_planes)
+    made = RealCluster(path, num_agents, policy, run_as, num_slots, num_control_planes,
+                       redis_url)
     try:
         made.start()
         yield made

@@ -165,8 +165,9 @@ class Agent:
         return store
 
     async def _follow(self, ranks: OrderExecutor) -> None:
-        """Execute this node's orders from the first one on, each once, in order of seq."""
-        cursor, last = "0-0", 0
+        """Execute this node's orders from the first one on, each once, in order of epoch and seq: a
+        log that has lost records uses their seqs again."""
+        cursor, last = "0-0", (0, 0)
         while True:
             sent = await self._link.retry(
                 partial(self._port.orders, self._node.name, after=cursor, wait_s=ORDERS_WAIT_S),
@@ -177,9 +178,9 @@ class Agent:
                 self._has_joined = acked >= 1
             again = cursor == "0-0" or not self._has_joined
             for order in sent:
-                cursor = order.cursor
-                if order.record.seq > last:
-                    last = order.record.seq
+                cursor, place = order.cursor, (order.record.epoch, order.record.seq)
+                if place > last:
+                    last = place
                     ranks.execute(order.record, order.store_keys, stale=not self._has_joined,
                                   again=again)
 

@@ -50,10 +50,12 @@ _log = structlog.get_logger("agent")
 
 class _OrdersNote(Struct, frozen=True):
     """What the journal has of orders: the last one that was carried out, and the StartRanks up to
-    it whose process has not started."""
+    it whose process has not started. `epoch` is that of the last one; 0: unknown, for an agent of
+    0.3.0 has written the note."""
 
     last: int = 0
     starts: tuple[int, ...] = ()
+    epoch: int = 0
 
 
 class OrderExecutor:
@@ -70,7 +72,7 @@ class OrderExecutor:
         self._journal = journal
         note = journal.notes.get(_ORDERS)
         former = msgpack.decode(note, type=_OrdersNote) if note is not None else _OrdersNote()
-        self._former_last = self._last = former.last
+        self._former = self._last = former.epoch, former.last
         self._unstarted = set(former.starts)
         """Of the former agent's StartRanks, those that were not read again yet."""
         self.readers = OutputReaders(self._on_monitor_report,
@@ -100,9 +102,9 @@ class OrderExecutor:
         `stale`: the order is older than this incarnation's NodeJoined. `again`: the order may be
         older, and an earlier incarnation may have answered it.
         """
-        if record.seq > self._former_last:
+        if (record.epoch if self._former[0] else 0, record.seq) > self._former:
             self._execute(record, store_keys, stale, again)
-            self._last = record.seq
+            self._last = record.epoch, record.seq
             self._note_orders()
             return
         match record.body:
@@ -143,7 +145,8 @@ class OrderExecutor:
         starts = {rank.frame.seq for rank in self._ranks.values()
                   if rank.process is None and not rank.is_withdrawn}
         self._journal.note(_ORDERS, msgpack.encode(
-            _OrdersNote(last=self._last, starts=tuple(sorted(starts | self._unstarted)))))
+            _OrdersNote(epoch=self._last[0], last=self._last[1],
+                        starts=tuple(sorted(starts | self._unstarted)))))
 
     def _note(self, rank: RankAttempt) -> tuple[str, bytes]:
         return key_of(rank.order), msgpack.encode(rank.note)

@@ -18,10 +18,11 @@ from memory_log import MemoryLog, Outcome
 from simulated import virtual_time
 from structlog.testing import capture_logs
 from unicron.control_plane.decide.replay import verify
+from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.server import steady_clock
 from unicron.control_plane.service.coordinator import Coordinator, Limits
 from unicron.control_plane.service.leader import LEASE_S
-from unicron.control_plane.state.cluster import DECIDER_VERSION, state_hash
+from unicron.control_plane.state.cluster import DECIDER_VERSION, ClusterState, state_hash
 from unicron.events.errors import Fenced, NewerLog, Unavailable, UsageError
 from unicron.events.log import embedded_server
 from unicron.events.log.identity import SECRET_BYTES, Identities
@@ -304,21 +305,50 @@ async def test_a_handover_loses_no_request(log: MemoryLog) -> None:
 
 @virtual
 async def test_a_log_that_lost_records_is_never_silently_folded(log: MemoryLog) -> None:
+    await losing(log, "a follower")
+
+
+@virtual
+async def test_a_leader_finds_that_the_log_lost_its_records(log: MemoryLog) -> None:
+    await losing(log, "the leader")
+
+
+async def losing(log: MemoryLog, who: str) -> None:
+    """Whoever leads on says it in a line and in the log, in an epoch above the lost one."""
     async with running(log, "a") as (first, task), running(log, "b") as (second, _):
         for number in range(5):
             await first.write(str(number), job(str(number)))
         await asyncio.sleep(0.3)
-        lost = second.seq
-        task.cancel()
+        lost, epoch = second.seq, first.epoch
+        if who == "a follower":
+            task.cancel()
         del log._records[4:]  # an older copy of the server's data
+        log._epoch -= 1
+        leader = second if who == "a follower" else first
         with capture_logs() as logged:
-            while not second.leading:
+            writing = asyncio.create_task(leader.write("5", job("5"))) if leader is first else None
+            while not leader.leading or leader.epoch <= epoch:
                 await asyncio.sleep(0.01)
-        (told,) = [line for line in logged if line["log_level"] == "error"]
-        assert "lost records" in told["event"]
-        assert (told["seq"], told["log_ends_at"]) == (lost, 4)
-        assert second.answer("4") is None
-        assert await second.write("4", job("4")) == second.seq or second.seq > 4
+            await asyncio.sleep(2.0)
+        told = [line for line in logged if line["log_level"] == "error"]
+        assert len(told) == (1 if who == "a follower" else 2), "each that had seen them says it"
+        for line in told:
+            assert "lost records" in line["event"]
+            assert (line["lost_from"], line["lost_to"], line["epoch"]) == (5, lost, epoch)
+        records = await log.read(after=0, num_max=100)
+        assert [x.body for x in records if isinstance(x.body, r.EpochStarted)][1:] == [
+            r.EpochStarted(nonce="b" if leader is second else "a", code="test",
+                           heart=DECIDER_VERSION, durability="always", lost_from=5, lost_to=lost)]
+        assert all(x.epoch > epoch for x in records[4:])
+        if writing is not None:
+            assert await writing == leader.answer("5")
+        assert leader.answer("4") is None
+        assert await leader.write("4", job("4")) == leader.answer("4")
+        await leader.settled()
+        state = ClusterState()
+        for one in await log.read(after=0, num_max=100):
+            fold(state, one)
+        assert state_hash(leader._leader.state) == state_hash(state)
 
 
 @virtual

@@ -37,6 +37,7 @@ from unicron.events.records.reports import (
     RankExited,
     RankReady,
     RankStarted,
+    ReportsLost,
     TaskProgressed,
 )
 from unicron.events.records.types import Member, Slot
@@ -255,6 +256,36 @@ async def test_a_training_rank_receives_orders_through_its_pipe(
         assert f"Quiesce {quiesce} 1" in logs[0]
         assert logs[1].split()[0] == "StartRank"
         assert len(logs[1].splitlines()) == 1, "orders for rank 0 do not reach rank 1"
+
+
+async def test_a_log_that_lost_records_is_told_again_and_obeyed(
+        node: LocalNode, memory: MemoryLog) -> None:
+    """The agent sends again what was lost. New orders have the numbers of lost ones, and are
+    carried out, also by a rank that has read those."""
+    leader = node.leader
+    await node.start(train(0))
+    await leader.wait(RankReady)
+    await leader.order(reconfigure(0))
+    num_kept = len(leader.records)
+    await node.start(python("pass"), rank=1, task=2)
+    await leader.wait(RankExited)
+    for _ in range(9):
+        await leader.order(o.Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
+    quiesce = o.Quiesce(nodes=("n1",), task=1, generation=1, mode="now", ranks=(0,))
+    lost = [await leader.order(quiesce) for _ in range(2)][-1]
+    await leader.wait(Quiesced, 2)
+    async with leader._writing:
+        del memory._records[num_kept:], leader.records[num_kept:]
+        sources = {one.source: one.source_seq for one in leader.records}
+        memory._acked, leader._last = dict(sources), dict(sources)
+        leader.epoch = await memory.start_epoch("again", above=leader.epoch)
+        await memory.rebuild_orders([], epoch=leader.epoch, acked=sources)
+    await leader.wait(RankExited)
+    await leader.wait(Quiesced, 2)
+    assert leader.all(ReportsLost) == []
+    assert await leader.order(quiesce) < lost
+    await leader.wait(Quiesced, 3)
+    assert [(x.task, x.rank) for x in leader.all(RankStarted)] == [(1, 0), (2, 1)]
 
 
 async def test_the_error_report_precedes_the_exit(node: LocalNode) -> None:

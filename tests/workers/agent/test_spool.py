@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 
 import pytest
+import unicron.workers.agent.delivery.spool as spool_file
 from unicron.events.records.codec import encode_report
 from unicron.events.records.envelope import Report
 from unicron.events.records.reports import (
@@ -199,16 +200,23 @@ def test_every_number_is_delivered_or_counted_as_lost(seed: int) -> None:
     assert log[0].body == JOINED
 
 
-def test_a_log_that_lost_its_end_gets_a_report_of_the_gap() -> None:
+@pytest.mark.parametrize(("num_kept", "num_lost"), [(9, 0), (2, 0), (1, 1), (0, 2)])
+def test_a_log_that_lost_its_end_gets_it_again_or_a_report_of_the_gap(
+        monkeypatch: pytest.MonkeyPatch, num_kept: int, num_lost: int) -> None:
+    monkeypatch.setattr(spool_file, "NUM_KEPT", num_kept)
     spool = Spool("n1/7", "n1", clock)
-    for body in (JOINED, exited(0), exited(1), exited(2)):
-        spool.put(body)
+    sent = [spool.put(body) for body in (JOINED, exited(0), exited(1), exited(2))]
     spool.trim(3)
-    spool.mark_lost(1)
-    lost, rest = spool.behind(spool.acked, 10)
-    assert lost.source_seq == 3
-    assert lost.body == ReportsLost(node="n1", num_lost=2)
-    assert rest.source_seq == 4
+    assert spool.take_back(1) == num_lost
+    found = spool.behind(spool.acked, 10)
+    if num_lost:
+        lost = found.pop(0)
+        assert (lost.source_seq, lost.body) == (1 + num_lost,
+                                                ReportsLost(node="n1", num_lost=num_lost))
+    assert found == sent[1 + num_lost:]
+    assert spool.acked == 1
+    spool.trim(4)
+    assert spool.num_unacked == 0
 
 
 # --- the file -----------------------------------------------------------------------------------

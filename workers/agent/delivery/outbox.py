@@ -8,6 +8,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
+import structlog
+
 from ....events.errors import Ambiguous, LogError, Unavailable
 from ....events.log.port import AgentPort
 from ....events.records.types import Body
@@ -22,6 +24,7 @@ IDLE_POLL_S = 5.0
 """Time between polls of the cursor if all is acknowledged. These polls find a replaced log."""
 RESEND_S_MIN, RESEND_S_MAX = 5.0, 300.0
 """Unacknowledged reports are sent again after this long, doubled each time."""
+_log = structlog.get_logger("agent")
 
 
 class Put(Protocol):
@@ -128,7 +131,9 @@ class Outbox:
         if acked < spool.acked:
             if acked == 0:
                 raise LogReplaced(f"the log no longer knows {spool.source}")
-            spool.mark_lost(acked)
+            _log.error("the log has lost reports that it had acknowledged; they are sent again",
+                       source=spool.source, after=acked, num_lost=spool.acked - acked,
+                       num_not_kept=spool.take_back(acked))
             channel.sent = acked
         # The cursor moved, or every sent report is acknowledged: no reason to send again.
         moved = acked > spool.acked or channel.sent <= spool.acked

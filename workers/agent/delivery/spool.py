@@ -39,6 +39,9 @@ from ....events.records.types import Body
 
 SPOOL_BYTES_MAX = 16 << 20
 """Some 50,000 reports."""
+NUM_KEPT = 1024
+"""Reports that are kept in memory although the log has acknowledged them: its server may lose the
+last ones, if a replica that was behind takes its place."""
 NO_SLOT = -1
 """The slot of the agent's own reports, which have no quota."""
 RANKS_RATIO = 0.5
@@ -94,6 +97,7 @@ class Spool:
         self._clock = clock
         self._bytes_max = bytes_max
         self._entries: deque[_Entry] = deque(left)
+        self._delivered: deque[_Entry] = deque(maxlen=NUM_KEPT)
         last = int(self.notes.pop(_LAST, b"0"))
         self.last = self._entries[-1].report.source_seq if self._entries else last
         self.acked = 0
@@ -151,18 +155,27 @@ class Spool:
         """Drop the reports up to and including `acked`: the log has them."""
         self.acked = max(self.acked, acked)
         while self._entries and self._entries[0].report.source_seq <= acked:
-            self._num_bytes -= len(self._entries.popleft().wire)
+            entry = self._entries.popleft()
+            self._num_bytes -= len(entry.wire)
+            self._delivered.append(entry)
         missing = self._path is not None and self._file is None
         if missing or self._file_bytes > 2 * self._num_bytes + _FILE_SLACK_BYTES:
             self._rewrite()
 
-    def mark_lost(self, acked: int) -> None:
-        """Put a ReportsLost first: the log has lost acknowledged reports after `acked`."""
+    def take_back(self, acked: int) -> int:
+        """Hold again what the log has lost of the reports that it had acknowledged, those after
+        `acked`. What is not kept becomes a ReportsLost. Returns how many are lost for good."""
         assert acked < self.acked
-        self._entries.appendleft(self._lost(self.acked, self.acked - acked, self._clock()))
-        self._num_bytes += len(self._entries[0].wire)
+        back = [one for one in self._delivered if one.report.source_seq > acked]
+        kept_from = back[0].report.source_seq - (back[0].num_lost or 1) if back else self.acked
+        if num_lost := max(0, kept_from - acked):
+            back.insert(0, self._lost(kept_from, num_lost, self._clock()))
+        self._entries.extendleft(reversed(back))
+        self._num_bytes += sum(len(one.wire) for one in back)
+        self._delivered.clear()
         self.acked = acked
         self._rewrite()
+        return num_lost
 
     def close(self, *, forget: bool) -> None:
         """Close the file; `forget` deletes it."""

@@ -70,8 +70,8 @@ class Control:
         self._sending = threading.Condition()
         self._unsent = bytearray()
         self._num_told = 0
-        self._last_order = 0
-        """Seq of the last order. A restarted agent may send an order again."""
+        self._last_order = 0, 0
+        """Epoch and seq of the last order. A restarted agent may send an order again."""
         self._generation = 0
         self._replica: frozenset[int] = frozenset()
         self._num_waits = 0
@@ -232,9 +232,9 @@ class Control:
         return found
 
     def _take_frame(self, frame: Frame) -> None:
-        if frame.seq and frame.seq <= self._last_order:
+        if frame.seq and (frame.epoch, frame.seq) <= self._last_order:
             return
-        self._last_order = max(self._last_order, frame.seq)
+        self._last_order = max(self._last_order, (frame.epoch, frame.seq))
         order = frame.body
         self.store_keys.update(frame.store_keys)  # before the order that needs them
         if isinstance(order, SetCheckpointStores):
