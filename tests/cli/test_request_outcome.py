@@ -27,6 +27,8 @@ class Told:
         self.log = plain(self.driver)
 
     def get(self, path: str, limit_s: float = 10.0, **query: object) -> Plain:
+        if path == "/v1/log/beginning":
+            return {"after": 0, "state": ""}
         return seen(self.driver)
 
     def records(self, after: int, *, follow: bool) -> Iterator[Plain]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import replicated_servers
 from real_cluster import RealCluster, running
 from twins import small
@@ -21,6 +22,7 @@ def submitted(cluster: RealCluster) -> int | None:
         return None
 
 
+@pytest.mark.thorough
 def test_all_processes_find_the_new_primary(tmp_path: Path) -> None:
     with (replicated_servers.replicated(tmp_path) as (primary, replica),
           replicated_servers.watched(tmp_path, primary) as (url, _),
