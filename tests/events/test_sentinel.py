@@ -120,8 +120,8 @@ class Site:
         self.primary, self.replica, self.sentinels = primary, replica, sentinels
 
 
-@pytest.fixture(params=["", pytest.param("tls", marks=pytest.mark.skipif(
-    not shutil.which(DEBIAN), reason=f"there is no `{DEBIAN}` (apt-get install {DEBIAN})"))])
+@pytest.fixture(params=["", pytest.param("tls", marks=[pytest.mark.thorough, pytest.mark.skipif(
+    not shutil.which(DEBIAN), reason=f"there is no `{DEBIAN}` (apt-get install {DEBIAN})")])])
 def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
     """The embedded server's program, and with TLS Debian's redis-server."""
     program, pair = "", None
@@ -161,6 +161,7 @@ async def test_after_a_failover_all_find_the_new_primary(site: Site, tmp_path: P
                                         port=site.primary.port, pair=site.pair) as former:
             await until(lambda: former.role == "slave")
             site.replica.wait_replica()
+            await until(lambda: former.client.xlen("{unicron:c}:log") == 2)
             waiting = asyncio.create_task(again(
                 lambda: agent.orders("n1", after=f"{epoch}-2", wait_s=30.0)))
             await until(lambda: _asked(site.sentinels[0]))
