@@ -1,4 +1,4 @@
-"""Fixtures for every test: a private log server, and a uniquely named log on it."""
+"""Fixtures for every test: a private log server, a uniquely named log on it, an object store."""
 
 from __future__ import annotations
 
@@ -135,3 +135,18 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     """Check that no process of the test's agent outlives the test."""
     yield
     assert linux.kill_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder with the objects of `bucket://`, for this process and those that it starts."""
+    import object_store
+
+    folder = tmp_path / "bucket"
+    folder.mkdir()
+    monkeypatch.setenv(object_store.BUCKET, str(folder))
+    door = object_store.Door()
+    monkeypatch.setenv(object_store.DOOR, str(door.port))
+    object_store.Bucket.clear_instance_cache()
+    yield folder
+    door.close()

@@ -29,18 +29,6 @@ def program(*words: str) -> list[str]:
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder = tmp_path / "bucket"
-    folder.mkdir()
-    monkeypatch.setenv(object_store.BUCKET, str(folder))
-    door = object_store.Door()
-    monkeypatch.setenv(object_store.DOOR, str(door.port))
-    object_store.Bucket.clear_instance_cache()
-    yield folder
-    door.close()
-
-
-@pytest.fixture
 def cluster(tmp_path: Path, bucket: Path) -> Iterator[RealCluster]:
     with mock.patch.object(local_cluster, "program", program):
         made = RealCluster(tmp_path, num_agents=1, policy={

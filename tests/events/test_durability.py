@@ -14,28 +14,16 @@ from typing import Any
 import pytest
 import redis
 import replicated_servers
+from put_order import order, put
 from unicron.events.errors import Ambiguous, Unavailable, UsageError
 from unicron.events.log import durability, embedded_server
 from unicron.events.log.identity import SECRET_BYTES, Identities, with_credentials
 from unicron.events.log.redis_streams import RedisLog
-from unicron.events.records.envelope import Record
-from unicron.events.records.orders import Resume
 from unicron.events.spec.policy import Policy
 
 Redis: Any = redis.Redis
 IDENTITIES = Identities(bytes(SECRET_BYTES), "c")
 WAIT_S_MAX = 60.0
-
-
-def order(seq: int, epoch: int) -> Record:
-    return Record(seq=seq, epoch=epoch, at_s=1.0, occurred_s=1.0, source="heart", source_seq=0,
-                  cause=0, incident=0,
-                  body=Resume(nodes=("n1",), task=1, generation=seq, progress_from=0))
-
-
-async def put(log: RedisLog, seq: int, epoch: int) -> None:
-    await log.append([order(seq, epoch)], epoch=epoch, expect=seq - 1, cursor=f"0-{seq}",
-                     acked={"n1/7": seq})
 
 
 async def put_until_refused(log: RedisLog, seq: int, epoch: int) -> int:

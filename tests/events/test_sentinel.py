@@ -16,6 +16,7 @@ import pytest
 import replicated_servers
 from certificates import Pair
 from moved_port import MovedPort
+from put_order import put
 from replicated_servers import TcpServer
 from unicron.cli.cluster.local_cluster import free_port
 from unicron.control_plane.service.server_relay import ServerRelay, is_local, url_at
@@ -23,8 +24,6 @@ from unicron.events.errors import Ambiguous, Unavailable, UsageError
 from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.network_address import split_sentinels
-from unicron.events.records.envelope import Record
-from unicron.events.records.orders import Resume
 from unicron.events.tls import is_plain
 
 T = TypeVar("T")
@@ -61,17 +60,6 @@ def test_a_url_that_names_no_server_is_one_line_without_its_password(url: str) -
 def test_what_is_known_of_a_server_that_sentinels_name(url: str, plain: bool, local: bool) -> None:
     """They may name one on any host."""
     assert (is_plain(url), is_local(url)) == (plain, local)
-
-
-def order(seq: int, epoch: int) -> Record:
-    return Record(seq=seq, epoch=epoch, at_s=1.0, occurred_s=1.0, source="heart", source_seq=0,
-                  cause=0, incident=0,
-                  body=Resume(nodes=("n1",), task=1, generation=seq, progress_from=0))
-
-
-async def put(log: RedisLog, seq: int, epoch: int) -> None:
-    await log.append([order(seq, epoch)], epoch=epoch, expect=seq - 1, cursor=f"0-{seq}",
-                     acked={"n1/7": seq})
 
 
 async def again(call: Callable[[], Awaitable[T]]) -> T:

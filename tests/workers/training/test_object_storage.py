@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,6 @@ from unicron.workers.agent.publish import PublishRefused, Superseded, publish
 from unicron.workers.training.checkpoint import checkpoint, folder
 
 ITERATIONS = 14
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder = tmp_path / "bucket"
-    folder.mkdir()
-    monkeypatch.setenv(object_store.BUCKET, str(folder))
-    door = object_store.Door()
-    monkeypatch.setenv(object_store.DOOR, str(door.port))
-    object_store.Bucket.clear_instance_cache()
-    yield folder
-    door.close()
 
 
 @pytest.fixture(params=["bucket", "file"])
