@@ -143,11 +143,11 @@ async def records(load: Load) -> list[Record]:
     return found
 
 
-def gone(load: Load, log: list[Record]) -> list[int]:
+def gone(answers: dict[str, int], log: list[Record]) -> list[int]:
     """Seqs that were answered, and that do not have the request in the log."""
     of_request = {one.source.removeprefix("operator/"): one.seq for one in log
                   if one.kind == "TaskSubmitted"}
-    return sorted(seq for request, seq in load.answers.items() if of_request.get(request) != seq)
+    return sorted(seq for request, seq in answers.items() if of_request.get(request) != seq)
 
 
 def losses(log: list[Record]) -> list[tuple[int, int]]:
@@ -155,19 +155,20 @@ def losses(log: list[Record]) -> list[tuple[int, int]]:
             if isinstance(one.body, r.EpochStarted) and one.body.lost_from]
 
 
-async def until_delivered(load: Load) -> list[Record]:
-    """The log, once it has all reports until now; each once."""
+async def until_delivered(load: Load) -> tuple[list[Record], list[int]]:
+    """The log, once it has all reports until now, each once; and the answers that it has not."""
     reported = dict(load.reported)
     await load.until(lambda: all(
         (leader := load.leader) and leader._leader.state.sources.get(f"{node}/1", 0) >= num
         for node, num in reported.items()))
+    answers = dict(load.answers)  # before the log is read: others are answered meanwhile
     log = await records(load)
     for node in NODES:
         numbers = [one.source_seq for one in log if one.source == f"{node}/1"]
         assert numbers == list(range(1, len(numbers) + 1))
         assert len(numbers) >= reported[node]
     assert not [one for one in log if one.kind == "ReportsLost"]
-    return log
+    return log, gone(answers, log)
 
 
 @pytest.mark.parametrize("round_number", [0, pytest.param(1, marks=pytest.mark.thorough)])
@@ -183,8 +184,8 @@ async def test_with_a_replica_nothing_acknowledged_is_lost(
         assert len(load.answers) <= before + 4, "those that were on the way"
         with replicated_servers.serving(primary.folder, port=primary.port):
             await load.until_more()
-            log = await until_delivered(load)
-        assert gone(load, log) == []
+            log, missing = await until_delivered(load)
+        assert missing == []
         assert losses(log) == []
         assert len(load.answers) > before + 16
 
@@ -203,12 +204,11 @@ async def test_without_a_replica_what_is_lost_is_said(tmp_path: Path) -> None:
             replica.process.send_signal(signal.SIGCONT)
             await load.until(lambda: (leader := load.leader) and leader.epoch > epoch)
             await load.until_more()
-            log = await until_delivered(load)
+            log, missing = await until_delivered(load)
             ordered = {node: {(one.epoch, one.seq) for one in log if node in order_nodes(one)}
                        for node in NODES}
             await load.until(lambda: all(  # also those that have the numbers of lost ones
                 ordered[node] <= set(load.orders[node]) for node in NODES))
-        missing = gone(load, log)
         assert len(missing) >= 16
         ((lost_from, lost_to),) = losses(log)
         assert lost_from <= missing[0] <= missing[-1] <= lost_to

@@ -47,8 +47,11 @@ def test_a_task_resumes_from_a_url_and_ends_as_its_twin(
         drive: Drive, twin: Twins, output: str) -> None:
     """Both ranks die while the next checkpoint is half written. The partial one is never read."""
     driver = started(drive, output, 0, 1)
+    waits = driver.hold(1, "forward", 4)
     driver.hold(0, "save_mid", 6)
     driver.form([0, 1])
+    driver.wait(CheckpointSaved, 0)  # otherwise the next one may be skipped
+    waits.unlink()
     driver.held(0, 6)
     (report,) = driver.told(CheckpointSaved)
     assert (report.path, report.final) == ("gen-1/iter-3", False)
