@@ -193,6 +193,9 @@ def _changes(policy: Plain) -> str:
 def outage(body: Plain) -> str:
     """What was away, for how long, what waited, and whether training went on."""
     name = {"server": "log's server", "leader": "leader"}.get(body["what"], body["what"])
+    if body["lost_to"]:
+        return (f"the log's server had lost records {body['lost_from']} to {body['lost_to']} by "
+                f"{fmt.rfc3339(body['since_s'])[:19]}Z; others have these numbers now")
     num = body["num_iterations"]
     trained = (f"training went on: {fmt.number_of(num, 'iteration')}" if num else
                "no iteration was reported")
@@ -271,8 +274,7 @@ _RANK = "task {task} rank {rank}.{attempt}"
 _GENERATION = "task {task} generation {generation}"
 TEMPLATES = {
     "EpochStarted": "decider {heart}, code {code}{durability:?, durability {durability}}"
-                    "{replicas_min:? on {replicas_min} replicas}"
-                    "{lost_from:?, the server has lost records {lost_from} to {lost_to}}",
+                    "{replicas_min:? on {replicas_min} replicas}",
     "OutageEnded": "{:outage}",
     "PolicySet": "silence {policy[silence_s_max]:g} s, {policy[restarts_max]} restarts"
                  "{policy:changes}"

@@ -14,7 +14,7 @@ from ...events.log.segments import Folder
 from ...events.object_storage import reason
 from ...events.process_io import Seldom
 from ...events.records.envelope import Record, Report
-from ...events.records.reports import EpochStarted, PolicySet
+from ...events.records.reports import EpochStarted, OutageEnded, PolicySet
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
 from ..decide.advance import accepts, advance, is_foreign
@@ -100,7 +100,7 @@ class Leader:
                 fold(self.state, record)
                 if self._last is None or record.seq > self._last.seq:
                     self._last = record
-                if (isinstance(record.body, EpochStarted) and record.body.lost_from
+                if (isinstance(record.body, OutageEnded) and record.body.lost_from
                         and record.epoch > self._above):
                     self._lost = None
             snapshots.remember(self.answers, page)
@@ -166,11 +166,12 @@ class Leader:
     def _epoch_reports(self) -> Iterator[Report]:
         """The first reports of an epoch, in one append: the log always has a policy."""
         first = self.state.seq == 0
-        lost_from, lost_to = self._lost or (0, 0)
         yield self.report(EpochStarted(
             nonce=self._nonce, code=self._code, heart=DECIDER_VERSION,
-            durability=self._policy.durability, replicas_min=self._policy.replicas_min,
-            lost_from=lost_from, lost_to=lost_to))
+            durability=self._policy.durability, replicas_min=self._policy.replicas_min))
+        if self._lost:
+            yield self.report(OutageEnded(what="server", since_s=self.now_s(), length_s=0.0,
+                                          lost_from=self._lost[0], lost_to=self._lost[1]))
         if first or self._policy != self.state.policy:
             yield self.report(PolicySet(policy=self._policy))
 

@@ -67,7 +67,7 @@ class Outages:
             one, body = self.outage, record.body
             if one is None or self._until_s == math.inf:
                 return
-            if isinstance(body, OutageEnded):
+            if isinstance(body, OutageEnded) and not body.lost_from:
                 self.outage, self._until_s = None, math.inf
             elif (record.source_seq and record.occurred_s < self._until_s
                   and record.source.partition("/")[0] not in RESERVED_NAMES):

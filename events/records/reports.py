@@ -22,22 +22,20 @@ from .types import (
 # --- sent by the leader -------------------------------------------------------------------------
 class EpochStarted(Body, frozen=True):
     """A leader took the log. Every deadline and lease restarts with its full length. `durability`
-    and `replicas_min` are the policy's. `lost_from` to `lost_to`: records of an earlier epoch that
-    the log's server had and has no more; others have these numbers now."""
+    and `replicas_min` are the policy's."""
 
     nonce: str
     code: str
     heart: int
     durability: str = ""
     replicas_min: int = 0
-    lost_from: int = 0
-    lost_to: int = 0
 
 
 class OutageEnded(Body, frozen=True):
     """`what` was away for `length_s`. Without effect on any decision. `leader`: another control
     plane took over. `num_reports` waited meanwhile, and told of `num_iterations` finished
-    iterations; the record is written when they are in the log.
+    iterations; the record is written when they are in the log. `lost_from` to `lost_to`: records
+    of an earlier epoch that the log's server had and has no more; others have these numbers now.
     """
 
     what: Literal["control plane", "leader", "server"]
@@ -46,6 +44,8 @@ class OutageEnded(Body, frozen=True):
     num_reports: int = 0
     num_iterations: int = 0
     why: str = ""
+    lost_from: int = 0
+    lost_to: int = 0
 
 
 class PolicySet(Body, frozen=True):

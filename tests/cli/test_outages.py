@@ -38,7 +38,9 @@ def ended(what: Any = "server", **more: Any) -> r.OutageEnded:
     (ended("leader", num_reports=1), "the leader was away for 2 min since 2023-11-14T22:13:20Z; "
                                      "1 report waited, no iteration was reported"),
     (ended("control plane"), "the control plane was away for 2 min since 2023-11-14T22:13:20Z; 0 "
-                             "reports waited, no iteration was reported")])
+                             "reports waited, no iteration was reported"),
+    (ended(lost_from=5, lost_to=9), "the log's server had lost records 5 to 9 by "
+                                    "2023-11-14T22:13:20Z; others have these numbers now")])
 def test_an_outage_is_in_status_for_a_day_and_in_the_list_for_ever(
         body: r.OutageEnded, words: str) -> None:
     d = Driver()

@@ -338,7 +338,10 @@ async def losing(log: MemoryLog, who: str) -> None:
         records = await log.read(after=0, num_max=100)
         assert [x.body for x in records if isinstance(x.body, r.EpochStarted)][1:] == [
             r.EpochStarted(nonce="b" if leader is second else "a", code="test",
-                           heart=DECIDER_VERSION, durability="always", lost_from=5, lost_to=lost)]
+                           heart=DECIDER_VERSION, durability="always")]
+        assert [(x.what, x.lost_from, x.lost_to) for x in leader._leader.state.outages
+                if x.lost_to] == [
+            ("server", 5, lost)]
         assert all(x.epoch > epoch for x in records[4:])
         if writing is not None:
             assert await writing == leader.answer("5")

@@ -152,7 +152,7 @@ def gone(answers: dict[str, int], log: list[Record]) -> list[int]:
 
 def losses(log: list[Record]) -> list[tuple[int, int]]:
     return [(one.body.lost_from, one.body.lost_to) for one in log
-            if isinstance(one.body, r.EpochStarted) and one.body.lost_from]
+            if isinstance(one.body, r.OutageEnded) and one.body.lost_to]
 
 
 async def until_delivered(load: Load) -> tuple[list[Record], list[int]]:
@@ -212,7 +212,8 @@ async def test_without_a_replica_what_is_lost_is_said(tmp_path: Path) -> None:
         assert len(missing) >= 16
         ((lost_from, lost_to),) = losses(log)
         assert lost_from <= missing[0] <= missing[-1] <= lost_to
-        (started,) = [one for one in log if one.kind == "EpochStarted" and one.body.lost_from]
+        (started,) = [one for one in log
+                      if isinstance(one.body, r.OutageEnded) and one.body.lost_to]
         assert started.seq >= lost_from, "it may be that one led first who did not know"
         assert started.epoch > epoch
         assert lost_to >= had[-1].seq
