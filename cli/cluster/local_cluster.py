@@ -117,11 +117,12 @@ class LocalCluster:
         return processes.find(self.state, name)
 
     # --- start ----------------------------------------------------------------------------------
-    def ensure_server(self) -> embedded_server.Server | None:
-        """Adopt or start the private server; None if a Redis URL was given."""
+    def ensure_server(self, password: str = "") -> embedded_server.Server | None:
+        """Adopt or start the private server; None if a Redis URL was given. `password`: as in
+        embedded_server.start."""
         if self.wanted.redis_url:
             return None
-        server = embedded_server.ensure(self.state.server)
+        server = embedded_server.ensure(self.state.server, password)
         self.redis_url = server.url
         return server
 

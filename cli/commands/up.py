@@ -289,7 +289,7 @@ class _Watch:
                 self._running[name] = found
         while not stop.asked:
             if self._server is not None and not self._server.is_alive:
-                self._restart_server()
+                self._restart_server(self._server.password)
             for name in self._cluster.names():
                 self._look(name)
             processes.limit_logs(self._cluster.state)
@@ -327,9 +327,9 @@ class _Watch:
             console.talk(f"port {cluster.wanted.port} is in use by another process: HTTP is on "
                          f"port {cluster.port} until the control plane starts again")
 
-    def _restart_server(self) -> None:
+    def _restart_server(self, password: str) -> None:
         try:
-            self._server = self._cluster.ensure_server()
+            self._server = self._cluster.ensure_server(password)
         except ServerError as error:
             console.talk(f"the server cannot start: {error}")
             return

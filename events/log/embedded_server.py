@@ -95,9 +95,9 @@ class _Note(Struct, frozen=True):
     start_time: str
 
 
-def ensure(directory: Path) -> Server:
+def ensure(directory: Path, password: str = "") -> Server:
     """Adopt the server of this directory if it runs, else start it. Raises ServerError."""
-    return adopt(directory) or start(directory)
+    return adopt(directory) or start(directory, password)
 
 
 def adopt(directory: Path) -> Server | None:
@@ -123,8 +123,9 @@ def has_ended(directory: Path) -> bool:
     return note is not None and start_time(note.pid) != note.start_time
 
 
-def start(directory: Path) -> Server:
-    """Start a server on the data in `directory` (created if absent).
+def start(directory: Path, password: str = "") -> Server:
+    """Start a server on the data in `directory` (created if absent). `password`: used if the
+    directory has none, so that clients of a directory that was deleted can go on.
 
     Raises ServerError if there is no binary, the directory is in use, or the server exits or does
     not answer within START_S_MAX.
@@ -133,7 +134,7 @@ def start(directory: Path) -> Server:
     directory = _make(directory)
     lock = _lock(directory)
     try:
-        return _start(binary, directory, lock)
+        return _start(binary, directory, lock, password)
     finally:
         os.close(lock)
 
@@ -179,10 +180,10 @@ def _start_time_ps(pid: int) -> str:
 
 
 # --- starting -----------------------------------------------------------------------------------
-def _start(binary: Path, directory: Path, lock: int) -> Server:
+def _start(binary: Path, directory: Path, lock: int, former: str) -> Server:
     password = _password(directory)
     if password is None:
-        password = secrets.token_hex(24)
+        password = former or secrets.token_hex(24)
         write_private(directory / "password", password.encode())
     config, log = directory / "valkey.conf", directory / "server.log"
     # The socket's path is relative to `dir`: a longer one may not fit into a socket address.

@@ -54,6 +54,16 @@ def test_a_restart_keeps_data_address_and_password(directory: Path) -> None:
         assert client.get("k") == b"v"
 
 
+def test_a_deleted_directory_can_have_the_same_password_again(directory: Path) -> None:
+    """So that a control plane reaches the empty server, and says what it has lost."""
+    first = embedded_server.start(directory)
+    shutil.rmtree(directory)
+    os.kill(first.pid, signal.SIGKILL)
+    second = embedded_server.start(directory, first.password)
+    assert (second.url, second.pid != first.pid) == (first.url, True)
+    assert embedded_server.adopt(directory) == second
+
+
 def test_the_configuration_is_private_and_durable(directory: Path) -> None:
     server = embedded_server.start(directory)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
