@@ -112,8 +112,7 @@ class Kills:
     def kill(self, target: str) -> None:
         """Wait until all is there, kill, start again, wait until requests are answered again."""
         pair, load = self._pair, self._load
-        pair.lease.leader()
-        wait(self._is_followed, "one follows")
+        wait(self._is_complete, "one leads, and one follows")
         time.sleep(random.uniform(0.0, PAUSE_S_MAX))
         if target != "server":
             pair.strike(target)
@@ -126,11 +125,15 @@ class Kills:
         if target != "server":
             pair.mend()
         num = len(load.told.answers)
-        wait(lambda: len(load.told.answers) >= num + NUM_MORE, f"answers after {target} was killed")
+        wait(lambda: self._revived() and len(load.told.answers) >= num + NUM_MORE,
+             f"answers after {target} was killed")
 
-    def _is_followed(self) -> bool:
+    def _is_complete(self) -> bool:
+        return self._revived() and bool(self._pair.lease.url()) and self._pair.lease.is_followed()
+
+    def _revived(self) -> bool:
         self._pair.revive()
-        return self._pair.lease.is_followed()
+        return True
 
 
 def command(name: str, *words: str) -> dict[str, object]:

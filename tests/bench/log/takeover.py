@@ -45,10 +45,13 @@ class Lease:
     def close(self) -> None:
         self._server.close()
 
+    def url(self) -> str:
+        """The URL of the leader; "" if none leads."""
+        return (self._server.hget(f"{self._prefix}lease", "url") or b"").decode()
+
     def leader(self) -> str:
         """The URL of the leader, as soon as there is one."""
-        return wait(lambda: (self._server.hget(f"{self._prefix}lease", "url") or b"").decode(),
-                    "a control plane leads")
+        return wait(self.url, "a control plane leads")
 
     def is_followed(self) -> bool:
         """Whether a control plane follows."""
