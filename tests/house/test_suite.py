@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import suite
@@ -59,6 +60,33 @@ def test_a_run_replaces_the_previous_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert "older" not in text
 
 
+@pytest.mark.parametrize(("num", "passes_again", "code"),
+                         [(1, True, 0), (1, False, 1), (4, True, 1)])
+def test_a_few_failed_tests_are_run_again_alone(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+        num: int, passes_again: bool, code: int) -> None:
+    """It passes the second time, since its file `seen` is there."""
+    (tmp_path / "test_it.py").write_text(
+        "import pathlib, pytest\n"
+        f"@pytest.mark.parametrize('number', range({num}))\n"
+        "def test_it(number):\n"
+        "    seen = pathlib.Path(__file__).with_name(f'seen-{number}')\n"
+        "    was = seen.exists()\n"
+        "    seen.touch()\n"
+        f"    assert was and {passes_again}\n"
+        "def test_another():\n"
+        "    pass\n")
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    monkeypatch.setattr(suite, "FOLDER", tmp_path / "build")
+    monkeypatch.setattr(suite, "LANES", {"one": ["test_it.py"]})
+    monkeypatch.setattr(suite.sys, "argv", ["suite.py"])
+    monkeypatch.setattr(suite.signal, "signal", Mock())
+    assert suite.main() == code
+    out = capfd.readouterr().out
+    assert ("again     test_it.py::test_it[0]" in out) == (num == 1)
+    assert (f"1 passed, {num} failed, which passed alone," in out) == (code == 0)
+
+
 def test_the_page_has_the_marker() -> None:
     assert suite.BEGIN in suite.PAGE.read_text()
 
@@ -67,6 +95,7 @@ def test_the_page_has_the_marker() -> None:
 SLEEPS = '''
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 
 def test_sleeps(own_server):
