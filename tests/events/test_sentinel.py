@@ -28,7 +28,8 @@ from unicron.events.tls import is_plain
 
 T = TypeVar("T")
 IDENTITIES = Identities(bytes(SECRET_BYTES), "c")
-WAIT_S_MAX = 60.0
+WAIT_S_MAX = 150.0
+"""A Sentinel whose process was late by 2 s does nothing for 30 s (TILT)."""
 DEBIAN = "redis-server"
 
 
