@@ -103,6 +103,8 @@ class Coordinator:
                               folder=folder)
         self._leases = Leases()
         self._outages = Outages()
+        self._led_until_s: float | None = None
+        """The last sign of life of the leader before."""
         self._started_s = self._leader.now_s()
         self._logger = structlog.get_logger("control_plane")
         self._wake = asyncio.Event()
@@ -344,12 +346,13 @@ class Coordinator:
 
     async def _take_over(self) -> None:
         now_s = self._leader.now_s()
-        beats = await self._log.beats(["leader"])
+        for last in await self._log.beats(["leader"]):  # each is read once, also while another leads
+            self._led_until_s = now_s - last.age_s
         await self._leader.take_over()
-        for last in beats:
-            since_s = now_s - last.age_s
-            self._outages.began("leader" if since_s > self._started_s else "control plane",
-                                since_s, "")
+        if self._led_until_s is not None:
+            self._outages.began(
+                "leader" if self._led_until_s > self._started_s else "control plane",
+                self._led_until_s, "")
 
     async def _recover(self) -> None:
         self._committed.clear()

@@ -800,6 +800,21 @@ async def test_a_leader_killed_before_the_record_hides_no_outage(log: MemoryLog)
     assert one.length_s > 50.0
 
 
+async def test_a_follower_that_takes_over_records_the_leaders_absence(
+        redis_log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a real server, which tells each sign of life only once."""
+    monkeypatch.setattr("unicron.control_plane.service.outages.SETTLE_S", 0.1)
+    async with redis_log() as log, redis_log() as other:
+        successor = Coordinator(other, clock=real_clock, nonce="b", code="test", policy=POLICY)
+        async with leading(log, "a", clock=real_clock):
+            task = asyncio.create_task(successor.run())
+            await asyncio.sleep(2.5)
+        (one,) = outages(await until(other, "OutageEnded"))
+        task.cancel()
+    assert (one.what, one.num_reports) == ("leader", 0)
+    assert 1.0 <= one.length_s < LEASE_S + 5.0
+
+
 @virtual
 async def test_a_leader_that_did_not_run_says_so(log: MemoryLog) -> None:
     """SIGSTOP: its clock jumps between two lines."""
