@@ -88,6 +88,8 @@ class NewerLog(LogError):
 class CorruptLog(LogError):
     """The log is invalid from record `seq` on."""
 
+    hint = "unicron log verify"
+
     def __init__(self, seq: int, message: str) -> None:
         super().__init__(f"seq {seq}: {message}")
         self.seq = seq

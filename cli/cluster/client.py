@@ -113,9 +113,10 @@ class Client:
         query = {"after": after, "follow": int(follow)}
         with self._open("GET", "/v1/log", query=query,
                         limit_s=None if follow else REPLY_S_MAX) as answer:
-            while line := _line(answer):
-                if line.strip():
-                    yield json.loads(line)
+            for line in _lines(answer):
+                if "error" in (record := json.loads(line)):
+                    raise Unable(record["error"], record["hint"])
+                yield record
 
     def _open(self, method: str, path: str, *, limit_s: float | None = REPLY_S_MAX,
               **request: Any) -> http.client.HTTPResponse:
@@ -276,9 +277,13 @@ def _why(error: Exception) -> str:
     return (text or type(error).__name__).lower()
 
 
-def _line(answer: http.client.HTTPResponse) -> bytes:
+def _lines(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Not by readline(), which takes a broken stream for its end."""
+    left = b""
     try:
-        return answer.readline()
+        while part := answer.read1():
+            *lines, left = (left + part).split(b"\n")
+            yield from filter(None, lines)
     except (OSError, http.client.HTTPException) as error:
         raise Interrupted(f"the control plane's response was interrupted ({_why(error)})") from None
 

@@ -143,9 +143,13 @@ class Listener:
 
 def error_answer(status: int, message: str, hint: str) -> web.Response:
     """An error as one line of JSON."""
-    return web.Response(
-        body=msgspec.json.encode({"error": " ".join(message.split()), "hint": hint}),
-        status=status, content_type="application/json")
+    return web.Response(body=error_line(message, hint), status=status,
+                        content_type="application/json")
+
+
+def error_line(message: str, hint: str) -> bytes:
+    """It is also the last line of a stream of records that breaks off."""
+    return msgspec.json.encode({"error": " ".join(message.split()), "hint": hint}) + b"\n"
 
 
 def _bounded(text: str) -> str:

@@ -35,7 +35,7 @@ from ..service.threads import aside
 from ..state.cluster import ClusterState, decode_state, encode_state, state_text
 from ..state.node import Node
 from . import dry_run, moments, requests
-from .connections import Connection, error_answer
+from .connections import Connection, error_answer, error_line
 from .requests import Refusal
 from .tokens import Role, Token, Tokens, may
 from .view import view
@@ -169,21 +169,26 @@ class HttpApi:
         if follow not in (0, 1):
             raise Refusal(400, "follow is 0 or 1", "/v1/log?after=0&follow=1")
         response = web.StreamResponse(headers={"Content-Type": "application/jsonl"})
-        if follow:
-            await self._coordinator.settled()
-            if after + 1 < self._log.first_seq:
-                raise Pruned(self._log.first_seq)
-            await response.prepare(request)
-            async for page in self._coordinator.follow(after):
-                if not self._tokens.is_valid(request[CALLER]):
-                    break
-                await response.write(_lines(page))
-        else:
-            page = await self._log.read(after=after, num_max=PAGE_RECORDS_MAX)
-            await response.prepare(request)
-            while page:
-                await response.write(_lines(page))
-                page = await self._log.read(after=page[-1].seq, num_max=PAGE_RECORDS_MAX)
+        try:
+            if follow:
+                await self._coordinator.settled()
+                if after + 1 < self._log.first_seq:
+                    raise Pruned(self._log.first_seq)
+                await response.prepare(request)
+                async for page in self._coordinator.follow(after):
+                    if not self._tokens.is_valid(request[CALLER]):
+                        break
+                    await response.write(_lines(page))
+            else:
+                page = await self._log.read(after=after, num_max=PAGE_RECORDS_MAX)
+                await response.prepare(request)
+                while page:
+                    await response.write(_lines(page))
+                    page = await self._log.read(after=page[-1].seq, num_max=PAGE_RECORDS_MAX)
+        except LogError as error:
+            if not response.prepared:
+                raise
+            await response.write(error_line(str(error), _hint(error)))
         await response.write_eof()
         return response
 
@@ -410,7 +415,7 @@ class HttpApi:
         except Pruned as error:
             return error_answer(410, str(error), error.hint)
         except LogError as error:
-            return error_answer(503, str(error), "training goes on; try again in a moment")
+            return error_answer(503, str(error), _hint(error))
         except web.HTTPException as error:
             hint = "docs/ARCHITECTURE.md, HTTP" if error.status in (404, 405) else ""
             return _refusal(request, error.status,
@@ -539,6 +544,10 @@ def _unknown_token() -> Refusal:
 def _fold_all(state: ClusterState, records: Sequence[Record]) -> None:
     for record in records:
         fold(state, record)
+
+
+def _hint(error: LogError) -> str:
+    return error.hint or "training goes on; try again in a moment"
 
 
 def _lines(records: Any) -> bytes:

@@ -346,7 +346,7 @@ class Coordinator:
 
     async def _take_over(self) -> None:
         now_s = self._leader.now_s()
-        for last in await self._log.beats(["leader"]):  # each is read once, also while another leads
+        for last in await self._log.beats(["leader"]):  # each only once, also while another leads
             self._led_until_s = now_s - last.age_s
         await self._leader.take_over()
         if self._led_until_s is not None:
