@@ -200,8 +200,8 @@ def outage(body: Plain) -> str:
     trained = (f"training went on: {fmt.number_of(num, 'iteration')}" if num else
                "no iteration was reported")
     return (f"the {name} was away for {fmt.span(body['length_s'])} since "
-            f"{fmt.rfc3339(body['since_s'])[:19]}Z; {fmt.number_of(body['num_reports'], 'report')} "
-            f"waited, {trained}{_because(body['why'])}")
+            f"{fmt.rfc3339(body['since_s'])[:19]}Z{_because(body['why'])}; "
+            f"{fmt.number_of(body['num_reports'], 'report')} waited, {trained}")
 
 
 def _fault(body: Plain) -> str:

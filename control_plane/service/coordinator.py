@@ -26,7 +26,7 @@ from ..fold.edits import EXPIRED, LOSSES, expired_tasks, running_deadlines
 from ..state.cluster import ClusterState
 from .leader import LEASE_S, Leader
 from .leases import Leases
-from .outages import LENGTH_S_MIN, Outages
+from .outages import LENGTH_S_MIN, SILENT_S_MAX, Outages
 from .sealer import Sealer
 
 T = TypeVar("T")
@@ -145,7 +145,7 @@ class Coordinator:
     @property
     def away(self) -> str:
         """Why nothing is acknowledged at present, since when; "" if it is."""
-        return self._outages.in_words(self._leader.now_s())
+        return self._outages.in_words(self._leader.now_s(), self.leading)
 
     def answer(self, request_id: str) -> int | None:
         """The seq of a write that is already in the log; None for a new one."""
@@ -586,6 +586,10 @@ class Coordinator:
             await self._with_timeout(self._log.check_durable(), late)
             if outages.outage is None:
                 await self._with_timeout(self._log.beat("leader", self.epoch), late)
+            seen_s, now_s = outages.alive_s or now_s, self._leader.now_s()
+            if now_s - seen_s > SILENT_S_MAX:
+                outages.began("server", seen_s, "it did not answer")
+                outages.ended(now_s, self._leader.state.outages)
             outages.alive_s = now_s
         except LogError as error:
             if self._committed.is_set():  # the next turn raises it

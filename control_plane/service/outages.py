@@ -18,6 +18,9 @@ SETTLE_S = 5.0
 """Agents retry an unreachable log every 2 s; after this time the reports that waited are there."""
 LENGTH_S_MIN = 2.0
 """A shorter absence of the server is no outage."""
+SILENT_S_MAX = 4.0
+"""A leader looks at the server every second. After so long without an answer it says so; its calls
+fail only later."""
 HANDOVER_S_MAX = 1.0
 """A shorter absence of the leader is no outage: it ended in order, and another one leads."""
 
@@ -76,11 +79,15 @@ class Outages:
                 self.outage = replace(one, num_reports=one.num_reports + 1,
                                       num_iterations=one.num_iterations + num)
 
-    def in_words(self, now_s: float) -> str:
+    def in_words(self, now_s: float, leading: bool) -> str:
         """Why the server lets nothing be acknowledged; "" if it does, or did until just now."""
-        one = self.outage
-        if one is None or not self._failing or now_s - one.since_s < LENGTH_S_MIN:
+        since_s, why = now_s, self._failing
+        if self.outage is not None and why:
+            since_s = self.outage.since_s
+        elif leading and self.alive_s is not None and now_s - self.alive_s > SILENT_S_MAX:
+            since_s, why = self.alive_s, "the log's server does not answer"
+        if now_s - since_s < LENGTH_S_MIN:
             return ""
-        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(one.since_s))
-        return (f"nothing is acknowledged since {since} ({now_s - one.since_s:.0f} s): "
-                f"{self._failing}; ranks train on, their reports wait")
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since_s))
+        return (f"nothing is acknowledged since {since} ({now_s - since_s:.0f} s): "
+                f"{why}; ranks train on, their reports wait")

@@ -33,8 +33,8 @@ def ended(what: Any = "server", **more: Any) -> r.OutageEnded:
 
 @pytest.mark.parametrize(("body", "words"), [
     (ended(num_reports=14, num_iterations=1_200, why="disk full"),
-     "the log's server was away for 2 min since 2023-11-14T22:13:20Z; 14 reports waited, training "
-     "went on: 1200 iterations: disk full"),
+     "the log's server was away for 2 min since 2023-11-14T22:13:20Z: disk full; 14 reports "
+     "waited, training went on: 1200 iterations"),
     (ended("leader", num_reports=1), "the leader was away for 2 min since 2023-11-14T22:13:20Z; "
                                      "1 report waited, no iteration was reported"),
     (ended("control plane"), "the control plane was away for 2 min since 2023-11-14T22:13:20Z; 0 "

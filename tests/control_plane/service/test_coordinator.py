@@ -6,7 +6,7 @@ import asyncio
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from unicron.control_plane.state.cluster import DECIDER_VERSION, ClusterState, s
 from unicron.events.errors import Fenced, NewerLog, Unavailable, UsageError
 from unicron.events.log import embedded_server
 from unicron.events.log.identity import SECRET_BYTES, Identities
-from unicron.events.log.port import Batch, LogPort
+from unicron.events.log.port import Batch, Heartbeat, LogPort
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import reports as r
 from unicron.events.records.codec import UnknownBody
@@ -842,6 +842,26 @@ def test_an_outage_is_recorded_once_also_if_the_reply_is_lost(outcome: Outcome) 
             assert len(outages(await log.read(after=0, num_max=99))) == 1
 
     virtual_time.run(main())
+
+
+@virtual
+async def test_a_server_that_hangs_is_away_before_its_calls_fail(log: MemoryLog) -> None:
+    beats = log.beats
+
+    async def hang(nodes: Sequence[str]) -> list[Heartbeat]:
+        await asyncio.sleep(7.0)
+        return await beats(nodes)
+
+    async with leading(log) as leader:
+        await asyncio.sleep(3.0)
+        log.beats = hang  # type: ignore[method-assign]
+        await asyncio.sleep(6.0)
+        assert "the log's server does not answer" in leader.away
+        log.beats = beats  # type: ignore[method-assign]
+        (one,) = outages(await until(log, "OutageEnded"))
+        assert leader.away == ""
+    assert (one.what, one.why) == ("server", "it did not answer")
+    assert 6.0 < one.length_s < 10.0
 
 
 @virtual
