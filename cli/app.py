@@ -118,7 +118,7 @@ def up(
         "--no-watch", help="Do not monitor the progress of ranks; never remembered.")] = False,
     control_planes: Annotated[int | None, typer.Option(
         "--control-planes", min=1, max=5, metavar="N", help="Control planes: one leads, the others "
-        "follow, and one of them takes over [1].")] = None,
+        "follow, and one of them takes over [as the last time; at first 1].")] = None,
     run_as: Annotated[str | None, typer.Option(
         "--run-as", metavar="USER", help="Run ranks as this user, with no way to the cluster's "
         "secrets; none: as yourself [the last one given].")] = None,

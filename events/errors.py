@@ -90,8 +90,8 @@ class CorruptLog(LogError):
 
     hint = "unicron log verify"
 
-    def __init__(self, seq: int, message: str) -> None:
-        super().__init__(f"seq {seq}: {message}")
+    def __init__(self, seq: int, message: str, hint: str = "") -> None:
+        super().__init__(f"seq {seq}: {message}", hint)
         self.seq = seq
 
 

@@ -77,6 +77,9 @@ def incident(state: StateDir, url: Urls, which: str, *, every: bool, as_json: bo
         console.show(listed, incident_screen.every(history, now_s=now_s, option=option),
                      as_json=as_json)
         return
+    if which and incident_id(which) <= log.after:
+        raise UsageError(f"incident {which} began before the log, which was pruned",
+                         f"the log begins at seq {log.after + 1}")
     one = pick(history, which)
     if one is None:
         console.show(None, [incident_screen.NONE], as_json=as_json)

@@ -17,7 +17,7 @@ from ...events.secret_environment import REDIS_URL
 from ..cluster.client import Urls
 from ..cluster.state_dir import StateDir
 from ..terminal import console
-from ..terminal.format import count, rfc3339
+from ..terminal.format import count, number_of, rfc3339
 from .offline import connect_to_read, folder_of
 from .replay import CorruptError
 
@@ -65,7 +65,7 @@ def verify(state: StateDir, *, segments: str) -> None:
     for why in bad:
         console.out(f"DAMAGED  {why}")
     if bad:
-        raise CorruptError(f"{folder.where}: {len(bad)} files are damaged",
+        raise CorruptError(f"{folder.where}: {number_of(len(bad), 'damaged file')}",
                            "put back a copy of each; a damaged snapshot may be removed")
     console.out(f"WHOLE    records {count(sealed.first)} to {count(sealed.last)}: "
                 f"{len(sealed.chain)} segments, {len(folder.snapshots())} snapshots"
@@ -136,9 +136,11 @@ def restore(state: StateDir, *, segments: str) -> None:
     newest = max((one.seq for one in folder.snapshots()), default=0)
     console.out(f"restored  records {count(sealed.first)} to {count(last.last)}, of "
                 f"{rfc3339(records[-1].at_s)}")
-    if newest > last.last:
-        console.out(f"missing   records {count(last.last + 1)} to {count(newest)} at least: they "
-                    "were only on the lost server; agents report again what they still hold")
+    least = f" to {count(newest)} at least" * (newest > last.last)
+    console.out(f"missing   records from {count(last.last + 1)}{least or ', if there were any'}: "
+                "they were only on the lost server; agents report again what they still hold, "
+                "requests have to be made again")
+    if least:
         folder.remove(one for one in folder.snapshots() if one.seq > last.last)
     console.talk("next: start the control plane")
 

@@ -213,8 +213,12 @@ def _incident(view: Plain, one: Plain, names: dict[int, str], now_s: float,
 
 def _outages(view: Plain, now_s: float) -> list[str]:
     recent = [one for one in view["outages"]
-              if now_s - one["since_s"] - one["length_s"] < NEWS_S][-OUTAGES_SHOWN_NUM:]
-    return [line for one in recent for line in fmt.labelled("AWAY", outage(one))]
+              if now_s - one["since_s"] - one["length_s"] < NEWS_S]
+    lines = [line for one in recent[-OUTAGES_SHOWN_NUM:]
+             for line in fmt.labelled("AWAY", outage(one))]
+    if (num := len(recent) - OUTAGES_SHOWN_NUM) > 0:
+        lines += fmt.labelled("AWAY", f"{num} times more: unicron incident --all")
+    return lines
 
 
 # --- Totals. ---

@@ -219,7 +219,7 @@ class Leader:
             if (seq := max(state.seq, self._log.sealed_seq)) > last:
                 raise CorruptLog(last + 1, f"the server has lost records {last + 1} to {seq}, "
                                  "which were acknowledged: unicron log restore, into an empty "
-                                 "server")
+                                 "server", "unicron log status")
             if state.seq + 1 < (first := self._log.first_seq):
                 raise CorruptLog(first, f"the records before it were pruned, and {folder.where} "
                                  f"has no good snapshot of {SCHEMA}: put one back, or use the "

@@ -62,6 +62,8 @@ def test_the_state_keeps_the_newest() -> None:
     d = Driver()
     for number in range(NUM_OUTAGES_MAX + 3):
         d.tell("leader/abc", ended(why=str(number)))
+    status = cluster.status(view(d.state), cluster="c", now_s=SINCE_S + 200.0)
+    assert f"AWAY       {NUM_OUTAGES_MAX - 3} times more: unicron incident --all" in status
     assert [one.why for one in d.state.outages] == [
         str(number) for number in range(3, NUM_OUTAGES_MAX + 3)]
 
