@@ -92,7 +92,7 @@ def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
 def agent(state: StateDir, *, url: Urls, node: str, slots: int, advertise: str, host: str,
           insecure: bool, redis: str, label: Sequence[str] | None, no_watch: bool,
           checks: Path | None, checks_every: float, checks_limit: float, run_as: str,
-          restart: bool) -> None:
+          drain_limit: float, restart: bool) -> None:
     """Run the agent of a node until a signal, or `restart` the one that runs. Raises UsageError."""
     from ...workers.agent import main
 
@@ -117,7 +117,8 @@ def agent(state: StateDir, *, url: Urls, node: str, slots: int, advertise: str, 
         others=partial(client.addresses, state),
         enrols=not client.socket, num_slots=slots or num_devices(), state_dir=state.path,
         host=advertised_address(advertise or host, client), redis_url=redis, labels=labels,
-        watch=not no_watch, checks=own, ca=ca, insecure=insecure, run_as=run_as)))
+        watch=not no_watch, checks=own, ca=ca, insecure=insecure, run_as=run_as,
+        drain_s_max=drain_limit)))
 
 
 def restart_agent(state: StateDir, node: str) -> None:

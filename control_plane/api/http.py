@@ -138,8 +138,11 @@ class HttpApi:
                       "follows": self._coordinator.leader_url})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """Whether this control plane acknowledges; 503 if not, and to a client with a token why."""
-        away = self._coordinator.away or "it does not lead" * (not self._coordinator.leading)
+        """Whether this control plane acknowledges; 503 if not, and to a client with a token why.
+        With `follower=1` also whether it follows one that leads."""
+        follows = _number(request, "follower") and self._coordinator.leader_url
+        away = self._coordinator.away or "it does not lead" * (
+            not self._coordinator.leading and not follows)
         tells = CALLER in request and may(request[CALLER].role, "view")
         return _json({"ok": not away} | ({"why": away} if tells else {}), 503 if away else 200)
 
@@ -306,6 +309,11 @@ class HttpApi:
             raise Refusal(409, f"a newer agent of {body.node} has joined",
                           "give this one another --node, or set its clock")
         await self._identify(request, body, known)
+        if (known is not None and known.drained and known.drain_reason == reports.AGENT_STOPS
+                and body.incarnation > known.incarnation):
+            async with self._writing:
+                await self._coordinator.write(secrets.token_hex(16), *_signed(request[CALLER], [
+                    reports.NodeUndrained(node=body.node, reason="its agent has started again")]))
         await self._coordinator.admit(body.node, body.incarnation)
         return _json({"redis_url": self._url_of(body.node, body.incarnation),
                       "cluster": self._address.cluster, "node": body.node,
@@ -467,7 +475,9 @@ class HttpApi:
 
         async def call(request: web.Request) -> web.StreamResponse:
             caller = request[CALLER]
-            if not may(caller.role, role):
+            if not may(caller.role, role) and not (
+                    route.is_own and caller.role == "node"
+                    and caller.name == request.match_info["of"]):
                 raise Refusal(
                     403, f"this needs the role {role}; the token {caller.name} has the role "
                     f"{caller.role}", "an admin: unicron token create "
@@ -486,6 +496,8 @@ class Route(Struct, frozen=True):
     role: Role | None
     """The lowest role that may call; None: no token is needed."""
     handler: Callable[[HttpApi], Handler]
+    is_own: bool = False
+    """A node may make this call for itself."""
 
 
 ROUTES = (
@@ -504,7 +516,8 @@ ROUTES = (
     Route("GET", "/v1/nodes/{of}/file", "operate", lambda api: api.file),
     Route("POST", "/v1/tasks/{of}/cancel", "operate", lambda api: api.write(requests.cancel)),
     Route("POST", "/v1/tasks/{of}/weight", "operate", lambda api: api.write(requests.set_weight)),
-    Route("POST", "/v1/nodes/{of}/drain", "operate", lambda api: api.write(requests.drain)),
+    Route("POST", "/v1/nodes/{of}/drain", "operate", lambda api: api.write(requests.drain),
+          is_own=True),
     Route("POST", "/v1/nodes/{of}/undrain", "operate", lambda api: api.write(requests.undrain)),
     Route("POST", "/v1/nodes/{of}/lift", "operate",
           lambda api: api.write(requests.lift_quarantine)),

@@ -54,7 +54,8 @@ class Agent:
     `sweeps`: the agent owns every child of this process, and reaps orphans among them. `shim` is
     the parent of all others; what it holds of a former agent of this incarnation is continued, and
     `spool` is that agent's. `sources` configures the health checks; None disables them. `rejoin`
-    asks the control plane anew for the address of the log, and moves `port` there. `restart`
+    asks the control plane anew for the address of the log, and moves `port` there. `drain` asks it
+    to drain this node; the agent then waits for its ranks to leave, `drain_s_max` at most. `restart`
     replaces this process by its successor; it is called if it is there when `run` is to stop.
     """
 
@@ -62,6 +63,7 @@ class Agent:
                  spool: Spool, left: list[Spool], sweeps: bool, shim: Shim,
                  sources: HealthSources | None = None,
                  rejoin: Callable[[], Awaitable[None]] | None = None,
+                 drain: Callable[[], Awaitable[bool]] | None = None, drain_s_max: float = 0.0,
                  restart: Callable[[], Callable[[], None] | None] = lambda: None) -> None:
         self._node = node
         self._port = port
@@ -73,6 +75,8 @@ class Agent:
         self._sweeps = sweeps
         self._sources = sources
         self._rejoin = rejoin
+        self._drain = drain
+        self._drain_s_max = drain_s_max
         self._shim = shim
         self._restart = restart
         self._has_joined = False
@@ -82,7 +86,8 @@ class Agent:
 
         Start: the agent spools NodeJoined behind the reports of earlier incarnations. Then the
         loops run concurrently. No rank starts before NodeJoined is in the log.
-        Stop: the agent ends the loops of orders and health and reports NodeLeft. It stops and reaps
+        Stop: with `drain`, the tasks leave first.
+        The agent ends the loops of orders and health and reports NodeLeft. It stops and reaps
         the ranks (SIGTERM, SIGKILL after STOP_GRACE_S), flushes reports for at most FLUSH_S_MAX,
         and ends the other loops. The spool's file keeps unacknowledged reports.
         Cancel, or an error in a loop: the agent kills the ranks and neither reports nor flushes.
@@ -132,6 +137,7 @@ class Agent:
                                                      back_s=node.gone_s))
                     await self._outbox.flush(FLUSH_S_MAX)
                     restart()
+                await self._leave(ranks)
                 _log.info("stopping", ranks=len(ranks.pids))
                 for task in (orders, *heeds):
                     task.cancel()
@@ -149,6 +155,17 @@ class Agent:
                 with suppress(ShimLost):
                     store.close()
                 self._shim.end()
+
+    async def _leave(self, ranks: OrderExecutor) -> None:
+        """Have the tasks leave this node, and wait until they have."""
+        try:
+            async with asyncio.timeout(self._drain_s_max):
+                if self._drain is not None and ranks.pids and await self._drain():
+                    _log.info("draining", ranks=len(ranks.pids), s_max=self._drain_s_max)
+                    while ranks.pids:
+                        await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            _log.warning("ranks have not left in time", ranks=len(ranks.pids))
 
     def _make_store(self) -> CheckpointStore:
         node = self._node

@@ -37,6 +37,7 @@ from .delivery.join import (
     NodeRevoked,
     Others,
     TokenRefused,
+    drain,
     join,
 )
 from .delivery.log_link import backoff_s
@@ -128,6 +129,8 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     """The log may be used unencrypted on another host."""
     run_as: str = ""
     """The user of the ranks; empty: that of the agent."""
+    drain_s_max: float = 0.0
+    """How long a stopping agent waits for its ranks to leave; 0: it ends them at once."""
 
 
 def run(options: AgentOptions) -> int:
@@ -174,7 +177,7 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
     the first signal stops the agent cleanly; the second cancels it, which kills the ranks.
     """
     stop = asyncio.Event()
-    signals = _Signals(stop)
+    signals = _Signals(stop, drains=options.drain_s_max > 0)
     state_dir = options.state_dir.absolute()
     linux.adopt_orphans()
     shim, former = await asyncio.to_thread(_attach, state_dir, options.node)
@@ -208,6 +211,8 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
                 await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
                             sweeps=True, shim=shim, sources=sources,
                             rejoin=partial(_rejoin, options, incarnation, identity, joined, log),
+                            drain=partial(_drain, options, incarnation, identity)
+                            if options.drain_s_max else None, drain_s_max=options.drain_s_max,
                             restart=lambda: partial(_execute_again, secrets) if signals.is_restart
                             else None).run(stop)
             finally:
@@ -290,6 +295,18 @@ async def _rejoin(options: AgentOptions, incarnation: int, identity: IdentityFil
         _log.info("the log has moved", cluster=now.cluster)
 
 
+async def _drain(options: AgentOptions, incarnation: int, identity: IdentityFile | None) -> bool:
+    """Ask the control plane to drain this node; False if it does not."""
+    try:
+        await drain(options.url, identity.secret if identity is not None else options.token,
+                    node=options.node, incarnation=incarnation, socket=options.socket,
+                    others=options.others, ca=options.ca)
+    except UsageError as error:
+        _log.warning("cannot drain this node: its ranks end now", why=str(error))
+        return False
+    return True
+
+
 def _execute_again(secrets: Mapping[str, str]) -> NoReturn:
     """Replace this process by a new agent, with the same pid, arguments and environment. To the
     shim and to the kernel's lock that is the end of the agent."""
@@ -297,10 +314,11 @@ def _execute_again(secrets: Mapping[str, str]) -> NoReturn:
 
 
 class _Signals:
-    """SIGTERM and SIGINT: the first stops a serving agent cleanly; the second cancels it. SIGUSR2
-    restarts a serving agent."""
+    """SIGTERM and SIGINT: the first stops a serving agent cleanly; the second cancels it, but if it
+    drains, only a SIGINT does: a pod may be evicted twice. SIGUSR2 restarts a serving agent."""
 
-    def __init__(self, stop: asyncio.Event) -> None:
+    def __init__(self, stop: asyncio.Event, *, drains: bool) -> None:
+        self._drains = drains
         self.num_received = 0
         self.is_restart = False
         self.is_serving = False
@@ -310,7 +328,7 @@ class _Signals:
         assert task is not None
         self._task = task
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal)
+            self._loop.add_signal_handler(number, self._on_signal, number)
         self._loop.add_signal_handler(signal.SIGUSR2, self._on_restart)
 
     def _on_restart(self) -> None:
@@ -318,7 +336,9 @@ class _Signals:
             self.is_restart = True
             self._stop.set()
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: int) -> None:
+        if self._drains and self.is_serving and self.num_received and number == signal.SIGTERM:
+            return
         self.num_received += 1
         self._stop.set()
         if not self.is_serving or self.num_received > 1:
