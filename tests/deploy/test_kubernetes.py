@@ -11,10 +11,9 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import typer
 import yaml
+from started_commands import options
 from unicron import __version__
-from unicron.cli.app import app
 from unicron.control_plane.api.http import ROUTES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,14 +45,6 @@ def pods(objects: list[Object]) -> dict[str, Object]:
 
 def containers(pod: Object) -> list[Object]:
     return [*pod.get("initContainers", []), *pod["containers"]]
-
-
-def options(arguments: list[str]) -> Object:
-    """The arguments of a container as the command reads them; it does not run."""
-    group = typer.main.get_command(app)
-    command = group.get_command(typer.Context(group), arguments[0])
-    assert command is not None
-    return dict(command.make_context(arguments[0], arguments[1:]).params)
 
 
 @pytest.mark.parametrize("version", ["1.25", "1.30", "1.37"])

@@ -55,8 +55,9 @@ class Agent:
     the parent of all others; what it holds of a former agent of this incarnation is continued, and
     `spool` is that agent's. `sources` configures the health checks; None disables them. `rejoin`
     asks the control plane anew for the address of the log, and moves `port` there. `drain` asks it
-    to drain this node; the agent then waits for its ranks to leave, `drain_s_max` at most. `restart`
-    replaces this process by its successor; it is called if it is there when `run` is to stop.
+    to drain this node; the agent then waits for its ranks to leave, `drain_s_max` at most.
+    `restart` replaces this process by its successor; it is called if it is there when `run` is to
+    stop.
     """
 
     def __init__(self, node: NodeConfig, port: AgentPort, clock: Callable[[], float], pid: int, *,

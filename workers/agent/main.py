@@ -43,6 +43,7 @@ from .delivery.join import (
 from .delivery.log_link import backoff_s
 from .delivery.outbox import LogReplaced
 from .delivery.spool import Spool, load_spool
+from .health import kubernetes
 from .health.custom_checks import CheckOptions
 from .health.health_monitor import HealthSources
 from .processes.launcher import MARKER, RANK_ARGV, NodeConfig, marker_prefix
@@ -123,6 +124,8 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     watch: bool = True
     rank_argv: tuple[str, ...] = RANK_ARGV
     checks: CheckOptions | None = None
+    kubernetes: str = ""
+    """This node's name in Kubernetes; empty: it is not asked."""
     ca: str = ""
     """The authorities (PEM) that it trusts; "": the system's."""
     insecure: bool = False
@@ -185,6 +188,10 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
         incarnation = lock.next_incarnation(
             time.time(), cast(int, former["incarnation"]) if former else 0)
         identity = IdentityFile(state_dir / "agents", options.node) if options.enrols else None
+        if options.kubernetes:  # with other labels than the former agent's it would end its ranks
+            options = msgspec.structs.replace(options, labels=(
+                msgspec.convert(former["labels"], Labels) if former
+                else await kubernetes.labels_of(options.kubernetes, options.labels)))
         joined = await _join(options, incarnation, identity)
         if identity is not None:
             identity.enrolled()
@@ -202,7 +209,7 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
             shim.serve(node.gone_s)
             spool, left = open_spools(state_dir / "agents", node.name, node.source)
             sources = (None if os.environ.get(HEALTH) == "off"
-                       else HealthSources(checks=options.checks))
+                       else HealthSources(checks=options.checks, kubernetes=options.kubernetes))
             signals.is_serving = True
             _log.info("joined", node=node.name, incarnation=incarnation, epoch=joined.epoch)
             serving = asyncio.create_task(
