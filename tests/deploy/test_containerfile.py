@@ -32,7 +32,7 @@ def test_the_linter_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize(("old", "new", "rule"), [
-    (":3.11.14-slim-bookworm", ":latest", "DL3007"), ("pip install", "cd /tmp; pip install", "DL3003"),
+    (":3.11.14-slim-bookworm", ":latest", "DL3007"), ("RUN pip", "RUN cd /tmp; pip", "DL3003"),
     ("WORKDIR /opt/unicron", "WORKDIR opt/unicron", "DL3000")])
 def test_the_linter_finds_a_fault(old: str, new: str, rule: str) -> None:
     assert rule in complaints(FILE.read_text().replace(old, new))

@@ -141,7 +141,6 @@ async def test_an_api_server_that_is_away_delays_no_agent_for_ever(
         api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with api.serve(tmp_path) as file:
         monkeypatch.setenv("KUBECONFIG", str(file))
-    monkeypatch.setattr(kubernetes, "START_S_MAX", 0.0)
     assert await kubernetes.labels_of("gpu-1", Labels(rack="r9")) == Labels(rack="r9")
 
 
