@@ -28,6 +28,7 @@ from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
 from ..checkpoint_store.store import bytes_max
 from ..host import linux, rank_user
 from ..host.rank_user import RankUser
+from ..ipc import rank_variables
 from . import output_files
 from .agent import Agent
 from .delivery.join import (
@@ -153,6 +154,9 @@ def run(options: AgentOptions) -> int:
     if run_as is None:
         _log.warning("ranks run as this agent's user and are trusted as the operator",
                      hint="--run-as USER, see docs/guides/threat-model.md")
+    for variable in rank_variables.others(os.environ):
+        _log.warning("a variable is not as healing needs it: an NCCL fault may end a rank",
+                     variable=variable)
     bytes_max(os.environ)  # fail here on a bad value, not at every start of the store
     lock = LockFile(options.state_dir.absolute(), options.node)
     lock.take()
