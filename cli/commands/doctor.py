@@ -143,10 +143,9 @@ def _variables() -> Finding:
     if others := rank_variables.others(os.environ):
         return Finding("variables", "note", f"{' '.join(others)}: an NCCL fault may end a rank",
                        "unset it where agents start")
-    own = [f"{name}={os.environ[name]}" for name in INTERFACES if name in os.environ]
-    return Finding("variables", "ok", " ".join(
-        own or ["by the agent's --advertise: " + " ".join(INTERFACES)]) + "; in ranks "
-        + " ".join(f"{name}={value}" for name, value in rank_variables.NEEDED.items()))
+    return Finding("variables", "ok", "in ranks " + " ".join((
+        *(f"{name}={value}" for name, value in rank_variables.NEEDED.items()),
+        *(f"{name}={os.environ.get(name, 'that of --advertise')}" for name in INTERFACES))))
 
 
 def _server() -> Finding:

@@ -475,9 +475,7 @@ class HttpApi:
 
         async def call(request: web.Request) -> web.StreamResponse:
             caller = request[CALLER]
-            if not may(caller.role, role) and not (
-                    route.is_own and caller.role == "node"
-                    and caller.name == request.match_info["of"]):
+            if not may(caller.role, role):
                 raise Refusal(
                     403, f"this needs the role {role}; the token {caller.name} has the role "
                     f"{caller.role}", "an admin: unicron token create "
@@ -496,8 +494,6 @@ class Route(Struct, frozen=True):
     role: Role | None
     """The lowest role that may call; None: no token is needed."""
     handler: Callable[[HttpApi], Handler]
-    is_own: bool = False
-    """A node may make this call for itself."""
 
 
 ROUTES = (
@@ -516,8 +512,7 @@ ROUTES = (
     Route("GET", "/v1/nodes/{of}/file", "operate", lambda api: api.file),
     Route("POST", "/v1/tasks/{of}/cancel", "operate", lambda api: api.write(requests.cancel)),
     Route("POST", "/v1/tasks/{of}/weight", "operate", lambda api: api.write(requests.set_weight)),
-    Route("POST", "/v1/nodes/{of}/drain", "operate", lambda api: api.write(requests.drain),
-          is_own=True),
+    Route("POST", "/v1/nodes/{of}/drain", "operate", lambda api: api.write(requests.drain)),
     Route("POST", "/v1/nodes/{of}/undrain", "operate", lambda api: api.write(requests.undrain)),
     Route("POST", "/v1/nodes/{of}/lift", "operate",
           lambda api: api.write(requests.lift_quarantine)),

@@ -234,8 +234,4 @@ def test_a_stopped_agent_first_drains_its_node(hosts: Hosts) -> None:
     assert node["drained"], node
     assert not cluster.told(before, "NodeUndrained", node="d1")
     cluster.cancel(task)
-    client = cluster.client()
-    client.token = hosts.identity("d1").read_text()
-    with pytest.raises(UsageError, match="needs the role operate"):
-        client.post("/v1/nodes/h1/drain", {"reason": "not mine"})
     cluster.verify()

@@ -50,10 +50,10 @@ class KubernetesApi:
                 "images": [{"names": [f"registry/image-{at}@sha256:{'0' * 64}"], "sizeBytes": 1}
                            for at in range(1000)]}}  # real objects are long lines
 
-    def changed(self, what: str = "MODIFIED") -> None:
+    def changed(self) -> None:
         """Tell all watches the object as it is now."""
         self.version += 1
-        self.send(self._event(what))
+        self.send(self._event("MODIFIED"))
 
     def send(self, line: bytes) -> None:
         """Send a line to all watches; an empty one ends them."""

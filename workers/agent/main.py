@@ -38,7 +38,6 @@ from .delivery.join import (
     NodeRevoked,
     Others,
     TokenRefused,
-    drain,
     join,
 )
 from .delivery.log_link import backoff_s
@@ -222,8 +221,7 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
                 await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
                             sweeps=True, shim=shim, sources=sources,
                             rejoin=partial(_rejoin, options, incarnation, identity, joined, log),
-                            drain=partial(_drain, options, incarnation, identity)
-                            if options.drain_s_max else None, drain_s_max=options.drain_s_max,
+                            drain_s_max=options.drain_s_max,
                             restart=lambda: partial(_execute_again, secrets) if signals.is_restart
                             else None).run(stop)
             finally:
@@ -304,18 +302,6 @@ async def _rejoin(options: AgentOptions, incarnation: int, identity: IdentityFil
         return
     if now.cluster == joined.cluster and await log.move(url, _keys_of(now)):
         _log.info("the log has moved", cluster=now.cluster)
-
-
-async def _drain(options: AgentOptions, incarnation: int, identity: IdentityFile | None) -> bool:
-    """Ask the control plane to drain this node; False if it does not."""
-    try:
-        await drain(options.url, identity.secret if identity is not None else options.token,
-                    node=options.node, incarnation=incarnation, socket=options.socket,
-                    others=options.others, ca=options.ca)
-    except UsageError as error:
-        _log.warning("cannot drain this node: its ranks end now", why=str(error))
-        return False
-    return True
 
 
 def _execute_again(secrets: Mapping[str, str]) -> NoReturn:

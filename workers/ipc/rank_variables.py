@@ -1,8 +1,8 @@
-"""Environment variables of torch that healing needs in every rank. Others' values are respected."""
+"""Environment variables of torch that healing needs in every rank, unless the user sets others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 
 NEEDED = {
     # On an NCCL error torch must neither exit nor block the process: the rank reports and waits.
@@ -11,12 +11,6 @@ NEEDED = {
     # The rank writes its dumps itself. A thread of torch would ask the store every second whether
     # to write one, and fill the log when the store's connection is gone.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-
-
-def add(environment: MutableMapping[str, str]) -> None:
-    """Set those that are not set."""
-    for name, value in NEEDED.items():
-        environment.setdefault(name, value)
 
 
 def others(environment: Mapping[str, str]) -> list[str]:

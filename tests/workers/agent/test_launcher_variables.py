@@ -25,7 +25,8 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-def started(command: tuple[str, ...], rank: int, port: int = 20_000, **inherited: str) -> dict[str, str]:
+def started(command: tuple[str, ...], rank: int, port: int = 20_000, **inherited: str
+            ) -> dict[str, str]:
     """The environment of a rank on a node with GPUs."""
     order = StartRank(
         nodes=("n1",), task=1, rank=rank, attempt=1, slot=Slot(node="n1", index=rank), num_seats=2,
@@ -55,7 +56,7 @@ def test_srun_starts_one_task_on_the_agents_node() -> None:
     assert on_this_node(("python",), {"SLURMD_NODENAME": "gpu7"}) == ("python",)
 
 
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.thorough)])
 def test_two_torchruns_are_one_world(tmp_path: Path, code: int) -> None:
     """Each with one process, on its own GPU; its failure is that of the command."""
     with socket.socket() as free:

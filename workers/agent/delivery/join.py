@@ -1,4 +1,4 @@
-"""An agent's calls to the control plane: POST /v1/join returns the address of the log.
+"""Joins the control plane: POST /v1/join with the token returns the address of the log.
 
 An agent of another host exchanges the token that it was given, once, for an identity of its own: a
 secret that it makes and keeps in a file. The control plane keeps the hash.
@@ -10,7 +10,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -21,15 +20,12 @@ from ....events import tls, unix_socket
 from ....events.errors import Leased, UsageError
 from ....events.log.identity import new_secret
 from ....events.private_files import read_private, write_private
-from ....events.records.reports import AGENT_STOPS
 from ....events.records.types import Labels
 from ....events.spec.policy import REDACT
 from .log_link import backoff_s
 
 JOIN_S_MAX = 60.0
 """How long the join is retried while the server is unreachable or has no leader."""
-DRAIN_S_MAX = 10.0
-"""How long the drain of this node is asked for."""
 ANSWER_S_MAX = 5.0
 RETRY_S_MAX = 1.0
 
@@ -53,10 +49,6 @@ class Joined(Struct, frozen=True, kw_only=True):
 class _Error(Struct, frozen=True):
     error: str
     hint: str = ""
-
-
-class _Conflict(UsageError):
-    """The state of the cluster forbids it."""
 
 
 class TokenRefused(UsageError):
@@ -104,62 +96,41 @@ async def join(url: str, token: str, *, node: str, host: str, incarnation: int, 
     `socket`: the path of the server's unix socket, used instead of the address in `url`. `others`:
     url and socket of more control planes. `ca`: the authorities (PEM) that are trusted at https://;
     "": the system's. `identity`: enrol the node with it."""
+    deadline = time.monotonic() + s_max
     body = {"node": node, "host": host, "incarnation": incarnation,
             "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value},
             **({"identity": identity} if identity else {})}
-    data = await _call("/v1/join", url, token, f"join-{node}-{incarnation}", body, socket, others,
-                       ca, s_max, f"let {node} join")
-    try:
-        return msgspec.json.decode(data, type=Joined)
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"{url} sends an invalid answer: {error}",
-                         "is it a unicron control plane of this version?") from None
-
-
-async def drain(url: str, token: str, *, node: str, incarnation: int, socket: str = "",
-                others: Others = tuple, ca: str = "") -> None:
-    """Ask for the drain of this node; does nothing if it is drained. Raises UsageError as `join`.
-    """
-    with suppress(_Conflict):
-        await _call(f"/v1/nodes/{node}/drain", url, token, f"drain-{node}-{incarnation}",
-                    {"reason": AGENT_STOPS}, socket, others, ca, DRAIN_S_MAX, f"drain {node}")
-
-
-async def _call(path: str, url: str, token: str, key: str, body: Mapping[str, object],
-                socket: str, others: Others, ca: str, s_max: float, what: str) -> bytes:
-    """The leader's answer to a POST. `what` it does not do if it refuses."""
-    deadline = time.monotonic() + s_max
-    headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": key}
+    headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": f"join-{node}-{incarnation}"}
     num_tries, pointer = 0, ""
     limit = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
     while True:
         sockets = dict([(url, socket), *others()])
         at = pointer or list(sockets)[num_tries % len(sockets)]
-        local, pointer = sockets.get(at, ""), ""
+        path, pointer = sockets.get(at, ""), ""
         try:
-            link = (aiohttp.UnixConnector(unix_socket.address(local)) if local
+            link = (aiohttp.UnixConnector(unix_socket.address(path)) if path
                     else aiohttp.TCPConnector(ssl=tls.client_context(ca)))
             async with aiohttp.ClientSession(timeout=limit, connector=link) as session:
-                return await _post(session, at, path, headers, body, what)
+                return await _post(session, at, headers, body)
         except Leased as error:
             why = str(error)
-            if error.url in sockets or tls.may_follow(error.url, at, by_socket=bool(local)):
+            if error.url in sockets or tls.may_follow(error.url, at, by_socket=bool(path)):
                 pointer = error.url
         except (aiohttp.ClientError, OSError) as error:
             why = str(error) or type(error).__name__
         wait_s = backoff_s(num_tries, RETRY_S_MAX)
         num_tries += 1
         if num_tries >= len(sockets) + bool(pointer) and time.monotonic() + wait_s > deadline:
-            raise UsageError(f"cannot {'join' if path == '/v1/join' else 'reach'} {at}: {why}",
+            raise UsageError(f"cannot join {at}: {why}",
                              "is the control plane up? try: unicron up, or another --url")
         await asyncio.sleep(wait_s)
 
 
-async def _post(session: aiohttp.ClientSession, url: str, path: str, headers: Mapping[str, str],
-                body: Mapping[str, object], what: str) -> bytes:
+async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str],
+                body: Mapping[str, object]) -> Joined:
     """Send one request. Raises UsageError if a retry is useless, else ClientError, TimeoutError."""
     try:
-        reply = await session.post(url.rstrip("/") + path, json=body, headers=headers,
+        reply = await session.post(f"{url.rstrip('/')}/v1/join", json=body, headers=headers,
                                    allow_redirects=False)
     except aiohttp.InvalidURL:
         raise UsageError(f"{url!r} is not a URL", "give --url http://HOST:PORT") from None
@@ -173,10 +144,14 @@ async def _post(session: aiohttp.ClientSession, url: str, path: str, headers: Ma
     if reply.status >= 500:
         raise aiohttp.ClientError(f"{reply.status} {_error(data).error}".strip())
     if reply.status != 200:
-        error, kind = _error(data), _Conflict if reply.status == 409 else UsageError
-        raise kind(f"{url} refuses to {what}: {error.error}",
-                   error.hint or "does --url name a unicron control plane?")
-    return data
+        error = _error(data)
+        raise UsageError(f"{url} refuses to let {body['node']} join: {error.error}",
+                         error.hint or "does --url name a unicron control plane?")
+    try:
+        return msgspec.json.decode(data, type=Joined)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{url} sends an invalid answer: {error}",
+                         "is it a unicron control plane of this version?") from None
 
 
 def _error(data: bytes) -> _Error:

@@ -116,9 +116,9 @@ class HealthMonitor:
 
     async def _follow_kubernetes(self) -> None:
         notes = self._journal.notes if self._journal is not None else ()
-        names = [key.removeprefix(_KEY) for key in notes
-                 if key.startswith(_KEY + kubernetes.PREFIX)]
-        last = {name: one.health for name in names if (one := self._reported(name)) is not None}
+        last = {name: one.health for key in notes
+                if (name := key.removeprefix(_KEY)).startswith(kubernetes.PREFIX)
+                and (one := self._reported(name)) is not None}
         async for found in kubernetes.follow(self._kubernetes):
             if isinstance(found, str):
                 self._take((Finding("kubernetes", "unknown", found, rule="unreadable"),), ())

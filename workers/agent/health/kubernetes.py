@@ -28,13 +28,12 @@ RACKS = ("topology.kubernetes.io/rack", "network.topology.nvidia.com/accelerator
          "cloud.google.com/gce-topology-subblock")
 SWITCHES = ("network.topology.nvidia.com/leaf", "topology.k8s.aws/network-node-layer-3",
             "cloud.google.com/gce-topology-block")
-"""Labels of nodes, the first one that a node has counts: none that sites agree on, NVIDIA's
-Topograph, and clouds."""
+"""Labels of nodes, by sites, NVIDIA's Topograph and clouds. The first that a node has counts."""
 TOLERATED = ("nvidia.com/gpu",)
 """Taints that only keep other pods away (deploy/kubernetes/agent.yaml)."""
 WATCH_S = 300
 """A watch is begun anew after this time; it then tells the node's present object again."""
-ANSWER_S_MAX = 30.0
+ANSWER_S_MAX, RETRY_S = 30.0, 5.0
 _FAILURES = (aiohttp.ClientError, OSError, ValueError, MsgspecError)
 _log = structlog.get_logger("agent")
 
@@ -101,8 +100,8 @@ def findings(node: Node) -> dict[str, Finding]:
 
 
 def _finding(what: str, health: CheckHealth, why: str) -> Finding:
-    text = "".join(char if char.isprintable() else " " for char in why)
-    return Finding(PREFIX + what, health, text[:limits.REASON_CHARS_MAX], rule="kubernetes")
+    return Finding(PREFIX + what, health, " ".join(why.split())[:limits.REASON_CHARS_MAX],
+                   rule="kubernetes")
 
 
 async def labels_of(name: str, given: Labels) -> Labels:
@@ -129,14 +128,12 @@ async def follow(name: str) -> AsyncIterator[dict[str, Finding] | str]:
                     watch=True, timeout_seconds=WATCH_S)) as lines:
                 async for line in lines:
                     event = json.decode(line, type=_Event)
-                    if event.type == "ERROR":  # most often: the watch is too old
+                    if event.type not in ("ADDED", "MODIFIED"):  # most often: it is too old
                         break
-                    yield findings(json.decode(event.object, type=Node)) if (
-                        event.type != "DELETED") else {PREFIX + "deleted": _finding(
-                            "deleted", "unhealthy", "Kubernetes has this node no more")}
+                    yield findings(json.decode(event.object, type=Node))
         except (*_FAILURES, UsageError) as error:
             yield " ".join(str(error).split())[:limits.REASON_CHARS_MAX] or type(error).__name__
-        await asyncio.sleep(limits.KUBERNETES_RETRY_S)
+        await asyncio.sleep(RETRY_S)
 
 
 async def _read(call: str, s_max: float, **given: Any) -> AsyncGenerator[bytes, None]:
