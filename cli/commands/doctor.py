@@ -46,7 +46,7 @@ def doctor(state: StateDir, *, only_support: bool, as_json: bool) -> int:
     if only_support:
         return print_support(as_json=as_json)
     checks: tuple[Callable[[], Finding], ...] = (
-        _python, _torch, _megatron, _gpus, _variables, _server, lambda: log_server(state),
+        _python, _torch, _megatron, _gpus, variables, _server, lambda: log_server(state),
         _loopback, lambda: _folder(state), lambda: _ranks(state), lambda: _running(state))
     findings = [check() for check in checks]
     missing = any(one.grade == "missing" for one in findings)
@@ -138,7 +138,7 @@ def _gpus() -> Finding:
     return Finding("gpus", "ok", f"{num} seen by nvidia-smi")
 
 
-def _variables() -> Finding:
+def variables() -> Finding:
     """Of the ranks of an agent that is started here."""
     if others := rank_variables.others(os.environ):
         return Finding("variables", "note", f"{' '.join(others)}: an NCCL fault may end a rank",
