@@ -200,8 +200,8 @@ def node_name(host: str) -> str:
 
 
 def num_devices() -> int:
-    """The number of visible GPUs, one on a machine without a driver for them. CUDA_VISIBLE_DEVICES
-    names them from now on. Raises UsageError if the driver shows none."""
+    """The number of visible GPUs, named by CUDA_VISIBLE_DEVICES from now on; without a driver 1.
+    Raises UsageError if the driver shows none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return max(len([part for part in visible.split(",") if part.strip()]), 1)

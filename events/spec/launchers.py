@@ -37,8 +37,7 @@ def check_launcher(command: Sequence[str], *, in_memory: bool) -> None:
 
 
 def _options(words: Sequence[str]) -> Iterator[str]:
-    """The options before the program, without their values. A word behind an option is its value.
-    """
+    """The options before the program. A word behind an option is its value."""
     before = ""
     for word in words:
         if word in ("-m", "--module") or not (word.startswith("-") or before.startswith("-")):

@@ -114,9 +114,9 @@ async def test_an_api_server_that_refuses_is_unknown(
     async with watched(api, tmp_path, monkeypatch) as seen:
         api.status = 403
         api.send(b"")
-        await seen.told(("kubernetes", "unknown"))
+        await seen.told(("api", "unknown"))
         api.status, api.is_cordoned = 200, True
-        await seen.told(("unschedulable", "unhealthy"))
+        await seen.told(("api", "healthy"), ("unschedulable", "unhealthy"))
 
 
 async def test_labels_are_rack_and_switch(

@@ -120,11 +120,8 @@ class HealthMonitor:
                 if (name := key.removeprefix(_KEY)).startswith(kubernetes.PREFIX)
                 and (one := self._reported(name)) is not None}
         async for found in kubernetes.follow(self._kubernetes):
-            if isinstance(found, str):
-                self._take((Finding("kubernetes", "unknown", found, rule="unreadable"),), ())
-                continue
-            self._take((Finding("kubernetes", "healthy"),), ())
-            for name in (*last, *(found.keys() - last.keys())):
+            names = [kubernetes.API] if kubernetes.API in found else {**last, **found}
+            for name in names:
                 now = found.get(name) or Finding(name, "healthy", rule="kubernetes")
                 if now.health != last.get(name, "healthy"):
                     self._report_change(now)

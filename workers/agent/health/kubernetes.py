@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from importlib import import_module
 from typing import Any
@@ -23,7 +23,8 @@ from . import limits
 from .finding import Finding
 
 PREFIX = "kubernetes/"
-"""Of the names of all its checks."""
+API = PREFIX + "api"
+"""The check that the object can be read. While it cannot, nothing is known of the others."""
 RACKS = ("topology.kubernetes.io/rack", "network.topology.nvidia.com/accelerator",
          "cloud.google.com/gce-topology-subblock")
 SWITCHES = ("network.topology.nvidia.com/leaf", "topology.k8s.aws/network-node-layer-3",
@@ -109,18 +110,18 @@ async def labels_of(name: str, given: Labels) -> Labels:
     Kubernetes those given. Raises UsageError."""
     try:
         async with aclosing(_read("read_node", ANSWER_S_MAX, name=name)) as lines:
-            labels = json.decode(await anext(lines), type=Node).metadata.labels
+            labels = json.decode(await anext(lines, b""), type=Node).metadata.labels
     except _FAILURES as error:
         _log.warning("no rack and switch from Kubernetes", why=str(error))
         return given
+    rack, switch = (next((labels[name] for name in names if labels.get(name)), "")
+                    for names in (RACKS, SWITCHES))
+    return Labels(rack=given.rack or rack, switch=given.switch or switch)
 
-    def first(names: Sequence[str]) -> str:
-        return next((labels[name] for name in names if labels.get(name)), "")
-    return Labels(rack=given.rack or first(RACKS), switch=given.switch or first(SWITCHES))
 
-
-async def follow(name: str) -> AsyncIterator[dict[str, Finding] | str]:
-    """The findings whenever the object changes, or why it cannot be read."""
+async def follow(name: str) -> AsyncIterator[dict[str, Finding]]:
+    """The findings whenever the object changes; that of API alone after two failures in turn."""
+    num_failures = 0
     while True:
         try:
             async with aclosing(_read(
@@ -131,8 +132,11 @@ async def follow(name: str) -> AsyncIterator[dict[str, Finding] | str]:
                     if event.type not in ("ADDED", "MODIFIED"):  # most often: it is too old
                         break
                     yield findings(json.decode(event.object, type=Node))
+                    num_failures = 0
         except (*_FAILURES, UsageError) as error:
-            yield " ".join(str(error).split())[:limits.REASON_CHARS_MAX] or type(error).__name__
+            num_failures += 1
+            if num_failures > 1:
+                yield {API: _finding("api", "unknown", str(error) or type(error).__name__)}
         await asyncio.sleep(RETRY_S)
 
 
