@@ -155,7 +155,7 @@ async def test_without_a_configuration_it_says_so(
 
 def test_a_node_with_many_conditions_is_bounded() -> None:
     node = msgspec.convert({"status": {"conditions": [
-        {"type": f"C{at}", "status": "True"} for at in range(1000)]}}, kubernetes.Node)
+        {"type": f"C{at}", "status": "True"} for at in range(1000)]}}, kubernetes._Node)
     assert len(kubernetes.findings(node)) == limits.CHECKS_NUM_MAX
 
 

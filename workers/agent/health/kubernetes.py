@@ -65,9 +65,7 @@ class _Status(Struct, frozen=True):
     conditions: tuple[_Condition, ...] = ()
 
 
-class Node(Struct, frozen=True):
-    """What is read of a node's object."""
-
+class _Node(Struct, frozen=True):
     metadata: _Metadata = _Metadata()
     spec: _Spec = _Spec()
     status: _Status = _Status()
@@ -78,7 +76,7 @@ class _Event(Struct, frozen=True):
     object: Raw
 
 
-def findings(node: Node) -> dict[str, Finding]:
+def findings(node: _Node) -> dict[str, Finding]:
     """What the object says against its node, by check.
 
     A condition is degraded: reported and priced. A cordon and a taint NoExecute are unhealthy: the
@@ -110,7 +108,7 @@ async def labels_of(name: str, given: Labels) -> Labels:
     Kubernetes those given. Raises UsageError."""
     try:
         async with aclosing(_read("read_node", ANSWER_S_MAX, name=name)) as lines:
-            labels = json.decode(await anext(lines, b""), type=Node).metadata.labels
+            labels = json.decode(await anext(lines, b""), type=_Node).metadata.labels
     except _FAILURES as error:
         _log.warning("no rack and switch from Kubernetes", why=str(error))
         return given
@@ -131,7 +129,7 @@ async def follow(name: str) -> AsyncIterator[dict[str, Finding]]:
                     event = json.decode(line, type=_Event)
                     if event.type not in ("ADDED", "MODIFIED"):  # most often: it is too old
                         break
-                    yield findings(json.decode(event.object, type=Node))
+                    yield findings(json.decode(event.object, type=_Node))
                     num_failures = 0
         except (*_FAILURES, UsageError) as error:
             num_failures += 1

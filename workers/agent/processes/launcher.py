@@ -156,9 +156,9 @@ class Launcher:
         if order.spec.command:
             process = Process.start(
                 self._shim, key, note, on_this_node(order.spec.command, env), env=env,
-                marker=marker,
-                log_path=log_path, files={FD_ENV[option]: fd for option, fd in files.items()},
-                held=held, folder=order.spec.folder, user=user)
+                marker=marker, log_path=log_path, held=held,
+                files={FD_ENV[option]: fd for option, fd in files.items()},
+                folder=order.spec.folder, user=user)
         elif self._zygote is not None and self._zygote.can_fork(env):
             process = Process.fork(self._zygote, self._shim, key, note, env=env, marker=marker,
                                    log_path=log_path, files=tuple(files.values()), held=held)
