@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import stat
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -15,6 +17,8 @@ import yaml
 from started_commands import options
 from unicron import __version__
 from unicron.control_plane.api.http import ROUTES
+from unicron.events.errors import UsageError
+from unicron.events.private_files import read_private
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy/kubernetes"
@@ -129,3 +133,41 @@ def test_the_guide_makes_every_secret(objects: list[Object]) -> None:
     assert wanted == {"unicron", "unicron-tls", "unicron-join"}
     guide = GUIDE.read_text(encoding="utf-8")
     assert wanted == set(re.findall(r"create secret generic (unicron\S*)", guide))
+
+
+def shell(container: Object, folder: Path, **environment: str) -> str:
+    """Run a container's script here, with its folders below `folder`; returns what it prints."""
+    sh, option, script = container["command"]
+    assert (sh, option) == ("sh", "-c")
+    for place in ("/state", "/secrets", "/certs"):
+        script = script.replace(f"{place}/", f"{folder}{place}/")
+    return subprocess.run(["sh", "-c", script.replace("exec valkey-server -", "cat")], check=True,
+                          capture_output=True, text=True, timeout=60,
+                          env={**os.environ, **environment}).stdout
+
+
+def test_the_secrets_of_a_control_plane_are_its_own(objects: list[Object], tmp_path: Path) -> None:
+    """As a Secret's volume has them, others of the group may read them, and Unicron refuses that.
+    """
+    (first,) = pods(objects)["unicron-control-plane"]["initContainers"]
+    for name in ("secrets/secret", "secrets/token", "certs/tls.key"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+        (tmp_path / name).chmod(0o440)
+        with pytest.raises(UsageError, match="others may read it"):
+            read_private(tmp_path / name)
+    (tmp_path / "state").mkdir()
+    shell(first, tmp_path)
+    state = tmp_path / "state/unicron"
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    assert {path.name: read_private(path).decode() for path in state.iterdir()} == {
+        "secret": "secrets/secret", "token": "secrets/token", "tls.key": "certs/tls.key"}
+
+
+def test_valkey_reads_its_password_from_standard_input(
+        objects: list[Object], tmp_path: Path) -> None:
+    (server,) = pods(objects)["unicron-valkey"]["containers"]
+    lines = shell(server, tmp_path, PASSWORD="pass-of-a-test").splitlines()
+    assert lines[0] == "requirepass pass-of-a-test"
+    assert {"appendonly yes", "appendfsync always", "maxmemory-policy noeviction"} <= set(lines)
+    assert not any("pass" in word for word in server.get("args", ()))
