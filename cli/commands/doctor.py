@@ -29,7 +29,7 @@ PROBE_S_MAX = 20.0
 IMPORT_S_MAX = 120.0
 """torch and Megatron take about 5 s of CPU time."""
 FREE_BYTES_MIN = 1 << 30
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACES = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "(by --advertise)")
 
 
 class Finding(Struct, frozen=True):
@@ -140,12 +140,11 @@ def _gpus() -> Finding:
 
 def variables() -> Finding:
     """Of the ranks of an agent that is started here."""
-    if others := rank_variables.others(os.environ):
-        return Finding("variables", "note", f"{' '.join(others)}: an NCCL fault may end a rank",
-                       "unset it where agents start")
-    return Finding("variables", "ok", "in ranks " + " ".join((
-        *(f"{name}={value}" for name, value in rank_variables.NEEDED.items()),
-        *(f"{name}={os.environ.get(name, 'that of --advertise')}" for name in INTERFACES))))
+    others = rank_variables.others(os.environ)
+    return Finding("variables", "note" if others else "ok", "in ranks " + " ".join(
+        f"{name}={os.environ.get(name, value)}"
+        for name, value in (rank_variables.NEEDED | INTERFACES).items()),
+        f"an NCCL fault may end a rank: without {' '.join(others)} it heals" if others else "")
 
 
 def _server() -> Finding:

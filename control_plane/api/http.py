@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from aiohttp import web
 from msgspec import Struct
+from unicron import __version__
 
 from ...events.errors import LogError, Pruned, SpecError, UsageError
 from ...events.log.identity import RESERVED_NAMES, Identities, user_name, with_credentials
@@ -319,7 +320,7 @@ class HttpApi:
                       "cluster": self._address.cluster, "node": body.node,
                       "epoch": self._coordinator.epoch,
                       "key": self._identities.key(body.node).hex(),
-                      "redact": state.policy.redact,
+                      "redact": state.policy.redact, "version": __version__,
                       "agent_gone_s_max": state.policy.agent_gone_s_max})
 
     async def _identify(self, request: web.Request, body: _Join, known: Node | None) -> None:

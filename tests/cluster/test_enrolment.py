@@ -211,6 +211,7 @@ def test_a_stopped_agent_first_drains_its_node(hosts: Hosts) -> None:
         first.terminate()
         cluster.wait_told(before, "NodeDrained", node="d1")
     assert first.wait(LIMIT_S) == 0, hosts.log("d1").read_text()
+    assert "another version" not in hosts.log("d1").read_text()
     left = cluster.wait_told(before, "NodeLeft", node="d1")
     told = [one for one in cluster.records(before) if one.seq <= left.seq]
     drained, *_ = (one for one in told if one.kind == "NodeDrained")

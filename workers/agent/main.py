@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 import structlog
 from msgspec import Struct, msgpack
+from unicron import __version__
 
 from ...events import tls
 from ...events.errors import LogError, UsageError
@@ -215,6 +216,9 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
                        else HealthSources(checks=options.checks, kubernetes=options.kubernetes))
             signals.is_serving = True
             _log.info("joined", node=node.name, incarnation=incarnation, epoch=joined.epoch)
+            if joined.version != __version__:
+                _log.warning("the control plane has another version", version=joined.version,
+                             own=__version__, hint="one image for all; control planes first")
             serving = asyncio.create_task(
                 output_files.serve(log, node.name, (state_dir / "logs").resolve()))
             try:

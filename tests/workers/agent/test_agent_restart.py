@@ -127,6 +127,8 @@ async def test_an_agent_that_restarts_without_kubernetes_keeps_its_place_and_ran
         agent = plane.agent(KUBERNETES="gpu-1", KUBECONFIG=str(file), UNICRON_HEALTH="on")
         (joined,) = await plane.wait(r.NodeJoined)
         assert joined.labels == Labels(rack="nvl-3", switch="leaf-7")
+        # This one's control plane tells none, as an older one.
+        assert plane.said().count("the control plane has another version") == 1
         await plane.start(WAITS, str(tmp_path / "go"))
         (started,) = await plane.wait(r.RankStarted)
         await until(lambda: True if api.num_watches else None)
