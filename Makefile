@@ -30,7 +30,7 @@ $(STAMP): constraints.txt pyproject.toml
 	echo "setup    $(VENV) from $(PYTHON); the first time this fetches a few hundred MB"; \
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
 	$(PIP) install -c constraints.txt setuptools torch==2.13.0; \
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[train,dev,draw]'; \
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[train,dev,draw,kubernetes]'; \
 	touch $@; \
 	echo "setup    $$($(BIN)/python -c 'import torch; print("torch", torch.__version__)')," \
 		"done in $$(( $$(date +%s) - begin )) s, once"

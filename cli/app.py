@@ -182,6 +182,12 @@ def agent(
     run_as: Annotated[str, typer.Option(
         "--run-as", metavar="USER", help="Run ranks as this user, with no way to the agent's "
         "secrets [the agent's: ranks are then trusted as the operator].")] = "",
+    kubernetes: Annotated[str, typer.Option(
+        "--kubernetes", metavar="NAME", help="This node's name in Kubernetes: its labels are rack "
+        "and switch, its conditions and taints are checks.")] = "",
+    drain_limit: Annotated[float, typer.Option(
+        "--drain-limit", min=0, metavar="S", help="At SIGTERM drain this node first, and wait so "
+        "many seconds at most until its ranks have left [0: end them at once].")] = 0,
     restart: Annotated[bool, typer.Option(
         "--restart", help="Have the running agent of this node execute itself again, as after an "
         "upgrade. Its ranks run on.")] = False,

@@ -16,6 +16,7 @@ from ...events.errors import ServerError, UnicronError
 from ...events.log import durability, embedded_server
 from ...events.spec import support
 from ...events.spec.policy import Policy
+from ...workers.ipc import rank_variables
 from ...workers.training.dependencies import known_versions
 from ...workers.training.dependencies.known_versions import Installed
 from ..cluster import local_cluster, processes
@@ -28,6 +29,7 @@ PROBE_S_MAX = 20.0
 IMPORT_S_MAX = 120.0
 """torch and Megatron take about 5 s of CPU time."""
 FREE_BYTES_MIN = 1 << 30
+INTERFACES = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "(by --advertise)")
 
 
 class Finding(Struct, frozen=True):
@@ -44,8 +46,8 @@ def doctor(state: StateDir, *, only_support: bool, as_json: bool) -> int:
     if only_support:
         return print_support(as_json=as_json)
     checks: tuple[Callable[[], Finding], ...] = (
-        _python, _torch, _megatron, _gpus, _server, lambda: log_server(state), _loopback,
-        lambda: _folder(state), lambda: _ranks(state), lambda: _running(state))
+        _python, _torch, _megatron, _gpus, variables, _server, lambda: log_server(state),
+        _loopback, lambda: _folder(state), lambda: _ranks(state), lambda: _running(state))
     findings = [check() for check in checks]
     missing = any(one.grade == "missing" for one in findings)
     if as_json:
@@ -134,6 +136,15 @@ def _gpus() -> Finding:
     except (OSError, subprocess.TimeoutExpired):
         return Finding("gpus", "missing", "nvidia-smi does not answer", "run nvidia-smi")
     return Finding("gpus", "ok", f"{num} seen by nvidia-smi")
+
+
+def variables() -> Finding:
+    """Of the ranks of an agent that is started here."""
+    others = rank_variables.others(os.environ)
+    return Finding("variables", "note" if others else "ok", "in ranks " + " ".join(
+        f"{name}={os.environ.get(name, value)}"
+        for name, value in (rank_variables.NEEDED | INTERFACES).items()),
+        f"an NCCL fault may end a rank: without {' '.join(others)} it heals" if others else "")
 
 
 def _server() -> Finding:

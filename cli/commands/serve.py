@@ -92,7 +92,7 @@ def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
 def agent(state: StateDir, *, url: Urls, node: str, slots: int, advertise: str, host: str,
           insecure: bool, redis: str, label: Sequence[str] | None, no_watch: bool,
           checks: Path | None, checks_every: float, checks_limit: float, run_as: str,
-          restart: bool) -> None:
+          kubernetes: str, drain_limit: float, restart: bool) -> None:
     """Run the agent of a node until a signal, or `restart` the one that runs. Raises UsageError."""
     from ...workers.agent import main
 
@@ -117,7 +117,8 @@ def agent(state: StateDir, *, url: Urls, node: str, slots: int, advertise: str, 
         others=partial(client.addresses, state),
         enrols=not client.socket, num_slots=slots or num_devices(), state_dir=state.path,
         host=advertised_address(advertise or host, client), redis_url=redis, labels=labels,
-        watch=not no_watch, checks=own, ca=ca, insecure=insecure, run_as=run_as)))
+        watch=not no_watch, checks=own, ca=ca, insecure=insecure, run_as=run_as,
+        kubernetes=kubernetes, drain_s_max=drain_limit)))
 
 
 def restart_agent(state: StateDir, node: str) -> None:
@@ -199,7 +200,8 @@ def node_name(host: str) -> str:
 
 
 def num_devices() -> int:
-    """The number of visible GPUs, at least one."""
+    """The number of visible GPUs, named by CUDA_VISIBLE_DEVICES from now on; without a driver 1.
+    Raises UsageError if the driver shows none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return max(len([part for part in visible.split(",") if part.strip()]), 1)
@@ -210,8 +212,13 @@ def num_devices() -> int:
         listing = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False,
                               timeout=PROBE_S_MAX).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return 1
-    return max(sum(line.startswith("GPU ") for line in listing.splitlines()), 1)
+        listing = ""
+    found = re.findall(r"^GPU \d+: .*\(UUID: (GPU-[\w-]+)\)", listing, re.MULTILINE)
+    if not found:
+        raise UsageError("nvidia-smi shows no GPU", "run nvidia-smi; or give --slots K, and ranks "
+                         "train on the CPU")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(found)
+    return len(found)
 
 
 def _write_pid_file(state: StateDir, name: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from aiohttp import web
 from msgspec import Struct
+from unicron import __version__
 
 from ...events.errors import LogError, Pruned, SpecError, UsageError
 from ...events.log.identity import RESERVED_NAMES, Identities, user_name, with_credentials
@@ -138,8 +139,11 @@ class HttpApi:
                       "follows": self._coordinator.leader_url})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """Whether this control plane acknowledges; 503 if not, and to a client with a token why."""
-        away = self._coordinator.away or "it does not lead" * (not self._coordinator.leading)
+        """Whether this control plane acknowledges; 503 if not, and to a client with a token why.
+        With `follower=1` also whether it follows one that leads."""
+        follows = _number(request, "follower") and self._coordinator.leader_url
+        away = self._coordinator.away or "it does not lead" * (
+            not self._coordinator.leading and not follows)
         tells = CALLER in request and may(request[CALLER].role, "view")
         return _json({"ok": not away} | ({"why": away} if tells else {}), 503 if away else 200)
 
@@ -311,12 +315,17 @@ class HttpApi:
             raise Refusal(409, f"a newer agent of {body.node} has joined",
                           "give this one another --node, or set its clock")
         await self._identify(request, body, known)
+        if (known is not None and known.drained and known.drain_reason == reports.AGENT_STOPS
+                and body.incarnation > known.incarnation):
+            async with self._writing:
+                await self._coordinator.write(secrets.token_hex(16), *_signed(request[CALLER], [
+                    reports.NodeUndrained(node=body.node, reason="its agent has started again")]))
         await self._coordinator.admit(body.node, body.incarnation)
         return _json({"redis_url": self._url_of(body.node, body.incarnation),
                       "cluster": self._address.cluster, "node": body.node,
                       "epoch": self._coordinator.epoch,
                       "key": self._identities.key(body.node).hex(),
-                      "redact": state.policy.redact,
+                      "redact": state.policy.redact, "version": __version__,
                       "agent_gone_s_max": state.policy.agent_gone_s_max})
 
     async def _identify(self, request: web.Request, body: _Join, known: Node | None) -> None:

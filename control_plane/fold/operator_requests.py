@@ -90,9 +90,8 @@ def fault_requested(state: ClusterState, record: Record, body: r.FaultRequested)
 
 def node_drained(state: ClusterState, record: Record, body: r.NodeDrained) -> None:
     node = state.nodes.get(body.node)
-    if node is not None:
-        if not node.drained:
-            state.replan = f"node {node.name} drained"
+    if node is not None and not node.drained:
+        state.replan = f"node {node.name} drained"
         node.drained, node.drain_reason = True, body.reason
 
 

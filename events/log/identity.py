@@ -113,6 +113,8 @@ def report_error(keys: Keys, report: Report, signature: bytes, wire: bytes) -> s
     if not isinstance(body, reports.MemoryCheckpointStored) and (
             getattr(body, "node", node) != node):
         return "it is about another node"
+    if isinstance(body, reports.NodeDrained) and (body.who, body.role) != (node, "node"):
+        return "it names an operator"
     return ""
 
 
@@ -171,7 +173,7 @@ def _sign(key: bytes, purpose: bytes, data: bytes) -> bytes:
 
 AGENT_REPORTS: tuple[type[Body], ...] = (
     reports.NodeJoined, reports.NodeLeft, reports.AgentRestarting, reports.AgentRestarted,
-    reports.MemoryCheckpointsLost, reports.ReportsLost,
+    reports.MemoryCheckpointsLost, reports.ReportsLost, reports.NodeDrained,
     reports.OrderRefused, reports.HealthChanged, reports.DeviceErred,
     reports.RankStarted, reports.RankReady, reports.RankErrored, reports.RankExited,
     reports.RankReportsDropped,

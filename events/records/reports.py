@@ -107,6 +107,10 @@ class HealingResumed(OperatorRequest, frozen=True):
     reason: str = ""
 
 
+AGENT_STOPS = "its agent was told to stop"
+"""The reason of a NodeDrained that ends when the node's next agent joins."""
+
+
 class NodeDrained(OperatorRequest, frozen=True):
     """Tasks must leave the node. It gets no task until NodeUndrained, even if it joins again."""
 

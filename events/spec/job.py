@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct, field
 
 from ..errors import SpecError
+from .launchers import check_launcher
 from .model import MegatronModel, check_model
 from .parallelism import Parallel, check_fits, check_parallel, check_sizes, check_splits
 from .validation import COUNT_NUM_MAX, DOCS, need, need_count, spec_error
@@ -396,6 +397,7 @@ def _check(spec: JobSpec) -> None:
              "leave it out: train: recovers in memory")
     need((spec.heal is None) == (spec.loop is None), "heal" if spec.heal is None else "loop",
          "is missing", "heal: in-memory and loop: belong together")
+    check_launcher(spec.command, in_memory=spec.heal is not None)
     if spec.loop is not None:
         _check_loop(spec.loop, spec.slots.counts, spec.slots.floor)
     if spec.model is not None:

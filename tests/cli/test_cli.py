@@ -259,6 +259,7 @@ def test_doctor_as_json(tmp_path):
     result = unicron("doctor", "-o", "json", folder=tmp_path)
     grades = {one["what"]: one["grade"] for one in json.loads(result.stdout)}
     assert grades["python"] == grades["server"] == grades["ports"] == "ok"
+    assert "variables" in grades
     assert result.returncode == int("missing" in grades.values())
 
 

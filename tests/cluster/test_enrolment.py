@@ -193,3 +193,46 @@ def test_a_revoked_node_is_out_at_once_and_for_good(hosts: Hosts) -> None:
     hosts.joined("h3", 2)
     hosts.run("back", 3)
     cluster.verify()
+
+
+def test_a_stopped_agent_first_drains_its_node(hosts: Hosts) -> None:
+    """Its ranks leave before it does, also at a second SIGTERM, and the next agent has tasks again
+    at once, unless an operator has drained the node."""
+    cluster = hosts.cluster
+    command = hosts.command("--node", "d1") + " --drain-limit 60"
+    first = hosts.start("d1", command)
+    hosts.joined("d1")
+    task = cluster.submit({
+        "apiVersion": "unicron/v1", "name": "leaves", "command": ["sleep", "300"],
+        "slots": {"min": 1, "max": 4}})
+    cluster.wait_told(0, "RankStarted", node="d1", task=task)
+    before = cluster.seq()
+    for _ in range(2):
+        first.terminate()
+        cluster.wait_told(before, "NodeDrained", node="d1")
+    assert first.wait(LIMIT_S) == 0, hosts.log("d1").read_text()
+    assert "another version" not in hosts.log("d1").read_text()
+    left = cluster.wait_told(before, "NodeLeft", node="d1")
+    told = [one for one in cluster.records(before) if one.seq <= left.seq]
+    drained, *_ = (one for one in told if one.kind == "NodeDrained")
+    body: Any = drained.body
+    assert (body.who, body.role, body.reason) == ("d1", "node", "its agent was told to stop")
+    assert any(one.kind == "StopRank" for one in told)
+    assert any(one.kind == "RankExited" and one.source.startswith("d1/") for one in told)
+    assert not any(one.kind == "IncidentOpened" for one in told)
+
+    again = hosts.start("d1", command)
+    hosts.joined("d1", 2)
+    undrained = cluster.wait_told(left.seq, "NodeUndrained", node="d1")
+    cluster.wait_told(undrained.seq, "RankStarted", node="d1", task=task)
+    assert cluster.unicron("drain", "d1", "--reason", "repair").returncode == 0
+    again.terminate()
+    assert again.wait(LIMIT_S) == 0, hosts.log("d1").read_text()
+    before = cluster.seq()
+    hosts.start("d1", command)
+    hosts.joined("d1", 3)
+    node = next(one for one in cluster.client().get("/v1/state")["nodes"] if one["id"] == "d1")
+    assert node["drained"], node
+    assert not cluster.told(before, "NodeUndrained", node="d1")
+    cluster.cancel(task)
+    cluster.verify()

@@ -48,6 +48,8 @@ folder = os.environ.get("CHECKS")
 changes = {"num_slots": int(os.environ.get("SLOTS", "2"))}
 if "RANK" in os.environ:
     changes["rank_argv"] = (sys.executable, os.environ["RANK"])
+if "KUBERNETES" in os.environ:
+    changes["kubernetes"] = os.environ["KUBERNETES"]
 checks = CheckOptions(folder=Path(folder), every_s=0.2, s_max=60.0) if folder else None
 try:
     sys.exit(run(AgentOptions(node="n1", url=url, token=token, state_dir=Path(state),

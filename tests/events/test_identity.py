@@ -185,6 +185,9 @@ async def test_an_agent_cannot_speak_for_another(own_server: Server) -> None:
             report("n1"),  # its source is n1
             report("n2", body=reports.NodeLeft(node="n1", incarnation=N1, reason="")),
             report("n2", body=reports.TaskCancelRequested(task=1)),
+            report("n2", body=reports.NodeDrained(node="n1", who="n2", role="node")),
+            report("n2", body=reports.NodeDrained(node="n2", who="ana", role="operate")),
+            report("n2", body=reports.NodeDrained(node="n2")),
             report("n2", body=reports.NodeUnreachable(node="n2", incarnation=N2, silence_s=9.0)),
             report("n2", body=order(1, 1, "n1").body),
             report("n2", body=decisions.TaskPlaced(task=1, seats=(), why="")),
@@ -214,7 +217,7 @@ def test_every_kind_of_record_is_an_agents_or_is_not() -> None:
     others = {"EpochStarted", "PolicySet", "OutageEnded", "DeadlineReached",
               "NodeUnreachable", "NodeReachable",
               "TaskSubmitted", "TaskCancelRequested", "TaskWeightSet", "HealingFrozen",
-              "HealingResumed", "NodeDrained", "NodeUndrained", "FaultRequested",
+              "HealingResumed", "NodeUndrained", "FaultRequested",
               "QuarantineLifted", "TokenChanged"}
     agents = {kind.__name__ for kind in identity.AGENT_REPORTS if kind is not UnknownBody}
     of_reports = {name for name, kind in KINDS.items() if kind.__module__ == reports.__name__}

@@ -75,6 +75,7 @@ CONFINED = {
     "aiohttp": ("control_plane/api/http.py", "control_plane/api/connections.py", "workers/agent/",
                 "cli/"),
     "pynvml": ("workers/agent/health/",),
+    "kubernetes_asyncio": ("workers/agent/health/kubernetes.py",),
     "fsspec": ("events/object_storage.py",),
     "typer": ("cli/",),
     "yaml": ("cli/",)}

@@ -14,9 +14,11 @@ import structlog
 from ...events.errors import Ambiguous, Unavailable
 from ...events.log.port import AgentPort
 from ...events.records.reports import (
+    AGENT_STOPS,
     AgentRestarted,
     AgentRestarting,
     MemoryCheckpointsLost,
+    NodeDrained,
     NodeJoined,
     NodeLeft,
 )
@@ -56,12 +58,14 @@ class Agent:
     `spool` is that agent's. `sources` configures the health checks; None disables them. `rejoin`
     asks the control plane anew for the address of the log, and moves `port` there. `restart`
     replaces this process by its successor; it is called if it is there when `run` is to stop.
+    `drain_s_max`: how long a stopping agent waits for its ranks to leave; 0: it does not.
     """
 
     def __init__(self, node: NodeConfig, port: AgentPort, clock: Callable[[], float], pid: int, *,
                  spool: Spool, left: list[Spool], sweeps: bool, shim: Shim,
                  sources: HealthSources | None = None,
                  rejoin: Callable[[], Awaitable[None]] | None = None,
+                 drain_s_max: float = 0.0,
                  restart: Callable[[], Callable[[], None] | None] = lambda: None) -> None:
         self._node = node
         self._port = port
@@ -73,6 +77,7 @@ class Agent:
         self._sweeps = sweeps
         self._sources = sources
         self._rejoin = rejoin
+        self._drain_s_max = drain_s_max
         self._shim = shim
         self._restart = restart
         self._has_joined = False
@@ -82,7 +87,8 @@ class Agent:
 
         Start: the agent spools NodeJoined behind the reports of earlier incarnations. Then the
         loops run concurrently. No rank starts before NodeJoined is in the log.
-        Stop: the agent ends the loops of orders and health and reports NodeLeft. It stops and reaps
+        Stop: with `drain_s_max`, the agent reports NodeDrained and waits until the ranks have left.
+        It ends the loops of orders and health and reports NodeLeft. It stops and reaps
         the ranks (SIGTERM, SIGKILL after STOP_GRACE_S), flushes reports for at most FLUSH_S_MAX,
         and ends the other loops. The spool's file keeps unacknowledged reports.
         Cancel, or an error in a loop: the agent kills the ranks and neither reports nor flushes.
@@ -132,6 +138,7 @@ class Agent:
                                                      back_s=node.gone_s))
                     await self._outbox.flush(FLUSH_S_MAX)
                     restart()
+                await self._drain(ranks)
                 _log.info("stopping", ranks=len(ranks.pids))
                 for task in (orders, *heeds):
                     task.cancel()
@@ -149,6 +156,17 @@ class Agent:
                 with suppress(ShimLost):
                     store.close()
                 self._shim.end()
+
+    async def _drain(self, ranks: OrderExecutor) -> None:
+        """Have the tasks leave this node. Without the log, they could not be told to."""
+        if not (self._drain_s_max and ranks.pids) or self._link.unreachable_s:
+            return
+        _log.info("draining", ranks=len(ranks.pids), s_max=self._drain_s_max)
+        self._outbox.put(NodeDrained(node=self._node.name, who=self._node.name, role="node",
+                                     reason=AGENT_STOPS))
+        deadline_s = time.monotonic() + self._drain_s_max
+        while ranks.pids and time.monotonic() < deadline_s:
+            await asyncio.sleep(LOOK_S)
 
     def _make_store(self) -> CheckpointStore:
         node = self._node

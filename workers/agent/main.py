@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 import structlog
 from msgspec import Struct, msgpack
+from unicron import __version__
 
 from ...events import tls
 from ...events.errors import LogError, UsageError
@@ -28,6 +29,7 @@ from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
 from ..checkpoint_store.store import bytes_max
 from ..host import linux, rank_user
 from ..host.rank_user import RankUser
+from ..ipc import rank_variables
 from . import output_files
 from .agent import Agent
 from .delivery.join import (
@@ -42,6 +44,7 @@ from .delivery.join import (
 from .delivery.log_link import backoff_s
 from .delivery.outbox import LogReplaced
 from .delivery.spool import Spool, load_spool
+from .health import kubernetes
 from .health.custom_checks import CheckOptions
 from .health.health_monitor import HealthSources
 from .processes.launcher import MARKER, RANK_ARGV, NodeConfig, marker_prefix
@@ -122,12 +125,16 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     watch: bool = True
     rank_argv: tuple[str, ...] = RANK_ARGV
     checks: CheckOptions | None = None
+    kubernetes: str = ""
+    """This node's name in Kubernetes; empty: it is not asked."""
     ca: str = ""
     """The authorities (PEM) that it trusts; "": the system's."""
     insecure: bool = False
     """The log may be used unencrypted on another host."""
     run_as: str = ""
     """The user of the ranks; empty: that of the agent."""
+    drain_s_max: float = 0.0
+    """How long a stopping agent waits for its ranks to leave; 0: it ends them at once."""
 
 
 def run(options: AgentOptions) -> int:
@@ -147,6 +154,9 @@ def run(options: AgentOptions) -> int:
     if run_as is None:
         _log.warning("ranks run as this agent's user and are trusted as the operator",
                      hint="--run-as USER, see docs/guides/threat-model.md")
+    for variable in rank_variables.others(os.environ):
+        _log.warning("a variable is not as healing needs it: an NCCL fault may end a rank",
+                     variable=variable)
     bytes_max(os.environ)  # fail here on a bad value, not at every start of the store
     lock = LockFile(options.state_dir.absolute(), options.node)
     lock.take()
@@ -174,7 +184,7 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
     the first signal stops the agent cleanly; the second cancels it, which kills the ranks.
     """
     stop = asyncio.Event()
-    signals = _Signals(stop)
+    signals = _Signals(stop, drains=options.drain_s_max > 0)
     state_dir = options.state_dir.absolute()
     linux.adopt_orphans()
     shim, former = await asyncio.to_thread(_attach, state_dir, options.node)
@@ -182,6 +192,10 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
         incarnation = lock.next_incarnation(
             time.time(), cast(int, former["incarnation"]) if former else 0)
         identity = IdentityFile(state_dir / "agents", options.node) if options.enrols else None
+        if options.kubernetes:  # with other labels than the former agent's it would end its ranks
+            options = msgspec.structs.replace(options, labels=(
+                msgspec.convert(former["labels"], Labels) if former
+                else await kubernetes.labels_of(options.kubernetes, options.labels)))
         joined = await _join(options, incarnation, identity)
         if identity is not None:
             identity.enrolled()
@@ -199,15 +213,19 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
             shim.serve(node.gone_s)
             spool, left = open_spools(state_dir / "agents", node.name, node.source)
             sources = (None if os.environ.get(HEALTH) == "off"
-                       else HealthSources(checks=options.checks))
+                       else HealthSources(checks=options.checks, kubernetes=options.kubernetes))
             signals.is_serving = True
             _log.info("joined", node=node.name, incarnation=incarnation, epoch=joined.epoch)
+            if joined.version != __version__:
+                _log.warning("the control plane has another version", version=joined.version,
+                             own=__version__, hint="one image for all; control planes first")
             serving = asyncio.create_task(
                 output_files.serve(log, node.name, (state_dir / "logs").resolve()))
             try:
                 await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
                             sweeps=True, shim=shim, sources=sources,
                             rejoin=partial(_rejoin, options, incarnation, identity, joined, log),
+                            drain_s_max=options.drain_s_max,
                             restart=lambda: partial(_execute_again, secrets) if signals.is_restart
                             else None).run(stop)
             finally:
@@ -297,10 +315,11 @@ def _execute_again(secrets: Mapping[str, str]) -> NoReturn:
 
 
 class _Signals:
-    """SIGTERM and SIGINT: the first stops a serving agent cleanly; the second cancels it. SIGUSR2
-    restarts a serving agent."""
+    """SIGTERM and SIGINT: the first stops a serving agent cleanly; the second cancels it, but if it
+    drains, only a SIGINT does: a pod may be evicted twice. SIGUSR2 restarts a serving agent."""
 
-    def __init__(self, stop: asyncio.Event) -> None:
+    def __init__(self, stop: asyncio.Event, *, drains: bool) -> None:
+        self._drains = drains
         self.num_received = 0
         self.is_restart = False
         self.is_serving = False
@@ -310,7 +329,7 @@ class _Signals:
         assert task is not None
         self._task = task
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal)
+            self._loop.add_signal_handler(number, self._on_signal, number)
         self._loop.add_signal_handler(signal.SIGUSR2, self._on_restart)
 
     def _on_restart(self) -> None:
@@ -318,7 +337,9 @@ class _Signals:
             self.is_restart = True
             self._stop.set()
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: int) -> None:
+        if self._drains and self.is_serving and self.num_received and number == signal.SIGTERM:
+            return
         self.num_received += 1
         self._stop.set()
         if not self.is_serving or self.num_received > 1:

@@ -31,6 +31,7 @@ import structlog
 
 from ...events.process_io import LogStream
 from ...events.records.orders import StartRank
+from ..ipc import rank_variables
 from ..ipc.pipe_protocol import Frame, Unpacker
 from ..ipc.progress_page import ProgressWriter
 from .process.control_thread import EXIT_AGENT_GONE, RECEIVE_BYTES, Control
@@ -124,12 +125,8 @@ def _first(connection: socket.socket, unpacker: Unpacker) -> list[Frame]:
 
 def _prepare() -> None:
     """Set what must be in the environment before torch is imported."""
-    # On an NCCL error torch must neither exit nor block the process: the rank reports and waits.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    # The rank writes its dumps itself. A thread of torch would ask the store every second whether
-    # to write one, and fill the log when the store's connection is gone.
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    for name, value in rank_variables.NEEDED.items():
+        os.environ.setdefault(name, value)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_ENTRIES_NUM_MAX))
 

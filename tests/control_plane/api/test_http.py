@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from decider import Driver
 from http_site import IDENTITIES, JOB, Site, Test, real, serving
+from unicron import __version__
 from unicron.control_plane.api import http as api_http
 from unicron.control_plane.api import requests
 from unicron.control_plane.planner.pending import NOT_CHOSEN
@@ -339,7 +340,7 @@ async def test_an_agent_joins(site: Site) -> None:
     assert answer == {
         "redis_url": f"unix://unicron%3Atest%3An1:{password}@/run/x", "cluster": "test",
         "node": "n1", "epoch": 1, "key": IDENTITIES.key("n1").hex(),
-        "redact": list(REDACT), "agent_gone_s_max": 60.0}
+        "redact": list(REDACT), "agent_gone_s_max": 60.0, "version": __version__}
     for name in ("No Name", "operator", "leader"):
         await site.refused(400, "POST", "/v1/join", body | {"node": name})
     assert "incarnation" in await site.refused(400, "POST", "/v1/join", {"node": "n1", "host": ""})

@@ -217,6 +217,8 @@ def test_a_stopped_leader_is_succeeded_and_fenced_when_it_wakes(server: Server, 
             _, _, later = asked(first, "POST", "/v1/tokens", owner, {"name": "bo", "role": "view"})
             wait(lambda: asked(first, "GET", "/v1/state", owner)[2]["cluster"]["followers"]
                  == [follower])
+            assert probe(second, "/readyz") == (503, {"ok": False, "why": "it does not lead"})
+            assert probe(second, "/readyz?follower=1") == (200, {"ok": True, "why": ""})
 
             first.process.send_signal(signal.SIGSTOP)
             begun_s = time.monotonic()

@@ -12,7 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from agent_driver import WAITS, PlaneStub, alive, ended, train, until, until_gone, until_text
+from kubernetes_api import KubernetesApi
 from unicron.events.records import reports as r
+from unicron.events.records.types import Labels
 from unicron.workers.agent.processes.pipe import Pipe
 from unicron.workers.host import linux
 from unicron.workers.ipc.pipe_protocol import Frame, pack
@@ -115,6 +117,42 @@ async def test_a_planned_restart_keeps_the_pid_and_is_a_record(
     (exited,) = await plane.wait(r.RankExited)
     assert (exited.pid, exited.exit_code) == (started.pid, 0)
     await stop(agent, plane)
+
+
+async def test_an_agent_that_restarts_without_kubernetes_keeps_its_place_and_ranks(
+        plane: PlaneStub, tmp_path: Path) -> None:
+    """Its labels came from there. Without them it would be another node, and end its ranks."""
+    api = KubernetesApi()
+    async with api.serve(tmp_path) as file:
+        agent = plane.agent(KUBERNETES="gpu-1", KUBECONFIG=str(file), UNICRON_HEALTH="on")
+        (joined,) = await plane.wait(r.NodeJoined)
+        assert joined.labels == Labels(rack="nvl-3", switch="leaf-7")
+        # This one's control plane tells none, as an older one.
+        assert plane.said().count("the control plane has another version") == 1
+        await plane.start(WAITS, str(tmp_path / "go"))
+        (started,) = await plane.wait(r.RankStarted)
+        await until(lambda: True if api.num_watches else None)
+        api.is_cordoned = True
+        api.changed()
+        await until(lambda: True if any(
+            (one.check, one.health) == ("kubernetes/unschedulable", "unhealthy")
+            for one in plane.all(r.HealthChanged)) else None)
+    agent.send_signal(signal.SIGUSR2)
+    assert (await plane.wait(r.AgentRestarted))[0].pid == agent.pid
+    (tmp_path / "go").touch()
+    (exited,) = await plane.wait(r.RankExited)
+    assert (exited.pid, exited.exit_code) == (started.pid, 0)
+    assert len(plane.all(r.NodeJoined)) == 1
+    await stop(agent, plane)
+
+
+async def test_a_node_that_kubernetes_does_not_know_ends_its_agent(
+        plane: PlaneStub, tmp_path: Path) -> None:
+    async with KubernetesApi().serve(tmp_path) as file:
+        agent = plane.agent(KUBERNETES="GPU-1", KUBECONFIG=str(file))
+        assert await ended(agent) == 1  # the driver's; the command's is 2
+    assert "error: Kubernetes has no node 'GPU-1'; hint: kubectl get nodes" in plane.said()
+    assert not plane.all(r.NodeJoined)
 
 
 async def test_ranks_without_an_agent_end_after_their_time(

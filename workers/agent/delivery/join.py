@@ -44,6 +44,7 @@ class Joined(Struct, frozen=True, kw_only=True):
     """Signs this node's reports, and the orders for it; in hex digits."""
     redact: tuple[str, ...] = REDACT
     agent_gone_s_max: float = 60.0
+    version: str = ""
 
 
 class _Error(Struct, frozen=True):

@@ -15,7 +15,7 @@ from ....events.records.reports import DeviceErred, HealthChanged
 from ....events.records.types import Body
 from ..delivery.spool import Spool
 from ..processes.launcher import MARKER, NodeConfig
-from . import limits
+from . import kubernetes, limits
 from .blocking_call import BlockingCalls, Late
 from .custom_checks import CheckOptions, CheckRunner, CheckSchedule
 from .debounce import BurstFilter, Debouncer
@@ -34,6 +34,8 @@ class HealthSources(Struct, frozen=True, kw_only=True):
     """The sources of health readings. The defaults are the machine's own."""
 
     checks: CheckOptions | None = None
+    kubernetes: str = ""
+    """The node's name there; empty: its object is not followed."""
     kmsg: Path = KMSG
     readers: Sequence[Reader] | None = None
     """None: the readers of GPUs (if the node has any), network, disk, memory and processes."""
@@ -58,6 +60,7 @@ class HealthMonitor:
         self._named_slots: dict[str, tuple[int, ...]] = {}
         """The slots in the last report of each check."""
         self._checks = sources.checks
+        self._kubernetes = sources.kubernetes
         self._run = CheckRunner(
             {**os.environ, "UNICRON_NODE": node.name, "UNICRON_SLOTS": str(node.num_slots),
              "UNICRON_DEVICES": ",".join(node.devices), "UNICRON_STATE": str(node.state_dir)},
@@ -84,6 +87,8 @@ class HealthMonitor:
                     rounds = CheckSchedule(self._checks, self._run, self._node.num_slots,
                                            self._report_check, self._reported)
                     group.create_task(rounds.run(), name="checks")
+                if self._kubernetes:
+                    group.create_task(self._follow_kubernetes(), name="kubernetes")
         finally:
             self._kernel.close()
 
@@ -108,6 +113,19 @@ class HealthMonitor:
         while True:
             self._take((), (*self._kernel.look(), *self._gpus.take_xids()))
             await asyncio.sleep(limits.KERNEL_EVERY_S)
+
+    async def _follow_kubernetes(self) -> None:
+        notes = self._journal.notes if self._journal is not None else ()
+        last = {name: one.health for key in notes
+                if (name := key.removeprefix(_KEY)).startswith(kubernetes.PREFIX)
+                and (one := self._reported(name)) is not None}
+        async for found in kubernetes.follow(self._kubernetes):
+            names = [kubernetes.API] if kubernetes.API in found else {**last, **found}
+            for name in names:
+                now = found.get(name) or Finding(name, "healthy", rule="kubernetes")
+                if now.health != last.get(name, "healthy"):
+                    self._report_change(now)
+                last[name] = now.health
 
     def _take(self, findings: Iterable[Finding], erred: Iterable[DeviceError]) -> None:
         node = self._node

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from msgspec import Struct, json, msgpack, structs
 from ....events import network_address
 from ....events.records.orders import StartRank
 from ....events.records.types import Labels
+from ....events.spec.launchers import launcher_of
 from ....events.spec.policy import REDACT
 from ...host.rank_user import RankUser
 from ...ipc.pipe_protocol import FD, LOOP, PULSE, Frame, Unpacker, pack
@@ -154,9 +155,10 @@ class Launcher:
                 *([page.fd] if page is not None else [])]
         if order.spec.command:
             process = Process.start(
-                self._shim, key, note, order.spec.command, env=env, marker=marker,
-                log_path=log_path, files={FD_ENV[option]: fd for option, fd in files.items()},
-                held=held, folder=order.spec.folder, user=user)
+                self._shim, key, note, on_this_node(order.spec.command, env), env=env,
+                marker=marker, log_path=log_path, held=held,
+                files={FD_ENV[option]: fd for option, fd in files.items()},
+                folder=order.spec.folder, user=user)
         elif self._zygote is not None and self._zygote.can_fork(env):
             process = Process.fork(self._zygote, self._shim, key, note, env=env, marker=marker,
                                    log_path=log_path, files=tuple(files.values()), held=held)
@@ -187,6 +189,7 @@ def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]
         env |= {"RANK": str(order.rank), "WORLD_SIZE": str(order.num_seats),
                 "LOCAL_RANK": str(order.slot.index), "MASTER_ADDR": order.host,
                 "MASTER_PORT": str(order.port)}
+        env |= launcher_variables(order, node, env)
         if order.axes is not None:
             env |= {f"UNICRON_{name.upper()}": str(value)
                     for name, value in structs.asdict(order.axes).items()}
@@ -200,6 +203,30 @@ def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]
         env["CUDA_VISIBLE_DEVICES"] = ""
         env.setdefault("OMP_NUM_THREADS", "1")
     return env
+
+
+def launcher_variables(order: StartRank, node: NodeConfig, env: Mapping[str, str]
+                       ) -> dict[str, str]:
+    """What torchrun reads instead of its options; what Slurm sets for each task of srun, where the
+    agent is a task itself."""
+    found: dict[str, str] = {}
+    rank, num_ranks, slot = str(order.rank), str(order.num_seats), order.slot.index
+    if launcher_of(order.spec.command) == "torchrun":
+        found = {"PET_NNODES": num_ranks, "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": rank,
+                 "PET_MASTER_ADDR": order.host, "PET_MASTER_PORT": str(order.port)}
+        if node.devices:  # its process has the local rank 0
+            found["CUDA_VISIBLE_DEVICES"] = node.devices[slot]
+    if "SLURM_JOB_ID" in env:
+        found |= {"SLURM_PROCID": rank, "SLURM_LOCALID": str(slot), "SLURM_NTASKS": num_ranks,
+                  "SLURM_NPROCS": num_ranks}
+    return found
+
+
+def on_this_node(command: Sequence[str], env: Mapping[str, str]) -> Sequence[str]:
+    """The command; srun starts one task, beside the agent's."""
+    if launcher_of(command) != "srun" or not (name := env.get("SLURMD_NODENAME")):
+        return command
+    return (command[0], "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={name}", *command[1:])
 
 
 def interface_variables(host: str) -> dict[str, str]:

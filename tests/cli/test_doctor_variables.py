@@ -1,0 +1,24 @@
+"""`unicron doctor` names variables of torch that are not as healing in place needs them."""
+
+from __future__ import annotations
+
+import pytest
+from unicron.cli.commands import doctor
+from unicron.workers.ipc import rank_variables
+
+
+@pytest.mark.parametrize(("given", "grade"), [
+    ({}, "ok"), ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "ok"),
+    ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, "note")])
+def test_doctor_names_them(given: dict[str, str], grade: str, monkeypatch: pytest.MonkeyPatch
+                           ) -> None:
+    for name in (*rank_variables.NEEDED, *doctor.INTERFACES):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = doctor.variables()
+    assert found.grade == grade
+    assert all(name in found.result for name in (*rank_variables.NEEDED, *doctor.INTERFACES))
+    for name, value in given.items():
+        assert f"{name}={value}" in found.result
+        assert (f"without {name}={value} it heals" in found.hint) is (grade == "note")
