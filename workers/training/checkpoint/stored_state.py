@@ -25,8 +25,7 @@ from ....events.object_storage import COMPLETE_MARK, Store, as_os_errors
 from ....events.spec.job import is_url
 from ..dependencies.private_torch import classes_of_metadata
 from ..recovery.resharding import Dims, Region, intersection
-from ..recovery.state_shards import State, cut, kind_of, torch_dtype
-from .share import shape_of
+from ..recovery.state_shards import State, cut, kind_of
 from .share_files import FORMAT_KEY, FORMAT_NUM, NUMBERS, read_index
 
 ANOTHER = "name another checkpoint"
@@ -133,13 +132,6 @@ class StoredState:
         with self._files.opened(place.file) as file:
             return self._load(file, place)
 
-    def tensor(self, key: str) -> Tensor:
-        kind = self.kinds[key]
-        sizes = shape_of(kind)
-        whole = torch.empty(sizes, dtype=torch_dtype(kind))
-        self._read([(key, Region((0,) * len(sizes), sizes), whole)])
-        return whole
-
     def check(self, want: State) -> None:
         """Check that the checkpoint has these shards and that its files are complete. Call
         `numbers` before, which checks the version."""
@@ -181,11 +173,8 @@ class StoredState:
     def read(self, want: State) -> None:
         """Read these shards into their memory. Call `check` before: a failure leaves it undefined.
         """
-        self._read([(shard.key, shard.region, tensor) for shard, tensor in want.items()])
-
-    def _read(self, want: Iterable[tuple[str, Region, Tensor]]) -> None:
         takers: dict[_Place, list[tuple[str, Region, Region, Tensor]]] = {}
-        for key, region, tensor in want:
+        for (key, _, region), tensor in want.items():
             for place in self._chunks[key]:
                 if (part := intersection(place.region, region)) is not None:
                     takers.setdefault(place, []).append((key, part, region, tensor))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..dependencies.private_torch import world_store
-from .state_transfer import comm_device, transfer
+from .state_transfer import comm_device
 
 
 class World:
@@ -68,11 +68,6 @@ class World:
         """Published data; waits until it is there."""
         found: bytes = self._store.get(name)
         return found
-
-    def transfer(self, give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
-                 goes_on: Callable[[], bool]) -> set[int]:
-        """See state_transfer.py."""
-        return transfer(give, take, goes_on)
 
 
 def tensor_of(data: bytes) -> Tensor:

@@ -35,6 +35,7 @@ from .resharding import (
 )
 from .state_shards import State, cut
 from .state_sources import NO_STATE, HeldState, overlap
+from .state_transfer import transfer
 
 LARGEST_NUM = 1 << 20
 """Maximum elements of a move. A larger region is split, so that several holders can send it."""
@@ -308,7 +309,7 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
             note("give")
         if side.take:
             note("receive")
-        bad = peers.transfer(side.give, side.take, goes_on)
+        bad = transfer(side.give, side.take, goes_on)
         bad = {place for each in peers.collect(msgspec.msgpack.encode(bad))
                for place in msgspec.msgpack.decode(each, type=set[int])}
         if not bad:  # on any member
