@@ -18,10 +18,7 @@ from numpy.typing import NDArray
 from .candidates import Candidates, SlotsAndGain
 from .core import LOSS_NUM_MAX, ArrayCore, CoreProblem, Ints
 from .core_bitset import BitsetCore
-from .dynamic_program import IMPOSSIBLE, backtrack, suffixes
 
-PLAIN_NUM_MAX = 1 << 14
-"""Up to this number of candidates times slots, plain dynamic programming is the fastest."""
 _BUDGET_BITS, _BUDGET_STEP_BITS = 9, 3
 _SMALL_NUM = 48
 """Up to this number of candidates beside one per row, one core is built instead of several."""
@@ -37,10 +34,6 @@ _DENOMINATOR_NUM_MAX = 32
 
 def best(rows: Candidates, capacity: int) -> SlotsAndGain | None:
     """The optimum; None if nothing fits."""
-    if len(rows.sizes) * capacity <= PLAIN_NUM_MAX:
-        after = suffixes(rows, capacity)
-        most = int(after[0, capacity])
-        return (tuple(backtrack(rows, after, capacity)), most) if most > IMPOSSIBLE // 2 else None
     solved = Solution.of(rows, capacity)
     return None if solved is None else (rows.slots(solved.vector), solved.gain)
 
