@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ from ..rank import connect_agent
 from .arguments import Loss, check_arguments, check_values, preload_checked, usage_errors_reported
 
 # Before the first Megatron import, which without CUDA would load a compiler for nothing.
-preload_checked(os.environ)
+preload_checked()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
@@ -276,7 +276,7 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
           seed: int = 1234, flops: float = 0.0, on_rebuild: OnRebuild | None = None,
           axes: Axes | None = None, check: Sequence[Callable[[], str]] = (),
           beginning: Beginning | None = None, exports: Sequence[Format] = (),
-          falls_back: bool = True, environment: Mapping[str, str] = os.environ) -> Generator[Job]:
+          falls_back: bool = True) -> Generator[Job]:
     """Train the model of `build`, with in-memory recovery if an agent has started this process.
 
     `build(groups, axes, place)` returns three values for position `place` of the layout `axes`: the
@@ -322,16 +322,16 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
             del calls["sample"]
         check_values(calls, loss, {"samples": samples, "sequence": sequence})
 
-    with usage_errors_reported(environment):
+    with usage_errors_reported():
         driver: Driver
-        if FD in environment:
-            driver, made = _connect(validate, work, check, environment, falls_back=falls_back)
+        if FD in os.environ:
+            driver, made = _connect(validate, work, check, falls_back=falls_back)
         else:
             warn_unknown()
             validate()
-            made = work(json.decode(environment[LOOP], type=Loop) if LOOP in environment else
+            made = work(json.decode(os.environ[LOOP], type=Loop) if LOOP in os.environ else
                         _loop_without_agent(iterations, micro_batches, axes or Axes()))
-            driver = RestartOnlyDriver(made, environment)
+            driver = RestartOnlyDriver(made, os.environ)
         job = Job(driver, made)
         yield job
         job.finish()
@@ -341,16 +341,16 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
 
 
 def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
-             check: Sequence[Callable[[], str]], environment: Mapping[str, str], *,
-             falls_back: bool) -> tuple[Driver, LoopWorkload]:
+             check: Sequence[Callable[[], str]], *, falls_back: bool
+             ) -> tuple[Driver, LoopWorkload]:
     """This process's member, or a restart-only driver if recovery does not support the loop."""
-    control, start, exit_report = connect_agent(int(environment[FD]))
+    control, start, exit_report = connect_agent(int(os.environ[FD]))
     warn_unknown()
     loop = start.spec.loop
     assert loop is not None, "an agent opens its pipe for a loop task only"
     if start.declined and falls_back:
         made = work(loop)
-        return RestartOnlyDriver(made, environment, (control, start)), made
+        return RestartOnlyDriver(made, os.environ, (control, start)), made
     control.tell(Adopted(pid=os.getpid()))
     validate()
     made = work(loop)
@@ -358,8 +358,8 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
         for reason in check:
             if why := reason():
                 raise NotRecoverable(why)
-        member = Member(control, start, environment,
-                        ProgressWriter(int(environment.get(PULSE, "-1"))), made)
+        member = Member(control, start, os.environ,
+                        ProgressWriter(int(os.environ.get(PULSE, "-1"))), made)
     except NotRecoverable as error:
         if falls_back and isinstance(error, NotTrainable):
             raise
@@ -378,7 +378,7 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
                 from_memory=from_memory)
     gc.collect()  # free the first model before the second is built
     made = work(loop)
-    return RestartOnlyDriver(made, environment, (control, start)), made
+    return RestartOnlyDriver(made, os.environ, (control, start)), made
 
 
 def _loop_without_agent(iterations: int, micro_batches: int, replica: Axes) -> Loop:

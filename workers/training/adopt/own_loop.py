@@ -14,7 +14,7 @@ task start again, in the same number, and continue from there.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,17 +66,17 @@ class OwnLoop:
 
 
 @contextmanager
-def keep_in_memory(why: str, environment: Mapping[str, str] = os.environ) -> Generator[OwnLoop]:
+def keep_in_memory(why: str) -> Generator[OwnLoop]:
     """Store the state of this process in memory, as the job's `loop.copy_every` says.
 
     `why`: what the loop has that cannot be healed in place; `unicron status` shows it. Raises
     UsageError if `copy_every` is 0.
     """
-    with usage_errors_reported(environment):
-        if FD not in environment:
+    with usage_errors_reported():
+        if FD not in os.environ:
             yield OwnLoop(None, 0)
             return
-        control, start, _ = connect_agent(int(environment[FD]))
+        control, start, _ = connect_agent(int(os.environ[FD]))
         loop = start.spec.loop
         assert loop is not None, "an agent opens its pipe for a loop task only"
         if not loop.copy_every:
