@@ -1,7 +1,8 @@
-"""The policies that a simulation compares, with the published and measured source of each constant.
+"""The policies that a simulation compares.
 
 Read `policy` first, then `unicron`, then the others. A policy supplies `decide`; the fold and the
-transitions are the same for all policies. docs/guides/simulate.md says what each one does.
+transitions are the same for all policies. docs/guides/simulate.md says what each one does, and
+where its constants are from.
 """
 
 from __future__ import annotations

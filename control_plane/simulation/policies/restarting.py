@@ -1,28 +1,6 @@
 """Policies that restart the whole job from a checkpoint.
 
-Of the published value and the value that this project measured (four ranks over gloo, two cores),
-each constant is the one that favours the policy more. "Bench" is docs/guides/bench-detection.md and
-docs/guides/bench-recovery.md; "trial" is an earlier run of the same fault, also on four ranks.
-
-| constant | published | measured |
-|---|---|---|
-| a process has ended | 1,800 s (Unicron, arXiv 2401.00134, table 2, "without") | 0.21 s (bench) |
-| a process raises | 1,800 s (the same) | 1.08 s (bench) |
-| a node is lost | 5.7 s (the same, our reading) | 1.17 s (bench, `agent_killed`) |
-| network, hang | 600 s (torch: NCCL's default), 1,800 s (Unicron) | not within 30 s (bench) |
-| Megatron starts again | 540 s to queue and 840 s for environment and CUDA (Unicron) | 4.0 s |
-| Slurm ends and schedules a job | 30 s (KillWait), 454 s (below) | no |
-| Slurm notices a lost node | 300 s (SlurmdTimeout) | no |
-| Kubernetes notices a lost node | 40 s and 300 s (below) | no |
-| Kubernetes starts a container again | 10 s (first back-off) | no |
-| spares: to notice, to restart | 60 s (ByteRobust), 45 s (HyperPod: 105 s in all) | 2.6 s (trial) |
-| spares: a hang is noticed | 60 s (ByteRobust) | 2.06 s (bench) |
-| checkpoint | every 1,800 s: 15 min of work are repeated (Unicron) | a setting |
-
-4.0 s: torchrun took 4.2 s until the next step (trial; 7.5 s in the bench), and 0.21 s of this time
-to notice the fault. CUDA and NCCL would take longer. 454 s: the shortest published scheduling time,
-at 2,048 GPUs (ByteRobust, arXiv 2509.16293, table 7). Kubernetes: node-monitor-grace-period 40 s,
-then pods tolerate an unreachable node for 300 s (DefaultTolerationSeconds).
+docs/guides/simulate.md, "Sources of the constants", says where each value is from.
 """
 
 from __future__ import annotations
