@@ -1,8 +1,7 @@
 """The topology spread constraint: a task's state on two nodes, and on two racks if labelled.
 
-Seats of movable tasks move until no node, and then no rack, holds all seats of a training task.
-This is a flow from tasks through racks to nodes, with one seat less than the task has as the bound
-of each edge. Each task that violates it needs one cheapest augmenting path, if there is any.
+It is a flow from tasks through racks to nodes, with one seat less than the task has as the bound of
+each edge. Each task that violates it needs one cheapest augmenting path, if there is any.
 """
 
 from __future__ import annotations

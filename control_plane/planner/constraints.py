@@ -2,8 +2,7 @@
 
 A dynamic programme over slots and moves. A team with a quota has a dynamic programme of its own,
 whose results are the candidates of one row. If priorities differ, values are compared priority by
-priority, the highest first. The cost is slots times moves for each candidate. So plans without
-limits are made by `knapsack` alone. A plan of `knapsack` that satisfies the limits is final.
+priority, the highest first. The cost is slots times moves for each candidate.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The analytical model: the iteration time of a layout.
 
-Its terms are arithmetic at a share of the peak, element-wise work at the memory bandwidth, tensor
-parallelism over NVLink, other communication over NVLink or the network, the pipeline bubble, the
-reduction of gradients, and the optimizer step. It uses no power, exponent or logarithm, so the
-result has the same bits on every machine.
+docs/guides/throughput-model.md describes it. It uses no power, exponent or logarithm, so
+the result has the same bits on every machine.
 """
 
 from __future__ import annotations

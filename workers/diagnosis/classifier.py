@@ -1,9 +1,8 @@
 """Classifies error text: finds its status in the paper's table, the rule, the device or peer.
 
-Each line is classified separately. An XID is classified by its number, any other line by the first
-rule that matches, unless an ignore rule says that the line is harmless. A rule gives the depth of
-the cause (rules/rule.py). The line with the deepest cause decides, because a watchdog, for example,
-only repeats another error. If causes are equally deep, the first line decides.
+Each line is classified separately: an XID by its number, any other line by the first rule that
+matches, unless an ignore rule applies. The line with the deepest cause (rules/rule.py) decides,
+because a watchdog, for example, only repeats another error; of equally deep ones the first.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
 """Step-time monitoring: detects slow and stalled iterations, and lasting changes.
 
 The rule of the Unicron paper: more than 3 x the running average is a fault, 1.1 x to 3 x is
-degraded. To avoid false alarms on a shared cluster:
-
-- The running average is a median. One slow iteration does not change it.
-- A duration that this job has shown several times (`SHOWN_NUM`) is not a fault, up to a bound.
-- Degraded needs persistence: three quarters of a window must exceed the known level by 10 %, and by
-  three times the noise of single iterations. A noisier job has a longer window, unless the change
-  is obvious. The window doubles with each reported change, to limit the number of reports.
-- The end of a degradation is reported after the shortest window: three quarters of it are below
-  1.1 x the usual level again, or iterations are 1.1 x faster than reported.
-
-Memory and time per iteration are bounded.
+degraded. docs/guides/detection.md says how false alarms on a shared cluster are avoided: the
+average is a median, durations shown before are usual, and degraded needs persistence beyond the
+noise. The window doubles with each reported change. Memory and time per iteration are bounded.
 """
 
 from __future__ import annotations

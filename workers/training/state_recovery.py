@@ -1,9 +1,8 @@
 """State recovery: where a member's state comes from when it joins a generation.
 
-Each shard comes from the nearest member that holds it (resharding.py). If a member's part of the
-model changes, the member builds the new part beside the old part, and keeps the old part until the
-new one is complete. If no member holds a state, each member reads its part of an in-memory
-checkpoint or of the checkpoint on disk, or begins from the seed.
+Each shard comes from the nearest member that holds it. A new part of the model is built beside the
+old one, which is kept until the new one is complete. If no member holds a state, each reads its
+part of an in-memory checkpoint or of the checkpoint on disk, or begins from the seed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The multiple-choice knapsack: one candidate of each row, the largest gain within a capacity.
 
-Exact, in integers. The bound of the Lagrangian relaxation excludes candidates that are in no
-optimum. A dynamic programme over the others finds the optimum. Among tied optima, the optimum with
-the largest size in the first row is chosen, then in the second row, and so on.
+Exact, in integers (docs/decisions/planner-bound.md). Among tied optima, the optimum with the
+largest size in the first row is chosen, then in the second row, and so on.
 """
 
 from __future__ import annotations

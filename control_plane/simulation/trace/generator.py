@@ -1,10 +1,8 @@
 """Drawn traces: times, causes and durations of faults, bursts, and nodes with repeated faults.
 
-The same seed draws the same trace on every machine: all values come from the generator's
-`random()`, which Python guarantees, and times are rounded to milliseconds. Each quantity has its
-own random stream, and if it belongs to a node, one stream per node. So other repairs or causes do
-not change the times of faults, and additional nodes do not change the faults of the other nodes. A
-fault that is drawn for a node while the node is away is left out of the trace.
+The same seed draws the same trace on every machine: all values come from `random()`, which Python
+guarantees, and times are rounded to milliseconds. Each quantity has its own random stream, and if
+it belongs to a node, one stream per node. A fault of a node that is away is left out.
 """
 
 from __future__ import annotations

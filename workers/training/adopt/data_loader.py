@@ -1,8 +1,7 @@
 """A torch DataLoader as the data of a custom loop: its batches by their number.
 
-Its sampler decides the order, epoch after epoch, as in a loop over the DataLoader in one process,
-and its workers read ahead. But they read the batches by number: those of the micro-batches that
-this process is expected to run next. After a fault it may need others, and some again.
+Its workers read ahead the batches of the micro-batches that this process is expected to run next.
+After a fault it may need others, and some again.
 """
 
 from __future__ import annotations

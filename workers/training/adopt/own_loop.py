@@ -1,14 +1,7 @@
 """`keep_in_memory`: restart from memory for a loop that trains by itself, without `adopt`.
 
-For models that `job.step()` cannot train: in FSDP, or with context parallelism. The script stores
-the state of each process in memory after some of its iterations. After a fault all processes of the
-task start again, in the same number, and continue from there.
-
-    with keep_in_memory("FSDP") as memory:
-        done = memory.resume(state, load)
-        for iteration in range(done, iterations):
-            train(iteration)
-            memory.stepped(iteration + 1, state)
+For models that `job.step()` cannot train: in FSDP, or with context parallelism. After a fault all
+processes of the task start again, in the same number. docs/guides/scripts.md has an example.
 """
 
 from __future__ import annotations

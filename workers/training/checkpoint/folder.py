@@ -1,8 +1,7 @@
 """The folder of a checkpoint that several members write: a path, or an fsspec URL.
 
-At a path, members write into a partial folder, which is renamed when the checkpoint is complete. At
-a URL, without rename, they write into the folder itself, under names that no other attempt uses,
-and `.metadata` last: a folder without it is partial.
+At a path, a partial folder is renamed when the checkpoint is complete. At a URL, which has no
+rename, names differ by attempt, and `.metadata` comes last: a folder without it is partial.
 """
 
 from __future__ import annotations

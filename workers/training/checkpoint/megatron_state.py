@@ -1,14 +1,8 @@
 """Reads Megatron-LM's own checkpoints (`torch_dist`) into a member's part of any layout.
 
-Tensors are read by regions (stored_state.py). Nothing in a checkpoint is executed: of the pickles
-in `common.pt` only plain values and tensors are read, and an object of any other class becomes an
-`Unknown`, which keeps its attributes.
-
-The state of the optimizer is read from
-- a non-distributed optimizer, or `fully_reshardable`: in any layout;
-- `dp_reshardable`, the default of a distributed optimizer: Megatron's flat buffers. Their order is
-  that of one part of the model, so tensor and pipeline parallelism must be the same, as for
-  Megatron-LM; the number of replicas may differ.
+Nothing in a checkpoint is executed: an object of an unexpected class becomes an `Unknown`. The
+state of the optimizer is read from a non-distributed one or `fully_reshardable` in any layout, from
+`dp_reshardable`, Megatron's flat buffers, with the same tensor and pipeline parallelism.
 """
 
 from __future__ import annotations

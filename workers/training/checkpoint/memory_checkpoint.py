@@ -1,10 +1,7 @@
 """In-memory checkpoints: each member's share of the state, sent in the background to two stores.
 
-A thread reads the share from live memory (snapshot.py) and sends each piece to the checkpoint
-stores of the member's node (workers/checkpoint_store/protocol.py); checksums, sends and waits
-release the interpreter lock. All members take a checkpoint after the same iteration, so that a
-whole version exists: if one of them is still sending, all skip it (gradient_reduction.Stats). If a
-store rejects a share, the rank logs a warning. Training never fails because of it.
+docs/ARCHITECTURE.md, "In-memory checkpoints", has the rules. Checksums, sends and waits release the
+interpreter lock. Training never fails because of a store.
 """
 
 from __future__ import annotations

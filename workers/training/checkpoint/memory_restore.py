@@ -1,9 +1,7 @@
 """Restores a member's part of the state from the shares in checkpoint stores, into any layout.
 
-Each member asks some of the stores for their lists of shares, and the members exchange these lists.
-So all know the same versions, and try the newest whole one first. A member reads only the pieces
-that overlap its own part, directly into its tensors. The shares of its own part of the model come
-first; others are opened only if something is still missing.
+The members exchange the lists of shares, so that all try the newest whole version first. A member
+reads only what it lacks; the shares of its own part of the model come first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The state of a task that restarts from memory: each process has its own in checkpoint stores.
 
-The processes of such a task cannot recover in place. After a fault all of them start again, in the
-same number and layout, and each takes from a store what it alone has stored (process_state.py), of
-the newest version of which every process has a share. With another number of processes, or without
-such a version, the task continues from its checkpoint on disk.
+After a fault all processes start again, in the same number and layout, and each takes what it alone
+has stored (process_state.py) of the newest whole version. Otherwise the task continues from its
+checkpoint on disk.
 """
 
 from __future__ import annotations

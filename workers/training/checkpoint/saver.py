@@ -1,12 +1,6 @@
 """Checkpoints in parts: periodic ones in the background, blocking ones when members leave.
 
-All members of a layout save at the same iteration, each its own share (share.py), in a thread that
-reads the live state (snapshot.py). The first of them waits until all indexes are written, and
-completes the checkpoint. In Unicron's own format it reports CheckpointSaved with the generation of
-the snapshot, and the decider publishes the checkpoint only if that generation is still current. A
-save is skipped while any member still writes the previous one; the members agree on this in the
-stats of each iteration. If a member cannot write its share, it logs a warning, its index tells the
-first member, and the checkpoint before stays in force. Any other exception ends the process.
+docs/ARCHITECTURE.md, "Checkpoints", has the rules. Any error but those of a write ends the process.
 """
 
 from __future__ import annotations

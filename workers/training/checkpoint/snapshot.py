@@ -1,9 +1,6 @@
 """A snapshot of state that a background thread reads from live memory while training continues.
 
-Parameters and moments do not change during forward and backward, so the thread reads them directly,
-in pieces, through a small buffer. Before the state changes, the main thread calls `detach`. This
-copies the pieces that are not yet read into host memory, up to a limit, and waits for the thread to
-read the others. So a save needs little memory beside that of training.
+Before the state changes, the main thread calls `detach`. docs/ARCHITECTURE.md, "Checkpoints".
 """
 
 from __future__ import annotations

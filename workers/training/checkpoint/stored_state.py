@@ -1,8 +1,6 @@
 """Reads a checkpoint by regions of the whole tensors, into the live tensors of any layout.
 
-Nothing that a checkpoint contains is executed: `.metadata` is a pickle, of which only torch's
-metadata classes and plain values are read, and tensors and numbers are read with torch's
-`weights_only`. A member reads only the chunks that it needs, one at a time.
+Nothing that a checkpoint contains is executed: of pickles only torch's metadata classes are read.
 """
 
 from __future__ import annotations

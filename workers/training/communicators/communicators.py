@@ -1,21 +1,14 @@
 """Generations of communicators: builds and destroys torch.distributed and Megatron's parallel
 state within one process.
 
-Rules, each derived from a hang or a wrong result:
+Rules, each derived from a hang or a wrong result (docs/decisions/recovery-traps.md):
 - gloo waits for an unreachable peer without limit. Only a shutdown of the sockets ends the wait
-  (`interrupt`).
+  (`interrupt`). A thread may open another connection: callers repeat it until it returns.
 - gloo closes a group's sockets when the last reference to the group is gone. `down` therefore
   first removes every handle. Never call `down` inside an `except`: tracebacks keep references.
-- Megatron gives its groups a timeout of 30 minutes and does not clear all its globals. This package
-  corrects both.
-- An interrupted thread may open another connection: callers repeat `interrupt` until it returns.
-- A gloo pair that waits for a connection has no socket to shut down. `interrupt` therefore connects
-  to it (sockets.connect_to_listeners).
-- Sockets of a storage driver belong to no generation (`exclude_new_sockets`).
 - The result of a collective is valid only if it returned before `interrupt` began.
-- For NCCL, `interrupt` aborts the groups (nccl_abort.py). torch has none of them from then on, even
-  if another thread is about to use one. `down` synchronizes the device before it releases the
-  memory.
+- For NCCL, `interrupt` aborts the groups (nccl_abort.py): torch has none of them from then on, even
+  if another thread is about to use one. `down` synchronizes the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Compiles Megatron-LM's index builder for datasets, which a fresh clone lacks.
 
-Megatron-LM compiles it on rank 0, which then builds the index caches of the datasets. Here the
-ranks have no communicators at that time, so the first process of a node does it.
+Megatron-LM compiles it on rank 0; here the first process of a node does, before communicators are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The control thread: receives the agent's orders while the main thread trains, or hangs.
 
-It queues orders. When an immediate order to stop arrives, it has the generation's connections
-closed repeatedly, until the main thread no longer waits for other members. It has the flight
-recorder written. It ends the process if the agent is gone. An agent that does not read never blocks
-the rank: what the socket does not take waits in memory, and a temporary thread sends it.
+At an immediate order to stop, it has the generation's connections closed until the main thread no
+longer waits for other members. It ends the process if the agent is gone. An agent that does not
+read never blocks the rank: what the socket does not take, a temporary thread sends.
 """
 
 from __future__ import annotations

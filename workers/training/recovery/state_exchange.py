@@ -1,10 +1,7 @@
 """Exchanges state between the members of a generation, from live memory into live memory.
 
-All members call `exchange`. Each tells all others only the digests of the lists of shards that it
-has and wants. Members of one part have equal lists; other receivers read the holders' lists, the
-nearest and likeliest first, until they have found all that they want (resharding.py). A receiver
-then asks each sender for its shards. If the data of a sender fails a checksum, or is of another
-step or model, all members exclude this sender and plan again.
+docs/ARCHITECTURE.md, "Settlement", says who tells whom. If the data of a sender fails a checksum,
+or is of another step or model, all members exclude this sender and plan again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Sends and receives tensors between members, in streams of chunks, each with a checksum.
 
-Small tensors share a chunk, because messages are expensive. Several chunks are in transit with each
-peer. Threads compute the checksums, so that the training thread only copies and waits.
+Small tensors share a chunk, because messages are expensive. Threads compute the checksums.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """One iteration: micro-batches into local gradients, their reduction over all members, one step.
 
 Every phase can be interrupted and repeated. Until the reduction, the local gradients only grow, by
-whole micro-batches; a failed reduction leaves them unchanged (gradient_reduction.py). The step
-(optimizer_step.py) starts only when the whole reduction is known to be good. A member that has only
-a part of the gradients knows this only after the step barrier.
+whole micro-batches; a failed reduction leaves them unchanged. The step starts only when the whole
+reduction is known to be good: a member with only a part knows it after the step barrier.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The step: from the reduced gradients to the next state, the same on every member.
 
 The step is Megatron's own chain of in-place phases, none of which may run twice. So no phase waits
-for another member, and none is interrupted: once the whole reduction is known to be good, the step
-starts and runs to its end. A member that has only a part of the gradients first needs two values:
-the sum of `norm_square` of all members, and whether any member `has_inf`. With a sharded optimizer,
-`gather` follows. It waits for other members and can be repeated.
+for another member, and none is interrupted. With a sharded optimizer, `gather` follows, which waits
+for other members and can be repeated.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The overlapped reduction: launched bucket by bucket during the last backward.
 
-Megatron launches a bucket as soon as its gradients are complete, in an order that follows from the
-graph of the backward. A member in its first iteration, or without a remaining micro-batch, has
-another order. So a bucket waits here for its turn, which is the same on all members, as in torch's
-DDP (reducer.cpp, mark_bucket_ready). An error at a launch is stored and nothing more is launched,
-but the backward ends, so that its micro-batch is complete.
+Megatron's order differs in a member's first iteration, so a bucket waits for its turn, which is the
+same on all members. docs/decisions/overlapped-reduction.md has the rules.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Hooks on Megatron's own phases, which report each phase as it begins and change nothing.
-
-Hooks on methods of its objects show what has begun and what is complete: each bucket group's
-`finish_grad_sync` (with overlap, overlapped_reduction.py reports the buckets), and the optimizer's
-parts of a step.
-"""
+"""Hooks on Megatron's own phases, which report each phase as it begins and change nothing."""
 
 from __future__ import annotations
 
