@@ -55,8 +55,7 @@ def expected_position(start: StartRank, train: Train) -> tuple[Axes, int]:
 
 class Member:
     """One rank's process, from RankReady to RankFinished. `generation` is the newest that an order
-    named, `joined` whether the member is in it. Outside, it keeps its state and waits for orders.
-    """
+    named, `joined` whether the member is in it."""
 
     def __init__(self, control: Control, start: StartRank, environment: Mapping[str, str],
                  pulse: ProgressWriter, work: Workload) -> None:

@@ -43,10 +43,8 @@ def main() -> None:
 
 
 def run_rank(fd: int, pulse: int = -1) -> NoReturn:
-    """Run a rank in this process, for the agent at the other end of socket `fd`. Never returns.
-
-    Progress marks are written to the page of file `pulse` (workers/ipc/progress_page.py); -1: none.
-    """
+    """Run a rank in this process, for the agent at the other end of socket `fd`. Progress marks are
+    written to the page of file `pulse` (workers/ipc/progress_page.py); -1: none."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control, order, exit_reporter = connect_agent(fd)
@@ -94,9 +92,7 @@ def preload() -> None:
     from .model import cpu_device
 
     with cpu_device.uncompiled():
-        # This imports torch._dynamo too. Otherwise the first optimizer of each process would. For a
-        # rank forked from a zygote, while the survivors change their layout, this was 0.8 of 1.0 s
-        # of CPU time.
+        # This imports torch._dynamo too, in 0.8 s, as else each process's first optimizer would.
         known_versions.require_parts()
 
         from . import member as training_member

@@ -172,13 +172,11 @@ class Job:
             yield self.iteration
 
     def step(self) -> int:
-        """Run the next step, with any recovery that it needs. Returns the completed iteration, or
-        -1 if none was left.
+        """Run the next step, with any recovery that it needs. Returns the completed iteration,
+        which is an earlier one if the task rolls back, or -1 if none was left.
 
-        The result may differ from the expected iteration, because the task rolls back if every
-        holder of a state is lost. If a member fails when only some have stepped, the others receive
-        the state after the step, and skip evaluations until the next: those that stepped may have
-        finished them already.
+        A member that receives the state after a step that others have taken skips evaluations until
+        the next step: those that stepped may have finished them already.
         """
         self._is_void, self._num_evaluated = False, 0
         expected = self.iteration
@@ -193,13 +191,12 @@ class Job:
                 return self.iteration - 1
 
     def evaluate(self, call: Callable[[], T]) -> T | None:
-        """Between two steps: run `call` on all members and return its result.
+        """Between two steps: run `call`, which may use collectives, on all members and return its
+        result. It must not change the model or the optimizer.
 
-        `call` may use collectives. It must not change the model or the optimizer. With gloo, it
-        runs in a separate thread. If a member fails during `call`, and all members of the next
-        generation were in this evaluation, `call` runs again. Otherwise every rank that has not
-        finished the evaluation returns None from it, and from all others before the next step. A
-        process that begins after the first iteration evaluates nothing before its first step.
+        With gloo, it runs in a separate thread. If a member fails during it, and all members of the
+        next generation were in this evaluation, `call` runs again. Otherwise it returns None on
+        each rank that has not finished it, as do all others before the next step.
         """
         if self._is_void:
             return None
@@ -279,32 +276,18 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
           falls_back: bool = True) -> Generator[Job]:
     """Train the model of `build`, with in-memory recovery if an agent has started this process.
 
-    `build(groups, axes, place)` returns three values for position `place` of the layout `axes`: the
-    model chunks, wrapped in Megatron's DistributedDataParallel; Megatron's optimizer; its
-    OptimizerParamScheduler. `groups` is a ProcessGroupCollection. `build` uses no
-    collectives, and may draw weights: the generators are seeded as Megatron-LM seeds them. It runs
-    for each layout that this process joins.
-    `sample(iteration, micro_batch)` returns the data by random access; `micro_batch` counts over
-    all ranks. Or `sample` is a torch DataLoader (data_loader.py). `forward(chunk, batch)` returns
-    the sum of the token losses and the token count. Or it returns an output and a function of it
-    that returns these two, as Megatron's forward_step.
+    docs/guides/scripts.md has `build`, `sample`, `forward`, `iterations`, `micro_batches`,
+    `samples`, `sequence`, `loss` and `on_rebuild`. `seed`: together with the position of a
+    micro-batch, it seeds the generators. `flops`: FLOPs of one iteration; 0 counts 6 for each
+    parameter and micro-batch. `axes`: the layout of a replica, used without an agent only. `check`:
+    functions that run at the start and return "" or the reason why in-memory recovery does not
+    support this loop. `beginning`: the state of which training begins, if it is newer than the
+    task's own; `exports`: further checkpoints to write. Both need an agent.
 
-    `iterations` and `micro_batches` (of one iteration, over all ranks) must equal the job's
-    `loop:`; they are required only without an agent. `samples`: samples in a micro-batch, the unit
-    of the schedule. `sequence`: tokens in a sample; pipeline layouts need it. `loss`: as
-    `train.loss` of a job file. `seed`: together with the position of a micro-batch, it seeds the
-    generators. `flops`: FLOPs of one iteration; 0 counts 6 for each parameter and micro-batch.
-    `on_rebuild(groups)`: all members call it in each generation, to create custom groups; its
-    result is `job.own` until the generation ends. `axes`: the layout of a replica, used without an
-    agent only. `check`: functions that run at the start and return "" or the reason why in-memory
-    recovery does not support this loop. `beginning`: the state of which training begins, if it is
-    newer than the task's own; `exports`: further checkpoints to write. Both need an agent.
-
-    If in-memory recovery does not support the loop, a warning gives the reason. The loop then
-    trains without it, and a fault restarts all processes of the task, from their state in memory
-    if `loop.copy_every` is not 0; with `falls_back=False`, `adopt` raises Declined. Invalid
+    If in-memory recovery does not support the loop, a warning gives the reason, and a fault
+    restarts all processes of the task; with `falls_back=False`, `adopt` raises Declined. Invalid
     arguments, or a loop that `job.step()` cannot train, print one line and end the process; with an
-    agent, they end the task. Any other exception is then reported as this rank's error.
+    agent, they end the task.
     """
     def work(loop: Loop) -> LoopWorkload:
         for name, spec, given in (("iterations", loop.iterations, iterations),

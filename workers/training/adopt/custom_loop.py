@@ -151,7 +151,7 @@ OnRebuild = Callable[[Any], Any]
 
 
 class NotRecoverable(UsageError):
-    """In-memory recovery does not support what was built; `str()` gives the reason in one line."""
+    """In-memory recovery does not support what was built."""
 
 
 class NotTrainable(NotRecoverable):

@@ -43,10 +43,8 @@ class _Failed(NamedTuple):
 
 class LoaderBatches:
     """`sample` of `adopt`: micro-batch m of iteration i is batch `i * micro_batches + m` of the
-    DataLoader, counted over its epochs. Each batch seeds the generators of torch, Python and numpy,
-    so a random augmentation is equal in every process. The workers are forked here, before there
-    are connections that they would keep open. Raises UsageError without random access.
-    """
+    DataLoader, counted over its epochs. The workers are forked here, before there are connections
+    that they would keep open. Raises UsageError without random access."""
 
     def __init__(self, loader: DataLoader[Any], micro_batches: int, iterations: int, seed: int
                  ) -> None:

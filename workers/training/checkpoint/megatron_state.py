@@ -140,10 +140,8 @@ class MegatronState:
     def read(self, trainee: TrainingModel, history: History, *, with_optimizer: bool,
              iteration: int, vocabulary: int = 0) -> int:
         """Read this member's part into its live tensors; returns the step version, `iteration`.
-
         Without the optimizer its state is that of a first iteration. Rows of the embedding after
-        `vocabulary` tokens are padding. If this fails, the state is undefined.
-        """
+        `vocabulary` tokens are padding. If this fails, the state is undefined."""
         names = state_shards.stacked_names(trainee)
         weights = {shard: tensor for shard, tensor in trainee.shards.items()
                    if shard.key.startswith(("model.", "buffer."))}

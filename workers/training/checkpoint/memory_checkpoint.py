@@ -78,8 +78,7 @@ class _Share(NamedTuple):
 class MemorySaver:
     """Sends in-memory checkpoints of one member. Each new order may change `store_keys`. `spare`
     excludes a connection from the sockets that an interrupt shuts down. `tell` sends a report, from
-    any thread; it returns False if it is not accepted now. `note` writes the trace.
-    """
+    any thread; it returns False if it is not accepted now."""
 
     def __init__(self, start: StartRank, store_keys: StoreKeys, *,
                  spare: Callable[[int], AbstractContextManager[None]], tell: Callable[[Body], bool],

@@ -62,8 +62,7 @@ class Version(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What a member has read; a standby member nothing. `node`: from whose store most bytes came.
-    """
+    """What a member has read; a standby member nothing. `node`: whose store sent most bytes."""
 
     numbers: training_state.Numbers | None
     received_bytes: int

@@ -45,9 +45,7 @@ class _Found(Struct, frozen=True, array_like=True):
 class RestartMemory:
     """The stored state of process `place` of `num`. All processes call each method after the same
     iteration; those of several processes use torch.distributed, which must be initialised.
-
-    `spare`: as in MemorySaver; by default nothing interrupts a connection.
-    """
+    `spare`: as in MemorySaver; by default nothing interrupts a connection."""
 
     def __init__(self, start: StartRank, control: Control, place: int, num: int, *,
                  spare: Callable[[int], AbstractContextManager[None]] = (

@@ -183,11 +183,8 @@ class Saver:
     def save(self, trainee: TrainingModel, history: History, save: Save, *, final: bool,
              must_stop: Callable[[], bool]) -> None:
         """Save this member's share before returning; the first member waits for the others until
-        `must_stop` returns True.
-
-        A preempted member has time for one write: it abandons an older one in progress, and only
-        logs a failure. The final save waits for an older one; its own failure raises NotSaved.
-        """
+        `must_stop` returns True. A preempted member abandons an older write, and only logs a
+        failure. The final save waits for an older one; its own failure raises NotSaved."""
         self._is_superseded = not final and (self._save is None or not _is_same(self._save, save))
         if not self._has_written(save, trainee.place):
             self._note("save", save.generation, save.step_version)

@@ -33,8 +33,7 @@ class SnapshotLost(RuntimeError):
 
 
 def buffer_bytes(state: State) -> int | None:
-    """How much of a snapshot of this whole state `detach` may copy; None: all, of a state on a GPU.
-    """
+    """How much of a snapshot of this state `detach` may copy; None: all, of a state on a GPU."""
     if any(tensor.device.type == "cuda" for tensor in state.values()):
         return None
     state_bytes = sum(tensor.nbytes for tensor in state.values())
@@ -68,10 +67,8 @@ class Snapshot:
         self._stream: Any = None if on_gpu is None else _stream(on_gpu.device)
 
     def read(self) -> Generator[tuple[Shard, Tensor]]:
-        """Each piece and a copy of it in host memory. Raises SnapshotLost.
-
-        The reader must exhaust or close the iterator, else `detach` waits for it.
-        """
+        """Each piece and a copy of it in host memory. The reader must exhaust or close the
+        iterator, else `detach` waits for it. Raises SnapshotLost."""
         try:
             for index, shard in enumerate(self.pieces):
                 with self._changed:

@@ -169,8 +169,7 @@ class StoredState:
                 raise self._damaged(f"the index of its file {file} is missing or cut")
 
     def read(self, want: State) -> None:
-        """Read these shards into their memory. Call `check` before: a failure leaves it undefined.
-        """
+        """Read these shards into their memory. Call `check` before: a failure may leave a part."""
         takers: dict[_Place, list[tuple[str, Region, Region, Tensor]]] = {}
         for (key, _, region), tensor in want.items():
             for place in self._chunks[key]:

@@ -124,10 +124,8 @@ class Communicators:
     def meet(self, generation: int, place: int, num_members: int, endpoint: str,
              news: bytes) -> list[bytes]:
         """Rendezvous: connect to the generation's store. Returns the `news` of all members, by
-        place. Raises RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or if interrupted.
-
-        The member at place 0 collects the news, so that each other sets one key and reads one.
-        """
+        place: place 0 collects them, so that each other sets one key and reads one. Raises
+        RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or if interrupted."""
         assert not self.is_up
         self.generation, self.place, self.num_members = generation, place, num_members
         client = self._reach(*network_address.split_endpoint(endpoint))
@@ -223,8 +221,7 @@ class Communicators:
     def without_peers(self, axes: Axes, place: int) -> Generator[list[Any]]:
         """Groups with the sizes and ranks of a position in a layout, but without connections, to
         build a model before the peers exist. At the end, they are removed from the objects that
-        were put into the list. `bind` puts a generation's groups in their place.
-        """
+        were put into the list. `bind` puts a generation's groups in their place."""
         roots: list[Any] = []
         self.groups = _unconnected(axes, place)
         self.on_groups(self.groups)

@@ -32,11 +32,8 @@ to connect."""
 
 def build(axes: Axes, timeout_s: float) -> Any:
     """Build the ProcessGroupCollection of the position that is this torch.distributed rank. A
-    standby member gets single-member groups. `timeout_s` is the timeout of every collective.
-
-    Roles share groups, because each is expensive: pure data parallelism has two. They share one
-    only if they do in all layouts that differ only in dp, because handles are replaced by role.
-    """
+    standby member gets single-member groups. `timeout_s` is the timeout of every collective. Roles
+    share a group, which is expensive, if they do in all layouts that differ only in dp."""
     place, world_size = dist.get_rank(), dist.get_world_size()
     alone = _group((place,), timeout_s)
     groups = dict.fromkeys(ROLES, alone)

@@ -99,9 +99,8 @@ def global_name(module: Any, name: str) -> str:
 
 @contextmanager
 def without_initialisation(config: Any) -> Generator[None]:
-    """Within this context, a model is built with undefined weights. The methods are replaced, not
-    disabled: else Megatron does not mark the parameters that are split over tensor-parallel ranks.
-    """
+    """Within this context, a model is built with undefined weights. The methods are replaced, since
+    with none Megatron does not mark the parameters that are split."""
     methods = {name: getattr(config, name) for name in _METHODS}
     vars(config).update(dict.fromkeys(_METHODS, torch.nn.Identity()))
     try:

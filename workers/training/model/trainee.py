@@ -176,9 +176,9 @@ class TrainingModel:
             private_megatron.forget_gradient_views(group)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """What a micro-batch [rows, sequence + 1] adds to the sum that `divisor` divides: with
-        `per_token` loss the sum over its tokens, with `per_micro_batch` its mean divided by the
-        number of micro-batches, also those without loss."""
+        """What a micro-batch [rows, sequence + 1] adds to the sum that `divisor` divides: the sum
+        over its tokens, or with `per_micro_batch` its mean divided by the number of micro-batches.
+        """
         tokens = self.given(tokens)
         return self.loss_of(self.forward(self.ddps[0], tokens), tokens)
 
@@ -222,12 +222,9 @@ class TrainingModel:
 
 def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | None = None,
           place: int = 0, *, draws: bool = True) -> TrainingModel:
-    """Build the model at a position of a layout; `axes` None: a whole replica.
-
-    The initial weights are equal in all layouts; with `draws=False` they are undefined. Needs
-    torch.distributed, but does not communicate. `groups` None: Megatron's parallel state of one
-    process. The gradients get memory at the first `clear`.
-    """
+    """Build the model at a position of a layout; `axes` None: a whole replica. The initial weights
+    are equal in all layouts; with `draws=False` they are undefined. Does not communicate. `groups`
+    None: Megatron's parallel state of one process. `clear` gives the gradients memory."""
     axes = axes or Axes()
     at = coordinates(axes, place)
     draw = Draw(train.seed)

@@ -53,9 +53,8 @@ class Numbers(Struct, kw_only=True):
 
 
 def tensors(trainee: TrainingModel) -> dict[str, Tensor]:
-    """The live tensors of the state by their name in the whole model, in the same order on every
-    rank. If the optimizer is sharded, masters and moments are this member's flat shards, without
-    those of a mirror."""
+    """The live tensors of the state by their name in the whole model. If the optimizer is sharded,
+    masters and moments are this member's flat shards, without those of a mirror."""
     found: dict[str, Tensor] = {}
     for name, param in trainee.named_parameters():
         found[f"model.{name}"] = param.data

@@ -45,9 +45,8 @@ log = structlog.get_logger()
 
 
 class ExchangeResult(NamedTuple):
-    """The numbers of the state (None: this member neither has nor wants a state), and the bytes
-    received from each place (`taken`). `activate` copies the staged tensors into the active state.
-    """
+    """The numbers of the state (None: it neither has nor wants one), and the bytes received from
+    each place (`taken`). `activate` copies the staged tensors into the active state."""
 
     numbers: training_state.Numbers | None
     activate: Callable[[], None]
@@ -276,11 +275,10 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
     """Fill `want` with the state after `step_version` steps from the members at the places `held`.
 
     All members call it, each with its shards and its `numbers` (None: it has no valid state).
-    `held` are the parts of the model that the holders have, by place, and `seat` is the part that
-    this member wants. With `staged`, `want` is the active state: it changes only in `activate`.
-    Otherwise `want` is written directly. `goes_on` is called after each wait, before a write: it
-    returns False if the exchange is obsolete. Raises RuntimeError; Missing, on all members, if the
-    holders lack a part.
+    `held`: the parts that the holders have, by place; `seat`: the part that this member wants. With
+    `staged`, `want` is the active state, which changes only in `activate`. `goes_on` is called
+    after each wait: it returns False if the exchange is obsolete. Raises RuntimeError; Missing, on
+    all members, if the holders lack a part.
     """
     peers = World()
     encoded = b"" if numbers is None else msgspec.msgpack.encode(numbers)

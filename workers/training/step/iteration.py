@@ -42,11 +42,9 @@ _REJECTED = re.compile(r"Unexpected result (\S+) \(message='(.*?)'\)")
 
 
 class Iteration:
-    """The current iteration of this member, and its progress in it.
-
-    `step_version` is NO_STATE until the first settlement. `history` receives the loss and the time
-    of each step: from the iteration's first micro-batch on, a recovery included.
-    """
+    """The current iteration of this member, and its progress in it. `step_version` is NO_STATE
+    until the first settlement. `history` receives the loss and the time of each step, a recovery
+    included."""
 
     def __init__(self, trainee: TrainingModel, control: Control, communicators: Communicators,
                  text: Samples, trace: Trace, pulse: ProgressWriter, history: History) -> None:
@@ -243,12 +241,9 @@ class Iteration:
 
     # --- passes ---
     def _pass(self, todo: Sequence[int]) -> Outcome | None:
-        """Run the passes, with the other members of this replica. None when all are done.
-
-        A unit is one micro-batch, and the members agree to continue (stop_agreement.py), so that
-        all stop after the same one. In a pipeline a unit is all micro-batches: its first stage
-        decides where their schedule stops (pipeline.py).
-        """
+        """Run the passes, with the other members of this replica. None when all are done. A unit is
+        one micro-batch, and the members agree to continue (stop_agreement.py). In a pipeline a unit
+        is all micro-batches: its first stage decides where they stop (pipeline.py)."""
         items, is_alone = tuple(todo), self.trainee.replica_size == 1
         units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]
         agreement = None if is_alone else StopAgreement(self._communicators.groups.mp,

@@ -52,12 +52,9 @@ def scale_of(optimizer: Any) -> Tensor | None:
 def step(trainee: TrainingModel, num_tokens: float, note: Callable[[Event], None], *,
          norm_square: float | None = None, found_inf: bool = False, scale: float | None = None
          ) -> bool:
-    """Divide by the loss's divisor, then step optimizer and schedule; returns whether it stepped.
-
-    If a scaled gradient is not finite, Megatron's optimizer skips its step and lowers the scale,
-    and the schedule does not advance, but the iteration counts. If each member has only a part of
-    the gradients, `norm_square` and `found_inf` are of all. `scale` None: it is read.
-    """
+    """Divide by the loss's divisor, then step optimizer and schedule; returns whether it stepped:
+    not if a scaled gradient is not finite; the iteration counts all the same. If each member has a
+    part of the gradients, `norm_square` and `found_inf` are of all. `scale` None: it is read."""
     note("scale")
     divisor = trainee.divisor(num_tokens)
     if divisor != 1.0:

@@ -29,9 +29,8 @@ from ..process.trace import Note
 
 
 class GradientBackup:
-    """Copies of the gradients under reduction, with `train.kept_sum`. They need as much memory as
-    the gradients. The memory is taken once and used again, because to take it anew costs more than
-    the copy (measured on the CPU: five times), until `free` is called."""
+    """Copies of the gradients under reduction, with `train.kept_sum`. Their memory is used again
+    until `free` is called: to take it anew costs five times the copy (measured on the CPU)."""
 
     def __init__(self, trainee: TrainingModel) -> None:
         self.is_kept = trainee.train.kept_sum
@@ -148,11 +147,8 @@ class OverlappedReduction:
 
 def end_all(works: Works, wake: Callable[[], None], group: Any) -> threading.Thread | None:
     """Wait until these launched collectives end, once `wake` has closed their connections; returns
-    the thread of an abandoned wait, if any. It holds `group` until the wait ends.
-
-    A gloo group waits for its works before it is destroyed. If a work is stuck, the thread that
-    waits for this work must drop the group last, not the main thread.
-    """
+    the thread of an abandoned wait, if any. It holds `group` until the wait ends: a gloo group
+    waits for its works before it is destroyed, which the main thread must not."""
     deadline_s = time.monotonic() + END_S_MAX
     while not all(work.is_completed() for work in works):
         wake()

@@ -52,9 +52,7 @@ class PhaseHooks:
     @contextmanager
     def reduction(self, complete: list[bool], check_active: Callable[[], None]) -> Generator[None]:
         """In this context, `complete` gets an entry per begun bucket: True if it was completed.
-
-        `check_active` raises as soon as the reduction must be left.
-        """
+        `check_active` raises as soon as the reduction must be left."""
         self._local.complete = complete
         self._local.check_active = check_active
         self._local.is_in = True

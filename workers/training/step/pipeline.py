@@ -53,11 +53,9 @@ class Passes(NamedTuple):
 def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
         note: Note, *, must_stop: Callable[[], bool] | None = None, forward_only: bool = False,
         begin: Begin | None = None) -> Passes:
-    """Run these micro-batches in Megatron's 1F1B schedule, interleaved with chunks.
-
-    The first stage calls `must_stop` before each group of micro-batches: a group is one, or with
-    chunks as many as there are stages. At True no other group begins. Raises RuntimeError.
-    """
+    """Run these micro-batches in Megatron's 1F1B schedule, interleaved with chunks. The first stage
+    calls `must_stop` before each group of micro-batches, one or with chunks as many as there are
+    stages. At True no other group begins. Raises RuntimeError."""
     axes, train = trainee.axes, trainee.train
     config = trainee.ddps[0].config
     config.grad_scale_func = trainee.optimizer.scale_loss
@@ -115,12 +113,9 @@ class _LastBackward:
 
 
 class _Stages(StageMessages):
-    """Megatron's sends and receives between stages, without those of skipped passes.
-
-    The messages between two stages are numbered. After the stop, sender and receiver leave out the
-    same ones: of the group that does not begin, except the marker, and of all later groups. With
-    chunks, the last stage sends the activations of all chunks but the last to the first stage.
-    """
+    """Megatron's sends and receives between stages, without those of skipped passes: of the group
+    that does not begin, except the marker, and of all later groups. With chunks, the last stage
+    sends the activations of all chunks but the last to the first stage."""
 
     def __init__(self, trainee: TrainingModel, groups: Any, config: Any, note: Note,
                  must_stop: Callable[[], bool] | None) -> None:
