@@ -94,10 +94,8 @@ class Piece(Struct, frozen=True, array_like=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """The contents of a share: its pieces in order, and the state that is not tensors.
-
-    `numbers` is msgpack, or empty; one share of each version has it.
-    """
+    """The contents of a share: its pieces in order, and the state that is not tensors (`numbers`),
+    as msgpack, or empty: one share of each version has it."""
 
     pieces: tuple[Piece, ...]
     numbers: bytes = b""
@@ -292,10 +290,7 @@ def decode_manifest(data: bytes, data_bytes: int) -> Manifest:
 # --- authentication ---
 def connect(endpoint: str, key: StoreKey | None, wait_s: float = STALL_S_MAX) -> socket.socket:
     """Connect to the store at `endpoint`; both sides authenticate. `key`: None if no order gave one
-    for this store.
-
-    No single wait on the connection is longer than `wait_s`. Raises OSError, TransferError.
-    """
+    for this store. No single wait is longer than `wait_s`. Raises OSError, TransferError."""
     if key is None:
         raise TransferError(f"no order has a key of the store at {endpoint}")
     connection = socket.create_connection(network_address.split_endpoint(endpoint),
@@ -316,8 +311,7 @@ def connect(endpoint: str, key: StoreKey | None, wait_s: float = STALL_S_MAX) ->
 
 
 def authenticate(connection: socket.socket, secret: bytes) -> StoreKey | None:
-    """The store's side: the key that the client has, None for none. Raises OSError, TransferError.
-    """
+    """The store's side: the key that the client has, or None. Raises OSError, TransferError."""
     until_s = time.monotonic() + GREET_S_MAX
     connection.settimeout(GREET_S_MAX)
     nonce = secrets.token_bytes(NONCE_LENGTH)

@@ -26,10 +26,8 @@ class StoreRefused(Exception):
 
 
 class StoredCheckpoint(Struct, frozen=True, kw_only=True, eq=False):
-    """A complete share. A reader of `memory` may continue after the store has removed it.
-
-    `memory` has the pieces in sequence, after the manifest.
-    """
+    """A complete share. `memory` has the pieces in sequence, after the manifest; a reader of it may
+    continue after the store has removed it."""
 
     offer: Offer
     manifest: Manifest
@@ -86,12 +84,9 @@ class CheckpointStore:
             *(one.offer for one in self._stored), *self._incoming.values()))
 
     def reserve(self, offer: Offer) -> mmap.mmap:
-        """Reserve memory for an incoming share. Raises StoreRefused.
-
-        If memory is short, shares are removed: first those that have a newer one of the same
-        number, in order of arrival; then the last one of this number of this task. The last share
-        of another number or task is never removed. If the new one is refused, none is removed.
-        """
+        """Reserve memory for an incoming share. If memory is short, shares are removed: first those
+        that have a newer one of the same number, in order of arrival; then the last one of this
+        number of this task. If the new one is refused (StoreRefused), none is removed."""
         with self._lock:
             if offer.task in self._ended:
                 raise StoreRefused(f"task {offer.task} has ended")

@@ -72,12 +72,11 @@ _MEMBER = re.compile(r"\+-{16}(?: (?:\d{1,9}|\.{3}) -{16}|-{20})[ \t]*$", re.MUL
 
 
 def classify(text: str) -> Verdict:
-    """Classify one error: a log line, or a complete traceback.
+    """Classify one error: a log line, or a complete traceback. Linear in the length of the text.
 
-    Takes time linear in the length of the text. The deepest cause decides, and the first of equally
-    deep causes, because Python prints the root of a chain of exceptions first. The members of an
-    exception group are classified separately. Of equally deep causes, direct evidence decides
-    before indirect evidence. The message of the group itself is ignored.
+    Of equally deep causes the first decides, because Python prints the root of a chain of
+    exceptions first. The members of an exception group are classified separately: direct evidence
+    decides before indirect evidence. The message of the group itself is ignored.
     """
     best, best_depth = NOTHING, len(RULES)
     for member in _MEMBER.split(text) if _GROUP in text else [text]:
@@ -106,12 +105,9 @@ def _order(verdict: Verdict) -> int:
 
 
 def _messages(text: str) -> Iterator[list[str]]:
-    """Yield each line, in pieces if it is long. The frames and code of tracebacks are left out.
-
-    A line of code follows the line of its frame and is indented further. If the frame has a prefix
-    (a rank, the margin of an exception group), the code has the same prefix. A frame without code
-    is followed by the next frame or the error.
-    """
+    """Yield each line, in pieces if it is long, without the frames and code of tracebacks. A line
+    of code follows the line of its frame, has the same prefix (a rank, the margin of an exception
+    group), and is indented further. A frame may have no code."""
     column = -1
     for line in text.splitlines():
         quoted = column >= 0 and line[column:column + 2] == "  "

@@ -70,10 +70,8 @@ class HangLocation(NamedTuple):
 
 
 def locate(dumps: Iterable[Dump]) -> HangLocation:
-    """Find the ranks that the others wait for. Between equal waits the lowest rank decides.
-
-    Takes time linear in the number of entries and in the number of waits between ranks.
-    """
+    """Find the ranks that the others wait for. Between equal waits the lowest rank decides. Linear
+    in the number of entries and of waits between ranks."""
     waits = WaitGraph({dump.rank: dump for dump in dumps})
     ranks = waits.ranks
     if waits.longest_s is not None and waits.longest_s < WAIT_S_MIN:

@@ -165,10 +165,8 @@ class Level:
 
 
 class StepTimeMonitor:
-    """Monitors the iterations of one rank or one job.
-
-    `before_s` is the average of an earlier configuration, used until the first usual iteration.
-    """
+    """Monitors the iterations of one rank or one job. `before_s` is the average of an earlier
+    configuration, used until the first usual iteration."""
 
     def __init__(self, before_s: float = 0.0) -> None:
         self._before_s = before_s

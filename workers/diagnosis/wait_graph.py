@@ -98,11 +98,8 @@ class WaitGraph:
     @cached_property
     def stale(self) -> dict[int, tuple[Op, int, tuple[int, ...]]]:
         """Rank -> the first collective that completed only on others, the number of such
-        collectives, and these others.
-
-        If a collective that needs all members completed on one member, all have entered it. If it
-        completed only on a minority, these members gave up, and nothing is reported.
-        """
+        collectives, and these others. If it completed only on a minority, these members gave up,
+        and nothing is reported."""
         found: dict[int, tuple[Op, int, tuple[int, ...]]] = {}
         for rank in sorted(self._dumps):
             unseen = [(op, by) for op in self._own_pending(rank) if (by := self._completed_by(op))]
@@ -264,10 +261,8 @@ def _members(dumps: Mapping[int, Dump]) -> dict[str, tuple[int, ...]]:
 
 
 def sink_components(edges: Mapping[int, Mapping[int, Op]]) -> list[Sequence[int]]:
-    """The strongly connected components without edges to other components.
-
-    Tarjan's algorithm without recursion: linear in nodes and edges.
-    """
+    """The strongly connected components without edges to other components, by Tarjan's algorithm
+    without recursion: linear in nodes and edges."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []

@@ -40,9 +40,7 @@ COLLECTIVE_CODE: Phase = 2
 
 class Mark(NamedTuple):
     """The newest mark. `num` counts from 1. `began_s` is of the iteration. Times are monotonic.
-
-    `waited_s` is the time in collectives in this iteration, without the current one.
-    """
+    `waited_s` is the time in collectives in this iteration, without the current one."""
 
     num: int
     generation: int
@@ -57,11 +55,8 @@ class Mark(NamedTuple):
 
 
 class FinishedIteration(NamedTuple):
-    """A finished iteration. `num` counts the finished iterations from 1.
-
-    `own_s` excludes waits for other ranks, and waits for a core. On a shared machine, waits for a
-    core say nothing about the rank.
-    """
+    """A finished iteration. `num` counts them from 1. `own_s` excludes waits for other ranks, and
+    waits for a core, which say nothing about the rank."""
 
     num: int
     generation: int
@@ -72,10 +67,7 @@ class FinishedIteration(NamedTuple):
 
 
 class ProgressWriter:
-    """The rank's side. Call it from one thread at a time.
-
-    Without a page (`fd` is -1) it writes nothing.
-    """
+    """The rank's side, for one thread at a time. Without a page (`fd` is -1) it writes nothing."""
 
     def __init__(self, fd: int = -1) -> None:
         self._page: mmap.mmap | None = None
