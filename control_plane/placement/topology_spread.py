@@ -25,8 +25,8 @@ Move = tuple[int, str, str]
 SAME_NODE, SAME_SWITCH, SAME_RACK, ANYWHERE = range(4)
 """The additional cost of a moved process, by its distance to the nearest seat of its task."""
 BYTE, MOVED, BROKEN, FAR = 1 << 20, 1 << 90, 1 << 120, 1 << 150
-"""Weights of a moved byte, of a moved process, and of a task brought onto one rack. Each weight
-exceeds the sum of all smaller terms of a path. FAR: unreachable."""
+"""Weights of a moved byte, of a moved process, of a task brought onto one rack, each above the sum
+of all smaller terms of a path. FAR: unreachable."""
 
 
 def num_elsewhere(task: Task, count: int) -> int:

@@ -90,11 +90,10 @@ def binding_constraint(problem: PlanProblem, choice: Choice,
             most: Mapping[int, int]) -> tuple[Binding, tuple[int, ...]]:
     """(the constraint that binds the plan, the tasks that it concerns). `most`: slots.max by task.
 
-    `slots`: the objective would be larger with more slots. `min`: slots are left, but fewer than
-    the smallest size of a waiting task. `max`: every task has its preferred number of slots, and
-    for these tasks the number is their slots.max. `limits`: the objective would be larger without
-    limits. `floor`: it would be larger without the floors of these tasks. `spare`: the slots of one
-    node are kept idle. `nothing`: none of these.
+    `slots`, `limits`, `floor`: the objective would be larger with more slots, without limits,
+    without the floors of these tasks. `min`: slots are left, but fewer than the smallest size of a
+    waiting task. `max`: every task has its preferred number of slots, for these their slots.max.
+    `spare`: the slots of one node are kept idle. `nothing`: none of these.
     """
     plan = choice.plan
     if choice.spare is not None and choice.spare.verdict == "kept":

@@ -55,12 +55,10 @@ def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
     """The price of each task to which `plan` gives no slots, if one of its sizes fits; by task.
 
     It holds once the plan is carried out and every task is healthy: then `choose_plan` gives the
-    task slots from `times` its present weight on. Hysteresis (`gain_min`) is included as a cost of
-    change.
+    task slots from `times` its present weight on. Hysteresis (`gain_min`) is a cost of change.
 
-    The work is O(num_slots) for each size of each task; WORK_NUM_MAX, VECTORS_NUM_MAX and
-    LIMITED_WORK_NUM_MAX bound it, and the first tasks are priced. There are no prices where no
-    single weight decides: under floors, alpha, different priorities or a possible hot spare.
+    WORK_NUM_MAX, VECTORS_NUM_MAX and LIMITED_WORK_NUM_MAX bound the work: the first tasks are
+    priced. There are no prices where no single weight decides (`has_prices`).
     """
     if not has_prices(problem) or _is_too_large(problem):
         return {}

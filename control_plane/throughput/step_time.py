@@ -215,10 +215,8 @@ def _rate(model: MegatronModel, span: int, groups: int, kind: GpuKind, is_: Cons
     return min(link, kind.network_bytes_s * is_.network_share * wires)
 
 
-# --- constants, as `make bench-throughput` fits them ---
-# Fitted to 246 published rows of A100 and H100 in 16 bits, with equal weight of each source.
-# docs/guides/throughput-model.md has the accuracy in and out of sample. A kind of GPU without rows
-# takes the constants of the most similar kind. One measured point corrects its level of throughput.
+# --- constants, as `make bench-throughput` fits them (docs/guides/throughput-model.md) ---
+# A kind of GPU without rows takes the constants of the most similar kind.
 
 AMPERE = Constants(gemm_share=0.679, scores_share=0.556, passes=6.94, link_share=0.628,
                    network_share=0.993)

@@ -92,12 +92,8 @@ class Bursts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rate: a mean time between faults (a Poisson process for each GPU or node), or a `count`
-    over the horizon, in all or by severity. `other`: all severities that are not named.
-
-    `causes`: shares by cause, or a study. `repair`: the time (or a study of it) for which a SEV1
-    takes its node away; other faults need no repair. `repeat`: nodes fail repeatedly. Without a
-    rate, only bursts occur.
-    """
+    over the horizon, in all or by severity; without it, only bursts. docs/guides/traces.md
+    describes each field."""
 
     seed: int = 1
     mtbf_gpu_h: float | None = None
