@@ -1,14 +1,10 @@
 """Generations of communicators: builds and destroys torch.distributed and Megatron's parallel
 state within one process.
 
-Rules, each derived from a hang or a wrong result (docs/decisions/recovery-traps.md):
-- gloo waits for an unreachable peer without limit. Only a shutdown of the sockets ends the wait
-  (`interrupt`). A thread may open another connection: callers repeat it until it returns.
-- gloo closes a group's sockets when the last reference to the group is gone. `down` therefore
-  first removes every handle. Never call `down` inside an `except`: tracebacks keep references.
-- The result of a collective is valid only if it returned before `interrupt` began.
-- For NCCL, `interrupt` aborts the groups (nccl_abort.py): torch has none of them from then on, even
-  if another thread is about to use one. `down` synchronizes the device.
+docs/decisions/recovery-traps.md has the hangs and wrong results that the rules avoid. A thread may
+open another connection: callers repeat `interrupt` until its wait returns. Never call `down` inside
+an `except`: tracebacks keep references to groups. The result of a collective is valid only if it
+returned before `interrupt` began.
 """
 
 from __future__ import annotations

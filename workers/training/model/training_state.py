@@ -1,13 +1,9 @@
 """The whole state of a training model: all that a new member needs to equal a replica.
 
-It lists everything that changes during training, for the state exchange and for checkpoints:
-- tensors: parameters, buffers, Adam's two moments of each parameter, and the fp32 master of each
-  16-bit parameter;
-- numbers: Adam's step count, the loss scale and its trackers, the schedule's position in samples
-  (a skipped iteration does not advance it), the step version and the consumed samples (a skipped
-  iteration advances them), and the losses so far.
-Not state, because derived from the spec and the iteration: the order of the data, the random
-generators (random_draws.py), learning rate and weight decay (the schedule's position).
+Tensors are parameters, buffers, Adam's two moments of each parameter, and the fp32 master of each
+16-bit parameter; `Numbers` is the rest. A skipped iteration advances the consumed samples, and not
+the schedule. Not state, because derived from the spec and the iteration: the order of the data, the
+random generators (random_draws.py), learning rate and weight decay (the schedule's position).
 """
 
 from __future__ import annotations

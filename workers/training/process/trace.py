@@ -11,16 +11,7 @@ ranks add up; `stage` before a stage sends to another or waits for one; `embeddi
 gradients of a tied embedding are added up. `gate` is the entry of the step barrier, `passed` its
 exit; `staged` and `commit` are of a part of another layout.
 
-Tests can hold a rank at an event to inject a fault there. After it has written an event, the rank
-reads `hold/<task>-<rank>` in the folder: JSON of event, iteration, micro_batch and bucket, as far
-as they matter. If the file matches, the rank writes `held`, until the file is gone or names
-something else. `"then"` selects another action:
-
-- `"raise"`: remove the file and raise InjectedFault;
-- `"fail"`: remove the file and raise a RuntimeError, like a collective whose connection is cut;
-- `"gil"`: remove the file and sleep for ever in C code that holds the interpreter's lock;
-- `"loop"`: remove the file and loop for ever;
-- `"slow"` with `slow_s`: sleep for that time at each such event while the file exists.
+Tests can hold a rank at an event to inject a fault there (tests/drivers/real_cluster.py, `hold`).
 """
 
 from __future__ import annotations
