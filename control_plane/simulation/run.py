@@ -269,6 +269,6 @@ class Run:
 
     def _new_progress(self, task: Task) -> TaskProgress:
         assert task.throughput is not None
-        return TaskProgress(task.id, task.throughput,
-                   max(task.throughput.rates_flops) * self._iteration_s(task.spec.name),
-                   SavedState(self.costs.checkpoint_s), SavedState(self.costs.copy_s))
+        return TaskProgress(
+            task.throughput, max(task.throughput.rates_flops) * self._iteration_s(task.spec.name),
+            SavedState(self.costs.checkpoint_s), SavedState(self.costs.copy_s))

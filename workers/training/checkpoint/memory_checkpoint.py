@@ -111,16 +111,10 @@ class MemorySaver:
         sending = self._thread is not None and self._thread.is_alive()
         return float(sending or clock() < self._next_s), float(not self._is_stored)
 
-    def copy(self, trainee: TrainingModel, step_version: int, history: History, generation: int,
-             order: StoreOrder, *, is_whole: bool) -> None:
-        """Begin to send this member's share. All members call it after the same iteration, when
-        none is sending. `is_whole`: all have stored their last shares."""
-        self.begin(lambda: _content(trainee, step_version, history, None), step_version,
-                   generation, order, is_whole=is_whole)
-
     def begin(self, content: Callable[[], Content], step_version: int, generation: int,
               order: StoreOrder, *, is_whole: bool) -> None:
-        """As `copy`, with what `content` returns."""
+        """Begin to send this member's share, `content`. All members call it after the same
+        iteration, when none is sending. `is_whole`: all have stored their last shares."""
         if generation != self._generation:
             self._generation, self._reported, self._last = generation, {}, None
         if is_whole and self._last is not None:
@@ -154,8 +148,8 @@ class MemorySaver:
         self._note("copy", generation, step_version)
         self._order, self._reported = order, {}
         try:
-            self._send(self._offered(_content(trainee, step_version, history, saving), step_version,
-                                     generation), order.stores)
+            self._send(self._offered(content_of(trainee, step_version, history, saving),
+                                     step_version, generation), order.stores)
         except (RuntimeError, MemoryError) as error:
             if is_cuda_error(error):
                 raise
@@ -275,8 +269,9 @@ def _failures(store: StoreEndpoint, failed: dict[str, str]) -> Generator[None]:
         failed[store.node] = str(error) or type(error).__name__
 
 
-def _content(trainee: TrainingModel, step_version: int, history: History,
-             saving: Collection[int] | None) -> Content:
+def content_of(trainee: TrainingModel, step_version: int, history: History,
+               saving: Collection[int] | None = None) -> Content:
+    """This member's share; `saving` as in `copy_now`."""
     positions = sorted(range(num_positions(trainee.axes)) if saving is None else saving)
     share = positions.index(trainee.place)
     numbers = (msgspec.msgpack.encode(training_state.numbers(trainee, step_version, history))
