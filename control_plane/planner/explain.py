@@ -41,13 +41,11 @@ from .problem import PlanProblem, TaskDemand, waf_of
 from .problem_of_state import PlanningSnapshot, digest
 
 NUM_NAMED_MAX = 3
-"""The most tasks that a list in the explanation names."""
 UNBOUND = (*LIMITS_BY_NAME, FLOORLESS, SPARELESS, ALPHALESS)
 """Names of plans that violate a limit of the problem, or that solve another problem."""
 
 
 def plan_record(state: ClusterState, snapshot: PlanningSnapshot, choice: Choice) -> PlanChosen:
-    """The log record of the choice, with its explanation."""
     problem = snapshot.problem
     most = {demand.task: state.tasks[demand.task].spec.slots.max for demand in problem.demands}
     return replace(record_of(problem, choice, most), trigger=state.replan, kept=kept(snapshot),

@@ -41,8 +41,6 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """The chosen plan and the alternatives to it."""
-
     plan: Plan
     allocations: tuple[Allocation, ...]
     alternatives: tuple[Alternative, ...]
@@ -130,7 +128,6 @@ def ideal_waf(demands: Sequence[TaskDemand], num_slots: int) -> float:
 
 
 def plan_of(demands: Sequence[TaskDemand], found: SlotsAndGain) -> Plan:
-    """The solver's result as a plan, with its WAF."""
     slots = found[0]
     waf = math.fsum(waf_of(demand, x) for demand, x in zip(demands, slots, strict=True))
     return Plan(slots=slots, objective=found[1], waf=waf)

@@ -47,7 +47,6 @@ class TaskDemand(Struct, frozen=True, kw_only=True):
     task: int
     name: str
     now: int
-    """The current number of slots."""
     faulted: bool
     """A worker of the task failed, so every number of slots costs a transition."""
     transition: Transition
@@ -65,8 +64,6 @@ class TaskDemand(Struct, frozen=True, kw_only=True):
 
 
 class PlanProblem(Struct, frozen=True, kw_only=True):
-    """The complete input of the planner."""
-
     demands: tuple[TaskDemand, ...]
     """By task id. The planner breaks ties in favour of the first task."""
     num_slots: int
@@ -110,7 +107,6 @@ class PlanProblem(Struct, frozen=True, kw_only=True):
 
 
 def allocation(demand: TaskDemand, slots: int) -> Allocation:
-    """The log record that the task gets `slots` slots."""
     return Allocation(task=demand.task, slots_before=demand.now, slots=slots,
                       waf=waf_of(demand, slots), waf_before=waf_of(demand, demand.now),
                       transition_s=transition_cost_s(demand, slots))

@@ -33,7 +33,6 @@ class WafAccount:
         self.lost_flop: dict[Loss, float] = dict.fromkeys(LOSSES, 0.0)
         self.lost_slot_s: dict[Loss, float] = dict.fromkeys(LOSSES, 0.0)
         self.flop_of: dict[int, float] = {}
-        """`flop` by task."""
         self.full: dict[int, float] = {}
         self.full_slots: dict[int, int] = {}
         self.waf: dict[int, float] = {}
@@ -86,7 +85,6 @@ class WafAccount:
             self._changed(at_s)
 
     def set_full_strength(self, at_s: float, task: int, waf: float, slots: int) -> None:
-        """Set the task's WAF and slots at full strength from now on."""
         self.settle(at_s, task)
         self.full[task], self.full_slots[task] = waf, slots
 

@@ -176,7 +176,6 @@ class SimulatedCluster:
 
     # --- orders -------------------------------------------------------------------------------
     def carry_out(self, records: Sequence[Record]) -> None:
-        """Carry out the orders among these records."""
         starting, ending = dict[int, list[PendingReport]](), dict[int, list[PendingReport]]()
         for record in records:
             if not isinstance(record.body, o.ORDERS):

@@ -50,12 +50,9 @@ class RunInput(NamedTuple):
     params: dict[str, float]
     iterations_s: Mapping[str, float] = {}
     gpus_per_slot: int = 1
-    """GPUs per simulated slot."""
 
 
 class Outcome(NamedTuple):
-    """The result of a run."""
-
     earnings: WafAccount
     began_s: float
     """Start of the horizon on the log's clock. By then every task with slots trains."""

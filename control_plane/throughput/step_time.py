@@ -79,7 +79,6 @@ class Ending(Struct, frozen=True, kw_only=True):
         return float(reduce_s[0]), float(step_s[0])
 
     def seconds_each(self, dp: Floats) -> tuple[Floats, Floats]:
-        """Both values of `seconds` for each dp."""
         ranks = dp * self.cp
         alike, near = ranks / self.ep, ranks <= self.node_ranks
         sent_s = self.shared_bytes * (ranks - 1) / ranks / np.where(

@@ -265,7 +265,6 @@ def encode_sums(sums: Iterable[int]) -> bytes:
 
 
 def decode_sums(data: bytes) -> list[int]:
-    """The inverse of `encode_sums`."""
     return [int.from_bytes(data[begin : begin + SUM_BYTES], "big")
             for begin in range(0, len(data), SUM_BYTES)]
 

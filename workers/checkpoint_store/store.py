@@ -153,7 +153,6 @@ class CheckpointStore:
             return self._of(task)
 
     def find(self, request: ShareRequest) -> StoredCheckpoint | None:
-        """The requested share."""
         with self._lock:
             for one in self._of(request.task):
                 offer = one.offer

@@ -67,11 +67,9 @@ class WaitGraph:
         return max(foremost - self.entered(rank, group), 0)
 
     def participants(self, op: Op) -> tuple[int, ...]:
-        """The ranks that take part in the operation."""
         return (op.source, op.target) if op.is_p2p else self._members.get(op.group, ())
 
     def has_entered(self, rank: int, op: Op) -> bool:
-        """Whether the rank entered this collective."""
         return self.entered(rank, op.group) >= op.seq
 
     def pending(self, rank: int) -> tuple[Op, ...]:
@@ -237,7 +235,6 @@ class WaitGraph:
         return bool(self._waiters)
 
     def waiters(self, rank: int) -> tuple[int, ...]:
-        """The ranks that wait for this rank."""
         return tuple(self._waiters.get(rank, ()))
 
     def first_waiter(self, rank: int) -> tuple[int, Op]:

@@ -70,7 +70,6 @@ _decoder = msgspec.msgpack.Decoder(_Wire)
 
 
 def pack(frame: Frame) -> bytes:
-    """The frame's bytes, with its header."""
     kind, v, raw = encode_body(frame.body)
     data = _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), seq=frame.seq,
                                  epoch=frame.epoch, at_s=frame.at_s,

@@ -34,7 +34,6 @@ FLIGHT_ENTRIES_NUM_MAX = 512
 
 
 def main() -> None:
-    """Run a rank until it exits."""
     parser = argparse.ArgumentParser(prog="unicron.workers.training.rank")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--pulse", type=int, default=-1)

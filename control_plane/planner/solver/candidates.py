@@ -38,7 +38,6 @@ class Candidates(Struct, frozen=True, kw_only=True):
         return Candidates(sizes=self.sizes[kept], gains=self.gains[kept], starts=starts)
 
     def part(self, begin: int, end: int) -> Candidates:
-        """The rows from `begin` to before `end`."""
         starts = self.starts[begin:end + 1]
         inner = slice(int(starts[0]), int(starts[-1]))
         return Candidates(sizes=self.sizes[inner], gains=self.gains[inner],

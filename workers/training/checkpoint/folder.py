@@ -32,11 +32,9 @@ class PathFolder:
 
     @property
     def partial_name(self) -> str:
-        """The folder that is written."""
         return str(self._partial)
 
     def data_name(self, place: int) -> str:
-        """The data file of the member at this position."""
         return f"__{place}_0.distcp"
 
     def index_name(self, place: int) -> str:

@@ -56,7 +56,6 @@ class RestartMemory:
             start, control.store_keys, spare=spare, tell=control.tell_unless_behind,
             note=lambda event, generation, step_version: None)
         self._why = ""
-        """Why the state cannot be stored."""
 
     def restore(self, meshes: Sequence[Any] = (), *, after: int = 0) -> Restored | None:
         """The newest state of which every process has its own, if it is newer than the largest

@@ -59,9 +59,7 @@ class Snapshot:
         self._limit_bytes = self.num_bytes if limit_bytes is None else limit_bytes
         self._copies: dict[int, Tensor] = {}
         self._next = 0
-        """Index of the next piece to read."""
         self._why = ""
-        """Why the snapshot is lost."""
         self._changed = threading.Condition()
         on_gpu = next((tensor for tensor in share.values() if tensor.device.type == "cuda"), None)
         self._stream: Any = None if on_gpu is None else _stream(on_gpu.device)

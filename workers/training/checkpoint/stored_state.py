@@ -151,7 +151,6 @@ class StoredState:
         self._check_files(used)
 
     def check_files(self) -> None:
-        """Check that all data files are complete."""
         self._check_files(place for places in self._chunks.values() for place in places)
 
     def _check_files(self, used: Iterable[_Place]) -> None:

@@ -54,7 +54,6 @@ def pack_news(news: Sequence[bytes]) -> bytes:
 
 
 def unpack_news(data: bytes) -> list[bytes]:
-    """The news that `pack_news` packed."""
     return msgspec.msgpack.decode(zlib.decompress(data), type=list[bytes])
 
 

@@ -40,7 +40,6 @@ class NcclAborts:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until all aborts are complete."""
         with self._lock:
             threads = list(self._threads)
         for one in threads:

@@ -78,5 +78,4 @@ def _group(places: tuple[int, ...], timeout_s: float) -> Any:
 
 
 def by_role(groups: Any) -> dict[str, Any]:
-    """The groups of a collection by their role."""
     return {role: group for role in ROLES if (group := getattr(groups, role, None)) is not None}

@@ -131,7 +131,6 @@ def num_steps(part: Any) -> set[float]:
 
 
 def set_num_steps(part: Any, num: float) -> None:
-    """Set the step counts of one of `parts`."""
     for group in part.param_groups:
         if not is_fused(part):
             for param in group["params"]:

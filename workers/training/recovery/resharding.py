@@ -18,7 +18,6 @@ import msgspec
 
 Dims = tuple[int, ...]
 KEYS_NUM = 3
-"""The number of missing keys that an error names."""
 DIGEST_BYTES = 16
 SENDERS_NUM_MAX = 8
 """The most members from which one receiver takes shards of one list. More need more connections,
@@ -77,7 +76,6 @@ class ShardList:
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """The kind of each tensor, by key."""
         return {shard.key: shard.kind for shard in self.shards}
 
 
@@ -109,7 +107,6 @@ class Missing(Exception):
 
 
 def intersection(one: Region, other: Region) -> Region | None:
-    """The region that both contain, if any."""
     begins = tuple(map(max, one.offset, other.offset))
     shape = tuple(min(a + n, b + m) - begin for a, n, b, m, begin
                   in zip(one.offset, one.shape, other.offset, other.shape, begins, strict=True))

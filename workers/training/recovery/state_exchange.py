@@ -148,7 +148,6 @@ class Planner:
         self._lists: dict[bytes, ShardList] = {}
         """The lists of other members that were read."""
         self._failed: set[int] = set()
-        """The places whose data failed a checksum."""
 
     def offer(self, own_version: int, numbers_bytes: int) -> None:
         """Tell all members what this member has and wants, and learn what they have and want."""
@@ -188,7 +187,6 @@ class Planner:
                 raise RuntimeError(f"{missing}, without those at {sorted(self._failed)}")
 
     def exclude(self, places: set[int]) -> None:
-        """Exclude senders whose data failed a checksum."""
         log.warning("senders of state are excluded", places=sorted(places), why="wrong checksum")
         self._failed |= places
         for place in places:

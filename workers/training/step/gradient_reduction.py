@@ -295,7 +295,6 @@ class Reduction:
         return stats, sums
 
     def _until_computed(self) -> None:
-        """Wait until the device has done this member's own work."""
         if self._trainee.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 

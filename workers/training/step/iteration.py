@@ -137,7 +137,6 @@ class Iteration:
         return tuple(sorted(self.done))
 
     def claim(self) -> Claim:
-        """This member's claim to a settlement."""
         return Claim(step_version=self.step_version, kept=self.kept,
                      owned=self.owned, assigned_in=self.assigned_in, begun=self.begun,
                      trained_in=self.trained_in, ready=self.is_ready, gate=tuple(self._gate or ()),
@@ -443,6 +442,5 @@ class Iteration:
 
 
 def held_by(trainee: TrainingModel) -> HeldState:
-    """The part of the model that `trainee` has."""
     return HeldState(axes=trainee.axes, optimizer=trainee.train.parallel.optimizer,
                      place=trainee.place)

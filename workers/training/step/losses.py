@@ -23,7 +23,6 @@ class Losses:
         self._num_tokens: list[NumTokens] = []
 
     def add(self, item: int, loss: Tensor, num_tokens: NumTokens) -> None:
-        """Add micro-batch `item`."""
         self._items.append(item)
         self._values.append(loss.detach().reshape(()).double())
         self._num_tokens.append(num_tokens)
