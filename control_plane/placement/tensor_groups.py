@@ -29,8 +29,7 @@ def size(task: Task, count: int) -> int:
 
 
 def has_tensor_axis(task: Task, count: int) -> bool:
-    """Whether the groups on `count` slots are tensor-parallel ones. A pipeline's ranks may be on
-    several nodes: they exchange little."""
+    """Whether the groups are tensor-parallel ones. A pipeline's ranks may be on several nodes."""
     axes = table.axes(task.spec, task.modelled, count)
     return axes is not None and axes.tp > 1
 

@@ -1,8 +1,6 @@
 """Plans under limits: the most moves, quotas of teams, priorities, floors.
 
-A dynamic programme over slots and moves. A team with a quota has a dynamic programme of its own,
-whose results are the candidates of one row. If priorities differ, values are compared priority by
-priority, the highest first. The cost is slots times moves for each candidate.
+A dynamic programme over slots and moves. docs/decisions/limits-of-plans.md has the rules.
 """
 
 from __future__ import annotations

@@ -57,8 +57,7 @@ def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
     It holds once the plan is carried out and every task is healthy: then `choose_plan` gives the
     task slots from `times` its present weight on. Hysteresis (`gain_min`) is a cost of change.
 
-    WORK_NUM_MAX, VECTORS_NUM_MAX and LIMITED_WORK_NUM_MAX bound the work: the first tasks are
-    priced. There are no prices where no single weight decides (`has_prices`).
+    If there are too many, the first tasks are priced, and none if no single weight decides.
     """
     if not has_prices(problem) or _is_too_large(problem):
         return {}

@@ -52,8 +52,7 @@ def layout_on(train: Train | Loop, model: MegatronModel, axes: Axes) -> Layout:
 
 
 def memory_on(train: Train | Loop, axes: Axes) -> Memory | None:
-    """The memory of a rank; None if the model is unknown. A `train:` spec names no GPU, and may run
-    without one: then only tensors count."""
+    """The memory of a rank; None: unknown. Of a `train:` task, which names no GPU, only tensors."""
     model = described(train)
     if model is None:
         return None

@@ -215,8 +215,7 @@ def receive(connection: socket.socket, *kinds: type[M], until_s: float = math.in
 
 
 def receive_or_end(connection: socket.socket, kind: type[M]) -> M | None:
-    """Receive a message of this kind; None if the other side has closed the connection or is idle.
-    Raises OSError, TransferError."""
+    """Receive a message; None: the other side closed, or is idle. Raises OSError, TransferError."""
     try:
         if not connection.recv(1, socket.MSG_PEEK):
             return None

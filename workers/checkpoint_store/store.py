@@ -26,8 +26,7 @@ class StoreRefused(Exception):
 
 
 class StoredCheckpoint(Struct, frozen=True, kw_only=True, eq=False):
-    """A complete share. `memory` has the pieces in sequence, after the manifest; a reader of it may
-    continue after the store has removed it."""
+    """A complete share. `memory`: manifest and pieces. A reader may go on after its removal."""
 
     offer: Offer
     manifest: Manifest
@@ -218,8 +217,7 @@ def _is_same_share(one: Offer, other: Offer) -> bool:
 
 
 def bytes_max(environment: Mapping[str, str]) -> int:
-    """The memory for checkpoints, in bytes; by default a quarter of what is available, within the
-    container if there is one. Raises UsageError."""
+    """Memory for checkpoints; by default a quarter of what is available. Raises UsageError."""
     if BYTES_MAX in environment:
         text = environment[BYTES_MAX]
         if not (text.isascii() and text.isdigit()):

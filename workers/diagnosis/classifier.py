@@ -170,8 +170,7 @@ _LEVEL_RULE = IgnoreRule("level", (), None)
 
 
 def _xid_verdict(line: str, lowered: str, number: re.Match[str]) -> tuple[Verdict, int]:
-    """The verdict of an XID. If the line names an earlier XID as the cause (XID 45 does), the
-    status is that of the cause."""
+    """The verdict of an XID; if the line names an earlier one as its cause (45 does), of that."""
     xid = int(number[1])
     text = lowered[number.end():number.end() + 200]
     cause = _PREVIOUS_XID.search(lowered)

@@ -140,8 +140,7 @@ class Level:
         return True
 
     def _has_changed(self, num: int, level: float, factor: float) -> bool:
-        """Whether three quarters of the last `num` values differ from `level` by `factor`. If so,
-        adopt their level."""
+        """Whether 3/4 of the last `num` values differ by `factor`; if so, adopt their level."""
         if len(self._recent) < num:
             return False
         last = list(self._recent)[-num:]

@@ -46,8 +46,7 @@ class WriteDump(Body, frozen=True):
 
 
 class Adopted(Body, frozen=True):
-    """Rank to agent, from a command's custom loop: the pid of the process that trains, which is not
-    the shell or launcher around it."""
+    """From a custom loop: the pid of the process that trains, not of a shell around it."""
 
     pid: int
 

@@ -55,8 +55,7 @@ class Mark(NamedTuple):
 
 
 class FinishedIteration(NamedTuple):
-    """A finished iteration. `num` counts them from 1. `own_s` excludes waits for other ranks, and
-    waits for a core, which say nothing about the rank."""
+    """`num` counts from 1. `own_s` excludes waits for other ranks, and waits for a core."""
 
     num: int
     generation: int

@@ -335,8 +335,7 @@ class StateRecovery:
 
     def _restore(self, order: Reconfigure, trainee: TrainingModel, place: int, stored: int, *,
                  has_place: bool) -> Recovered:
-        """Read the newest state: in-memory checkpoint, checkpoint, or the workload's `stored` one.
-        """
+        """Read the newest state: a checkpoint, in memory or not, or the workload's `stored` one."""
         history = self._iteration.history
         if order.copies:
             restored = self._restore_from_memory(order, trainee, place, stored,

@@ -45,8 +45,7 @@ class Relaxation(Struct, frozen=True, kw_only=True):
     price: int
     bound: int
     losses: Ints
-    """The reduced cost by candidate: its distance from the best of its row at this price, 0 or
-    more. It is LOSS_NUM_MAX if the candidate does not fit (`_fits`)."""
+    """The reduced cost: the distance from the best of its row. LOSS_NUM_MAX: it does not fit."""
     picks: Ints
     """The choice of the relaxation by row: the smallest candidate with loss 0."""
 

@@ -64,8 +64,7 @@ log = structlog.get_logger()
 
 
 class Declined(UsageError):
-    """In-memory recovery does not support this loop; the message gives the reason. After a fault
-    all processes of the task are restarted."""
+    """In-memory recovery does not support this loop: a fault restarts all processes of the task."""
 
 
 class Job:
@@ -144,9 +143,8 @@ class Job:
 
     @property
     def auxiliary_losses(self) -> dict[str, float]:
-        """The auxiliary losses of a mixture of experts in the last completed iteration, by
-        Megatron's name: the mean over layers and over all micro-batches, without the coefficient.
-        """
+        """The auxiliary losses of a mixture of experts in the last completed iteration, by name in
+        Megatron: the mean over layers and all micro-batches, without the coefficient."""
         return dict(self._driver.iteration.trainee.experts.losses)
 
     @property

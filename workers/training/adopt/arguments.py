@@ -50,8 +50,7 @@ def check_arguments(call: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def usage_errors_reported() -> Generator[None]:
-    """A UsageError prints one line and ends the process. With an agent, the error propagates to the
-    exit report."""
+    """A UsageError prints one line and ends the process; with an agent, the exit report has it."""
     try:
         yield
     except UsageError as error:
@@ -62,8 +61,7 @@ def usage_errors_reported() -> Generator[None]:
 
 
 def preload_checked() -> None:
-    """`preload`; a version of torch or Megatron that cannot train ends the process as wrong
-    arguments do."""
+    """`preload`; a version that cannot train ends the process as wrong arguments do."""
     with usage_errors_reported():
         try:
             preload()

@@ -82,8 +82,7 @@ class LoaderBatches:
         return private_torch.pinned(result) if self._is_pinned else result
 
     def _from(self, iteration: int, micro_batch: int) -> Iterator[int]:
-        """This batch, then those that this process needs if it has the share of the last iteration.
-        """
+        """This batch, then those that this process needs if it keeps its share of an iteration."""
         yield iteration * self._micro_batches + micro_batch
         share = sorted(set(self._last_share))
         if micro_batch not in share:

@@ -163,9 +163,8 @@ class RestartOnlyDriver:
 
 
 class RestartCheckpoint:
-    """The last checkpoint of a restart-only task, in the folder `task-N` of its output. There is
-    none without an agent, without a folder, or if no rank has the whole state of a known optimizer.
-    """
+    """The last checkpoint of a restart-only task, in folder `task-N` of its output; none without
+    an agent, without a folder, or if no rank has the whole state of a known optimizer."""
 
     def __init__(self, train: Train, trainee: TrainingModel, task: str) -> None:
         self._train = train

@@ -83,8 +83,7 @@ def folder_of(output: str, path: str) -> str:
 
 
 def save(folder: str, trainee: TrainingModel, step_version: int, history: History) -> int:
-    """Write the state of a whole replica by this member alone; returns its bytes. Raises NotSaved:
-    nothing is then left of this write."""
+    """Write a whole replica's state; returns its bytes. After NotSaved nothing is left of it."""
     target = folder_at(folder, f"{os.getpid()}")
     snapshot = Snapshot(whole_share(trainee), None)
     try:

@@ -63,8 +63,7 @@ class PathFolder:
             return None
 
     def finish(self, metadata: bytes) -> None:
-        """Write `.metadata`: the checkpoint is then complete. It replaces one of another task with
-        the same output."""
+        """Write `.metadata`: it is then complete. It replaces another task's at the same output."""
         self.write(COMPLETE_MARK, metadata)
         old = self._final.with_name(f"{self._partial.name.removesuffix(PARTIAL)}{OLD}")
         if self._final.exists():
@@ -149,8 +148,7 @@ def folder_at(name: str, token: str) -> Folder:
 
 
 def clear(output: str, generation: int) -> None:
-    """Remove partial checkpoints of earlier generations, also of a member that still writes: its
-    checkpoint would not be published."""
+    """Remove partial checkpoints of earlier generations, also those that a member still writes."""
     with suppress(OSError):
         if is_url(output):
             _clear_url(Store(output), generation)

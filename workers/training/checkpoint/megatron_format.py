@@ -61,8 +61,7 @@ def iteration_folder(iteration: int) -> str:
 
 
 class MegatronFormat:
-    """Checkpoints in `folder`, every `every` iterations. `common`: what Megatron-LM stores beside
-    the state."""
+    """Checkpoints in `folder`, every `every` iterations. `common`: what they have beside state."""
 
     def __init__(self, folder: str, every: int,
                  common: Callable[[TrainingModel, int], Mapping[str, Any]]) -> None:

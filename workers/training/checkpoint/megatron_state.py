@@ -90,8 +90,7 @@ def plain_values(data: bytes) -> Any:
 
 
 def newest(folder: str) -> str:
-    """The name of the newest complete checkpoint in a folder of Megatron-LM, empty if it has none.
-    Raises UsageError."""
+    """The name of the newest complete checkpoint in the folder; "": none. Raises UsageError."""
     try:
         text = (Path(folder) / TRACKER).read_text().strip()
     except FileNotFoundError:

@@ -45,8 +45,7 @@ log = structlog.get_logger()
 
 
 class StoreOrder(NamedTuple):
-    """Where the shares of this member go. `bytes_max`: the memory that each store may use; 0: its
-    own limit."""
+    """Where a member's shares go. `bytes_max`: memory that each store may use; 0: its own limit."""
 
     stores: tuple[StoreEndpoint, ...] = ()
     bytes_max: int = 0

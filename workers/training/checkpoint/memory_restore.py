@@ -118,8 +118,7 @@ class Stores:
                 if all(share in found for share in range(num_shares))]
 
     def fetch(self, version: Version, wanted: State, held: HeldState, place: int) -> Fetched:
-        """Read the pieces of `wanted` into its tensors. Raises TransferError; they are then
-        undefined."""
+        """Read `wanted` into its tensors, which are undefined after a TransferError."""
         reading = _Reading(wanted)
         # Share 0 has the numbers.
         order = sorted(range(len(version.shares)), key=lambda share: (

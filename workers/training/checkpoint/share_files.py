@@ -77,8 +77,7 @@ class Index(Struct, frozen=True, array_like=True):
 
 
 class Hooks(NamedTuple):
-    """`on_half` is called when about half of the bytes are written, `on_piece` before each piece.
-    An error that they raise ends the write."""
+    """Called when about half of the bytes are written, before each piece. Errors end the write."""
 
     on_half: Callable[[], None] = lambda: None
     on_piece: Callable[[], None] = lambda: None

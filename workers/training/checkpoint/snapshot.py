@@ -132,8 +132,7 @@ class Snapshot:
 
 
 def _stream(device: torch.device) -> Any:
-    """A CUDA stream for copies. It begins after the work of the current stream: the last step may
-    still be running."""
+    """A CUDA stream for copies. It begins after the work of the current stream: the last step."""
     found: Any = torch.cuda
     stream = found.Stream(device)
     stream.wait_stream(found.current_stream(device))

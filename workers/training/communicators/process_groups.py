@@ -26,8 +26,7 @@ Here all members have reduced the norm before the step (optimizer_step.py). `tp_
 auxiliary loss over all replicas, which is refused."""
 ROLES = (*DATA_PARALLEL, *TENSOR_PARALLEL, "pp", "embd", *REPLICA, *ALONE)
 GROUP_S_MAX = 10.0
-"""Timeout for the building of groups after the rendezvous. gloo waits five times as long for a peer
-to connect."""
+"""Timeout for building groups after the rendezvous. gloo waits five times as long to connect."""
 
 
 def build(axes: Axes, timeout_s: float) -> Any:

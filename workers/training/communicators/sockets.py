@@ -1,5 +1,4 @@
-"""Finds the sockets of a generation in this process and interrupts the threads that wait on them.
-"""
+"""Finds the sockets of a generation and interrupts the threads that wait on them."""
 
 from __future__ import annotations
 

@@ -203,8 +203,7 @@ def set_gathered(group: Any, *, is_gathered: bool) -> None:
 
 @reaches(_BUFFER, f"{_GROUP}.finish_param_sync")
 def finish_gather(ddp: Any) -> None:
-    """Gather the parameters of a model chunk that overlaps its gather, as its forward does: each
-    bucket group launches the next one."""
+    """Gather a chunk's parameters as its forward does: each bucket group launches the next one."""
     for groups in (ddp.bucket_groups, ddp.expert_parallel_bucket_groups):
         for group in reversed(groups):
             group.finish_param_sync()

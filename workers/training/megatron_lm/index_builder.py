@@ -54,8 +54,7 @@ def ensure() -> None:
 
 @contextmanager
 def one_at_a_time(args: Any) -> Generator[None]:
-    """Within this context the datasets are built: the first process of a node writes their index
-    caches, and the others find them."""
+    """Datasets are built in this context: a node's first process writes caches that others find."""
     if args.mock_data:  # without caches
         yield
         return

@@ -267,8 +267,7 @@ def _say(line: str) -> None:
 
 # --- training ---
 class Pretraining:
-    """The script's functions in the form that `adopt` takes. `given`: the arguments of `pretrain`.
-    """
+    """The script's functions as `adopt` takes them. `given`: the arguments of `pretrain`."""
 
     def __init__(self, start: Start, given: Mapping[str, Any]) -> None:
         self.args = args = start.args

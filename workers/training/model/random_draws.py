@@ -26,8 +26,7 @@ def seed_of(*parts: int) -> int:
 
 
 def _seed_torch(seed: int) -> None:
-    """torch.manual_seed also seeds the generators of devices that are not in use, and formats a
-    stack trace for each kind of them."""
+    """torch.manual_seed also seeds unused devices, and formats a stack trace for each kind."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
@@ -87,8 +86,7 @@ _INTO_HIDDEN = (".linear_proj.weight", ".linear_fc2.weight")
 
 
 def global_name(module: Any, name: str) -> str:
-    """A parameter's or buffer's name in the whole model, from its name in one chunk. The last
-    stage's tied output layer has the name of the embedding."""
+    """The name in the whole model. The last stage's tied output layer has that of the embedding."""
     if name == OUTPUT and module.share_embeddings_and_output_weights:
         return EMBEDDING
     if found := LAYER.fullmatch(name):

@@ -177,8 +177,7 @@ class TrainingModel:
 
     def loss(self, tokens: Tensor) -> Tensor:
         """What a micro-batch [rows, sequence + 1] adds to the sum that `divisor` divides: the sum
-        over its tokens, or with `per_micro_batch` its mean divided by the number of micro-batches.
-        """
+        of its tokens, or with `per_micro_batch` its mean divided by the number of micro-batches."""
         tokens = self.given(tokens)
         return self.loss_of(self.forward(self.ddps[0], tokens), tokens)
 
@@ -310,8 +309,7 @@ def whole_size(train: Train, groups: Any) -> Size:
 
 
 def state_bytes_beside(item_bytes: int) -> int:
-    """Bytes of state of a parameter of `item_bytes` beside itself, in fp32: Adam's two moments, and
-    the master copy of 16 bits."""
+    """Bytes of a parameter's state beside itself: fp32 moments, and the master copy of 16 bits."""
     return 8 if item_bytes == 4 else 12
 
 
@@ -371,7 +369,6 @@ def _scheduler(train: Train, optimizer: Any) -> Any:
 
 
 def iteration_flops(model: Model, num_samples: int) -> float:
-    """FLOPs of one iteration: 72 B s l h^2 (1 + s/6h + V/12lh). Source: Narayanan et al., SC 2021,
-    without activation recomputation."""
+    """72 B s l h^2 (1 + s/6h + V/12lh): Narayanan et al., SC 2021, without recomputation."""
     s, l, h = model.sequence, model.num_layers, model.hidden  # noqa: E741
     return 72.0 * num_samples * s * l * h * h * (1 + s / (6 * h) + VOCABULARY / (12 * l * h))

@@ -90,8 +90,7 @@ def numbers(trainee: TrainingModel, step_version: int, history: History) -> Numb
 
 
 def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
-    """Load the numbers; returns the step version. If they do not fit the model it raises ValueError
-    and changes nothing."""
+    """Load the numbers; returns the step version. ValueError: they do not fit, nothing changed."""
     if new.precision != trainee.train.precision:
         raise ValueError(f"numbers of {new.precision}, not {trainee.train.precision}")
     if len(new.loss_scales) != (own_num := len(_dynamic(trainee))):

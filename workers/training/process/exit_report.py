@@ -114,8 +114,7 @@ class ExitReporter:
         exit_process(self._control, 1)
 
     def report_thread(self, args: threading.ExceptHookArgs) -> None:
-        """The threading.excepthook of a rank: an error in one of OWN_THREADS ends the process; that
-        of another thread is only logged."""
+        """The threading.excepthook: an error in OWN_THREADS ends the process, else it is logged."""
         if args.exc_type is SystemExit:
             return
         name = args.thread.name if args.thread is not None else ""

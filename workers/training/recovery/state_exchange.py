@@ -113,8 +113,7 @@ class _Side(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What this member receives: its moves, and the place that sends the numbers (NO_STATE: it has
-    them)."""
+    """This member's moves, and the place that sends the numbers (NO_STATE: it has them)."""
 
     moves: list[Move]
     numbers_from: int
@@ -133,8 +132,7 @@ class Plan(NamedTuple):
 
 
 class Planner:
-    """Plans what this member receives, and agrees with the others on who sends to whom. The
-    parameters are those of `exchange`."""
+    """Plans what this member receives, and agrees on who sends to whom. As `exchange`."""
 
     def __init__(self, peers: World, have: ShardList, want: ShardList | None, *,
                  step_version: int, held: Mapping[int, HeldState], seat: HeldState,

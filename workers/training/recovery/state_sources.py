@@ -1,7 +1,6 @@
 """Finds the state from which a new generation continues, and the members that hold it.
 
-Pure: the result depends only on the members' claims. docs/ARCHITECTURE.md, "Settlement", has the
-rules.
+Pure. docs/ARCHITECTURE.md, "Settlement", has the rules.
 """
 
 from __future__ import annotations
@@ -132,9 +131,8 @@ def other_versions(claims: Sequence[Claim]) -> tuple[str, list[int]]:
 
 
 def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
-    """The highest step version whose whole state the members have in one layout: preferably that of
-    `axes`, which needs no transfer, else the one with the most holders. O(members x step versions).
-    """
+    """The highest step version whose whole state the members have in one layout: that of `axes`,
+    which needs no transfer, else the one with the most holders. O(members x step versions)."""
     versions = {claim.step_version + steps for claim in claims
                 if claim.step_version != NO_STATE for steps in range(1 + claim.ready)}
     for version in sorted(versions, reverse=True):
@@ -173,9 +171,8 @@ def _is_ready(claim: Claim, version: int) -> bool:
 
 
 def _barrier(claims: Sequence[Claim], version: int) -> tuple[int | None, tuple[float, ...]]:
-    """The generation whose ready members take the step to `version`, and its barrier's result
-    (docs/ARCHITECTURE.md, "Settlement"). If two generations can take this step, the later one does.
-    """
+    """The generation whose ready members take the step to `version`, and its barrier's result. If
+    two generations can take this step, the later one does."""
     results = {claim.trained_in: claim.gate for claim in reversed(claims)
                if claim.gate and claim.step_version == version}
     ready = {claim.trained_in for claim in claims if _is_ready(claim, version)}

@@ -311,8 +311,7 @@ def _check_of(communicators: Communicators) -> Callable[[], None]:
 
 
 def on_device(values: Sequence[float], device: torch.device) -> Tensor:
-    """A float64 tensor of a few values. On CUDA torch.tensor waits for the stream; a fill does not.
-    """
+    """A float64 tensor of few values. On CUDA torch.tensor waits for the stream; fill does not."""
     made = torch.zeros(len(values), dtype=torch.float64, device=device)
     for index, value in enumerate(values):
         if value:

@@ -364,8 +364,7 @@ class Iteration:
         return self._gather()
 
     def _end_gather(self) -> None:
-        """The generation ends before all parameters have arrived. A gather that does not end may
-        still write into the model."""
+        """The generation ends before all parameters arrived; a gather may still write into them."""
         works = [work for group in self.trainee.bucket_groups for work in take_gather_works(group)]
         waiter = end_all(works, self._communicators.interrupt, self._communicators.groups)
         if waiter is not None:

@@ -42,8 +42,7 @@ class Losses:
         self._items, self._values, self._num_tokens = [], [], []
 
     def write(self, sums: Tensor) -> None:
-        """Write the sum of the losses and of the tokens into the first two elements of `sums`, a
-        float64 tensor of zeros, without a wait for the device."""
+        """Write the sums of losses and tokens into `sums[:2]`, zeros in float64, without a wait."""
         if not self._items:
             return
         torch.sum(torch.stack(self._values), 0, out=sums[0])

@@ -88,8 +88,7 @@ def step(trainee: TrainingModel, num_tokens: float, note: Callable[[Event], None
 
 
 def gather(trainee: TrainingModel) -> None:
-    """With a sharded optimizer, gather the parameters that the other replicas have stepped. Raises
-    RuntimeError; the gather can then be repeated."""
+    """Gather the parameters that other replicas stepped. Can be repeated after RuntimeError."""
     for ddp in trainee.ddps:
         if trainee.gathers_in_forward:
             private_megatron.finish_gather(ddp)

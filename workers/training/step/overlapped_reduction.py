@@ -61,8 +61,7 @@ class GradientBackup:
             self._copies = []
 
     def restore(self) -> bool:
-        """The reduction failed: make the copies the local gradients again. False: there are none,
-        and the local gradients are lost."""
+        """Make the copies the local gradients again. False: there are none, so these are lost."""
         if not self._saved:
             return True
         if self.is_kept:
