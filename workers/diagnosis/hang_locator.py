@@ -1,9 +1,7 @@
 """Locates a hang: finds the ranks that all others wait for in the flight-recorder dumps.
 
-If all ranks enter collectives in one global order, waits form no cycle, and the ranks that wait for
-no other rank are the suspects. docs/guides/detection.md lists the other signs of a stalled rank. If
-all ranks have entered a collective that does not complete, no rank is named: the cause is the
-network or a device.
+docs/guides/detection.md has the rules, and lists the signs of a stalled rank. If all ranks have
+entered a collective that does not complete, no rank is named: it is the network or a device.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Step-time monitoring: detects slow and stalled iterations, and lasting changes.
 
 The rule of the Unicron paper: more than 3 x the running average is a fault, 1.1 x to 3 x is
-degraded. docs/guides/detection.md says how false alarms on a shared cluster are avoided: the
-average is a median, durations shown before are usual, and degraded needs persistence beyond the
-noise. The window doubles with each reported change. Memory and time per iteration are bounded.
+degraded. docs/guides/detection.md says how false alarms on a shared cluster are avoided. The
+window doubles with each reported change. Memory and time per iteration are bounded.
 """
 
 from __future__ import annotations

@@ -1,17 +1,7 @@
 """`adopt`: in-memory recovery for a custom training loop on megatron-core.
 
 Import this module before megatron. deploy/examples/loop.py is a complete example;
-docs/guides/scripts.md lists what such a loop may contain.
-
-    with adopt(build=build, sample=sample, forward=forward) as job:
-        for _ in job:
-            iteration = job.step()
-            if iteration % 100 == 0:
-                job.evaluate(lambda: validate(job.model))
-
-If a member fails during `job.step()`, the others keep their local gradients, rebuild the
-communicators and finish the iteration. The replacement process runs the same script, and receives
-the state before its first `job.step()`.
+docs/guides/scripts.md has a shorter one, and lists what such a loop may contain.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The passes of a pipeline in Megatron's own schedule, which the first stage can end early.
 
-The first stage decides before each group of micro-batches whether another group follows. If not,
-it sends a marker instead of the group's first activation. Each stage that receives the marker sends
-it on, and skips the passes and the messages of all later micro-batches. Megatron's schedule runs to
-its end, so that all stages complete the passes of exactly the micro-batches before the marker.
+docs/ARCHITECTURE.md, "The transition table", says how. Megatron's schedule runs to its end, so that
+all stages complete the passes of exactly the micro-batches before the marker.
 """
 
 from __future__ import annotations
