@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from .problem import PlanLimits, PlanProblem, TaskDemand, waf_of
-from .solver.candidates import Candidates, SlotsAndGain
+from .solver.candidates import IMPOSSIBLE, Candidates, SlotsAndGain
 from .solver.core import Ints
-from .solver.dynamic_program import IMPOSSIBLE
 
 
 def best(rows: Candidates, capacity: int, limits: PlanLimits) -> SlotsAndGain | None:

@@ -22,8 +22,7 @@ from .planner import Plan, allowed_candidates, plan_of, solve
 from .problem import PlanProblem, TaskDemand, waf_of
 from .problem_of_state import planning_snapshot
 from .solver import knapsack
-from .solver.candidates import Candidates
-from .solver.dynamic_program import IMPOSSIBLE, LeaveOneOut
+from .solver.candidates import IMPOSSIBLE, Candidates, LeaveOneOut
 
 # --- Price of a waiting task: what the others would lose, and the weight from which it runs ---
 

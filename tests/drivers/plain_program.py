@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from unicron.control_plane.planner.solver.candidates import Candidates
+from unicron.control_plane.planner.solver.candidates import Candidates, tables
 from unicron.control_plane.planner.solver.core import Ints
-from unicron.control_plane.planner.solver.dynamic_program import tables
 
 
 def suffixes(rows: Candidates, capacity: int) -> Ints:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from planner_cases import FAMILIES, candidates_of, degenerate
 from unicron.control_plane.planner import planner
 from unicron.control_plane.planner.planner import choose_plan
-from unicron.control_plane.planner.solver import core, dynamic_program, knapsack
+from unicron.control_plane.planner.solver import candidates, core, knapsack
 from unicron.control_plane.planner.solver.core import CoreProblem
 from unicron.control_plane.planner.solver.knapsack import Solution
 
@@ -75,13 +75,13 @@ def test_the_next_best_equals_brute_force(found: list[Row], capacity: int) -> No
 def test_the_tables_have_every_optimum(found: list[Row], capacity: int) -> None:
     flat = candidates_of(found)
     before, after = (
-        dynamic_program.tables(flat, capacity, range(flat.num)),
+        candidates.tables(flat, capacity, range(flat.num)),
         plain_program.suffixes(flat, capacity))
     for r, j in itertools.product(range(len(found) + 1), range(capacity + 1)):
         for table, part in ((before, found[:r]), (after, found[r:])):
             plans = all_plans(part, j)
             assert (int(table[r, j]) == plans[0][1]) if plans else (
-                table[r, j] <= dynamic_program.IMPOSSIBLE // 2)
+                table[r, j] <= candidates.IMPOSSIBLE // 2)
     if plans := all_plans(found, capacity):
         assert tuple(plain_program.backtrack(flat, after, capacity)) == plans[0][0]
 
@@ -126,7 +126,7 @@ def test_among_ties_plain_dynamic_programming_agrees(found: list[Row], capacity:
     """The values are equal. On a tie, both give the first row the most slots."""
     flat = candidates_of(found)
     after = plain_program.suffixes(flat, capacity)
-    if after[0, capacity] <= dynamic_program.IMPOSSIBLE // 2:
+    if after[0, capacity] <= candidates.IMPOSSIBLE // 2:
         assert knapsack.best(flat, capacity) is None
         return
     slots = tuple(plain_program.backtrack(flat, after, capacity))
@@ -140,10 +140,10 @@ def test_among_ties_the_next_best_differs_in_a_size(found: list[Row], capacity: 
     if solved is None:
         return
     chosen = flat.slots(solved.vector)
-    others = dynamic_program.LeaveOneOut(flat, capacity)
+    others = candidates.LeaveOneOut(flat, capacity)
     best = [value + gain for i, row in enumerate(found) for size, gain in row
             if size != chosen[i] and size <= capacity
-            and (value := others.without(i, capacity - size)) > dynamic_program.IMPOSSIBLE // 2]
+            and (value := others.without(i, capacity - size)) > candidates.IMPOSSIBLE // 2]
     runner_up = solved.next_best()
     assert (runner_up is None) == (not best)
     if runner_up is not None:
