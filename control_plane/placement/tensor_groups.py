@@ -64,8 +64,6 @@ def _deal(tasks: Sequence[Task], wanted: Mapping[int, int], room: FreeSlots,
 
 
 class _GroupAssignment:
-    """The groups of one task during the assignment."""
-
     def __init__(self, task: Task, count: int, room: FreeSlots,
                  where: Mapping[str, Labels]) -> None:
         self.key, self.each, self.num_bytes = task.id, size(task, count), seat_bytes(task, count)

@@ -179,7 +179,6 @@ def why(problem: PlanProblem, choice: Choice, others: Sequence[Alternative], bou
 
 
 def moves(given: Sequence[Allocation], names: Mapping[int, str]) -> str:
-    """The tasks that change, and their new slots."""
     changes = [f"{names[x.task]} " + (
         f"begins on {x.slots}" if not x.slots_before else
         f"gives up its {x.slots_before}" if not x.slots else f"{x.slots_before} -> {x.slots}")

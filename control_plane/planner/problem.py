@@ -29,7 +29,6 @@ class PlanLimits(Struct, frozen=True, kw_only=True):
     """By row: the task's priority, higher ones first. Empty: all tasks have the same priority."""
 
     def allow(self, slots: Sequence[int]) -> bool:
-        """True if a plan satisfies `moves_max` and the quotas."""
         return self.allow_moves(slots) and self.allow_quotas(slots)
 
     def allow_moves(self, slots: Sequence[int]) -> bool:

@@ -106,7 +106,6 @@ def iteration_s(model: MegatronModel, layout: Layout, constants: Constants) -> f
 
 
 def parts(model: MegatronModel, layout: Layout, constants: Constants) -> Parts:
-    """The terms of one micro-batch."""
     kind, layers = KINDS[model.gpu], model.num_layers / layout.pp
     head = _head_s(model, layout, kind, constants)
     return Parts(

@@ -351,7 +351,6 @@ class ShareSender:
         connection.sendall(manifest)
 
     def send(self, piece: memoryview) -> None:
-        """Send the next piece."""
         self._sums += send_bytes(self._connection, piece).to_bytes(SUM_BYTES, "big")
 
     def finish(self) -> tuple[str, int]:

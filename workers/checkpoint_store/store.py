@@ -35,7 +35,6 @@ class StoredCheckpoint(Struct, frozen=True, kw_only=True, eq=False):
     memory: mmap.mmap
 
     def pieces(self) -> list[memoryview]:
-        """The bytes of each piece."""
         begin, found = self.offer.manifest_bytes, list[memoryview]()
         for piece in self.manifest.pieces:
             found.append(memoryview(self.memory)[begin : begin + piece.num_bytes])
@@ -177,7 +176,6 @@ class CheckpointStore:
         return [one for one in self._stored if one.offer.task == task]
 
     def _same(self, offer: Offer) -> list[StoredCheckpoint]:
-        """The stored versions of this share."""
         return [one for one in self._of(offer.task) if one.offer.share == offer.share]
 
     def _is_outdated(self, offer: Offer) -> bool:

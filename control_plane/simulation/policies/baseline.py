@@ -62,7 +62,6 @@ def _with_newcomers(state: ClusterState, seats: Seats, sizes: dict[int, int]) ->
 
 
 def has_failed(state: ClusterState) -> bool:
-    """Whether any fault has occurred in the cluster."""
     return bool(state.incidents) or any(
         node.health != "healthy" or node.drained or node.slots_disabled
         for node in state.nodes.values())

@@ -73,12 +73,10 @@ def relative_path(generation: int, step_version: int) -> str:
 
 
 def step_version_of(path: str) -> int:
-    """The step version of a checkpoint at a relative path."""
     return int(path.rpartition("iter-")[2])
 
 
 def folder_of(output: str, path: str) -> str:
-    """The folder of a checkpoint: `path` in the output folder."""
     return f"{output.rstrip('/')}/{path}"
 
 

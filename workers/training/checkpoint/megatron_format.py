@@ -56,7 +56,6 @@ def translated(state: State, names: Mapping[str, StackedName], master: str) -> S
 
 
 def iteration_folder(iteration: int) -> str:
-    """The name of a checkpoint in the folder."""
     return f"iter_{iteration:07d}"
 
 

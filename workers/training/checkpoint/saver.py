@@ -154,7 +154,6 @@ class Saver:
         self._others_done_s = 0.0 if num_others_saving else self._others_done_s or time.monotonic()
 
     def detach(self) -> None:
-        """As Snapshot.detach."""
         if self._snapshot is not None:
             self._snapshot.detach()
             self._snapshot = None

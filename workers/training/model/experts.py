@@ -130,7 +130,6 @@ class Experts:
 
 
 def routers(modules: Sequence[Any]) -> list[Any]:
-    """Megatron's routers in these modules."""
     return [part for module in modules for part in module.modules() if isinstance(part, TopKRouter)]
 
 

@@ -61,7 +61,6 @@ class World:
         return {place: bytes_of(buffer) for place, buffer in incoming.items()}
 
     def publish(self, name: str, data: bytes) -> None:
-        """Publish data for the members that `read` it."""
         self._store.set(name, data)
 
     def read(self, name: str) -> bytes:

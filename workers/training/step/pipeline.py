@@ -92,7 +92,6 @@ def _numbered(items: Sequence[int]) -> Iterator[tuple[int, bool]]:
 
 @cache
 def _head_of(dtype: torch.dtype) -> list[float]:
-    """The first elements of a marker."""
     head: list[float] = torch.tensor(list(MARKER), dtype=torch.uint8).view(dtype).tolist()
     return head
 
