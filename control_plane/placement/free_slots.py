@@ -94,7 +94,6 @@ class FreeSlots:
         return self._free.get(node, [])
 
     def exchange(self, taken: Slot, given: Slot) -> None:
-        """Take one slot and free another."""
         self._free[taken.node].remove(taken)
         self._free[given.node] = sorted([*self.slots(given.node), given], reverse=True)
         for node in (taken.node, given.node):

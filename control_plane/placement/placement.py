@@ -1,12 +1,6 @@
 """From counts to seats: which task runs where.
 
-The topology spread constraint (topology_spread.py): a training task of two or more seats is on two
-nodes, and on two racks if nodes are labelled. It holds wherever this needs no move of an unchanged
-healthy task, and splits no tensor-parallel group; other tasks move as few seats as possible for it.
-
-Otherwise every possible seat is kept. New seats are on few nodes and as near as possible: the same
-node, switch, rack, then anywhere. The task with more state chooses first. Among moves of equally
-many seats, the least state moves. Groups are on one node if possible (tensor_groups.py).
+docs/ARCHITECTURE.md, "Placement", has the rules and their order.
 """
 
 from __future__ import annotations

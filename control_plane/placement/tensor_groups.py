@@ -29,8 +29,7 @@ def size(task: Task, count: int) -> int:
 
 
 def has_tensor_axis(task: Task, count: int) -> bool:
-    """Whether the groups on `count` slots are tensor-parallel ones. A pipeline's ranks may be on
-    several nodes: they exchange little."""
+    """Whether the groups are tensor-parallel ones. A pipeline's ranks may be on several nodes."""
     axes = table.axes(task.spec, task.modelled, count)
     return axes is not None and axes.tp > 1
 
@@ -65,8 +64,6 @@ def _deal(tasks: Sequence[Task], wanted: Mapping[int, int], room: FreeSlots,
 
 
 class _GroupAssignment:
-    """The groups of one task during the assignment."""
-
     def __init__(self, task: Task, count: int, room: FreeSlots,
                  where: Mapping[str, Labels]) -> None:
         self.key, self.each, self.num_bytes = task.id, size(task, count), seat_bytes(task, count)

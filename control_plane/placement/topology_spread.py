@@ -1,8 +1,7 @@
 """The topology spread constraint: a task's state on two nodes, and on two racks if labelled.
 
-Seats of movable tasks move until no node, and then no rack, holds all seats of a training task.
-This is a flow from tasks through racks to nodes, with one seat less than the task has as the bound
-of each edge. Each task that violates it needs one cheapest augmenting path, if there is any.
+It is a flow from tasks through racks to nodes, with one seat less than the task has as the bound of
+each edge. Each task that violates it needs one cheapest augmenting path, if there is any.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ Move = tuple[int, str, str]
 SAME_NODE, SAME_SWITCH, SAME_RACK, ANYWHERE = range(4)
 """The additional cost of a moved process, by its distance to the nearest seat of its task."""
 BYTE, MOVED, BROKEN, FAR = 1 << 20, 1 << 90, 1 << 120, 1 << 150
-"""Weights of a moved byte, of a moved process, and of a task brought onto one rack. Each weight
-exceeds the sum of all smaller terms of a path. FAR: unreachable."""
+"""Weights of a moved byte, of a moved process, of a task brought onto one rack, each above the sum
+of all smaller terms of a path. FAR: unreachable."""
 
 
 def num_elsewhere(task: Task, count: int) -> int:

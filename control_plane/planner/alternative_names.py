@@ -25,8 +25,7 @@ NOT_COMPARABLE_NUM = -(1 << 53)
 
 
 def percent(share: float) -> str:
-    """Format 0.214 as `21 %`: two digits below 100 %, else all digits, grouped by three, and from
-    1e9 on a power of ten."""
+    """Format 0.214 as `21 %`: two digits below 100 %, else all, and from 1e9 on a power of ten."""
     value = 100 * share
     if value < 0.001:
         return "under 0.001 %"

@@ -1,9 +1,6 @@
 """Plans under limits: the most moves, quotas of teams, priorities, floors.
 
-A dynamic programme over slots and moves. A team with a quota has a dynamic programme of its own,
-whose results are the candidates of one row. If priorities differ, values are compared priority by
-priority, the highest first. The cost is slots times moves for each candidate. So plans without
-limits are made by `knapsack` alone. A plan of `knapsack` that satisfies the limits is final.
+A dynamic programme over slots and moves. docs/decisions/limits-of-plans.md has the rules.
 """
 
 from __future__ import annotations
@@ -17,9 +14,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from .problem import PlanLimits, PlanProblem, TaskDemand, waf_of
-from .solver.candidates import Candidates, SlotsAndGain
+from .solver.candidates import IMPOSSIBLE, Candidates, SlotsAndGain
 from .solver.core import Ints
-from .solver.dynamic_program import IMPOSSIBLE
 
 
 def best(rows: Candidates, capacity: int, limits: PlanLimits) -> SlotsAndGain | None:

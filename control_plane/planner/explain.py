@@ -41,13 +41,11 @@ from .problem import PlanProblem, TaskDemand, waf_of
 from .problem_of_state import PlanningSnapshot, digest
 
 NUM_NAMED_MAX = 3
-"""The most tasks that a list in the explanation names."""
 UNBOUND = (*LIMITS_BY_NAME, FLOORLESS, SPARELESS, ALPHALESS)
 """Names of plans that violate a limit of the problem, or that solve another problem."""
 
 
 def plan_record(state: ClusterState, snapshot: PlanningSnapshot, choice: Choice) -> PlanChosen:
-    """The log record of the choice, with its explanation."""
     problem = snapshot.problem
     most = {demand.task: state.tasks[demand.task].spec.slots.max for demand in problem.demands}
     return replace(record_of(problem, choice, most), trigger=state.replan, kept=kept(snapshot),
@@ -90,11 +88,10 @@ def binding_constraint(problem: PlanProblem, choice: Choice,
             most: Mapping[int, int]) -> tuple[Binding, tuple[int, ...]]:
     """(the constraint that binds the plan, the tasks that it concerns). `most`: slots.max by task.
 
-    `slots`: the objective would be larger with more slots. `min`: slots are left, but fewer than
-    the smallest size of a waiting task. `max`: every task has its preferred number of slots, and
-    for these tasks the number is their slots.max. `limits`: the objective would be larger without
-    limits. `floor`: it would be larger without the floors of these tasks. `spare`: the slots of one
-    node are kept idle. `nothing`: none of these.
+    `slots`, `limits`, `floor`: the objective would be larger with more slots, without limits,
+    without the floors of these tasks. `min`: slots are left, but fewer than the smallest size of a
+    waiting task. `max`: every task has its preferred number of slots, for these their slots.max.
+    `spare`: the slots of one node are kept idle. `nothing`: none of these.
     """
     plan = choice.plan
     if choice.spare is not None and choice.spare.verdict == "kept":
@@ -182,7 +179,6 @@ def why(problem: PlanProblem, choice: Choice, others: Sequence[Alternative], bou
 
 
 def moves(given: Sequence[Allocation], names: Mapping[int, str]) -> str:
-    """The tasks that change, and their new slots."""
     changes = [f"{names[x.task]} " + (
         f"begins on {x.slots}" if not x.slots_before else
         f"gives up its {x.slots_before}" if not x.slots else f"{x.slots_before} -> {x.slots}")

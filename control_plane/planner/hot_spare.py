@@ -1,7 +1,6 @@
 """Hot spare: decides whether the slots of one node stay idle for the next fault.
 
-The look-ahead is one event, as in the plan itself: the plan earns its G until the next fault, and
-this fault takes one node. It takes no second node, so a second spare node never pays.
+docs/decisions/hot-spares.md has the value that each plan is compared by.
 """
 
 from __future__ import annotations
@@ -28,13 +27,9 @@ LIMITED_WORK_NUM_MAX = 1 << 21
 
 
 def with_hot_spare(problem: PlanProblem) -> Choice:
-    """The plan. It keeps one node's slots idle if and only if this has a larger expected value.
-
-    The expected value is G of the plan plus the expected G of the plan after the next fault. Task i
-    loses a node with probability x_i / n. Then `choose_plan` plans on the slots that are left, and
-    this plan lasts until the node is repaired or until the next fault. On a tie nothing is kept
-    idle. A spare stops no running task and puts no task below its floor.
-    """
+    """The plan. It keeps one node's slots idle if and only if this has a larger expected value: G
+    of the plan plus the expected G of the plan after the next fault. A spare stops no running task
+    and puts no task below its floor."""
     free, num = planner.choose_plan(problem), problem.spare_slots
     if not num or not problem.demands:
         return free

@@ -24,8 +24,6 @@ class Event(Struct, frozen=True, kw_only=True):
 
 
 class NextEventPlans(Struct, frozen=True, kw_only=True):
-    """The plans after each next event of one problem."""
-
     problem: PlanProblem
     gpus_per_node: int
     plans: dict[Event, Plan]

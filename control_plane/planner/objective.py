@@ -4,21 +4,11 @@ The paper (section 4) maximises the sum of G over all tasks t:
 
     G(t, x) = F(t, x) D_running  -  F(t, now) (D_transition(t, now -> x) + H(t, x))
 
-- F(t, x) = w(t) T(t, x): weighted achieved FLOP/s (WAF) on x slots; `TaskDemand.wafs`.
-- D_running: expected time until the next fault; `PlanProblem.running_s`.
-- D_transition: downtime of the change, by kind of change; `TaskDemand.transition`. It is 0 for a
-  healthy task that keeps its slots (the paper's indicator 1). A faulted task always has a downtime.
-- H: hysteresis, our addition to the paper. It is `gain_min` D_running if a healthy task could keep
-  its slots but gets another number, else 0. So a healthy task changes only if the change gains at
-  least `gain_min` of the task's current WAF.
-
-With alpha-fairness, U(T) replaces T in the first term, and T U'(T) replaces T in the second term:
-U(T) = T^(1 - alpha) / (1 - alpha), and ln T for alpha 1 (Mo and Walrand, "Fair end-to-end
-window-based congestion control", 2000).
+F(t, x) = w(t) T(t, x) is the weighted achieved FLOP/s (WAF) on x slots, and H our hysteresis.
+docs/decisions/limits-of-plans.md has the terms, and what alpha-fairness puts in their place.
 
 The objective is computed in floats (`objective_values`), then rounded once to integers of one scale
-(`rows`). So the order of summation cannot change the plan. Utilities use only + - * / and the
-square root, which every machine rounds correctly. All FLOP in this module are weighted.
+(`rows`). So the order of summation cannot change the plan. All FLOP in this module are weighted.
 """
 
 from __future__ import annotations

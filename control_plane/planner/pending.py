@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import ROUND_CEILING, Context, Decimal
+from functools import partial
 from itertools import islice, pairwise
 from math import fsum
 
@@ -20,8 +21,8 @@ from .alternative_names import slots_in_words
 from .planner import Plan, allowed_candidates, plan_of, solve
 from .problem import PlanProblem, TaskDemand, waf_of
 from .problem_of_state import planning_snapshot
-from .solver.candidates import Candidates
-from .solver.dynamic_program import IMPOSSIBLE, LeaveOneOut
+from .solver import knapsack
+from .solver.candidates import IMPOSSIBLE, Candidates, LeaveOneOut
 
 # --- Price of a waiting task: what the others would lose, and the weight from which it runs ---
 
@@ -30,7 +31,7 @@ WORK_NUM_MAX = 5 << 22
 _SLOTS_NUM, _SIZES_NUM = 1 << 12, 4
 """For WORK_NUM_MAX: a candidate's fixed cost, in slots; a row's memory, in candidates."""
 VECTORS_NUM_MAX = 1 << 13
-"""Limit of priced tasks times all tasks. At the limit pricing takes 50 % more time."""
+"""Limit of priced tasks times all tasks: each price takes a solve, about 1 ms at the limit."""
 
 LIMITED_WORK_NUM_MAX = 1 << 24
 """Limit of states times candidates, summed over all searches under limits: about 30 ms."""
@@ -53,12 +54,9 @@ def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
     """The price of each task to which `plan` gives no slots, if one of its sizes fits; by task.
 
     It holds once the plan is carried out and every task is healthy: then `choose_plan` gives the
-    task slots from `times` its present weight on. Hysteresis (`gain_min`) is included as a cost of
-    change.
+    task slots from `times` its present weight on. Hysteresis (`gain_min`) is a cost of change.
 
-    The work is O(num_slots) for each size of each task; WORK_NUM_MAX, VECTORS_NUM_MAX and
-    LIMITED_WORK_NUM_MAX bound it, and the first tasks are priced. There are no prices where no
-    single weight decides: under floors, alpha, different priorities or a possible hot spare.
+    If there are too many, the first tasks are priced, and none if no single weight decides.
     """
     if not has_prices(problem) or _is_too_large(problem):
         return {}
@@ -74,19 +72,22 @@ def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
     if problem.limits is not None:
         return _limited(replace(problem, demands=after), rows, plan, options)
     options = dict(islice(options.items(), VECTORS_NUM_MAX // rows.num))
-    free = LeaveOneOut(rows, num_slots)
+    others = LeaveOneOut(rows, num_slots)
     found: dict[int, Price] = {}
     for i, sizes in options.items():
-        best: list[tuple[int, int, int]] = []
-        for size, gain in sizes:
-            value, at = free.without(i, num_slots - size)
-            best.append((value + gain, size, at))
-        value, size, at = max(best)
-        runs = plan_of(after, (free.vector(i, size, num_slots - size, at), value))
+        rest = partial(others.without, i)
+        _, chosen = max((rest(num_slots - size) + gain, size) for size, gain in sizes)
+        best = knapsack.best(_with_size(rows, i, chosen), num_slots)
+        assert best is not None, "it is one of the sizes that fit"
+        runs = plan_of(after, best)
         found[problem.demands[i].task] = Price(
             cost_waf=max(plan.waf - runs.waf, 0.0), plan=runs,
-            times=_times(sizes, num_slots, free.beside(i)))
+            times=_times(sizes, num_slots, rest))
     return found
+
+
+def _with_size(rows: Candidates, row: int, size: int) -> Candidates:
+    return rows.only((rows.row_of != row) | (rows.sizes == size))
 
 
 def has_prices(problem: PlanProblem) -> bool:
@@ -123,9 +124,8 @@ def _limited(after: PlanProblem, rows: Candidates, plan: Plan,
         if left < 0:
             break
         # By size of the row, 0 included: the best plan in which the row has that size.
-        free = {size: constraints.within_limits(
-            rows.only((rows.row_of != i) | (rows.sizes == size)), after.num_slots, limits)
-            for size in (0, *(size for size, _ in sizes))}
+        free = {size: constraints.within_limits(_with_size(rows, i, size), after.num_slots, limits)
+                for size in (0, *(size for size, _ in sizes))}
         runs = [(one[1], one[0]) for size, _ in sizes if (one := free[size]) is not None]
         if not runs:
             continue

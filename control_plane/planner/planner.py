@@ -1,11 +1,8 @@
 """Choosing a plan: slots per task with the largest objective, and the alternatives to it.
 
-A multiple-choice knapsack over the candidate sizes of each task maximises the sum of the objective
-(objective.py). The objective is in integers, so the optimum does not depend on the algorithm. Among
-tied plans, the plan that gives most slots to the first task, by id, is chosen.
-
-`choose_plan` solves at most twice. The first solve is without limits and floors. If its plan
-satisfies them, the second solve finds the runner-up; else it finds the plan under them.
+Among tied plans, the plan that gives most slots to the first task, by id, is chosen. `choose_plan`
+solves at most twice, first without limits and floors. If its plan satisfies them, the second solve
+finds the runner-up; else it finds the plan under them.
 """
 
 from __future__ import annotations
@@ -44,8 +41,6 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """The chosen plan and the alternatives to it."""
-
     plan: Plan
     allocations: tuple[Allocation, ...]
     alternatives: tuple[Alternative, ...]
@@ -133,7 +128,6 @@ def ideal_waf(demands: Sequence[TaskDemand], num_slots: int) -> float:
 
 
 def plan_of(demands: Sequence[TaskDemand], found: SlotsAndGain) -> Plan:
-    """The solver's result as a plan, with its WAF."""
     slots = found[0]
     waf = math.fsum(waf_of(demand, x) for demand, x in zip(demands, slots, strict=True))
     return Plan(slots=slots, objective=found[1], waf=waf)

@@ -29,7 +29,6 @@ class PlanLimits(Struct, frozen=True, kw_only=True):
     """By row: the task's priority, higher ones first. Empty: all tasks have the same priority."""
 
     def allow(self, slots: Sequence[int]) -> bool:
-        """True if a plan satisfies `moves_max` and the quotas."""
         return self.allow_moves(slots) and self.allow_quotas(slots)
 
     def allow_moves(self, slots: Sequence[int]) -> bool:
@@ -47,7 +46,6 @@ class TaskDemand(Struct, frozen=True, kw_only=True):
     task: int
     name: str
     now: int
-    """The current number of slots."""
     faulted: bool
     """A worker of the task failed, so every number of slots costs a transition."""
     transition: Transition
@@ -65,8 +63,6 @@ class TaskDemand(Struct, frozen=True, kw_only=True):
 
 
 class PlanProblem(Struct, frozen=True, kw_only=True):
-    """The complete input of the planner."""
-
     demands: tuple[TaskDemand, ...]
     """By task id. The planner breaks ties in favour of the first task."""
     num_slots: int
@@ -110,7 +106,6 @@ class PlanProblem(Struct, frozen=True, kw_only=True):
 
 
 def allocation(demand: TaskDemand, slots: int) -> Allocation:
-    """The log record that the task gets `slots` slots."""
     return Allocation(task=demand.task, slots_before=demand.now, slots=slots,
                       waf=waf_of(demand, slots), waf_before=waf_of(demand, demand.now),
                       transition_s=transition_cost_s(demand, slots))

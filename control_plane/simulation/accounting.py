@@ -24,21 +24,15 @@ LOSSES: tuple[Loss, ...] = ("detection", "transition", "waiting", "sub-healthy",
 
 
 class WafAccount:
-    """Weighted FLOP of tasks: earned, and lost by reason. The WAF of a task changes in steps.
-
-    detection: a fault has stopped the task and was not reported yet. transition: the task is on
-    its way back to training. waiting: it has no slots, or its slots are absent. sub-healthy: it
-    trains below full strength (negative: above). recomputed: work that was earned, but is repeated.
-    Earned and lost FLOP always add up to what the cluster would have earned at full strength. The
-    same holds for slot-seconds.
-    """
+    """Weighted FLOP of tasks: earned, and lost by reason (docs/guides/simulate.md). The WAF of a
+    task changes in steps. Earned and lost FLOP always add up to what the cluster would have earned
+    at full strength; so do slot-seconds."""
 
     def __init__(self) -> None:
         self.flop = self.slot_s = 0.0
         self.lost_flop: dict[Loss, float] = dict.fromkeys(LOSSES, 0.0)
         self.lost_slot_s: dict[Loss, float] = dict.fromkeys(LOSSES, 0.0)
         self.flop_of: dict[int, float] = {}
-        """`flop` by task."""
         self.full: dict[int, float] = {}
         self.full_slots: dict[int, int] = {}
         self.waf: dict[int, float] = {}
@@ -91,7 +85,6 @@ class WafAccount:
             self._changed(at_s)
 
     def set_full_strength(self, at_s: float, task: int, waf: float, slots: int) -> None:
-        """Set the task's WAF and slots at full strength from now on."""
         self.settle(at_s, task)
         self.full[task], self.full_slots[task] = waf, slots
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 from ...events.records import orders as o
 from ...events.records import reports as r
@@ -73,7 +72,6 @@ class SlotTime:
             self.now["transition" if trains else why] += sign * (living - trains)
         self._tasks[task] = new
 
-BodyT = TypeVar("BodyT", bound=Body)
 SLACK_RATIO = 1 + 1e-9
 """Float sums of seconds are inexact: report an iteration slightly after it is due."""
 
@@ -178,7 +176,6 @@ class SimulatedCluster:
 
     # --- orders -------------------------------------------------------------------------------
     def carry_out(self, records: Sequence[Record]) -> None:
-        """Carry out the orders among these records."""
         starting, ending = dict[int, list[PendingReport]](), dict[int, list[PendingReport]]()
         for record in records:
             if not isinstance(record.body, o.ORDERS):
@@ -213,14 +210,14 @@ class SimulatedCluster:
                                 node=node.name, pid=self._pid, log_path="/paper")
         if order.spec.training is None:
             self.jobs[order.task].holders.add(node.source)
-            starting.setdefault(order.task, []).append((key, node, partial(_constant, started)))
+            starting.setdefault(order.task, []).append((key, node, lambda: started))
             return
         ready = r.RankReady(
             task=order.task, rank=order.rank, attempt=order.attempt,
             endpoint=f"{node.name}.paper:{self._pid}", num_params=0, state_bytes=0,
             iteration_flops=0.0, data_digest="paper")
-        self._report_all(0.0, [(key, node, partial(_constant, started))])
-        self._report_all(self.costs.start_s, [(key, node, partial(_constant, ready))])
+        self._report_all(0.0, [(key, node, lambda: started)])
+        self._report_all(self.costs.start_s, [(key, node, lambda: ready)])
 
     def _report_all(self, in_s: float, reports: Sequence[PendingReport],
                     may: Callable[[SimulatedNode, int, Key], bool] = SimulatedNode.is_running,
@@ -341,15 +338,15 @@ class SimulatedCluster:
         reports = list[PendingReport]()
         for member in order.members:
             origin = "own" if has[member.rank] else "peer" if source_rank >= 0 else job.origin
-            done = r.Reconfigured(
-                task=order.task, rank=member.rank, attempt=member.attempt,
+            done = partial(
+                r.Reconfigured, task=order.task, rank=member.rank, attempt=member.attempt,
                 generation=order.generation, step_version=job.iteration, kept_micro_batches=(),
                 remaining_micro_batches=(), reassigned_micro_batches=(),
                 source=member.rank if has[member.rank] else source_rank,
                 received_bytes=0, down_s=0.0, up_s=0.0, settle_s=self.costs.regroup_s,
                 origin=origin)
             reports.append(((order.task, member.rank, member.attempt), self.nodes[member.node],
-                            partial(_constant, done)))
+                            done))
         self._report_all(self.costs.regroup_s, reports)
 
     def _resume(self, order: o.Resume) -> None:
@@ -382,10 +379,6 @@ class SimulatedCluster:
             task=order.task, generation=order.generation, first_iteration=first,
             losses=(0.0,) * num, step_s=(job.iteration_s,) * num, rate_flops=rate_flops,
             micro_batches=1)
-
-
-def _constant(body: BodyT) -> BodyT:
-    return body
 
 
 def _exited(key: Key, status: str) -> r.RankExited:

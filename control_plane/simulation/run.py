@@ -50,12 +50,9 @@ class RunInput(NamedTuple):
     params: dict[str, float]
     iterations_s: Mapping[str, float] = {}
     gpus_per_slot: int = 1
-    """GPUs per simulated slot."""
 
 
 class Outcome(NamedTuple):
-    """The result of a run."""
-
     earnings: WafAccount
     began_s: float
     """Start of the horizon on the log's clock. By then every task with slots trains."""
@@ -269,6 +266,6 @@ class Run:
 
     def _new_progress(self, task: Task) -> TaskProgress:
         assert task.throughput is not None
-        return TaskProgress(task.id, task.throughput,
-                   max(task.throughput.rates_flops) * self._iteration_s(task.spec.name),
-                   SavedState(self.costs.checkpoint_s), SavedState(self.costs.copy_s))
+        return TaskProgress(
+            task.throughput, max(task.throughput.rates_flops) * self._iteration_s(task.spec.name),
+            SavedState(self.costs.checkpoint_s), SavedState(self.costs.copy_s))

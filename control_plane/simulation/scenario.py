@@ -32,11 +32,9 @@ from .trace.trace_file import check_name
 # --- Slot aggregation: a simulated slot represents several GPUs if the result is the same. ---
 #
 # If all sizes of tasks and the slots of a node are multiples of some number of GPUs, no plan splits
-# a group of that many. One simulated slot then represents a group. With groups of 8, a run has an
-# eighth of the processes and takes an eighth of the time. The accumulated WAF is the same. A device
-# failure is coarser: until the node is drained, which is immediate, it takes the whole group, and
-# on a node of several groups those beside it. A task that heals in memory is placed on two nodes if
-# possible. So if such a task can be smaller than two groups, slots are not aggregated.
+# a group of that many. A device failure then takes the whole group, until the node is drained,
+# which is immediate. A task that heals in memory is placed on two nodes if possible. So if such a
+# task can be smaller than two groups, slots are not aggregated.
 
 
 def gpus_per_slot(num_slots: int, every: Sequence[JobSpec]) -> int:
@@ -114,11 +112,8 @@ class SimulatedTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`policies`: by policy name, the constants to change. `trace` is a drawn trace, or the path of
-    a file relative to the scenario.
-
-    An iteration takes `iteration_s` at a task's largest size. `limits` are fields of the policy
-    file. `whole_nodes`: each node has one task at most, and a task may have a single node.
-    """
+    a file relative to the scenario. An iteration takes `iteration_s` at a task's largest size.
+    `limits` are fields of the policy file. `whole_nodes`: each node has one task at most."""
 
     api_version: str = field(name="apiVersion")
     name: str

@@ -31,7 +31,6 @@ class TaskProgress:
     """`table` has the true throughput; the decider's state may have another. `iteration_flop` is
     the work of one iteration at any size. FLOP are not weighted."""
 
-    task: int
     table: ThroughputSet
     iteration_flop: float
     checkpoint: SavedState

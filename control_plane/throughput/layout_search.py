@@ -1,8 +1,7 @@
 """Layout search: the fastest layout for each number of GPUs, and what limits it.
 
-The search tries each of `layouts.shapes` that fits into memory, with each dp that lowers the number
-of micro-batches of the fullest replica: another dp would shorten only the optimizer step. The time
-of a micro-batch is computed once per layout, and the terms that depend on dp for all dp together.
+Of each shape only those dp are tried that lower the number of micro-batches of the fullest replica:
+another dp would shorten only the optimizer step.
 """
 
 from __future__ import annotations

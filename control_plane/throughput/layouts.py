@@ -20,13 +20,9 @@ CHUNKS_NUM_MAX = 32
 
 
 class Layout(Struct, frozen=True, kw_only=True):
-    """A distribution of the model over tp * cp * pp * dp GPUs.
-
-    `ep` GPUs with the same layers and different samples share the experts. `chunks` is Megatron's
-    number of virtual pipeline stages: the layers of one GPU form that many groups of consecutive
-    layers. `sequence_parallel` has an effect if tp > 1. `shards` is what data-parallel ranks shard:
-    `optimizer` is ZeRO-1.
-    """
+    """A distribution of the model over tp * cp * pp * dp GPUs. `ep` GPUs with the same layers and
+    different samples share the experts. `chunks` is Megatron's number of virtual pipeline stages.
+    `shards` is what data-parallel ranks shard: `optimizer` is ZeRO-1."""
 
     tp: int = 1
     pp: int = 1

@@ -47,8 +47,7 @@ def share_bytes(task: Task, count: int) -> int:
 
 
 def copies_bytes(spec: JobSpec) -> int:
-    """Host memory that the in-memory checkpoints of a task take, all nodes together, from the spec;
-    0: it makes none, or its state is not known."""
+    """Host memory of a task's in-memory checkpoints, all nodes together; 0: none, or not known."""
     if spec.training is None or not spec.training.copy_every:
         return 0
     state_bytes = 0

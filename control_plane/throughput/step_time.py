@@ -1,9 +1,7 @@
 """The analytical model: the iteration time of a layout.
 
-Its terms are arithmetic at a share of the peak, element-wise work at the memory bandwidth, tensor
-parallelism over NVLink, other communication over NVLink or the network, the pipeline bubble, the
-reduction of gradients, and the optimizer step. It uses no power, exponent or logarithm, so the
-result has the same bits on every machine.
+docs/guides/throughput-model.md describes it. It uses no power, exponent or logarithm, so
+the result has the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -81,7 +79,6 @@ class Ending(Struct, frozen=True, kw_only=True):
         return float(reduce_s[0]), float(step_s[0])
 
     def seconds_each(self, dp: Floats) -> tuple[Floats, Floats]:
-        """Both values of `seconds` for each dp."""
         ranks = dp * self.cp
         alike, near = ranks / self.ep, ranks <= self.node_ranks
         sent_s = self.shared_bytes * (ranks - 1) / ranks / np.where(
@@ -109,7 +106,6 @@ def iteration_s(model: MegatronModel, layout: Layout, constants: Constants) -> f
 
 
 def parts(model: MegatronModel, layout: Layout, constants: Constants) -> Parts:
-    """The terms of one micro-batch."""
     kind, layers = KINDS[model.gpu], model.num_layers / layout.pp
     head = _head_s(model, layout, kind, constants)
     return Parts(
@@ -217,10 +213,8 @@ def _rate(model: MegatronModel, span: int, groups: int, kind: GpuKind, is_: Cons
     return min(link, kind.network_bytes_s * is_.network_share * wires)
 
 
-# --- constants, as `make bench-throughput` fits them ---
-# Fitted to 246 published rows of A100 and H100 in 16 bits, with equal weight of each source.
-# docs/guides/throughput-model.md has the accuracy in and out of sample. A kind of GPU without rows
-# takes the constants of the most similar kind. One measured point corrects its level of throughput.
+# --- constants, as `make bench-throughput` fits them (docs/guides/throughput-model.md) ---
+# A kind of GPU without rows takes the constants of the most similar kind.
 
 AMPERE = Constants(gemm_share=0.679, scores_share=0.556, passes=6.94, link_share=0.628,
                    network_share=0.993)

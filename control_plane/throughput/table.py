@@ -18,12 +18,9 @@ relative. A task whose spec has a `model` gets its rates from that model."""
 
 def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
           modelled: Modelled | None = None) -> ThroughputSet:
-    """The declared table if there is one, else the modelled one, over the allowed sizes.
-
-    An undeclared size has the rate of the next smaller declared one, or 0; with a `model` it
-    follows the model's shape from the nearest declared size. A modelled size has the model's rate,
-    or without a model `slot_flops` times the shape.
-    """
+    """The declared table if there is one, else the modelled one, over the allowed sizes. An
+    undeclared size has the rate of the next smaller declared one, or 0; with a `model` it follows
+    the model's shape. A modelled size has the model's rate, or `slot_flops` times the shape."""
     allowed = set(spec.slots.counts)
     declared = {size: rate for size, rate in spec.throughput.items() if size in allowed}
     if modelled is not None and declared:

@@ -1,10 +1,7 @@
 """Layouts of a training task: the fastest one on a number of slots, and its speed.
 
-The speed comes from the analytical model, so T(t, x) has the same shape as for a command with a
-`model`; the level is measured. A `train:` spec names no GPU, so the shape is that of an A100, and
-memory is not checked. A custom loop may describe its model and its GPU: then the level is modelled
-too, and a layout needs room for its memory. The model of another loop is unknown: only
-micro-batches and bubbles distinguish its layouts.
+A `train:` spec names no GPU: the shape is that of an A100, and memory is not checked. A custom loop
+may describe its model and its GPU; of another loop only micro-batches and bubbles count.
 """
 
 from __future__ import annotations
@@ -55,8 +52,7 @@ def layout_on(train: Train | Loop, model: MegatronModel, axes: Axes) -> Layout:
 
 
 def memory_on(train: Train | Loop, axes: Axes) -> Memory | None:
-    """The memory of a rank; None if the model is unknown. A `train:` spec names no GPU, and may run
-    without one: then only tensors count."""
+    """The memory of a rank; None: unknown. Of a `train:` task, which names no GPU, only tensors."""
     model = described(train)
     if model is None:
         return None

@@ -1,12 +1,6 @@
 """Measured reliability: the MTBF of the cluster, and the downtime of transitions.
 
-Every incident counts as a fault, except injected faults (FaultRequested) and wrong input in the job
-spec. A node that interrupts several tasks is one fault. Slot time counts only while a process runs
-on the slot and a leader is active.
-
-The downtime of a transition is the time between two reported iterations, less the undisturbed time
-of the iterations between them. A command that continues from its own checkpoint reports old
-iterations again: their time is downtime.
+docs/decisions/limits-of-plans.md has the rules. Iterations that a command repeats are downtime.
 """
 
 from __future__ import annotations

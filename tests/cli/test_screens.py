@@ -27,7 +27,7 @@ from unicron.cli.screens.incident import page
 from unicron.cli.terminal import format as figures
 from unicron.cli.terminal.record_line import TEMPLATES, line, matches
 from unicron.control_plane.api.view import view
-from unicron.control_plane.history.history import History, history, waf
+from unicron.control_plane.history.history import History, history
 from unicron.control_plane.history.incident_records import incident_records
 from unicron.control_plane.state.cluster import NUM_WORK_SPANS_MAX
 from unicron.events.errors import UsageError
@@ -36,6 +36,7 @@ from unicron.events.records import reports as r
 from unicron.events.records.envelope import KINDS
 from unicron.events.spec import policy as reports
 from unicron.events.spec.policy import Policy
+from waf_over_time import WafHistory, waf
 
 PLAIN = [codec.to_plain(record) for record in RECORDS]
 
@@ -431,7 +432,7 @@ def test_screens_at_random_moments(seed: int) -> None:
     _, records = simulate(lambda: World(seed))
     dice = random.Random(seed)
     cuts = sorted({len(records), *(dice.randrange(1, len(records)) for _ in range(4))})
-    told, done = History(), 0
+    told, done = WafHistory(), 0
     for cut in cuts:
         for record in records[done:cut]:
             told.add(record)
@@ -452,7 +453,7 @@ def test_screens_at_random_moments(seed: int) -> None:
         _agrees(told)
 
 
-def _agrees(told: History) -> None:
+def _agrees(told: WafHistory) -> None:
     """The history's times and work equal the sums that the state keeps."""
     state = told.state
     if len(state.earned) < NUM_WORK_SPANS_MAX:

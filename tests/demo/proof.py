@@ -13,7 +13,7 @@ from unicron.cli.cluster.local_cluster import program
 from unicron.cli.screens.task import loss_curve
 from unicron.cli.terminal.format import Plain, curve, lost_cell, ms, ranks, scaled, table
 from unicron.control_plane.history.history import IncidentHistory
-from unicron.control_plane.history.history import waf as waf_of
+from waf_over_time import waf as waf_of
 
 from .stage import BrokenError, Stage
 

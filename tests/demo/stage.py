@@ -23,12 +23,12 @@ from unicron.cli.cluster.processes import Process
 from unicron.cli.cluster.state_dir import StateDir, shown
 from unicron.cli.terminal import console
 from unicron.cli.terminal.format import Plain, ms, span
-from unicron.control_plane.history.history import History
 from unicron.events.errors import UnicronError, UsageError
 from unicron.events.log.embedded_server import start_time
 from unicron.events.records.codec import from_plain
 from unicron.events.spec.policy import Policy
 from unicron.workers.agent.agent import BEAT_S
+from waf_over_time import WafHistory
 
 # --- The ranks' trace: every phase of every micro-batch. ---
 
@@ -111,7 +111,7 @@ class Stage:
         self.state = StateDir(folder)
         self.began_s = time.monotonic()
         self.broken: list[str] = []
-        self.history = History()
+        self.history = WafHistory()
         self.records: list[Plain] = []
         self.trace = Trace(folder / "trace")
         self.faults: list[dict[int, int]] = []

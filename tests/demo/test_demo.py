@@ -17,7 +17,7 @@ from demo.stage import BrokenError, Stage
 from msgspec import to_builtins
 from two_tasks import gives, plain
 from unicron.cli.terminal import format as figures
-from unicron.control_plane.history.history import history, waf
+from unicron.control_plane.history.history import history
 from unicron.control_plane.history.transitions import Transition as Moved
 from unicron.control_plane.planner import planner
 from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
@@ -25,6 +25,7 @@ from unicron.control_plane.throughput import table
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.log import archive
 from unicron.events.records import codec
+from waf_over_time import waf
 
 PLAIN = [codec.to_plain(record) for record in
          archive.read(Path(__file__).parents[1] / "data" / "demo.jsonl")]

@@ -335,10 +335,11 @@ def compared(clone: Path, case: Case, folder: Path, trip: Healed) -> Compared:
 def _state(folder: Path) -> dict[str, Any]:
     """The optimizer's tensors of the newest checkpoint of Megatron-LM in `folder`."""
     with cpu_device.uncompiled():
+        from stored_tensors import whole_tensor
         from unicron.workers.training.checkpoint.stored_state import StoredState
     iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
     stored = StoredState(str(folder / f"iter_{iteration:07d}"))
-    return {key: stored.tensor(key).double() for key in sorted(stored.kinds)
+    return {key: whole_tensor(stored, key).double() for key in sorted(stored.kinds)
             if key.startswith("optimizer.state.")}
 
 

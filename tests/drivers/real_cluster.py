@@ -187,7 +187,18 @@ class RealCluster:
 
     def hold(self, task: int, rank: int, **asked: Any) -> Path:
         """Request an action of a rank's trace (workers/training/process/trace.py). Deleting the
-        returned file ends the request."""
+        returned file ends the request.
+
+        After it has written an event, a rank reads this file: JSON of event, iteration, micro_batch
+        and bucket, as far as they matter. If it matches, the rank writes `held`, until the file is
+        gone or names something else. `then` selects another action:
+
+        - "raise": remove the file and raise InjectedFault;
+        - "fail": remove the file and raise a RuntimeError, like a collective that is cut off;
+        - "gil": remove the file and sleep for ever in C code that holds the interpreter's lock;
+        - "loop": remove the file and loop for ever;
+        - "slow" with `slow_s`: sleep for that time at each such event while the file exists.
+        """
         hold = self.path / "trace" / "hold" / f"{task}-{rank}"
         hold.parent.mkdir(exist_ok=True)
         new = hold.with_suffix(".new")

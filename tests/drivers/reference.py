@@ -194,10 +194,11 @@ def _gap(mine: dict[str, Any], theirs: dict[str, Any], kind: str) -> float:
 
 def read(folder: Path | str) -> dict[str, Any]:
     """Read all tensors and numbers of a checkpoint (a folder or a URL). Needs no model."""
+    from stored_tensors import whole_tensor
     from unicron.workers.training.checkpoint.stored_state import StoredState
 
     stored = StoredState(str(folder))
-    return {key: stored.tensor(key) if key in stored.kinds else stored.value(key)
+    return {key: whole_tensor(stored, key) if key in stored.kinds else stored.value(key)
             for key in stored.keys}
 
 

@@ -94,10 +94,8 @@ class Piece(Struct, frozen=True, array_like=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """The contents of a share: its pieces in order, and the state that is not tensors.
-
-    `numbers` is msgpack, or empty; one share of each version has it.
-    """
+    """The contents of a share: its pieces in order, and the state that is not tensors (`numbers`),
+    as msgpack, or empty: one share of each version has it."""
 
     pieces: tuple[Piece, ...]
     numbers: bytes = b""
@@ -217,8 +215,7 @@ def receive(connection: socket.socket, *kinds: type[M], until_s: float = math.in
 
 
 def receive_or_end(connection: socket.socket, kind: type[M]) -> M | None:
-    """Receive a message of this kind; None if the other side has closed the connection or is idle.
-    Raises OSError, TransferError."""
+    """Receive a message; None: the other side closed, or is idle. Raises OSError, TransferError."""
     try:
         if not connection.recv(1, socket.MSG_PEEK):
             return None
@@ -267,7 +264,6 @@ def encode_sums(sums: Iterable[int]) -> bytes:
 
 
 def decode_sums(data: bytes) -> list[int]:
-    """The inverse of `encode_sums`."""
     return [int.from_bytes(data[begin : begin + SUM_BYTES], "big")
             for begin in range(0, len(data), SUM_BYTES)]
 
@@ -292,10 +288,7 @@ def decode_manifest(data: bytes, data_bytes: int) -> Manifest:
 # --- authentication ---
 def connect(endpoint: str, key: StoreKey | None, wait_s: float = STALL_S_MAX) -> socket.socket:
     """Connect to the store at `endpoint`; both sides authenticate. `key`: None if no order gave one
-    for this store.
-
-    No single wait on the connection is longer than `wait_s`. Raises OSError, TransferError.
-    """
+    for this store. No single wait is longer than `wait_s`. Raises OSError, TransferError."""
     if key is None:
         raise TransferError(f"no order has a key of the store at {endpoint}")
     connection = socket.create_connection(network_address.split_endpoint(endpoint),
@@ -316,8 +309,7 @@ def connect(endpoint: str, key: StoreKey | None, wait_s: float = STALL_S_MAX) ->
 
 
 def authenticate(connection: socket.socket, secret: bytes) -> StoreKey | None:
-    """The store's side: the key that the client has, None for none. Raises OSError, TransferError.
-    """
+    """The store's side: the key that the client has, or None. Raises OSError, TransferError."""
     until_s = time.monotonic() + GREET_S_MAX
     connection.settimeout(GREET_S_MAX)
     nonce = secrets.token_bytes(NONCE_LENGTH)
@@ -359,7 +351,6 @@ class ShareSender:
         connection.sendall(manifest)
 
     def send(self, piece: memoryview) -> None:
-        """Send the next piece."""
         self._sums += send_bytes(self._connection, piece).to_bytes(SUM_BYTES, "big")
 
     def finish(self) -> tuple[str, int]:

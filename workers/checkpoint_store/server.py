@@ -76,7 +76,6 @@ def main() -> None:
 
 
 def log_line(what: str) -> None:
-    """Write one line to the store's log."""
     LogStream(sys.stderr).write(f"{what}\n")
 
 

@@ -26,10 +26,7 @@ class StoreRefused(Exception):
 
 
 class StoredCheckpoint(Struct, frozen=True, kw_only=True, eq=False):
-    """A complete share. A reader of `memory` may continue after the store has removed it.
-
-    `memory` has the pieces in sequence, after the manifest.
-    """
+    """A complete share. `memory`: manifest and pieces. A reader may go on after its removal."""
 
     offer: Offer
     manifest: Manifest
@@ -38,7 +35,6 @@ class StoredCheckpoint(Struct, frozen=True, kw_only=True, eq=False):
     memory: mmap.mmap
 
     def pieces(self) -> list[memoryview]:
-        """The bytes of each piece."""
         begin, found = self.offer.manifest_bytes, list[memoryview]()
         for piece in self.manifest.pieces:
             found.append(memoryview(self.memory)[begin : begin + piece.num_bytes])
@@ -86,12 +82,9 @@ class CheckpointStore:
             *(one.offer for one in self._stored), *self._incoming.values()))
 
     def reserve(self, offer: Offer) -> mmap.mmap:
-        """Reserve memory for an incoming share. Raises StoreRefused.
-
-        If memory is short, shares are removed: first those that have a newer one of the same
-        number, in order of arrival; then the last one of this number of this task. The last share
-        of another number or task is never removed. If the new one is refused, none is removed.
-        """
+        """Reserve memory for an incoming share. If memory is short, shares are removed: first those
+        that have a newer one of the same number, in order of arrival; then the last one of this
+        number of this task. If the new one is refused (StoreRefused), none is removed."""
         with self._lock:
             if offer.task in self._ended:
                 raise StoreRefused(f"task {offer.task} has ended")
@@ -158,7 +151,6 @@ class CheckpointStore:
             return self._of(task)
 
     def find(self, request: ShareRequest) -> StoredCheckpoint | None:
-        """The requested share."""
         with self._lock:
             for one in self._of(request.task):
                 offer = one.offer
@@ -184,7 +176,6 @@ class CheckpointStore:
         return [one for one in self._stored if one.offer.task == task]
 
     def _same(self, offer: Offer) -> list[StoredCheckpoint]:
-        """The stored versions of this share."""
         return [one for one in self._of(offer.task) if one.offer.share == offer.share]
 
     def _is_outdated(self, offer: Offer) -> bool:
@@ -224,8 +215,7 @@ def _is_same_share(one: Offer, other: Offer) -> bool:
 
 
 def bytes_max(environment: Mapping[str, str]) -> int:
-    """The memory for checkpoints, in bytes; by default a quarter of what is available, within the
-    container if there is one. Raises UsageError."""
+    """Memory for checkpoints; by default a quarter of what is available. Raises UsageError."""
     if BYTES_MAX in environment:
         text = environment[BYTES_MAX]
         if not (text.isascii() and text.isdigit()):

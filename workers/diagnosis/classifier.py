@@ -1,9 +1,8 @@
 """Classifies error text: finds its status in the paper's table, the rule, the device or peer.
 
-Each line is classified separately. An XID is classified by its number, any other line by the first
-rule that matches, unless an ignore rule says that the line is harmless. A rule gives the depth of
-the cause (rules/rule.py). The line with the deepest cause decides, because a watchdog, for example,
-only repeats another error. If causes are equally deep, the first line decides.
+Each line is classified separately: an XID by its number, any other line by the first rule that
+matches, unless an ignore rule applies. The line with the deepest cause (rules/rule.py) decides,
+because a watchdog, for example, only repeats another error; of equally deep ones the first.
 """
 
 from __future__ import annotations
@@ -73,12 +72,11 @@ _MEMBER = re.compile(r"\+-{16}(?: (?:\d{1,9}|\.{3}) -{16}|-{20})[ \t]*$", re.MUL
 
 
 def classify(text: str) -> Verdict:
-    """Classify one error: a log line, or a complete traceback.
+    """Classify one error: a log line, or a complete traceback. Linear in the length of the text.
 
-    Takes time linear in the length of the text. The deepest cause decides, and the first of equally
-    deep causes, because Python prints the root of a chain of exceptions first. The members of an
-    exception group are classified separately. Of equally deep causes, direct evidence decides
-    before indirect evidence. The message of the group itself is ignored.
+    Of equally deep causes the first decides, because Python prints the root of a chain of
+    exceptions first. The members of an exception group are classified separately: direct evidence
+    decides before indirect evidence. The message of the group itself is ignored.
     """
     best, best_depth = NOTHING, len(RULES)
     for member in _MEMBER.split(text) if _GROUP in text else [text]:
@@ -107,12 +105,9 @@ def _order(verdict: Verdict) -> int:
 
 
 def _messages(text: str) -> Iterator[list[str]]:
-    """Yield each line, in pieces if it is long. The frames and code of tracebacks are left out.
-
-    A line of code follows the line of its frame and is indented further. If the frame has a prefix
-    (a rank, the margin of an exception group), the code has the same prefix. A frame without code
-    is followed by the next frame or the error.
-    """
+    """Yield each line, in pieces if it is long, without the frames and code of tracebacks. A line
+    of code follows the line of its frame, has the same prefix (a rank, the margin of an exception
+    group), and is indented further. A frame may have no code."""
     column = -1
     for line in text.splitlines():
         quoted = column >= 0 and line[column:column + 2] == "  "
@@ -175,8 +170,7 @@ _LEVEL_RULE = IgnoreRule("level", (), None)
 
 
 def _xid_verdict(line: str, lowered: str, number: re.Match[str]) -> tuple[Verdict, int]:
-    """The verdict of an XID. If the line names an earlier XID as the cause (XID 45 does), the
-    status is that of the cause."""
+    """The verdict of an XID; if the line names an earlier one as its cause (45 does), of that."""
     xid = int(number[1])
     text = lowered[number.end():number.end() + 200]
     cause = _PREVIOUS_XID.search(lowered)

@@ -1,8 +1,7 @@
 """Flight-recorder dump files: JSON, or torch's pickles, read without executing code.
 
-A file has either the dump of one rank, or the dumps of all ranks under the key `ranks`. The name of
-a file of one rank ends in the rank (`nccl_trace_rank_7`, `_dump_7`, `flight-rank-7.json`). If a
-folder is given, all such files in it are read.
+A file has the dump of one rank, which its name ends in (`nccl_trace_rank_7`), or the dumps of all
+ranks under the key `ranks`. Of a folder, all such files are read.
 """
 
 from __future__ import annotations

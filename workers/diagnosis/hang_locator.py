@@ -1,18 +1,7 @@
 """Locates a hang: finds the ranks that all others wait for in the flight-recorder dumps.
 
-A rank waits for a second rank if it is in a collective that the second rank has not entered, or if
-its send or receive has no counterpart there. If all ranks enter collectives in one global order,
-these waits form no cycle, and the ranks that wait for no other rank are the suspects. Other signs
-of a stalled rank:
-
-- its kernel has not started, while the kernels of its peers have;
-- a collective has completed on its peers but not on this rank: its device no longer answers;
-- it left no dump, and others wait for it;
-- it called a different collective than its peers, or passed a different size or data type;
-- it waits for nothing while all others wait.
-
-If all ranks have entered a collective that does not complete, no rank is named: the cause is the
-network or a device.
+docs/guides/detection.md has the rules, and lists the signs of a stalled rank. If all ranks have
+entered a collective that does not complete, no rank is named: it is the network or a device.
 """
 
 from __future__ import annotations
@@ -79,10 +68,8 @@ class HangLocation(NamedTuple):
 
 
 def locate(dumps: Iterable[Dump]) -> HangLocation:
-    """Find the ranks that the others wait for. Between equal waits the lowest rank decides.
-
-    Takes time linear in the number of entries and in the number of waits between ranks.
-    """
+    """Find the ranks that the others wait for. Between equal waits the lowest rank decides. Linear
+    in the number of entries and of waits between ranks."""
     waits = WaitGraph({dump.rank: dump for dump in dumps})
     ranks = waits.ranks
     if waits.longest_s is not None and waits.longest_s < WAIT_S_MIN:

@@ -1,17 +1,8 @@
 """Step-time monitoring: detects slow and stalled iterations, and lasting changes.
 
 The rule of the Unicron paper: more than 3 x the running average is a fault, 1.1 x to 3 x is
-degraded. To avoid false alarms on a shared cluster:
-
-- The running average is a median. One slow iteration does not change it.
-- A duration that this job has shown several times (`SHOWN_NUM`) is not a fault, up to a bound.
-- Degraded needs persistence: three quarters of a window must exceed the known level by 10 %, and by
-  three times the noise of single iterations. A noisier job has a longer window, unless the change
-  is obvious. The window doubles with each reported change, to limit the number of reports.
-- The end of a degradation is reported after the shortest window: three quarters of it are below
-  1.1 x the usual level again, or iterations are 1.1 x faster than reported.
-
-Memory and time per iteration are bounded.
+degraded. docs/guides/detection.md says how false alarms on a shared cluster are avoided. The
+window doubles with each reported change. Memory and time per iteration are bounded.
 """
 
 from __future__ import annotations
@@ -148,8 +139,7 @@ class Level:
         return True
 
     def _has_changed(self, num: int, level: float, factor: float) -> bool:
-        """Whether three quarters of the last `num` values differ from `level` by `factor`. If so,
-        adopt their level."""
+        """Whether 3/4 of the last `num` values differ by `factor`; if so, adopt their level."""
         if len(self._recent) < num:
             return False
         last = list(self._recent)[-num:]
@@ -173,10 +163,8 @@ class Level:
 
 
 class StepTimeMonitor:
-    """Monitors the iterations of one rank or one job.
-
-    `before_s` is the average of an earlier configuration, used until the first usual iteration.
-    """
+    """Monitors the iterations of one rank or one job. `before_s` is the average of an earlier
+    configuration, used until the first usual iteration."""
 
     def __init__(self, before_s: float = 0.0) -> None:
         self._before_s = before_s

@@ -67,11 +67,9 @@ class WaitGraph:
         return max(foremost - self.entered(rank, group), 0)
 
     def participants(self, op: Op) -> tuple[int, ...]:
-        """The ranks that take part in the operation."""
         return (op.source, op.target) if op.is_p2p else self._members.get(op.group, ())
 
     def has_entered(self, rank: int, op: Op) -> bool:
-        """Whether the rank entered this collective."""
         return self.entered(rank, op.group) >= op.seq
 
     def pending(self, rank: int) -> tuple[Op, ...]:
@@ -98,11 +96,8 @@ class WaitGraph:
     @cached_property
     def stale(self) -> dict[int, tuple[Op, int, tuple[int, ...]]]:
         """Rank -> the first collective that completed only on others, the number of such
-        collectives, and these others.
-
-        If a collective that needs all members completed on one member, all have entered it. If it
-        completed only on a minority, these members gave up, and nothing is reported.
-        """
+        collectives, and these others. If it completed only on a minority, these members gave up,
+        and nothing is reported."""
         found: dict[int, tuple[Op, int, tuple[int, ...]]] = {}
         for rank in sorted(self._dumps):
             unseen = [(op, by) for op in self._own_pending(rank) if (by := self._completed_by(op))]
@@ -240,7 +235,6 @@ class WaitGraph:
         return bool(self._waiters)
 
     def waiters(self, rank: int) -> tuple[int, ...]:
-        """The ranks that wait for this rank."""
         return tuple(self._waiters.get(rank, ()))
 
     def first_waiter(self, rank: int) -> tuple[int, Op]:
@@ -264,10 +258,8 @@ def _members(dumps: Mapping[int, Dump]) -> dict[str, tuple[int, ...]]:
 
 
 def sink_components(edges: Mapping[int, Mapping[int, Op]]) -> list[Sequence[int]]:
-    """The strongly connected components without edges to other components.
-
-    Tarjan's algorithm without recursion: linear in nodes and edges.
-    """
+    """The strongly connected components without edges to other components, by Tarjan's algorithm
+    without recursion: linear in nodes and edges."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []

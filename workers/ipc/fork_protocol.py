@@ -5,8 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 FDS_NUM_MAX = 3
-"""Files that come with a ForkRequest: the rank's log, its end of the pipe to the agent, and its
-progress page if the agent monitors it."""
+"""Files that come with a ForkRequest: log, end of the pipe, and the progress page if monitored."""
 REQUEST_BYTES_MAX = 128 << 10
 """Size limit of an environment in one message. With a larger one, the rank is started by exec."""
 

@@ -46,8 +46,7 @@ class WriteDump(Body, frozen=True):
 
 
 class Adopted(Body, frozen=True):
-    """Rank to agent, from a command's custom loop: the pid of the process that trains, which is not
-    the shell or launcher around it."""
+    """From a custom loop: the pid of the process that trains, not of a shell around it."""
 
     pid: int
 
@@ -70,7 +69,6 @@ _decoder = msgspec.msgpack.Decoder(_Wire)
 
 
 def pack(frame: Frame) -> bytes:
-    """The frame's bytes, with its header."""
     kind, v, raw = encode_body(frame.body)
     data = _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), seq=frame.seq,
                                  epoch=frame.epoch, at_s=frame.at_s,

@@ -1,13 +1,10 @@
 """The progress page: shared memory in which a rank writes progress marks, and its agent reads them.
 
-A mark costs a microsecond and never blocks. At the start and the end of a wait for other ranks, the
-rank also reads from the kernel how long it has waited for a core. The agent can read at any time,
-also while the rank holds the interpreter's lock, loops or is stopped. The page is a memfd, passed
-at the start like the pipe.
+A mark costs a microsecond and never blocks. The agent can read while the rank holds the
+interpreter's lock, loops or is stopped. The page is a memfd, passed at the start like the pipe.
 
 Layout: two places for the newest mark, written in turn, so that one is always complete; then a ring
-of the last finished iterations. A complete record begins and ends with the same counter. Times are
-of CLOCK_MONOTONIC, which is the same for all processes of a host.
+of the last finished iterations. A complete record begins and ends with the same counter.
 """
 
 from __future__ import annotations
@@ -43,9 +40,7 @@ COLLECTIVE_CODE: Phase = 2
 
 class Mark(NamedTuple):
     """The newest mark. `num` counts from 1. `began_s` is of the iteration. Times are monotonic.
-
-    `waited_s` is the time in collectives in this iteration, without the current one.
-    """
+    `waited_s` is the time in collectives in this iteration, without the current one."""
 
     num: int
     generation: int
@@ -60,11 +55,7 @@ class Mark(NamedTuple):
 
 
 class FinishedIteration(NamedTuple):
-    """A finished iteration. `num` counts the finished iterations from 1.
-
-    `own_s` excludes waits for other ranks, and waits for a core. On a shared machine, waits for a
-    core say nothing about the rank.
-    """
+    """`num` counts from 1. `own_s` excludes waits for other ranks, and waits for a core."""
 
     num: int
     generation: int
@@ -75,10 +66,7 @@ class FinishedIteration(NamedTuple):
 
 
 class ProgressWriter:
-    """The rank's side. Call it from one thread at a time.
-
-    Without a page (`fd` is -1) it writes nothing.
-    """
+    """The rank's side, for one thread at a time. Without a page (`fd` is -1) it writes nothing."""
 
     def __init__(self, fd: int = -1) -> None:
         self._page: mmap.mmap | None = None

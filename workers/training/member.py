@@ -55,8 +55,7 @@ def expected_position(start: StartRank, train: Train) -> tuple[Axes, int]:
 
 class Member:
     """One rank's process, from RankReady to RankFinished. `generation` is the newest that an order
-    named, `joined` whether the member is in it. Outside, it keeps its state and waits for orders.
-    """
+    named, `joined` whether the member is in it."""
 
     def __init__(self, control: Control, start: StartRank, environment: Mapping[str, str],
                  pulse: ProgressWriter, work: Workload) -> None:
@@ -305,7 +304,10 @@ class Member:
         """Take the checkpoints that are due after iteration `at - 1`."""
         memory_due = self._is_due(at, self.train.copy_every)
         if memory_due and self.iteration.may_copy and not self.is_standby:
-            self._store_in_memory()
+            self.copier.begin(
+                partial(memory_checkpoint.content_of, self.trainee, self.step_version,
+                        self.history), self.step_version, self.generation, self._current_stores(),
+                is_whole=self.iteration.is_copied)
         due = [saver for saver in self.savers if self._is_due(at, saver.every)]
         for saver in self.savers:
             saver.hear(self.iteration.num_others_saving)
@@ -363,10 +365,6 @@ class Member:
         self.copier.detach()
         for saver in self.savers:
             saver.detach()
-
-    def _store_in_memory(self) -> None:
-        self.copier.copy(self.trainee, self.step_version, self.history, self.generation,
-                         self._current_stores(), is_whole=self.iteration.is_copied)
 
     def _current_stores(self) -> StoreOrder:
         order = self.control.keep

@@ -1,15 +1,8 @@
 """The process of one training rank: `python -m unicron.workers.training.rank --fd N --pulse M`.
 
-Life cycle: read StartRank from the agent's socket N; receive later orders in the control thread;
-import torch and Megatron; build model, data and optimizer without communication; report RankReady;
-then carry out orders while the agent lives (member.py). The process exits
-
-- with code 0 after RankFinished;
-- with code 1 after RankErrored, at any exception that ends one of its own threads;
-- with code 3 as soon as the agent's end of the socket is closed;
-- with code 4 if it has an order to stop and its current wait cannot be interrupted, or if it has
-  abandoned too many collectives (process/control_thread.py);
-- on SIGTERM immediately: a rank needs no cleanup, and a checkpoint appears only when complete.
+It reads StartRank from the agent's socket N, imports torch and Megatron, builds, reports RankReady,
+then carries out orders (member.py). It exits with code 0 after RankFinished, 1 after RankErrored,
+and as control_thread.py says; on SIGTERM immediately: a rank needs no cleanup.
 
 Environment: UNICRON_HOST, the address at which other ranks reach this one (default 127.0.0.1);
 UNICRON_TRACE_DIR (process/trace.py); UNICRON_BACKEND (communicators/communicators.py). The agent
@@ -42,7 +35,6 @@ FLIGHT_ENTRIES_NUM_MAX = 512
 
 
 def main() -> None:
-    """Run a rank until it exits."""
     parser = argparse.ArgumentParser(prog="unicron.workers.training.rank")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--pulse", type=int, default=-1)
@@ -51,10 +43,8 @@ def main() -> None:
 
 
 def run_rank(fd: int, pulse: int = -1) -> NoReturn:
-    """Run a rank in this process, for the agent at the other end of socket `fd`. Never returns.
-
-    Progress marks are written to the page of file `pulse` (workers/ipc/progress_page.py); -1: none.
-    """
+    """Run a rank in this process, for the agent at the other end of socket `fd`. Progress marks are
+    written to the page of file `pulse` (workers/ipc/progress_page.py); -1: none."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control, order, exit_reporter = connect_agent(fd)
@@ -102,9 +92,7 @@ def preload() -> None:
     from .model import cpu_device
 
     with cpu_device.uncompiled():
-        # This imports torch._dynamo too. Otherwise the first optimizer of each process would. For a
-        # rank forked from a zygote, while the survivors change their layout, this was 0.8 of 1.0 s
-        # of CPU time.
+        # This imports torch._dynamo too, in 0.8 s, as else each process's first optimizer would.
         known_versions.require_parts()
 
         from . import member as training_member

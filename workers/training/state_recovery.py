@@ -1,9 +1,8 @@
 """State recovery: where a member's state comes from when it joins a generation.
 
-Each shard comes from the nearest member that holds it (resharding.py). If a member's part of the
-model changes, the member builds the new part beside the old part, and keeps the old part until the
-new one is complete. If no member holds a state, each member reads its part of an in-memory
-checkpoint or of the checkpoint on disk, or begins from the seed.
+Each shard comes from the nearest member that holds it. A new part of the model is built beside the
+old one, which is kept until the new one is complete. If no member holds a state, each reads its
+part of an in-memory checkpoint or of the checkpoint on disk, or begins from the seed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from .recovery import state_shards
 from .recovery.peers import World
 from .recovery.resharding import Missing
 from .recovery.settlement import Settlement, find_receivers
-from .recovery.state_exchange import ExchangeResult, exchange
+from .recovery.state_exchange import exchange
 from .recovery.state_sources import NO_STATE, WHOLE, Claim, HeldState
 from .step.iteration import Iteration, held_by
 
@@ -193,9 +192,20 @@ class StateRecovery:
                        training_state.numbers(source, step_version, mine.history))
         seat = HeldState(axes=order.axes or Axes(dp=len(order.members)),
                          optimizer=self._train.parallel.optimizer, place=place)
-        found = self._run(source, target, numbers, [member.node for member in order.members],
-                          step_version, holders, seat if target is not None else WHOLE,
-                          staged=not in_place)
+        have: state_shards.State = {}
+        if source is not None:
+            source = with_shards(source)
+            have = source.shards if source.is_gathered else state_shards.stepped(source)
+        try:
+            found = exchange(
+                have, with_shards(target).shards if target is not None else have, numbers,
+                step_version=step_version, held=holders,
+                seat=seat if target is not None else WHOLE,
+                nodes=[member.node for member in order.members], staged=not in_place,
+                note=self._note, goes_on=lambda: not self._communicators.woken)
+        except Missing as missing:
+            # Every member raises this: its peers have excluded the last holder of some part.
+            raise RuntimeError(str(missing)) from None
         if target is None or self._communicators.woken:
             return None, ()
         found.activate()
@@ -203,22 +213,6 @@ class StateRecovery:
         return found.numbers, tuple(
             ReceivedState(order.members[sender].rank, order.members[sender].node, taken_bytes)
             for sender, taken_bytes in found.taken.items())
-
-    def _run(self, source: TrainingModel | None, target: TrainingModel | None,
-             numbers: training_state.Numbers | None, nodes: Sequence[str], step_version: int,
-             holders: Mapping[int, HeldState], seat: HeldState, *, staged: bool) -> ExchangeResult:
-        have: state_shards.State = {}
-        if source is not None:
-            source = with_shards(source)
-            have = source.shards if source.is_gathered else state_shards.stepped(source)
-        try:
-            return exchange(
-                have, with_shards(target).shards if target is not None else have, numbers,
-                step_version=step_version, held=holders, seat=seat, nodes=nodes, staged=staged,
-                note=self._note, goes_on=lambda: not self._communicators.woken)
-        except Missing as missing:
-            # Every member raises this: its peers have excluded the last holder of some part.
-            raise RuntimeError(str(missing)) from None
 
     def _copy_state(self, trainee: TrainingModel, step_version: int) -> training_state.Numbers:
         """Copy this member's own state into `trainee` of the same part."""
@@ -341,8 +335,7 @@ class StateRecovery:
 
     def _restore(self, order: Reconfigure, trainee: TrainingModel, place: int, stored: int, *,
                  has_place: bool) -> Recovered:
-        """Read the newest state: in-memory checkpoint, checkpoint, or the workload's `stored` one.
-        """
+        """Read the newest state: a checkpoint, in memory or not, or the workload's `stored` one."""
         history = self._iteration.history
         if order.copies:
             restored = self._restore_from_memory(order, trainee, place, stored,

@@ -1,12 +1,8 @@
 """The zygote: a process with torch and Megatron imported, from which an agent forks ranks.
 
-`python -m unicron.workers.training.zygote --fd N --parent PID` imports what a rank imports, sends a
-ForkReply on socket N, and then forks one rank for each ForkRequest. A fork of a process that has
-threads, an event loop or a CUDA context is broken. The zygote therefore exits with code 1 if an
-import has started a thread; the agent then starts ranks by exec, which is slower.
-
-A rank is forked twice, so it is not a child of the zygote. The process PID adopts the rank like any
-other orphan; this is the shim. The zygote exits with its agent.
+`python -m unicron.workers.training.zygote --fd N --parent PID` sends a ForkReply on socket N when
+it is ready, then forks a rank for each ForkRequest; the process PID, the shim, adopts it. It exits
+with code 1 if an import has started a thread, and with its agent. docs/decisions/zygote.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The solver: an exact multiple-choice knapsack in integers.
 
-Read `candidates`, `knapsack` (the bound), `core` and `dynamic_program`. `core_bitset` serves inputs
-with many ties. Pure; imports numpy and nothing of ours.
+Read `candidates`, `knapsack` (the bound) and `core`. `core_bitset` serves inputs with many ties.
+Pure; imports numpy and nothing of ours.
 """

@@ -38,7 +38,6 @@ class CoreProblem(Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, sizes: Ints, losses: Ints, row_of: Ints, picks: Ints, *, capacity: int,
            price: int, budget: int) -> CoreProblem:
-        """The core problem of all candidates with these losses."""
         good = losses <= budget
         counts = np.bincount(row_of[good], minlength=len(picks))
         good &= (counts > 1)[row_of]

@@ -1,8 +1,7 @@
 """The multiple-choice knapsack: one candidate of each row, the largest gain within a capacity.
 
-Exact, in integers. The bound of the Lagrangian relaxation excludes candidates that are in no
-optimum. A dynamic programme over the others finds the optimum. Among tied optima, the optimum with
-the largest size in the first row is chosen, then in the second row, and so on.
+Exact, in integers (docs/decisions/planner-bound.md). Among tied optima, the optimum with the
+largest size in the first row is chosen, then in the second row, and so on.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ from numpy.typing import NDArray
 from .candidates import Candidates, SlotsAndGain
 from .core import LOSS_NUM_MAX, ArrayCore, CoreProblem, Ints
 from .core_bitset import BitsetCore
-from .dynamic_program import IMPOSSIBLE, backtrack, suffixes
 
-PLAIN_NUM_MAX = 1 << 14
-"""Up to this number of candidates times slots, plain dynamic programming is the fastest."""
 _BUDGET_BITS, _BUDGET_STEP_BITS = 9, 3
 _SMALL_NUM = 48
 """Up to this number of candidates beside one per row, one core is built instead of several."""
@@ -37,10 +33,6 @@ _DENOMINATOR_NUM_MAX = 32
 
 def best(rows: Candidates, capacity: int) -> SlotsAndGain | None:
     """The optimum; None if nothing fits."""
-    if len(rows.sizes) * capacity <= PLAIN_NUM_MAX:
-        after = suffixes(rows, capacity)
-        most = int(after[0, capacity])
-        return (tuple(backtrack(rows, after, capacity)), most) if most > IMPOSSIBLE // 2 else None
     solved = Solution.of(rows, capacity)
     return None if solved is None else (rows.slots(solved.vector), solved.gain)
 
@@ -53,8 +45,7 @@ class Relaxation(Struct, frozen=True, kw_only=True):
     price: int
     bound: int
     losses: Ints
-    """The reduced cost by candidate: its distance from the best of its row at this price, 0 or
-    more. It is LOSS_NUM_MAX if the candidate does not fit (`_fits`)."""
+    """The reduced cost: the distance from the best of its row. LOSS_NUM_MAX: it does not fit."""
     picks: Ints
     """The choice of the relaxation by row: the smallest candidate with loss 0."""
 

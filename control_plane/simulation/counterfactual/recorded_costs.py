@@ -23,8 +23,6 @@ KEPT = ("checkpoint_s", "copy_s")
 
 
 class Sample(NamedTuple):
-    """A step that began at `at_s` and took `took_s`."""
-
     at_s: float
     took_s: float
 

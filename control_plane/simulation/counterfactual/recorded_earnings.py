@@ -98,7 +98,7 @@ class LogAccounting:
 
     def _new_progress(self, task: Task) -> TaskProgress:
         job = self._jobs[task.id] = RecordedProgress(
-            task.id, self._tables[task.id], 0.0, SavedState(0.0), SavedState(0.0))
+            self._tables[task.id], 0.0, SavedState(0.0), SavedState(0.0))
         return job
 
     def measure(self, records: Iterable[Record], end_s: float | None = None) -> Outcome:

@@ -76,7 +76,6 @@ class FaultReader:
         """Failed collectives, by the seq of their report."""
         self._rounds: set[tuple[int, int]] = set()
         self._stop_orders_s: dict[Key, float] = {}
-        """When processes were ordered to stop."""
         self._num_indirect = 0
         self._policy: policy.Policy | None = None
 

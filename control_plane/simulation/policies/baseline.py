@@ -1,8 +1,7 @@
 """Common parts of the policies other than Unicron's, which only choose the assignment of slots.
 
-Until the first fault these policies use Unicron's planner on all nodes but their spares, so that
-all start from the same plan. After the first fault `allocate` assigns the slots of each task.
-Allocation rules assign slots from the start. All transitions are those of the decider's table.
+Until the first fault these policies use Unicron's planner on all nodes but their spares; then
+`allocate` assigns the slots of each task. Allocation rules assign slots from the start.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ def _with_newcomers(state: ClusterState, seats: Seats, sizes: dict[int, int]) ->
 
 
 def has_failed(state: ClusterState) -> bool:
-    """Whether any fault has occurred in the cluster."""
     return bool(state.incidents) or any(
         node.health != "healthy" or node.drained or node.slots_disabled
         for node in state.nodes.values())

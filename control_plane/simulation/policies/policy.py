@@ -10,16 +10,7 @@ from ...decide.decide import Decide
 
 
 class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long the steps of one policy take, in seconds. The policy's module names the sources.
-
-    `detect_s`: from a fault until it is reported, by cause; `detect_other_s` for all other causes.
-    A cause in `detect_iterations` takes at least this number of iterations. `start_s`: from the
-    order to start a process until it trains, or, in a task that heals in memory, until it is ready.
-    `quiesce_s`: from an order to leave a generation at once until a member has left it.
-    `regroup_s`: from an order to join a generation until a member has joined it, with its state.
-    `checkpoint_s`, `copy_s`: training time between two checkpoints, on disk and in memory; 0: none.
-    `speed`: training speed without a fault, relative to Megatron's. `num_spares` nodes are idle.
-    """
+    """How long the steps of one policy take, in seconds. docs/guides/simulate.md describes each."""
 
     detect_s: dict[str, float]
     detect_other_s: float

@@ -1,9 +1,10 @@
-"""Unicron: the unchanged decider, with the measured durations of its steps."""
+"""Unicron: the unchanged decider, with measured durations; also with other rules of allocation."""
 
 from __future__ import annotations
 
 from ....events.records import statuses as s
 from ...decide import decide
+from .baseline import sharing
 from .policy import Costs, Policy
 
 POLICY = Policy(
@@ -21,3 +22,12 @@ POLICY = Policy(
         # Together 0.3 to 0.6 s on gloo (docs/guides/bench-recovery.md, `breakdown` and layouts).
         quiesce_s=0.3, regroup_s=0.3,
         checkpoint_s=1800.0, copy_s=300.0))
+# Rules of allocation that replace the planner; detection and healing are Unicron's.
+EQUALLY = Policy(
+    heals=True, escalates=True, costs=POLICY.costs, decides=lambda _, __: sharing(lambda _: 1.0))
+BY_WEIGHT = Policy(
+    heals=True, escalates=True, costs=POLICY.costs,
+    decides=lambda _, __: sharing(lambda demand: demand.weight))
+BY_SIZE = Policy(
+    heals=True, escalates=True, costs=POLICY.costs, by_params=True,
+    decides=lambda _, params: sharing(lambda demand: params[demand.name]))

@@ -13,12 +13,9 @@ AT_S_MAX = 1e12
 
 
 class ExternalEvent(NamedTuple):
-    """An event of a node, at `at_s` of the scenario.
-
-    fault: its `cause` is a row of the paper's table. repaired: the node is available again after a
-    fault. joined: the node is new, or back. A fault may hit a single process: the one on `slot` of
-    the node, or the one with `rank` in `task`. Such a fault does not drain the node.
-    """
+    """An event of a node, at `at_s` of the scenario. The `cause` of a fault is a row of the paper's
+    table. A fault may hit a single process, on `slot` of the node, or with `rank` in `task`. Such a
+    fault does not drain the node."""
 
     at_s: float
     node: str

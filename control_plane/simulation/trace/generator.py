@@ -1,10 +1,8 @@
 """Drawn traces: times, causes and durations of faults, bursts, and nodes with repeated faults.
 
-The same seed draws the same trace on every machine: all values come from the generator's
-`random()`, which Python guarantees, and times are rounded to milliseconds. Each quantity has its
-own random stream, and if it belongs to a node, one stream per node. So other repairs or causes do
-not change the times of faults, and additional nodes do not change the faults of the other nodes. A
-fault that is drawn for a node while the node is away is left out of the trace.
+The same seed draws the same trace on every machine: all values come from `random()`, which Python
+guarantees, and times are rounded to milliseconds. Each quantity has its own random stream, and if
+it belongs to a node, one stream per node. A fault of a node that is away is left out.
 """
 
 from __future__ import annotations
@@ -94,12 +92,8 @@ class Bursts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rate: a mean time between faults (a Poisson process for each GPU or node), or a `count`
-    over the horizon, in all or by severity. `other`: all severities that are not named.
-
-    `causes`: shares by cause, or a study. `repair`: the time (or a study of it) for which a SEV1
-    takes its node away; other faults need no repair. `repeat`: nodes fail repeatedly. Without a
-    rate, only bursts occur.
-    """
+    over the horizon, in all or by severity; without it, only bursts. docs/guides/traces.md
+    describes each field."""
 
     seed: int = 1
     mtbf_gpu_h: float | None = None

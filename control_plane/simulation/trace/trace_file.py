@@ -1,9 +1,4 @@
-"""Trace files: CSV, JSON lines, and churn of spot nodes.
-
-The first line defines the format: `{` begins JSON lines; `0,add,node1` begins churn (time in ms,
-add or remove, node; no header); all else is CSV with a header. Empty lines and lines that begin
-with `#` are skipped.
-"""
+"""Trace files: CSV, JSON lines, and churn of spot nodes (docs/guides/traces.md)."""
 
 from __future__ import annotations
 

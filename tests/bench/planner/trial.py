@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import plain_program
 from planner_cases import SIZES, case
 from unicron.control_plane.planner import next_event, planner
 from unicron.control_plane.planner.problem import PlanProblem
-from unicron.control_plane.planner.solver import dynamic_program, knapsack
+from unicron.control_plane.planner.solver import knapsack
 from unicron.control_plane.planner.solver.candidates import Candidates
 
 GPUS_PER_NODE_NUM = 8
@@ -38,8 +39,8 @@ def unicron(asked: PlanProblem, limit_s: float) -> Slots:
 def plain_dp(asked: PlanProblem, limit_s: float) -> Slots:
     """The method of the Unicron paper: every candidate at every number of slots."""
     rows = planner.allowed_candidates(asked)
-    after = dynamic_program.suffixes(rows, asked.num_slots)
-    return tuple(dynamic_program.backtrack(rows, after, asked.num_slots))
+    after = plain_program.suffixes(rows, asked.num_slots)
+    return tuple(plain_program.backtrack(rows, after, asked.num_slots))
 
 
 def highs(asked: PlanProblem, limit_s: float) -> Slots:

@@ -7,18 +7,18 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plain_program
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import FAMILIES, candidates_of, degenerate
 from unicron.control_plane.planner import planner
 from unicron.control_plane.planner.planner import choose_plan
-from unicron.control_plane.planner.solver import core, dynamic_program, knapsack
+from unicron.control_plane.planner.solver import candidates, core, knapsack
 from unicron.control_plane.planner.solver.core import CoreProblem
 from unicron.control_plane.planner.solver.knapsack import Solution
 
@@ -48,22 +48,11 @@ def all_plans(found: list[Row], capacity: int) -> list[Plan]:
                   key=lambda plan: (plan[1], plan[0]), reverse=True)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def by_cores() -> Iterator[None]:
-    """Use the core solver for small problems too. By default they use plain dynamic programming."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(knapsack, "PLAIN_NUM_MAX", -1)
-        yield
-
-
 @given(rows, capacities)
 @settings(max_examples=500, deadline=None)
 def test_the_optimum_equals_brute_force(found: list[Row], capacity: int) -> None:
     plans = all_plans(found, capacity)
     assert knapsack.best(candidates_of(found), capacity) == (plans[0] if plans else None)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(knapsack, "PLAIN_NUM_MAX", 1 << 14)
-        assert knapsack.best(candidates_of(found), capacity) == (plans[0] if plans else None)
 
 
 @given(rows, capacities)
@@ -86,14 +75,15 @@ def test_the_next_best_equals_brute_force(found: list[Row], capacity: int) -> No
 def test_the_tables_have_every_optimum(found: list[Row], capacity: int) -> None:
     flat = candidates_of(found)
     before, after = (
-        dynamic_program.prefixes(flat, capacity), dynamic_program.suffixes(flat, capacity))
+        candidates.tables(flat, capacity, range(flat.num)),
+        plain_program.suffixes(flat, capacity))
     for r, j in itertools.product(range(len(found) + 1), range(capacity + 1)):
         for table, part in ((before, found[:r]), (after, found[r:])):
             plans = all_plans(part, j)
             assert (int(table[r, j]) == plans[0][1]) if plans else (
-                table[r, j] <= dynamic_program.IMPOSSIBLE // 2)
+                table[r, j] <= candidates.IMPOSSIBLE // 2)
     if plans := all_plans(found, capacity):
-        assert tuple(dynamic_program.backtrack(flat, after, capacity)) == plans[0][0]
+        assert tuple(plain_program.backtrack(flat, after, capacity)) == plans[0][0]
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -108,9 +98,9 @@ def test_larger_problems_agree_with_plain_dynamic_programming(seed: int) -> None
         step, scale = int(random.choice([1, 4, 8])), float(random.choice([100.0, 1e6]))
         found.append([(size, round(scale * size**power)) for size in range(0, 80, step)])
     flat = candidates_of(found)
-    after = dynamic_program.suffixes(flat, capacity)
+    after = plain_program.suffixes(flat, capacity)
     assert knapsack.best(flat, capacity) == (
-        tuple(dynamic_program.backtrack(flat, after, capacity)), int(after[0, capacity]))
+        tuple(plain_program.backtrack(flat, after, capacity)), int(after[0, capacity]))
 
 
 @st.composite
@@ -135,11 +125,11 @@ def similar_rows(draw: st.DrawFn) -> list[Row]:
 def test_among_ties_plain_dynamic_programming_agrees(found: list[Row], capacity: int) -> None:
     """The values are equal. On a tie, both give the first row the most slots."""
     flat = candidates_of(found)
-    after = dynamic_program.suffixes(flat, capacity)
-    if after[0, capacity] <= dynamic_program.IMPOSSIBLE // 2:
+    after = plain_program.suffixes(flat, capacity)
+    if after[0, capacity] <= candidates.IMPOSSIBLE // 2:
         assert knapsack.best(flat, capacity) is None
         return
-    slots = tuple(dynamic_program.backtrack(flat, after, capacity))
+    slots = tuple(plain_program.backtrack(flat, after, capacity))
     assert knapsack.best(flat, capacity) == (slots, int(after[0, capacity]))
 
 
@@ -150,10 +140,10 @@ def test_among_ties_the_next_best_differs_in_a_size(found: list[Row], capacity: 
     if solved is None:
         return
     chosen = flat.slots(solved.vector)
-    others = dynamic_program.LeaveOneOut(flat, capacity)
+    others = candidates.LeaveOneOut(flat, capacity)
     best = [value + gain for i, row in enumerate(found) for size, gain in row
             if size != chosen[i] and size <= capacity
-            and (value := others.without(i, capacity - size)[0]) > dynamic_program.IMPOSSIBLE // 2]
+            and (value := others.without(i, capacity - size)) > candidates.IMPOSSIBLE // 2]
     runner_up = solved.next_best()
     assert (runner_up is None) == (not best)
     if runner_up is not None:
@@ -168,9 +158,9 @@ def test_degenerate_families_agree_with_plain_dynamic_programming(family: str) -
     for seed in range(3):
         problem = degenerate(family, 24, 768, seed)
         flat = planner.allowed_candidates(problem)
-        after = dynamic_program.suffixes(flat, problem.num_slots)
+        after = plain_program.suffixes(flat, problem.num_slots)
         assert knapsack.best(flat, problem.num_slots) == (
-            tuple(dynamic_program.backtrack(flat, after, problem.num_slots)),
+            tuple(plain_program.backtrack(flat, after, problem.num_slots)),
             int(after[0, problem.num_slots]))
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +69,8 @@ class Bench:
         order = StoreOrder(tuple(keeper.keeper for keeper in keepers))
         if self.copier.status(order)[0]:
             return False
-        self.copier.copy(self.trainee, step, History(), generation, order, is_whole=is_whole)
+        self.copier.begin(partial(memory_checkpoint.content_of, self.trainee, step, History()),
+                          step, generation, order, is_whole=is_whole)
         self.copier.detach()
         self.copier.wait()
         return True

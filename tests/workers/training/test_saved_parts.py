@@ -16,6 +16,7 @@ import torch
 import worlds
 from msgspec.structs import replace
 from reshard_work import TRAIN, Layout
+from stored_tensors import whole_tensor
 from unicron.events.spec.job import Batch, Model, Optimizer, Train
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import num_positions
@@ -81,11 +82,12 @@ def test_torch_reads_it(whole: str) -> None:
     import torch.distributed.checkpoint as dcp
 
     stored = StoredState(whole)
-    data: dict[str, Any] = {key: torch.empty_like(stored.tensor(key)) for key in stored.kinds}
+    data: dict[str, Any] = {
+        key: torch.empty_like(whole_tensor(stored, key)) for key in stored.kinds}
     data["numbers"] = {"precision": "", "step_version": 0, "losses": None}
     dcp.load(data, storage_reader=dcp.FileSystemReader(whole), no_dist=True)
     assert data.pop("numbers") == {"precision": "bf16", "step_version": 1, "losses": []}
-    assert all(tensor.equal(stored.tensor(key)) for key, tensor in data.items())
+    assert all(tensor.equal(whole_tensor(stored, key)) for key, tensor in data.items())
     assert {key.partition(".")[0] for key in data} == {"model", "master", "optimizer"}
 
 
@@ -98,15 +100,15 @@ def test_megatron_reads_it(whole: str, alone: Any) -> None:
     assert megatron.load_common_state_dict(whole) == {"iteration": 1}
     described = megatron.load_tensors_metadata(whole)
     assert {key: tuple(each.global_shape) for key, each in described.items()} == {
-        key: tuple(stored.tensor(key).shape) for key in stored.kinds}
+        key: tuple(whole_tensor(stored, key).shape) for key in stored.kinds}
     tensors = megatron.load_plain_tensors(whole)
-    assert all(tensors[key].equal(stored.tensor(key)) for key in stored.kinds)
+    assert all(tensors[key].equal(whole_tensor(stored, key)) for key in stored.kinds)
     # Half of a tensor, as a tensor-parallel rank reads it.
     key = "model.decoder.layers.3.mlp.linear_fc1.weight"
-    half = torch.empty_like(stored.tensor(key).chunk(2)[1])
+    half = torch.empty_like(whole_tensor(stored, key).chunk(2)[1])
     read = megatron.load({key: ShardedTensor.from_rank_offsets(key, half, (0, 1, 2))}, whole,
                          validate_access_integrity=False)
-    assert read[key].equal(stored.tensor(key).chunk(2)[1])
+    assert read[key].equal(whole_tensor(stored, key).chunk(2)[1])
 
 
 # --- refused -------------------------------------------------------------------------------------
@@ -175,7 +177,7 @@ def test_altered_data_is_found(whole: str, tmp_path: Path) -> None:
     data[chunk.begin_bytes + chunk.length_bytes // 2] ^= 1
     (folder / "__0_0.distcp").write_bytes(data)
     with pytest.raises(OSError, match=r"its file __0_0\.distcp was altered"):
-        StoredState(str(folder)).tensor(chunk.key)
+        whole_tensor(StoredState(str(folder)), chunk.key)
 
 
 @pytest.mark.parametrize(("change", "says"), [

@@ -239,12 +239,9 @@ RECOVERY_ACTION_CODE = 154
 
 
 def xid_status(xid: int, text: str) -> str:
-    """The status of an XID, by its number and the lower-case text after it; "": harmless.
-
-    The text of XIDs 144 to 150 says whether the error is fatal. The text of XID 154 names the
-    recovery action that the driver requests: any action other than none means that the node must be
-    drained. An unknown XID is harmless.
-    """
+    """The status of an XID, by its number and the lower-case text after it; "": harmless, unknown.
+    The text of XIDs 144 to 150 says whether the error is fatal; that of XID 154 names the recovery
+    action that the driver requests: any but none means that the node must be drained."""
     if xid in NVLINK_5 and ("nonfatal" in text or "non-fatal" in text):
         return ""
     if xid == RECOVERY_ACTION_CODE:

@@ -1,24 +1,14 @@
 """`adopt`: in-memory recovery for a custom training loop on megatron-core.
 
 Import this module before megatron. deploy/examples/loop.py is a complete example;
-docs/guides/scripts.md lists what such a loop may contain.
-
-    with adopt(build=build, sample=sample, forward=forward) as job:
-        for _ in job:
-            iteration = job.step()
-            if iteration % 100 == 0:
-                job.evaluate(lambda: validate(job.model))
-
-If a member fails during `job.step()`, the others keep their local gradients, rebuild the
-communicators and finish the iteration. The replacement process runs the same script, and receives
-the state before its first `job.step()`.
+docs/guides/scripts.md has a shorter one, and lists what such a loop may contain.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -37,7 +27,7 @@ from ..rank import connect_agent
 from .arguments import Loss, check_arguments, check_values, preload_checked, usage_errors_reported
 
 # Before the first Megatron import, which without CUDA would load a compiler for nothing.
-preload_checked(os.environ)
+preload_checked()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
@@ -64,8 +54,7 @@ log = structlog.get_logger()
 
 
 class Declined(UsageError):
-    """In-memory recovery does not support this loop; the message gives the reason. After a fault
-    all processes of the task are restarted."""
+    """In-memory recovery does not support this loop: a fault restarts all processes of the task."""
 
 
 class Job:
@@ -144,9 +133,8 @@ class Job:
 
     @property
     def auxiliary_losses(self) -> dict[str, float]:
-        """The auxiliary losses of a mixture of experts in the last completed iteration, by
-        Megatron's name: the mean over layers and over all micro-batches, without the coefficient.
-        """
+        """The auxiliary losses of a mixture of experts in the last completed iteration, by name in
+        Megatron: the mean over layers and all micro-batches, without the coefficient."""
         return dict(self._driver.iteration.trainee.experts.losses)
 
     @property
@@ -172,13 +160,11 @@ class Job:
             yield self.iteration
 
     def step(self) -> int:
-        """Run the next step, with any recovery that it needs. Returns the completed iteration, or
-        -1 if none was left.
+        """Run the next step, with any recovery that it needs. Returns the completed iteration,
+        which is an earlier one if the task rolls back, or -1 if none was left.
 
-        The result may differ from the expected iteration, because the task rolls back if every
-        holder of a state is lost. If a member fails when only some have stepped, the others receive
-        the state after the step, and skip evaluations until the next: those that stepped may have
-        finished them already.
+        A member that receives the state after a step that others have taken skips evaluations until
+        the next step: those that stepped may have finished them already.
         """
         self._is_void, self._num_evaluated = False, 0
         expected = self.iteration
@@ -193,13 +179,12 @@ class Job:
                 return self.iteration - 1
 
     def evaluate(self, call: Callable[[], T]) -> T | None:
-        """Between two steps: run `call` on all members and return its result.
+        """Between two steps: run `call`, which may use collectives, on all members and return its
+        result. It must not change the model or the optimizer.
 
-        `call` may use collectives. It must not change the model or the optimizer. With gloo, it
-        runs in a separate thread. If a member fails during `call`, and all members of the next
-        generation were in this evaluation, `call` runs again. Otherwise every rank that has not
-        finished the evaluation returns None from it, and from all others before the next step. A
-        process that begins after the first iteration evaluates nothing before its first step.
+        With gloo, it runs in a separate thread. If a member fails during it, and all members of the
+        next generation were in this evaluation, `call` runs again. Otherwise it returns None on
+        each rank that has not finished it, as do all others before the next step.
         """
         if self._is_void:
             return None
@@ -276,35 +261,21 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
           seed: int = 1234, flops: float = 0.0, on_rebuild: OnRebuild | None = None,
           axes: Axes | None = None, check: Sequence[Callable[[], str]] = (),
           beginning: Beginning | None = None, exports: Sequence[Format] = (),
-          falls_back: bool = True, environment: Mapping[str, str] = os.environ) -> Generator[Job]:
+          falls_back: bool = True) -> Generator[Job]:
     """Train the model of `build`, with in-memory recovery if an agent has started this process.
 
-    `build(groups, axes, place)` returns three values for position `place` of the layout `axes`: the
-    model chunks, wrapped in Megatron's DistributedDataParallel; Megatron's optimizer; its
-    OptimizerParamScheduler. `groups` is a ProcessGroupCollection. `build` uses no
-    collectives, and may draw weights: the generators are seeded as Megatron-LM seeds them. It runs
-    for each layout that this process joins.
-    `sample(iteration, micro_batch)` returns the data by random access; `micro_batch` counts over
-    all ranks. Or `sample` is a torch DataLoader (data_loader.py). `forward(chunk, batch)` returns
-    the sum of the token losses and the token count. Or it returns an output and a function of it
-    that returns these two, as Megatron's forward_step.
+    docs/guides/scripts.md has `build`, `sample`, `forward`, `iterations`, `micro_batches`,
+    `samples`, `sequence`, `loss` and `on_rebuild`. `seed`: together with the position of a
+    micro-batch, it seeds the generators. `flops`: FLOPs of one iteration; 0 counts 6 for each
+    parameter and micro-batch. `axes`: the layout of a replica, used without an agent only. `check`:
+    functions that run at the start and return "" or the reason why in-memory recovery does not
+    support this loop. `beginning`: the state of which training begins, if it is newer than the
+    task's own; `exports`: further checkpoints to write. Both need an agent.
 
-    `iterations` and `micro_batches` (of one iteration, over all ranks) must equal the job's
-    `loop:`; they are required only without an agent. `samples`: samples in a micro-batch, the unit
-    of the schedule. `sequence`: tokens in a sample; pipeline layouts need it. `loss`: as
-    `train.loss` of a job file. `seed`: together with the position of a micro-batch, it seeds the
-    generators. `flops`: FLOPs of one iteration; 0 counts 6 for each parameter and micro-batch.
-    `on_rebuild(groups)`: all members call it in each generation, to create custom groups; its
-    result is `job.own` until the generation ends. `axes`: the layout of a replica, used without an
-    agent only. `check`: functions that run at the start and return "" or the reason why in-memory
-    recovery does not support this loop. `beginning`: the state of which training begins, if it is
-    newer than the task's own; `exports`: further checkpoints to write. Both need an agent.
-
-    If in-memory recovery does not support the loop, a warning gives the reason. The loop then
-    trains without it, and a fault restarts all processes of the task, from their state in memory
-    if `loop.copy_every` is not 0; with `falls_back=False`, `adopt` raises Declined. Invalid
+    If in-memory recovery does not support the loop, a warning gives the reason, and a fault
+    restarts all processes of the task; with `falls_back=False`, `adopt` raises Declined. Invalid
     arguments, or a loop that `job.step()` cannot train, print one line and end the process; with an
-    agent, they end the task. Any other exception is then reported as this rank's error.
+    agent, they end the task.
     """
     def work(loop: Loop) -> LoopWorkload:
         for name, spec, given in (("iterations", loop.iterations, iterations),
@@ -322,16 +293,16 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
             del calls["sample"]
         check_values(calls, loss, {"samples": samples, "sequence": sequence})
 
-    with usage_errors_reported(environment):
+    with usage_errors_reported():
         driver: Driver
-        if FD in environment:
-            driver, made = _connect(validate, work, check, environment, falls_back=falls_back)
+        if FD in os.environ:
+            driver, made = _connect(validate, work, check, falls_back=falls_back)
         else:
             warn_unknown()
             validate()
-            made = work(json.decode(environment[LOOP], type=Loop) if LOOP in environment else
+            made = work(json.decode(os.environ[LOOP], type=Loop) if LOOP in os.environ else
                         _loop_without_agent(iterations, micro_batches, axes or Axes()))
-            driver = RestartOnlyDriver(made, environment)
+            driver = RestartOnlyDriver(made, os.environ)
         job = Job(driver, made)
         yield job
         job.finish()
@@ -341,16 +312,16 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
 
 
 def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
-             check: Sequence[Callable[[], str]], environment: Mapping[str, str], *,
-             falls_back: bool) -> tuple[Driver, LoopWorkload]:
+             check: Sequence[Callable[[], str]], *, falls_back: bool
+             ) -> tuple[Driver, LoopWorkload]:
     """This process's member, or a restart-only driver if recovery does not support the loop."""
-    control, start, exit_report = connect_agent(int(environment[FD]))
+    control, start, exit_report = connect_agent(int(os.environ[FD]))
     warn_unknown()
     loop = start.spec.loop
     assert loop is not None, "an agent opens its pipe for a loop task only"
     if start.declined and falls_back:
         made = work(loop)
-        return RestartOnlyDriver(made, environment, (control, start)), made
+        return RestartOnlyDriver(made, os.environ, (control, start)), made
     control.tell(Adopted(pid=os.getpid()))
     validate()
     made = work(loop)
@@ -358,8 +329,8 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
         for reason in check:
             if why := reason():
                 raise NotRecoverable(why)
-        member = Member(control, start, environment,
-                        ProgressWriter(int(environment.get(PULSE, "-1"))), made)
+        member = Member(control, start, os.environ,
+                        ProgressWriter(int(os.environ.get(PULSE, "-1"))), made)
     except NotRecoverable as error:
         if falls_back and isinstance(error, NotTrainable):
             raise
@@ -378,7 +349,7 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
                 from_memory=from_memory)
     gc.collect()  # free the first model before the second is built
     made = work(loop)
-    return RestartOnlyDriver(made, environment, (control, start)), made
+    return RestartOnlyDriver(made, os.environ, (control, start)), made
 
 
 def _loop_without_agent(iterations: int, micro_batches: int, replica: Axes) -> Loop:

@@ -32,11 +32,9 @@ def check_arguments(call: Callable[P, T]) -> Callable[P, T]:
         try:
             signature.bind(*args, **given)
         except TypeError as error:
-            environment = given.get("environment", os.environ)
-            assert isinstance(environment, Mapping)
-            with usage_errors_reported(environment):
-                if FD in environment:
-                    connect_agent(int(environment[FD]))
+            with usage_errors_reported():
+                if FD in os.environ:
+                    connect_agent(int(os.environ[FD]))
                 takes = f"it takes {', '.join(signature.parameters)}"
                 unknown = [name for name in given if name not in signature.parameters]
                 if not unknown:
@@ -51,27 +49,25 @@ def check_arguments(call: Callable[P, T]) -> Callable[P, T]:
 
 
 @contextmanager
-def usage_errors_reported(environment: Mapping[str, str]) -> Generator[None]:
-    """A UsageError prints one line and ends the process. With an agent, the error propagates to the
-    exit report."""
+def usage_errors_reported() -> Generator[None]:
+    """A UsageError prints one line and ends the process; with an agent, the exit report has it."""
     try:
         yield
     except UsageError as error:
-        if FD in environment:
+        if FD in os.environ:
             raise
         sys.stderr.write(f"{error} ({error.hint})\n")
         sys.exit(2)
 
 
-def preload_checked(environment: Mapping[str, str]) -> None:
-    """`preload`; a version of torch or Megatron that cannot train ends the process as wrong
-    arguments do."""
-    with usage_errors_reported(environment):
+def preload_checked() -> None:
+    """`preload`; a version that cannot train ends the process as wrong arguments do."""
+    with usage_errors_reported():
         try:
             preload()
         except UsageError:
-            if FD in environment:
-                connect_agent(int(environment[FD]))
+            if FD in os.environ:
+                connect_agent(int(os.environ[FD]))
             raise
 
 

@@ -151,7 +151,7 @@ OnRebuild = Callable[[Any], Any]
 
 
 class NotRecoverable(UsageError):
-    """In-memory recovery does not support what was built; `str()` gives the reason in one line."""
+    """In-memory recovery does not support what was built."""
 
 
 class NotTrainable(NotRecoverable):
@@ -364,9 +364,8 @@ def _data_errors(what: str, iteration: int, micro_batch: int) -> Generator[None]
 
 @contextmanager
 def _seeded(seed: int, stage: int) -> Generator[None]:
-    """Within this context the generators are seeded as by Megatron-LM for a pipeline stage: a
-    script draws the same weights without Unicron. Megatron's tracker adds the tensor-parallel rank.
-    """
+    """Within this context the generators are seeded as by Megatron-LM for a pipeline stage: without
+    Unicron a script draws the same weights. Megatron's tracker adds the tensor-parallel rank."""
     seed += STAGE_SEEDS_APART * stage
     random.seed(seed)
     numpy.random.seed(seed)
@@ -414,8 +413,7 @@ def check_trainable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: 
 
 
 def check_described(config: Any, train: Train, model: MegatronModel) -> None:
-    """Raises NotTrainable if `loop.model` of the job file describes another model: layouts, speed
-    and memory were computed for that one."""
+    """Raises NotTrainable if `loop.model`, for which layouts were computed, is another model."""
     has_experts = bool(getattr(config, "num_moe_experts", None))
     samples = model.global_batch // train.num_micro_batches
     for name, described, built in (

@@ -1,8 +1,7 @@
 """A torch DataLoader as the data of a custom loop: its batches by their number.
 
-Its sampler decides the order, epoch after epoch, as in a loop over the DataLoader in one process,
-and its workers read ahead. But they read the batches by number: those of the micro-batches that
-this process is expected to run next. After a fault it may need others, and some again.
+Its workers read ahead the batches of the micro-batches that this process is expected to run next.
+After a fault it may need others, and some again.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ class _Failed(NamedTuple):
 
 class LoaderBatches:
     """`sample` of `adopt`: micro-batch m of iteration i is batch `i * micro_batches + m` of the
-    DataLoader, counted over its epochs. Each batch seeds the generators of torch, Python and numpy,
-    so a random augmentation is equal in every process. The workers are forked here, before there
-    are connections that they would keep open. Raises UsageError without random access.
-    """
+    DataLoader, counted over its epochs. The workers are forked here, before there are connections
+    that they would keep open. Raises UsageError without random access."""
 
     def __init__(self, loader: DataLoader[Any], micro_batches: int, iterations: int, seed: int
                  ) -> None:
@@ -85,8 +82,7 @@ class LoaderBatches:
         return private_torch.pinned(result) if self._is_pinned else result
 
     def _from(self, iteration: int, micro_batch: int) -> Iterator[int]:
-        """This batch, then those that this process needs if it has the share of the last iteration.
-        """
+        """This batch, then those that this process needs if it keeps its share of an iteration."""
         yield iteration * self._micro_batches + micro_batch
         share = sorted(set(self._last_share))
         if micro_batch not in share:

@@ -44,10 +44,8 @@ log = structlog.get_logger()
 
 class RestartOnlyDriver:
     """Takes the place of a Member and trains without in-memory recovery: a single process, or one
-    started by a launcher such as torchrun or by an agent. With an agent and an `output` it writes
-    checkpoints and resumes from the last one; with `agent` and `copy_every` also in memory. Raises
-    UsageError for a loop that cannot be trained.
-    """
+    started by a launcher such as torchrun or by an agent. With an agent it writes checkpoints and
+    resumes from the last one. Raises UsageError for a loop that cannot be trained."""
 
     def __init__(self, work: LoopWorkload, environment: Mapping[str, str],
                  agent: tuple[Control, StartRank] | None = None) -> None:
@@ -165,11 +163,8 @@ class RestartOnlyDriver:
 
 
 class RestartCheckpoint:
-    """The last checkpoint of a restart-only task, in the folder `task-N` of its output.
-
-    There is none without an agent, if the output is not a folder, or if no rank has the whole state
-    of a known optimizer.
-    """
+    """The last checkpoint of a restart-only task, in folder `task-N` of its output; none without
+    an agent, without a folder, or if no rank has the whole state of a known optimizer."""
 
     def __init__(self, train: Train, trainee: TrainingModel, task: str) -> None:
         self._train = train

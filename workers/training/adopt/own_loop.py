@@ -1,20 +1,13 @@
 """`keep_in_memory`: restart from memory for a loop that trains by itself, without `adopt`.
 
-For models that `job.step()` cannot train: in FSDP, or with context parallelism. The script stores
-the state of each process in memory after some of its iterations. After a fault all processes of the
-task start again, in the same number, and continue from there.
-
-    with keep_in_memory("FSDP") as memory:
-        done = memory.resume(state, load)
-        for iteration in range(done, iterations):
-            train(iteration)
-            memory.stepped(iteration + 1, state)
+For models that `job.step()` cannot train: in FSDP, or with context parallelism. After a fault all
+processes of the task start again, in the same number. docs/guides/scripts.md has an example.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,12 +23,9 @@ from .arguments import usage_errors_reported
 
 
 class OwnLoop:
-    """The stored state of this process. Without an agent, nothing is stored.
-
-    All processes call each method after the same iteration. Several need an initialised
-    torch.distributed. A state has containers, numbers, texts and tensors, such as a `state_dict`.
-    The random generators of torch, Python and numpy are stored beside it.
-    """
+    """The stored state of this process: containers, numbers, texts and tensors, such as a
+    `state_dict`, and the random generators. Without an agent, nothing is stored. All processes call
+    each method after the same iteration; several need an initialised torch.distributed."""
 
     def __init__(self, memory: RestartMemory | None, every: int) -> None:
         self._memory, self._every = memory, every
@@ -43,10 +33,8 @@ class OwnLoop:
     def resume(self, state: Callable[[], Any], load: Callable[[Any], None], *, after: int = 0
                ) -> int:
         """Load the newest state of which every process has its own, if it is of more than `after`
-        iterations. Returns the number of iterations in it; 0: nothing was loaded.
-
-        `state` returns the present state; `load` gets what it returned in an earlier process.
-        """
+        iterations. Returns the number of iterations in it; 0: nothing was loaded. `state` returns
+        the present state; `load` gets what it returned in an earlier process."""
         if self._memory is None:
             return 0
         found = self._memory.restore(meshes_of(state()), after=after)
@@ -66,17 +54,14 @@ class OwnLoop:
 
 
 @contextmanager
-def keep_in_memory(why: str, environment: Mapping[str, str] = os.environ) -> Generator[OwnLoop]:
-    """Store the state of this process in memory, as the job's `loop.copy_every` says.
-
-    `why`: what the loop has that cannot be healed in place; `unicron status` shows it. Raises
-    UsageError if `copy_every` is 0.
-    """
-    with usage_errors_reported(environment):
-        if FD not in environment:
+def keep_in_memory(why: str) -> Generator[OwnLoop]:
+    """Store the state of this process in memory, as the job's `loop.copy_every` says. `why`: what
+    the loop has that cannot be healed in place, for `unicron status`. Raises UsageError."""
+    with usage_errors_reported():
+        if FD not in os.environ:
             yield OwnLoop(None, 0)
             return
-        control, start, _ = connect_agent(int(environment[FD]))
+        control, start, _ = connect_agent(int(os.environ[FD]))
         loop = start.spec.loop
         assert loop is not None, "an agent opens its pipe for a loop task only"
         if not loop.copy_every:

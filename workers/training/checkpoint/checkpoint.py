@@ -73,18 +73,15 @@ def relative_path(generation: int, step_version: int) -> str:
 
 
 def step_version_of(path: str) -> int:
-    """The step version of a checkpoint at a relative path."""
     return int(path.rpartition("iter-")[2])
 
 
 def folder_of(output: str, path: str) -> str:
-    """The folder of a checkpoint: `path` in the output folder."""
     return f"{output.rstrip('/')}/{path}"
 
 
 def save(folder: str, trainee: TrainingModel, step_version: int, history: History) -> int:
-    """Write the state of a whole replica by this member alone; returns its bytes. Raises NotSaved:
-    nothing is then left of this write."""
+    """Write a whole replica's state; returns its bytes. After NotSaved nothing is left of it."""
     target = folder_at(folder, f"{os.getpid()}")
     snapshot = Snapshot(whole_share(trainee), None)
     try:
@@ -99,11 +96,9 @@ def save(folder: str, trainee: TrainingModel, step_version: int, history: Histor
 
 
 def load(folder: str, trainee: TrainingModel, history: History) -> int:
-    """Read this member's part of the state into its live tensors; returns the step version.
-
-    Raises UsageError if the checkpoint is damaged, missing, or of another model, precision or later
-    version, and RuntimeError if it cannot be read now. The state is then undefined.
-    """
+    """Read this member's part of the state into its live tensors; returns the step version. Raises
+    UsageError if the checkpoint is damaged or another one, and RuntimeError if it cannot be read
+    now. The state is then undefined."""
     try:
         stored = StoredState(folder)
         plain = stored.numbers()

@@ -1,8 +1,7 @@
 """The folder of a checkpoint that several members write: a path, or an fsspec URL.
 
-At a path, members write into a partial folder, which is renamed when the checkpoint is complete. At
-a URL, without rename, they write into the folder itself, under names that no other attempt uses,
-and `.metadata` last: a folder without it is partial.
+At a path, a partial folder is renamed when the checkpoint is complete. At a URL, which has no
+rename, names differ by attempt, and `.metadata` comes last: a folder without it is partial.
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ class PathFolder:
 
     @property
     def partial_name(self) -> str:
-        """The folder that is written."""
         return str(self._partial)
 
     def data_name(self, place: int) -> str:
-        """The data file of the member at this position."""
         return f"__{place}_0.distcp"
 
     def index_name(self, place: int) -> str:
@@ -66,8 +63,7 @@ class PathFolder:
             return None
 
     def finish(self, metadata: bytes) -> None:
-        """Write `.metadata`: the checkpoint is then complete. It replaces one of another task with
-        the same output."""
+        """Write `.metadata`: it is then complete. It replaces another task's at the same output."""
         self.write(COMPLETE_MARK, metadata)
         old = self._final.with_name(f"{self._partial.name.removesuffix(PARTIAL)}{OLD}")
         if self._final.exists():
@@ -152,8 +148,7 @@ def folder_at(name: str, token: str) -> Folder:
 
 
 def clear(output: str, generation: int) -> None:
-    """Remove partial checkpoints of earlier generations, also of a member that still writes: its
-    checkpoint would not be published."""
+    """Remove partial checkpoints of earlier generations, also those that a member still writes."""
     with suppress(OSError):
         if is_url(output):
             _clear_url(Store(output), generation)

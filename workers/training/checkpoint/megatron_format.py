@@ -1,9 +1,8 @@
 """Megatron-LM's own checkpoints (`torch_dist`): their keys, and writing them in parts.
 
 A folder has `iter_0000010` for each checkpoint, and the iteration of the newest complete one in
-`latest_checkpointed_iteration.txt`, which is written last. The state of the optimizer is stored by
-parameter (for a distributed optimizer Megatron's `fully_reshardable`), so that Megatron-LM reads it
-in any layout, with the same kind of optimizer.
+`latest_checkpointed_iteration.txt`. The state of the optimizer is stored by parameter
+(`fully_reshardable`), so that Megatron-LM reads it in any layout.
 """
 
 from __future__ import annotations
@@ -57,13 +56,11 @@ def translated(state: State, names: Mapping[str, StackedName], master: str) -> S
 
 
 def iteration_folder(iteration: int) -> str:
-    """The name of a checkpoint in the folder."""
     return f"iter_{iteration:07d}"
 
 
 class MegatronFormat:
-    """Checkpoints in `folder`, every `every` iterations. `common`: what Megatron-LM stores beside
-    the state."""
+    """Checkpoints in `folder`, every `every` iterations. `common`: what they have beside state."""
 
     def __init__(self, folder: str, every: int,
                  common: Callable[[TrainingModel, int], Mapping[str, Any]]) -> None:

@@ -1,14 +1,8 @@
 """Reads Megatron-LM's own checkpoints (`torch_dist`) into a member's part of any layout.
 
-Tensors are read by regions (stored_state.py). Nothing in a checkpoint is executed: of the pickles
-in `common.pt` only plain values and tensors are read, and an object of any other class becomes an
-`Unknown`, which keeps its attributes.
-
-The state of the optimizer is read from
-- a non-distributed optimizer, or `fully_reshardable`: in any layout;
-- `dp_reshardable`, the default of a distributed optimizer: Megatron's flat buffers. Their order is
-  that of one part of the model, so tensor and pipeline parallelism must be the same, as for
-  Megatron-LM; the number of replicas may differ.
+Nothing in a checkpoint is executed: an object of an unexpected class becomes an `Unknown`. The
+state of the optimizer is read from a non-distributed one or `fully_reshardable` in any layout, from
+`dp_reshardable`, Megatron's flat buffers, with the same tensor and pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -96,8 +90,7 @@ def plain_values(data: bytes) -> Any:
 
 
 def newest(folder: str) -> str:
-    """The name of the newest complete checkpoint in a folder of Megatron-LM, empty if it has none.
-    Raises UsageError."""
+    """The name of the newest complete checkpoint in the folder; "": none. Raises UsageError."""
     try:
         text = (Path(folder) / TRACKER).read_text().strip()
     except FileNotFoundError:
@@ -146,10 +139,8 @@ class MegatronState:
     def read(self, trainee: TrainingModel, history: History, *, with_optimizer: bool,
              iteration: int, vocabulary: int = 0) -> int:
         """Read this member's part into its live tensors; returns the step version, `iteration`.
-
         Without the optimizer its state is that of a first iteration. Rows of the embedding after
-        `vocabulary` tokens are padding. If this fails, the state is undefined.
-        """
+        `vocabulary` tokens are padding. If this fails, the state is undefined."""
         names = state_shards.stacked_names(trainee)
         weights = {shard: tensor for shard, tensor in trainee.shards.items()
                    if shard.key.startswith(("model.", "buffer."))}

@@ -1,10 +1,7 @@
 """In-memory checkpoints: each member's share of the state, sent in the background to two stores.
 
-A thread reads the share from live memory (snapshot.py) and sends each piece to the checkpoint
-stores of the member's node (workers/checkpoint_store/protocol.py); checksums, sends and waits
-release the interpreter lock. All members take a checkpoint after the same iteration, so that a
-whole version exists: if one of them is still sending, all skip it (gradient_reduction.Stats). If a
-store rejects a share, the rank logs a warning. Training never fails because of it.
+docs/ARCHITECTURE.md, "In-memory checkpoints", has the rules. Checksums, sends and waits release the
+interpreter lock. Training never fails because of a store.
 """
 
 from __future__ import annotations
@@ -48,8 +45,7 @@ log = structlog.get_logger()
 
 
 class StoreOrder(NamedTuple):
-    """Where the shares of this member go. `bytes_max`: the memory that each store may use; 0: its
-    own limit."""
+    """Where a member's shares go. `bytes_max`: memory that each store may use; 0: its own limit."""
 
     stores: tuple[StoreEndpoint, ...] = ()
     bytes_max: int = 0
@@ -81,8 +77,7 @@ class _Share(NamedTuple):
 class MemorySaver:
     """Sends in-memory checkpoints of one member. Each new order may change `store_keys`. `spare`
     excludes a connection from the sockets that an interrupt shuts down. `tell` sends a report, from
-    any thread; it returns False if it is not accepted now. `note` writes the trace.
-    """
+    any thread; it returns False if it is not accepted now."""
 
     def __init__(self, start: StartRank, store_keys: StoreKeys, *,
                  spare: Callable[[int], AbstractContextManager[None]], tell: Callable[[Body], bool],
@@ -115,16 +110,10 @@ class MemorySaver:
         sending = self._thread is not None and self._thread.is_alive()
         return float(sending or clock() < self._next_s), float(not self._is_stored)
 
-    def copy(self, trainee: TrainingModel, step_version: int, history: History, generation: int,
-             order: StoreOrder, *, is_whole: bool) -> None:
-        """Begin to send this member's share. All members call it after the same iteration, when
-        none is sending. `is_whole`: all have stored their last shares."""
-        self.begin(lambda: _content(trainee, step_version, history, None), step_version,
-                   generation, order, is_whole=is_whole)
-
     def begin(self, content: Callable[[], Content], step_version: int, generation: int,
               order: StoreOrder, *, is_whole: bool) -> None:
-        """As `copy`, with what `content` returns."""
+        """Begin to send this member's share, `content`. All members call it after the same
+        iteration, when none is sending. `is_whole`: all have stored their last shares."""
         if generation != self._generation:
             self._generation, self._reported, self._last = generation, {}, None
         if is_whole and self._last is not None:
@@ -158,8 +147,8 @@ class MemorySaver:
         self._note("copy", generation, step_version)
         self._order, self._reported = order, {}
         try:
-            self._send(self._offered(_content(trainee, step_version, history, saving), step_version,
-                                     generation), order.stores)
+            self._send(self._offered(content_of(trainee, step_version, history, saving),
+                                     step_version, generation), order.stores)
         except (RuntimeError, MemoryError) as error:
             if is_cuda_error(error):
                 raise
@@ -279,8 +268,9 @@ def _failures(store: StoreEndpoint, failed: dict[str, str]) -> Generator[None]:
         failed[store.node] = str(error) or type(error).__name__
 
 
-def _content(trainee: TrainingModel, step_version: int, history: History,
-             saving: Collection[int] | None) -> Content:
+def content_of(trainee: TrainingModel, step_version: int, history: History,
+               saving: Collection[int] | None = None) -> Content:
+    """This member's share; `saving` as in `copy_now`."""
     positions = sorted(range(num_positions(trainee.axes)) if saving is None else saving)
     share = positions.index(trainee.place)
     numbers = (msgspec.msgpack.encode(training_state.numbers(trainee, step_version, history))

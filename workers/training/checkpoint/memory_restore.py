@@ -1,9 +1,7 @@
 """Restores a member's part of the state from the shares in checkpoint stores, into any layout.
 
-Each member asks some of the stores for their lists of shares, and the members exchange these lists.
-So all know the same versions, and try the newest whole one first. A member reads only the pieces
-that overlap its own part, directly into its tensors. The shares of its own part of the model come
-first; others are opened only if something is still missing.
+The members exchange the lists of shares, so that all try the newest whole version first. A member
+reads only what it lacks; the shares of its own part of the model come first.
 """
 
 from __future__ import annotations
@@ -64,8 +62,7 @@ class Version(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What a member has read; a standby member nothing. `node`: from whose store most bytes came.
-    """
+    """What a member has read; a standby member nothing. `node`: whose store sent most bytes."""
 
     numbers: training_state.Numbers | None
     received_bytes: int
@@ -121,8 +118,7 @@ class Stores:
                 if all(share in found for share in range(num_shares))]
 
     def fetch(self, version: Version, wanted: State, held: HeldState, place: int) -> Fetched:
-        """Read the pieces of `wanted` into its tensors. Raises TransferError; they are then
-        undefined."""
+        """Read `wanted` into its tensors, which are undefined after a TransferError."""
         reading = _Reading(wanted)
         # Share 0 has the numbers.
         order = sorted(range(len(version.shares)), key=lambda share: (

@@ -1,9 +1,7 @@
 """The state of one process as plain data and tensors, encoded without pickle.
 
-A task that restarts from memory stores for each process a tree of containers, numbers, texts and
-tensors, for example the `state_dict`s of its model and optimizer. Tensors become shards of one
-dimension, for the share of an in-memory checkpoint; the rest becomes msgpack. A class is never
-named in it: what cannot be encoded is refused.
+Tensors become shards of one dimension, for the share of an in-memory checkpoint; the rest becomes
+msgpack. A class is never named in it: what cannot be encoded is refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The state of a task that restarts from memory: each process has its own in checkpoint stores.
 
-The processes of such a task cannot recover in place. After a fault all of them start again, in the
-same number and layout, and each takes from a store what it alone has stored (process_state.py), of
-the newest version of which every process has a share. With another number of processes, or without
-such a version, the task continues from its checkpoint on disk.
+After a fault all processes start again, in the same number and layout, and each takes what it alone
+has stored (process_state.py) of the newest whole version. Otherwise the task continues from its
+checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ class _Found(Struct, frozen=True, array_like=True):
 class RestartMemory:
     """The stored state of process `place` of `num`. All processes call each method after the same
     iteration; those of several processes use torch.distributed, which must be initialised.
-
-    `spare`: as in MemorySaver; by default nothing interrupts a connection.
-    """
+    `spare`: as in MemorySaver; by default nothing interrupts a connection."""
 
     def __init__(self, start: StartRank, control: Control, place: int, num: int, *,
                  spare: Callable[[int], AbstractContextManager[None]] = (
@@ -59,7 +56,6 @@ class RestartMemory:
             start, control.store_keys, spare=spare, tell=control.tell_unless_behind,
             note=lambda event, generation, step_version: None)
         self._why = ""
-        """Why the state cannot be stored."""
 
     def restore(self, meshes: Sequence[Any] = (), *, after: int = 0) -> Restored | None:
         """The newest state of which every process has its own, if it is newer than the largest

@@ -1,12 +1,6 @@
 """Checkpoints in parts: periodic ones in the background, blocking ones when members leave.
 
-All members of a layout save at the same iteration, each its own share (share.py), in a thread that
-reads the live state (snapshot.py). The first of them waits until all indexes are written, and
-completes the checkpoint. In Unicron's own format it reports CheckpointSaved with the generation of
-the snapshot, and the decider publishes the checkpoint only if that generation is still current. A
-save is skipped while any member still writes the previous one; the members agree on this in the
-stats of each iteration. If a member cannot write its share, it logs a warning, its index tells the
-first member, and the checkpoint before stays in force. Any other exception ends the process.
+docs/ARCHITECTURE.md, "Checkpoints", has the rules. Any error but those of a write ends the process.
 """
 
 from __future__ import annotations
@@ -160,7 +154,6 @@ class Saver:
         self._others_done_s = 0.0 if num_others_saving else self._others_done_s or time.monotonic()
 
     def detach(self) -> None:
-        """As Snapshot.detach."""
         if self._snapshot is not None:
             self._snapshot.detach()
             self._snapshot = None
@@ -189,11 +182,8 @@ class Saver:
     def save(self, trainee: TrainingModel, history: History, save: Save, *, final: bool,
              must_stop: Callable[[], bool]) -> None:
         """Save this member's share before returning; the first member waits for the others until
-        `must_stop` returns True.
-
-        A preempted member has time for one write: it abandons an older one in progress, and only
-        logs a failure. The final save waits for an older one; its own failure raises NotSaved.
-        """
+        `must_stop` returns True. A preempted member abandons an older write, and only logs a
+        failure. The final save waits for an older one; its own failure raises NotSaved."""
         self._is_superseded = not final and (self._save is None or not _is_same(self._save, save))
         if not self._has_written(save, trainee.place):
             self._note("save", save.generation, save.step_version)

@@ -23,12 +23,11 @@ _KINDS = ("model", "buffer", "master", *(f"optimizer.{moment}" for moment in MOM
 
 
 def own_share(trainee: TrainingModel, saving: Collection[int] | None = None) -> State:
-    """The shards that this member saves, as views of its live memory.
+    """The shards that this member saves, as views of its live memory. `saving`: the positions of
+    the members that save; None: all. Each element of the state is in exactly one of their shares.
 
-    `saving`: the positions of the members that save; None: all. Each element of the state is in
-    exactly one of their shares. Shards that several of them hold are dealt evenly by bytes, large
-    ones by rows. If the optimizer is sharded, a parameter is saved by the owners of its moments,
-    who have its value even before the gather.
+    Shards that several of them hold are dealt evenly by bytes, large ones by rows. If the optimizer
+    is sharded, the owners of its moments, who have its value before the gather, save a parameter.
     """
     axes, at = trainee.axes, trainee.at
     alive = set(range(num_positions(axes)) if saving is None else saving)
@@ -88,10 +87,8 @@ def _replicated(shards: State) -> set[str]:
 
 
 def _held(trainee: TrainingModel) -> Iterator[tuple[Shard, Tensor, Sequence[int]]]:
-    """The shards of this member, each with the data-parallel ranks that hold it.
-
-    Without the last stage's copy of the tied embedding: the first stage saves it.
-    """
+    """The shards of this member, each with the data-parallel ranks that hold it; without the last
+    stage's copy of the tied embedding, which the first stage saves."""
     named = dict(trainee.named_parameters())
     shards = {shard: tensor for shard, tensor in trainee.shards.items()
               if not getattr(named.get(name_of(shard.key)), "shared", False)}

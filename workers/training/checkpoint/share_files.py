@@ -1,13 +1,9 @@
 """Writes a checkpoint in parts: each member a data file and an index, and one of them `.metadata`.
 
-The data files and `.metadata` are in the format of torch.distributed.checkpoint: each tensor is a
-set of chunks, which are regions of the whole tensor. The keys are those of training_state.py:
-`model.<parameter>`, `master.<parameter>` for 16-bit parameters, `optimizer.exp_avg.<parameter>` and
-so on, and `numbers`, plain values. `metadata.json` and `common.pt` make Megatron's
-`dist_checkpointing` read the folder too.
-
-An index lists the chunks of a data file, with a checksum of each. It is written when the data is
-durable, so it shows that the member has written its share.
+The format is that of torch.distributed.checkpoint. The keys are those of training_state.py, and
+`numbers`, plain values. `metadata.json` and `common.pt` make Megatron's `dist_checkpointing` read
+the folder too. An index is written when the data is durable, so it shows that the member has
+written its share.
 """
 
 from __future__ import annotations
@@ -81,8 +77,7 @@ class Index(Struct, frozen=True, array_like=True):
 
 
 class Hooks(NamedTuple):
-    """`on_half` is called when about half of the bytes are written, `on_piece` before each piece.
-    An error that they raise ends the write."""
+    """Called when about half of the bytes are written, before each piece. Errors end the write."""
 
     on_half: Callable[[], None] = lambda: None
     on_piece: Callable[[], None] = lambda: None

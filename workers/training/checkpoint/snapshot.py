@@ -1,9 +1,6 @@
 """A snapshot of state that a background thread reads from live memory while training continues.
 
-Parameters and moments do not change during forward and backward, so the thread reads them directly,
-in pieces, through a small buffer. Before the state changes, the main thread calls `detach`. This
-copies the pieces that are not yet read into host memory, up to a limit, and waits for the thread to
-read the others. So a save needs little memory beside that of training.
+Before the state changes, the main thread calls `detach`. docs/ARCHITECTURE.md, "Checkpoints".
 """
 
 from __future__ import annotations
@@ -36,8 +33,7 @@ class SnapshotLost(RuntimeError):
 
 
 def buffer_bytes(state: State) -> int | None:
-    """How much of a snapshot of this whole state `detach` may copy; None: all, of a state on a GPU.
-    """
+    """How much of a snapshot of this state `detach` may copy; None: all, of a state on a GPU."""
     if any(tensor.device.type == "cuda" for tensor in state.values()):
         return None
     state_bytes = sum(tensor.nbytes for tensor in state.values())
@@ -63,18 +59,14 @@ class Snapshot:
         self._limit_bytes = self.num_bytes if limit_bytes is None else limit_bytes
         self._copies: dict[int, Tensor] = {}
         self._next = 0
-        """Index of the next piece to read."""
         self._why = ""
-        """Why the snapshot is lost."""
         self._changed = threading.Condition()
         on_gpu = next((tensor for tensor in share.values() if tensor.device.type == "cuda"), None)
         self._stream: Any = None if on_gpu is None else _stream(on_gpu.device)
 
     def read(self) -> Generator[tuple[Shard, Tensor]]:
-        """Each piece and a copy of it in host memory. Raises SnapshotLost.
-
-        The reader must exhaust or close the iterator, else `detach` waits for it.
-        """
+        """Each piece and a copy of it in host memory. The reader must exhaust or close the
+        iterator, else `detach` waits for it. Raises SnapshotLost."""
         try:
             for index, shard in enumerate(self.pieces):
                 with self._changed:
@@ -140,8 +132,7 @@ class Snapshot:
 
 
 def _stream(device: torch.device) -> Any:
-    """A CUDA stream for copies. It begins after the work of the current stream: the last step may
-    still be running."""
+    """A CUDA stream for copies. It begins after the work of the current stream: the last step."""
     found: Any = torch.cuda
     stream = found.Stream(device)
     stream.wait_stream(found.current_stream(device))

@@ -1,8 +1,6 @@
 """Reads a checkpoint by regions of the whole tensors, into the live tensors of any layout.
 
-Nothing that a checkpoint contains is executed: `.metadata` is a pickle, of which only torch's
-metadata classes and plain values are read, and tensors and numbers are read with torch's
-`weights_only`. A member reads only the chunks that it needs, one at a time.
+Nothing that a checkpoint contains is executed: of pickles only torch's metadata classes are read.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from ....events.object_storage import COMPLETE_MARK, Store, as_os_errors
 from ....events.spec.job import is_url
 from ..dependencies.private_torch import classes_of_metadata
 from ..recovery.resharding import Dims, Region, intersection
-from ..recovery.state_shards import State, cut, kind_of, torch_dtype
-from .share import shape_of
+from ..recovery.state_shards import State, cut, kind_of
 from .share_files import FORMAT_KEY, FORMAT_NUM, NUMBERS, read_index
 
 ANOTHER = "name another checkpoint"
@@ -133,13 +130,6 @@ class StoredState:
         with self._files.opened(place.file) as file:
             return self._load(file, place)
 
-    def tensor(self, key: str) -> Tensor:
-        kind = self.kinds[key]
-        sizes = shape_of(kind)
-        whole = torch.empty(sizes, dtype=torch_dtype(kind))
-        self._read([(key, Region((0,) * len(sizes), sizes), whole)])
-        return whole
-
     def check(self, want: State) -> None:
         """Check that the checkpoint has these shards and that its files are complete. Call
         `numbers` before, which checks the version."""
@@ -161,7 +151,6 @@ class StoredState:
         self._check_files(used)
 
     def check_files(self) -> None:
-        """Check that all data files are complete."""
         self._check_files(place for places in self._chunks.values() for place in places)
 
     def _check_files(self, used: Iterable[_Place]) -> None:
@@ -179,13 +168,9 @@ class StoredState:
                 raise self._damaged(f"the index of its file {file} is missing or cut")
 
     def read(self, want: State) -> None:
-        """Read these shards into their memory. Call `check` before: a failure leaves it undefined.
-        """
-        self._read([(shard.key, shard.region, tensor) for shard, tensor in want.items()])
-
-    def _read(self, want: Iterable[tuple[str, Region, Tensor]]) -> None:
+        """Read these shards into their memory. Call `check` before: a failure may leave a part."""
         takers: dict[_Place, list[tuple[str, Region, Region, Tensor]]] = {}
-        for key, region, tensor in want:
+        for (key, _, region), tensor in want.items():
             for place in self._chunks[key]:
                 if (part := intersection(place.region, region)) is not None:
                     takers.setdefault(place, []).append((key, part, region, tensor))

@@ -1,21 +1,10 @@
 """Generations of communicators: builds and destroys torch.distributed and Megatron's parallel
 state within one process.
 
-Rules, each derived from a hang or a wrong result:
-- gloo waits for an unreachable peer without limit. Only a shutdown of the sockets ends the wait
-  (`interrupt`).
-- gloo closes a group's sockets when the last reference to the group is gone. `down` therefore
-  first removes every handle. Never call `down` inside an `except`: tracebacks keep references.
-- Megatron gives its groups a timeout of 30 minutes and does not clear all its globals. This package
-  corrects both.
-- An interrupted thread may open another connection: callers repeat `interrupt` until it returns.
-- A gloo pair that waits for a connection has no socket to shut down. `interrupt` therefore connects
-  to it (sockets.connect_to_listeners).
-- Sockets of a storage driver belong to no generation (`exclude_new_sockets`).
-- The result of a collective is valid only if it returned before `interrupt` began.
-- For NCCL, `interrupt` aborts the groups (nccl_abort.py). torch has none of them from then on, even
-  if another thread is about to use one. `down` synchronizes the device before it releases the
-  memory.
+docs/decisions/recovery-traps.md has the hangs and wrong results that the rules avoid. A thread may
+open another connection: callers repeat `interrupt` until its wait returns. Never call `down` inside
+an `except`: tracebacks keep references to groups. The result of a collective is valid only if it
+returned before `interrupt` began.
 """
 
 from __future__ import annotations
@@ -65,7 +54,6 @@ def pack_news(news: Sequence[bytes]) -> bytes:
 
 
 def unpack_news(data: bytes) -> list[bytes]:
-    """The news that `pack_news` packed."""
     return msgspec.msgpack.decode(zlib.decompress(data), type=list[bytes])
 
 
@@ -131,10 +119,8 @@ class Communicators:
     def meet(self, generation: int, place: int, num_members: int, endpoint: str,
              news: bytes) -> list[bytes]:
         """Rendezvous: connect to the generation's store. Returns the `news` of all members, by
-        place. Raises RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or if interrupted.
-
-        The member at place 0 collects the news, so that each other sets one key and reads one.
-        """
+        place: place 0 collects them, so that each other sets one key and reads one. Raises
+        RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or if interrupted."""
         assert not self.is_up
         self.generation, self.place, self.num_members = generation, place, num_members
         client = self._reach(*network_address.split_endpoint(endpoint))
@@ -230,8 +216,7 @@ class Communicators:
     def without_peers(self, axes: Axes, place: int) -> Generator[list[Any]]:
         """Groups with the sizes and ranks of a position in a layout, but without connections, to
         build a model before the peers exist. At the end, they are removed from the objects that
-        were put into the list. `bind` puts a generation's groups in their place.
-        """
+        were put into the list. `bind` puts a generation's groups in their place."""
         roots: list[Any] = []
         self.groups = _unconnected(axes, place)
         self.on_groups(self.groups)

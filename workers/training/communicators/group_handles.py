@@ -52,7 +52,6 @@ class Handles:
                 stack.append(vars(item))
 
     def put(self, groups: dict[str, Any]) -> None:
-        """Put the new generation's groups into the slots."""
         for container, key, role in self._slots:
             container[key] = groups[role]
         self._slots.clear()

@@ -1,9 +1,7 @@
 """Aborts NCCL groups without waiting until NCCL has ended its own threads.
 
-An abort ends the waits of the GPU and of this process at once. It then waits for threads of NCCL:
-measured 1.0 s for each communicator, one after the other in torch's `_abort_process_group` (NCCL
-2.28, H200). So each group is aborted by a thread of its own, for which the next generation does not
-wait. The memory of a communicator is free only after its abort.
+An abort then waits for threads of NCCL, measured 1.0 s for each communicator (NCCL 2.28, H200). So
+a thread of its own aborts each group. The memory of a communicator is free only after its abort.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ class NcclAborts:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until all aborts are complete."""
         with self._lock:
             threads = list(self._threads)
         for one in threads:

@@ -26,17 +26,13 @@ Here all members have reduced the norm before the step (optimizer_step.py). `tp_
 auxiliary loss over all replicas, which is refused."""
 ROLES = (*DATA_PARALLEL, *TENSOR_PARALLEL, "pp", "embd", *REPLICA, *ALONE)
 GROUP_S_MAX = 10.0
-"""Timeout for the building of groups after the rendezvous. gloo waits five times as long for a peer
-to connect."""
+"""Timeout for building groups after the rendezvous. gloo waits five times as long to connect."""
 
 
 def build(axes: Axes, timeout_s: float) -> Any:
     """Build the ProcessGroupCollection of the position that is this torch.distributed rank. A
-    standby member gets single-member groups. `timeout_s` is the timeout of every collective.
-
-    Roles share groups, because each is expensive: pure data parallelism has two. They share one
-    only if they do in all layouts that differ only in dp, because handles are replaced by role.
-    """
+    standby member gets single-member groups. `timeout_s` is the timeout of every collective. Roles
+    share a group, which is expensive, if they do in all layouts that differ only in dp."""
     place, world_size = dist.get_rank(), dist.get_world_size()
     alone = _group((place,), timeout_s)
     groups = dict.fromkeys(ROLES, alone)
@@ -81,5 +77,4 @@ def _group(places: tuple[int, ...], timeout_s: float) -> Any:
 
 
 def by_role(groups: Any) -> dict[str, Any]:
-    """The groups of a collection by their role."""
     return {role: group for role in ROLES if (group := getattr(groups, role, None)) is not None}

@@ -1,5 +1,4 @@
-"""Finds the sockets of a generation in this process and interrupts the threads that wait on them.
-"""
+"""Finds the sockets of a generation and interrupts the threads that wait on them."""
 
 from __future__ import annotations
 
@@ -52,12 +51,9 @@ def shut_down(excluded: Iterable[Inode], server_port: int) -> None:
 
 def connect_to_listeners(excluded: Iterable[Inode], server_port: int, num: int) -> None:
     """Connect `num` peers, which disconnect immediately, to every listener except `excluded` and
-    that of our own store.
-
-    A gloo pair that waits for a connection has no socket to shut down, and waits for five times the
-    timeout of its group. A peer that connects sends the number of the pair, counted from 0.
-    Source: gloo/transport/tcp, Pair::waitUntilConnected and Device::connectAsInitiator.
-    """
+    that of our own store: a gloo pair that waits for a connection has no socket to shut down. A
+    peer that connects sends the number of the pair, counted from 0. Source: gloo/transport/tcp,
+    Pair::waitUntilConnected and Device::connectAsInitiator."""
     for listener in _others(excluded, server_port):
         for number in range(num if _listens(listener) else 0):
             with suppress(OSError), socket.create_connection(

@@ -42,8 +42,7 @@ DEPENDENCIES = (
 
 
 class Installed(Struct, frozen=True):
-    """`problem`: why it cannot train; `warning`: that Unicron was never run with this version. Each
-    is one line, or empty."""
+    """`problem`: why it cannot train; `warning`: it is untried. Each is one line, or empty."""
 
     package: str
     version: str

@@ -26,14 +26,9 @@ PARTS: list[Part] = []
 
 
 def reaches(module: str, *names: str) -> Callable[[T], T]:
-    """Decorate a function or a class that reaches these names of `module`. Of `a or b`, one must
-    exist."""
+    """Decorate what reaches these names of `module`. Of `a or b`, one must exist."""
     PARTS.extend(Part(module, tuple(name.split(" or "))) for name in names)
-
-    def unchanged(reaching: T) -> T:
-        return reaching
-
-    return unchanged
+    return lambda reaching: reaching
 
 
 def missing(package: str) -> list[str]:

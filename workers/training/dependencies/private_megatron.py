@@ -117,7 +117,6 @@ def globals_restored() -> Generator[None]:
 
 @reaches(_DDP, "DistributedDataParallel.buffers", "DistributedDataParallel.expert_parallel_buffers")
 def buffers_of(ddp: Any) -> list[Any]:
-    """The flat buffers of one model chunk."""
     return [*ddp.buffers, *ddp.expert_parallel_buffers]
 
 
@@ -130,7 +129,6 @@ def bucket_groups_of(ddp: Any) -> list[Any]:
 
 @reaches(_DDP, "DistributedDataParallel.overlap_param_gather_with_optimizer_step")
 def gather_after_step(ddp: Any) -> None:
-    """Let the distributed optimizer not gather the parameters in its step."""
     ddp.overlap_param_gather_with_optimizer_step = True
 
 
@@ -205,8 +203,7 @@ def set_gathered(group: Any, *, is_gathered: bool) -> None:
 
 @reaches(_BUFFER, f"{_GROUP}.finish_param_sync")
 def finish_gather(ddp: Any) -> None:
-    """Gather the parameters of a model chunk that overlaps its gather, as its forward does: each
-    bucket group launches the next one."""
+    """Gather a chunk's parameters as its forward does: each bucket group launches the next one."""
     for groups in (ddp.bucket_groups, ddp.expert_parallel_bucket_groups):
         for group in reversed(groups):
             group.finish_param_sync()

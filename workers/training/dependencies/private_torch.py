@@ -51,8 +51,7 @@ class _World:
          *(f"_World.{name}" for name in _World.__dataclass_fields__))
 @contextmanager
 def separate_groups() -> Generator[None]:
-    """Within this context no process group exists at first, and new ones do not touch the live
-    ones. At the end they are no longer usable."""
+    """No group exists at first in this context; new ones leave the live ones, and end with it."""
     live: Any = distributed_c10d._world
     # The number of names is part of the name of a group whose members alone create it.
     world: Any = _World(live.group_count + SEPARATE_NUM_MIN, dict(live.pg_names))
@@ -68,8 +67,7 @@ def separate_groups() -> Generator[None]:
 
 @reaches(_C10D, "_update_default_pg", "_unregister_all_process_groups")
 def take_groups() -> list[Any]:
-    """Take all groups out of torch, as its `_abort_process_group` does after an abort. Returns
-    them, the newest first."""
+    """Take all groups out of torch, the newest first, as its `_abort_process_group` does."""
     world: Any = distributed_c10d._world
     groups = sorted(world.pg_names, key=world.pg_names.__getitem__, reverse=True)
     distributed_c10d._update_default_pg(None)
@@ -116,8 +114,7 @@ def works_of(launched: Any) -> list[Any]:
 
 @reaches(_RECORDER, "_dump_fr_trace_json or _dump_nccl_trace_json")
 def recorded_collectives(*, only_active: bool) -> bytes:
-    """The dump of torch's flight recorder, as JSON: NCCL's collectives if this torch has and used
-    NCCL, else gloo's."""
+    """The flight recorder as JSON: NCCL's collectives if torch has and used NCCL, else gloo's."""
     c10d = import_module(_RECORDER)
     data = b""
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):

@@ -145,8 +145,7 @@ class Given(NamedTuple):
 
 
 def given(args: Any, parser: ArgumentParser, words: Sequence[str]) -> list[Given]:
-    """The arguments of `parser` that `words` set to another value than the default. `args` is what
-    it made of `words`, not validated yet."""
+    """The arguments that `words` set to other values than the default. `args`: not validated."""
     on_line = {word.split("=")[0] for word in words}
     found: dict[str, Given] = {}
     for action in parser._actions:

@@ -1,8 +1,6 @@
 """`--load`, `--save` and what belongs to them: Megatron-LM's checkpoints of a script's run.
 
-Megatron-LM's own functions read and write them with collectives of all ranks, which a fault would
-leave half-done. Here each member reads its part (megatron_state.py), and all write in the
-background (megatron_format.py).
+Its own functions use collectives of all ranks, which a fault would leave half-done.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Compiles Megatron-LM's index builder for datasets, which a fresh clone lacks.
 
-Megatron-LM compiles it on rank 0, which then builds the index caches of the datasets. Here the
-ranks have no communicators at that time, so the first process of a node does it.
+Megatron-LM compiles it on rank 0; here the first process of a node does, before communicators are.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def ensure() -> None:
 
 @contextmanager
 def one_at_a_time(args: Any) -> Generator[None]:
-    """Within this context the datasets are built: the first process of a node writes their index
-    caches, and the others find them."""
+    """Datasets are built in this context: a node's first process writes caches that others find."""
     if args.mock_data:  # without caches
         yield
         return

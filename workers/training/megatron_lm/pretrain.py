@@ -1,16 +1,10 @@
 """Megatron-LM's `pretrain` with in-memory recovery; launcher.py puts it into the script.
 
-It uses Megatron-LM's parser, `initialize_megatron` (arguments and globals, no communicators),
-`setup_model_and_optimizer`, sample counts and datasets, and the script's providers and
-`forward_step`. Its loops replace `train` and `evaluate`:
-
-- samples are read from the dataset by index, in the order of Megatron-LM's sequential sampler;
-- the arguments describe one replica: `get_num_microbatches()` counts the whole batch, and the
-  number of ranks need not divide it. `args.rank`, `args.world_size`, `args.data_parallel_size` and
-  `parallel_state` follow each generation;
-- the initial weights are those that Megatron-LM draws for the same seed in the largest layout;
-- the current members share the micro-batches of an evaluation;
-- the current last rank prints the progress line and writes to TensorBoard.
+It uses Megatron-LM's parser, globals, model setup and datasets, and the script's providers and
+`forward_step`. Its loops replace `train` and `evaluate`. The arguments describe one replica:
+`get_num_microbatches()` counts the whole batch, and the number of ranks need not divide it.
+`args.rank`, `args.world_size`, `args.data_parallel_size` and `parallel_state` follow each
+generation.
 """
 
 from __future__ import annotations
@@ -273,8 +267,7 @@ def _say(line: str) -> None:
 
 # --- training ---
 class Pretraining:
-    """The script's functions in the form that `adopt` takes. `given`: the arguments of `pretrain`.
-    """
+    """The script's functions as `adopt` takes them. `given`: the arguments of `pretrain`."""
 
     def __init__(self, start: Start, given: Mapping[str, Any]) -> None:
         self.args = args = start.args

@@ -31,8 +31,7 @@ class Norms(NamedTuple):
 
 
 class Progress:
-    """Counts skipped iterations; composes the lines. `training`: module megatron.training.training.
-    """
+    """Counts skipped iterations and composes lines. `training`: megatron.training.training."""
 
     def __init__(self, args: Any, training: Any, writer: Any) -> None:
         self._args, self._training, self._writer = args, training, writer

@@ -13,11 +13,8 @@ from .random_draws import Draw
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
-    """Causal attention, built by Megatron through its public ModuleSpec.
-
-    Dropout is drawn per (iteration, micro-batch, layer, head counted over all ranks), so it depends
-    neither on the computing rank nor on tensor parallelism. Other arguments are unused.
-    """
+    """Causal attention. Dropout is drawn per (iteration, micro-batch, layer, head counted over all
+    ranks), so it depends neither on the computing rank nor on tensor parallelism."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
                  attention_dropout: float | None = None, softmax_scale: float | None = None,

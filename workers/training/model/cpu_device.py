@@ -42,7 +42,7 @@ _mode: CudaAsCpu | None = None
 
 def prepare_device() -> torch.device:
     """The training device. Without CUDA, the first call prepares this thread for the CPU. Raises
-    torch's error if this rank was given GPUs that CUDA cannot use: it must not train on the CPU."""
+    torch's error if this rank was given GPUs that CUDA cannot use."""
     global _mode
     if _is_given_gpus():
         torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -1,10 +1,8 @@
 """The routers of a mixture of experts: what they add up besides gradients, reduced at the step.
 
-In each forward pass a router counts the tokens of each expert, if its experts have biases, and
-Megatron adds up its auxiliary losses for the log: local sums of the micro-batches that are in this
-member's gradients. Megatron would reduce the counts in place and change the biases during the
-reduction of the gradients, where a fault would leave some of it done. Here the reduction works on
-copies, and the step changes the biases.
+A router counts the tokens of experts with biases and adds up auxiliary losses: local sums of the
+micro-batches in this member's gradients. Megatron would reduce them in place and change the biases
+during the reduction, where a fault would leave some of it done. Here the step changes the biases.
 """
 
 from __future__ import annotations
@@ -132,7 +130,6 @@ class Experts:
 
 
 def routers(modules: Sequence[Any]) -> list[Any]:
-    """Megatron's routers in these modules."""
     return [part for module in modules for part in module.modules() if isinstance(part, TopKRouter)]
 
 

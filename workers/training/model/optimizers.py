@@ -70,8 +70,7 @@ def without_collectives() -> Generator[None]:
 
 @contextmanager
 def lowest_rate_of_schedule() -> Generator[None]:
-    """Within this context, the parameter groups of an optimizer without `min_lr` get that of the
-    schedule. Megatron itself would compute with None."""
+    """Within this context, parameter groups without `min_lr` get that of the schedule."""
     def get_lr(self: Any, param_group: Any) -> Any:
         if param_group.get("min_lr") is None:
             param_group["min_lr"] = self.min_lr
@@ -97,8 +96,7 @@ def prepare(ddps: Sequence[Any], optimizer: Any) -> None:
 
 
 def _materialise(optimizer: Any) -> None:
-    """Allocate Adam's moments and steps, so that a new member can receive them. Megatron's
-    init_state_fn leaves out `step`, which torch's AdamW needs."""
+    """Allocate Adam's moments and steps: Megatron's init_state_fn leaves out AdamW's `step`."""
     for part in parts(optimizer):
         step = {} if is_fused(part) else {"step": torch.zeros((), dtype=torch.float32)}
         for group in part.param_groups:
@@ -131,7 +129,6 @@ def num_steps(part: Any) -> set[float]:
 
 
 def set_num_steps(part: Any, num: float) -> None:
-    """Set the step counts of one of `parts`."""
     for group in part.param_groups:
         if not is_fused(part):
             for param in group["params"]:

@@ -26,8 +26,7 @@ def seed_of(*parts: int) -> int:
 
 
 def _seed_torch(seed: int) -> None:
-    """torch.manual_seed also seeds the generators of devices that are not in use, and formats a
-    stack trace for each kind of them."""
+    """torch.manual_seed also seeds unused devices, and formats a stack trace for each kind."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
@@ -87,8 +86,7 @@ _INTO_HIDDEN = (".linear_proj.weight", ".linear_fc2.weight")
 
 
 def global_name(module: Any, name: str) -> str:
-    """A parameter's or buffer's name in the whole model, from its name in one chunk. The last
-    stage's tied output layer has the name of the embedding."""
+    """The name in the whole model. The last stage's tied output layer has that of the embedding."""
     if name == OUTPUT and module.share_embeddings_and_output_weights:
         return EMBEDDING
     if found := LAYER.fullmatch(name):
@@ -99,9 +97,8 @@ def global_name(module: Any, name: str) -> str:
 
 @contextmanager
 def without_initialisation(config: Any) -> Generator[None]:
-    """Within this context, a model is built with undefined weights. The methods are replaced, not
-    disabled: else Megatron does not mark the parameters that are split over tensor-parallel ranks.
-    """
+    """Within this context, a model is built with undefined weights. The methods are replaced, since
+    with none Megatron does not mark the parameters that are split."""
     methods = {name: getattr(config, name) for name in _METHODS}
     vars(config).update(dict.fromkeys(_METHODS, torch.nn.Identity()))
     try:

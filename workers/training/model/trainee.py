@@ -176,9 +176,8 @@ class TrainingModel:
             private_megatron.forget_gradient_views(group)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """What a micro-batch [rows, sequence + 1] adds to the sum that `divisor` divides: with
-        `per_token` loss the sum over its tokens, with `per_micro_batch` its mean divided by the
-        number of micro-batches, also those without loss."""
+        """What a micro-batch [rows, sequence + 1] adds to the sum that `divisor` divides: the sum
+        of its tokens, or with `per_micro_batch` its mean divided by the number of micro-batches."""
         tokens = self.given(tokens)
         return self.loss_of(self.forward(self.ddps[0], tokens), tokens)
 
@@ -222,12 +221,9 @@ class TrainingModel:
 
 def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | None = None,
           place: int = 0, *, draws: bool = True) -> TrainingModel:
-    """Build the model at a position of a layout; `axes` None: a whole replica.
-
-    The initial weights are equal in all layouts; with `draws=False` they are undefined. Needs
-    torch.distributed, but does not communicate. `groups` None: Megatron's parallel state of one
-    process. The gradients get memory at the first `clear`.
-    """
+    """Build the model at a position of a layout; `axes` None: a whole replica. The initial weights
+    are equal in all layouts; with `draws=False` they are undefined. Does not communicate. `groups`
+    None: Megatron's parallel state of one process. `clear` gives the gradients memory."""
     axes = axes or Axes()
     at = coordinates(axes, place)
     draw = Draw(train.seed)
@@ -313,8 +309,7 @@ def whole_size(train: Train, groups: Any) -> Size:
 
 
 def state_bytes_beside(item_bytes: int) -> int:
-    """Bytes of state of a parameter of `item_bytes` beside itself, in fp32: Adam's two moments, and
-    the master copy of 16 bits."""
+    """Bytes of a parameter's state beside itself: fp32 moments, and the master copy of 16 bits."""
     return 8 if item_bytes == 4 else 12
 
 
@@ -374,7 +369,6 @@ def _scheduler(train: Train, optimizer: Any) -> Any:
 
 
 def iteration_flops(model: Model, num_samples: int) -> float:
-    """FLOPs of one iteration: 72 B s l h^2 (1 + s/6h + V/12lh). Source: Narayanan et al., SC 2021,
-    without activation recomputation."""
+    """72 B s l h^2 (1 + s/6h + V/12lh): Narayanan et al., SC 2021, without recomputation."""
     s, l, h = model.sequence, model.num_layers, model.hidden  # noqa: E741
     return 72.0 * num_samples * s * l * h * h * (1 + s / (6 * h) + VOCABULARY / (12 * l * h))

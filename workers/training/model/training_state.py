@@ -1,13 +1,9 @@
 """The whole state of a training model: all that a new member needs to equal a replica.
 
-It lists everything that changes during training, for the state exchange and for checkpoints:
-- tensors: parameters, buffers, Adam's two moments of each parameter, and the fp32 master of each
-  16-bit parameter;
-- numbers: Adam's step count, the loss scale and its trackers, the schedule's position in samples
-  (a skipped iteration does not advance it), the step version and the consumed samples (a skipped
-  iteration advances them), and the losses so far.
-Not state, because derived from the spec and the iteration: the order of the data, the random
-generators (random_draws.py), learning rate and weight decay (the schedule's position).
+Tensors are parameters, buffers, Adam's two moments of each parameter, and the fp32 master of each
+16-bit parameter; `Numbers` is the rest. A skipped iteration advances the consumed samples, and not
+the schedule. Not state, because derived from the spec and the iteration: the order of the data, the
+random generators (random_draws.py), learning rate and weight decay (the schedule's position).
 """
 
 from __future__ import annotations
@@ -53,9 +49,8 @@ class Numbers(Struct, kw_only=True):
 
 
 def tensors(trainee: TrainingModel) -> dict[str, Tensor]:
-    """The live tensors of the state by their name in the whole model, in the same order on every
-    rank. If the optimizer is sharded, masters and moments are this member's flat shards, without
-    those of a mirror."""
+    """The live tensors of the state by their name in the whole model. If the optimizer is sharded,
+    masters and moments are this member's flat shards, without those of a mirror."""
     found: dict[str, Tensor] = {}
     for name, param in trainee.named_parameters():
         found[f"model.{name}"] = param.data
@@ -95,8 +90,7 @@ def numbers(trainee: TrainingModel, step_version: int, history: History) -> Numb
 
 
 def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
-    """Load the numbers; returns the step version. If they do not fit the model it raises ValueError
-    and changes nothing."""
+    """Load the numbers; returns the step version. ValueError: they do not fit, nothing changed."""
     if new.precision != trainee.train.precision:
         raise ValueError(f"numbers of {new.precision}, not {trainee.train.precision}")
     if len(new.loss_scales) != (own_num := len(_dynamic(trainee))):

@@ -38,8 +38,7 @@ class Beginning(Protocol):
         ...
 
     def begin(self, trainee: TrainingModel) -> bool:
-        """Set this member's part of the model to stored weights, for the first iteration. Returns
-        False if there are none."""
+        """Set this part to stored weights, for the first iteration. False: there are none."""
         ...
 
     def read(self, trainee: TrainingModel, step_version: int, history: Any) -> None:
@@ -74,14 +73,12 @@ class Workload(Protocol):
         ...
 
     def begin(self, trainee: TrainingModel, build_part: BuildPart) -> None:
-        """Set a new model to the state of the first iteration, unless `build` has. Called if no
-        member has a state."""
+        """If no member has a state: set a new model to the first one, unless `build` has."""
         return
 
 
 class SpecWorkload(Workload):
-    """The GPT of a spec's `train:`. `build` draws the initial state from the seed and the names of
-    the parameters."""
+    """The GPT of a spec's `train:`. `build` draws it from the seed and the parameters' names."""
 
     def __init__(self, train: Train) -> None:
         self.train = train

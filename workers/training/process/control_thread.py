@@ -1,9 +1,8 @@
 """The control thread: receives the agent's orders while the main thread trains, or hangs.
 
-It queues orders. When an immediate order to stop arrives, it has the generation's connections
-closed repeatedly, until the main thread no longer waits for other members. It has the flight
-recorder written. It ends the process if the agent is gone. An agent that does not read never blocks
-the rank: what the socket does not take waits in memory, and a temporary thread sends it.
+At an immediate order to stop, it has the generation's connections closed until the main thread no
+longer waits for other members. It ends the process if the agent is gone. An agent that does not
+read never blocks the rank: what the socket does not take, a temporary thread sends.
 """
 
 from __future__ import annotations
@@ -134,8 +133,7 @@ class Control:
                      replica: frozenset[int] = frozenset()) -> T:
         """Run `call` as in `waiting_for_others`, but in a detached thread: a wait that cannot be
         interrupted then costs STUCK_S_MAX and a sleeping thread, not the process. An abandoned
-        `call` may still continue later. Raises Interrupted, Abandoned, and whatever `call` raises.
-        """
+        `call` may still continue later. Raises Interrupted, Abandoned, and what `call` raises."""
         with self.waiting_for_others(generation, wake, replica):
             with self._changed:
                 self._is_detached = True
@@ -196,12 +194,10 @@ class Control:
     @contextmanager
     def waiting_for_others(self, generation: int, wake: Callable[[], None],
                            replica: frozenset[int] = frozenset()) -> Generator[None]:
-        """In this context the main thread may wait for other members of `generation`.
-
-        At an immediate order to stop, another thread calls `wake`. Raises Interrupted if such an
-        order is already queued. `replica`: the thread waits for these ranks only. An order that
-        names them all, because they all live, interrupts the wait only after FINISH_S_MAX.
-        """
+        """In this context the main thread may wait for other members of `generation`. At an
+        immediate order to stop, another thread calls `wake`. Raises Interrupted if such an order is
+        already queued. `replica`: the thread waits for these ranks only. An order that names them
+        all, because they all live, interrupts the wait only after FINISH_S_MAX."""
         with self._changed:
             if self._pending_quiesce(generation, replica) == "now":
                 raise Interrupted
@@ -272,12 +268,9 @@ class Control:
                 self._interrupt_if_ordered()
 
     def _interrupt_until_done(self) -> None:
-        """Interrupt the main thread until its wait ends: the thread may open more connections.
-
-        If a connection is closed, gloo fails the sends and receives that have not begun, but not
-        those that are half done (Pair::signalException skips them). Such a wait is abandoned if it
-        runs in a detached thread. Otherwise the process ends.
-        """
+        """Interrupt the main thread until its wait ends: the thread may open more connections. gloo
+        does not fail sends and receives that are half done (Pair::signalException skips them). Such
+        a wait is abandoned if it runs in a detached thread. Otherwise the process ends."""
         deadline_s = time.monotonic() + STUCK_S_MAX
         with self._changed:
             while self._wake is not None and not self._abandoned:

@@ -1,9 +1,7 @@
 """torch's flight recorder: always on in a rank, written to a file when the agent asks for it.
 
-torch records each collective in a ring buffer when it is entered, with gloo too. The control thread
-receives the request, and a temporary thread writes the dump, also of a rank that hangs in a
-collective. A rank that holds the GIL or is stopped writes none, which is evidence too. Nothing here
-waits for a device, a peer or the main thread; errors are logged.
+A temporary thread writes the dump, also of a rank that hangs in a collective. A rank that holds the
+GIL or is stopped writes none, which is evidence too. Nothing here waits for a device or a peer.
 """
 
 from __future__ import annotations

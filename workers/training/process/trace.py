@@ -4,29 +4,14 @@ The trace is on if UNICRON_TRACE_DIR names a folder. When a phase begins, the ra
 of JSON to `<task>-<rank>.jsonl`: `t` (seconds since 1970), task, rank, attempt, pid, generation,
 iteration, micro_batch and bucket (-1 if meaningless), event.
 
-With `train.overlap`, the reduction overlaps with the last backward. `reduce` and `stats` then come
-between the forward and the backward of a rank's last micro-batch. `bucket` comes as each bucket is
-launched: during that backward, with the number of its micro-batch, or after it in a rank's first
-iteration and if no backward remained. `bucket_done` comes after the backward, as each bucket
-completes, in order. `reduced` comes when all have completed. Without overlap there is one bucket.
+With `train.overlap`, `reduce` and `stats` come between the forward and the backward of a rank's
+last micro-batch, `bucket` as each bucket is launched, `bucket_done` as each completes, in order,
+after the backward. `tensor` comes before the last part of a layer, whose results tensor-parallel
+ranks add up; `stage` before a stage sends to another or waits for one; `embedding` before the
+gradients of a tied embedding are added up. `gate` is the entry of the step barrier, `passed` its
+exit; `staged` and `commit` are of a part of another layout.
 
-If a replica has several ranks, `tensor` comes before the last part of a layer, whose results the
-tensor-parallel ranks then add up; `stage` before a stage sends to another or waits for one;
-`embedding` before the gradients of the two copies of a tied embedding are added up. `gate` is the
-entry of the step barrier, `passed` its exit. `build` comes before a rank builds a part of the
-model. A rank that has received its part of another layout writes `staged`, and `commit` before it
-activates that part.
-
-Tests can hold a rank at an event to inject a fault there. After it has written an event, the rank
-reads `hold/<task>-<rank>` in the folder: JSON of event, iteration, micro_batch and bucket, as far
-as they matter. If the file matches, the rank writes `held`, until the file is gone or names
-something else. `"then"` selects another action:
-
-- `"raise"`: remove the file and raise InjectedFault;
-- `"fail"`: remove the file and raise a RuntimeError, like a collective whose connection is cut;
-- `"gil"`: remove the file and sleep for ever in C code that holds the interpreter's lock;
-- `"loop"`: remove the file and loop for ever;
-- `"slow"` with `slow_s`: sleep for that time at each such event while the file exists.
+Tests can hold a rank at an event to inject a fault there (tests/drivers/real_cluster.py, `hold`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..dependencies.private_torch import world_store
-from .state_transfer import comm_device, transfer
+from .state_transfer import comm_device
 
 
 class World:
@@ -61,18 +61,12 @@ class World:
         return {place: bytes_of(buffer) for place, buffer in incoming.items()}
 
     def publish(self, name: str, data: bytes) -> None:
-        """Publish data for the members that `read` it."""
         self._store.set(name, data)
 
     def read(self, name: str) -> bytes:
         """Published data; waits until it is there."""
         found: bytes = self._store.get(name)
         return found
-
-    def transfer(self, give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
-                 goes_on: Callable[[], bool]) -> set[int]:
-        """See state_transfer.py."""
-        return transfer(give, take, goes_on)
 
 
 def tensor_of(data: bytes) -> Tensor:

@@ -18,7 +18,6 @@ import msgspec
 
 Dims = tuple[int, ...]
 KEYS_NUM = 3
-"""The number of missing keys that an error names."""
 DIGEST_BYTES = 16
 SENDERS_NUM_MAX = 8
 """The most members from which one receiver takes shards of one list. More need more connections,
@@ -38,10 +37,8 @@ class Region(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A region of the tensor `key`. `kind` is the tensor's dtype and shape.
-
-    Tensors with the same key and different kinds are unrelated.
-    """
+    """A region of the tensor `key`. `kind` is the tensor's dtype and shape: tensors with the same
+    key and different kinds are unrelated."""
 
     key: str
     kind: str
@@ -79,7 +76,6 @@ class ShardList:
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """The kind of each tensor, by key."""
         return {shard.key: shard.kind for shard in self.shards}
 
 
@@ -111,7 +107,6 @@ class Missing(Exception):
 
 
 def intersection(one: Region, other: Region) -> Region | None:
-    """The region that both contain, if any."""
     begins = tuple(map(max, one.offset, other.offset))
     shape = tuple(min(a + n, b + m) - begin for a, n, b, m, begin
                   in zip(one.offset, one.shape, other.offset, other.shape, begins, strict=True))
@@ -134,10 +129,8 @@ def without(whole: Region, part: Region) -> list[Region]:
 
 
 def flat_range(shape: Dims, begin: int, end: int) -> list[Region]:
-    """The elements `begin` to `end` of a tensor in row-major order, as regions in that order.
-
-    At most 2n - 1 regions for n dims; each is contiguous if the tensor is.
-    """
+    """The elements `begin` to `end` of a tensor in row-major order, as regions in that order, at
+    most 2n - 1 for n dims; each is contiguous if the tensor is."""
     if begin >= end:
         return []
     if not shape:
@@ -176,13 +169,10 @@ def parts(region: Region, largest: int) -> list[Region]:
 def nearest_first(target: int, digests: Mapping[int, bytes], nodes: Sequence[str],
                   likelihood: Callable[[int], tuple[float, ...]] = lambda place: (1.0,)
                   ) -> list[tuple[bytes, list[int]]]:
-    """The distinct lists of shards in the order in which the receiver `target` reads them.
-
-    `digests` are those of the holders' lists, by place. Each list comes with the nearest places
-    that have it: the receiver, its node, others. Of equally near lists the likelier comes first. If
-    the first likelihood is 0, a list comes after all others: to read it costs more than to take a
-    small tensor from farther away. O(members).
-    """
+    """The distinct lists of shards in the order in which the receiver `target` reads them, each
+    with the nearest places that have it: the receiver, its node, others. `digests`: of the holders'
+    lists, by place. Of equally near lists the likelier comes first. If the first likelihood is 0, a
+    list comes last: to read it costs more than to take a small tensor from farther away."""
     found: dict[bytes, tuple[int, list[int]]] = {}
     for place, digest in digests.items():
         distance = _distance(place, target, nodes)
@@ -209,13 +199,10 @@ def _distance(source: int, target: int, nodes: Sequence[str]) -> int:
 
 def plan_moves(target: int, want: ShardList, holdings: Iterable[Holding], largest: int,
                turn: int = 0) -> list[Move]:
-    """The moves after which the place `target` has each wanted element exactly once.
-
-    An element comes from the first of `holdings` that has it; `holdings` is read only as far as
-    needed. The load is balanced among at most SENDERS_NUM_MAX of its places; receivers with
-    different `turn` choose different ones. A move between places has at most `largest` elements.
-    Raises Missing. O(wanted shards x lists read, and moves).
-    """
+    """The moves after which the place `target` has each wanted element exactly once, from the first
+    of `holdings` that has it. The load is balanced among at most SENDERS_NUM_MAX of its places;
+    receivers with different `turn` choose different ones. A move between places has at most
+    `largest` elements. Raises Missing. O(wanted shards x lists read, and moves)."""
     rest = {index: [shard.region] for index, shard in enumerate(want.shards)
             if shard.region.num_elements}
     moves: list[Move] = []

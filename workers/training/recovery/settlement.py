@@ -46,12 +46,9 @@ def assign_micro_batches(num_micro_batches: int, num_replicas: int, dp: int) -> 
 
 
 def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = None) -> Settlement:
-    """Settle an iteration among the members with these claims, in order of place.
-
-    `axes` is the new layout; None: all members are data-parallel. Afterwards every micro-batch is
-    in `kept` or `todo` of exactly one replica, the same on all its members. If no member has begun
-    the iteration, all are assigned again. O(members x (micro-batches + step versions)).
-    """
+    """Settle an iteration among the members with these claims, in order of place. `axes` is the new
+    layout; None: all members are data-parallel. Afterwards every micro-batch is in `kept` or `todo`
+    of exactly one replica. O(members x (micro-batches + step versions))."""
     assert claims, "a generation has members"
     axes = axes or Axes(dp=len(claims))
     assert num_positions(axes) <= len(claims), "a place without a member"

@@ -1,10 +1,7 @@
 """Exchanges state between the members of a generation, from live memory into live memory.
 
-All members call `exchange`. Each tells all others only the digests of the lists of shards that it
-has and wants. Members of one part have equal lists; other receivers read the holders' lists, the
-nearest and likeliest first, until they have found all that they want (resharding.py). A receiver
-then asks each sender for its shards. If the data of a sender fails a checksum, or is of another
-step or model, all members exclude this sender and plan again.
+docs/ARCHITECTURE.md, "Settlement", says who tells whom. If the data of a sender fails a checksum,
+or is of another step or model, all members exclude this sender and plan again.
 """
 
 from __future__ import annotations
@@ -35,6 +32,7 @@ from .resharding import (
 )
 from .state_shards import State, cut
 from .state_sources import NO_STATE, HeldState, overlap
+from .state_transfer import transfer
 
 LARGEST_NUM = 1 << 20
 """Maximum elements of a move. A larger region is split, so that several holders can send it."""
@@ -47,9 +45,8 @@ log = structlog.get_logger()
 
 
 class ExchangeResult(NamedTuple):
-    """The numbers of the state (None: this member neither has nor wants a state), and the bytes
-    received from each place (`taken`). `activate` copies the staged tensors into the active state.
-    """
+    """The numbers of the state (None: it neither has nor wants one), and the bytes received from
+    each place (`taken`). `activate` copies the staged tensors into the active state."""
 
     numbers: training_state.Numbers | None
     activate: Callable[[], None]
@@ -116,8 +113,7 @@ class _Side(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What this member receives: its moves, and the place that sends the numbers (NO_STATE: it has
-    them)."""
+    """This member's moves, and the place that sends the numbers (NO_STATE: it has them)."""
 
     moves: list[Move]
     numbers_from: int
@@ -136,8 +132,7 @@ class Plan(NamedTuple):
 
 
 class Planner:
-    """Plans what this member receives, and agrees with the others on who sends to whom. The
-    parameters are those of `exchange`."""
+    """Plans what this member receives, and agrees on who sends to whom. As `exchange`."""
 
     def __init__(self, peers: World, have: ShardList, want: ShardList | None, *,
                  step_version: int, held: Mapping[int, HeldState], seat: HeldState,
@@ -151,7 +146,6 @@ class Planner:
         self._lists: dict[bytes, ShardList] = {}
         """The lists of other members that were read."""
         self._failed: set[int] = set()
-        """The places whose data failed a checksum."""
 
     def offer(self, own_version: int, numbers_bytes: int) -> None:
         """Tell all members what this member has and wants, and learn what they have and want."""
@@ -191,7 +185,6 @@ class Planner:
                 raise RuntimeError(f"{missing}, without those at {sorted(self._failed)}")
 
     def exclude(self, places: set[int]) -> None:
-        """Exclude senders whose data failed a checksum."""
         log.warning("senders of state are excluded", places=sorted(places), why="wrong checksum")
         self._failed |= places
         for place in places:
@@ -278,11 +271,10 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
     """Fill `want` with the state after `step_version` steps from the members at the places `held`.
 
     All members call it, each with its shards and its `numbers` (None: it has no valid state).
-    `held` are the parts of the model that the holders have, by place, and `seat` is the part that
-    this member wants. With `staged`, `want` is the active state: it changes only in `activate`.
-    Otherwise `want` is written directly. `goes_on` is called after each wait, before a write: it
-    returns False if the exchange is obsolete. Raises RuntimeError; Missing, on all members, if the
-    holders lack a part.
+    `held`: the parts that the holders have, by place; `seat`: the part that this member wants. With
+    `staged`, `want` is the active state, which changes only in `activate`. `goes_on` is called
+    after each wait: it returns False if the exchange is obsolete. Raises RuntimeError; Missing, on
+    all members, if the holders lack a part.
     """
     peers = World()
     encoded = b"" if numbers is None else msgspec.msgpack.encode(numbers)
@@ -308,7 +300,7 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
             note("give")
         if side.take:
             note("receive")
-        bad = peers.transfer(side.give, side.take, goes_on)
+        bad = transfer(side.give, side.take, goes_on)
         bad = {place for each in peers.collect(msgspec.msgpack.encode(bad))
                for place in msgspec.msgpack.decode(each, type=set[int])}
         if not bad:  # on any member

@@ -100,8 +100,7 @@ def stacked_names(trainee: TrainingModel) -> dict[str, StackedName]:
 
 
 def objects(trainee: TrainingModel) -> dict[str, Any]:
-    """By key: what Megatron's own checkpoints have of this pipeline stage beside tensors. Needs
-    groups."""
+    """By key: what Megatron's checkpoints have of this stage beside tensors. Needs groups."""
     return {sharded.unique_key: sharded.data for module in trainee.modules
             for sharded in nested_values(module.sharded_state_dict(metadata=_metadata(STACKED)))
             if isinstance(sharded, mapping.ShardedObject)}
@@ -146,8 +145,7 @@ def stepped(trainee: TrainingModel) -> State:
 
 
 def fill(into: State, parts: Iterable[State]) -> None:
-    """Copy the shards of `into` from the parts of one replica, until all are complete. Raises
-    ValueError if the parts lack some of them."""
+    """Copy the shards of `into` from a replica's parts. Raises ValueError if these lack some."""
     missing = {shard: shard.region.num_elements for shard in into}
     copied: set[tuple[Shard, Region]] = set()  # several parts hold a tensor that is not split
     for part in parts:

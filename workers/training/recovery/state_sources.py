@@ -1,7 +1,6 @@
 """Finds the state from which a new generation continues, and the members that hold it.
 
-Pure: the result depends only on the members' claims. docs/ARCHITECTURE.md, "Settlement", has the
-rules.
+Pure. docs/ARCHITECTURE.md, "Settlement", has the rules.
 """
 
 from __future__ import annotations
@@ -23,11 +22,8 @@ NO_STATE = -1
 
 
 class HeldState(Struct, frozen=True, kw_only=True):
-    """The part of the model whose state a member holds, given as a position in a layout.
-
-    `optimizer` is as in a spec's `train.parallel`. With "mirrored", the member also has the shard
-    of the previous data-parallel rank.
-    """
+    """The part of the model whose state a member holds, given as a position in a layout. With a
+    "mirrored" `optimizer`, the member also has the shard of the previous data-parallel rank."""
 
     axes: Axes = Axes()
     optimizer: Sharding = "whole"
@@ -64,19 +60,18 @@ class HeldState(Struct, frozen=True, kw_only=True):
 class Claim(Struct, frozen=True, kw_only=True):
     """What a member brings into a new generation.
 
-    `step_version` is the number of iterations in its state (NO_STATE: it has no valid state). In
-    the next iteration, `kept` are the micro-batches in its partial sum, and `owned` are the ones
-    that it was last assigned, in generation `assigned_in`. `begun`: it has begun this iteration.
-    `trained_in` is the generation in which it last trained.
+    `step_version` is the number of iterations in its state (NO_STATE: no valid one). In the next
+    iteration, `kept` are the micro-batches in its partial sum, and `owned` those that it was last
+    assigned, in generation `assigned_in`. `begun`: it has begun this iteration. `trained_in` is the
+    generation in which it last trained.
 
     `held` is the part of the model that its state and its sum are for (None: the whole model).
     `staged` is another position, whose part of the same state it received in generation
-    `staged_in`; other members may not have received theirs. `ready`: it has the reduced sum and has
-    entered the step barrier, but does not know whether all members have. `reduced` is then what the
-    gradients of its part of the model add to the barrier's result; empty if the optimizer is
-    sharded. `gate` is the result of the barrier, kept until the member trains in another generation
-    or receives another state. `stale`: it has stepped its shard of the optimizer, but not gathered
-    the other parameters. `versions` are those of the libraries that compute.
+    `staged_in`. `ready`: it has the reduced sum and has entered the step barrier, but does not know
+    whether all members have. `reduced` is then what its part adds to the barrier's result; empty if
+    the optimizer is sharded. `gate` is that result, kept until the member trains in another
+    generation or receives another state. `stale`: it has stepped its shard of the optimizer, but
+    not gathered the other parameters. `versions` are those of the libraries that compute.
     """
 
     step_version: int = NO_STATE
@@ -136,9 +131,8 @@ def other_versions(claims: Sequence[Claim]) -> tuple[str, list[int]]:
 
 
 def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
-    """The highest step version whose whole state the members have in one layout: preferably that of
-    `axes`, which needs no transfer, else the one with the most holders. O(members x step versions).
-    """
+    """The highest step version whose whole state the members have in one layout: that of `axes`,
+    which needs no transfer, else the one with the most holders. O(members x step versions)."""
     versions = {claim.step_version + steps for claim in claims
                 if claim.step_version != NO_STATE for steps in range(1 + claim.ready)}
     for version in sorted(versions, reverse=True):
@@ -177,13 +171,8 @@ def _is_ready(claim: Claim, version: int) -> bool:
 
 
 def _barrier(claims: Sequence[Claim], version: int) -> tuple[int | None, tuple[float, ...]]:
-    """The generation whose ready members take the step to `version`, and its barrier's result.
-
-    The barrier returns only after all members have entered it. So if one member has stepped, all
-    others can step, and must. If none has, they can step if together they have the reduced sum of
-    every part of the model, and no survivor of their generation lacks its own: the result is then
-    the sum over the parts. If two generations can take this step, the later one does.
-    """
+    """The generation whose ready members take the step to `version`, and its barrier's result. If
+    two generations can take this step, the later one does."""
     results = {claim.trained_in: claim.gate for claim in reversed(claims)
                if claim.gate and claim.step_version == version}
     ready = {claim.trained_in for claim in claims if _is_ready(claim, version)}
@@ -213,12 +202,9 @@ def _is_whole(holders: dict[int, StateHolder]) -> bool:
 
 
 def overlap(wanted: HeldState, held: HeldState) -> tuple[float, float]:
-    """How likely `held` has shards of the part `wanted`; larger is likelier.
-
-    First the fraction of the model that both share, if each tensor is split evenly and each stage
-    has as many layers. Then the nearness of the optimizer shards. Only a guess: a receiver reads
-    further lists until it has found all that it wants.
-    """
+    """How likely `held` has shards of the part `wanted`; larger is likelier: the fraction of the
+    model that both share, if tensors and stages are split evenly, then the nearness of the
+    optimizer shards. A guess: a receiver reads further lists until it has all that it wants."""
     mine, theirs = _fractions(wanted), _fractions(held)
     stages = sum(_shared(one, other) for one in mine.stages for other in theirs.stages)
     return _shared(mine.tensors, theirs.tensors) * stages, -abs(mine.middle - theirs.middle)

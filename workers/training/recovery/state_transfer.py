@@ -1,7 +1,6 @@
 """Sends and receives tensors between members, in streams of chunks, each with a checksum.
 
-Small tensors share a chunk, because messages are expensive. Several chunks are in transit with each
-peer. Threads compute the checksums, so that the training thread only copies and waits.
+Small tensors share a chunk, because messages are expensive. Threads compute the checksums.
 """
 
 from __future__ import annotations
@@ -50,11 +49,9 @@ def comm_device() -> torch.device:
 
 def transfer(give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
              goes_on: Callable[[], bool]) -> set[int]:
-    """Send (`give`) and receive (`take`) tensors by place, in the same order on both sides.
-
-    Returns the places that sent a wrong checksum; such a chunk is not written. `goes_on` is called
-    after each wait. If it returns False, `transfer` raises RuntimeError and writes no more.
-    """
+    """Send (`give`) and receive (`take`) tensors by place, in the same order on both sides. Returns
+    the places that sent a wrong checksum; such a chunk is not written. `goes_on` is called after
+    each wait. If it returns False, this raises RuntimeError and writes no more."""
     with ThreadPoolExecutor(NUM_CHECKSUM_THREADS, "checksum") as pool:
         return _Transfer(give, take, goes_on, pool).run()
 

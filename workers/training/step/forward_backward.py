@@ -25,12 +25,9 @@ Backward = Callable[[], AbstractContextManager[None]]
 def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
         note: Note, *, must_stop: Callable[[], bool] | None = None, forward_only: bool = False,
         begin: Begin | None = None, backward: Backward = nullcontext) -> Passes:
-    """Run these micro-batches of an iteration, in a pipeline only until `must_stop` is True.
-
-    All members of the replica call it with the same items. Each calls `begin` before its last
-    backward, with its part of the losses of `items`. Raises RuntimeError if another member is gone:
-    the local gradients are then worthless.
-    """
+    """Run these micro-batches of an iteration, in a pipeline only until `must_stop` is True. All
+    members of the replica call it with the same items; each calls `begin` before its last backward.
+    Raises RuntimeError if another member is gone: the local gradients are then worthless."""
     if not items:
         return Passes(0, Losses())
     if begin is not None and trainee.at.tp:

@@ -78,12 +78,8 @@ class Reduction:
                          if trainee.train.overlap else None)
 
     def begin(self, mine: Stats, losses: Losses) -> None:
-        """Launch the stats before the last backward, which then launches the buckets. If a member
-        dies, stats and buckets are lost together.
-
-        Does nothing without overlap, or if this member has an immediate order to stop: its last
-        backward then launches no bucket.
-        """
+        """Launch the stats before the last backward, which then launches the buckets. Does nothing
+        without overlap, or if this member has an immediate order to stop."""
         if self._buckets is None:
             return
         generation = self._communicators.generation
@@ -150,11 +146,8 @@ class Reduction:
     def step_barrier(self, mine: Tensor, scale: Tensor | None = None
                      ) -> tuple[StepBarrier, float] | Outcome:
         """The step barrier: add up `mine`, the fields of a StepBarrier. Returns the sums, and
-        `scale` (None: 1), with one read.
-
-        A member that passes the barrier steps, whatever happens to the others: it returns only
-        after all members have entered it, with their parts reduced.
-        """
+        `scale` (None: 1), with one read, after all members have entered it with their parts
+        reduced: a member that passes it steps, whatever happens to the others."""
         def exchange() -> tuple[StepBarrier, float]:
             dist.all_reduce(mine)
             self._note("passed")
@@ -277,12 +270,9 @@ class Reduction:
 
     def _reduce(self, own_stats: Tensor, groups: Any, world: Any, complete: list[bool],
                 check_active: Callable[[], None]) -> tuple[Stats, RouterSums]:
-        """Exchange the stats, then run Megatron's own reduction.
-
-        After an abandoned wait it could still change gradients that count. So it leaves Megatron's
-        division by the token count out, uses the groups of its own generation, and checks before
-        each phase that the generation is active.
-        """
+        """Exchange the stats, then run Megatron's own reduction. After an abandoned wait it could
+        still change gradients that count: it leaves Megatron's division by the token count out, and
+        checks before each phase that the generation is active."""
         self._until_computed()
         self._note("stats")
         check_active()
@@ -305,7 +295,6 @@ class Reduction:
         return stats, sums
 
     def _until_computed(self) -> None:
-        """Wait until the device has done this member's own work."""
         if self._trainee.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
@@ -322,8 +311,7 @@ def _check_of(communicators: Communicators) -> Callable[[], None]:
 
 
 def on_device(values: Sequence[float], device: torch.device) -> Tensor:
-    """A float64 tensor of a few values. On CUDA torch.tensor waits for the stream; a fill does not.
-    """
+    """A float64 tensor of few values. On CUDA torch.tensor waits for the stream; fill does not."""
     made = torch.zeros(len(values), dtype=torch.float64, device=device)
     for index, value in enumerate(values):
         if value:

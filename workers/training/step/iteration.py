@@ -1,9 +1,8 @@
 """One iteration: micro-batches into local gradients, their reduction over all members, one step.
 
 Every phase can be interrupted and repeated. Until the reduction, the local gradients only grow, by
-whole micro-batches; a failed reduction leaves them unchanged (gradient_reduction.py). The step
-(optimizer_step.py) starts only when the whole reduction is known to be good. A member that has only
-a part of the gradients knows this only after the step barrier.
+whole micro-batches; a failed reduction leaves them unchanged. The step starts only when the whole
+reduction is known to be good: a member with only a part knows it after the step barrier.
 """
 
 from __future__ import annotations
@@ -43,11 +42,9 @@ _REJECTED = re.compile(r"Unexpected result (\S+) \(message='(.*?)'\)")
 
 
 class Iteration:
-    """The current iteration of this member, and its progress in it.
-
-    `step_version` is NO_STATE until the first settlement. `history` receives the loss and the time
-    of each step: from the iteration's first micro-batch on, a recovery included.
-    """
+    """The current iteration of this member, and its progress in it. `step_version` is NO_STATE
+    until the first settlement. `history` receives the loss and the time of each step, a recovery
+    included."""
 
     def __init__(self, trainee: TrainingModel, control: Control, communicators: Communicators,
                  text: Samples, trace: Trace, pulse: ProgressWriter, history: History) -> None:
@@ -140,7 +137,6 @@ class Iteration:
         return tuple(sorted(self.done))
 
     def claim(self) -> Claim:
-        """This member's claim to a settlement."""
         return Claim(step_version=self.step_version, kept=self.kept,
                      owned=self.owned, assigned_in=self.assigned_in, begun=self.begun,
                      trained_in=self.trained_in, ready=self.is_ready, gate=tuple(self._gate or ()),
@@ -244,12 +240,9 @@ class Iteration:
 
     # --- passes ---
     def _pass(self, todo: Sequence[int]) -> Outcome | None:
-        """Run the passes, with the other members of this replica. None when all are done.
-
-        A unit is one micro-batch, and the members agree to continue (stop_agreement.py), so that
-        all stop after the same one. In a pipeline a unit is all micro-batches: its first stage
-        decides where their schedule stops (pipeline.py).
-        """
+        """Run the passes, with the other members of this replica. None when all are done. A unit is
+        one micro-batch, and the members agree to continue (stop_agreement.py). In a pipeline a unit
+        is all micro-batches: its first stage decides where they stop (pipeline.py)."""
         items, is_alone = tuple(todo), self.trainee.replica_size == 1
         units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]
         agreement = None if is_alone else StopAgreement(self._communicators.groups.mp,
@@ -371,8 +364,7 @@ class Iteration:
         return self._gather()
 
     def _end_gather(self) -> None:
-        """The generation ends before all parameters have arrived. A gather that does not end may
-        still write into the model."""
+        """The generation ends before all parameters arrived; a gather may still write into them."""
         works = [work for group in self.trainee.bucket_groups for work in take_gather_works(group)]
         waiter = end_all(works, self._communicators.interrupt, self._communicators.groups)
         if waiter is not None:
@@ -449,6 +441,5 @@ class Iteration:
 
 
 def held_by(trainee: TrainingModel) -> HeldState:
-    """The part of the model that `trainee` has."""
     return HeldState(axes=trainee.axes, optimizer=trainee.train.parallel.optimizer,
                      place=trainee.place)

@@ -23,7 +23,6 @@ class Losses:
         self._num_tokens: list[NumTokens] = []
 
     def add(self, item: int, loss: Tensor, num_tokens: NumTokens) -> None:
-        """Add micro-batch `item`."""
         self._items.append(item)
         self._values.append(loss.detach().reshape(()).double())
         self._num_tokens.append(num_tokens)
@@ -43,8 +42,7 @@ class Losses:
         self._items, self._values, self._num_tokens = [], [], []
 
     def write(self, sums: Tensor) -> None:
-        """Write the sum of the losses and of the tokens into the first two elements of `sums`, a
-        float64 tensor of zeros, without a wait for the device."""
+        """Write the sums of losses and tokens into `sums[:2]`, zeros in float64, without a wait."""
         if not self._items:
             return
         torch.sum(torch.stack(self._values), 0, out=sums[0])

@@ -1,10 +1,8 @@
 """The step: from the reduced gradients to the next state, the same on every member.
 
 The step is Megatron's own chain of in-place phases, none of which may run twice. So no phase waits
-for another member, and none is interrupted: once the whole reduction is known to be good, the step
-starts and runs to its end. A member that has only a part of the gradients first needs two values:
-the sum of `norm_square` of all members, and whether any member `has_inf`. With a sharded optimizer,
-`gather` follows. It waits for other members and can be repeated.
+for another member, and none is interrupted. With a sharded optimizer, `gather` follows, which waits
+for other members and can be repeated.
 """
 
 from __future__ import annotations
@@ -54,12 +52,9 @@ def scale_of(optimizer: Any) -> Tensor | None:
 def step(trainee: TrainingModel, num_tokens: float, note: Callable[[Event], None], *,
          norm_square: float | None = None, found_inf: bool = False, scale: float | None = None
          ) -> bool:
-    """Divide by the loss's divisor, then step optimizer and schedule; returns whether it stepped.
-
-    If a scaled gradient is not finite, Megatron's optimizer skips its step and lowers the scale,
-    and the schedule does not advance, but the iteration counts. If each member has only a part of
-    the gradients, `norm_square` and `found_inf` are of all. `scale` None: it is read.
-    """
+    """Divide by the loss's divisor, then step optimizer and schedule; returns whether it stepped:
+    not if a scaled gradient is not finite; the iteration counts all the same. If each member has a
+    part of the gradients, `norm_square` and `found_inf` are of all. `scale` None: it is read."""
     note("scale")
     divisor = trainee.divisor(num_tokens)
     if divisor != 1.0:
@@ -93,8 +88,7 @@ def step(trainee: TrainingModel, num_tokens: float, note: Callable[[Event], None
 
 
 def gather(trainee: TrainingModel) -> None:
-    """With a sharded optimizer, gather the parameters that the other replicas have stepped. Raises
-    RuntimeError; the gather can then be repeated."""
+    """Gather the parameters that other replicas stepped. Can be repeated after RuntimeError."""
     for ddp in trainee.ddps:
         if trainee.gathers_in_forward:
             private_megatron.finish_gather(ddp)

@@ -1,10 +1,7 @@
 """The overlapped reduction: launched bucket by bucket during the last backward.
 
-Megatron launches a bucket as soon as its gradients are complete, in an order that follows from the
-graph of the backward. A member in its first iteration, or without a remaining micro-batch, has
-another order. So a bucket waits here for its turn, which is the same on all members, as in torch's
-DDP (reducer.cpp, mark_bucket_ready). An error at a launch is stored and nothing more is launched,
-but the backward ends, so that its micro-batch is complete.
+Megatron's order differs in a member's first iteration, so a bucket waits for its turn, which is the
+same on all members. docs/decisions/overlapped-reduction.md has the rules.
 """
 
 from __future__ import annotations
@@ -32,9 +29,8 @@ from ..process.trace import Note
 
 
 class GradientBackup:
-    """Copies of the gradients under reduction, with `train.kept_sum`. They need as much memory as
-    the gradients. The memory is taken once and used again, because to take it anew costs more than
-    the copy (measured on the CPU: five times), until `free` is called."""
+    """Copies of the gradients under reduction, with `train.kept_sum`. Their memory is used again
+    until `free` is called: to take it anew costs five times the copy (measured on the CPU)."""
 
     def __init__(self, trainee: TrainingModel) -> None:
         self.is_kept = trainee.train.kept_sum
@@ -65,8 +61,7 @@ class GradientBackup:
             self._copies = []
 
     def restore(self) -> bool:
-        """The reduction failed: make the copies the local gradients again. False: there are none,
-        and the local gradients are lost."""
+        """Make the copies the local gradients again. False: there are none, so these are lost."""
         if not self._saved:
             return True
         if self.is_kept:
@@ -151,11 +146,8 @@ class OverlappedReduction:
 
 def end_all(works: Works, wake: Callable[[], None], group: Any) -> threading.Thread | None:
     """Wait until these launched collectives end, once `wake` has closed their connections; returns
-    the thread of an abandoned wait, if any. It holds `group` until the wait ends.
-
-    A gloo group waits for its works before it is destroyed. If a work is stuck, the thread that
-    waits for this work must drop the group last, not the main thread.
-    """
+    the thread of an abandoned wait, if any. It holds `group` until the wait ends: a gloo group
+    waits for its works before it is destroyed, which the main thread must not."""
     deadline_s = time.monotonic() + END_S_MAX
     while not all(work.is_completed() for work in works):
         wake()

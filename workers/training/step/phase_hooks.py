@@ -1,9 +1,4 @@
-"""Hooks on Megatron's own phases, which report each phase as it begins and change nothing.
-
-Hooks on methods of its objects show what has begun and what is complete: each bucket group's
-`finish_grad_sync` (with overlap, overlapped_reduction.py reports the buckets), and the optimizer's
-parts of a step.
-"""
+"""Hooks on Megatron's own phases, which report each phase as it begins and change nothing."""
 
 from __future__ import annotations
 
@@ -57,9 +52,7 @@ class PhaseHooks:
     @contextmanager
     def reduction(self, complete: list[bool], check_active: Callable[[], None]) -> Generator[None]:
         """In this context, `complete` gets an entry per begun bucket: True if it was completed.
-
-        `check_active` raises as soon as the reduction must be left.
-        """
+        `check_active` raises as soon as the reduction must be left."""
         self._local.complete = complete
         self._local.check_active = check_active
         self._local.is_in = True

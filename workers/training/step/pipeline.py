@@ -1,9 +1,7 @@
 """The passes of a pipeline in Megatron's own schedule, which the first stage can end early.
 
-The first stage decides before each group of micro-batches whether another group follows. If not,
-it sends a marker instead of the group's first activation. Each stage that receives the marker sends
-it on, and skips the passes and the messages of all later micro-batches. Megatron's schedule runs to
-its end, so that all stages complete the passes of exactly the micro-batches before the marker.
+docs/ARCHITECTURE.md, "The transition table", says how. Megatron's schedule runs to its end, so that
+all stages complete the passes of exactly the micro-batches before the marker.
 """
 
 from __future__ import annotations
@@ -53,11 +51,9 @@ class Passes(NamedTuple):
 def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
         note: Note, *, must_stop: Callable[[], bool] | None = None, forward_only: bool = False,
         begin: Begin | None = None) -> Passes:
-    """Run these micro-batches in Megatron's 1F1B schedule, interleaved with chunks.
-
-    The first stage calls `must_stop` before each group of micro-batches: a group is one, or with
-    chunks as many as there are stages. At True no other group begins. Raises RuntimeError.
-    """
+    """Run these micro-batches in Megatron's 1F1B schedule, interleaved with chunks. The first stage
+    calls `must_stop` before each group of micro-batches, one or with chunks as many as there are
+    stages. At True no other group begins. Raises RuntimeError."""
     axes, train = trainee.axes, trainee.train
     config = trainee.ddps[0].config
     config.grad_scale_func = trainee.optimizer.scale_loss
@@ -96,7 +92,6 @@ def _numbered(items: Sequence[int]) -> Iterator[tuple[int, bool]]:
 
 @cache
 def _head_of(dtype: torch.dtype) -> list[float]:
-    """The first elements of a marker."""
     head: list[float] = torch.tensor(list(MARKER), dtype=torch.uint8).view(dtype).tolist()
     return head
 
@@ -115,12 +110,9 @@ class _LastBackward:
 
 
 class _Stages(StageMessages):
-    """Megatron's sends and receives between stages, without those of skipped passes.
-
-    The messages between two stages are numbered. After the stop, sender and receiver leave out the
-    same ones: of the group that does not begin, except the marker, and of all later groups. With
-    chunks, the last stage sends the activations of all chunks but the last to the first stage.
-    """
+    """Megatron's sends and receives between stages, without those of skipped passes: of the group
+    that does not begin, except the marker, and of all later groups. With chunks, the last stage
+    sends the activations of all chunks but the last to the first stage."""
 
     def __init__(self, trainee: TrainingModel, groups: Any, config: Any, note: Note,
                  must_stop: Callable[[], bool] | None) -> None:

@@ -1,28 +1,6 @@
-"""Policies that restart the whole job from a checkpoint.
+"""Policies of other systems: restarts from a checkpoint, and those that go on with fewer nodes.
 
-Of the published value and the value that this project measured (four ranks over gloo, two cores),
-each constant is the one that favours the policy more. "Bench" is docs/guides/bench-detection.md and
-docs/guides/bench-recovery.md; "trial" is an earlier run of the same fault, also on four ranks.
-
-| constant | published | measured |
-|---|---|---|
-| a process has ended | 1,800 s (Unicron, arXiv 2401.00134, table 2, "without") | 0.21 s (bench) |
-| a process raises | 1,800 s (the same) | 1.08 s (bench) |
-| a node is lost | 5.7 s (the same, our reading) | 1.17 s (bench, `agent_killed`) |
-| network, hang | 600 s (torch: NCCL's default), 1,800 s (Unicron) | not within 30 s (bench) |
-| Megatron starts again | 540 s to queue and 840 s for environment and CUDA (Unicron) | 4.0 s |
-| Slurm ends and schedules a job | 30 s (KillWait), 454 s (below) | no |
-| Slurm notices a lost node | 300 s (SlurmdTimeout) | no |
-| Kubernetes notices a lost node | 40 s and 300 s (below) | no |
-| Kubernetes starts a container again | 10 s (first back-off) | no |
-| spares: to notice, to restart | 60 s (ByteRobust), 45 s (HyperPod: 105 s in all) | 2.6 s (trial) |
-| spares: a hang is noticed | 60 s (ByteRobust) | 2.06 s (bench) |
-| checkpoint | every 1,800 s: 15 min of work are repeated (Unicron) | a setting |
-
-4.0 s: torchrun took 4.2 s until the next step (trial; 7.5 s in the bench), and 0.21 s of this time
-to notice the fault. CUDA and NCCL would take longer. 454 s: the shortest published scheduling time,
-at 2,048 GPUs (ByteRobust, arXiv 2509.16293, table 7). Kubernetes: node-monitor-grace-period 40 s,
-then pods tolerate an unreachable node for 300 s (DefaultTolerationSeconds).
+docs/guides/simulate.md, "Sources of the constants", says where each value is from.
 """
 
 from __future__ import annotations
@@ -30,7 +8,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ....events.records import statuses as s
-from .baseline import following, kept, moved
+from .baseline import following, kept, moved, shrunk
 from .policy import Costs, Policy
 
 START_S = 4.0
@@ -67,3 +45,28 @@ SPARES = Policy(
         # The state comes from a peer's memory, so only one iteration is repeated (AWS, HyperPod).
         # In the paper's scenarios an iteration takes 10 s.
         checkpoint_s=10.0, num_spares=1))
+
+# --- torchft, Oobleck, Bamboo and Varuna go on with the nodes that are left ---
+
+SHRINK = Policy(
+    heals=True, decides=lambda _, __: following(shrunk),
+    costs=Costs(
+        # Of the 0.53 s until the next step, 0.5 s is the limit of the heartbeat.
+        detect_s=dict.fromkeys((s.NCCL_TIMEOUT, s.LINK_FLAPPING, s.TASK_HANG), 2.09),
+        detect_other_s=0.5, start_s=START_S, regroup_s=0.03, checkpoint_s=1800.0))
+_RESILIENT = Costs(
+    # Hangs are noticed after three iterations (Unicron, table 2).
+    detect_s={s.LOST_CONNECTION: 1.17, s.EXITED_ABNORMALLY: 0.076, s.OTHER_NETWORK: 0.3},
+    detect_other_s=0.019,
+    detect_iterations={s.NCCL_TIMEOUT: 3.0, s.LINK_FLAPPING: 3.0, s.TASK_HANG: 3.0},
+    start_s=START_S, checkpoint_s=1800.0)
+OOBLECK = Policy(
+    heals=True, decides=lambda _, __: following(shrunk),
+    costs=replace(_RESILIENT, regroup_s=10.0, speed=0.32))
+BAMBOO = Policy(
+    heals=True, decides=lambda _, __: following(shrunk),
+    costs=replace(_RESILIENT, regroup_s=450.0, speed=0.26))
+VARUNA = Policy(
+    heals=False, decides=lambda _, __: following(shrunk),
+    # A checkpoint every ten iterations. The 120 s that it takes are part of Varuna's speed.
+    costs=replace(_RESILIENT, start_s=701.0, checkpoint_s=100.0, speed=0.25))
