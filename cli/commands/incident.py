@@ -296,8 +296,7 @@ def plan_facts(history: History, record: Record) -> Plain:
             "waf": plan_waf(body), "ideal_waf": body.get("ideal_waf", 0.0),
             "why": body.get("why", ""), "bound": bound_by(
                 body, {x["task"]: name_of(history, x["task"]) for x in given}),
-            "origins": [name for one in history.plans if one.seq == record.seq
-                        for name in one.origins],
+            "origins": list(history.origins.get(record.seq, ())),
             "slots": {name_of(history, x["task"]): [x["slots_before"], x["slots"]] for x in given},
             "beaten": [{"what": x["what"], "waf": plan_waf({**body, "waf": x["waf"]}),
                         "by": _by(x, body),

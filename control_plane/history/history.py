@@ -6,7 +6,6 @@ Times are from the leader's clock (`at_s`). The time of a fault is from the repo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from msgspec import Struct, field
@@ -16,7 +15,6 @@ from ...events.records.decisions import (
     IncidentEscalated,
     IncidentOpened,
     PlanChosen,
-    TaskEnded,
     TaskPlaced,
 )
 from ...events.records.envelope import Record
@@ -24,7 +22,6 @@ from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
 from ...events.records.reports import (
     CollectiveFailed,
     IterationsLogged,
-    LossNotFinite,
     MemoryCheckpointStored,
     OutageEnded,
     RankStarted,
@@ -37,11 +34,9 @@ from ..fold.fold import fold
 from ..state.cluster import ClusterState
 from ..state.incident import Incident
 from ..state.task import CommandProgress, Task
-from ..throughput.calibration import batch_counts
 from .injected import InjectedFaults
 from .node_losses import NodeLoss, NodeLosses
 from .transitions import TaskTransitions, Transition
-from .waf import Planned, Waf, Work, over_time
 
 PROGRESS = (TaskProgressed, IterationsLogged)
 """Reports of finished iterations."""
@@ -132,11 +127,6 @@ class TaskHistory(Struct, kw_only=True):
     def name(self) -> str:
         return self.task.spec.name
 
-    @property
-    def num_iterations(self) -> int:
-        """0 for a command."""
-        return self.task.spec.train.iterations if self.task.spec.train is not None else 0
-
 
 class History(Struct):
     """All tasks and incidents of a log, by id."""
@@ -149,8 +139,8 @@ class History(Struct):
     stamps: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
     """(at_s, occurred_s) by seq of records that may be evidence."""
     transitions: list[Transition] = field(default_factory=list[Transition])
-    work: list[Work] = field(default_factory=list[Work])
-    plans: list[Planned] = field(default_factory=list[Planned])
+    origins: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+    """By plan, the seq of its PlanChosen: the origins of its tasks' throughput tables, sorted."""
     injected: InjectedFaults = field(default_factory=InjectedFaults)
     absences: NodeLosses = field(default_factory=NodeLosses)
     outages: dict[int, OutageEnded] = field(default_factory=dict[int, OutageEnded])
@@ -187,9 +177,9 @@ class History(Struct):
             one.closed_s, one.closed_seq = record.at_s, record.seq
             one.slot_s = max(one.slot_s, body.pause_s * one.num_slots)
         elif isinstance(body, PlanChosen):
-            self._planned(record, body)
-        elif isinstance(body, TaskEnded) and all(x.outcome for x in self.state.tasks.values()):
-            self.plans.append(Planned(record.seq, record.at_s))
+            tables = [task.throughput for x in (*body.allocations, *body.kept)
+                      if x.slots and (task := self.state.tasks.get(x.task)) is not None]
+            self.origins[record.seq] = tuple(sorted({x.origin for x in tables if x is not None}))
         elif isinstance(body, OutageEnded):
             self.outages[record.seq] = body
         self.injected.add(record)
@@ -269,11 +259,7 @@ class History(Struct):
         elif isinstance(body, CollectiveFailed):
             if body.generation == task.generation and task.phase != "reconfiguring":
                 past.failed = past.failed or record
-        elif isinstance(body, LossNotFinite):
-            self._worked(task, record, task.max_iteration - furthest, task.step_s)
         elif isinstance(body, TaskProgressed):
-            new = task.max_iteration - furthest
-            self._worked(task, record, new, math.fsum(body.step_s[-new:]) if new else 0.0)
             past.losses.update(enumerate(body.losses, body.first_iteration))
             if body.generation == task.generation:
                 past.paces_s.setdefault(len(task.members), []).extend(body.step_s)
@@ -281,9 +267,6 @@ class History(Struct):
             past.micro_batches.add(body.micro_batches)
         elif isinstance(body, IterationsLogged) and task.logged is not None and (  # it counts
                 task.logged.rank == body.rank and task.attempts.get(body.rank) == body.attempt):
-            new = (min(task.max_iteration - furthest, body.num_iterations) if batch_counts(task)
-                   else 0)
-            self._worked(task, record, new, new * body.step_s)
             if body.num_iterations:
                 past.paces_s.setdefault(len(task.target), []).append(body.step_s)
             if task.max_iteration > furthest:  # else the iterations are repeated
@@ -293,19 +276,6 @@ class History(Struct):
                 past.losses = {key: loss for key, loss in past.losses.items() if key <= last}
             if body.loss is not None:
                 past.losses[body.iteration] = body.loss
-
-    def _worked(self, task: Task, record: Record, new: int, took_s: float) -> None:
-        """Add the work of `new` iterations finished for the first time, which took `took_s`."""
-        if new > 0:
-            self.work.append(Work(record.at_s - took_s, record.at_s,
-                                  new * task.iteration_flops * task.weight))
-
-    def _planned(self, record: Record, plan: PlanChosen) -> None:
-        tables = [task.throughput for one in (*plan.allocations, *plan.kept)
-                  if one.slots and (task := self.state.tasks.get(one.task)) is not None]
-        self.plans.append(Planned(
-            record.seq, record.at_s, math.fsum([plan.waf, *(one.waf for one in plan.kept)]),
-            plan.ideal_waf, tuple(sorted({one.origin for one in tables if one is not None}))))
 
 
 def history(records: Iterable[Record], state: ClusterState | None = None) -> History:
@@ -318,15 +288,6 @@ def history(records: Iterable[Record], state: ClusterState | None = None) -> His
     for record in records:
         it.add(record)
     return it
-
-
-def waf(it: History, num_buckets: int) -> Waf:
-    """WAF over time, from the first submission to the last record, in equal buckets. `achieved`:
-    FLOP of iterations done for the first time x weight, spread over the time that they took.
-    `planned` and `ideal` hold from one PlanChosen to the next; 0 before the first and after the
-    last task. Raises ValueError if `num_buckets` is below 1."""
-    from_s = min((one.task.submitted_s for one in it.tasks.values()), default=it.at_s)
-    return over_time(it.work, it.plans, from_s=from_s, to_s=it.at_s, num_buckets=num_buckets)
 
 
 def layout(order: Reconfigure) -> str:

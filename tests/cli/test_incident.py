@@ -25,7 +25,7 @@ from unicron.cli.screens.incident import bar, every, page
 from unicron.cli.screens.nodes import disabled_reason
 from unicron.cli.terminal.record_line import line
 from unicron.control_plane.api.view import view
-from unicron.control_plane.history.history import History, history, waf
+from unicron.control_plane.history.history import History, history
 from unicron.control_plane.history.incident_records import incident_records
 from unicron.control_plane.state.cluster import DECIDER_VERSION
 from unicron.control_plane.state.incident import NUM_EVIDENCE_MAX
@@ -88,7 +88,6 @@ def test_a_plan_names_the_origin_of_its_throughput_tables() -> None:
     found = incident_records(one, d.log)
     (plan,) = incident.facts_of(past, found, view(d.state), now_s=d.now_s)["plans"]
     assert plan["origins"] == ["declared"]
-    assert waf(past, 1).origins == ("declared",)
 
 
 def test_the_timeline_ends_when_the_healthy_task_steps_again() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TypeVar
 
+from transitions import Transition, transitions
 from unicron.cli.cluster import local_cluster, processes
 from unicron.cli.cluster.client import Client, Interrupted, Unable, Unreachable
 from unicron.cli.cluster.local_cluster import CONTROL_PLANE, ClusterOptions, LocalCluster
@@ -303,6 +304,10 @@ class Stage:
             if os.getsid(pid) == pid:
                 Path(f"/proc/{pid}/autogroup").write_text(str(NICE_NUM))
 
+    def transitions(self) -> list[Transition]:
+        """Those of the records until now."""
+        return transitions(map(from_plain, self.records))
+
     def name(self, task: int) -> str:
         return self.history.tasks[task].name
 
@@ -313,7 +318,7 @@ class Stage:
     def _progress(self) -> None:
         if time.monotonic() - self._said_s < PROGRESS_S:
             return
-        parts = [f"{task.name} {max(task.losses) + 1}/{task.num_iterations}, loss "
+        parts = [f"{task.name} {max(task.losses) + 1}/{task.task.spec.train.iterations}, loss "
                  f"{task.losses[max(task.losses)]:.3f}, DP{len(self.members(task.task.id))}"
                  for task in self.history.tasks.values() if task.losses and not task.task.outcome]
         if parts:
