@@ -1,4 +1,1 @@
-"""The command line: `unicron` and its commands.
-
-Read `main` (process start), `app` (the table of commands), then `commands`. Imports everything.
-"""
+"""The command line: `unicron` and its commands."""

@@ -46,10 +46,7 @@ def is_installed() -> bool:
 
 
 def check_driver(url: str, key: str = "output") -> None:
-    """Raise UsageError if no driver for the URL is installed; the hint says what to install.
-
-    `key` is the key of the URL in a job file.
-    """
+    """Raise UsageError if no driver for the URL, that of `key` in a job file, is installed."""
     scheme = url.partition("://")[0]
     if not is_installed():
         raise UsageError(f"{key}: {scheme}:// needs fsspec, which is not installed",
@@ -68,9 +65,7 @@ def check_driver(url: str, key: str = "output") -> None:
 
 class Store:
     """One folder and everything below it; `fs` is fsspec's, `root` the folder in its notation.
-
-    Without a driver, the constructor raises UsageError. Other failures raise OSError.
-    """
+    Without a driver, the constructor raises UsageError. Other failures raise OSError."""
 
     def __init__(self, url: str) -> None:
         check_driver(url)

@@ -13,11 +13,8 @@ FILE_BYTES_MAX = 16 << 20
 
 
 def write_private(path: Path, data: bytes, *, replaces: bool = True) -> None:
-    """Write the file atomically, with mode 0600. Raises OSError, without `replaces` FileExistsError
-    if there is one.
-
-    The new content is written under a name that nobody can foresee or create before.
-    """
+    """Write the file atomically, with mode 0600, under a name that nobody can foresee first. Raises
+    OSError, without `replaces` FileExistsError if there is one."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # O_EXCL, 0600
     try:
         with os.fdopen(handle, "wb") as file:
@@ -31,10 +28,7 @@ def write_private(path: Path, data: bytes, *, replaces: bool = True) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """The content of a file that only this user may read or change.
-
-    Raises UsageError if others may, or if it is another user's; OSError.
-    """
+    """The content of a file that only this user may read or change. Raises UsageError, OSError."""
     # a fifo would block without O_NONBLOCK
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())

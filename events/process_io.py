@@ -30,11 +30,8 @@ class Seldom:
 
 
 class LogStream(io.TextIOBase):
-    """Wraps `stream` for a logger; drops output on a write error (full disk, closed terminal).
-
-    Without this class, one failed log line would end a control plane, an agent with all its ranks,
-    or a rank.
-    """
+    """Wraps `stream` for a logger; drops output on a write error (full disk, closed terminal),
+    which would otherwise end the process."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

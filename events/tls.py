@@ -51,9 +51,7 @@ def may_follow(pointer: str, at: str, *, by_socket: bool) -> bool:
 
 def client_context(ca: str) -> ssl.SSLContext:
     """Accepts servers for which these certificates (PEM) stand, or with "" those of the system.
-
-    The server's name or address must be in its certificate. Raises ssl.SSLError if `ca` is not PEM.
-    """
+    Raises ssl.SSLError if `ca` is not PEM."""
     context = ssl.create_default_context(cadata=ca or None)
     if ca:  # an authority may itself be below another one
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -61,10 +59,8 @@ def client_context(ca: str) -> ssl.SSLContext:
 
 
 def authority(ca: str, host: str, port: int) -> str:
-    """The certificates (PEM) that --ca names. For a digest, the server there is asked for them.
-
-    Raises UsageError; OSError if the server does not answer.
-    """
+    """The certificates (PEM) that --ca names; for a digest, as the server there sends them. Raises
+    UsageError, OSError."""
     if not ca.startswith("sha256:"):
         try:
             pem = Path(ca).read_text(encoding="ascii")

@@ -1,7 +1,4 @@
-"""Detached processes: identity by pid file, start, wait, stop.
-
-A pid may be reused by another process, so a pid file also holds the start time.
-"""
+"""Detached processes: identity by pid file, start, wait, stop."""
 
 from __future__ import annotations
 

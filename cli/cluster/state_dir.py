@@ -53,9 +53,8 @@ class StateDir:
         return self.path / "agents" / node
 
     def create(self) -> None:
-        """Make the folders, readable by the owner only; existing folders keep their mode.
-
-        Raises UsageError if that fails."""
+        """Make the folders, readable by the owner only; existing ones keep their mode. Raises
+        UsageError."""
         try:
             for folder in (self.path, self.pids, self.logs, self.path / "agents"):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,5 +1,1 @@
-"""What each command does; `app` has their options.
-
-One file a command, or a group of them. Imports `simulate`, `screens`, `files`, `terminal` and
-`cluster`.
-"""
+"""What each command does; `app` has their options."""

@@ -82,11 +82,7 @@ def plain(text: str, verdict: Verdict) -> fmt.Plain:
 def screen(name: str, verdicts: Iterator[tuple[int, str, Verdict]],
            texts: Iterator[tuple[int, str, bool]]) -> Iterator[str]:
     """The page: each status and rule once, the most severe first; then the handling and the next
-    command. The memory in use does not grow with the length of the log.
-
-    `texts`: what `verdicts` classifies. Behind FAULT_LINES_NUM_MAX lines of a fault, lines are
-    counted and not classified.
-    """
+    command. Behind FAULT_LINES_NUM_MAX lines of a fault the lines of `texts` are only counted."""
     groups: dict[tuple[str, str], Group] = {}
     num_lines = num_speaking = num_left = 0
     for number, _, verdict in verdicts:

@@ -100,10 +100,7 @@ def plain(history: History, one: IncidentHistory, now_s: float) -> Plain:
 
 
 def pick(history: History, which: str) -> IncidentHistory | None:
-    """The incident of that id, or the newest; None if there is none.
-
-    Raises UsageError that lists the newest ones.
-    """
+    """The incident of that id, or the newest; None if there is none. Raises UsageError."""
     number = incident_id(which) if which else max(history.incidents, default=0)
     if number in history.incidents or not which:
         return history.incidents.get(number)
@@ -126,9 +123,9 @@ def show(history: History, one: IncidentHistory, log: Log, *, view: Plain,
 
 
 def waits_of(history: History, found: IncidentRecords, plan_at: Callable[[int], Plain]) -> Plain:
-    """The needs of the tasks that a plan of this incident left waiting. An old log holds them; else
-    they are computed as of the last TaskWaiting. `computed_by`: the version of the decider that
-    computed them, or 0."""
+    """The needs of the tasks that a plan of this incident left waiting: of an old log as it holds
+    them, else computed as of the last TaskWaiting. `computed_by`: by which decider version, or
+    0."""
     records = [(x.seq, x.body) for x in found.records if isinstance(x.body, TaskWaiting)]
     words = {body.task: f"{body.why}; needs {body.needs}" for _, body in records if body.needs}
     plan: Plain = {"computed_by": 0, "tasks": []}
@@ -218,13 +215,9 @@ def _stalled_until(one: IncidentHistory, evidence: list[Record]) -> tuple[str, f
 
 def phases(one: IncidentHistory, silence_s: float = 0.0, *, stalled: tuple[str, float] = ("", 0.0),
            began: FaultStart | None = None, paused: bool = False) -> list[Plain]:
-    """The length of each phase that the incident has reached.
-
-    `silence_s`: how long the node was unreachable before detection; this replaces the detect phase.
-    `stalled`: the name and the end of the phase in which a stalled task could resume; it precedes
-    the decide phase. `began`: the fault's start; if unknown, there is no detect phase. `paused`:
-    orders were suppressed; this time precedes the rebuild phase.
-    """
+    """The length of each phase that the incident has reached. `silence_s`: how long the node was
+    unreachable before, instead of `detect`. `stalled`: the name and end of the phase in which a
+    stalled task could resume. `paused`: orders were suppressed, which is a phase of its own."""
     found = [_phase(name, from_s, to_s) for name, from_, to in (PAUSED_PHASES if paused else PHASES)
              if (from_s := getattr(one, from_)) is not None
              and (to_s := getattr(one, to)) is not None and to_s >= from_s]

@@ -25,10 +25,7 @@ TABLE_S_MAX = 10.0
 
 
 def plan(path: Path, *, table: bool, as_json: bool) -> None:
-    """Read, plan, print; with `table`, the plan after each single event too.
-
-    Raises UsageError for an invalid file.
-    """
+    """Read, plan, print; with `table`, the plan after each single event too. Raises UsageError."""
     asked, gpus_per_node = plan_file.load(path)
     began_s = time.perf_counter()
     tried = dry_run.of_input(asked, gpus_per_node)

@@ -35,10 +35,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 def outcome_of(client: Client, seq: int) -> Outcome:
-    """Read the records that a request caused.
-
-    The control plane may append several requests at once; then their decisions are one set.
-    """
+    """The decisions that a request caused, together with those of other requests in one append with
+    it."""
     found: list[Plain] = []
     source, causes = "", {seq}
     for record in client.records(seq - 1, follow=False):
@@ -79,10 +77,8 @@ def _joined(plans: list[Plain]) -> Plain | None:
 
 
 def plan_lines(followed: Outcome, view: Plain) -> list[str]:
-    """The plan compared with the one before, then one line for each task that changes.
-
-    `view`: the state before the request, as GET /v1/state returns it.
-    """
+    """The plan compared with the one in `view`, the state before; then a line for each changed
+    task."""
     plan, before = followed.plan, view["plan"]
     tasks = {task["id"]: task for task in view["tasks"]}
     if plan is None:

@@ -74,9 +74,8 @@ def verify(state: StateDir, *, segments: str) -> None:
 
 
 def prune(state: StateDir, *, segments: str, keep: float) -> None:
-    """Remove the segments whose records are all older than `keep` days, and the older snapshots.
-    The newest segment stays, and a snapshot of the state before the oldest that is left. Raises
-    UsageError, CorruptError."""
+    """Remove segments and snapshots whose records are all older than `keep` days, but for what a
+    start or a restore needs. Raises UsageError, CorruptError."""
     from ...control_plane.service import snapshots
 
     folder = folder_of(state, segments)

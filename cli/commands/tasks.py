@@ -54,11 +54,8 @@ def submit(state: StateDir, url: Urls, path: Path, *, as_json: bool) -> int:
 
 
 def check_files(spec: JobSpec, client: Client | None, url: Urls, path: Path) -> None:
-    """Raises UsageError for a data file that is missing where the ranks run.
-
-    If they may run on other hosts, the file may exist there: only a warning is printed. `client`
-    None: no cluster runs here.
-    """
+    """Raises UsageError for a data file that is missing; only warns if ranks may run on other
+    hosts. `client` None: no cluster runs here."""
     missing = [f"train.data[{index}]: {name} is not a readable file"
                for index, name in enumerate(spec.train.data if spec.train is not None else ())
                if not (os.path.isfile(name) and os.access(name, os.R_OK))]
@@ -73,9 +70,9 @@ def check_files(spec: JobSpec, client: Client | None, url: Urls, path: Path) -> 
 
 
 def check_output(spec: JobSpec, client: Client, path: Path) -> None:
-    """Raises UsageError for an output folder that has checkpoints of an earlier task: the task
-    would begin at iteration 0 and overwrite them one by one. A folder at a URL, or that this host
-    does not see, is not checked. A script that loads its own checkpoint may go on beside them."""
+    """Raises UsageError for an output folder that has checkpoints of an earlier task, which this
+    one would overwrite. Folders that this host does not see, and scripts with --load, are not
+    checked."""
     training = spec.training
     loads = any(word.partition("=")[0] == "--load" for word in spec.command)
     if training is None or is_url(training.output) or loads:

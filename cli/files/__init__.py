@@ -1,4 +1,1 @@
-"""Files that users write: jobs, policies, plans.
-
-One module each. Imports `events`.
-"""
+"""Files that users write: jobs, policies, plans."""

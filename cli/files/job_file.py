@@ -88,10 +88,8 @@ def _refuse(mark: yaml.Mark | None, message: str, hint: str) -> SpecError:
 
 
 def load(path: Path) -> JobSpec:
-    """Read, check and normalise a job file; relative paths in it become absolute.
-
-    Raises UsageError or SpecError with a hint, prefixed by the file's name.
-    """
+    """Read, check and normalise a job file; relative paths in it become absolute. Raises
+    UsageError."""
     text = read_text(path, FILE_BYTES_MAX, "name a job file; examples are in deploy/examples/",
                      EXAMPLES)
     try:
@@ -113,12 +111,8 @@ def shown_name(path: Path) -> str:
 
 
 def read_text(path: Path, bytes_max: int, name_it: str, docs: str, shorten_it: str = "") -> str:
-    """The text of a file or of standard input. The length of the read is limited, because a device
-    file may have no end.
-
-    Raises UsageError: with the hint `name_it` if the file cannot be read, with `shorten_it` if the
-    text is longer than `bytes_max`, else with `docs`.
-    """
+    """The text of a file or of standard input, at most `bytes_max`: a device file may have no end.
+    Raises UsageError with the hint `name_it` (unreadable), `shorten_it` (too long) or `docs`."""
     try:
         with sys.stdin.buffer if path == STDIN else path.open("rb") as file:
             found = file.read(bytes_max + 1)

@@ -1,8 +1,6 @@
 """Compares a job file with the arguments of its `unicron megatron` command, before it starts. Pure.
 
-The rank's own check at its start decides (workers/training/megatron_lm, workers/training/adopt).
-Only what that check would refuse is refused here: arguments that are missing or unreadable here,
-and whatever a script may still change, are left to it.
+Only what the rank's own check would refuse at its start (workers/training/megatron_lm) is refused.
 """
 
 from __future__ import annotations

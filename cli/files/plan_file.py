@@ -48,10 +48,7 @@ class PlanFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> tuple[PlanProblem, int]:
-    """Read and check a plan file; `-` is standard input. Returns the problem and `gpus_per_node`.
-
-    Raises UsageError, one line with a hint, that begins with the file's name.
-    """
+    """Read and check a plan file. Returns the problem and `gpus_per_node`. Raises UsageError."""
     text = read_text(path, FILE_BYTES_MAX, f"name a file, or - for standard input; {DOCS}", DOCS,
                      "leave out sizes that no plan needs")
     try:

@@ -1,4 +1,1 @@
-"""Screens: plain data as text of at most 100 columns.
-
-One file a screen. Imports `terminal`.
-"""
+"""Screens: plain data as text of at most 100 columns."""

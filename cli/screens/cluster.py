@@ -1,9 +1,4 @@
-"""The status screen of the cluster, 100 columns of text.
-
-All screens are functions of plain data: the view (control_plane/api/view.py), and for one task also
-the history of the log. Order: what needs an operator, open incidents, failures, healed incidents,
-the totals, the table.
-"""
+"""The status screen of the cluster: what needs an operator, incidents, failures, totals, tasks."""
 
 from __future__ import annotations
 
@@ -288,10 +283,8 @@ def _waf(view: Plain, now_s: float) -> list[str]:
 
 
 def earned(view: Plain, now_s: float) -> list[float]:
-    """The mean weighted FLOP/s of each time span in the state.
-
-    The first span counts from the first submission, and the last one until now.
-    """
+    """The mean weighted FLOP/s of each time span in the state, from the first submission until
+    now."""
     spans: list[Plain] = view["cluster"]["earned"]
     if not spans:
         return []

@@ -166,10 +166,7 @@ def _reasons(nodes: list[Plain], option: str) -> list[str]:
 
 
 def node_trouble(node: Plain, since: str = "", option: str = "") -> str:
-    """What is wrong with a node, and how to repair it; empty if nothing is wrong.
-
-    `since`: a text that says how long the node has been in this state.
-    """
+    """What is wrong with a node `since` when, and how to repair it; empty if nothing is wrong."""
     if node["contact"] == "unreachable":
         runs = any(slot["task"] for slot in node["slots"])
         return (f"unreachable{since}{', its ranks go on' * runs}: look at its "

@@ -1,7 +1,4 @@
-"""The pages of plans: the present plan, a dry run, and what constrains a plan.
-
-Input: the responses of `GET /v1/plan` and `POST /v1/plan/dry-run`.
-"""
+"""The pages of plans: the present plan, a dry run, and what constrains a plan."""
 
 from __future__ import annotations
 

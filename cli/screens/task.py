@@ -219,10 +219,7 @@ def _earns(task: Plain) -> list[str]:
 
 
 def _copies(task: Plain, past: TaskHistory | None, now_s: float) -> list[str]:
-    """Where the task's state is, and what would be lost if all processes exited.
-
-    In-memory checkpoints are reported seldom: a store may have a newer one than the last report.
-    """
+    """Where the task's state is, and what would be lost if all processes exited."""
     if task["tier"] != "train" or task["state"] in ENDED:
         return fmt.labelled("published", task["checkpoint"]) if task["checkpoint"] else []
     holders = [one for one in task["ranks"]

@@ -1,5 +1,1 @@
-"""`unicron simulate`: policies compared on scenarios and recorded logs.
-
-Read `compare`, then `from_log`, `capacity` and the report of the paper. Imports `files` and
-`terminal`.
-"""
+"""`unicron simulate`: policies compared on scenarios and recorded logs."""

@@ -28,10 +28,8 @@ class Picture(NamedTuple):
 
 
 def svg(picture: Picture, folder: Path) -> str:
-    """The chart as an SVG element of a page, written to `folder` too, as SVG and PNG.
-
-    Raises UsageError if matplotlib is not installed.
-    """
+    """The chart as an SVG element of a page, written to `folder` too, as SVG and PNG. Raises
+    UsageError."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

@@ -107,10 +107,8 @@ def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
 
 
 def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, RunSpec]]:
-    """The scenario, and the run of each policy. `whole`: Unicron's slots are not aggregated.
-
-    Raises UsageError.
-    """
+    """The scenario, and the run of each policy. `whole`: without condensed slots. Raises
+    UsageError."""
     try:
         scenario, happenings = read(path)
         policies = {name: scenarios.policy(scenario, name) for name in scenario.policies}

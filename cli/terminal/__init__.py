@@ -1,4 +1,1 @@
-"""Text for terminals: options, streams, formats, one line for each record.
-
-Imports `cluster`.
-"""
+"""Text for terminals: options, streams, formats, one line for each record."""

@@ -79,11 +79,8 @@ def ranks(numbers: Iterable[int]) -> str:
 
 def curve(values: Sequence[float], width: int, floor: float | None = None,
           top: float | None = None) -> str:
-    """The values as at most `width` text blocks; each block is the mean of an equal range.
-
-    `floor` and `top` are the values of `▁` and `█`; by default the lowest and the highest mean. No
-    value may be above `top`.
-    """
+    """The values as at most `width` text blocks, each the mean of an equal range. `floor` and `top`
+    are the values of `▁` and `█`; by default the lowest and the highest mean."""
     if not values:
         return ""
     width = min(width, len(values))

@@ -157,10 +157,8 @@ def _bounded(text: str) -> str:
 
 
 def limits_of_descriptors(limits: ConnectionLimits) -> tuple[ConnectionLimits, str]:
-    """The limits that this process has file descriptors for, and a line if they are lower.
-
-    Raises the process's soft limit of descriptors as far as its hard limit allows.
-    """
+    """The limits that this process has file descriptors for, after it has raised its soft limit,
+    and a line if they are lower."""
     of_connections = limits.connections_num_max + 2 * limits.relayed_num_max
     wanted = of_connections + DESCRIPTORS_NUM_RESERVED
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -180,10 +178,8 @@ def limits_of_descriptors(limits: ConnectionLimits) -> tuple[ConnectionLimits, s
 
 def seldom_logged(every_s: float = 10.0) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]],
                                                      None]:
-    """A handler for the event loop's errors: those of accepting connections are one line, seldom.
-
-    Without it, a lack of descriptors writes a traceback for each try.
-    """
+    """A handler for the event loop's errors: a lack of descriptors is a line, seldom, and no
+    traceback."""
     seldom, logger = Seldom(every_s), structlog.get_logger("http")
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

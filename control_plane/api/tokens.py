@@ -1,8 +1,7 @@
 """Tokens of the HTTP API: who may do what. The control plane keeps only their hashes.
 
-They are in a file of the state folder, and for the next leader on the log's server, but never in
-the log: a replay needs none of them. The identity of a node is a token as well: its agent's own,
-named as the node.
+They are in a file of the state folder and, for the next leader, on the log's server; never in the
+log. The identity of a node is a token as well, named as the node.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}\Z")
 
 
 class Token(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is known of a token. Times are seconds since 1970; `expires_s` 0: never.
-
-    One with the role `join` enrols `uses` nodes, or only `node`; it has enrolled `used` of them.
-    """
+    """What is known of a token. `expires_s` 0: never. One with the role `join` enrols `uses` nodes,
+    or only `node`; it has enrolled `used` of them."""
 
     name: str
     role: Role
@@ -69,11 +66,8 @@ def may(role: Role, needed: Role) -> bool:
 
 
 class Tokens:
-    """The tokens of one control plane. Of those on one state folder the leader alone writes the
-    file.
-
-    Raises UsageError if the file is not one of tokens, or if others may read it.
-    """
+    """The tokens of one control plane; only the leader writes the file. Raises UsageError if the
+    file is not one of tokens, or if others may read it."""
 
     def __init__(self, path: Path, *, owner: str, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
@@ -141,10 +135,8 @@ class Tokens:
 
     def create(self, name: str, role: Role, life_s: float, *, node: str = "", uses: int = 0
                ) -> tuple[Token, str]:
-        """A new token and its secret, which is nowhere else. `life_s` 0: it never expires.
-
-        `node` and `uses`, 0: 1, are of a join token. Raises UsageError.
-        """
+        """A new token and its secret, which is nowhere else. `life_s` 0: it never expires. Raises
+        UsageError."""
         if role != "join" and (node or uses):
             raise UsageError("node and uses are of a token with the role join", "leave them out")
         if node and (uses > 1 or not job.NAME.match(node)):
@@ -165,10 +157,8 @@ class Tokens:
                                uses=(uses or 1) if role == "join" else 0), life_s)
 
     def enrol(self, caller: Token, node: str, secret: str, *, is_live: bool) -> Token:
-        """Give a node the identity that its agent has made; returns it. It may be asked for again.
-
-        `is_live`: an agent of that name may be at work. Raises UsageError.
-        """
+        """Give a node the identity that its agent has made; it may be asked for again. `is_live`:
+        an agent of that name may be at work. Raises UsageError."""
         if not SECRET.match(secret):
             raise UsageError("identity: not a secret that an agent makes", "")
         mine = self._by_hash.get(_hash(secret))
@@ -198,10 +188,8 @@ class Tokens:
         return new
 
     def rotate(self, name: str) -> tuple[Token, str]:
-        """A new secret for the name, with its role and as long a life. The old one ends now.
-
-        Raises UsageError.
-        """
+        """A new secret for the name, with as long a life. The old one ends now. Raises
+        UsageError."""
         old = self._named(name)
         if old.role == "node":
             raise UsageError(f"{name} is a node: its agent alone has its secret", "unicron token "

@@ -17,9 +17,8 @@ from .decide import Decide, decide
 
 def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
             decide: Decide = decide) -> list[Record]:
-    """Fold the report, decide, fold the decisions; return all records as one batch for the log.
-    `at_s`: the leader's clock; records never go back behind the last one. The caller must have
-    checked the report with `accepts`. A simulation may pass another policy as `decide`."""
+    """Fold the report, which `accepts` has admitted, decide, fold the decisions; return all records
+    as one batch for the log. A simulation may pass another policy as `decide`."""
     record = report_record(state, report, epoch=epoch, at_s=max(at_s, state.at_s))
     fold(state, record)
     records = [record]

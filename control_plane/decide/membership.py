@@ -1,9 +1,8 @@
 """Membership of the next generation: its ranks, their layout and their positions.
 
-Every waiting rank that has a seat is a member. Members without a position are standby members:
-spares, and ranks that alone have some state. If the shape of a replica stays the same, each rank
-keeps its part of the model. Otherwise tensor-parallel groups, then replicas, are on one node if
-possible, and the copies of each part of the model on as many nodes as possible.
+Members without a position are standby members: spares, and ranks that alone have some state. If the
+shape of a replica stays the same, each rank keeps its part of the model. Otherwise tensor-parallel
+groups, then replicas, are on one node if possible, the copies of each part on many nodes.
 """
 
 from __future__ import annotations

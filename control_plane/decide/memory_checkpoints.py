@@ -39,12 +39,9 @@ class StoreAssignment(NamedTuple):
 
 
 def assign_stores(state: ClusterState, task: Task, nodes: Sequence[str]) -> StoreAssignment:
-    """The stores of a task whose members are on `nodes` (one entry for each member).
-
-    Each node of members gets the stores of two other nodes, in two racks if nodes are labelled; a
-    present store is kept. Then come nodes with fewer shares of the task, those without members, and
-    the next ones by name. If there is only one other node, the second store is the node's own.
-    """
+    """The stores of a task whose members are on `nodes` (one entry for each member): for each node
+    two others, in two racks if nodes are labelled. A present store is kept; then come nodes with
+    fewer shares of the task, and those without members."""
     train = task.spec.training
     if train is None or not train.copy_every or not nodes:
         return StoreAssignment()
@@ -199,9 +196,8 @@ def _entries(task: Task, whole: WholeCheckpoint) -> Iterator[MemoryCheckpoint]:
 
 
 def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
-    """While the task trains, replace lost stores, and use a node that has become usable. Until then
-    members use the store of a lost node, since perhaps only its agent failed. A member on such a
-    node could not receive the order."""
+    """While the task trains, replace lost stores, and use a node that has become usable; not while
+    a node of members is unreachable, for it could not receive the order."""
     nodes = storing_nodes(task)
     if task.phase != "training" or not nodes or _has_stores(state, task):
         return

@@ -15,12 +15,9 @@ def is_preempted(state: ClusterState, task: Task) -> bool:
 
 
 def savers(task: Task) -> list[Rank]:
-    """The members that save a checkpoint, each its share; empty if no member can, or too late.
-
-    The first completes the checkpoint. At the end of an undisturbed iteration all members with a
-    position save. Otherwise one member that has the whole state saves, or, once all have reported,
-    the members that together have the whole state of the newest step.
-    """
+    """The members that save a checkpoint, each its share, the first completes it; empty if no
+    member can, or too late. At the end of an undisturbed iteration all with a position save, else
+    one that has the whole state, or those that have the newest one together."""
     if task.save_late == task.generation:
         return []
     able = [rank for rank in task.living_members() if rank.has_state and rank.is_healthy]

@@ -66,9 +66,9 @@ def slot_free(state: ClusterState, seat: Seat) -> bool:
 
 # --- Healing paused: orders are suppressed and described ---
 def suppress_orders(state: ClusterState, task: Task, bodies: Iterable[Body]) -> Iterator[Body]:
-    """Yield the decisions among `bodies`. Replace the orders by one OrderSuppressed that describes
-    them and the changes of the plan; if it is already in the log, yield none. The orders are never
-    folded, so no body may rely on the effect of an earlier order."""
+    """Yield the decisions among `bodies`, and one OrderSuppressed that describes the orders and the
+    changes of the plan, unless it is in the log. The orders are never folded: no body may rely on
+    one."""
     words = _plan_changes(state, task)
     for body in bodies:
         if isinstance(body, o.ORDERS):

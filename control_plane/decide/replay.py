@@ -30,11 +30,9 @@ class Different(Struct, frozen=True):
 
 
 class Verdict(Struct, kw_only=True):
-    """The result of `verify`. `seq` is the first record that differs, or 0. Decisions of another
-    decider version that this version makes otherwise are no corruption: `differ` counts them by
-    kind, with those that follow from the same report, and `different` has the first ones. Replay
-    cannot check data on which no decision depends (a loss, a text). For these compare `log_hash`,
-    which covers every byte of every record."""
+    """The result of `verify`. `seq` is the first record that differs, or 0. Decisions that another
+    decider version made otherwise are no corruption: `differ` counts them by kind, `different` has
+    the first. What no decision depends on (a loss, a text) only `log_hash` covers."""
 
     seq: int = 0
     problem: str = ""
@@ -88,9 +86,9 @@ def replay(records: Iterable[Record], state: ClusterState | None = None) -> Clus
 
 def verify(records: Iterable[Record], *, complete: bool = True, state: ClusterState | None = None,
            watch: Callable[[ClusterState, Record], None] | None = None) -> Verdict:
-    """Fold the log, recompute and compare every decision; errors are in the verdict. If `complete`
-    is False, the log may end inside a batch. `state`: see `replay`. `watch` is called with each
-    record after its fold."""
+    """Fold the log, recompute and compare every decision; errors are in the verdict. If not
+    `complete`, the log may end inside a batch. `watch` is called with each record after its
+    fold."""
     state = state or ClusterState()
     verdict = Verdict(hearts=[state.heart] * bool(state.heart))
     try:

@@ -1,8 +1,7 @@
 """The transition of a task: one literal table, its conditions and its orders.
 
-`next_decisions` compares the target state (the seats) with the actual state (the processes) and
-yields the next orders. It is level-triggered: a second call in the same state yields nothing, so a
-new leader needs no special case. The fold of an order changes the phase.
+`next_decisions` compares the target state (the seats) with the actual state (the processes). It is
+level-triggered: a second call yields nothing, so a new leader needs no special case.
 """
 
 from __future__ import annotations

@@ -59,9 +59,8 @@ def publish_ordered(state: ClusterState, record: Record, body: o.PublishCheckpoi
 
 # --- in-memory checkpoints ---
 def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpointStored) -> None:
-    """Record an in-memory checkpoint of the current generation; older ones are not used. Of a task
-    that restarts from memory, ranks count attempts instead. The end of the store may be reported
-    before."""
+    """Record an in-memory checkpoint of the current generation (of a task that restarts from
+    memory: of any); older ones are not used. The end of the store may be reported before."""
     task, node = state.tasks.get(body.task), state.nodes.get(body.node)
     if task is None or node is None or node.health == "left" or not node.keeper:
         return

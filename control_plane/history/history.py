@@ -127,11 +127,6 @@ class TaskHistory(Struct, kw_only=True):
     def name(self) -> str:
         return self.task.spec.name
 
-    @property
-    def num_iterations(self) -> int:
-        """0 for a command."""
-        return self.task.spec.train.iterations if self.task.spec.train is not None else 0
-
 
 class History(Struct):
     """All tasks and incidents of a log, by id."""
@@ -145,7 +140,7 @@ class History(Struct):
     """(at_s, occurred_s) by seq of records that may be evidence."""
     transitions: list[Transition] = field(default_factory=list[Transition])
     origins: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
-    """By seq of a plan: the origins of the throughput tables of its tasks, sorted."""
+    """By plan, the seq of its PlanChosen: the origins of its tasks' throughput tables, sorted."""
     injected: InjectedFaults = field(default_factory=InjectedFaults)
     absences: NodeLosses = field(default_factory=NodeLosses)
     outages: dict[int, OutageEnded] = field(default_factory=dict[int, OutageEnded])
@@ -182,7 +177,9 @@ class History(Struct):
             one.closed_s, one.closed_seq = record.at_s, record.seq
             one.slot_s = max(one.slot_s, body.pause_s * one.num_slots)
         elif isinstance(body, PlanChosen):
-            self._planned(record, body)
+            tables = [task.throughput for x in (*body.allocations, *body.kept)
+                      if x.slots and (task := self.state.tasks.get(x.task)) is not None]
+            self.origins[record.seq] = tuple(sorted({x.origin for x in tables if x is not None}))
         elif isinstance(body, OutageEnded):
             self.outages[record.seq] = body
         self.injected.add(record)
@@ -279,11 +276,6 @@ class History(Struct):
                 past.losses = {key: loss for key, loss in past.losses.items() if key <= last}
             if body.loss is not None:
                 past.losses[body.iteration] = body.loss
-
-    def _planned(self, record: Record, plan: PlanChosen) -> None:
-        tables = [task.throughput for one in (*plan.allocations, *plan.kept)
-                  if one.slots and (task := self.state.tasks.get(one.task)) is not None]
-        self.origins[record.seq] = tuple(sorted({one.origin for one in tables if one is not None}))
 
 
 def history(records: Iterable[Record], state: ClusterState | None = None) -> History:

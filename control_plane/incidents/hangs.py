@@ -50,11 +50,7 @@ class Hang(Struct, frozen=True, kw_only=True):
 
 def locate_hang(state: ClusterState, task: Task) -> Hang | None:
     """Locate the hang of a task; None if a rank may still progress or another fault explains it.
-
-    Stopped ranks (SIGSTOP) have a deadline of their own. The state of ranks on unreachable nodes is
-    unknown: while there are any, only a rank that stalls in its own work can be the cause, and
-    without one all wait for them.
-    """
+    Stopped ranks have a deadline of their own. Of ranks on unreachable nodes nothing is known."""
     if not task.stalls or task.finished or task.ending or task.failed_s >= 0:
         return None
     if task.phase != "training" and (task.phase, task.mode) != ("quiescing", "boundary"):

@@ -1,7 +1,7 @@
 """Node loss: the rules by which a silent node is suspected or counts as lost.
 
-The leader's lease on a node (service/leases.py) expires earlier for a suspect. A node without a
-lease is unreachable, and lost only if a second source confirms it.
+A suspect's lease (service/leases.py) is shorter. Without a lease a node is unreachable, and lost
+only if a second source confirms it.
 """
 
 from __future__ import annotations

@@ -12,11 +12,9 @@ BACKLOG_NUM = 128
 
 
 class Admission:
-    """The connections of one server, each from its acceptance on: TLS handshakes count too.
-
-    At the limit the oldest stranger makes room for a new connection, so that clients without a
-    secret cannot keep out those that have one. If there is none, the new one is closed.
-    """
+    """The connections of one server, each from its acceptance on: TLS handshakes count too. At the
+    limit the oldest stranger makes room: clients without a secret cannot keep out those that have
+    one."""
 
     def __init__(self, num_max: int) -> None:
         self._num_max = num_max

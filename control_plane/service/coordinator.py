@@ -77,18 +77,11 @@ class _Write(Struct):
 class Coordinator:
     """One control plane of a log: it leads, or follows the one that leads.
 
-    `run` folds the log along until no other control plane has the lease. Then it starts a new
-    epoch, which fences older leaders. It folds the rest of the log, rebuilds the orders
-    streams, and appends EpochStarted, and PolicySet if the policy differs. Then it starts the
-    heartbeat watch and the loop. Each turn takes the new reports and operators' writes. If the
-    intake is known to be empty, it also takes expired deadlines and leases. It decides on them in
-    order and appends the records in one write. Only then it answers, publishes and trims.
-
-    After Conflict, Ambiguous or Unavailable the state is discarded and the log is folded again.
-    Retries after Unavailable have no limit, since ranks continue without a leader. After `stop` the
-    current turn ends; then the blocking read and the heartbeat watch are cancelled. A cancel of
-    `run` ends all at the next await. Nothing is lost: the intake's cursor moves only with the
-    append, an append in flight is atomic, and the next leader folds the log.
+    Each turn takes the new reports and operators' writes, and if the intake is empty expired
+    deadlines and leases. It decides on them in order and appends the records in one write; only
+    then it answers, publishes and trims. After Conflict, Ambiguous or Unavailable the log is folded
+    again. Retries after Unavailable have no limit, since ranks continue without a leader. Whenever
+    it ends, nothing is lost: the intake's cursor moves only with the append.
     """
 
     def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
@@ -187,11 +180,10 @@ class Coordinator:
     async def write(self, request_id: str, *bodies: Body, check: Check | None = None) -> int:
         """Append an operator's write and return its seq. The same id is written only once.
 
-        Several bodies are written in one append, each followed by its decisions; the seq of the
-        first is returned. `check` runs on the state directly before the write. If it raises, the
-        error is raised here and nothing is written. Raises Unavailable when too many writes wait,
-        or when this write has waited for `call_s_max`. The write may then still be appended; a
-        retry with the same id returns its seq.
+        Several bodies go into one append; the seq of the first is returned. `check` runs on the
+        state directly before; if it raises, nothing is written. Raises Unavailable when too many
+        writes wait, or after `call_s_max`; a retry with the same id returns the seq if it was
+        written after all.
         """
         if len(self._writes) >= self._limits.writes_max or not self.leading:
             raise Unavailable("the control plane takes no more writes at the moment")

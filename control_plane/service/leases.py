@@ -24,9 +24,8 @@ class Leases:
     """The last heartbeat of each node, by the leader's clock.
 
     After a time without reads (a takeover, a stall, an unreachable server), a leader cannot know
-    which nodes were silent. So `grant` gives every node a full lease from then on. A node that
-    other members of a task suspect (incidents/node_loss.py) has a shorter lease, `suspect_s_max`;
-    for its lease, a shorter time without reads counts.
+    which nodes were silent: `grant` gives each a full lease. A node that members of a task suspect
+    (incidents/node_loss.py) has a shorter one, `suspect_s_max`.
     """
 
     def __init__(self) -> None:
@@ -61,9 +60,9 @@ class Leases:
         return beat.at_s if beat and beat.incarnation == node.incarnation else 0.0
 
     def verdicts(self, state: ClusterState) -> Iterator[Body]:
-        """Yield, by node, the changes at the last observation that the state does not have yet.
-        Later heartbeats are unknown, so the time of the observation counts, not the present. This
-        is asked after each batch of reports, so it looks only at nodes that may have a change."""
+        """Yield, by node, the changes as of the last observation that the state does not have yet.
+        This is asked after each batch of reports, so it looks only at nodes that may have a
+        change."""
         policy, now_s = state.policy, self._observed_s
         names = self._late.union(state.unreachable)
         suspected = suspects(state) if names else ()

@@ -1,8 +1,5 @@
-"""The sealer: moves the log from the server's memory to segment files, with a snapshot each time.
-
-The server then holds the records of the newest segment and those behind it: a number that grows
-with neither the age of the cluster nor its log.
-"""
+"""The sealer: moves the log from the server's memory to segment files, with a snapshot each
+time."""
 
 from __future__ import annotations
 
@@ -64,9 +61,8 @@ class Sealer:
             self._is_snapshot_due = False
 
     async def _next_records(self, seq_max: int) -> list[Record]:
-        """The records of the next segment, up to `seq_max`, the end of a report: an order behind it
-        may be open. Whole reports, each with all of its decisions, so that a log that ends with a
-        segment is one that a leader could have written."""
+        """The records of the next segment, up to `seq_max`: whole reports, each with all of its
+        decisions, as a leader could have written them."""
         num_max = self._leader.state.policy.seal_records
         while True:
             found = await self._log.read(after=self._log.sealed_seq, num_max=num_max + 1)

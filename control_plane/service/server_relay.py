@@ -1,8 +1,6 @@
 """The relay to the log's server: agents on other hosts reach it at the control plane's address.
 
-The embedded server listens on this machine only. Each connection at the relay's port is passed on
-to the server, byte by byte; with a certificate, its TLS ends here. Agents need not reach Sentinels:
-the relay asks them for each connection.
+Each connection at its port is passed on byte by byte; with a certificate, its TLS ends here.
 """
 
 from __future__ import annotations
@@ -42,10 +40,9 @@ def url_at(redis_url: str, host: str, port: int, *, with_tls: bool = False) -> s
 
 
 class ServerRelay:
-    """Passes connections at an address on to the server of `redis_url`, from `start` to `close`.
-
-    `find_server` tells where it is, if the URL is of Sentinels; it raises Unavailable. At the limit
-    `num_max` a connection that the server has let in stays (see Admission)."""
+    """Passes connections on to the server of `redis_url`, or to where `find_server` tells, if the
+    URL is of Sentinels. At the limit `num_max` one that the server has let in stays (see
+    Admission)."""
 
     def __init__(self, redis_url: str, num_max: int = RELAYED_NUM_MAX,
                  find_server: Callable[[], Awaitable[tuple[str, int]]] | None = None) -> None:

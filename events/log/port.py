@@ -1,8 +1,8 @@
 """The ports: the interfaces of the log for the leader, for readers and for agents.
 
-A cluster has one `log` (single writer), one intake of `reports` (many writers, delivery at least
-once), one stream of `orders` per node (a projection of the log) and the latest heartbeat of each
-node. Every implementation passes the suite in tests/events/test_log.py.
+A cluster has one `log` (single writer), one intake of `reports` (delivery at least once), one
+stream of `orders` per node and the latest heartbeats. tests/events/test_log.py is for every
+implementation.
 """
 
 from __future__ import annotations
@@ -63,13 +63,10 @@ class LeaderPort(Protocol):
 
     async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0,
                           above: int = 0) -> int:
-        """Take the log: start a new epoch above all earlier ones, which fences older leaders, and
-        above `above`, which the server may have lost.
-
-        With `lease_s`, no other nonce can take it for that time, unless it is released. `url`: of
-        this control plane. Raises Leased while another nonce holds the lease, and notes `url` as
-        that of a follower; UsageError if the leader has another secret.
-        """
+        """Take the log: start a new epoch above all earlier ones and `above`, which fences older
+        leaders. For `lease_s` no other nonce can take it, unless it is released. Raises Leased
+        while another one has it, and notes `url` as that of a follower; UsageError if the leader
+        has another secret."""
         ...
 
     async def renew(self, nonce: str, *, epoch: int, url: str, lease_s: float) -> list[str]:
@@ -92,11 +89,9 @@ class LeaderPort(Protocol):
 
     async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
                      cursor: str, acked: Mapping[str, int]) -> None:
-        """Append atomically if `epoch` is the current epoch and the last seq is `expect`.
-
-        The same atomic step adds the orders to the streams of their nodes, moves the intake's
-        cursor to `cursor` ("": not), and publishes `acked` (source -> source_seq) to the agents.
-        """
+        """Append atomically if `epoch` is the current epoch and the last seq is `expect`; with it
+        send the orders, move the intake's cursor ("": not), publish `acked` (source -> source_seq)
+        to the agents."""
         ...
 
     async def cursor(self) -> str:

@@ -390,12 +390,10 @@ def _no_keys(node: str) -> bytes:
 class RedisLog:
     """The log of one cluster on the server at `url`, with every port; connects at the first call.
 
-    It belongs to one event loop. Each blocking reader (of the intake, of a node's orders) has a
-    connection of its own; all other calls share one connection. `keys` sign reports and orders and
-    check them: an agent has its own, the control plane those of all nodes. With `identities`, the
-    control plane gives each node a user of its own on the server. `ca`: the authorities (PEM) that
-    it trusts at rediss://; "": the system's. `folder`: where the segments are, for the leader and
-    readers of the whole log. `policy`: what the leader asks of the server.
+    Each blocking reader has a connection of its own; all other calls share one. `keys` sign reports
+    and orders and check them. With `identities`, the control plane gives each node a user of its
+    own. `ca`: the authorities (PEM) at rediss://; "": the system's. `folder`: where the segments
+    are. `policy`: what the leader asks of the server.
     """
 
     def __init__(self, url: str, cluster: str, keys: Keys = _no_keys,

@@ -1,7 +1,6 @@
 """Table of Megatron features that recover in memory, for training tasks and custom loops.
 
-`unicron doctor --support` prints it, docs/reference/support.md is generated from it, and
-workers/training/adopt/custom_loop.py checks a loop against it when the loop starts.
+docs/reference/support.md is generated from it, and a loop is checked against it when it starts.
 """
 
 from __future__ import annotations

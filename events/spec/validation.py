@@ -64,9 +64,8 @@ def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None
 
 def _suggestion(key: str, path: str, root: type[Struct], given: Any,
                 excluded: Collection[str]) -> str:
-    """Suggest the key that has another name, where the key belongs, a similar key that is missing
-    at this path, the similar key that is given there, or a similar key at another path; "" for
-    none."""
+    """Suggest a key: with another name, at another place, a similar one that is missing or given;
+    or ""."""
     parts, at = _types(root), _without_indices(path)
     not_keys: dict[str, str] = getattr(parts.get(at), "NOT_KEYS", {})
     if key in not_keys:

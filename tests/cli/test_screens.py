@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -33,10 +34,10 @@ from unicron.control_plane.state.cluster import NUM_WORK_SPANS_MAX
 from unicron.events.errors import UsageError
 from unicron.events.records import codec
 from unicron.events.records import reports as r
-from unicron.events.records.envelope import KINDS
+from unicron.events.records.envelope import KINDS, Record
 from unicron.events.spec import policy as reports
 from unicron.events.spec.policy import Policy
-from waf_over_time import WafHistory, waf
+from waf import waf
 
 PLAIN = [codec.to_plain(record) for record in RECORDS]
 
@@ -432,7 +433,7 @@ def test_screens_at_random_moments(seed: int) -> None:
     _, records = simulate(lambda: World(seed))
     dice = random.Random(seed)
     cuts = sorted({len(records), *(dice.randrange(1, len(records)) for _ in range(4))})
-    told, done = WafHistory(), 0
+    told, done = History(), 0
     for cut in cuts:
         for record in records[done:cut]:
             told.add(record)
@@ -450,14 +451,14 @@ def test_screens_at_random_moments(seed: int) -> None:
             seqs = [record.seq for record in found.records]
             assert seqs == sorted(set(seqs)), f"inc-{one.id}: a record twice or out of order"
         assert max(map(len, lines)) <= COLUMNS_MAX, max(lines, key=len)
-        _agrees(told)
+        _agrees(told, records[:cut])
 
 
-def _agrees(told: WafHistory) -> None:
+def _agrees(told: History, records: Sequence[Record]) -> None:
     """The history's times and work equal the sums that the state keeps."""
     state = told.state
     if len(state.earned) < NUM_WORK_SPANS_MAX:
-        rates = waf(told, 20)
+        rates = waf(records, 20)
         assert math.fsum(rates.achieved) * rates.bucket_s == pytest.approx(
             math.fsum(state.earned.values()))
     for one in told.incidents.values():

@@ -390,7 +390,7 @@ def _suspect_then_lost(stage: Stage, faulted: Player, seq: int, at_s: float) -> 
 
 def say_moves(stage: Stage, seq: int) -> None:
     """Print each transition since `seq` with its cost; check that it lost no iteration."""
-    for move in stage.history.transitions:
+    for move in stage.transitions():
         if move.seq <= seq or not move.num_before:
             continue
         stage.note(None, f"{stage.name(move.task)} {move.num_before} -> {move.num_after}: stopped "

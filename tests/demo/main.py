@@ -122,7 +122,7 @@ def _take_cores() -> str:
 
 def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
     incidents = stage.history.incidents.values()
-    lost = sum(one.lost for one in stage.history.transitions)
+    lost = sum(one.lost for one in stage.transitions())
     read = sum(one.incident.ckpt_read for one in incidents)
     promised = "" if not stage.broken else "; NOT as promised"
     stage.say("total", f"{stage.elapsed_s:.0f} s, {stage.num_kills} kills, "

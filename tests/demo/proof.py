@@ -13,7 +13,8 @@ from unicron.cli.cluster.local_cluster import program
 from unicron.cli.screens.task import loss_curve
 from unicron.cli.terminal.format import Plain, curve, lost_cell, ms, ranks, scaled, table
 from unicron.control_plane.history.history import IncidentHistory
-from waf_over_time import waf as waf_of
+from unicron.events.records.codec import from_plain
+from waf import waf as waf_of
 
 from .stage import BrokenError, Stage
 
@@ -94,7 +95,7 @@ def _phases(stage: Stage, one: IncidentHistory) -> list[str]:
 
 def waf(stage: Stage) -> None:
     """Print the measured WAF, the WAF of the plans, and the ideal."""
-    series = waf_of(stage.history, WAF_COLUMNS)
+    series = waf_of(map(from_plain, stage.records), WAF_COLUMNS)
     mean = math.fsum(series.achieved) / len(series.achieved)
     stage.say("WAF", f"from the first task to the last end, {series.bucket_s:.1f} s a column")
     stage.note(None, f"achieved {curve(series.achieved, WAF_COLUMNS, 0.0)} "

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TypeVar
 
+from transitions import Transition, transitions
 from unicron.cli.cluster import local_cluster, processes
 from unicron.cli.cluster.client import Client, Interrupted, Unable, Unreachable
 from unicron.cli.cluster.local_cluster import CONTROL_PLANE, ClusterOptions, LocalCluster
@@ -23,12 +24,12 @@ from unicron.cli.cluster.processes import Process
 from unicron.cli.cluster.state_dir import StateDir, shown
 from unicron.cli.terminal import console
 from unicron.cli.terminal.format import Plain, ms, span
+from unicron.control_plane.history.history import History
 from unicron.events.errors import UnicronError, UsageError
 from unicron.events.log.embedded_server import start_time
 from unicron.events.records.codec import from_plain
 from unicron.events.spec.policy import Policy
 from unicron.workers.agent.agent import BEAT_S
-from waf_over_time import WafHistory
 
 # --- The ranks' trace: every phase of every micro-batch. ---
 
@@ -111,7 +112,7 @@ class Stage:
         self.state = StateDir(folder)
         self.began_s = time.monotonic()
         self.broken: list[str] = []
-        self.history = WafHistory()
+        self.history = History()
         self.records: list[Plain] = []
         self.trace = Trace(folder / "trace")
         self.faults: list[dict[int, int]] = []
@@ -303,6 +304,10 @@ class Stage:
             if os.getsid(pid) == pid:
                 Path(f"/proc/{pid}/autogroup").write_text(str(NICE_NUM))
 
+    def transitions(self) -> list[Transition]:
+        """Those of the records until now."""
+        return transitions(map(from_plain, self.records))
+
     def name(self, task: int) -> str:
         return self.history.tasks[task].name
 
@@ -313,7 +318,7 @@ class Stage:
     def _progress(self) -> None:
         if time.monotonic() - self._said_s < PROGRESS_S:
             return
-        parts = [f"{task.name} {max(task.losses) + 1}/{task.num_iterations}, loss "
+        parts = [f"{task.name} {max(task.losses) + 1}/{task.task.spec.train.iterations}, loss "
                  f"{task.losses[max(task.losses)]:.3f}, DP{len(self.members(task.task.id))}"
                  for task in self.history.tasks.values() if task.losses and not task.task.outcome]
         if parts:

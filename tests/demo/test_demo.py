@@ -15,17 +15,18 @@ import reference
 from demo import acts, main, proof, twins
 from demo.stage import BrokenError, Stage
 from msgspec import to_builtins
+from transitions import Transition as Moved
+from transitions import transitions
 from two_tasks import gives, plain
 from unicron.cli.terminal import format as figures
 from unicron.control_plane.history.history import history
-from unicron.control_plane.history.transitions import Transition as Moved
 from unicron.control_plane.planner import planner
 from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
 from unicron.control_plane.throughput import table
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.log import archive
 from unicron.events.records import codec
-from waf_over_time import waf
+from waf import waf
 
 PLAIN = [codec.to_plain(record) for record in
          archive.read(Path(__file__).parents[1] / "data" / "demo.jsonl")]
@@ -76,7 +77,7 @@ def test_the_healthy_task_gives_a_slot_to_the_plan():
 
 
 def moves(records: list[dict]) -> list[Moved]:
-    return history(map(codec.from_plain, records)).transitions
+    return transitions(map(codec.from_plain, records))
 
 
 def test_transitions_are_read_from_the_log():
@@ -95,6 +96,8 @@ def test_a_repeated_iteration_counts_as_lost():
     told = next(record for record in records if record["kind"] == "Quiesced")
     told["body"]["step_version"] += 2
     assert [move.lost for move in moves(records)] == [0, 2, 0]
+    seen = history(map(codec.from_plain, records)).transitions
+    assert seen == [(one.seq, one.still_s, one.lost) for one in moves(records)]
 
 
 @pytest.mark.parametrize("source", [-1, 2, 0])
@@ -259,7 +262,7 @@ def test_each_waf_curve_is_printed_with_its_maximum(tmp_path, capsys, monkeypatc
     stage.look()
     proof.waf(stage)
     out = capsys.readouterr().out
-    rates = waf(stage.history, proof.WAF_COLUMNS)
+    rates = waf(map(codec.from_plain, stage.records), proof.WAF_COLUMNS)
     for what, values in (("achieved", rates.achieved), ("plan", rates.planned),
                          ("ideal", rates.ideal)):
         (line,) = [line for line in out.splitlines() if line.split()[0] == what]

@@ -1,9 +1,8 @@
 """Runs the node's checkpoint store: the process that holds in-memory checkpoints of ranks.
 
-The agent listens. It starts the store (workers/checkpoint_store) when a rank connects and no store
-runs; the shim holds both for the next agent. So a node without checkpoints has no such process, and
-the address never changes. If the store exits before it held a checkpoint, nothing was lost, and the
-agent waits longer before each restart.
+The agent listens, and starts the store (workers/checkpoint_store) when a rank connects; the shim
+holds both for the next agent. So a node without checkpoints has no such process, and the address
+never changes.
 """
 
 from __future__ import annotations
@@ -35,11 +34,8 @@ _log = structlog.get_logger("agent")
 
 class CheckpointStore:
     """Listens on `host`; raises UsageError if it cannot. Calls `lost` with the task that lost its
-    checkpoints (0: all) and why.
-
-    `start` is the number of the current or next process; it grows by one after each process that
-    held a checkpoint. At most STORES_NUM_MAX numbers are used: higher ones are the next agent's.
-    """
+    checkpoints (0: all) and why. `start` is the number of the process; it grows by one after each
+    that held a checkpoint, at most by STORES_NUM_MAX: higher ones are the next agent's."""
 
     def __init__(self, host: str, secret: bytes, env: Mapping[str, str], marker: tuple[str, str],
                  log_path: Path, lost: Callable[[int, str], None], start: int, shim: Shim) -> None:

@@ -97,11 +97,8 @@ class OrderExecutor:
     def execute(self, record: Record, store_keys: StoreKeys, *, stale: bool = False,
                 again: bool = False) -> None:
         """Execute one order, or what is left of it if a former agent of this incarnation has.
-        `store_keys` go with it to the ranks that carry it out.
-
-        `stale`: the order is older than this incarnation's NodeJoined. `again`: the order may be
-        older, and an earlier incarnation may have answered it.
-        """
+        `stale`: the order is older than this incarnation's NodeJoined. `again`: it may be, and an
+        earlier incarnation may have answered it."""
         if (record.epoch if self._former[0] else 0, record.seq) > self._former:
             self._execute(record, store_keys, stale, again)
             self._last = record.epoch, record.seq
@@ -193,10 +190,8 @@ class OrderExecutor:
                 self._refuse(record.seq, f"{type(other).__name__} is not an order")
 
     def look(self) -> None:
-        """Report each rank that was stopped or continued since the last look.
-
-        About 25 us for each rank (measured).
-        """
+        """Report each rank that was stopped or continued since the last look. 25 us a rank
+        (measured)."""
         self._exit_reporter.look()
         for rank in self._ranks.values():
             self._report_dropped(rank)

@@ -1,4 +1,1 @@
-"""Access to the host: Linux processes, waits for a core, memory cgroups, detached threads.
-
-Each file stands alone. Imports `events` alone.
-"""
+"""Access to the host: Linux processes, waits for a core, memory cgroups, detached threads."""

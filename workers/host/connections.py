@@ -12,10 +12,8 @@ PEERS_NUM_MAX = 16
 
 
 def silent_peers(pid: int) -> tuple[str, ...]:
-    """The addresses, sorted, that have not acknowledged what the process has sent them twice.
-
-    Source: /proc/PID/net/tcp and tcp6 (Linux, proc_net_tcp). Empty if they cannot be read.
-    """
+    """The addresses, sorted, that have not acknowledged what the process has sent them twice; empty
+    if /proc/PID/net/tcp and tcp6 cannot be read."""
     found, own = set[str](), set[str]()
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):

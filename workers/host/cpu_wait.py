@@ -1,7 +1,4 @@
-"""CPU wait: how long a thread has waited for a core, as counted by the kernel.
-
-It is the second number of /proc/PID/schedstat. A read takes about a microsecond.
-"""
+"""CPU wait: how long a thread has waited for a core, the second number of /proc/PID/schedstat."""
 
 from __future__ import annotations
 
@@ -21,10 +18,8 @@ def cpu_wait_s(pid: int) -> float:
 
 
 class CpuWait:
-    """The sum of the CPU waits of all threads that call `in_s`. Only one of them works at a time.
-
-    Each thread counts from its first call on. Call `in_s` from one thread at a time.
-    """
+    """The sum of the CPU waits of all threads that call `in_s`, each from its first call on. Only
+    one of them works at a time."""
 
     def __init__(self) -> None:
         self._fds: dict[int, int] = {}

@@ -18,10 +18,8 @@ _Calls = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
 
 
 class DetachedThread:
-    """Runs calls one after the other in a daemon thread, which starts with the first call.
-
-    The thread ends after its current call when nothing refers to this object any more.
-    """
+    """Runs calls one after the other in a daemon thread, until nothing refers to this object any
+    more."""
 
     def __init__(self, name: str) -> None:
         self._name = name

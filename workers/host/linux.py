@@ -152,11 +152,8 @@ def dead_children(parent: int) -> list[int]:
 
 def kill_marked(marker: bytes, but: Callable[[Proc, bytes], bool] = lambda proc, entry: False
                 ) -> list[Proc]:
-    """SIGKILL every other process with an environment entry that begins with `marker`, unless
-    `but`, called with the process and the entry, is true.
-
-    Returns those that were killed.
-    """
+    """SIGKILL every other process with an environment entry that begins with `marker`, unless `but`
+    of the process and the entry is true. Returns those that were killed."""
     found: list[Proc] = []
     for proc in table():
         entry = next((one for one in environ(proc.pid) if one.startswith(marker)), b"")

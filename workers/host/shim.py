@@ -1,10 +1,9 @@
 """The shim: the parent of a node's processes, which outlives the agent and holds their files.
 
-`python -m unicron.workers.host.shim --listen FD` serves one agent at a time on a unix socket. It
-starts processes, tells how they ended and reaps them, as the agent orders; it decides nothing. An
-ended process stays a zombie until it is reaped: the kernel holds its exit code for the next agent.
-Without an agent for `gone_s` the shim kills all its descendants and ends. If it is killed, the
-kernel kills its children. Why: docs/decisions/agent-restart.md.
+It starts processes, tells how they ended and reaps them, as the agent orders; it decides nothing.
+An ended process stays a zombie until it is reaped: the kernel holds its exit code for the next
+agent. Without an agent for `gone_s` the shim kills all its descendants and ends. If it is killed,
+the kernel kills its children. Why: docs/decisions/agent-restart.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Joins the control plane: POST /v1/join with the token returns the address of the log.
 
-An agent of another host exchanges the token that it was given, once, for an identity of its own: a
-secret that it makes and keeps in a file. The control plane keeps the hash.
+An agent of another host exchanges its token, once, for an identity: a secret that it makes.
 """
 
 from __future__ import annotations
@@ -64,11 +63,9 @@ class NodeRevoked(TokenRefused):
 
 
 class IdentityFile:
-    """The identity of a node, in the folder of its agent; its name ends in `.new` until enrolled.
-
-    So an agent that is killed before it has read the answer enrols with the same one again. Raises
-    UsageError if others may read the file.
-    """
+    """The identity of a node, in the folder of its agent; its name ends in `.new` until enrolled,
+    so that an agent that was killed enrols with the same one. Raises UsageError if others may read
+    it."""
 
     def __init__(self, folder: Path, node: str) -> None:
         self.path = folder / f"{node}.identity"
@@ -91,12 +88,9 @@ async def join(url: str, token: str, *, node: str, host: str, incarnation: int, 
                socket: str = "", others: Others = tuple, ca: str = "", identity: str = "",
                s_max: float = JOIN_S_MAX) -> Joined:
     """Send the join request until the leader answers, for at most `s_max` seconds, but at least
-    once to each control plane. Raises UsageError if one rejects the token or the request, or all
-    stay unreachable.
-
-    `socket`: the path of the server's unix socket, used instead of the address in `url`. `others`:
-    url and socket of more control planes. `ca`: the authorities (PEM) that are trusted at https://;
-    "": the system's. `identity`: enrol the node with it."""
+    once to each control plane. Raises UsageError if one rejects it, or all stay unreachable.
+    `socket`: used instead of the address in `url`. `others`: url and socket of more control planes.
+    `ca`: authorities (PEM) at https://; "": the system's. `identity`: enrol the node with it."""
     deadline = time.monotonic() + s_max
     body = {"node": node, "host": host, "incarnation": incarnation,
             "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value},

@@ -1,22 +1,14 @@
 """The spool: the agent's unacknowledged reports, numbered, bounded, stored in a file.
 
-    put ──▶ [ acked ............ sent ............ last ]
-             trimmed by the      sent, may be      not sent yet
-             log's cursor        sent again
+A full spool drops first each MemoryCheckpointStored that a newer one follows; then the oldest
+TaskProgressed and IterationsLogged; then the oldest of the rest, faults last; never NodeJoined. It
+drops from the slots whose ranks hold more than their quota, and only then from all. Adjacent
+dropped reports become one ReportsLost with the number of the last; if one of them was sent, that
+counts as a duplicate.
 
-The number that `put` gives to a report never changes. A full spool drops first each
-MemoryCheckpointStored that a newer one of the same rank and store follows; then the oldest
-TaskProgressed and IterationsLogged (the loss curve gets a gap); then the oldest of the rest, faults
-last; never NodeJoined, without which the log would not know the node. It drops in this order from
-the slots whose ranks hold more than their quota, and only then from all: half of the spool, divided
-equally among the slots that hold reports. Adjacent dropped reports are replaced by one ReportsLost
-with the number of the last. If a dropped report was already sent, it may still reach the log; its
-ReportsLost then counts as a duplicate.
-
-The file is also the agent's journal: with a report, or alone, it stores notes by key, of which the
-newest counts. If the agent restarts, its successor continues the file and has the notes; the next
-incarnation only delivers it. The file survives SIGKILL, but not a power cut. If the disk is full or
-gone, the agent holds reports in memory until it can write the file again.
+The file is also the agent's journal: it stores notes by key, of which the newest counts. If the
+agent restarts, its successor continues the file; the next incarnation only delivers it. The file
+survives SIGKILL, but not a power cut. If the disk is full, reports are held in memory.
 """
 
 from __future__ import annotations
@@ -81,11 +73,8 @@ class _Noted(Struct, frozen=True, array_like=True):
 
 
 class Spool:
-    """The reports of one source. `clock` gives seconds since 1970; `file` may be None.
-
-    The file is rewritten when it is twice as long as its live reports, so it never gets much longer
-    than twice `bytes_max`.
-    """
+    """The reports of one source. `clock` gives seconds since 1970; `file` may be None. The file
+    never gets much longer than twice `bytes_max`."""
 
     def __init__(self, source: str, node: str, clock: Callable[[], float], *,
                  file: Path | None = None, bytes_max: int = SPOOL_BYTES_MAX,
@@ -289,11 +278,8 @@ class Spool:
 
 
 def load_spool(path: Path, source: str, node: str, clock: Callable[[], float]) -> Spool | None:
-    """Load a spool, to continue it or to deliver it under its own source; None if it has no report
-    and never had one.
-
-    The first truncated or invalid entry is dropped, and everything behind it.
-    """
+    """Load a spool, to continue it or to deliver it under its own source; None if it never had a
+    report. The first invalid entry is dropped, and everything behind it."""
     data = path.read_bytes()
     entries: list[_Entry] = []
     notes: dict[str, bytes] = {}

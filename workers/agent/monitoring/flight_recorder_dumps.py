@@ -22,11 +22,8 @@ _log = structlog.get_logger("agent")
 
 
 def request_dumps(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> Dumps:
-    """Request a dump from each rank, without waiting; return the paths, for `unicron locate`.
-
-    A file appears within milliseconds, complete or not at all. A rank that is stopped or holds its
-    GIL writes none until it continues: a missing file is evidence too.
-    """
+    """Request a dump from each rank, without waiting; return the paths, for `unicron locate`. A
+    rank that is stopped or holds its GIL writes none until it continues: that is evidence too."""
     paths: Dumps = {}
     for rank, process, pipe in ranks:
         if process is None or pipe is None:  # a command without a pipe, or not started yet

@@ -128,9 +128,8 @@ def _found(data: bytes) -> Iterator[ProgressLine]:
 class IterationRanges:
     """Merges the progress lines of one process if they are adjacent and have one global batch.
 
-    The first line does not say how many iterations it averages. Newer Megatron also prints the
-    very first iteration without restarting its timer, so the next line averages that iteration too.
-    That line's number is then no multiple of the distance (1, then 10: 10 iterations, not 9).
+    Newer Megatron prints the very first iteration without restarting its timer, so the next line
+    averages that too: its number is no multiple of the distance (1, then 10: 10 iterations, not 9).
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
 """Detects a hang of a command: its progress lines have stopped.
 
-The agent cannot see what a command does between two lines, so the evidence is weak. The limit is at
-least a minute, follows the intervals between the command's own lines, and is longer after an
-announced pause (a checkpoint or an evaluation). Time in which the agent did not look is left out.
+The evidence is weak, so the limit is at least a minute, follows the intervals between the command's
+own lines, and is longer after an announced pause (a checkpoint or an evaluation).
 """
 
 from __future__ import annotations

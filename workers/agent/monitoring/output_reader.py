@@ -1,8 +1,4 @@
-"""Reads the output of the node's commands as it grows, and reports their iterations.
-
-One look reads all logs in one thread: at most LOOK_BYTES_MAX together, or RANK_BYTES_MIN of each if
-there are many. Of a log that grows faster only the end is read.
-"""
+"""Reads the output of the node's commands as it grows, and reports their iterations."""
 
 from __future__ import annotations
 

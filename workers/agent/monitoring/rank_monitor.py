@@ -1,11 +1,7 @@
 """Monitors the training ranks by their progress pages: stalls and step times.
 
-One look reads a page of shared memory for each rank. It reads the state of a process only when the
-rank becomes late. Each event is reported once: a stall, its end, and a lasting change of step time.
-
-The monitor itself causes no false alarm. Time in which it did not run (the agent was stopped, the
-machine paused or overloaded) does not count. After PAUSE_S of such time every rank gets its full
-limit again. Time in which a rank waited for a core does not count either.
+The monitor itself causes no false alarm: time in which it did not run, or a rank waited for a core,
+does not count. After PAUSE_S of such time every rank gets its full limit again.
 """
 
 from __future__ import annotations

@@ -47,10 +47,8 @@ class ExitReporter:
     async def report(self, order: StartRank, process: Process, how: Exit,
                      group: MemoryCgroup | None, *, error: RankErrored | None,
                      known: str | None, redact: Callable[[str], str]) -> RankExited:
-        """Build the report. A thread reads the disk for at most SEARCH_S_MAX.
-
-        `error` is the rank's own error report. `known` is why the agent has ended the rank ("": by
-        order); the cause is searched only if `known` is None. `redact` removes secrets from text.
+        """Build the report. `error` is the rank's own. `known` is why the agent has ended the rank
+        ("": by order); only if it is None, the cause is searched, for at most SEARCH_S_MAX.
 
         The output leaves the node only where it explains the end: not after exit code 0, nor after
         the signal that was ordered.

@@ -21,13 +21,10 @@ _READ_BYTES = 256 << 10
 
 
 class Pipe:
-    """Sends frames. Calls `on_frame` for each received frame, `on_broken` for an invalid one or one
-    above `bytes_max`. A frame leaves the socket only after `on_frame`, so that the next agent finds
-    it if this one is killed; of a frame above WHOLE_BYTES_MAX the parts leave as they come.
-
-    A closed pipe is not reported, because the pidfd reports the rank's exit. `drain` reads what a
-    dead rank has written. `fd`: the agent's end, if the rank has the other one already.
-    """
+    """Sends frames. Calls `on_frame` for each received frame, `on_broken` for an invalid one. A
+    frame leaves the socket only after `on_frame`, so that the next agent finds it if this one is
+    killed; of a frame above WHOLE_BYTES_MAX the parts leave as they come. `fd`: the agent's end, if
+    the rank has the other one already."""
 
     def __init__(self, on_frame: Callable[[Frame], None], on_broken: Callable[[str], None],
                  bytes_max: int = FRAME_BYTES_MAX, fd: int = -1) -> None:

@@ -1,9 +1,7 @@
 """One process of a rank: starts it, monitors its pidfd, ends and reaps it with its descendants.
 
-The process leads its own session, dies with its parent (PR_SET_PDEATHSIG), and writes to a file.
-Its parent is the shim, or the agent itself. Its pidfd reports the exit. The process is reaped after
-all others of its group. Until then the kernel cannot reuse its pid, which is also the id of its
-group and session.
+It leads its own session, and dies with its parent: the shim, or the agent itself. It is reaped
+after all others of its group: until then the kernel cannot reuse its pid.
 """
 
 from __future__ import annotations
@@ -42,9 +40,7 @@ class Exit(NamedTuple):
 
 class Process:
     """A running process. `marker` is an environment entry that all its descendants inherit.
-
-    `parent` is the shim that holds it under `key`, or its Popen if this process has started it.
-    """
+    `parent` is the shim that holds it under `key`, or its Popen if this process has started it."""
 
     def __init__(self, pid: int, log_path: Path, log_start: int, marker: bytes,
                  parent: Shim | subprocess.Popen[bytes], key: str = "") -> None:
@@ -79,9 +75,9 @@ class Process:
               env: Mapping[str, str], marker: tuple[str, str], log_path: Path,
               files: Mapping[str, int] | None = None, held: Sequence[int] = (),
               folder: str = "", user: str = "") -> Process:
-        """Have the shim start `argv` in `folder`, or in its own if that is empty, as `user`, or as
-        its own; stdout and stderr are appended to `log_path`. `note` makes what the shim holds, of
-        the place where the output begins; `files` and `held` as for Shim.start. Raises OSError."""
+        """Have the shim start `argv`, with stdout and stderr appended to `log_path`. `note` makes
+        what the shim holds, of the place where the output begins; the rest as for Shim.start.
+        Raises OSError."""
         if folder and not os.path.isdir(folder):
             raise NotADirectoryError(f"its folder {folder} is not on this node: submit from a "
                                      "folder that all nodes have, or name one with folder:")
@@ -169,11 +165,8 @@ class Process:
         return await self._until_alone(s_max, kill=False)
 
     async def end_group(self, s_max: float, *, reap: bool = True) -> bool:
-        """Kill and reap all descendants, then the process; False if some live after `s_max`. With
-        `reap` False, `reap` is to be called after True.
-
-        Once it is reaped, the kernel may reuse the pid. After False, call it again.
-        """
+        """Kill and reap all descendants, then the process; False if some live after `s_max`: call
+        it again. With `reap` False, `reap` is to be called after True."""
         last_s = self._loop.time() + s_max
         self.signal_group(signal.SIGKILL)
         # Descendants in other sessions are found only as orphans, after the process has ended.

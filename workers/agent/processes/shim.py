@@ -46,9 +46,7 @@ class Held(NamedTuple):
 
 class Shim:
     """Starts, asks about and reaps processes by the shim. Each call raises ShimLost if it is gone.
-
-    `held` is what former agents have left, by key: who takes an entry, owns its files.
-    """
+    `held` is what former agents have left, by key: who takes an entry, owns its files."""
 
     def __init__(self, connection: socket.socket, path: Path) -> None:
         """`path`: where the shim listens. May block for a second. Raises ShimLost."""

@@ -30,10 +30,7 @@ def error_file_of(log_path: Path, folder: Path) -> Path:
 
 
 def read(path: Path, uid: int) -> TorchError | None:
-    """Read an error file; None if it is missing or invalid.
-
-    Never blocks: it reads only regular files of the user `uid` of at most FILE_BYTES_MAX.
-    """
+    """Read an error file of the user `uid`; None if it is missing or invalid. Never blocks."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, ValueError):

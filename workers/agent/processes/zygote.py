@@ -1,8 +1,7 @@
 """The zygote: a process that loads torch and Megatron once and forks ranks.
 
-A rank that is started by exec needs seconds of CPU time to load them (measured: 3.5 s; half a
-minute for eight ranks on few cores). The agent starts the zygote for the node's first training
-rank, and this rank waits for it. If the zygote cannot be used, the agent starts ranks by exec.
+A rank that is started by exec needs seconds of CPU time to load them (measured: 3.5 s). The first
+rank waits for the zygote. If it cannot be used, the agent starts ranks by exec.
 """
 
 from __future__ import annotations
@@ -75,11 +74,8 @@ class Zygote:
         return await asyncio.shield(self._loading)
 
     def fork(self, env: Mapping[str, str], *files: int) -> int:
-        """Fork a rank and return its pid. On failure, close the zygote and raise OSError.
-
-        `files`: the rank's log, its end of the pipe, and its progress page if it has one. The rank
-        becomes a child of the shim. If it exists despite an OSError, its closed pipe ends it.
-        """
+        """Fork a rank and return its pid. On failure, close the zygote and raise OSError. `files`:
+        the rank's log, its end of the pipe, and its progress page if it has one."""
         assert self._socket is not None, "the zygote does not run"
         try:
             self._socket.settimeout(FORK_S_MAX)
