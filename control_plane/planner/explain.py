@@ -152,8 +152,7 @@ def _problems_without(problem: PlanProblem) -> Iterator[tuple[str, PlanProblem]]
 
 
 def paid_back_s(problem: PlanProblem, slots: Sequence[int]) -> float:
-    """The time until the changes of healthy tasks have earned the cost of their transitions. Takes
-    one solve. 0 if there is no cost, and with alpha, since alpha does not maximise the WAF."""
+    """Time until changes of healthy tasks have earned their transitions; 0: no cost, or alpha."""
     def is_kept(demand: TaskDemand, x: int) -> bool:
         return demand.faulted or x == demand.now or demand.now not in demand.sizes
 

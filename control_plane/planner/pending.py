@@ -285,8 +285,7 @@ def record_reason(task: Task, why: str) -> Iterator[Body]:
 
 
 def explain_waiting(state: ClusterState) -> dict[int, WaitExplanation]:
-    """By waiting task: the reason, what it needs, and what the others would lose, in a few plans'
-    time. For too many tasks, `prices` and `blocking_constraints` define what is left out."""
+    """By waiting task: the reason, its needs, what others would lose. Takes a few plans' time."""
     if not is_any_waiting(state) or state.plan is None:
         return {}
     snapshot = planning_snapshot(state)

@@ -250,8 +250,7 @@ class SimulatedCluster:
             iteration=self.jobs[key[0]].iteration, error=status or "closed by peer", status=status)
 
     def report_peer_loss(self, number: int, in_s: float) -> None:
-        """After `in_s` a peer reports the loss: a member's collective fails, or a command's process
-        exits."""
+        """After `in_s` a peer reports the loss: a collective fails, or a command's process ends."""
         task, now_s = self._task(number), self.engine.now_s
         began = task.rounds, task.generation
 

@@ -30,8 +30,7 @@ class Parameters(Struct, frozen=True, kw_only=True):
 
 
 def parameters(model: MegatronModel) -> Parameters:
-    """Count the weights of a GPT, its norms but the last, and a router for each layer of experts.
-    Biases of linear layers and position embeddings are not counted."""
+    """Count a GPT's weights, norms but the last, and routers; no biases, no position embeddings."""
     hidden = model.hidden
     mlp = 2 * hidden * model.ffn + (hidden * model.ffn if model.swiglu else 0)
     shared = attention_weights(model) + 4 * hidden

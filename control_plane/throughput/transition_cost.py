@@ -85,8 +85,7 @@ def update_mtbf(state: ClusterState) -> None:
 
 # --- downtime of transitions ---
 def transition(state: ClusterState, task: Task) -> Transition:
-    """D_transition by kind of change: the median of recent transitions, else the policy's prior.
-    For preemption: the time to stop plus the time to start again later."""
+    """D_transition by kind of change: the median of recent ones, else the policy's prior."""
     prior_s = state.policy.transition_s
 
     def usual_s(kind: str, else_s: float) -> float:

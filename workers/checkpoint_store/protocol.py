@@ -94,8 +94,7 @@ class Piece(Struct, frozen=True, array_like=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """The contents of a share: its pieces in order, and the state that is not tensors (`numbers`),
-    as msgpack, or empty: one share of each version has it."""
+    """A share's pieces in order, and as msgpack `numbers`: one share of a version has them."""
 
     pieces: tuple[Piece, ...]
     numbers: bytes = b""

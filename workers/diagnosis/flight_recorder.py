@@ -48,8 +48,7 @@ class Op(NamedTuple):
     """The sending rank of a send or receive; -1: this is a collective."""
     target: int = -1
     tensors: str = ""
-    """Number of elements and data type of the rank's input, as in `4096 Float`. "": unknown, or the
-    ranks may have inputs of different sizes."""
+    """Elements and data type of the input, as `4096 Float`. "": unknown, or sizes may differ."""
 
     @property
     def is_p2p(self) -> bool:

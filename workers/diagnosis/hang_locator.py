@@ -68,8 +68,7 @@ class HangLocation(NamedTuple):
 
 
 def locate(dumps: Iterable[Dump]) -> HangLocation:
-    """Find the ranks that the others wait for. Between equal waits the lowest rank decides. Linear
-    in the number of entries and of waits between ranks."""
+    """Find the ranks that others wait for; of equal waits the lowest. Linear in entries, waits."""
     waits = WaitGraph({dump.rank: dump for dump in dumps})
     ranks = waits.ranks
     if waits.longest_s is not None and waits.longest_s < WAIT_S_MIN:

@@ -44,8 +44,7 @@ DEVIATION_TIMES = 2.563
 
 
 class StepTimeChange(NamedTuple):
-    """Medians of the last `num_iterations`. `own_s` is the time without waiting for other ranks;
-    `normal_s` is the usual `own_s`."""
+    """Medians of the last `num_iterations`. `own_s`: without waits; `normal_s`: its usual value."""
 
     num_iterations: int
     iteration_s: float
@@ -163,8 +162,7 @@ class Level:
 
 
 class StepTimeMonitor:
-    """Monitors the iterations of one rank or one job. `before_s` is the average of an earlier
-    configuration, used until the first usual iteration."""
+    """Monitors one rank or job. `before_s`: the average before, until the first usual iteration."""
 
     def __init__(self, before_s: float = 0.0) -> None:
         self._before_s = before_s

@@ -43,8 +43,7 @@ def main() -> None:
 
 
 def run_rank(fd: int, pulse: int = -1) -> NoReturn:
-    """Run a rank in this process, for the agent at the other end of socket `fd`. Progress marks are
-    written to the page of file `pulse` (workers/ipc/progress_page.py); -1: none."""
+    """Run a rank for the agent at socket `fd`. `pulse`: the file of the progress page; -1: none."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control, order, exit_reporter = connect_agent(fd)

@@ -111,5 +111,4 @@ PROCESS_RULES = (
          r"|unable|invalid|not found|expired|missing|unknown|unexpected|abort)"),
     )),
 )
-"""Only the pattern of the rule `exception` is searched in the original line, because class names
-are capitalised."""
+"""Only the pattern of `exception` sees the original line: class names are capitalised."""

@@ -225,8 +225,7 @@ class Job:
 
     # --- private ----------------------------------------------------------------------------------
     def _advance(self) -> int | None:
-        """Run to the next step and return its iteration, or to the next generation and return
-        None. At the end of training, set `_ended`."""
+        """Run to the next step: its iteration; or to the next generation: None. Sets `_ended`."""
         try:
             stepped = next(self._steps)
         except StopIteration:

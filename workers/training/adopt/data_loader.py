@@ -22,8 +22,7 @@ from ..model.random_draws import seed_of
 
 OF_THE_DATA = (StopIteration, LookupError, ValueError, TypeError, AttributeError, NameError,
                ArithmeticError, AssertionError, RuntimeError)
-"""What a script's `sample` or `forward` raises because of the data, in any process. Other
-exceptions may pass, such as an OSError."""
+"""What a script raises because of the data, in any process. An OSError, for example, may pass."""
 _ORDERS_NUM_MAX = 2
 """The epochs whose order is kept: an iteration may have micro-batches of two."""
 

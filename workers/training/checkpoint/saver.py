@@ -62,8 +62,7 @@ class Format(Protocol):
         ...
 
     def clear(self, generation: int, name: str) -> None:
-        """Remove partial checkpoints that no member of this generation writes. `name` is the one
-        that is about to be written."""
+        """Remove partial checkpoints that no member of this generation writes, but not `name`."""
 
     def saved(self, generation: int, step_version: int, ckpt_bytes: int, *, final: bool) -> None:
         """A checkpoint is complete; called on its first member. Raises OSError."""

@@ -178,8 +178,7 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 @reaches(_METADATA, "_MEM_FORMAT_ENCODING")
 @reaches("torch.serialization", "_get_layout")
 def classes_of_metadata() -> Mapping[tuple[str, str], Any]:
-    """What a pickle of `.metadata` names of torch's private parts: module and name -> object. None
-    of these runs code."""
+    """What a pickle of `.metadata` names of torch's private parts. None of these runs code."""
     names = ((_FILES, "_StorageInfo"), (_METADATA, "_MEM_FORMAT_ENCODING"),
              ("torch.serialization", "_get_layout"))
     return {(module, name): getattr(import_module(module), name) for module, name in names}

@@ -1,5 +1,4 @@
-"""Megatron-LM's progress line, validation lines and TensorBoard scalars, from Unicron's values.
-Any rank may become the last one, which prints and writes."""
+"""Megatron-LM's progress line, validation lines and TensorBoard scalars, from Unicron's values."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Progress:
 
     def stepped(self, iteration: int, result: StepResult | None,
                 auxiliary_losses: Mapping[str, float]) -> None:
-        """After iteration number `iteration`, counted from 1. `result` is None if this rank
-        received the state after the step."""
+        """After `iteration`, from 1 on. `result` None: this rank received the state after it."""
         self._last = result
         first = self._first(iteration)
         self._auxiliary = {number: losses for number, losses in self._auxiliary.items()

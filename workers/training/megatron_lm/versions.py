@@ -36,8 +36,7 @@ INTERFACES: Mapping[tuple[int, int], Interface] = {
 
 
 def interface() -> Interface:
-    """That of the megatron.core that will be imported: it is read, not imported, as it may not fit
-    Unicron. Raises UsageError if it is not known."""
+    """That of the megatron.core to be imported, which is only read. UsageError: it is not known."""
     spec = find_spec("megatron")
     folders = spec.submodule_search_locations if spec is not None else None
     files = [file for folder in folders or () if (

@@ -29,12 +29,10 @@ class Samples(Protocol):
 
 
 class Beginning(Protocol):
-    """A stored state from which training begins, in place of the initial weights. Each method
-    raises UsageError."""
+    """A stored state in place of the initial weights. Each method raises UsageError."""
 
     def newest(self) -> int:
-        """The number of iterations in the state, 0 if there is none or if it has weights alone.
-        Another member may see a later state."""
+        """The iterations in the state; 0: none, or weights only. Others may see a later state."""
         ...
 
     def begin(self, trainee: TrainingModel) -> bool:

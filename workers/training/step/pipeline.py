@@ -97,8 +97,7 @@ def _head_of(dtype: torch.dtype) -> list[float]:
 
 
 class _LastBackward:
-    """Calls `begin` once, before the last backward of the first chunk that comes to it: the last
-    stage has all losses by then."""
+    """Calls `begin` once, before the last backward of a chunk: the last stage has all losses."""
 
     def __init__(self, begin: Begin | None) -> None:
         self._begin = begin
