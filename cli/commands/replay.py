@@ -42,8 +42,7 @@ def export(state: StateDir, url: Urls, path: Path) -> None:
 
 
 def open_log(state: StateDir, url: Urls, path: Path | None) -> Log:
-    """The log of an exported file, else of the running cluster. Raises UsageError, as do its reads.
-    """
+    """The log of an exported file, else of the cluster. Raises UsageError, as do its reads."""
     with _usage_errors(path):
         if path is None:
             found = log_of(connect_to_read(state, url))
@@ -81,8 +80,8 @@ def foldable(path: Path | None) -> Generator[None]:
 def replay(state: StateDir, url: Urls, path: Path | None, *, live: bool, until: int | None,
            verify: bool, step: bool, as_json: bool, incident: str | None = None,
            diff: tuple[str, str] | None = None) -> None:
-    """Fold a log and print the final state, one incident, or a difference. Raises UsageError,
-    CorruptError, DifferError."""
+    """Print the final state, an incident, or a difference. Raises UsageError, CorruptError,
+    DifferError."""
     if diff is not None and (verify or step or until is not None or incident is not None):
         raise UsageError("--diff goes with no other option than --live", "give one of them")
     if (path is None) == (not live) and (diff is None or live):
