@@ -322,8 +322,6 @@ def replay(
     live: Annotated[bool, typer.Option("--live", help="The running cluster's log.")] = False,
     until: Annotated[int | None, typer.Option(min=0, metavar="SEQ", help="Stop after it.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Decide again and compare.")] = False,
-    step: Annotated[bool, typer.Option("--step", help="Show every record and the state "
-                                                      "hash after it.")] = False,
     incident: Annotated[str | None, typer.Option(
         "--incident", metavar="ID", help="Show this incident's page.")] = None,
     diff: Annotated[tuple[str, str] | None, typer.Option(

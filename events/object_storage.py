@@ -64,8 +64,7 @@ def check_driver(url: str, key: str = "output") -> None:
 
 
 class Store:
-    """One folder and everything below it; `fs` is fsspec's, `root` the folder in its notation.
-    Without a driver, the constructor raises UsageError. Other failures raise OSError."""
+    """A folder and all below it; `fs` is fsspec's, `root` its name there. Raises OSError."""
 
     def __init__(self, url: str) -> None:
         check_driver(url)

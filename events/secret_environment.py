@@ -10,8 +10,7 @@ TOKEN, URL, REDIS_URL = "UNICRON_TOKEN", "UNICRON_URL", "UNICRON_REDIS_URL"
 
 
 def remove_secrets(*names: str) -> None:
-    """Remove the variables from os.environ, and from memory: else they stay in
-    /proc/PID/environ."""
+    """Remove the variables from os.environ, and from /proc/PID/environ by overwriting them."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     for name in names:

@@ -34,8 +34,7 @@ def digest(chain: str) -> str:
 
 
 def is_plain(url: str) -> bool:
-    """Whether what is sent to this URL crosses a network unencrypted. Sentinels may name a server
-    on any host."""
+    """Whether what is sent there crosses a network unencrypted. Sentinels may name any host."""
     parts = urlsplit(url)
     return parts.scheme == "redis+sentinel" or (
         parts.scheme in ("http", "redis")
@@ -50,8 +49,8 @@ def may_follow(pointer: str, at: str, *, by_socket: bool) -> bool:
 
 
 def client_context(ca: str) -> ssl.SSLContext:
-    """Accepts servers for which these certificates (PEM) stand, or with "" those of the system.
-    Raises ssl.SSLError if `ca` is not PEM."""
+    """Accepts servers for which these certificates (PEM) stand, or the system's. Raises
+    SSLError."""
     context = ssl.create_default_context(cadata=ca or None)
     if ca:  # an authority may itself be below another one
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -59,8 +58,8 @@ def client_context(ca: str) -> ssl.SSLContext:
 
 
 def authority(ca: str, host: str, port: int) -> str:
-    """The certificates (PEM) that --ca names; for a digest, as the server there sends them. Raises
-    UsageError, OSError."""
+    """The certificates (PEM) that --ca names, or that the server sends. Raises UsageError,
+    OSError."""
     if not ca.startswith("sha256:"):
         try:
             pem = Path(ca).read_text(encoding="ascii")

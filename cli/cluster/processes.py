@@ -33,8 +33,7 @@ class Process(Struct, frozen=True):
 
 
 def alive(process: Process) -> bool:
-    """Whether the process still runs; a zombie counts as ended. A process that ended before its pid
-    file was written has no start time."""
+    """Whether the process still runs; a zombie counts as ended, and one without a start time."""
     return process.started != "" and start_time(process.pid) == process.started
 
 

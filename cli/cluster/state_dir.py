@@ -53,7 +53,7 @@ class StateDir:
         return self.path / "agents" / node
 
     def create(self) -> None:
-        """Make the folders, readable by the owner only; existing ones keep their mode. Raises
+        """Make the folders, for the owner only; existing ones keep their mode. Raises
         UsageError."""
         try:
             for folder in (self.path, self.pids, self.logs, self.path / "agents"):

@@ -211,8 +211,7 @@ def _verdicts(texts: Iterator[tuple[int, str, bool]]) -> Iterator[tuple[int, str
 
 
 def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
-    """(line number, text, is_whole) of each line: the text in its JSON object (whole), or the line
-    itself."""
+    """(line number, text, is_whole): the text in the line's JSON object (whole), or the line."""
     number = 0
     while raw := stream.readline(READ_BYTES_MAX):
         number += 1

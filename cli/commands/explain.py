@@ -44,8 +44,7 @@ def explain(state: StateDir, url: Urls, seq: int, path: Path | None, *,
 
 
 def facts(one: Record, log: Log) -> Plain:
-    """The records and reasons of `one` of this log. The log is read only as far as
-    something follows from `one`."""
+    """The records and reasons of `one`, read only as far as something follows from it."""
     wanted = {one.cause, one.incident, *getattr(one.body, "evidence", ())}
     past, basis, followed = history((), log.state()), list[Record](), list[Record]()
     why, plan = "", None
@@ -68,8 +67,7 @@ def facts(one: Record, log: Log) -> Plain:
 
 
 def _reasons(one: Record, past: History) -> tuple[str, Plain | None]:
-    """Why it was decided so, and for a plan what it was preferred to. Some of it is not in the
-    log, and is computed now."""
+    """Why it was decided so, and for a plan what it was preferred to; in part computed now."""
     if isinstance(one.body, IncidentOpened | IncidentEscalated):
         return f"by the rule: {rule(one.body)}", None
     if not isinstance(one.body, PlanChosen | TaskWaiting):

@@ -1,5 +1,4 @@
-"""`incident`: the facts of one incident: evidence, decision, plans, effects, cost, remaining steps.
-"""
+"""`incident`: the facts of an incident: evidence, decision, plans, effects, cost, what is left."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ def pick(history: History, which: str) -> IncidentHistory | None:
 def show(history: History, one: IncidentHistory, log: Log, *, view: Plain,
          now_s: float, name: str, as_json: bool, option: str,
          plan_at: Callable[[int], Plain]) -> None:
-    """Print the page. `name`: the log's on the command line.
-    `plan_at`: the plan after a record, as `GET /v1/plan?seq=` returns it."""
+    """Print the page. `name`: the log's on the command line. `plan_at`: the plan after a record."""
     found = incident_records(one, log.read(), log.state())
     facts = facts_of(history, found, view, now_s=now_s, option=option)
     facts |= waits_of(history, found, plan_at)

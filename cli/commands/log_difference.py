@@ -35,8 +35,7 @@ class DifferError(UnicronError):
 
 
 def diff(logs: Sequence[Log], a: str, b: str, *, as_json: bool) -> None:
-    """Compare two moments of one log, each a seq or a time, or two logs. `a`, `b`: their names.
-    Raises DifferError, UsageError, NewerLog."""
+    """Compare two logs or moments named `a` and `b`. Raises DifferError, UsageError, NewerLog."""
     found = _of_logs(*logs) if len(logs) > 1 else _of_moments(logs[0], a, b)
     if found is None:
         console.show({"equal": True}, [f"{a} and {b} are equal"], as_json=as_json)

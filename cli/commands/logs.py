@@ -1,5 +1,4 @@
-"""`logs`: the output of a task's ranks, from the files that their RankStarted records name, on this
-host or by the agents of their nodes."""
+"""`logs`: the output of a task's ranks, from files on this host or by the agents of their nodes."""
 
 from __future__ import annotations
 
@@ -137,8 +136,7 @@ def _show(client: Client, task: int, rank: int | None, files: dict[str, _File],
 
 def _find(client: Client, task: int, rank: int | None, files: dict[str, _File], *,
           after: int) -> tuple[int, bool]:
-    """Add the files of attempts after `after`; returns the last seq read, and whether the task
-    ended."""
+    """Add the files of attempts behind `after`; the last seq, and whether the task ended."""
     has_ended = False
     for record in client.records(after, follow=False):
         body: Plain = record["body"]

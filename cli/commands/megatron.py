@@ -15,8 +15,7 @@ LAUNCHER = ("-P", "-m", "unicron.workers.training.megatron_lm.launcher")
 
 
 def megatron(script: Path, words: Sequence[str]) -> NoReturn:
-    """Replace this process by Python with the script: under an agent in Unicron's launcher, else
-    unchanged. Raises UsageError."""
+    """Become Python with the script, under an agent in Unicron's launcher. Raises UsageError."""
     launcher = LAUNCHER if FD in os.environ else ()
     if not launcher and not script.is_file():
         raise UsageError(f"{script}: {'is a folder' if script.is_dir() else 'no such file'}",

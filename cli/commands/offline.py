@@ -42,8 +42,7 @@ DATA_FOLDER = "appendonlydir"
 
 
 def connect_to_read(state: StateDir, url: Urls) -> Client:
-    """As `connect`; if nothing answers there, a client that reads the files of the state folder,
-    and says so on stderr."""
+    """As `connect`; if nothing answers, a client of the state folder's files, told on stderr."""
     try:
         client = connect(state, url)
         client.get("/v1/health")
@@ -82,8 +81,8 @@ class Log(NamedTuple):
         return replay(self.read(), self.state())
 
     def up_to(self, until: int | None) -> Log:
-        """The log up to and including record `until`. Raises UsageError if it was pruned, and when
-        it is read if the log ends before it."""
+        """The log up to and including record `until`. Raises UsageError if it has none, also
+        late."""
         if until is None:
             return self
         if until < self.after:
@@ -112,8 +111,7 @@ def log_of(client: Client) -> Log:
 
 
 class OfflineClient(Client):
-    """Answers the reads of a Client: from segments, and from the records `rest` behind them. Any
-    other call raises Unreachable."""
+    """Answers the reads of a Client from segments and the `rest`; else raises Unreachable."""
 
     def __init__(self, folder: Folder, sealed: SealedLog, rest: Sequence[Record]) -> None:
         super().__init__("http://localhost:1", "")

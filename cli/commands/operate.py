@@ -30,8 +30,7 @@ def _request(client: Client, path: str, reason: str, **body: object) -> Outcome:
 
 def _node_request(state: StateDir, url: Urls, names: str, what: str, reason: str
                   ) -> tuple[Plain, list[Plain], Outcome]:
-    """Request `what` of one node, or of several with commas between, in one append. Returns the
-    view before it, the nodes in it, and the decisions that follow."""
+    """Request `what` of nodes, in one append: the view before, the nodes, what follows."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
     nodes = pick_nodes(view["nodes"], names)

@@ -11,7 +11,6 @@ from unicron import __version__
 
 from ...events.errors import CorruptLog, UnicronError, UsageError
 from ...events.log import archive
-from ...events.records import codec
 from ...events.records.envelope import Record
 from ..cluster.client import Urls
 from ..cluster.state_dir import StateDir
@@ -42,8 +41,7 @@ def export(state: StateDir, url: Urls, path: Path) -> None:
 
 
 def open_log(state: StateDir, url: Urls, path: Path | None) -> Log:
-    """The log of an exported file, else of the running cluster. Raises UsageError, as do its reads.
-    """
+    """The log of an exported file, else of the cluster. Raises UsageError, as do its reads."""
     with _usage_errors(path):
         if path is None:
             found = log_of(connect_to_read(state, url))
@@ -79,11 +77,11 @@ def foldable(path: Path | None) -> Generator[None]:
 
 
 def replay(state: StateDir, url: Urls, path: Path | None, *, live: bool, until: int | None,
-           verify: bool, step: bool, as_json: bool, incident: str | None = None,
+           verify: bool, as_json: bool, incident: str | None = None,
            diff: tuple[str, str] | None = None) -> None:
-    """Fold a log and print the final state, one incident, or a difference. Raises UsageError,
-    CorruptError, DifferError."""
-    if diff is not None and (verify or step or until is not None or incident is not None):
+    """Print the final state, an incident, or a difference. Raises UsageError, CorruptError,
+    DifferError."""
+    if diff is not None and (verify or until is not None or incident is not None):
         raise UsageError("--diff goes with no other option than --live", "give one of them")
     if (path is None) == (not live) and (diff is None or live):
         raise UsageError("name either an exported file or --live",
@@ -93,10 +91,8 @@ def replay(state: StateDir, url: Urls, path: Path | None, *, live: bool, until: 
             if not Path(name).exists():
                 raise UsageError(f"--diff {name}: no such file", "--live for two moments of the "
                                  "cluster; unicron replay FILE --diff A B for those of a file")
-    if step and verify:
-        raise UsageError("--step and --verify do not go together", "give one of the two")
-    if incident is not None and (step or verify):
-        raise UsageError("--incident goes with neither --step nor --verify", "give one of them")
+    if incident is not None and verify:
+        raise UsageError("--incident and --verify do not go together", "give one of the two")
 
     with foldable(path):
         if diff is not None:
@@ -113,8 +109,6 @@ def replay(state: StateDir, url: Urls, path: Path | None, *, live: bool, until: 
             _incident(log, incident, name=name, option=option, as_json=as_json)
         elif verify:
             _verify(log, complete=until is None, as_json=as_json)
-        elif step:
-            _step(log, as_json=as_json)
         else:
             _fold(log, as_json=as_json)
 
@@ -162,20 +156,6 @@ def _fold(log: Log, *, as_json: bool) -> None:
         if task["needs"]:
             console.lines(labelled(task["name"], waits(task)))
     console.lines(computed(cluster))
-
-
-def _step(log: Log, *, as_json: bool) -> None:
-    from ...control_plane.fold.fold import fold
-    from ...control_plane.state.cluster import state_hash
-
-    state = log.state()
-    for record in log.read():
-        fold(state, record)
-        plain = codec.to_plain(record)
-        if as_json:
-            console.out(json.dumps({"record": plain, "hash": state_hash(state)}))
-        else:
-            console.out(f"{state_hash(state).rpartition(':')[2]} {line(plain)}")
 
 
 def _verify(log: Log, *, complete: bool, as_json: bool) -> None:

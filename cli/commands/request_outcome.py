@@ -35,8 +35,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 def outcome_of(client: Client, seq: int) -> Outcome:
-    """The decisions that a request caused, together with those of other requests in one append with
-    it."""
+    """The decisions that a request caused, with those of other requests in its append."""
     found: list[Plain] = []
     source, causes = "", {seq}
     for record in client.records(seq - 1, follow=False):
@@ -77,8 +76,7 @@ def _joined(plans: list[Plain]) -> Plain | None:
 
 
 def plan_lines(followed: Outcome, view: Plain) -> list[str]:
-    """The plan compared with the one in `view`, the state before; then a line for each changed
-    task."""
+    """The plan compared with that of `view`, the state before; a line for each changed task."""
     plan, before = followed.plan, view["plan"]
     tasks = {task["id"]: task for task in view["tasks"]}
     if plan is None:

@@ -1,5 +1,4 @@
-"""`log`: the sealed part of the log, in its folder: what it has, whether it is whole, back into an
-empty server, and without its oldest part."""
+"""`log`: the sealed part of the log, in its folder: what it has, verify, restore, prune."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ def verify(state: StateDir, *, segments: str) -> None:
 
 
 def prune(state: StateDir, *, segments: str, keep: float) -> None:
-    """Remove segments and snapshots whose records are all older than `keep` days, but for what a
-    start or a restore needs. Raises UsageError, CorruptError."""
+    """Remove what is older than `keep` days and not needed. Raises UsageError, CorruptError."""
     from ...control_plane.service import snapshots
 
     folder = folder_of(state, segments)

@@ -30,8 +30,7 @@ CLEAR = "\x1b[H\x1b[J"
 
 def status(state: StateDir, url: Urls, what: str, *, watch: bool, as_json: bool,
            at: str = "") -> None:
-    """Print the screen, with `at` that of a past moment. Raises UsageError. Ctrl-C ends --watch.
-    Exits as Unreachable does if nothing answers, also if the screen comes from files."""
+    """Print the screen, of the moment `at`. If it comes from files, exits as Unreachable does."""
     if watch and at:
         raise UsageError("--watch and --at do not go together", "give one of the two")
     client = connect_to_read(state, url)

@@ -106,8 +106,7 @@ def cancel(state: StateDir, url: Urls, task: str, reason: str, *, as_json: bool)
 
 
 def pick(tasks: list[Plain], wanted: str) -> Plain:
-    """The task of that name or id, the newest first. Raises UsageError that lists the known tasks.
-    """
+    """The task of that name or id, the newest first. Raises UsageError, with the known ones."""
     named = [task for task in tasks if task["name"] == wanted]
     found = named or [task for task in tasks if str(task["id"]) == wanted.removeprefix("task-")]
     if found:
@@ -119,8 +118,7 @@ def pick(tasks: list[Plain], wanted: str) -> Plain:
 
 
 def number_of(client: Client, view: Plain, wanted: str) -> int:
-    """The id of the task of that name or id. One that has left the state is looked up in the log.
-    Raises UsageError as `pick` does."""
+    """The id of a task, also of one that has left the state. Raises UsageError as `pick` does."""
     from .offline import log_of
 
     try:

@@ -88,8 +88,7 @@ def _refuse(mark: yaml.Mark | None, message: str, hint: str) -> SpecError:
 
 
 def load(path: Path) -> JobSpec:
-    """Read, check and normalise a job file; relative paths in it become absolute. Raises
-    UsageError."""
+    """Read, check and normalise a job file; its paths become absolute. Raises UsageError."""
     text = read_text(path, FILE_BYTES_MAX, "name a job file; examples are in deploy/examples/",
                      EXAMPLES)
     try:

@@ -67,8 +67,7 @@ def check(spec: JobSpec) -> None:
 
 
 def why_not(spec: JobSpec) -> str:
-    """Why this command will not heal in memory, by Megatron-LM's arguments; "" if they do not tell.
-    """
+    """Why this command will not heal in memory, by its arguments; "" if they do not tell."""
     command = _command_of(spec)
     given: Mapping[str, str] = command.given if command is not None else {}
     return arguments.why_not([

@@ -180,8 +180,7 @@ def _incidents(view: Plain, now_s: float, option: str, *, are_open: bool) -> lis
 
 
 def _as_one(found: list[Plain]) -> list[Plain]:
-    """The first of incidents that share evidence, as those of all tasks of a lost node do, with the
-    number of others."""
+    """The first of incidents that share evidence (a lost node's), with the number of others."""
     kept: dict[int, Plain] = {}
     for one in found:
         seqs = (one["id"], *one["evidence"])
@@ -283,8 +282,7 @@ def _waf(view: Plain, now_s: float) -> list[str]:
 
 
 def earned(view: Plain, now_s: float) -> list[float]:
-    """The mean weighted FLOP/s of each time span in the state, from the first submission until
-    now."""
+    """The mean weighted FLOP/s of each time span in the state, since the first submission."""
     spans: list[Plain] = view["cluster"]["earned"]
     if not spans:
         return []

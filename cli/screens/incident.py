@@ -122,8 +122,7 @@ def _read(cost: Plain) -> str:
 
 
 def _evidence(facts: Plain) -> list[str]:
-    """A line for each group of equal records: the source, the text, and how many came after the
-    decision."""
+    """A line for each group of equal records, with how many came after the decision."""
     lines: list[str] = []
     groups: dict[str, list[Plain]] = {}
     for one in facts["evidence"]:
@@ -242,8 +241,7 @@ def _after(after_s: float) -> str:
 
 
 def every(history: History, *, now_s: float, option: str = "") -> list[str]:
-    """All incidents, one per line, the newest last, those of a lost or rebooted node below it; then
-    all outages."""
+    """All incidents, the newest last, below the node loss that they belong to; then outages."""
     away = [line for one in history.outages.values()
             for line in fmt.labelled("AWAY", outage(msgspec.to_builtins(one)))]
     losses = history.node_losses

@@ -93,8 +93,7 @@ def disabled_reason(node: Plain) -> str:
 
 
 def wanted(tasks: list[Plain]) -> str:
-    """The tasks that would use the disabled slots: those that wait for slots, else those that run
-    below their maximum."""
+    """The tasks that wait for the disabled slots, else those that run below their maximum."""
     found = [f"{task['name']} waits for slots" for task in tasks
              if task["state"] == "waiting" and task["why"] == "not enough slots"]
     found = found or [f"{task['name']} runs on {task['slots']['target']} of "
@@ -224,8 +223,7 @@ def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
 
 
 def _scheduling(node: Plain) -> str:
-    """`eligible`, `drained`, or the disabled slots. `as it was` while a node is unreachable: its
-    ranks continue, and no rank is started there."""
+    """`eligible`, `drained`, the disabled slots, or `as it was` while a node is unreachable."""
     out = [slot["index"] for slot in node["slots"] if slot["out"]]
     if node["contact"] != "heard":
         word = "as it was" if node["contact"] == "unreachable" else "out"

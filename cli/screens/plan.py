@@ -40,8 +40,7 @@ def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
 
 
 def _limits(plan: Plain) -> str:
-    """The limits that bind: those that the first such alternative breaks. If there is none:
-    moves_max, quotas or priorities."""
+    """The limits that bind: those that the first such alternative breaks, else any."""
     some = next((LIMITS_BY_NAME[other["what"]] for other in plan.get("alternatives", ())
                  if other["what"] in LIMITS_BY_NAME), ("moves_max", "quotas", "priorities"))
     return f"{', '.join(some[:-1])}{' or ' * (len(some) > 1)}{some[-1]}"

@@ -28,8 +28,7 @@ class Picture(NamedTuple):
 
 
 def svg(picture: Picture, folder: Path) -> str:
-    """The chart as an SVG element of a page, written to `folder` too, as SVG and PNG. Raises
-    UsageError."""
+    """The chart as an SVG element, written to `folder` as SVG and PNG. Raises UsageError."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

@@ -107,8 +107,7 @@ def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
 
 
 def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, RunSpec]]:
-    """The scenario, and the run of each policy. `whole`: without condensed slots. Raises
-    UsageError."""
+    """The scenario and its runs by policy. `whole`: slots not condensed. Raises UsageError."""
     try:
         scenario, happenings = read(path)
         policies = {name: scenarios.policy(scenario, name) for name in scenario.policies}

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 
 def open_streams() -> None:
-    """Open each closed standard stream (`>&-`, cron) on /dev/null. Otherwise the next opened file
-    would get the number of that stream."""
+    """Open each closed standard stream (`>&-`, cron) on /dev/null, before a file takes its
+    number."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)

@@ -33,8 +33,7 @@ class ConnectionLimits(Struct, frozen=True, kw_only=True):
     relayed_num_max: int = 0
     """Connections through the relay to the log's server; 0: there is no relay."""
     headers_s_max: float = 10.0
-    """Also that of a TLS handshake, and the longest time without a request on a connection that is
-    kept open."""
+    """Also of a TLS handshake, and the longest time without a request on an open connection."""
     log_every_s: float = 10.0
     """At most one line about malformed requests in this time."""
 

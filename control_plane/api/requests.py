@@ -217,8 +217,8 @@ def _admit(state: ClusterState, job: JobSpec) -> None:
 
 
 def _check_output(state: ClusterState, job: JobSpec) -> None:
-    """Raises Refusal for an output that only one of several hosts has: its ranks may be anywhere,
-    and checkpoints are published on any node."""
+    """Raises Refusal for an output that only one host has: ranks and publications may be
+    anywhere."""
     if job.training is None or is_url(job.training.output):
         return
     hosts = {"127.0.0.1" if is_loopback(node.host) else node.host

@@ -135,8 +135,7 @@ class Tokens:
 
     def create(self, name: str, role: Role, life_s: float, *, node: str = "", uses: int = 0
                ) -> tuple[Token, str]:
-        """A new token and its secret, which is nowhere else. `life_s` 0: it never expires. Raises
-        UsageError."""
+        """A new token (`life_s` 0: for ever) and its secret, kept nowhere. Raises UsageError."""
         if role != "join" and (node or uses):
             raise UsageError("node and uses are of a token with the role join", "leave them out")
         if node and (uses > 1 or not job.NAME.match(node)):
@@ -188,8 +187,7 @@ class Tokens:
         return new
 
     def rotate(self, name: str) -> tuple[Token, str]:
-        """A new secret for the name, with as long a life. The old one ends now. Raises
-        UsageError."""
+        """A new secret, for as long a life; the old one ends now. Raises UsageError."""
         old = self._named(name)
         if old.role == "node":
             raise UsageError(f"{name} is a node: its agent alone has its secret", "unicron token "

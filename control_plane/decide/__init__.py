@@ -1,2 +1,1 @@
-"""Decisions: the decisions and orders that follow from a record, as data. `advance` is the
-entry."""
+"""Decisions: the decisions and orders that follow from a record, as data."""

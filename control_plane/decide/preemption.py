@@ -81,8 +81,7 @@ def all_quiesced(task: Task) -> bool:
 
 
 def save_not_ordered(state: ClusterState, task: Task) -> bool:
-    """True if the task is preempted, and the members that save have no order to save yet, or one of
-    those that have it is gone."""
+    """True if the task is preempted, and those that save have no order yet, or are gone."""
     if not is_preempted(state, task) or not may_order_save(task) or may_end(state, task):
         return False
     first = next(iter(savers(task)), None)

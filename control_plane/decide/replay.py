@@ -76,8 +76,7 @@ class _Difference(Exception):
 
 
 def replay(records: Iterable[Record], state: ClusterState | None = None) -> ClusterState:
-    """The state of the log: the fold of all its records, without recomputing decisions. `state`:
-    that before them, which is changed; None: the empty one."""
+    """The fold of all records on `state`, which is changed; None: the empty one."""
     state = state or ClusterState()
     for record in records:
         fold(state, record)

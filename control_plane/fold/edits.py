@@ -38,8 +38,7 @@ EARLY_S = 1e-3
 PLAN = "plan"
 """The deadline at which tasks that were submitted soon after a plan are planned."""
 LOSSES = "losses"
-"""The deadline, due at once, until which nodes that are lost in the moment of a plan share the
-next one: many verdicts have the same time."""
+"""The deadline, due at once, until which nodes lost in one moment share a plan."""
 _NODE_DEADLINES = frozenset(("replace", "price", "device", "recovered", "quarantine"))
 EXPIRED = "expired"
 """The deadline of ended tasks. It is none of the state's: `expired_tasks` tells when it is due."""
@@ -55,8 +54,7 @@ def task_of_deadline(name: str) -> int:
 
 
 def expired_tasks(state: ClusterState, now_s: float) -> list[Task]:
-    """Ended tasks that leave the state: `ended_keep_s` is over, and no node has anything of them.
-    """
+    """Ended tasks that leave the state: after `ended_keep_s`, when no node has anything of them."""
     until_s = now_s - state.policy.ended_keep_s
     return [task for task in state.tasks.values()
             if task.phase == "ended" and task.since_s <= until_s

@@ -119,8 +119,6 @@ class TaskHistory(Struct, kw_only=True):
     """When an in-memory checkpoint was last reported; 0: never."""
     logs: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
     """Rank -> node and log of its last process, also after its exit."""
-    micro_batches: set[int] = field(default_factory=set[int])
-    """Reported global batch sizes, in micro-batches."""
     transitions: TaskTransitions = field(default_factory=TaskTransitions)
 
     @property
@@ -264,7 +262,6 @@ class History(Struct):
             if body.generation == task.generation:
                 past.paces_s.setdefault(len(task.members), []).extend(body.step_s)
             past.skipped = body.skipped
-            past.micro_batches.add(body.micro_batches)
         elif isinstance(body, IterationsLogged) and task.logged is not None and (  # it counts
                 task.logged.rank == body.rank and task.attempts.get(body.rank) == body.attempt):
             if body.num_iterations:

@@ -158,8 +158,7 @@ class IncidentRecords(Struct, kw_only=True):
 
 def incident_records(one: IncidentHistory, records: Iterable[Record],
                      state: ClusterState | None = None) -> IncidentRecords:
-    """Read the log from its start until the incident and its later evidence are complete. `state`:
-    that before the records, which is changed; None: the empty one."""
+    """Read the log from `state`, which is changed, until the incident is complete."""
     later = frozenset(one.incident.evidence) - frozenset(one.evidence)
     found = IncidentRecords(incident=one, later=later, state=state or ClusterState())
     for record in records:

@@ -43,8 +43,7 @@ class NodeLosses(Struct):
     """The time of the last record before this epoch."""
 
     def add(self, record: Record, before_s: float, lease_s: float) -> None:
-        """`before_s`: the time of the record before it. `lease_s`: a node that is silent for longer
-        is unreachable."""
+        """`before_s`: the time of the record before it. `lease_s`: that of a node's lease."""
         body, at_s = record.body, record.at_s
         if isinstance(body, r.EpochStarted):
             self.epoch_s, self.unled_s = at_s, before_s

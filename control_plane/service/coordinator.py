@@ -145,8 +145,7 @@ class Coordinator:
         return self._leader.answers.get(f"operator/{request_id}")
 
     async def find_leader(self) -> str:
-        """The URL of the leader; "": this control plane. Waits for one; raises Unavailable after
-        `call_s_max`."""
+        """The leader's URL, "": its own. Waits; raises Unavailable after `call_s_max`."""
         await self._with_timeout(self._leader_known.wait(), Unavailable("no control plane leads"))
         return self.leader_url
 
@@ -204,8 +203,7 @@ class Coordinator:
                                  Unavailable("the log cannot be reached; try again"))
 
     async def expel(self, node: str) -> None:
-        """End a node's access to the log, until it is admitted again. Raises LogError; it is then
-        tried again."""
+        """End a node's access until it is admitted. Raises LogError; it is tried again."""
         self._expelled.add(node)
         self._have_users = False
         await self._with_timeout(self._log.expel((node,)),
@@ -267,8 +265,7 @@ class Coordinator:
             await asyncio.sleep(self._limits.follow_s)
 
     async def _check_segments(self) -> None:
-        """Read which segments the log has. Raises CorruptLog if they are not in the folder of this
-        control plane: it could not lead."""
+        """Raises CorruptLog if the log's segments are not in the folder: it could not lead."""
         now_s = self._leader.now_s()
         if self._folder is not None and now_s - self._checked_s >= self._limits.segments_s:
             await self._log.open_segments()
@@ -524,8 +521,7 @@ class Coordinator:
             True for _ in self._leases.verdicts(state)) or bool(expired_tasks(state, now_s))
 
     def _timed_reports(self, now_s: float) -> Iterator[Report]:
-        """An outage that is over, deadlines that have passed and leases that have changed, in the
-        current state."""
+        """An outage that is over, passed deadlines and changed leases, in the current state."""
         state = self._leader.state
         if self._outages.outage is not None and self._outages.due_s <= now_s:
             yield self._leader.report(self._outages.outage)

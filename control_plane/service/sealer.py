@@ -1,5 +1,4 @@
-"""The sealer: moves the log from the server's memory to segment files, with a snapshot each
-time."""
+"""The sealer: moves the log from the server's memory to segment files, each with a snapshot."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ _logger = structlog.get_logger("control_plane")
 
 
 class Sealer:
-    """Seals the log of a leader when its policy says so. `state_is_settled`: the leader's state is
-    what the log has."""
+    """Seals the log of a leader when its policy says so, and its state is what the log has."""
 
     def __init__(self, log: LogPort, folder: Folder, leader: Leader,
                  state_is_settled: Callable[[], bool]) -> None:
@@ -75,8 +73,7 @@ class Sealer:
             num_max *= 2  # a report with many decisions
 
     async def _is_due(self) -> bool:
-        """Whether the log has as many records that are not sealed as the policy allows, or one that
-        is older than it allows."""
+        """Whether the unsealed records are as many, or as old, as the policy allows."""
         policy, sealed = self._leader.state.policy, self._log.sealed_seq
         num = self._leader.state.seq - sealed
         if num and self._oldest_s is None:

@@ -37,8 +37,8 @@ class ServerCertificate:
             self.reload()
 
     def reload(self) -> None:
-        """If the files have changed, use them for new connections. If they are no pair, the former
-        certificate stays, and the log says so."""
+        """Use changed files for new connections; if they are no pair, log so and keep the
+        former."""
         mark = self._marked()
         if mark == self._mark:
             return

@@ -17,8 +17,7 @@ from ...events.errors import Unavailable
 from .admission import Admission, Counted
 
 RELAYED_NUM_MAX = 8_192
-"""An agent has some four connections. By default a server takes 10,000 clients, and the control
-plane is one."""
+"""An agent has some four connections; by default a server takes 10,000 clients."""
 PASS_BYTES = 1 << 16
 CONNECT_S_MAX = 5.0
 SILENT_S, PROBE_S, PROBES_NUM = 60, 10, 3

@@ -46,8 +46,7 @@ def remember(answers: dict[str, int], records: Iterable[Record]) -> None:
 
 
 def write_at(folder: Folder, sealed: SealedLog, seq: int) -> None:
-    """Write the snapshot of the state after record `seq`, which is the last of its segment, and
-    read it again. Raises CorruptLog, OSError."""
+    """Write the snapshot after record `seq`, and read it again. Raises CorruptLog, OSError."""
     state, answers = newest(folder, seq)
     while state.seq < seq:
         page = sealed.read(after=state.seq, num_max=seq - state.seq)
@@ -61,8 +60,7 @@ def write_at(folder: Folder, sealed: SealedLog, seq: int) -> None:
 
 def newest(folder: Folder | None, seq_max: int | None = None
            ) -> tuple[ClusterState, dict[str, int]]:
-    """The state and answers of the newest good snapshot at or before `seq_max`; else those before
-    record 1. Raises OSError."""
+    """State and answers of the newest good snapshot until `seq_max`, or empty. Raises OSError."""
     if folder is None:
         return ClusterState(), {}
     for one in reversed(folder.snapshots()):

@@ -16,8 +16,7 @@ T = TypeVar("T")
 
 
 async def aside(call: Callable[[], T]) -> T:
-    """Run `call` in a new thread. Return its result or raise its error. A cancel ends only the
-    wait, not the thread."""
+    """Run `call` in a new thread; its result or error. A cancel ends only the wait."""
     done = Future[T]()
     done.set_running_or_notify_cancel()
 

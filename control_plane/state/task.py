@@ -290,8 +290,7 @@ class Task(Struct, kw_only=True):
     """By node of members: which of `keepers` receive their shares. Empty: all."""
     keep_order: int = 0
     copies: list[MemoryCheckpoint] = field(default_factory=list[MemoryCheckpoint])
-    """Reported shares of in-memory checkpoints: the two newest of each node and share, the newest
-    last."""
+    """Shares of in-memory checkpoints: the two newest of each node and share, ascending."""
     store_nodes: list[str] = field(default_factory=list[str])
     """Nodes whose stores may hold in-memory checkpoints of the task."""
     drop_order: int = 0

@@ -1,2 +1,1 @@
-"""The log: one ordered stream of records with one writer, in Redis streams. `port` has its
-interface."""
+"""The log: one ordered stream of records with one writer, in Redis streams."""

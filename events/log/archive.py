@@ -81,8 +81,7 @@ class Writer:
 @contextlib.contextmanager
 def create(path: Path, *, cluster: str, code: str, first_seq: int = 1, begins: str = ""
            ) -> Generator[Writer]:
-    """Yield a writer. When the block ends without an error, the complete file appears at `path`.
-    Raises UsageError if the file cannot be written."""
+    """Yield a writer; after the block, the whole file appears at `path`. Raises UsageError."""
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     header = Header(format=FORMAT, version=FORMAT_VERSION, cluster=cluster, code=code,
                     first_seq=first_seq, begins=begins)
@@ -111,8 +110,7 @@ def _usage_error_of(path: Path, hint: str = "name another file") -> Generator[No
 
 def write(path: Path, records: Iterable[Record], *, cluster: str, code: str,
           first_seq: int = 1, begins: str = "") -> int:
-    """Write all `records`, contiguous from `first_seq`; return their number. Raises CorruptLog for
-    a gap, UsageError if the file cannot be written."""
+    """Write `records`, contiguous from `first_seq`: their number. Raises CorruptLog, UsageError."""
     with create(path, cluster=cluster, code=code, first_seq=first_seq, begins=begins) as writer:
         for record in records:
             writer.add(record)

@@ -70,13 +70,11 @@ class LeaderPort(Protocol):
         ...
 
     async def renew(self, nonce: str, *, epoch: int, url: str, lease_s: float) -> list[str]:
-        """Extend the lease by `lease_s` from now; returns the URLs of the followers. Raises Fenced.
-        """
+        """Extend the lease by `lease_s` from now; the URLs of the followers. Raises Fenced."""
         ...
 
     async def release(self, nonce: str, *, url: str, lease_s: float) -> None:
-        """End the lease, if this nonce holds it. With a `url`, that follower alone can take the log
-        during `lease_s`."""
+        """End this nonce's lease. With `url`, only that follower can take the log for `lease_s`."""
         ...
 
     async def tokens(self) -> bytes:
@@ -103,8 +101,7 @@ class LeaderPort(Protocol):
         ...
 
     async def beats(self, nodes: Sequence[str]) -> list[Heartbeat]:
-        """The newest heartbeat of each of `nodes` that has sent one; those that have sent none
-        since the last call may be left out."""
+        """The newest heartbeat of each of `nodes` that has sent one since the last call."""
         ...
 
     async def admit(self, nodes: Mapping[str, int]) -> None:
@@ -130,8 +127,7 @@ class LeaderPort(Protocol):
         ...
 
     async def check_durable(self) -> None:
-        """Raises Unavailable while the server cannot keep what it acknowledges as the policy asks.
-        """
+        """Raises Unavailable while the server cannot keep records as the policy asks."""
         ...
 
     async def trim_reports(self, *, before: str) -> None:
@@ -172,8 +168,7 @@ class ReaderPort(Protocol):
         ...
 
     async def ask_file(self, node: str, path: str, *, offset: int, wait_s: float) -> FilePart:
-        """Let a node's agent read a part of a file. It is not part of the log. Raises Unavailable.
-        """
+        """Let a node's agent read a part of a file, beside the log. Raises Unavailable."""
         ...
 
 

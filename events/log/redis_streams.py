@@ -425,8 +425,7 @@ class RedisLog:
             await link.close()
 
     async def find_server(self) -> tuple[str, int]:
-        """Host and port of the server at present, if the URL is of Sentinels. Raises Unavailable.
-        """
+        """Where the server is at present, if the URL is of Sentinels. Raises Unavailable."""
         return await self._link.find_server()
 
     async def move(self, url: str, keys: Keys) -> bool:
@@ -569,8 +568,8 @@ class RedisLog:
         return sign_order(self._keys_of(node), f"{epoch}-{order.seq}", wire, keys), keys
 
     async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:
-        """Reports after `after`. Those that are unreadable, or not of the node that they name as
-        their source, are dropped, with a warning."""
+        """See LeaderPort. Those that are unreadable or not of their source are dropped, with a
+        warning."""
         keys, num = self._keys("moved", "inbox", "reports"), max(1, num_max)
         entries: list[_Entry] = await self._run(TAKE, keys, (after, num))
         if not entries and wait_s > 0:
@@ -666,8 +665,7 @@ class RedisLog:
                               "#" + password_hash(self._identities.password("", 0)))])
 
     async def has_users(self) -> bool:
-        """Whether the server still has the users: a restart loses them, a replica never had them.
-        """
+        """Whether the server has the users: a restart loses them, a replica never had them."""
         if self._identities is None:
             return True
         (mark,) = await self._ask([("ACL", "GETUSER", user_name(self._cluster, ""))])
@@ -720,8 +718,7 @@ class RedisLog:
         return self._segments.first if self._segments is not None else 1
 
     async def open_segments(self) -> None:
-        """Read which segments are the log's, from the head that the server holds. Raises
-        CorruptLog, UsageError, Unavailable."""
+        """See ReaderPort: by the head that the server holds. Raises Unavailable as well."""
         if self._folder is not None:
             with _unavailable(self._folder):
                 self._segments = await asyncio.to_thread(
@@ -768,8 +765,7 @@ class RedisLog:
 
     # --- readers --------------------------------------------------------------------------------
     async def read(self, *, after: int, num_max: int) -> list[Record]:
-        """Records with seq above `after`, sealed ones from their segment. Raises CorruptLog for a
-        gap."""
+        """Records with seq above `after`, also sealed ones. Raises CorruptLog for a gap."""
         try:
             return await self._read(after, num_max)
         except CorruptLog:

@@ -41,8 +41,7 @@ NO_DIGEST = "0" * DIGEST_CHARS
 
 
 class Segment(NamedTuple):
-    """A sealed part of the log: records `first` to `last`. `epoch` is the leader's that sealed it.
-    """
+    """Records `first` to `last` of the log, sealed by the leader of `epoch`."""
 
     first: int
     last: int

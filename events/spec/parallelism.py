@@ -101,8 +101,8 @@ def check_splits(parallel: Parallel, model: MegatronModel, path: str) -> None:
 
 def _check_divides(parallel: Parallel, path: str, numbers: Mapping[str, int],
                    gpus_per_node: int = AXIS_NUM_MAX) -> None:
-    """Raises SpecError unless each tensor-parallel size divides all numbers. Their keys name them.
-    """
+    """Raises SpecError unless each tensor-parallel size divides all numbers, named by their
+    keys."""
     shared = math.gcd(*numbers.values())
     hint = "possible: " + ", ".join(str(size) for size in range(1, min(shared, gpus_per_node) + 1)
                                     if shared % size == 0)

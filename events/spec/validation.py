@@ -64,8 +64,7 @@ def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None
 
 def _suggestion(key: str, path: str, root: type[Struct], given: Any,
                 excluded: Collection[str]) -> str:
-    """Suggest a key: with another name, at another place, a similar one that is missing or given;
-    or ""."""
+    """Suggest a key: with another name, at another place, or a similar one; "" for none."""
     parts, at = _types(root), _without_indices(path)
     not_keys: dict[str, str] = getattr(parts.get(at), "NOT_KEYS", {})
     if key in not_keys:

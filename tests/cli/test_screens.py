@@ -125,7 +125,6 @@ def test_an_incident_has_its_phases_in_order():
     assert (known.kept, known.dealt, one.iteration) == (9, 3, 9)
     (task,) = told.tasks.values()
     assert sorted(task.losses) == list(range(60))
-    assert task.micro_batches == {12}
 
 
 @pytest.mark.parametrize(("length_s", "words"), [

@@ -490,6 +490,8 @@ def finish(stage: Stage, player: Player) -> None:
     stage.promise(ended["body"]["outcome"] == "finished", f"{player.name} finished")
     stage.promise(sorted(past.losses) == list(range(train.iterations)),
                   f"every iteration of {player.name} has its loss in the log")
-    stage.promise(past.micro_batches == {train.num_micro_batches},
+    stage.promise({record["body"]["micro_batches"] for record in stage.records
+                   if record["kind"] == "TaskProgressed" and record["body"]["task"] == player.task
+                   } == {train.num_micro_batches},
                   f"the global batch of {player.name} never changed")
     stage.promise(output.exists(), f"the model of {player.name} was written")

@@ -41,8 +41,7 @@ FLOOD_PAUSE_S = 0.05
 """After a report above its rate, the pipe of this rank is not read for so long: with the pipe's
 buffer of some 200 kB, a flood costs the agent little of a core."""
 REAP_S_MAX = 5.0
-"""After this long the exit is reported even if a process of the rank survives SIGKILL; the slot
-stays occupied."""
+"""Then the exit is reported even if a process survives SIGKILL; the slot stays occupied."""
 
 _ORDERS = "orders"
 _log = structlog.get_logger("agent")
@@ -190,8 +189,7 @@ class OrderExecutor:
                 self._refuse(record.seq, f"{type(other).__name__} is not an order")
 
     def look(self) -> None:
-        """Report each rank that was stopped or continued since the last look. 25 us a rank
-        (measured)."""
+        """Report each rank that was stopped or continued since. 25 us a rank (measured)."""
         self._exit_reporter.look()
         for rank in self._ranks.values():
             self._report_dropped(rank)

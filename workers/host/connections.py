@@ -12,8 +12,7 @@ PEERS_NUM_MAX = 16
 
 
 def silent_peers(pid: int) -> tuple[str, ...]:
-    """The addresses, sorted, that have not acknowledged what the process has sent them twice; empty
-    if /proc/PID/net/tcp and tcp6 cannot be read."""
+    """The addresses that did not acknowledge what was sent twice; empty if /proc does not tell."""
     found, own = set[str](), set[str]()
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):

@@ -18,8 +18,7 @@ def cpu_wait_s(pid: int) -> float:
 
 
 class CpuWait:
-    """The sum of the CPU waits of all threads that call `in_s`, each from its first call on. Only
-    one of them works at a time."""
+    """The sum of the CPU waits of all threads that call `in_s`, each from its first call on."""
 
     def __init__(self) -> None:
         self._fds: dict[int, int] = {}

@@ -18,8 +18,7 @@ _Calls = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
 
 
 class DetachedThread:
-    """Runs calls one after the other in a daemon thread, until nothing refers to this object any
-    more."""
+    """Runs calls one by one in a daemon thread, until nothing refers to this object any more."""
 
     def __init__(self, name: str) -> None:
         self._name = name

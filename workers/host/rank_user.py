@@ -39,8 +39,7 @@ class RankUser(NamedTuple):
 
 
 def find(name: str) -> RankUser | None:
-    """The user of that name, as which this process can start others; None for no name. Raises
-    UsageError."""
+    """The user of that name, for this process to start others as; "": None. Raises UsageError."""
     if not name:
         return None
     if os.geteuid() != 0:

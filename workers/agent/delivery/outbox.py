@@ -28,8 +28,7 @@ _log = structlog.get_logger("agent")
 
 
 class Put(Protocol):
-    """Takes a report: its body, its time (None: now), the slot of the rank that sent it, and a note
-    for the journal (Spool.put)."""
+    """Takes a report: body, time (None: now), the slot of its rank, a note (Spool.put)."""
 
     def __call__(self, body: Body, occurred_s: float | None, slot: int = NO_SLOT,
                  note: tuple[str, bytes] | None = None, /) -> None: ...

@@ -32,8 +32,7 @@ from ....events.records.types import Body
 SPOOL_BYTES_MAX = 16 << 20
 """Some 50,000 reports."""
 NUM_KEPT = 1024
-"""Reports that are kept in memory although the log has acknowledged them: its server may lose the
-last ones, if a replica that was behind takes its place."""
+"""Acknowledged reports kept in memory: the log's server may lose the last ones at a failover."""
 NO_SLOT = -1
 """The slot of the agent's own reports, which have no quota."""
 RANKS_RATIO = 0.5
@@ -126,8 +125,7 @@ class Spool:
         self._write_note(b"", key, note)
 
     def resume(self) -> None:
-        """Continue the file of a former agent of this incarnation: what it no longer has was
-        acknowledged."""
+        """Continue a former agent's file: what it no longer has was acknowledged."""
         self.acked = self._entries[0].report.source_seq - 1 if self._entries else self.last
 
     def behind(self, after: int, num_max: int) -> list[Report]:

@@ -39,8 +39,7 @@ class OutputReaders:
 
     def begin(self, order: StartRank, log_path: Path, log_start: int, pid: int, *,
               log_at: int = 0, is_stalled: bool = False) -> None:
-        """Read a started command; its output begins at `log_start`. A former agent has reported it
-        up to `log_at`, or nothing (0)."""
+        """Read a command's output from `log_start`, or from where a former agent was (`log_at`)."""
         self._logs[_key(order)] = one = OutputReader(order, log_path, log_at or log_start)
         one.has_reported = log_at > 0
         if self._limits is not None:

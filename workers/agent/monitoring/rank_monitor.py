@@ -47,8 +47,7 @@ class RankMonitors:
 
     def begin(self, order: StartRank, page: ProgressPage | None, pid: int, *,
               is_stalled: bool = False) -> None:
-        """Monitor a rank that has started and inherited its page. `is_stalled`: a former agent has
-        reported that it stalls."""
+        """Monitor a rank with its page. `is_stalled`: as a former agent has reported."""
         if page is not None:
             page.close_fd()
             self._watched[_key(order)] = RankMonitor(order, page, pid, is_stalled=is_stalled)

@@ -92,8 +92,7 @@ class Process:
     def fork(cls, zygote: Zygote, parent: Shim, key: str, note: Callable[[int], bytes], *,
              env: Mapping[str, str], marker: tuple[str, str], log_path: Path,
              files: Sequence[int], held: Sequence[int]) -> Process:
-        """Fork a training rank out of the zygote; `files`: its pipe and progress page. The shim
-        adopts it. Raises OSError."""
+        """Fork a training rank, with pipe and page, for the shim to adopt. Raises OSError."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             log_start = log.tell()

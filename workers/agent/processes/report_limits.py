@@ -38,8 +38,7 @@ DROPPED_S = 10.0
 
 
 class ReportLimits:
-    """The limits of one attempt of a rank. `clock` gives seconds since 1970; `monotonic` measures
-    rates."""
+    """The limits of one attempt of a rank. `clock` gives seconds since 1970."""
 
     def __init__(self, order: StartRank, clock: Callable[[], float],
                  monotonic: Callable[[], float]) -> None:
@@ -90,8 +89,7 @@ class ReportLimits:
         return is_admitted
 
     def take_dropped(self, *, is_last: bool = False) -> reports.RankReportsDropped | None:
-        """The report of what was dropped since the last one; None: nothing, or DROPPED_S has not
-        passed and this is not the last call."""
+        """The report of what was dropped, once in DROPPED_S and at the last call; or None."""
         if not self._dropped or not (
                 is_last or self._monotonic() >= self._dropped_since + DROPPED_S):
             return None

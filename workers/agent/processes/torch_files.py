@@ -49,8 +49,7 @@ def read(path: Path, uid: int) -> TorchError | None:
 
 
 def parse(data: bytes) -> TorchError | None:
-    """Parse `{"message": {"message": TEXT, "extraInfo": {"py_callstack": TEXT}}}` or `{"message":
-    TEXT}`; None without any text."""
+    """Parse torch's JSON: {"message": TEXT}, or of a mapping with a traceback; None: no text."""
     try:
         decoded: Any = msgspec.json.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
