@@ -1,4 +1,22 @@
-"""The error tree. A bug raises AssertionError instead; a fault of the cluster is a record."""
+"""The error tree.
+
+UnicronError              exit code 1; cli/cluster/client.py, Unreachable: 3; an agent's
+                          NodeRevoked: 77
+├── UsageError            wrong user input: one line, a hint, exit code 2
+│   └── SpecError         a job spec is malformed or can never fit; names the path
+├── LogError
+│   ├── Conflict          the log's last seq is not the expected one: fold the log again
+│   ├── Fenced            a newer epoch holds the log: this leader must stop
+│   ├── Leased            another control plane holds the lease: follow it
+│   ├── Ambiguous         the reply was lost, the write may have happened: fold the log again
+│   ├── Unavailable       the server cannot be reached: retry with a limit
+│   ├── NewerLog          a record of a later version, without which the state would be wrong
+│   └── CorruptLog        a record is edited, missing, out of order or foreign; names the seq
+│       └── Pruned        the record is not there, because `log prune` removed it
+└── ServerError           the embedded server did not start, or its directory is locked
+
+A bug raises AssertionError instead. A fault of the cluster is a record, not an exception.
+"""
 
 
 class UnicronError(Exception):
