@@ -78,7 +78,7 @@ def test_a_contradiction_is_refused_at_submit(tmp_path: Path, changes: list[tupl
      ('--num-layers, "80"', '--num-layers, "60"')],
     # another script may build another model of the same arguments
     [("pretrain_gpt.py,", "mine.py,"), ('--num-layers, "80"', '--num-layers, "60"')],
-    [("[unicron, megatron,", "[torchrun, megatron,"),
+    [("[unicron, megatron,", "[python3, megatron,"),
      ('--train-iters, "100000"', '--train-iters, "5"')],
     [('  --micro-batch-size, "1", --global-batch-size', "  --global-batch-size")]])
 def test_what_the_start_may_accept_is_accepted(tmp_path: Path, changes: list[tuple[str, str]]
