@@ -138,7 +138,7 @@ class Coordinator:
     @property
     def away(self) -> str:
         """Why nothing is acknowledged at present, since when; "" if it is."""
-        return self._outages.in_words(self._leader.now_s(), self.leading)
+        return self._outages.in_words(self._leader.now_s(), hangs_too=self.leading)
 
     def answer(self, request_id: str) -> int | None:
         """The seq of a write that is already in the log; None for a new one."""
@@ -171,8 +171,8 @@ class Coordinator:
         """Wait until the state matches the log exactly, or was folded along, and return it. Read
         it before the next await. Raises Unavailable when the log cannot be reached for
         `call_s_max`, or `away`."""
-        if self.away:
-            raise Unavailable(self.away)
+        if failing := self._outages.in_words(self._leader.now_s()):
+            raise Unavailable(failing)
         await self._with_timeout(self._committed.wait(), Unavailable("the log cannot be reached"))
         return self._leader.state
 

@@ -79,12 +79,13 @@ class Outages:
                 self.outage = replace(one, num_reports=one.num_reports + 1,
                                       num_iterations=one.num_iterations + num)
 
-    def in_words(self, now_s: float, leading: bool) -> str:
-        """Why the server lets nothing be acknowledged; "" if it does, or did until just now."""
+    def in_words(self, now_s: float, *, hangs_too: bool = False) -> str:
+        """Why the server lets nothing be acknowledged; "" if it does, or did until just now.
+        `hangs_too`: also of one that has only not answered for some seconds, and may soon."""
         since_s, why = now_s, self._failing
         if self.outage is not None and why:
             since_s = self.outage.since_s
-        elif leading and self.alive_s is not None and now_s - self.alive_s > SILENT_S_MAX:
+        elif hangs_too and self.alive_s is not None and now_s - self.alive_s > SILENT_S_MAX:
             since_s, why = self.alive_s, "the log's server does not answer"
         if now_s - since_s < LENGTH_S_MIN:
             return ""
