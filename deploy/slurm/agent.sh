@@ -1,0 +1,47 @@
+#!/bin/bash
+# The agent of one node, started by srun. The first line of standard input is what
+# `unicron token create --join` has printed: UNICRON_TOKEN=... unicron agent --url ...
+
+IFS= read -r line
+secret=${line%% *} command=${line#* }
+url=${command#*--url } url=${url%% *}
+node=$(printf %s "$SLURMD_NODENAME" | tr 'A-Z' 'a-z' | tr -c 'a-z0-9.-' '-')
+stop_file=$UNICRON_STATE/slurm/stop-$SLURM_JOB_ID
+agent= tries=0
+
+# A rank is no task of this step: what reads these would take the agents for its ranks.
+for name in ${!SLURM_STEP*} ${!SLURM_TASK*} ${!PMI*} SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_NTASKS \
+    SLURM_NTASKS_PER_NODE SLURM_NPROCS SLURM_GTIDS; do
+    unset "$name"
+done
+[ "${CUDA_VISIBLE_DEVICES-}" = NoDevFiles ] && unset CUDA_VISIBLE_DEVICES
+case ${UNICRON_SLOTS:-gpus}${CUDA_VISIBLE_DEVICES-} in
+    gpus) command -v nvidia-smi > /dev/null || echo "note: $node has no GPU: one slot on its CPU; UNICRON_SLOTS changes that" ;;
+esac
+
+# Preemption where Slurm does not signal the batch script: it drains these nodes.
+trap 'scancel --batch --signal=USR1 "$SLURM_JOB_ID"' TERM
+
+while :; do
+    now=$(cat "$UNICRON_STATE/slurm/url" 2> /dev/null)
+    [ -n "$now" ] && [ "${UNICRON_URL-}" = "" ] && command=${command/--url $url/--url $now} url=$now
+    begun=$SECONDS
+    (
+        export "$secret"
+        eval "exec $command --node $node --state \"\$UNICRON_STATE/nodes/$node\" --slots ${UNICRON_SLOTS:-0} ${UNICRON_AGENT_OPTIONS-}"
+    ) < /dev/null &
+    agent=$!
+    while kill -0 $agent 2> /dev/null; do
+        sleep 1 & wait $!
+        [ -e "$stop_file" ] && kill -TERM $agent
+        # The control plane has started on another node. The next agent takes over the ranks.
+        [ -n "$now" ] && [ "$(cat "$UNICRON_STATE/slurm/url")" != "$now" ] && kill -KILL $agent
+    done
+    wait $agent
+    code=$?
+    # 77: the node was revoked.
+    [ -e "$stop_file" ] || [ $code = 77 ] && exit $code
+    [ $((SECONDS - begun)) -lt 10 ] && tries=$((tries + 1)) || tries=0
+    [ $tries -gt 5 ] && exit $code
+    sleep 1
+done
