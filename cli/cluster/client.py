@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import platform
 import secrets
 import socket
 import time
@@ -215,12 +216,17 @@ def running_here(state: StateDir) -> list[dict[str, Any]]:
 
 def connect(state: StateDir, urls: Urls = None) -> Client:
     """A client of the control planes of --url or $UNICRON_URL, else of those of the state folder by
-    their sockets.
+    their sockets, or by their URLs if the folder is that of another host, which shares it.
 
     The token is $UNICRON_TOKEN, else that of the state folder.
     """
     files = running_here(state)
     given = urls or [url for url in os.environ.get("UNICRON_URL", "").split(",") if url]
+    host = platform.node()
+    if far := [] if given else [file for file in files if file.get("host", host) != host]:
+        given = [str(file["url"]) for file in far]
+        if ca := far[0].get("ca"):
+            os.environ.setdefault(tls.CA, str(ca))
     token = os.environ.get("UNICRON_TOKEN") or (str(files[0].get("token", "")) if files else "")
     if given:
         hint = "check --url or $UNICRON_URL, and that unicron up runs there"
