@@ -33,9 +33,10 @@ while :; do
     agent=$!
     while kill -0 $agent 2> /dev/null; do
         sleep 1 & wait $!
-        [ -e "$stop_file" ] && kill -TERM $agent
+        # A second signal would end it without the ranks' last reports.
+        [ -e "$stop_file" ] && kill -TERM $agent 2> /dev/null && break
         # The control plane has started on another node. The next agent takes over the ranks.
-        [ -n "$now" ] && [ "$(cat "$UNICRON_STATE/slurm/url")" != "$now" ] && kill -KILL $agent
+        [ -n "$now" ] && [ "$(cat "$UNICRON_STATE/slurm/url")" != "$now" ] && kill -KILL $agent 2> /dev/null
     done
     wait $agent
     code=$?

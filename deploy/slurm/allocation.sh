@@ -41,10 +41,10 @@ is_alive() { kill -0 "$1" 2> /dev/null; }
 
 start_agents() {
     rm -f "$stop_file"
-    local command
-    command=$(unicron token create --join --uses "$SLURM_JOB_NUM_NODES" --reason "slurm job $job") || exit
+    local answer
+    answer=$(unicron token create --join --uses "$SLURM_JOB_NUM_NODES" --reason "slurm job $job" -o json) || exit
     # The token goes by standard input: all users of a host can read arguments.
-    printf '%s\n' "$command" | srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --no-kill --overlap \
+    sed 's/.*"command": "\([^"]*\)".*/\1/' <<< "$answer" | srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --no-kill --overlap \
         --kill-on-bad-exit=0 --cpu-bind=none bash "$here/agent.sh" &
     agents=$!
     unicron slurm enter $nodes
