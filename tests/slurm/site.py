@@ -46,7 +46,7 @@ SlurmdLogFile={path}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=2,sched_min_interval=100000,requeue_delay=1
+SchedulerParameters=bf_interval=2,sched_min_interval=100000
 SelectType=select/cons_tres
 ReturnToService=2
 MpiDefault=none
@@ -153,6 +153,12 @@ class Site:
         shown = self.call("scontrol", "show", "job", "-o", job)
         state = shown.partition("JobState=")[2].partition(" ")[0]
         return "" if state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED") else state
+
+    def start_again(self, job: str) -> None:
+        """Wait until the job is requeued, and let it begin at once. Slurm waits 120 s by default.
+        """
+        self.wait(lambda: self.job(job) == "PENDING", f"job {job} is requeued", CALL_S_MAX)
+        self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def output(self, job: str) -> str:
         file = self.path / f"job-{job}.txt"

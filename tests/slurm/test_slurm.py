@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster_story import RATES
 from slurm import site as sites
 from slurm.cluster import SlurmCluster
 from slurm.site import Site
@@ -13,6 +14,7 @@ from twins import small
 from unicron.workers.host import linux
 
 LONG_S = 240.0
+BATCH = {"global": 24, "micro": 2}
 
 
 @pytest.fixture
@@ -39,3 +41,57 @@ def test_one_job_trains_a_task_and_gives_its_nodes_back(tmp_path: Path, site: Si
     assert site.ended(job) == "COMPLETED", site.output(job)
     assert "a finished" in site.output(job)
     site.wait(lambda: all(site.state(node) == "idle" for node in site.nodes), "all are idle")
+
+
+def untouched(cluster: SlurmCluster, task: int, after: int = 0) -> None:
+    """No fault was seen after `after`, and no iteration of the task was lost."""
+    assert not cluster.told(after, "IncidentOpened"), cluster.tail(after)
+    assert cluster.task(task)["iterations_lost"] == 0
+
+
+@pytest.mark.thorough
+def test_nodes_join_and_leave_when_slurm_preempts_them(tmp_path: Path, site: Site) -> None:
+    cluster = SlurmCluster(tmp_path, site)
+    cluster.submit_job([small("a", tmp_path / "out", slots=(1, 3), rates=RATES, batch=BATCH)], "-N2")
+    (task,) = cluster.wait_tasks(1)
+    cluster.rest(task)
+    cluster.wait_whole(task, 2)
+    said = cluster.slurm("slurm", "grow", "1")
+    joined = said.split()[1]
+    cluster.wait_whole(task, 3)
+    node = next(rank["node"] for rank in cluster.task(task)["ranks"]
+                if rank["node"] not in ("n1", "n2"))
+    # A job of a partition that preempts wants the node: it leaves, and comes back after that job.
+    urgent = site.sbatch("-p", "high", "-w", node, "--wrap", "sleep 5")
+    cluster.wait_whole(task, 2)
+    drained = cluster.wait_told(0, "NodeDrained", node=node)
+    assert f"slurm job {joined}" in str(drained.body)
+    site.wait(lambda: site.ended(urgent) == "COMPLETED", "the urgent job runs", LONG_S)
+    site.start_again(joined)
+    cluster.wait_whole(task, 3)
+    untouched(cluster, task)
+    # For good.
+    site.call("scancel", "--batch", "--signal=USR2", joined)
+    cluster.wait_whole(task, 2)
+    site.wait(lambda: site.ended(joined), "the job has ended", LONG_S)
+    assert site.ended(joined) == "COMPLETED", site.output(joined)
+    untouched(cluster, task)
+
+
+@pytest.mark.thorough
+def test_a_requeued_job_finds_its_log_again(tmp_path: Path, site: Site) -> None:
+    cluster = SlurmCluster(tmp_path, site)
+    job = cluster.submit_job([small("a", tmp_path / "out", slots=(1, 2), rates=RATES, iterations=600)], "-N2")
+    (task,) = cluster.wait_tasks(1)
+    cluster.rest(task)
+    cluster.wait_whole(task, 2)
+    cluster.wait_steps(task, 5)
+    site.call("scancel", "--batch", "--signal=USR1", job)  # as --signal and preemption do
+    site.start_again(job)
+    site.wait(lambda: site.output(job).count("control plane at") == 2, "it runs again", LONG_S)
+    cluster.wait_whole(task, 2)
+    untouched(cluster, task)
+    assert [one["id"] for one in cluster.client().get("/v1/state")["tasks"]] == [task]
+    cluster.rest(task, rest_s=0)
+    site.wait(lambda: site.ended(job), "the job ends", LONG_S)
+    assert site.ended(job) == "COMPLETED", site.output(job)
