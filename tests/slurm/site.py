@@ -28,6 +28,7 @@ START_S_MAX = 30.0
 DOWN_S = 5
 """SlurmdTimeout: after so long without an answer a node is down. Slurm's default is 300."""
 GRACE_S = 90
+REVOKED_S = 3.0
 POLL_S = 0.2
 CONF = """
 ClusterName=unicron
@@ -155,9 +156,10 @@ class Site:
         return "" if state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED") else state
 
     def start_again(self, job: str) -> None:
-        """Wait until the job is requeued, and let it begin at once. Slurm waits 120 s by default.
-        """
+        """Wait until the job is requeued, and let it begin soon. Slurm waits 120 s, so that no node
+        takes the credential of the next run for that of the former one, which is revoked."""
         self.wait(lambda: self.job(job) == "PENDING", f"job {job} is requeued", CALL_S_MAX)
+        time.sleep(REVOKED_S)
         self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def output(self, job: str) -> str:

@@ -52,7 +52,8 @@ def untouched(cluster: SlurmCluster, task: int, after: int = 0) -> None:
 @pytest.mark.thorough
 def test_nodes_join_and_leave_when_slurm_preempts_them(tmp_path: Path, site: Site) -> None:
     cluster = SlurmCluster(tmp_path, site)
-    cluster.submit_job([small("a", tmp_path / "out", slots=(1, 3), rates=RATES, batch=BATCH)], "-N2")
+    spec = small("a", tmp_path / "out", slots=(1, 3), rates=RATES, batch=BATCH)
+    cluster.submit_job([spec], "-N2")
     (task,) = cluster.wait_tasks(1)
     cluster.rest(task)
     cluster.wait_whole(task, 2)
@@ -81,7 +82,8 @@ def test_nodes_join_and_leave_when_slurm_preempts_them(tmp_path: Path, site: Sit
 @pytest.mark.thorough
 def test_a_requeued_job_finds_its_log_again(tmp_path: Path, site: Site) -> None:
     cluster = SlurmCluster(tmp_path, site)
-    job = cluster.submit_job([small("a", tmp_path / "out", slots=(1, 2), rates=RATES, iterations=600)], "-N2")
+    spec = small("a", tmp_path / "out", slots=(1, 2), rates=RATES, iterations=600)
+    job = cluster.submit_job([spec], "-N2")
     (task,) = cluster.wait_tasks(1)
     cluster.rest(task)
     cluster.wait_whole(task, 2)
