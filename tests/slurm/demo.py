@@ -49,12 +49,12 @@ class Demo:
         waits = {"apiVersion": "unicron/v1", "name": "door", "slots": {"min": 1, "max": 1},
                  "throughput": {"1": 9e12},
                  "command": ["sh", "-c", f"until [ -e {door} ]; do sleep 1; done"]}
-        cluster.submit_job([waits, *specs.values()], "-N2", env={
+        cluster.submit_job([specs["aside"], waits, specs["wide"]], "-N2", env={
             "UNICRON_FOLLOW_OPTIONS": FOLLOW})
         say("sbatch", f"job {cluster.job}: deploy/slurm/cluster.sbatch on two nodes")
-        tasks = cluster.wait_tasks(1 + len(specs))[1:]
-        self.tasks = dict(zip(specs, tasks, strict=True))
-        for task in tasks:
+        aside, _, wide = cluster.wait_tasks(3)
+        self.tasks = {"aside": aside, "wide": wide}
+        for task in self.tasks.values():
             for rank in range(NUM_SLOWED):
                 cluster.hold(task, rank, event="done", then="slow", slow_s=SLOW_S)
         self._wide = self.tasks["wide"]
@@ -83,8 +83,9 @@ class Demo:
             self._lost_so_far() - lost)
 
     def _join(self) -> Iterator[float]:
-        yield time.time()
+        at_s = time.time()
         self._joined = self._grow()
+        yield at_s
 
     def _grow(self) -> str:
         said = self.cluster.slurm("slurm", "grow", "1")
@@ -93,8 +94,9 @@ class Demo:
 
     def _drain(self) -> Iterator[float]:
         cluster, after = self.cluster, self.cluster.seq()
-        yield time.time()
+        at_s = time.time()
         self.site.call("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=a fan is loud")
+        yield at_s
         drained: Any = cluster.wait_told(after, "NodeDrained", node="n3").body
         say("", f"Unicron: n3 drained, {drained.reason}")
         cluster.wait_whole(self._wide, 2)
@@ -114,13 +116,13 @@ class Demo:
 
     def _lost(self) -> Iterator[float]:
         cluster, after = self.cluster, self.cluster.seq()
-        there = {slot["task"] for node in cluster.client().get("/v1/state")["nodes"]
-                 if node["id"] == "n2" for slot in node["slots"] if slot["task"]}
-        assert there == {self._wide}, f"n2 has ranks of {there}"
+        assert cluster.on(self._wide, "n2")
+        assert not cluster.on(self.tasks["aside"], "n2"), "n2 has the only rank of a task"
         at_s = time.time()
         self.site.kill("n2")
         yield at_s
-        cluster.wait_healed(after)
+        opened = cluster.wait_told(after, "IncidentOpened", task=self._wide)
+        cluster.wait_told(after, "IncidentClosed", of=opened.seq, outcome="healed")
         self.site.wait(lambda: self.site.state("n2").startswith("down"), "Slurm sees it",
                        DOWN_S_MAX)
         say("", f"Slurm marks n2 down {time.time() - at_s:.1f} s after its end "
