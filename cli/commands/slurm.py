@@ -164,11 +164,11 @@ def leave(state: StateDir, url: Urls, names: Sequence[str], reason: str) -> None
 
 def grow(state: StateDir, url: Urls, num: int, options: Sequence[str] | None) -> None:
     """Submit a job whose nodes join the cluster. `options`: of sbatch. Raises UsageError."""
-    connect(state, url).get("/v1/state")
     sbatch = shutil.which("sbatch")
     script = Path(__file__).parents[2] / "deploy" / "slurm" / "join.sbatch"
     if sbatch is None:
         raise UsageError("there is no sbatch on this host", "run it on a login node of Slurm")
+    connect(state, url).get("/v1/state")
     ran = subprocess.run([sbatch, "--parsable", f"--nodes={num}", *(options or ()), str(script)],
                          capture_output=True, text=True, check=False,
                          env={**os.environ, "UNICRON_STATE": str(state.path)})
