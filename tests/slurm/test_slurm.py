@@ -97,3 +97,80 @@ def test_a_requeued_job_finds_its_log_again(tmp_path: Path, site: Site) -> None:
     cluster.rest(task, rest_s=0)
     site.wait(lambda: site.ended(job), "the job ends", LONG_S)
     assert site.ended(job) == "COMPLETED", site.output(job)
+
+
+@pytest.mark.thorough
+def test_slurm_and_unicron_tell_each_other_of_bad_nodes(tmp_path: Path, site: Site) -> None:
+    cluster = SlurmCluster(tmp_path, site, {"quarantine_faults": 1})
+    job = cluster.submit_job([small("a", tmp_path / "out", slots=(1, 2), rates=RATES)], "-N2",
+                             env={"UNICRON_FOLLOW_OPTIONS": "--both-ways --every 1"})
+    (task,) = cluster.wait_tasks(1)
+    cluster.rest(task)
+    cluster.wait_whole(task, 2)
+    site.call("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=a fan is loud")
+    cluster.wait_whole(task, 1)
+    assert "slurm: draining, a fan is loud" in cluster.slurm("status", "nodes")
+    site.call("scontrol", "update", "NodeName=n2", "State=RESUME")
+    cluster.wait_whole(task, 2)
+    untouched(cluster, task)
+    # While slurmctld is away, nothing changes.
+    after = cluster.seq()
+    site.kill("slurmctld")
+    site.wait(lambda: "nodes stay as they are" in site.output(job), "it is missed", LONG_S)
+    cluster.wait_steps(task)
+    site.start_slurmctld()
+    site.wait(lambda: "slurm: answers again" in site.output(job), "it is back", LONG_S)
+    untouched(cluster, task, after)
+    assert not cluster.told(after, "NodeDrained")
+    # The agent's processes are killed: a fault of the node, and its quarantine is Slurm's too.
+    assert linux.kill_marked(f"UNICRON_PROCESS={cluster.state.path}/nodes/n2".encode())
+    cluster.wait_told(after, "NodeQuarantined", node="n2")
+    site.wait(lambda: site.state("n2").startswith("drain"), "Slurm drains n2", LONG_S)
+    assert site.reason("n2").startswith("unicron: "), site.reason("n2")
+    cluster.slurm("lift", "n2", "--reason", "repaired")
+    site.wait(lambda: site.state("n2").startswith("alloc"), "Slurm uses n2", LONG_S)
+    assert not cluster.told(after, "NodeDrained")
+    cluster.wait_whole(task, 2)
+
+
+@pytest.mark.thorough
+def test_when_the_first_node_is_lost_the_job_runs_again(tmp_path: Path, site: Site) -> None:
+    cluster = SlurmCluster(tmp_path, site)
+    spec = small("a", tmp_path / "out", slots=(1, 2), rates=RATES, checkpoint_every=10)
+    job = cluster.submit_job([spec], "-N2")
+    (task,) = cluster.wait_tasks(1)
+    cluster.rest(task)
+    cluster.wait_whole(task, 2)
+    cluster.wait_told(0, "CheckpointPublished", task=task)
+    saved, seq = cluster.task(task)["checkpoint_iteration"], cluster.seq()
+    site.kill("n1")
+    site.start_again(job)
+    site.wait(lambda: site.output(job).count("control plane at") == 2, "it runs again", LONG_S)
+    cluster.wait_whole(task, 2)
+    assert {rank["node"] for rank in cluster.task(task)["ranks"]} == {"n2", "n3"}
+    assert cluster.task(task)["iteration"] >= saved > 0
+    assert cluster.seq() > seq  # the log goes on
+
+
+def failed(site: Site, job: str) -> str:
+    site.wait(lambda: site.ended(job), "the job ends", LONG_S)
+    assert site.ended(job) == "FAILED", site.output(job)
+    return site.output(job)
+
+
+@pytest.mark.thorough
+def test_what_cannot_work_is_told_in_a_line(tmp_path: Path, site: Site) -> None:
+    cluster = SlurmCluster(tmp_path, site)
+    # More slots than the allocation has.
+    wide = small("wide", tmp_path / "out", slots=(3, 3))
+    said = failed(site, cluster.submit_job([wide], "-N2"))
+    assert "3 slots" in said, said
+    # No such program on the nodes.
+    job = cluster.submit_job([wide], "-N1", env={"PATH": "/usr/bin:/bin"})
+    assert "error: there is no unicron on n1" in failed(site, job)
+    # A second cluster on the same folder.
+    first = cluster.submit_job([small("a", tmp_path / "out", slots=(1, 1))], "-N1")
+    cluster.wait_tasks(1)
+    second = cluster.submit_job([wide], "-N1")
+    assert f"runs in job {first}" in failed(site, second)
+    assert site.job(first) == "RUNNING"
