@@ -12,10 +12,11 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unicron.cli.cluster.local_cluster import free_port
@@ -28,6 +29,8 @@ START_S_MAX = 30.0
 DOWN_S = 5
 """SlurmdTimeout: after so long without an answer a node is down. Slurm's default is 300."""
 GRACE_S = 90
+NUM_GPUS = 2
+"""GPUs of each node, as far as Slurm knows: a job that asks for them gets CUDA_VISIBLE_DEVICES."""
 REVOKED_S = 3.0
 POLL_S = 0.2
 CONF = """
@@ -56,6 +59,7 @@ PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 SlurmdTimeout={down_s}
 KillWait=5
+GresTypes=gpu
 {nodes}
 PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace_s}
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
@@ -93,7 +97,11 @@ class Site:
             host=host, address=self.address, port=free_port(), user=getpass.getuser(),
             path=self.path, down_s=DOWN_S, grace_s=GRACE_S, nodes="\n".join(
                 f"NodeName={node} NodeAddr={self.address} NodeHostname={host} Port={free_port()} "
-                "CPUs=1 RealMemory=100 State=UNKNOWN" for node in self.nodes)))
+                f"CPUs=1 RealMemory=100 Gres=gpu:{NUM_GPUS} State=UNKNOWN"
+                for node in self.nodes)))
+        for number in range(NUM_GPUS):
+            os.mknod(self.path / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        (self.path / "gres.conf").write_text(f"Name=gpu File={self.path}/gpu[0-{NUM_GPUS - 1}]\n")
         key = self.path / "munge.key"
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
@@ -119,10 +127,15 @@ class Site:
         daemon = self._running.pop(name)
         daemon.kill()
         daemon.wait()
-        if name in self.nodes:
-            linux.kill_marked(f"SLURMD_NODENAME={name}\0".encode()[:-1], lambda proc, entry: (
-                f"SLURM_CONF={self.env['SLURM_CONF']}".encode() not in linux.environ(proc.pid)
-                or entry != f"SLURMD_NODENAME={name}".encode()))
+        if name not in self.nodes:
+            return
+        for proc in linux.table():  # first who would tell slurmctld how the others ended
+            if str(self.path / f"slurmd-{name}.log") in _open_files(proc.pid):
+                linux.kill(proc)
+        ours = f"SLURM_CONF={self.env['SLURM_CONF']}".encode()
+        linux.kill_marked(f"SLURMD_NODENAME={name}".encode(), lambda proc, entry: (
+            entry != f"SLURMD_NODENAME={name}".encode()
+            or ours not in linux.environ(proc.pid)))
 
     def stop(self) -> None:
         """End all that runs on the site."""
@@ -193,6 +206,14 @@ class Site:
             self._running[name or program] = subprocess.Popen(
                 [path, *words], env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True)
+
+
+def _open_files(pid: int) -> list[str]:
+    found: list[str] = []
+    for file in Path(f"/proc/{pid}/fd").glob("*"):
+        with suppress(OSError):  # it has ended, or closed it
+            found.append(os.readlink(file))
+    return found
 
 
 @contextmanager

@@ -43,6 +43,25 @@ def test_one_job_trains_a_task_and_gives_its_nodes_back(tmp_path: Path, site: Si
     site.wait(lambda: all(site.state(node) == "idle" for node in site.nodes), "all are idle")
 
 
+@pytest.mark.thorough
+def test_a_command_finds_its_gpu_and_may_use_srun(tmp_path: Path, site: Site) -> None:
+    """What Slurm says of the agent's step would be wrong for a rank, and is not there."""
+    say = ('echo "rank $RANK of $WORLD_SIZE gpu $CUDA_VISIBLE_DEVICES '
+           'job $SLURM_JOB_ID steps $(env | grep -cE \'SLURM_(STEP|PROCID|NTASKS|LOCALID)\')"; '
+           'srun --overlap -N1 -n1 -w "$SLURMD_NODENAME" sh -c \'echo "step of $SLURM_NTASKS"\'')
+    cluster = SlurmCluster(tmp_path, site)
+    del cluster.env["UNICRON_SLOTS"]
+    job = cluster.submit_job([{
+        "apiVersion": "unicron/v1", "name": "say", "slots": {"min": 2, "max": 2},
+        "throughput": {"2": 1e12}, "command": ["sh", "-c", say]}], "-N1", "--gpus-per-node=2")
+    site.wait(lambda: site.ended(job), "the job ends", LONG_S)
+    assert site.ended(job) == "COMPLETED", site.output(job)
+    assert "1 of 1 nodes have joined, with 2 slots" in site.output(job)
+    said = sorted(file.read_text() for file in cluster.state.path.glob("nodes/n1/logs/*/*.log"))
+    assert [text.splitlines() for text in said] == [
+        [f"rank {rank} of 2 gpu {rank} job {job} steps 0", "step of 1"] for rank in (0, 1)], said
+
+
 def untouched(cluster: SlurmCluster, task: int, after: int = 0) -> None:
     """No fault was seen after `after`, and no iteration of the task was lost."""
     assert not cluster.told(after, "IncidentOpened"), cluster.tail(after)
@@ -164,7 +183,7 @@ def test_what_cannot_work_is_told_in_a_line(tmp_path: Path, site: Site) -> None:
     # More slots than the allocation has.
     wide = small("wide", tmp_path / "out", slots=(3, 3))
     said = failed(site, cluster.submit_job([wide], "-N2"))
-    assert "3 slots" in said, said
+    assert "error: slots.min: 3, but the cluster has had at most 2 slots" in said, said
     # No such program on the nodes.
     job = cluster.submit_job([wide], "-N1", env={"PATH": "/usr/bin:/bin"})
     assert "error: there is no unicron on n1" in failed(site, job)
