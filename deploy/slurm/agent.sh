@@ -9,8 +9,32 @@ node=$(printf %s "$SLURMD_NODENAME" | tr 'A-Z' 'a-z' | tr -c 'a-z0-9.-' '-')
 stop_file=$UNICRON_STATE/slurm/stop-$SLURM_JOB_ID
 agent= tries=0
 
+# With --no-kill, a job goes on without its batch script if the first node is lost. Two other nodes look
+# for that: the tasks leave, unless it was the control plane's node, and the job begins again.
+watch_script() {
+    local first left
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    while sleep "${UNICRON_LOOK_S:-30}"; do
+        left=$(squeue -h -t R -j "$SLURM_JOB_ID" -o %N 2> /dev/null) && [ -n "$left" ] || continue
+        left=$(scontrol show hostnames "$left")
+        grep -qx "$first" <<< "$left" && continue
+        if [ "$(cat "$UNICRON_STATE/slurm/cluster" 2> /dev/null)" != "$SLURM_JOB_ID" ]; then
+            UNICRON_TOKEN=$(cat "${UNICRON_TOKEN_FILE:-/dev/null}") unicron slurm leave $left \
+                --reason "slurm job $SLURM_JOB_ID: the node of its script is lost"
+        fi
+        scontrol requeue "$SLURM_JOB_ID" || scancel "$SLURM_JOB_ID"
+    done
+}
+case $SLURM_NODEID in
+    1 | 2)
+        watch_script < /dev/null &
+        watcher=$!
+        trap 'kill $watcher' EXIT
+        ;;
+esac
+
 # A rank is no task of this step: what reads these would take the agents for its ranks.
-for name in ${!SLURM_STEP*} ${!SLURM_TASK*} ${!PMI*} SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_NTASKS \
+for name in ${!SLURM_STEP*} ${!SLURM_CPU_BIND*} ${!SLURM_TASK*} ${!PMI*} SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_NTASKS \
     SLURM_NTASKS_PER_NODE SLURM_NPROCS SLURM_GTIDS; do
     unset "$name"
 done

@@ -25,6 +25,7 @@ class SlurmCluster(RealCluster):
         self.env = {"UNICRON_STATE": str(self.state.path), "UNICRON_SLOTS": str(num_slots),
                     "UNICRON_POLICY": str(path / "policy.yaml"),
                     "UNICRON_TRACE_DIR": str(path / "trace"), "UNICRON_HEALTH": "off",
+                    "UNICRON_LOOK_S": "2",
                     "PATH": f"{Path(sys.executable).parent}:{site.env['PATH']}"}
 
     def submit_job(self, specs: Sequence[Spec], *options: str,
