@@ -138,7 +138,8 @@ def enter(state: StateDir, url: Urls, names: Sequence[str]) -> None:
     if missing := set(wanted) - {node["id"] for node in joined}:
         console.talk(f"not joined within {JOIN_S_MAX:g} s: {', '.join(sorted(missing))}")
     if not joined:
-        raise UnicronError("no node has joined", "the errors of the agents are above")
+        raise UnicronError("no node has joined",
+                           f"their errors: {state.path / 'slurm' / 'agent-NODE.log'}")
 
 
 def leave(state: StateDir, url: Urls, names: Sequence[str], reason: str) -> None:

@@ -8,6 +8,8 @@ url=${command#*--url } url=${url%% *}
 node=$(printf %s "$SLURMD_NODENAME" | tr 'A-Z' 'a-z' | tr -c 'a-z0-9.-' '-')
 stop_file=$UNICRON_STATE/slurm/stop-$SLURM_JOB_ID
 agent= tries=0
+# srun may end before this node does, and its pipes with it.
+exec >> "$UNICRON_STATE/slurm/agent-$node.log" 2>&1
 
 # With --no-kill, a job goes on without its batch script if the first node is lost. Two other nodes look
 # for that: the tasks leave, unless it was the control plane's node, and the job begins again.
@@ -45,6 +47,9 @@ esac
 
 # Preemption where Slurm does not signal the batch script: it drains these nodes.
 trap 'scancel --batch --signal=USR1 "$SLURM_JOB_ID"' TERM
+
+# What an earlier step has left here, which Slurm ends if it can, is ended and not taken over.
+rm -f "$UNICRON_STATE/nodes/$node/agents/$node.shim"
 
 while :; do
     now=$(cat "$UNICRON_STATE/slurm/url" 2> /dev/null)
