@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from cluster_story import RATES
 from slurm import site as sites
-from slurm.cluster import SlurmCluster
+from slurm.cluster import SCRIPTS, SlurmCluster
 from slurm.site import Site
 from twins import small
+from unicron.cli.cluster.state_dir import read_json
 from unicron.workers.host import linux
 
 LONG_S = 240.0
@@ -172,6 +173,25 @@ def test_when_the_first_node_is_lost_the_job_runs_again(tmp_path: Path, site: Si
     assert cluster.seq() > seq  # the log goes on
 
 
+@pytest.mark.thorough
+def test_an_allocation_for_a_control_plane_elsewhere(tmp_path: Path, site: Site) -> None:
+    there = SlurmCluster(tmp_path / "there", site)
+    first = there.submit_job([], "-N1")  # without tasks it stays
+    there.wait(lambda: there.client().get("/v1/state")["nodes"] or None, "its node has joined")
+    here = SlurmCluster(tmp_path / "here", site)
+    job = here.submit_job(
+        [small("a", tmp_path / "out", slots=(3, 3), iterations=20)], "-N2", env={
+            "UNICRON_URL": there.client().url, "UNICRON_CA": read_json(
+                there.state.control_planes()[0])["ca"],
+            "UNICRON_TOKEN_FILE": str(there.state.path / "token")})
+    (task,) = there.wait_tasks(1)
+    assert {rank["node"] for rank in there.wait_whole(task, 3)["ranks"]} == set(site.nodes)
+    site.wait(lambda: site.ended(job), "the job ends", LONG_S)
+    assert site.ended(job) == "COMPLETED", site.output(job)
+    assert site.job(first) == "RUNNING"
+    assert not here.state.control_planes()
+
+
 def failed(site: Site, job: str) -> str:
     site.wait(lambda: site.ended(job), "the job ends", LONG_S)
     assert site.ended(job) == "FAILED", site.output(job)
@@ -188,6 +208,14 @@ def test_what_cannot_work_is_told_in_a_line(tmp_path: Path, site: Site) -> None:
     # No such program on the nodes.
     job = cluster.submit_job([wide], "-N1", env={"PATH": "/usr/bin:/bin"})
     assert "error: there is no unicron on n1" in failed(site, job)
+    # A second cluster in one allocation.
+    script = tmp_path / "two.sh"
+    script.write_text(f"#!/bin/bash\nbash {SCRIPTS}/cluster.sbatch & sleep 10\n"
+                      f"UNICRON_STATE={tmp_path}/other bash {SCRIPTS}/cluster.sbatch\n"
+                      "echo code $?; kill %1; exit 1\n")
+    said = failed(site, site.sbatch("-N1", str(script), env=cluster.env))
+    assert "error: the control plane does not start" in said, said
+    assert "code 2" in said
     # A second cluster on the same folder.
     first = cluster.submit_job([small("a", tmp_path / "out", slots=(1, 1))], "-N1")
     cluster.wait_tasks(1)
