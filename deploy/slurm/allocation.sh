@@ -60,7 +60,8 @@ leave() {
 stop_agents() {
     : > "$stop_file"
     local num=0
-    while is_alive "$agents" && [ $((num += 1)) -le 40 ]; do sleep 1; done
+    # srun waits longer for a node that is lost.
+    while is_alive "$agents" && [ $((num += 1)) -le 20 ]; do sleep 1; done
     rm -f "$stop_file"
 }
 

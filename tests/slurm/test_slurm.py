@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,6 +118,32 @@ def test_a_requeued_job_finds_its_log_again(tmp_path: Path, site: Site) -> None:
     cluster.rest(task, rest_s=0)
     site.wait(lambda: site.ended(job), "the job ends", LONG_S)
     assert site.ended(job) == "COMPLETED", site.output(job)
+
+
+@pytest.mark.thorough
+def test_tasks_on_other_nodes_train_on_while_the_control_plane_moves(
+        tmp_path: Path, site: Site) -> None:
+    cluster = SlurmCluster(tmp_path, site)
+    (tmp_path / "a.yaml").write_text(json.dumps(
+        small("a", tmp_path / "out", slots=(1, 2), rates=RATES)))
+    script = tmp_path / "moves.sh"  # all nodes have one address here, so the port changes instead
+    script.write_text("#!/bin/bash\n"
+                      "export UNICRON_PORT=$((21000 + ${SLURM_RESTART_COUNT:-0} * 2))\n"
+                      f"exec bash {SCRIPTS}/cluster.sbatch {tmp_path}/a.yaml\n")
+    job = cluster.job = site.sbatch("-N1", "--exclusive", "--requeue", "--open-mode=append",
+                                    str(script), env=cluster.env)
+    (task,) = cluster.wait_tasks(1)
+    cluster.rest(task)
+    cluster.slurm("slurm", "grow", "1")
+    cluster.wait_whole(task, 2)
+    before = cluster.pids(task)
+    site.call("scancel", "--batch", "--signal=USR1", job)
+    site.start_again(job)
+    site.wait(lambda: site.output(job).count("control plane at") == 2, "it runs again", LONG_S)
+    assert cluster.client().url.endswith(":21002")
+    cluster.wait_whole(task, 2)
+    untouched(cluster, task)
+    assert len(cluster.kept(task, before)) == 1, "the other node's rank has trained on"
 
 
 @pytest.mark.thorough
