@@ -36,14 +36,14 @@ case $SLURM_NODEID in
 esac
 
 # A rank is no task of this step: what reads these would take the agents for its ranks.
-for name in ${!SLURM_STEP*} ${!SLURM_CPU_BIND*} ${!SLURM_TASK*} ${!PMI*} SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_NTASKS \
-    SLURM_NTASKS_PER_NODE SLURM_NPROCS SLURM_GTIDS; do
+for name in ${!SLURM_STEP*} ${!SLURM_CPU_BIND*} ${!SLURM_TASK*} ${!PMI*} SLURM_PROCID SLURM_LOCALID \
+    SLURM_NODEID SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_NPROCS SLURM_GTIDS; do
     unset "$name"
 done
 [ "${CUDA_VISIBLE_DEVICES-}" = NoDevFiles ] && unset CUDA_VISIBLE_DEVICES
-case ${UNICRON_SLOTS:-gpus}${CUDA_VISIBLE_DEVICES-} in
-    gpus) command -v nvidia-smi > /dev/null || echo "note: $node has no GPU: one slot on its CPU; UNICRON_SLOTS changes that" ;;
-esac
+if [ -z "${UNICRON_SLOTS-}${CUDA_VISIBLE_DEVICES-}" ] && ! command -v nvidia-smi > /dev/null; then
+    echo "note: $node has no GPU: one slot on its CPU; UNICRON_SLOTS changes that"
+fi
 
 # Preemption where Slurm does not signal the batch script: it drains these nodes.
 trap 'scancel --batch --signal=USR1 "$SLURM_JOB_ID"' TERM
