@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-paper megatron-lm gpu-check golden-log figures disasters check types docs wheel clean
+.PHONY: help setup demo demo-hosts demo-slurm test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-paper megatron-lm gpu-check golden-log figures disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,9 @@ demo: setup types ## train a real model, break it, watch it heal (KEEP=1: leave 
 
 demo-hosts: setup types ## train on three hosts that die and lose cables (needs root; CASES=a,b)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m hosts.demo $(CASES:%=--cases %)
+
+demo-slurm: setup types ## train under a real Slurm that takes and gives the nodes (needs root)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m slurm.demo
 
 test: setup types ## run the tests, in four lanes side by side
 	@$(BOUND) $(if $(BOUND),$(TEST_S_MAX)) $(BIN)/python tests/suite.py

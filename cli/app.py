@@ -43,6 +43,7 @@ inject = typer.Typer(help="Inject a fault (up --allow-inject).")
 token = typer.Typer(help="Tokens: who may do what on the cluster.")
 certs = typer.Typer(help="A certificate, for those who have none.")
 sealed = typer.Typer(help="The sealed log: segment files and snapshots.")
+slurm = typer.Typer(help="A cluster on nodes of Slurm (deploy/slurm).")
 file_tools = typer.Typer()
 simulation = typer.Typer(invoke_without_command=True)
 # The help lists these groups in this order, after the commands of `app`.
@@ -50,6 +51,7 @@ app.add_typer(inject, name="inject")
 app.add_typer(token, name="token")
 app.add_typer(certs, name="certs")
 app.add_typer(sealed, name="log")
+app.add_typer(slurm, name="slurm")
 app.add_typer(file_tools)
 app.add_typer(simulation, name="simulate")
 
@@ -538,6 +540,43 @@ def log_prune(
     segments: Segments = "",
 ) -> None:
     """Remove old segments and snapshots for ever; what a start or restore needs stays."""
+
+
+SlurmNodes = Annotated[list[str], typer.Argument(metavar="NODE...", help="Names in Slurm.")]
+
+
+@calls(slurm, "commands.slurm.grow", TARGET, name="grow")
+def slurm_grow(
+    num: Annotated[int, typer.Argument(min=1, metavar="N", help="Nodes that shall join.")],
+    options: Annotated[list[str] | None, typer.Argument(
+        metavar="-- OPTIONS", help="Options of sbatch, as -p PARTITION.",
+        show_default=False)] = None,
+) -> None:
+    """Submit a job of Slurm whose nodes join the cluster."""
+
+
+@calls(slurm, "commands.slurm.follow", TARGET, name="follow")
+def slurm_follow(
+    tasks: Annotated[list[int] | None, typer.Argument(
+        metavar="TASK...", help="It ends when these tasks, by their ids, have ended [never].",
+        show_default=False)] = None,
+    both_ways: Annotated[bool, typer.Option(
+        "--both-ways", help="Also drain in Slurm a node that is quarantined here; needs the rights "
+        "of an operator of Slurm.")] = False,
+    every: Annotated[float, typer.Option(
+        min=1, metavar="S", help="Seconds between two looks.")] = 5,
+) -> None:
+    """Drain the nodes that Slurm drains or marks down, until it uses them again."""
+
+
+@calls(slurm, "commands.slurm.enter", TARGET, name="enter")
+def slurm_enter(names: SlurmNodes) -> None:
+    """Wait until the agents on these nodes have joined, and allow tasks there."""
+
+
+@calls(slurm, "commands.slurm.leave", TARGET, name="leave")
+def slurm_leave(names: SlurmNodes, reason: Reason = "") -> None:
+    """Drain these nodes, and wait until no task is there."""
 
 
 @certs.command("init")

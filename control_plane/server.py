@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import secrets
 import signal
 import ssl
@@ -137,7 +138,9 @@ async def _serve(options: Options) -> int:
             pid = os.getpid()
             _write(file, msgspec.json.encode({
                 "url": url, "socket": socket, "token": token, "pid": pid,
-                "start_time": start_time(pid), "cluster": options.cluster}))
+                "start_time": start_time(pid), "cluster": options.cluster,
+                "host": platform.node(),
+                "ca": options.certificate.ca if options.certificate else ""}))
             logger.info("listening", url=url, cluster=options.cluster,
                         **{"ca": options.certificate.ca} if options.certificate else {})
             return await _lead(coordinator, stop, url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import platform
 import secrets
 import socket
 import time
@@ -216,12 +217,15 @@ def running_here(state: StateDir) -> list[dict[str, Any]]:
 
 def connect(state: StateDir, urls: Urls = None) -> Client:
     """A client of the control planes of --url or $UNICRON_URL, else of those of the state folder by
-    their sockets.
+    their sockets, or by their URLs if the folder is that of another host, which shares it.
 
     The token is $UNICRON_TOKEN, else that of the state folder.
     """
     files = running_here(state)
     given = urls or [url for url in os.environ.get("UNICRON_URL", "").split(",") if url]
+    host, ca = platform.node(), ""
+    if far := [] if given else [file for file in files if file.get("host", host) != host]:
+        given, ca = [str(file["url"]) for file in far], str(far[0].get("ca", ""))
     token = os.environ.get("UNICRON_TOKEN") or (str(files[0].get("token", "")) if files else "")
     if given:
         hint = "check --url or $UNICRON_URL, and that unicron up runs there"
@@ -229,7 +233,7 @@ def connect(state: StateDir, urls: Urls = None) -> Client:
         for one in (first, *first.others):
             if one.is_secure:
                 with suppress(Unreachable):
-                    one.ca = authority(one.host, one.port, state)
+                    one.ca = authority(one.host, one.port, state, ca)
             elif os.environ.get(tls.CA):
                 raise UsageError(f"{one.url}: --ca and $UNICRON_CA are for https://",
                                  "--url https://...")
@@ -256,10 +260,10 @@ def _away(state: StateDir) -> str:
     return f"{gone} away, {GOES_ON if trains else 'and no agent runs on this folder'}"
 
 
-def authority(host: str, port: int, state: StateDir) -> str:
-    """What $UNICRON_CA names, else what an agent of the state folder has trusted; as PEM, "" for
-    the system's authorities. Raises UsageError, Unreachable."""
-    wanted = os.environ.get(tls.CA, "")
+def authority(host: str, port: int, state: StateDir, ca: str = "") -> str:
+    """What $UNICRON_CA names, else `ca`, else what an agent of the state folder has trusted; as
+    PEM, "" for the system's authorities. Raises UsageError, Unreachable."""
+    wanted = os.environ.get(tls.CA, ca)
     if state.ca.exists():
         read_private(state.ca)  # nobody else may choose whom we trust
         kept = tls.authority(str(state.ca), host, port)

@@ -28,6 +28,7 @@ from bench.settlement import main as settlement
 from hosts import demo as hosts
 from matrix.cells import cells, loop_cells
 from matrix.table import markdown, markdown_of_loops
+from slurm import demo as slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "build" / "bench"
@@ -275,6 +276,17 @@ def _hosts(rows: Sequence[Row], about: About) -> str:
         lines))
 
 
+def _slurm(rows: Sequence[Row], about: About) -> str:
+    found = _by_key(rows)
+    lines: list[list[str]] = []
+    for case, title in slurm.CASES.items():
+        step_s, lost, equal = (found[case, slurm.SYSTEM, metric].value or 0
+                               for metric in slurm.UNITS)
+        lines.append([f"`{case}`", title, f"{step_s:.2f}", f"{lost:g}", "yes" if equal else "NO"])
+    return (f"{about['cores']} cores.\n\n" + _lines(
+        "| case | what | to next step, s | iterations lost | losses and state equal |", lines))
+
+
 def _scale(rows: Sequence[Row], about: About) -> str:
     found = _by_key(rows)
 
@@ -345,6 +357,7 @@ BLOCKS = {
                                 "outcome", _loops),
     "scale": Block("docs/guides/bench-scale.md", "scale", SCALES, "record_us", _scale),
     "log": Block("docs/guides/bench-log.md", "log", log.CASES, "worst_s", _log),
+    "slurm": Block("docs/guides/slurm.md", "slurm", tuple(slurm.CASES), "loss_equal", _slurm),
     "hosts": Block("docs/guides/hosts.md", "hosts", tuple(hosts.CASES), "loss_equal", _hosts),
     "disasters": Block("docs/guides/disasters.md", "", (), "", _disasters)}
 

@@ -3,6 +3,7 @@ that trust its authority, and one line for whatever is wrong."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ import pytest
 import redis_with_tls
 from certificates import Pair
 from cli_process import in_process, refused, unicron
-from unicron.cli.cluster.state_dir import read_json
+from unicron.cli.cluster.state_dir import read_json, write_json
 from unicron.events import tls
 
 if why := certificates.why_not():
@@ -78,6 +79,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsSite]:
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(tmp_path_factory.mktemp("foreign"), "127.0.0.1")
+
+
+def test_a_shared_folder_is_enough_on_another_host(site: TlsSite, tmp_path: Path) -> None:
+    """The socket is on the control plane's host; the folder has its URL and authority too."""
+    note = json.loads((site.folder / "cp" / "control_plane.json").read_text())
+    for host, code in ((note["host"], 3), ("another", 0)):
+        write_json(tmp_path / "control_plane.json", {
+            **note, "host": host, "socket": str(tmp_path / "no.sock")})
+        ran = unicron("status", "--state", str(tmp_path))
+        assert ran.returncode == code, ran.stderr
 
 
 # --- certs init ---

@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -348,14 +348,14 @@ def demo_hosts(cases: list[str], folder: Path) -> list[Row]:
                 result.fault_to_step_s, result.touched, int(same)), strict=True)]
 
 
-def table(rows: list[Row]) -> str:
-    """One line for each case."""
+def table_of(rows: list[Row], units: Mapping[str, str]) -> str:
+    """One line for each case, a column for each of these metrics."""
     found = {(one.case, one.metric): one.value or 0 for one in rows}
-    lines = [f"{'case':18}" + "".join(f"{metric:>{len(metric) + 2}}" for metric in UNITS)]
+    lines = [f"{'case':18}" + "".join(f"{metric:>{len(metric) + 2}}" for metric in units)]
     for case in dict.fromkeys(one.case for one in rows):
         lines.append(f"{case:18}" + "".join(
             f"{found[case, metric]:{len(metric) + 2}.{2 if unit == 's' else 0}f}"
-            for metric, unit in UNITS.items()))
+            for metric, unit in units.items()))
     return "\n".join(lines)
 
 
@@ -383,7 +383,7 @@ def main() -> int:
     except KeyboardInterrupt:
         say("end", "interrupted; all hosts are removed")
         return 130
-    print(f"\n{table(rows)}")
+    print(f"\n{table_of(rows, UNITS)}")
     took_s = round(time.monotonic() - BEGAN_S)
     write(rows, options.out, {
         "cores": os.cpu_count(), "load_1min": os.getloadavg()[0], "took_s": took_s})
