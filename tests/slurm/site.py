@@ -138,11 +138,15 @@ class Site:
             or ours not in linux.environ(proc.pid)))
 
     def stop(self) -> None:
-        """End all that runs on the site."""
+        """End all that runs on the site, and servers of logs in folders beside it."""
         for daemon in self._running.values():
             daemon.kill()
         while linux.kill_marked(f"SLURM_CONF={self.env['SLURM_CONF']}".encode()):
             time.sleep(POLL_S)
+        for proc in linux.table():  # a log's server has written its title over its environment
+            if any(file.startswith(f"{self.path.parent}/") and "/server/lock" in file
+                   for file in _open_files(proc.pid)):
+                linux.kill(proc)
         for daemon in self._running.values():
             daemon.wait()
 
