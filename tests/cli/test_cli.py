@@ -113,7 +113,7 @@ def test_version():
     (("tail", "--incident", "big"), "'big' is not an incident"),
     (("incident", "big"), "'big' is not an incident"),
     (("incident", "41", "--all"), "do not go together"),
-    (("replay", "log.jsonl", "--incident", "3", "--verify"), "--incident goes with neither"),
+    (("replay", "log.jsonl", "--incident", "3", "--verify"), "do not go together"),
     (("status", "-o", "xml"), "'xml'"),
     (("up", "--port", "99999"), "--port"),
     (("up", "--agents", "-1"), "--agents"),

@@ -349,7 +349,7 @@ def exported(tmp_path: Path) -> Path:
 
 def ask(path: Path, which: str, *, as_json: bool = False, verify: bool = False) -> None:
     replay.replay(StateDir(path.parent), None, path, live=False, until=None, verify=verify,
-                   step=False, as_json=as_json, incident=which)
+                   as_json=as_json, incident=which)
 
 
 def test_the_page_from_an_exported_log(exported: Path, capsys: Any) -> None:
@@ -376,7 +376,7 @@ def test_the_needs_of_a_waiting_task_are_computed_from_the_log(tmp_path: Path, c
     last = max(x.seq for x in archive.read(path) if x.kind == "TaskWaiting")
     for until in (last, None):
         replay.replay(StateDir(tmp_path), None, path, live=False, until=until, verify=False,
-                       step=False, as_json=False)
+                       as_json=False)
         printed = capsys.readouterr().out.splitlines()
         assert printed[-2].startswith("beta       alpha earns more with the slots; needs ")
         assert printed[-1] == f"computed   now, by decider version {DECIDER_VERSION}"
@@ -401,7 +401,7 @@ def test_an_unknown_incident_gets_the_newest_as_hint(exported: Path) -> None:
     assert error.value.hint == f"the newest: inc-{number}"
     with pytest.raises(UsageError, match="is not an incident"):
         ask(exported, "big")
-    with pytest.raises(UsageError, match="neither"):
+    with pytest.raises(UsageError, match="do not go together"):
         ask(exported, "7", verify=True)
 
 
