@@ -359,6 +359,29 @@ def table_of(rows: list[Row], units: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
+def shown(run: Callable[[], list[Row]], folder: Path, out: Path, units: Mapping[str, str],
+          wanted: Mapping[str, float], gone: str) -> int:
+    """Run a demo in an empty folder, print its table and write its rows. Returns the exit status:
+    0 if the metrics in `wanted` have these values. `gone`: what an interrupt has removed."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        rows = run()
+    except AssertionError as error:
+        say("BROKEN", f"{error}; logs are in {folder}")
+        return 1
+    except KeyboardInterrupt:
+        say("end", f"interrupted; {gone}")
+        return 130
+    print(f"\n{table_of(rows, units)}")
+    took_s = round(time.monotonic() - BEGAN_S)
+    write(rows, out, {
+        "cores": os.cpu_count(), "load_1min": os.getloadavg()[0], "took_s": took_s})
+    print(f"\n{len(rows)} rows in {out}; took {took_s} s")
+    return int(any(wanted.get(one.metric, one.value) != one.value for one in rows))
+
+
 def main() -> int:
     """Run the cases; print a line for each and the table, and write the rows."""
     parser = argparse.ArgumentParser(prog="make demo-hosts")
@@ -372,24 +395,8 @@ def main() -> int:
     if why := network_namespaces.why_not():
         print(f"error: {why} (run it as root on Linux, with the package iproute2)", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    shutil.rmtree(options.folder, ignore_errors=True)
-    options.folder.mkdir(parents=True)
-    try:
-        rows = demo_hosts(cases, options.folder)
-    except AssertionError as error:
-        say("BROKEN", f"{error}; logs are in {options.folder}")
-        return 1
-    except KeyboardInterrupt:
-        say("end", "interrupted; all hosts are removed")
-        return 130
-    print(f"\n{table_of(rows, UNITS)}")
-    took_s = round(time.monotonic() - BEGAN_S)
-    write(rows, options.out, {
-        "cores": os.cpu_count(), "load_1min": os.getloadavg()[0], "took_s": took_s})
-    print(f"\n{len(rows)} rows in {options.out}; took {took_s} s")
-    wanted = {"healthy_tasks_touched": 0, "loss_equal": 1}
-    return int(any(wanted.get(one.metric, one.value) != one.value for one in rows))
+    return shown(lambda: demo_hosts(cases, options.folder), options.folder, options.out, UNITS,
+                 {"healthy_tasks_touched": 0, "loss_equal": 1}, "all hosts are removed")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,6 @@ undisturbed runs. Rows are in build/bench/slurm.json, logs in build/demo-slurm. 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.recovery.rows import Row, row, write
+from bench.recovery.rows import Row, row
 from cluster_story import RATES
-from hosts.demo import BEGAN_S, NUM_SLOWED, SLOW_S, Comparison, Result, say, table_of
+from hosts.demo import NUM_SLOWED, SLOW_S, Comparison, Result, say, shown
 from slurm import site as sites
 from slurm.cluster import SlurmCluster
 from twins import Spec, Twins, small
@@ -186,24 +183,9 @@ def main() -> int:
     if why := sites.why_not():
         print(f"error: {why}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    shutil.rmtree(options.folder, ignore_errors=True)
-    options.folder.mkdir(parents=True)
-    try:
-        rows = demo_slurm(list(CASES), options.folder)
-    except AssertionError as error:
-        say("BROKEN", f"{error}; logs are in {options.folder}")
-        return 1
-    except KeyboardInterrupt:
-        say("end", "interrupted; Slurm and all its processes are gone")
-        return 130
-    print(f"\n{table_of(rows, UNITS)}")
-    took_s = round(time.monotonic() - BEGAN_S)
-    write(rows, options.out, {
-        "cores": os.cpu_count(), "load_1min": os.getloadavg()[0], "took_s": took_s})
-    print(f"\n{len(rows)} rows in {options.out}; took {took_s} s")
-    wanted = {"iterations_lost": 0, "loss_equal": 1}
-    return int(any(wanted.get(one.metric, one.value) != one.value for one in rows))
+    return shown(lambda: demo_slurm(list(CASES), options.folder), options.folder, options.out,
+                 UNITS, {"iterations_lost": 0, "loss_equal": 1},
+                 "Slurm and all its processes are gone")
 
 
 if __name__ == "__main__":
