@@ -129,13 +129,14 @@ class Site:
         daemon.wait()
         if name not in self.nodes:
             return
-        for proc in linux.table():  # first who would tell slurmctld how the others ended
-            if str(self.path / f"slurmd-{name}.log") in _open_files(proc.pid):
-                linux.kill(proc)
-        ours = f"SLURM_CONF={self.env['SLURM_CONF']}".encode()
-        linux.kill_marked(f"SLURMD_NODENAME={name}".encode(), lambda proc, entry: (
-            entry != f"SLURMD_NODENAME={name}".encode()
-            or ours not in linux.environ(proc.pid)))
+        ours = {f"SLURM_CONF={self.env['SLURM_CONF']}".encode(), f"SLURMD_NODENAME={name}".encode()}
+        there = [proc for proc in linux.table() if ours <= set(linux.environ(proc.pid))
+                 or str(self.path / f"slurmd-{name}.log") in _open_files(proc.pid)]
+        # All at once: one that is left would tell slurmctld how the others ended, or cancel them.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for proc in there:
+                with suppress(ProcessLookupError):
+                    os.kill(proc.pid, number)
 
     def stop(self) -> None:
         """End all that runs on the site, and servers of logs in folders beside it."""

@@ -47,9 +47,9 @@ def test_one_job_trains_a_task_and_gives_its_nodes_back(tmp_path: Path, site: Si
 
 @pytest.mark.thorough
 def test_a_command_finds_its_gpu_and_may_use_srun(tmp_path: Path, site: Site) -> None:
-    """What Slurm says of the agent's step would be wrong for a rank, and is not there."""
-    say = ('echo "rank $RANK of $WORLD_SIZE gpu $CUDA_VISIBLE_DEVICES '
-           'job $SLURM_JOB_ID steps $(env | grep -cE \'SLURM_(STEP|PROCID|NTASKS|LOCALID)\')"; '
+    """A rank gets what srun would have set for it, and nothing of the agent's own step."""
+    say = ('echo "rank $SLURM_PROCID of $SLURM_NTASKS gpu $CUDA_VISIBLE_DEVICES '
+           'job $SLURM_JOB_ID steps $(env | grep -cE \'SLURM_(STEP|TASKS)\')"; '
            'srun --overlap -N1 -n1 -w "$SLURMD_NODENAME" sh -c \'echo "step of $SLURM_NTASKS"\'')
     cluster = SlurmCluster(tmp_path, site)
     del cluster.env["UNICRON_SLOTS"]
