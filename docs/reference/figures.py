@@ -350,7 +350,7 @@ BLOCKS = {
     "paper": Block("docs/guides/paper.md", "paper", TRACES, "waf_ratio", _paper),
     "sensitivity": Block("docs/guides/paper.md", "paper", CHANGES, "waf_ratio", _changes),
     "paper-summary": Block("README.md", "paper", TRACES, "waf_ratio", _summary),
-    "chaos-training": Block("README.md", "chaos-training", (), "iterations", _chaos),
+    "chaos-training": Block("docs/guides/features.md", "chaos-training", (), "iterations", _chaos),
     "fault-matrix": Block("docs/reference/fault-matrix.md", "fault-matrix", MATRIX, "outcome",
                           _fault_matrix),
     "fault-matrix-loops": Block("docs/reference/fault-matrix.md", "fault-matrix", LOOP_MATRIX,

@@ -211,8 +211,8 @@ def test_every_policy_in_a_page_is_valid(tmp_path: Path) -> None:
 
 def test_the_page_names_the_pinned_versions_of_training() -> None:
     pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = page.partition("### In the Python of your training")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/guides/scripts.md").read_text(encoding="utf-8")
+    section = page.partition("## In the Python of your training")[2].partition("\n## ")[0]
     section = " ".join(section.split())
     versions = dict(pin.split("==") for pin in pins["train"] if "==" in pin)
     assert f"torch {versions['torch']}" in section
