@@ -6,6 +6,7 @@ The only module that uses kubernetes_asyncio, which is loaded on demand.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -145,6 +146,7 @@ async def _read(call: str, s_max: float, **given: Any) -> AsyncGenerator[bytes, 
     except ImportError:
         raise UsageError("--kubernetes needs the package kubernetes-asyncio",
                          "pip install 'unicron[kubernetes]'") from None
+    logging.getLogger(library.__name__).addHandler(logging.NullHandler())  # it raises them too
     access = library.client.Configuration()
     try:
         if os.environ.get("KUBECONFIG") or "KUBERNETES_SERVICE_HOST" not in os.environ:
