@@ -34,7 +34,7 @@ from .monitoring.output_reader import LOOK_S as READ_S
 from .monitoring.rank_monitor import WATCH_S
 from .order_executor import STOP_GRACE_S, OrderExecutor
 from .processes.launcher import MARKER, NodeConfig
-from .processes.shim import Shim, ShimLost
+from .processes.shim import NODE, Shim, ShimLost
 
 BEAT_S = 0.5
 REJOIN_S = 5.0
@@ -142,6 +142,7 @@ class Agent:
                 _log.info("stopping", ranks=len(ranks.pids))
                 for task in (orders, *heeds):
                     task.cancel()
+                self._shim.hold(NODE, b"")  # who left has no successor, also if it dies before it ends
                 # NodeLeft comes first: without it the exits of the ranks would count as faults.
                 self._outbox.put(NodeLeft(node=node.name, incarnation=node.incarnation,
                                           reason="stopped"))

@@ -244,10 +244,14 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
 
 
 def _attach(state_dir: Path, node: str) -> tuple[Shim, dict[str, object]]:
-    """The node's shim, a new one if it has none, and the note of the agent that it served."""
+    """The node's shim, a new one if it has none or if the agent that it served has left; and the
+    note of that agent."""
     prefix = marker_prefix(state_dir, node)
     shim = Shim.open(state_dir / "agents" / f"{node}.shim", os.environ,
                      (MARKER, f"{prefix}:shim"), state_dir / "logs" / f"shim-{node}.log")
+    if NODE in shim.held and not shim.held[NODE].note:
+        shim.end()
+        return _attach(state_dir, node)
     if ZYGOTE in shim.held:  # the new agent's ranks are forked from new code
         shim.discard(ZYGOTE, shim.held.pop(ZYGOTE).pid)
     shim.kill_unknown(f"{MARKER}={prefix}".encode())

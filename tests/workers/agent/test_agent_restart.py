@@ -77,6 +77,24 @@ async def test_a_killed_agents_successor_adopts_its_ranks(plane: PlaneStub, tmp_
     assert sources(plane) == [(f"n1/{joined.incarnation}", number) for number in range(1, 8)]
 
 
+async def test_an_agent_killed_while_it_stops_has_no_successor(plane: PlaneStub) -> None:
+    """The node has left: its ranks end, and the next agent joins with an incarnation of its own."""
+    first = plane.agent()
+    await plane.wait(r.NodeJoined)
+    await plane.start("import signal, time\n"
+                      "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
+    (started,) = await plane.wait(r.RankStarted)
+    first.terminate()
+    await plane.wait(r.NodeLeft)
+    await kill(first)
+    second = plane.agent()
+    one, two = await plane.wait(r.NodeJoined, 2)
+    assert two.incarnation > one.incarnation
+    await until_gone(started.pid)
+    await stop(second, plane)
+    assert plane.kinds()[-2:] == ["NodeJoined", "NodeLeft"]
+
+
 async def test_a_rank_that_ends_without_an_agent_is_reported_by_the_next(
         plane: PlaneStub, tmp_path: Path) -> None:
     first = plane.agent()
