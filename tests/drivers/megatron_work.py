@@ -119,8 +119,7 @@ def save_as_unicron(place: int, train: Train, layout: Layout, folder: str) -> No
     target = folder_at(form.folder(1, ITERATION), "token")
     content = form.content(trainee, ITERATION, History(), saving)
     taken = Snapshot(content.share, None)
-    share_files.write_share(target, place, ITERATION, taken.num_bytes, taken.read(),
-                            content.values, share_files.Hooks())
+    share_files.write_share(target, place, ITERATION, taken.read(), content.values)
     dist.barrier()
     if place == 0:
         indexes = [share_files.read_index(target.read(target.index_name(each))) for each in saving]

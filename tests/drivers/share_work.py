@@ -59,8 +59,7 @@ def save(place: int, train: Train, layout: Layout, folder: str, lost: Collection
         taken = Snapshot(own_share(trainee, saving), None)
         values = (share_files.plain(training_state.numbers(trainee, 1, History()))
                   if place == saving[0] else {})
-        share_files.write_share(target, place, 1, taken.num_bytes, taken.read(), values,
-                                share_files.Hooks())
+        share_files.write_share(target, place, 1, taken.read(), values)
     dist.barrier()
     if place == saving[0]:
         indexes = [share_files.read_index(target.read(target.index_name(each))) for each in saving]

@@ -127,8 +127,9 @@ class Agent:
                          group.create_task(self._ask_address(), name="rejoin"),
                          group.create_task(self._sweep(ranks, health), name="sweep"),
                          group.create_task(self._look(ranks), name="look"),
-                         group.create_task(self._read(ranks), name="read"),
-                         group.create_task(self._watch(ranks), name="watch")]
+                         group.create_task(_every(READ_S, ranks.readers.look), name="read"),
+                         *([group.create_task(_every(WATCH_S, ranks.watch.look), name="watch")]
+                           if node.watch else [])]
                 orders = group.create_task(self._follow(ranks), name="orders")
                 heeds = [group.create_task(health.run(), name="health")] if health else []
                 await stop.wait()
@@ -235,18 +236,6 @@ class Agent:
                 async with asyncio.timeout(LOOK_S):
                     await child_changed.wait()
 
-    async def _read(self, ranks: OrderExecutor) -> None:
-        """Read the output of commands every READ_S."""
-        while True:
-            ranks.readers.look(time.monotonic())
-            await asyncio.sleep(READ_S)
-
-    async def _watch(self, ranks: OrderExecutor) -> None:
-        """Read the progress pages of training ranks every WATCH_S."""
-        while self._node.watch:
-            ranks.watch.look(time.monotonic())
-            await asyncio.sleep(WATCH_S)
-
     async def _sweep(self, ranks: OrderExecutor, health: HealthMonitor | None) -> None:
         """Reap orphans that exited while their rank still runs."""
         while True:
@@ -257,3 +246,9 @@ class Agent:
                 if not (health and pid in health.pids):
                     linux.reap(pid)
             await asyncio.sleep(SWEEP_S)
+
+
+async def _every(pause_s: float, look: Callable[[float], None]) -> None:
+    while True:
+        look(time.monotonic())
+        await asyncio.sleep(pause_s)

@@ -22,7 +22,6 @@ from .checkpoint_store import CheckpointStore
 from .delivery.outbox import Put
 from .delivery.spool import NO_SLOT, Spool
 from .monitoring.flight_recorder_dumps import Dumps, DumpTrigger, request_dumps
-from .monitoring.output_monitor import DEFAULT_LIMITS
 from .monitoring.output_reader import OutputReaders
 from .monitoring.rank_monitor import RankMonitors
 from .processes.exit_report import ExitReporter, OomLookup
@@ -74,8 +73,7 @@ class OrderExecutor:
         self._former = self._last = former.epoch, former.last
         self._unstarted = set(former.starts)
         """Of the former agent's StartRanks, those that were not read again yet."""
-        self.readers = OutputReaders(self._on_monitor_report,
-                                     DEFAULT_LIMITS if node.watch else None)
+        self.readers = OutputReaders(self._on_monitor_report, is_on=node.watch)
         self._dump_trigger = DumpTrigger(self.dump)
         self.watch = RankMonitors(self._on_monitor_report, is_on=node.watch)
         self._group = group

@@ -44,13 +44,13 @@ from unicron.workers.agent.processes import exit_report, torch_files
 from unicron.workers.agent.processes import process as process_module
 from unicron.workers.agent.processes.exit_cause import (
     CAUSE_CHARS_MAX,
-    Cause,
     ExitEvidence,
     cause_of,
     clipped,
 )
 from unicron.workers.agent.processes.oom_kills import RECENT_S_MAX, Kills
 from unicron.workers.agent.processes.process import Exit, Process
+from unicron.workers.diagnosis.classifier import NOTHING, Verdict
 from unicron.workers.host import linux
 
 DATA = Path(__file__).parents[2] / "data"
@@ -64,7 +64,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def why(how: Exit, text: str = "", *, path: Path = NO_FILE, kills: dict[int, str] | None = None
-        ) -> Cause:
+        ) -> Verdict:
     """The cause that this evidence gives. `kills`: pid -> the kernel's line about an OOM kill."""
     by_pid = kills or {}
     return cause_of(
@@ -91,19 +91,19 @@ def raised(innermost: str, wrapper: str) -> str:
 def test_the_evidence_order_is_kernel_file_output_signal(tmp_path: Path) -> None:
     path = error_file(tmp_path)
     kills = {7: "Memory cgroup out of memory: Killed process 7 (python)"}
-    assert why(KILLED, RESET, path=path, kills=kills) == Cause(
-        EXITED_ABNORMALLY, "oom-killer", kills[7])
+    assert why(KILLED, RESET, path=path, kills=kills) == Verdict(
+        EXITED_ABNORMALLY, "oom-killer", line=kills[7])
     assert why(KILLED, RESET, path=path).status == CONNECTION_REFUSED
     assert why(ONE, RESET, path=path).status == CONNECTION_REFUSED
     assert why(ONE, RESET).status == CONNECTION_RESET
-    assert why(Exit(None, signal.SIGSEGV)) == Cause(
+    assert why(Exit(None, signal.SIGSEGV)) == NOTHING._replace(
         line="signal 11 (SIGSEGV): it accessed invalid memory (segmentation fault)")
     assert why(Exit(None, signal.SIGABRT, dumped=True)).line.endswith(", core dumped")
 
 
 def test_a_successful_exit_has_no_cause(tmp_path: Path) -> None:
     path = error_file(tmp_path)
-    assert why(Exit(0, None), RESET, path=path, kills={0: "oom", 7: "oom"}) == Cause()
+    assert why(Exit(0, None), RESET, path=path, kills={0: "oom", 7: "oom"}) == NOTHING
 
 
 def test_every_member_of_an_exception_group_is_read() -> None:
@@ -120,8 +120,8 @@ def test_every_member_of_an_exception_group_is_read() -> None:
 
 
 def test_output_without_an_error_has_no_cause() -> None:
-    assert why(ONE, "iteration 7 of 9\nsaved\n") == Cause()
-    assert why(ONE) == Cause()
+    assert why(ONE, "iteration 7 of 9\nsaved\n") == NOTHING
+    assert why(ONE) == NOTHING
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
@@ -143,7 +143,7 @@ def test_an_oom_kill_of_a_child_counts_only_if_a_child_was_killed() -> None:
 def test_a_shells_exit_code_says_which_signal() -> None:
     assert why(Exit(139, None)).line.startswith("exit code 139, in a shell signal 11 (SIGSEGV): ")
     assert why(Exit(130, None)).line.startswith("exit code 130, in a shell signal 2 (SIGINT)")
-    assert why(Exit(255, None)) == Cause()
+    assert why(Exit(255, None)) == NOTHING
 
 
 @pytest.mark.parametrize(("text", "status", "line"), [
@@ -253,7 +253,7 @@ def test_the_error_file_of_a_summary_outranks_its_traceback(tmp_path: Path) -> N
 
 def test_a_rank_that_was_killed_under_torchrun_is_named() -> None:
     text = printed("kill-plain")
-    assert why(ONE, text) == Cause(
+    assert why(ONE, text) == NOTHING._replace(
         line="rank 1 under torchrun (pid 12055): signal 9 (SIGKILL): killed from outside")
     assert why(ONE, text, kills={12055: "Killed process 12055"}).rule == "oom-killer"
 

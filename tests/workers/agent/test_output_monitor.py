@@ -20,7 +20,7 @@ from unicron.events.records.orders import StartRank
 from unicron.events.records.reports import IterationsLogged, RankExited, RankStalled, RankUnstalled
 from unicron.events.records.types import Body, Slot
 from unicron.events.spec.job import parse as parse_spec
-from unicron.workers.agent.monitoring import output_reader
+from unicron.workers.agent.monitoring import output_monitor, output_reader
 from unicron.workers.agent.monitoring.megatron_output import (
     LINE_BYTES_MAX,
     IterationRanges,
@@ -28,7 +28,7 @@ from unicron.workers.agent.monitoring.megatron_output import (
     ProgressLines,
     parse,
 )
-from unicron.workers.agent.monitoring.output_monitor import ANNOUNCED_PAUSE_S, HangLimits
+from unicron.workers.agent.monitoring.output_monitor import ANNOUNCED_PAUSE_S
 from unicron.workers.agent.monitoring.output_reader import OutputReader, OutputReaders
 
 CORE = (b" [2025-08-01 09:32:10] iteration        2/    5000 | consumed samples:          256 |"
@@ -525,7 +525,7 @@ def test_time_in_which_the_agent_was_paused_does_not_count(played: Played) -> No
 
 def test_no_stall_is_reported_where_the_monitor_is_off(tmp_path: Path) -> None:
     reports: list[Body] = []
-    readers = OutputReaders(lambda body, _: reports.append(body), limits=None)
+    readers = OutputReaders(lambda body, _: reports.append(body), is_on=False)
     path = tmp_path / "log"
     path.touch()
     readers.begin(order(), path, 0, os.getpid())
@@ -545,9 +545,11 @@ for i in itertools.count(1):
 """
 
 
-def test_a_real_process_that_is_stopped_and_continued(tmp_path: Path) -> None:
+def test_a_real_process_that_is_stopped_and_continued(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_monitor, "LENIENT_S", 1.0)
     reports: list[Body] = []
-    readers = OutputReaders(lambda body, _: reports.append(body), limits=HangLimits(least_s=1.0))
+    readers = OutputReaders(lambda body, _: reports.append(body))
     path = tmp_path / "rank-0.log"
     program = tmp_path / "prints.py"
     program.write_text(PRINTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -263,38 +264,41 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str) -> None:
     from unicron.workers.training.model.training_state import Numbers
     from unicron.workers.training.recovery.resharding import Region, Shard
 
-    def write(token: str, value: float, place: int, hooks: share_files.Hooks) -> None:
-        pieces = [(Shard(f"model.{number}", "float32 100", Region((50 * place,), (50,))),
-                   torch.full((50,), value)) for number in range(8)]
-        share_files.write_share(folder.folder_at(url, token), place, 3, 8 * 200, pieces,
-                                {} if place else share_files.plain(numbers), hooks)
+    def pieces(value: float, place: int, *, fails: bool) -> Iterator[tuple[Shard, torch.Tensor]]:
+        for number in range(8):
+            if fails and number == 4:
+                raise RuntimeError("the store broke off")
+            yield (Shard(f"model.{number}", "float32 100", Region((50 * place,), (50,))),
+                   torch.full((50,), value))
+
+    def write(token: str, value: float, place: int, *, fails: bool = False) -> None:
+        share_files.write_share(folder.folder_at(url, token), place, 3,
+                                pieces(value, place, fails=fails),
+                                {} if place else share_files.plain(numbers))
 
     def complete(token: str) -> int:
         target = folder.folder_at(url, token)
         found = [share_files.read_index(target.read(target.index_name(place))) for place in (0, 1)]
         return share_files.complete(target, [index for index in found if index is not None])
 
-    def fails() -> None:
-        raise RuntimeError("the store broke off")
-
     numbers = Numbers(precision="fp32", step_version=3, consumed_samples=0, scheduled_samples=0,
                       adam_step=0.0, loss_scales=[], first_loss=0, losses=[0.5], step_s=[0.1])
     url = f"{output}/gen-1/iter-3"
     with pytest.raises(RuntimeError, match="the store broke off"):
-        write("one", 1.0, 0, share_files.Hooks(on_half=fails))
+        write("one", 1.0, 0, fails=True)
     folder.folder_at(url, "one").discard()
     assert object_storage.Store(url).names() == []
     for place in (1, 0):
-        write("two", 2.0, place, share_files.Hooks())
+        write("two", 2.0, place)
     num_bytes = complete("two")
     assert num_bytes > 8 * 400
     assert read(url)["model.7"].eq(2).all()
-    write("three", 3.0, 0, share_files.Hooks())
+    write("three", 3.0, 0)
     assert read(url)["model.7"].eq(2).all(), "the checkpoint before is in force"
     folder.folder_at(url, "three").discard()
     assert read(url)["model.7"].eq(2).all()
     for place in (0, 1):
-        write("four", 4.0, place, share_files.Hooks())
+        write("four", 4.0, place)
     assert complete("four") == num_bytes + 2, "the token is longer"
     assert read(url)["model.7"].eq(4).all()
     assert not [name for name in object_storage.Store(url).names() if "two" in name]

@@ -7,7 +7,6 @@ own lines, and is longer after an announced pause (a checkpoint or an evaluation
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ....events.records.orders import StartRank
 from ....events.records.reports import IterationsLogged, RankStalled, RankUnstalled
@@ -27,24 +26,12 @@ PAUSE_S = 1.0
 WHAT = "no line of progress"
 
 
-class HangLimits(NamedTuple):
-    """Lower bounds of the limit: normally, and after an announced pause."""
-
-    least_s: float = LENIENT_S
-    pause_s: float = ANNOUNCED_PAUSE_S
-
-
-DEFAULT_LIMITS = HangLimits()
-
-
 class OutputMonitor:
     """Monitors one process that prints progress lines. `now_s` is always the monotonic clock."""
 
-    def __init__(self, order: StartRank, pid: int, limits: HangLimits, *,
-                 is_stalled: bool = False) -> None:
+    def __init__(self, order: StartRank, pid: int, *, is_stalled: bool = False) -> None:
         self._ids = {"task": order.task, "rank": order.rank, "attempt": order.attempt}
         self._pid = pid
-        self._limits = limits
         self._monitor = StepTimeMonitor()
         self._intervals = Window(INTERVALS_NUM)
         self._line: IterationsLogged | None = None
@@ -87,8 +74,8 @@ class OutputMonitor:
         if len(self._intervals) < INTERVALS_NUM_MIN:
             return 0.0
         limit_s = max(STALLED_TIMES * self._intervals.largest(1),
-                      LENIENT_TIMES * self._intervals.quantile(0.5), self._limits.least_s)
-        return max(limit_s, self._limits.pause_s) if is_paused else limit_s
+                      LENIENT_TIMES * self._intervals.quantile(0.5), LENIENT_S)
+        return max(limit_s, ANNOUNCED_PAUSE_S) if is_paused else limit_s
 
     def look(self, now_s: float, is_paused: Callable[[], bool]) -> RankStalled | None:
         """Return a new stall. `is_paused` is called last because it may read a file."""

@@ -13,7 +13,7 @@ from ....events.records.orders import StartRank
 from ....events.records.reports import IterationsLogged
 from ....events.records.types import Body
 from .megatron_output import IterationRanges, ProgressLine, ProgressLines
-from .output_monitor import DEFAULT_LIMITS, HangLimits, OutputMonitor
+from .output_monitor import OutputMonitor
 
 LOOK_S = 1.0
 """Time between two looks, and between two reports of one process."""
@@ -28,11 +28,10 @@ _log = structlog.get_logger("agent")
 class OutputReaders:
     """Reads all commands of a node. Of each task only the first process with progress reports."""
 
-    def __init__(self, report: Callable[[Body, float | None], None],
-                 limits: HangLimits | None = DEFAULT_LIMITS) -> None:
-        """`limits` None disables hang detection."""
+    def __init__(self, report: Callable[[Body, float | None], None], *, is_on: bool = True) -> None:
+        """`is_on`: whether hangs are detected."""
         self._report = report
-        self._limits = limits
+        self._is_on = is_on
         self._logs: dict[tuple[int, int, int], OutputReader] = {}
         self._watched: dict[tuple[int, int, int], OutputMonitor] = {}
         self._looked_s: float | None = None
@@ -42,9 +41,8 @@ class OutputReaders:
         """Read a command's output from `log_start`, or from where a former agent was (`log_at`)."""
         self._logs[_key(order)] = one = OutputReader(order, log_path, log_at or log_start)
         one.has_reported = log_at > 0
-        if self._limits is not None:
-            self._watched[_key(order)] = OutputMonitor(order, pid, self._limits,
-                                                       is_stalled=is_stalled)
+        if self._is_on:
+            self._watched[_key(order)] = OutputMonitor(order, pid, is_stalled=is_stalled)
 
     def reported_at(self, key: tuple[int, int, int]) -> int:
         """Up to where the output of a process is reported; 0: it is not known."""

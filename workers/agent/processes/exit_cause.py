@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ....events.records import statuses
 from ....events.records.reports import RankErrored
-from ...diagnosis.classifier import Verdict, classify
+from ...diagnosis.classifier import NOTHING, Verdict, classify
 from . import torch_files
 from .process import Exit
 from .torch_files import RootCause, TorchError
@@ -42,15 +42,6 @@ _KILLED_CHILD = re.compile(r"killed by signal: Killed|signal SIGKILL|\(SIGKILL\)
                            re.MULTILINE)
 
 
-class Cause(NamedTuple):
-    """Why a process ended. All fields empty: the cause is unknown."""
-
-    status: str = ""
-    rule: str = ""
-    line: str = ""
-    second_hand: bool = False
-
-
 class ExitEvidence(NamedTuple):
     """The evidence about a process that has ended."""
 
@@ -67,13 +58,13 @@ class ExitEvidence(NamedTuple):
     """The user that it ran as."""
 
 
-def cause_of(end: ExitEvidence) -> Cause:
+def cause_of(end: ExitEvidence) -> Verdict:
     """Find the cause: OOM killer, error file, printed output, signal or exit code, in this order.
-    Exit code 0 has none. Printed output does not explain a signal from outside, as SIGKILL or
-    SIGTERM."""
+    NOTHING: it is unknown, or the exit code is 0. Printed output does not explain a signal from
+    outside, as SIGKILL or SIGTERM."""
     how = end.how
     if how.exit_code == 0:
-        return Cause()
+        return NOTHING
     root = torch_files.root_cause(end.text)
     number = how.signal or _signal_of(how.exit_code)
     for pid, is_killed in ((end.pid, number == signal.SIGKILL),
@@ -81,7 +72,7 @@ def cause_of(end: ExitEvidence) -> Cause:
                             root is not None and root.exit_code == -signal.SIGKILL),
                            (0, how.signal is None and bool(_KILLED_CHILD.search(end.text)))):
         if is_killed and (line := end.killed(pid)):
-            return Cause(statuses.EXITED_ABNORMALLY, "oom-killer", clipped(line))
+            return Verdict(statuses.EXITED_ABNORMALLY, "oom-killer", line=clipped(line))
     recorded = torch_files.read(end.path, end.uid)
     if recorded is None and root is not None and root.error_file:
         recorded = torch_files.read(Path(root.error_file), end.uid)
@@ -92,16 +83,16 @@ def cause_of(end: ExitEvidence) -> Cause:
     if number not in _FROM_OUTSIDE:
         verdict = deciding_verdict(end.text)
         if verdict.status:
-            return _cause_of_verdict(verdict)
-    return Cause(line=describe_exit(how))
+            return _clipped(verdict)
+    return NOTHING._replace(line=describe_exit(how))
 
 
-def cause_of_error(report: RankErrored) -> Cause:
+def cause_of_error(report: RankErrored) -> Verdict:
     """The cause that the rank itself has reported."""
     lines = [line for line in report.text.splitlines() if line.strip()]
     line = classify(report.text).line if report.status else ""
-    return Cause(report.status, report.rule,
-                 clipped(line or (lines[-1] if lines else report.error)), report.second_hand)
+    return Verdict(report.status, report.rule, report.second_hand,
+                   clipped(line or (lines[-1] if lines else report.error)))
 
 
 def deciding_verdict(text: str) -> Verdict:
@@ -138,29 +129,30 @@ def clipped(line: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in line).split())[:CAUSE_CHARS_MAX]
 
 
-def _cause_of_verdict(verdict: Verdict) -> Cause:
-    return Cause(verdict.status, verdict.rule, clipped(verdict.line), verdict.second_hand)
+def _clipped(verdict: Verdict) -> Verdict:
+    return verdict._replace(line=clipped(verdict.line))
 
 
-def _cause_of_torch_error(error: TorchError) -> Cause:
+def _cause_of_torch_error(error: TorchError) -> Verdict:
     verdict = classify(error.trace) if error.trace.strip() else classify(error.message)
     if verdict.status:
-        return _cause_of_verdict(verdict)
+        return _clipped(verdict)
     lines = [line for line in (error.message.strip() or error.trace).splitlines() if line.strip()]
     line = lines[0] if error.message.strip() else lines[-1]
-    return Cause(statuses.OTHER_SOFTWARE, "torch-error-file", clipped(line))
+    return Verdict(statuses.OTHER_SOFTWARE, "torch-error-file", line=clipped(line))
 
 
-def _cause_under_torchrun(root: RootCause) -> Cause:
+def _cause_under_torchrun(root: RootCause) -> Verdict:
     """torchrun's summary names the first failure, but rarely the cause, which is printed above."""
     verdict = deciding_verdict(root.trace)
     if not verdict.status and -root.exit_code not in _FROM_OUTSIDE:
         verdict = deciding_verdict(root.before)
     if verdict.status:
-        return _cause_of_verdict(verdict)
+        return _clipped(verdict)
     how = (_signal_in_words(-root.exit_code) if root.exit_code < 0
            else f"exit code {root.exit_code}")
-    return Cause(line=clipped(f"rank {root.rank} under torchrun (pid {root.pid}): {how}"))
+    line = clipped(f"rank {root.rank} under torchrun (pid {root.pid}): {how}")
+    return NOTHING._replace(line=line)
 
 
 def _signal_of(exit_code: int | None) -> int | None:

@@ -11,8 +11,9 @@ import structlog
 
 from ....events.records.orders import StartRank
 from ....events.records.reports import RankErrored, RankExited
+from ...diagnosis.classifier import NOTHING, Verdict
 from . import torch_files
-from .exit_cause import Cause, ExitEvidence, cause_of, cause_of_error, clipped, describe_exit
+from .exit_cause import ExitEvidence, cause_of, cause_of_error, clipped, describe_exit
 from .oom_kills import Kills, MemoryCgroup
 from .process import Exit, Process
 
@@ -61,9 +62,10 @@ class ExitReporter:
                 cause, output = await asyncio.to_thread(find)
         except TimeoutError:
             _log.warning("the search for the cause of an exit took too long", pid=process.pid)
-            cause, output = Cause(line=describe_exit(how)), "(no output: reading it took too long)"
+            cause = NOTHING._replace(line=describe_exit(how))
+            output = "(no output: reading it took too long)"
         if known is not None:
-            cause = Cause(line=clipped(known))
+            cause = NOTHING._replace(line=clipped(known))
         # Redacted before it is cut, so that no part of a secret is left at its beginning.
         tail = "" if is_explained else redact(output).encode()[-TAIL_BYTES:].decode(
             errors="replace")
@@ -74,13 +76,13 @@ class ExitReporter:
 
     def _find_cause(self, process: Process, how: Exit, group: MemoryCgroup | None,
                     reported: RankErrored | None, *, bytes_max: int,
-                    is_known: bool) -> tuple[Cause, str]:
+                    is_known: bool) -> tuple[Verdict, str]:
         try:
             output = text = process.output(bytes_max).decode("utf-8", errors="replace")
         except OSError as error:
             output, text = f"(no output: {error.strerror})", ""
         if is_known:
-            return Cause(), output
+            return NOTHING, output
 
         def killed(pid: int) -> str:
             line = self._kernel_line(pid) if pid else None

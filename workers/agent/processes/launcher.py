@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -166,11 +165,6 @@ class Launcher:
             process = Process.start(self._shim, key, note, node.rank_argv, env=env, marker=marker,
                                     log_path=log_path, files=files, held=held, user=user)
         return self._with_user(process, folder)
-
-    def close(self) -> None:
-        """Remove the folders of ranks of another user."""
-        if self._folders is not None:
-            shutil.rmtree(self._folders, ignore_errors=True)
 
 
 def key_of(order: StartRank) -> str:

@@ -86,9 +86,8 @@ def save(folder: str, trainee: TrainingModel, step_version: int, history: Histor
     snapshot = Snapshot(whole_share(trainee), None)
     try:
         index = share_files.write_share(
-            target, 0, step_version, snapshot.num_bytes, snapshot.read(),
-            share_files.plain(training_state.numbers(trainee, step_version, history)),
-            share_files.Hooks())
+            target, 0, step_version, snapshot.read(),
+            share_files.plain(training_state.numbers(trainee, step_version, history)))
         return share_files.complete(target, [index])
     except WRITE_ERRORS as error:
         target.discard()

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import structlog
+from torch import Tensor
 
 from ....events import object_storage
 from ....events.records.reports import CheckpointSaved
@@ -22,6 +23,7 @@ from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
+from ..recovery.resharding import Shard
 from ..recovery.state_shards import State
 from ..step.gradient_reduction import is_cuda_error
 from . import folder, share_files, snapshot
@@ -230,13 +232,6 @@ class Saver:
         """Raises NotSaved, and Superseded if it was given up."""
         name = self._format.folder(save.generation, save.step_version)
         is_first = place == save.saving[0]
-
-        def on_piece() -> None:
-            if self._is_superseded:
-                raise Superseded(name, "a newer one is needed")
-
-        hooks = share_files.Hooks(
-            lambda: self._note("save_mid", save.generation, save.step_version), on_piece)
         try:
             with self._exclude_new_sockets():
                 if self._leftover is not None:
@@ -244,7 +239,7 @@ class Saver:
                 target = folder.folder_at(name, save.token)
                 self._format.clear(save.generation, target.partial_name)
                 self._leftover = target if is_first else None
-                self._write_share(target, save, place, taken, content, hooks)
+                self._write_share(target, save, place, taken, content)
                 self._written = save
                 if is_first:
                     ckpt_bytes = self._complete(target, save, content, must_stop)
@@ -261,11 +256,11 @@ class Saver:
         self._failing = ""
 
     def _write_share(self, target: Folder, save: Save, place: int, taken: snapshot.Snapshot,
-                     content: Content, hooks: share_files.Hooks) -> None:
+                     content: Content) -> None:
         """Write the share. If that fails, remove what was written, and tell the first member."""
         try:
-            share_files.write_share(target, place, save.step_version, taken.num_bytes, taken.read(),
-                                    content.values, hooks)
+            share_files.write_share(target, place, save.step_version,
+                                    self._pieces(save, target.name, taken), content.values)
         except (*WRITE_ERRORS, Superseded) as error:
             if len(save.saving) == 1:
                 target.discard()
@@ -274,6 +269,16 @@ class Saver:
                 share_files.write_failure(target, place, save.step_version,
                                           object_storage.reason(error))
             raise
+
+    def _pieces(self, save: Save, name: str, taken: snapshot.Snapshot
+                ) -> Iterator[tuple[Shard, Tensor]]:
+        """What `taken` reads, as long as no newer checkpoint is needed. Raises Superseded."""
+        for index, piece in enumerate(taken.read()):
+            if self._is_superseded:
+                raise Superseded(name, "a newer one is needed")
+            if index == len(taken.pieces) // 2:
+                self._note("save_mid", save.generation, save.step_version)
+            yield piece
 
     def _complete(self, target: Folder, save: Save, content: Content, must_stop: Callable[[], bool]
                   ) -> int:

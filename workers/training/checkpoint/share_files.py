@@ -12,10 +12,10 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import msgspec
 import torch
@@ -76,13 +76,6 @@ class Index(Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-class Hooks(NamedTuple):
-    """Called when about half of the bytes are written, before each piece. Errors end the write."""
-
-    on_half: Callable[[], None] = lambda: None
-    on_piece: Callable[[], None] = lambda: None
-
-
 class _Checksummed(io.RawIOBase):
     """Writes to `file`, and continues the checksum."""
 
@@ -101,24 +94,16 @@ class _Checksummed(io.RawIOBase):
         return length
 
 
-def write_share(folder: Folder, place: int, step_version: int, share_bytes: int,
-                pieces: Iterable[tuple[Shard, Tensor]], values: Mapping[str, Any], hooks: Hooks
-                ) -> Index:
+def write_share(folder: Folder, place: int, step_version: int,
+                pieces: Iterable[tuple[Shard, Tensor]], values: Mapping[str, Any]) -> Index:
     """Write the data file and then the index of the member at `place`. `values`: what it has beside
-    tensors, by key. Raises OSError, RuntimeError, MemoryError."""
+    tensors, by key. Raises OSError, RuntimeError, MemoryError, and what `pieces` raises."""
     chunks: list[Chunk] = []
     file_name = folder.data_name(place)
-    is_half = False
     with folder.create(file_name) as file:
         output = _Checksummed(file)
         for shard, tensor in pieces:
-            hooks.on_piece()
-            if not is_half and output.num_bytes >= share_bytes // 2:
-                is_half = True
-                hooks.on_half()
             chunks.append(_write(output, shard.key, shard.kind, shard.region, tensor))
-        if not is_half:
-            hooks.on_half()
         chunks += [_write(output, key, "", Region((), ()), value) for key, value in values.items()]
         num_bytes = output.num_bytes
     index = Index(FORMAT_NUM, step_version, file_name, num_bytes, chunks)
