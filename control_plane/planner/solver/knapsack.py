@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from .candidates import Candidates, SlotsAndGain
-from .core import LOSS_NUM_MAX, ArrayCore, CoreProblem, Ints
-from .core_bitset import BitsetCore
+from .core import LOSS_NUM_MAX, Core, CoreProblem, Ints
 
 _BUDGET_BITS, _BUDGET_STEP_BITS = 9, 3
 _SMALL_NUM = 48
@@ -80,7 +79,7 @@ class Solution(Struct, frozen=True, kw_only=True):
         relaxed, *starts = found
         most = relaxed.bound - relaxed.denominator * max(
             units.sums(_filled(units, start, units_num))[0] for start in starts)
-        cores = ((budget, _solved(_core_problem(units, units_num, relaxed, budget)))
+        cores = ((budget, Core(_core_problem(units, units_num, relaxed, budget)))
                  for budget in _budgets(relaxed, 0, most))
         vector = next(core.vector() for budget, core in cores if core.least <= budget)
         return cls(rows=rows, capacity=capacity, units=units, units_num=units_num,
@@ -94,9 +93,9 @@ class Solution(Struct, frozen=True, kw_only=True):
         lost = relaxed.bound - relaxed.denominator * self.gain
         for budget in (*_budgets(relaxed, lost, self._budget()), LOSS_NUM_MAX - 1):
             kept = _core_problem(self.units, self.units_num, relaxed, budget)
-            if work_num_max is not None and kept.levels() is None and kept.work() > work_num_max:
+            if work_num_max is not None and not kept.ties() and kept.work() > work_num_max:
                 return None
-            vector = _solved(kept).second(self.vector)
+            vector = Core(kept).second(self.vector)
             if vector is not None:
                 return rows.slots(vector), rows.sums(vector)[0]
         return None
@@ -148,12 +147,6 @@ class Solution(Struct, frozen=True, kw_only=True):
         rest = ~beside
         rest[vector] = False
         return np.concatenate([_least(np.flatnonzero(some), losses) for some in (beside, rest)])
-
-
-def _solved(problem: CoreProblem) -> ArrayCore | BitsetCore:
-    """The core, solved by the faster of the two implementations."""
-    levels = problem.levels()
-    return ArrayCore(problem) if levels is None else BitsetCore(problem, levels)
 
 
 def _least(numbers: Ints, losses: Ints) -> Ints:
