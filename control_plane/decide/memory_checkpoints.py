@@ -106,7 +106,7 @@ class _Stores:
         self._now = {one.node: one.stores for one in task.stores}
         self.usable = dict.fromkeys(
             name for name in self._names if _is_usable(state.nodes[name]))
-        self.load, self.free = Counter[str](), _FreeBytes(state, task)
+        self.load, self.free = Counter[str](), _free_bytes(state, task)
 
     def best(self, node: str, chosen: Sequence[str], own_bytes: int) -> str:
         """The best store for the node's shares beside `chosen`; "" if none has memory for them. It
@@ -132,30 +132,14 @@ class _Stores:
         return found or (node if may(node) else "")
 
 
-class _FreeBytes(dict[str, float]):
-    """By node: the memory that in-memory checkpoints of other tasks leave, computed when read."""
-
-    def __init__(self, state: ClusterState, task: Task) -> None:
-        super().__init__()
-        self._state = state
-        self._tasks: dict[str, list[Task]] = {}  # by node: the other tasks that may store there
-        self._bytes: dict[int, dict[str, int]] = {}
-        for other in state.tasks.values():
-            if other is not task and not other.outcome:
-                assigned = other.stores if storing_nodes(other) else ()
-                for name in dict.fromkeys([name for one in assigned for name in one.stores]
-                                          or [copy.node for copy in other.copies]):
-                    self._tasks.setdefault(name, []).append(other)
-
-    def __missing__(self, name: str) -> float:
-        taken = 0
-        for other in self._tasks.get(name, ()):
-            if other.id not in self._bytes:
-                self._bytes[other.id] = node_bytes(other)
-            taken += self._bytes[other.id].get(name, 0)
-        most = bytes_max_of(self._state, self._state.nodes[name]) or float("inf")
-        self[name] = free = most - taken
-        return free
+def _free_bytes(state: ClusterState, task: Task) -> dict[str, float]:
+    """By node: the memory that in-memory checkpoints of other tasks leave."""
+    taken = Counter[str]()
+    for other in state.tasks.values():
+        if other is not task and not other.outcome:
+            taken.update(node_bytes(other))
+    return {name: (bytes_max_of(state, node) or float("inf")) - taken[name]
+            for name, node in state.nodes.items()}
 
 
 def _is_usable(node: Node) -> bool:

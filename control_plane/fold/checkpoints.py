@@ -12,14 +12,14 @@ from ...events.records.envelope import Record
 from ..state.cluster import ClusterState
 from ..state.memory_checkpoints import whole_checkpoints
 from ..state.node import Node
-from ..state.task import Checkpoint
+from ..state.task import Checkpoint, Task
 from .edits import close_orders, forget_store, set_stores
 
 
 # --- checkpoints on disk ---
-def checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSaved) -> None:
-    task = state.tasks.get(body.task)
-    if task is None or task.phase == "ended" or body.generation != task.generation:
+def checkpoint_saved(state: ClusterState, record: Record, task: Task,
+                     body: r.CheckpointSaved) -> None:
+    if body.generation != task.generation:
         return
     ways = [task.saved, task.checkpoint, *task.publishing.values()]
     if any(way is not None and way.generation == body.generation
@@ -30,10 +30,10 @@ def checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSave
                             path=body.path.removeprefix(output).lstrip("/"), final=body.final)
 
 
-def checkpoint_published(state: ClusterState, record: Record, body: r.CheckpointPublished) -> None:
-    task = state.tasks.get(body.task)
-    published = task.publishing.get(body.order) if task is not None else None
-    if task is None or published is None:
+def checkpoint_published(state: ClusterState, record: Record, task: Task,
+                         body: r.CheckpointPublished) -> None:
+    published = task.publishing.get(body.order)
+    if published is None:
         return
     for order in [order for order in task.publishing if order <= body.order]:
         del task.publishing[order]
@@ -41,10 +41,8 @@ def checkpoint_published(state: ClusterState, record: Record, body: r.Checkpoint
     task.checkpoint = published
 
 
-def publish_ordered(state: ClusterState, record: Record, body: o.PublishCheckpoint) -> None:
-    task = state.tasks.get(body.task)
-    if task is None:
-        return
+def publish_ordered(state: ClusterState, record: Record, task: Task,
+                    body: o.PublishCheckpoint) -> None:
     known = [x for x in (task.saved, *task.publishing.values())
              if x is not None and (x.generation, x.path) == (body.generation, body.path)]
     if not known:
@@ -91,10 +89,8 @@ def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpo
                            or one.num_shares == whole.num_shares]
 
 
-def checkpoints_lost(state: ClusterState, record: Record, body: r.MemoryCheckpointsLost) -> None:
-    node = state.nodes.get(body.node)
-    if node is None or node.incarnation != body.incarnation:
-        return
+def checkpoints_lost(state: ClusterState, record: Record, node: Node,
+                     body: r.MemoryCheckpointsLost) -> None:
     task = state.tasks.get(body.task)
     if task is not None and body.order:
         if body.order == task.drop_order:
@@ -116,9 +112,9 @@ def _store_ended(state: ClusterState, node: Node, start: int) -> None:
         task.copies = [copy for copy in task.copies if copy.node != node.name]
 
 
-def stores_ordered(state: ClusterState, record: Record, body: o.SetCheckpointStores) -> None:
-    task = state.tasks.get(body.task)
-    if task is None or task.phase == "ended" or body.generation != task.generation:
+def stores_ordered(state: ClusterState, record: Record, task: Task,
+                   body: o.SetCheckpointStores) -> None:
+    if body.generation != task.generation:
         return
     close_orders(state, [task.keep_order])
     task.keep_order = record.seq
@@ -126,9 +122,9 @@ def stores_ordered(state: ClusterState, record: Record, body: o.SetCheckpointSto
     set_stores(task, body.keepers, body.stores)
 
 
-def drop_ordered(state: ClusterState, record: Record, body: o.DropMemoryCheckpoints) -> None:
-    task = state.tasks.get(body.task)
-    if task is not None and task.phase == "ended":
+def drop_ordered(state: ClusterState, record: Record, task: Task,
+                 body: o.DropMemoryCheckpoints) -> None:
+    if task.phase == "ended":
         close_orders(state, [task.drop_order])
         task.drop_order, task.store_nodes = record.seq, list(body.nodes)
         state.orders[record.seq] = encode_record(record)

@@ -169,10 +169,7 @@ def incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed)
 
 
 # --- the plan ---
-def throughput_set(state: ClusterState, record: Record, body: d.ThroughputSet) -> None:
-    task = state.tasks.get(body.task)
-    if task is None or task.phase == "ended":
-        return
+def throughput_set(state: ClusterState, record: Record, task: Task, body: d.ThroughputSet) -> None:
     task.throughput = body
     if body.origin == "measured":
         learn_slot(state, task, body)
@@ -188,10 +185,7 @@ def plan_chosen(state: ClusterState, record: Record, body: d.PlanChosen) -> None
     edits.clear_deadline(state, edits.LOSSES)
 
 
-def task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> None:
-    task = state.tasks.get(body.task)
-    if task is None or task.phase == "ended":
-        return
+def task_placed(state: ClusterState, record: Record, task: Task, body: d.TaskPlaced) -> None:
     task.target = body.seats
     task.why = ""
     if body.seats and task.phase == "idle":
@@ -201,22 +195,16 @@ def task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> None
     transition_completed(state, task)
 
 
-def task_waiting(state: ClusterState, record: Record, body: d.TaskWaiting) -> None:
-    task = state.tasks.get(body.task)
-    if task is not None:
-        task.why = body.why
+def task_waiting(state: ClusterState, record: Record, task: Task, body: d.TaskWaiting) -> None:
+    task.why = body.why
 
 
-def order_suppressed(state: ClusterState, record: Record, body: d.OrderSuppressed) -> None:
-    task = state.tasks.get(body.task)
-    if task is not None:
-        task.withheld = body.what
+def order_suppressed(state: ClusterState, record: Record, task: Task,
+                     body: d.OrderSuppressed) -> None:
+    task.withheld = body.what
 
 
-def task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
-    task = state.tasks.get(body.task)
-    if task is None or task.phase == "ended":
-        return
+def task_ended(state: ClusterState, record: Record, task: Task, body: d.TaskEnded) -> None:
     edits.clear_phase_deadlines(state, task)
     edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
                                task.keep_order, *task.publishing])
@@ -260,12 +248,10 @@ def start_ordered(state: ClusterState, record: Record, body: o.StartRank) -> Non
                        state.policy.start_s_max)
 
 
-def stop_ordered(state: ClusterState, record: Record, body: o.StopRank) -> None:
-    task = state.tasks.get(body.task)
-    rank = edits.find_rank(task, body.rank, body.attempt)
-    if rank is None and task is not None:
-        rank = edits.find_orphan(task, body.rank, body.attempt)
-    if task is None or rank is None:
+def stop_ordered(state: ClusterState, record: Record, task: Task, body: o.StopRank) -> None:
+    rank = (edits.find_rank(task, body.rank, body.attempt)
+            or edits.find_orphan(task, body.rank, body.attempt))
+    if rank is None:
         return
     edits.close_orders(state, [rank.start_order, *rank.stop_orders])
     if awaited(task) == "processes" and task.ranks.get(rank.rank) is rank:
@@ -278,9 +264,8 @@ def stop_ordered(state: ClusterState, record: Record, body: o.StopRank) -> None:
     edits.set_deadline(state, f"stop/{name}", max(body.grace_s, 0.0) + state.policy.stop_s_max)
 
 
-def quiesce_ordered(state: ClusterState, record: Record, body: o.Quiesce) -> None:
-    task = state.tasks.get(body.task)
-    if task is None or body.generation != task.generation:
+def quiesce_ordered(state: ClusterState, record: Record, task: Task, body: o.Quiesce) -> None:
+    if body.generation != task.generation:
         return
     edits.clear_phase_deadlines(state, task)
     edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
@@ -295,9 +280,9 @@ def quiesce_ordered(state: ClusterState, record: Record, body: o.Quiesce) -> Non
     edits.update_unreachable_deadline(state, task)
 
 
-def reconfigure_ordered(state: ClusterState, record: Record, body: o.Reconfigure) -> None:
-    task = state.tasks.get(body.task)
-    if task is None or body.generation <= task.generation:
+def reconfigure_ordered(state: ClusterState, record: Record, task: Task,
+                        body: o.Reconfigure) -> None:
+    if body.generation <= task.generation:
         return
     edits.clear_phase_deadlines(state, task)
     edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
@@ -322,9 +307,8 @@ def reconfigure_ordered(state: ClusterState, record: Record, body: o.Reconfigure
         incident.kept, incident.dealt = incident.kept_before, incident.dealt_before
 
 
-def resume_ordered(state: ClusterState, record: Record, body: o.Resume) -> None:
-    task = state.tasks.get(body.task)
-    if task is None or body.generation != task.generation:
+def resume_ordered(state: ClusterState, record: Record, task: Task, body: o.Resume) -> None:
+    if body.generation != task.generation:
         return
     edits.clear_phase_deadlines(state, task)
     edits.close_orders(state, [task.reconfigure_order])

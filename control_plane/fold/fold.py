@@ -19,6 +19,7 @@ from ...events.records.codec import UnknownBody
 from ...events.records.envelope import Record
 from ..incidents.node_incidents import update_undecided
 from ..state.cluster import DECIDER_VERSION, NUM_OUTAGES_MAX, ClusterState, live_tasks
+from ..state.members import current_member
 from ..throughput.transition_cost import observe_time, update_mtbf, void_transitions
 from . import (
     checkpoints,
@@ -33,7 +34,7 @@ from . import (
     stragglers,
 )
 from .deadlines import deadline_reached
-from .edits import restart_deadlines
+from .edits import find_rank, restart_deadlines
 
 _PLANNED_BY = ("mtbf_gpu_s", "mtbf_faults", "transition_s", "reshape_s", "gain_min", "moves_max",
                "quotas", "floor", "alpha", "hot_spare", "repair_s")
@@ -99,57 +100,97 @@ def _outage_ended(state: ClusterState, record: Record, body: r.OutageEnded) -> N
     state.outages = [*state.outages, body][-NUM_OUTAGES_MAX:]
 
 
-HANDLERS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
-    # the leader
+# --- the task, process or node that a record is about; empty: there is none, so nothing changes ---
+Handler = Callable[[ClusterState, Record, Any], None]
+
+
+def _task(state: ClusterState, body: Any) -> list[Any]:
+    task = state.tasks.get(body.task)
+    return [task] if task is not None else []
+
+
+def _live_task(state: ClusterState, body: Any) -> list[Any]:
+    return [task for task in _task(state, body) if task.phase != "ended"]
+
+
+def _process(state: ClusterState, body: Any) -> list[Any]:
+    """The task, and its process of this attempt."""
+    return [part for task in _task(state, body) if (
+        rank := find_rank(task, body.rank, body.attempt)) for part in (task, rank)]
+
+
+def _member(state: ClusterState, body: Any) -> list[Any]:
+    """The task, and its member of the current generation."""
+    return [part for task in _task(state, body) if (rank := current_member(
+        task, body.rank, body.attempt, body.generation)) for part in (task, rank)]
+
+
+def _node(state: ClusterState, body: Any) -> list[Any]:
+    """The node; in this incarnation, if the record has one."""
+    node = state.nodes.get(body.node)
+    return [node] if node is not None and (
+        getattr(body, "incarnation", node.incarnation) == node.incarnation) else []
+
+
+def _of(find: Callable[[ClusterState, Any], list[Any]], handlers: dict[type[t.Body], Any]
+        ) -> dict[type[t.Body], Handler]:
+    """The handlers, called with what `find` returns, unless that is empty."""
+    def of(handler: Any) -> Handler:
+        def handle(state: ClusterState, record: Record, body: Any) -> None:
+            if found := find(state, body):
+                handler(state, record, *found, body)
+        return handle
+    return {kind: of(handler) for kind, handler in handlers.items()}
+
+
+HANDLERS: dict[type[t.Body], Handler] = {
     r.EpochStarted: _epoch_started, r.PolicySet: _policy_set, r.DeadlineReached: deadline_reached,
-    r.OutageEnded: _outage_ended,
-    # nodes
-    r.NodeJoined: nodes.node_joined, r.NodeLeft: nodes.node_left,
-    r.AgentRestarting: nodes.agent_restarting, r.AgentRestarted: nodes.agent_restarted,
-    r.NodeUnreachable: nodes.node_unreachable, r.NodeReachable: nodes.node_reachable,
+    r.OutageEnded: _outage_ended, r.NodeJoined: nodes.node_joined,
     r.OrderRefused: nodes.order_refused, r.ReportsLost: nodes.reports_lost,
-    r.DeviceErred: node_health.device_erred, r.HealthChanged: node_health.health_changed,
-    r.QuarantineLifted: node_health.quarantine_lifted,
-    # processes
-    r.RankStarted: ranks.rank_started, r.RankReady: ranks.rank_ready,
-    r.RankErrored: ranks.rank_errored, r.RankExited: ranks.rank_exited,
-    r.RankSuspended: ranks.rank_suspended, r.RankContinued: ranks.rank_continued,
-    r.InMemoryRecoveryDeclined: ranks.recovery_declined,
-    r.RankStalled: hangs.rank_stalled, r.RankUnstalled: hangs.rank_unstalled,
-    r.StepTimeChanged: stragglers.step_time_changed, r.RankReportsDropped: _recorded,
-    # generations
-    r.CollectiveFailed: generations.collective_failed, r.Quiesced: generations.quiesced,
-    r.Reconfigured: generations.reconfigured,
-    r.ReconfigureFailed: generations.reconfigure_failed,
-    r.RankFinished: generations.rank_finished,
-    # progress and stored state
-    r.TaskProgressed: progress.progressed, r.LossNotFinite: progress.loss_not_finite,
-    r.IterationsLogged: progress.iterations_logged,
-    r.CheckpointSaved: checkpoints.checkpoint_saved,
-    r.CheckpointPublished: checkpoints.checkpoint_published,
-    r.MemoryCheckpointStored: checkpoints.checkpoint_stored,
-    r.MemoryCheckpointsLost: checkpoints.checkpoints_lost,
-    # operator requests
+    r.MemoryCheckpointStored: checkpoints.checkpoint_stored, r.RankReportsDropped: _recorded,
     r.TaskSubmitted: operator_requests.task_submitted,
-    r.TaskCancelRequested: operator_requests.cancel_requested,
-    r.TaskWeightSet: operator_requests.weight_set,
     r.HealingFrozen: operator_requests.healing_frozen,
     r.HealingResumed: operator_requests.healing_resumed,
-    r.NodeDrained: operator_requests.node_drained,
-    r.NodeUndrained: operator_requests.node_undrained,
     r.FaultRequested: operator_requests.fault_requested, r.TokenChanged: _recorded,
-    # decisions
     d.IncidentOpened: decisions.incident_opened, d.IncidentEscalated: decisions.incident_escalated,
-    d.IncidentClosed: decisions.incident_closed, d.NodeQuarantined: node_health.node_quarantined,
-    d.ThroughputSet: decisions.throughput_set, d.PlanChosen: decisions.plan_chosen,
-    d.TaskPlaced: decisions.task_placed, d.TaskWaiting: decisions.task_waiting,
-    d.TaskEnded: decisions.task_ended, d.OrderSuppressed: decisions.order_suppressed,
+    d.IncidentClosed: decisions.incident_closed, d.PlanChosen: decisions.plan_chosen,
     d.StragglerCostEstimated: stragglers.straggler_cost_estimated,
-    # orders
-    o.StartRank: decisions.start_ordered, o.StopRank: decisions.stop_ordered,
-    o.Quiesce: decisions.quiesce_ordered, o.Reconfigure: decisions.reconfigure_ordered,
-    o.Resume: decisions.resume_ordered, o.PublishCheckpoint: checkpoints.publish_ordered,
-    o.SetCheckpointStores: checkpoints.stores_ordered,
-    o.DropMemoryCheckpoints: checkpoints.drop_ordered,
-    o.InjectFault: _recorded, UnknownBody: _unknown,
+    o.StartRank: decisions.start_ordered, o.InjectFault: _recorded, UnknownBody: _unknown,
+    **_of(_node, {
+        r.NodeLeft: nodes.node_left, r.AgentRestarting: nodes.agent_restarting,
+        r.AgentRestarted: nodes.agent_restarted, r.NodeUnreachable: nodes.node_unreachable,
+        r.NodeReachable: nodes.node_reachable, r.DeviceErred: node_health.device_erred,
+        r.HealthChanged: node_health.health_changed,
+        r.MemoryCheckpointsLost: checkpoints.checkpoints_lost,
+        r.NodeDrained: operator_requests.node_drained,
+        r.NodeUndrained: operator_requests.node_undrained,
+        r.QuarantineLifted: node_health.quarantine_lifted,
+        d.NodeQuarantined: node_health.node_quarantined}),
+    **_of(_process, {
+        r.RankStarted: ranks.rank_started, r.RankReady: ranks.rank_ready,
+        r.RankErrored: ranks.rank_errored, r.RankSuspended: ranks.rank_suspended,
+        r.RankContinued: ranks.rank_continued, r.InMemoryRecoveryDeclined: ranks.recovery_declined,
+        r.IterationsLogged: progress.iterations_logged}),
+    **_of(_member, {
+        r.StepTimeChanged: stragglers.step_time_changed,
+        r.CollectiveFailed: generations.collective_failed, r.Quiesced: generations.quiesced,
+        r.Reconfigured: generations.reconfigured,
+        r.ReconfigureFailed: generations.reconfigure_failed,
+        r.RankFinished: generations.rank_finished}),
+    **_of(_task, {
+        r.RankExited: ranks.rank_exited, r.RankStalled: hangs.rank_stalled,
+        r.RankUnstalled: hangs.rank_unstalled,
+        r.CheckpointPublished: checkpoints.checkpoint_published,
+        d.TaskWaiting: decisions.task_waiting, d.OrderSuppressed: decisions.order_suppressed,
+        o.StopRank: decisions.stop_ordered, o.Quiesce: decisions.quiesce_ordered,
+        o.Reconfigure: decisions.reconfigure_ordered, o.Resume: decisions.resume_ordered,
+        o.PublishCheckpoint: checkpoints.publish_ordered,
+        o.DropMemoryCheckpoints: checkpoints.drop_ordered}),
+    **_of(_live_task, {
+        r.TaskProgressed: progress.progressed, r.LossNotFinite: progress.loss_not_finite,
+        r.CheckpointSaved: checkpoints.checkpoint_saved,
+        r.TaskCancelRequested: operator_requests.cancel_requested,
+        r.TaskWeightSet: operator_requests.weight_set,
+        d.ThroughputSet: decisions.throughput_set, d.TaskPlaced: decisions.task_placed,
+        d.TaskEnded: decisions.task_ended, o.SetCheckpointStores: checkpoints.stores_ordered}),
 }

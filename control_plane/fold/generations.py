@@ -9,7 +9,6 @@ from ..state.cluster import ClusterState
 from ..state.members import (
     awaited,
     count_outstanding,
-    current_member,
     is_complete,
     is_representative,
     take_position,
@@ -18,10 +17,9 @@ from ..state.task import Rank, Task
 from . import edits
 
 
-def collective_failed(state: ClusterState, record: Record, body: r.CollectiveFailed) -> None:
-    task = state.tasks.get(body.task)
-    rank = current_member(task, body.rank, body.attempt, body.generation)
-    if task is None or rank is None or rank.failed == task.generation:
+def collective_failed(state: ClusterState, record: Record, task: Task, rank: Rank,
+                      body: r.CollectiveFailed) -> None:
+    if rank.failed == task.generation:
         return
     if task.phase == "reconfiguring":
         edits.record_generation_failure(task, record, [rank], network_status(body.error),
@@ -53,22 +51,17 @@ def _device_failed(task: Task, record: Record, rank: Rank, error: str) -> None:
         rank.timeout_reason = f"has {rank.failed_status}"
 
 
-def quiesced(state: ClusterState, record: Record, body: r.Quiesced) -> None:
-    task = state.tasks.get(body.task)
-    rank = current_member(task, body.rank, body.attempt, body.generation)
-    if task is not None and rank is not None:
-        if task.phase == "quiescing" and awaited(task):
-            task.num_outstanding -= rank.quiesced != task.generation
-        rank.quiesced, rank.step_version = body.generation, body.step_version
-        edits.update_unreachable_deadline(state, task)
+def quiesced(state: ClusterState, record: Record, task: Task, rank: Rank,
+             body: r.Quiesced) -> None:
+    if task.phase == "quiescing" and awaited(task):
+        task.num_outstanding -= rank.quiesced != task.generation
+    rank.quiesced, rank.step_version = body.generation, body.step_version
+    edits.update_unreachable_deadline(state, task)
 
 
-def reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> None:
-    task = state.tasks.get(body.task)
-    rank = current_member(task, body.rank, body.attempt, body.generation)
-    if task is None or rank is None or rank.reconfigured == task.generation:
-        return
-    if task.phase != "reconfiguring":
+def reconfigured(state: ClusterState, record: Record, task: Task, rank: Rank,
+                 body: r.Reconfigured) -> None:
+    if rank.reconfigured == task.generation or task.phase != "reconfiguring":
         return
     task.num_outstanding -= bool(awaited(task))
     rank.reconfigured, rank.has_state = task.generation, True
@@ -87,18 +80,16 @@ def reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> N
         incident.dealt += len(body.reassigned_micro_batches)
 
 
-def reconfigure_failed(state: ClusterState, record: Record, body: r.ReconfigureFailed) -> None:
-    task = state.tasks.get(body.task)
-    rank = current_member(task, body.rank, body.attempt, body.generation)
-    if task is not None and rank is not None and task.phase == "reconfiguring":
+def reconfigure_failed(state: ClusterState, record: Record, task: Task, rank: Rank,
+                       body: r.ReconfigureFailed) -> None:
+    if task.phase == "reconfiguring":
         edits.record_generation_failure(task, record, [rank], network_status(body.error),
                 f"rank {rank.rank} did not come up in generation {task.generation}: {body.error}")
 
 
-def rank_finished(state: ClusterState, record: Record, body: r.RankFinished) -> None:
-    task = state.tasks.get(body.task)
-    rank = current_member(task, body.rank, body.attempt, body.generation)
-    if task is None or rank is None or rank.state == "finished":
+def rank_finished(state: ClusterState, record: Record, task: Task, rank: Rank,
+                  body: r.RankFinished) -> None:
+    if rank.state == "finished":
         return
     rank.state = "finished"
     if not task.finished:

@@ -98,18 +98,17 @@ NORMAL_S_MAX = 1e6
 """Limit of a reported iteration time."""
 
 
-def rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> None:
-    task = state.tasks.get(body.task)
+def rank_stalled(state: ClusterState, record: Record, task: Task, body: r.RankStalled) -> None:
     stall = Stall(
         iteration=body.iteration, where=body.where, what=body.what, collective=body.collective,
         since_s=record.at_s - min(max(body.in_s, 0.0), record.at_s),
         normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX), told_s=record.at_s, seq=record.seq,
         stack=body.stack, silent_peers=body.silent_peers)
-    if task is not None and not task.heals_in_memory:
+    if not task.heals_in_memory:
         command_stalled(state, task, body.rank, body.attempt, stall)
         return
     rank = current_member(task, body.rank, body.attempt, body.generation)
-    if task is None or rank is None or task.phase not in ("training", "quiescing"):
+    if rank is None or task.phase not in ("training", "quiescing"):
         return
     task.stalls[rank.rank] = stall
     if stall.where == "collective":
@@ -130,14 +129,13 @@ def record_slow_iteration(state: ClusterState, record: Record, task: Task,
     edits.update_hang_deadline(state, task, restart=True)
 
 
-def rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -> None:
+def rank_unstalled(state: ClusterState, record: Record, task: Task, body: r.RankUnstalled) -> None:
     """Clear the stall. Cancel its timeout if that was not acted upon, as healing was paused."""
-    task = state.tasks.get(body.task)
-    if task is not None and not task.heals_in_memory:
+    if not task.heals_in_memory:
         command_unstalled(state, task, body.rank, body.attempt)
         return
     rank = current_member(task, body.rank, body.attempt, body.generation)
-    if task is None or rank is None:
+    if rank is None:
         return
     task.stalls.pop(rank.rank, None)
     if rank.timeout_reason == STALLED and not rank.stopping:

@@ -33,10 +33,7 @@ UNSURE = "; now it cannot say: "
 
 
 # --- reports of agents ---
-def device_erred(state: ClusterState, record: Record, body: DeviceErred) -> None:
-    node = _node(state, body)
-    if node is None:
-        return
+def device_erred(state: ClusterState, record: Record, node: Node, body: DeviceErred) -> None:
     devices = _devices(state, node, body.devices, body.pid)
     _evidence(state, record, node, DeviceError(
         seq=record.seq, at_s=record.at_s, origin=body.origin, status=body.status, rule=body.rule,
@@ -44,11 +41,8 @@ def device_erred(state: ClusterState, record: Record, body: DeviceErred) -> None
         pid=body.pid))
 
 
-def health_changed(state: ClusterState, record: Record, body: HealthChanged) -> None:
+def health_changed(state: ClusterState, record: Record, node: Node, body: HealthChanged) -> None:
     """Store the check's result. A confirmed unhealthy result is also evidence of a device error."""
-    node = _node(state, body)
-    if node is None:
-        return
     devices = _devices(state, node, body.devices, 0)
     if body.health == "unknown" and _cannot_say(node, body, devices):
         update_unhealthy_slots(state)
@@ -88,12 +82,6 @@ def _cannot_say(node: Node, body: HealthChanged, devices: tuple[int, ...]) -> bo
         why = f"{one.why.partition(UNSURE)[0]}{UNSURE}{body.why}"[:TEXT_CHARS_MAX]
         node.checks[node.checks.index(one)] = replace(one, why=why)
     return bool(held)
-
-
-def _node(state: ClusterState, body: DeviceErred | HealthChanged) -> Node | None:
-    """The reporting node; None if the report is stale, from another incarnation."""
-    node = state.nodes.get(body.node)
-    return node if node is not None and node.incarnation == body.incarnation else None
 
 
 def _devices(state: ClusterState, node: Node, named: tuple[int, ...], pid: int) -> tuple[int, ...]:
@@ -278,10 +266,8 @@ def count_slot_fault(state: ClusterState, task: Task, slot: Slot, rank: int) -> 
         mark_undecided(state, slot.node)
 
 
-def node_quarantined(state: ClusterState, record: Record, body: NodeQuarantined) -> None:
-    node = state.nodes.get(body.node)
-    if node is None:
-        return
+def node_quarantined(state: ClusterState, record: Record, node: Node,
+                     body: NodeQuarantined) -> None:
     node.quarantine = Quarantine(since_s=record.at_s, until_s=body.until_s, why=body.why,
                                  incidents=body.incidents)
     for offence in node.node_faults:
@@ -291,10 +277,8 @@ def node_quarantined(state: ClusterState, record: Record, body: NodeQuarantined)
     state.replan = f"node {node.name} quarantined"
 
 
-def quarantine_lifted(state: ClusterState, record: Record, body: QuarantineLifted) -> None:
-    node = state.nodes.get(body.node)
-    if node is None:
-        return
+def quarantine_lifted(state: ClusterState, record: Record, node: Node,
+                      body: QuarantineLifted) -> None:
     node.node_faults = []
     update_undecided(state)
     clear_deadline(state, f"quarantine/{node.name}")

@@ -13,9 +13,9 @@ from . import edits
 from .node_health import inherit, update_unhealthy_slots
 
 
-def node_unreachable(state: ClusterState, record: Record, body: r.NodeUnreachable) -> None:
-    node = state.nodes.get(body.node)
-    if node is None or node.incarnation != body.incarnation or node.health != "healthy":
+def node_unreachable(state: ClusterState, record: Record, node: Node,
+                     body: r.NodeUnreachable) -> None:
+    if node.health != "healthy":
         return
     edits.set_health(state, node, "unreachable")
     node.unreachable_seq = record.seq
@@ -24,10 +24,7 @@ def node_unreachable(state: ClusterState, record: Record, body: r.NodeUnreachabl
         edits.update_unreachable_deadline(state, task)
 
 
-def node_reachable(state: ClusterState, record: Record, body: r.NodeReachable) -> None:
-    node = state.nodes.get(body.node)
-    if node is None or node.incarnation != body.incarnation:
-        return
+def node_reachable(state: ClusterState, record: Record, node: Node, body: r.NodeReachable) -> None:
     if node.unreachable:
         was_deaf = state.hears_no_node
         edits.set_health(state, node, "healthy")
@@ -82,22 +79,17 @@ def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
             del state.sources[source]
 
 
-def agent_restarting(state: ClusterState, record: Record, body: r.AgentRestarting) -> None:
-    node = state.nodes.get(body.node)
-    if node is not None and node.incarnation == body.incarnation:
-        node.away_until_s = record.at_s + min(max(body.back_s, 0.0), state.policy.agent_gone_s_max)
+def agent_restarting(state: ClusterState, record: Record, node: Node,
+                     body: r.AgentRestarting) -> None:
+    node.away_until_s = record.at_s + min(max(body.back_s, 0.0), state.policy.agent_gone_s_max)
 
 
-def agent_restarted(state: ClusterState, record: Record, body: r.AgentRestarted) -> None:
-    node = state.nodes.get(body.node)
-    if node is not None and node.incarnation == body.incarnation:
-        node.pid, node.away_until_s = body.pid, record.at_s
+def agent_restarted(state: ClusterState, record: Record, node: Node,
+                    body: r.AgentRestarted) -> None:
+    node.pid, node.away_until_s = body.pid, record.at_s
 
 
-def node_left(state: ClusterState, record: Record, body: r.NodeLeft) -> None:
-    node = state.nodes.get(body.node)
-    if node is None or node.incarnation != body.incarnation:
-        return
+def node_left(state: ClusterState, record: Record, node: Node, body: r.NodeLeft) -> None:
     edits.remove_node(state, record, node, "")
     edits.set_health(state, node, "left")
     update_unhealthy_slots(state)

@@ -7,6 +7,7 @@ from ...events.records.envelope import Record
 from ...events.spec.job import WEIGHT_RATIO_MAX
 from ..state.cluster import NUM_REQUESTS_MAX, ClusterState, live_tasks
 from ..state.members import inject_fault
+from ..state.node import Node
 from ..state.task import Task
 from ..throughput.flops import iteration_flops
 from ..throughput.transition_cost import void_transitions
@@ -40,21 +41,19 @@ def task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -
         set_deadline(state, PLAN, wait_s)
 
 
-def cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelRequested) -> None:
-    task = state.tasks.get(body.task)
+def cancel_requested(state: ClusterState, record: Record, task: Task,
+                     body: r.TaskCancelRequested) -> None:
     # While healing is paused, a failed task is not ended, so it can still be cancelled.
-    if task is not None and task.phase != "ended" and (
-            not task.ending or (state.held and task.ending == "failed")):
+    if not task.ending or (state.held and task.ending == "failed"):
         before = f"; it had failed: {task.why}" if task.ending else ""
         task.ending, task.withheld = "cancelled", ""
         task.why = (f"cancelled: {body.reason}" if body.reason else "cancelled") + before
         task.since_s = record.at_s
 
 
-def weight_set(state: ClusterState, record: Record, body: r.TaskWeightSet) -> None:
-    task = state.tasks.get(body.task)
+def weight_set(state: ClusterState, record: Record, task: Task, body: r.TaskWeightSet) -> None:
     usable = 1 / WEIGHT_RATIO_MAX <= body.weight <= WEIGHT_RATIO_MAX
-    if task is not None and task.phase != "ended" and usable and task.weight != body.weight:
+    if usable and task.weight != body.weight:
         task.weight = body.weight
         state.replan = f"task {task.spec.name} has weight {body.weight:g}"
 
@@ -88,15 +87,13 @@ def fault_requested(state: ClusterState, record: Record, body: r.FaultRequested)
             task.ranks[order.rank].fault_injected_s = record.at_s
 
 
-def node_drained(state: ClusterState, record: Record, body: r.NodeDrained) -> None:
-    node = state.nodes.get(body.node)
-    if node is not None and not node.drained:
+def node_drained(state: ClusterState, record: Record, node: Node, body: r.NodeDrained) -> None:
+    if not node.drained:
         state.replan = f"node {node.name} drained"
         node.drained, node.drain_reason = True, body.reason
 
 
-def node_undrained(state: ClusterState, record: Record, body: r.NodeUndrained) -> None:
-    node = state.nodes.get(body.node)
-    if node is not None and node.drained:
+def node_undrained(state: ClusterState, record: Record, node: Node, body: r.NodeUndrained) -> None:
+    if node.drained:
         node.drained, node.drain_reason = False, ""
         state.replan = f"node {node.name} undrained"

@@ -6,10 +6,10 @@ from ...events.records.envelope import Record
 from ...events.records.reports import IterationsLogged, LossNotFinite, TaskProgressed
 from ...events.spec.job import RATE_FLOPS_MAX
 from ..state.cluster import ClusterState
-from ..state.task import CommandProgress, Task
+from ..state.task import CommandProgress, Rank, Task
 from ..throughput.calibration import batch_counts, keep_logged, keep_times
 from ..throughput.transition_cost import command_resumed, num_slots, transition_stepped
-from .edits import add_work, end_pause, find_rank
+from .edits import add_work, end_pause
 from .hangs import command_unstalled, iterations_passed
 from .node_health import count_slot_fault
 from .stragglers import restart_stragglers
@@ -19,11 +19,8 @@ ITERATIONS_MAX = 10**12
 
 
 # --- of training tasks ---
-def progressed(state: ClusterState, record: Record, body: TaskProgressed) -> None:
-    task = state.tasks.get(body.task)
-    if task is None or task.phase == "ended" or body.generation != task.generation:
-        return
-    if not body.losses or task.phase == "reconfiguring":
+def progressed(state: ClusterState, record: Record, task: Task, body: TaskProgressed) -> None:
+    if body.generation != task.generation or not body.losses or task.phase == "reconfiguring":
         return
     task.loss, task.rate_flops, task.micro_batches = (
         body.losses[-1], body.rate_flops, body.micro_batches)
@@ -34,12 +31,9 @@ def progressed(state: ClusterState, record: Record, body: TaskProgressed) -> Non
     restart_stragglers(state, record, task)
 
 
-def loss_not_finite(state: ClusterState, record: Record, body: LossNotFinite) -> None:
+def loss_not_finite(state: ClusterState, record: Record, task: Task, body: LossNotFinite) -> None:
     """The iteration counts as finished, although its loss is not finite."""
-    task = state.tasks.get(body.task)
-    if task is None or task.phase == "ended" or body.generation != task.generation:
-        return
-    if task.phase != "reconfiguring":
+    if body.generation == task.generation and task.phase != "reconfiguring":
         task.loss = None
         _stepped_to(state, task, body.iteration + 1)
 
@@ -74,12 +68,11 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
 
 
 # --- of commands ---
-def iterations_logged(state: ClusterState, record: Record, body: IterationsLogged) -> None:
+def iterations_logged(state: ClusterState, record: Record, task: Task, rank: Rank,
+                      body: IterationsLogged) -> None:
     """Record progress of a command, from the first rank of a round that logs any. It counts its own
     iterations, also after a restart. Work before its first report does not count."""
-    task = state.tasks.get(body.task)
-    rank = find_rank(task, body.rank, body.attempt)
-    if task is None or rank is None or task.heals_in_memory or task.phase == "ended":
+    if task.heals_in_memory or task.phase == "ended":
         return
     if not 1 <= body.iteration <= ITERATIONS_MAX or body.step_s < 0:
         return

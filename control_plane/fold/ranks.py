@@ -8,14 +8,13 @@ from ...events.records.statuses import EXITED_ABNORMALLY, OTHER_SOFTWARE
 from ..incidents.severity import classified_status, exit_in_words, last_line, status_of
 from ..state.cluster import ClusterState
 from ..state.members import awaited, count_outstanding, is_starting
-from ..state.task import Task
+from ..state.task import Rank, Task
 from . import edits
 
 
-def rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> None:
-    task = state.tasks.get(body.task)
-    rank = edits.find_rank(task, body.rank, body.attempt)
-    if task is None or rank is None or rank.state != "ordered":
+def rank_started(state: ClusterState, record: Record, task: Task, rank: Rank,
+                 body: r.RankStarted) -> None:
+    if rank.state != "ordered":
         return
     if not task.heals_in_memory and awaited(task) == "processes":
         task.num_outstanding -= is_starting(task, rank)
@@ -35,10 +34,9 @@ def _round_started(state: ClusterState, record: Record, task: Task) -> None:
         edits.end_pause(state, task)
 
 
-def rank_ready(state: ClusterState, record: Record, body: r.RankReady) -> None:
-    task = state.tasks.get(body.task)
-    rank = edits.find_rank(task, body.rank, body.attempt)
-    if task is None or rank is None or rank.state not in ("ordered", "started"):
+def rank_ready(state: ClusterState, record: Record, task: Task, rank: Rank,
+               body: r.RankReady) -> None:
+    if rank.state not in ("ordered", "started"):
         return
     if not task.heals_in_memory:
         rank.timeout_reason = "adopted Unicron too late"
@@ -68,20 +66,17 @@ def decline_recovery(state: ClusterState, record: Record, task: Task, why: str) 
     _round_started(state, record, task)
 
 
-def recovery_declined(state: ClusterState, record: Record,
+def recovery_declined(state: ClusterState, record: Record, task: Task, rank: Rank,
                       body: r.InMemoryRecoveryDeclined) -> None:
     """Each process reports at its start that it declines; the first report counts."""
-    task = state.tasks.get(body.task)
-    if (task is not None and edits.find_rank(task, body.rank, body.attempt) is not None
-            and is_recovery_unproven(task)):
+    if is_recovery_unproven(task):
         task.restarts_from_memory = body.from_memory
         decline_recovery(state, record, task, body.why)
 
 
-def rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> None:
-    task = state.tasks.get(body.task)
-    rank = edits.find_rank(task, body.rank, body.attempt)
-    if task is None or rank is None or rank.error_seq or rank.state == "finished":
+def rank_errored(state: ClusterState, record: Record, task: Task, rank: Rank,
+                 body: r.RankErrored) -> None:
+    if rank.error_seq or rank.state == "finished":
         return
     rank.error, rank.error_text, rank.error_seq = (
         classified_status(body.status, status_of(body.error)), body.text, record.seq)
@@ -95,10 +90,7 @@ def rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> No
                            ended=True, second_hand=body.second_hand)
 
 
-def rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None:
-    task = state.tasks.get(body.task)
-    if task is None:
-        return
+def rank_exited(state: ClusterState, record: Record, task: Task, body: r.RankExited) -> None:
     orphan = edits.find_orphan(task, body.rank, body.attempt)
     if orphan is not None:
         edits.remove_process(state, task, orphan)
@@ -127,11 +119,10 @@ def rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None
           ended=True, second_hand=body.second_hand)
 
 
-def rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) -> None:
+def rank_suspended(state: ClusterState, record: Record, task: Task, rank: Rank,
+                   body: r.RankSuspended) -> None:
     """Set a deadline, as peers wait for the process. A command gets none: a person stopped it."""
-    task = state.tasks.get(body.task)
-    rank = edits.find_rank(task, body.rank, body.attempt)
-    if task is None or rank is None or rank.is_stopped:
+    if rank.is_stopped:
         return
     rank.suspended_s, rank.suspended_seq = record.at_s, record.seq
     if task.logged is not None:
@@ -140,11 +131,10 @@ def rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) -
     edits.update_hang_deadline(state, task, restart=True)
 
 
-def rank_continued(state: ClusterState, record: Record, body: r.RankContinued) -> None:
+def rank_continued(state: ClusterState, record: Record, task: Task, rank: Rank,
+                   body: r.RankContinued) -> None:
     """The process runs again. If its timeout was not acted upon (healing was paused), cancel it."""
-    task = state.tasks.get(body.task)
-    rank = edits.find_rank(task, body.rank, body.attempt)
-    if task is None or rank is None or not rank.is_stopped:
+    if not rank.is_stopped:
         return
     rank.suspended_s, rank.suspended_seq = -1.0, 0
     edits.clear_deadline(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}")

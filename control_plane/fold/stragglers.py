@@ -11,7 +11,7 @@ from ...events.records.statuses import TASK_HANG
 from ...events.spec.parallelism import coordinates, num_positions
 from ..incidents.stragglers import FAULT_RATIO, SLOW_RATIO, at_fault, slow_ranks
 from ..state.cluster import ClusterState
-from ..state.task import StepTime, StragglerCost, Task
+from ..state.task import Rank, StepTime, StragglerCost, Task
 from ..throughput.calibration import forget_times
 from .edits import record_fault, schedule_estimate
 from .hangs import record_slow_iteration
@@ -24,12 +24,9 @@ CHANGED_RATIO = 1.05
 """Relative change of a straggler's delay that triggers a new cost estimate."""
 
 
-def step_time_changed(state: ClusterState, record: Record, body: r.StepTimeChanged) -> None:
-    task = state.tasks.get(body.task)
-    rank = task.member(body.rank) if task is not None else None
-    if task is None or rank is None or rank.attempt != body.attempt:
-        return
-    if body.generation != task.generation or body.own_s <= 0 or body.iteration_s <= 0:
+def step_time_changed(state: ClusterState, record: Record, task: Task, rank: Rank,
+                      body: r.StepTimeChanged) -> None:
+    if body.own_s <= 0 or body.iteration_s <= 0:
         return
     if body.num_iterations == 1:
         record_slow_iteration(state, record, task, body)

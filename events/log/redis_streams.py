@@ -470,7 +470,6 @@ class RedisLog:
         return {**found, "appendfsync": pair[1].decode() if pair else ""}
 
     async def check_durable(self) -> None:
-        """See LeaderPort."""
         if why := durability.failure(await self.settings(), self._policy):
             raise Unavailable(why)
         await self._replicate()
@@ -510,22 +509,18 @@ class RedisLog:
         return int(epoch)
 
     async def renew(self, nonce: str, *, epoch: int, url: str, lease_s: float) -> list[str]:
-        """See LeaderPort."""
         args = (nonce, round(1e3 * lease_s), url, self._secret, epoch)
         reply = await self._run(RENEW, self._keys("epoch", "lease", "followers"), args)
         _check_result(reply[:2], epoch, 0)
         return sorted(one.decode() for one in reply[2:])
 
     async def release(self, nonce: str, *, url: str, lease_s: float) -> None:
-        """See LeaderPort."""
         await self._run(RELEASE, self._keys("lease", "epoch"), (nonce, round(1e3 * lease_s), url))
 
     async def tokens(self) -> bytes:
-        """See LeaderPort."""
         return (await self._ask([("GET", *self._keys("tokens"))]))[0] or b""
 
     async def keep_tokens(self, tokens: bytes, *, epoch: int) -> None:
-        """See LeaderPort."""
         reply = await self._run(KEEP_TOKENS, self._keys("epoch", "tokens"), (epoch, tokens))
         _check_result(reply, epoch, 0)
 
@@ -714,7 +709,6 @@ class RedisLog:
 
     @property
     def first_seq(self) -> int:
-        """See LeaderPort."""
         return self._segments.first if self._segments is not None else 1
 
     async def open_segments(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec.structs import replace
 
 from ..errors import CorruptLog
 from .envelope import FORMER_NAMES, IGNORABLE, KINDS, VERSIONS, Record, Report
@@ -71,19 +72,6 @@ class _Wire(Struct, frozen=True, kw_only=True, gc=False):
     incident: int = 0
     ignorable: bool | UnsetType = UNSET
     """Written only where it is true (see IGNORABLE). Versions before 0.3 do not read it."""
-
-
-class _Head(Struct, frozen=True, kw_only=True):
-    """The envelope of an exported record; every field is required."""
-
-    seq: int
-    epoch: int
-    at_s: float
-    occurred_s: float
-    source: str
-    source_seq: int
-    cause: int
-    incident: int
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -200,8 +188,7 @@ def from_plain(data: dict[str, Any]) -> Record:
         kind, v = msgspec.convert(data["kind"], str), msgspec.convert(data["v"], int)
         body = _plain_body(kind, v, data["body"],
                            ignorable=msgspec.convert(data.get("ignorable", False), bool))
-        head = msgspec.convert(data, _Head)
-        record = Record(body=body, **msgspec.structs.asdict(head))
+        record = replace(msgspec.convert(data, Record), body=body)
         encode_record(record)  # JSON has integers that no log can hold
         return record
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError,

@@ -5,6 +5,8 @@ A vector is one candidate per row. A loss is a reduced cost: how far a candidate
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -13,7 +15,7 @@ Ints = NDArray[np.int64]
 LOSS_NUM_MAX = 1 << 61
 """Above any loss: there is no vector."""
 _LEVELS_NUM_MAX = 8
-"""The most distinct sums of losses that `BitsetCore` is used for."""
+"""Up to this number of distinct sums of losses, many candidates tie (`CoreProblem.ties`)."""
 
 
 class CoreProblem(Struct, frozen=True, kw_only=True):
@@ -75,26 +77,20 @@ class CoreProblem(Struct, frozen=True, kw_only=True):
         high = np.minimum(self.start - np.cumsum(least), np.cumsum(most[::-1])[::-1] + idle)
         return int((counts * np.maximum(high - low + 1, 1)).sum())
 
-    def levels(self) -> tuple[int, ...] | None:
-        """The sums of losses within the budget; None if there are more than _LEVELS_NUM_MAX."""
+    def ties(self) -> bool:
+        """Whether the sums of losses within the budget are few."""
         some = self.losses[self.losses > 0]
         if len(set(some[:_LEVELS_NUM_MAX].tolist())) == _LEVELS_NUM_MAX:
-            return None
-        some = np.sort(some)  # np.unique's first call would load numpy.ma: tens of milliseconds
-        new = some[np.diff(some, prepend=0) > 0]
-        found, steps = {0}, (set(new.tolist()) | {self.price}) - {0}
-        if len(steps) > _LEVELS_NUM_MAX:
-            return None
-        while True:
+            return False
+        found, steps = {0}, (set(some.tolist()) | {self.price}) - {0}
+        while len(found) <= _LEVELS_NUM_MAX and len(steps) <= _LEVELS_NUM_MAX:
             more = {one + step for one in found for step in steps if one + step <= self.budget}
             if more <= found:
-                return tuple(sorted(found))
+                return True
             found |= more
-            if len(found) > _LEVELS_NUM_MAX:
-                return None
+        return False
 
 
-# --- Core for many distinct sums of losses: the least loss of every state, as an array ---
 class LossTable(Struct, frozen=True):
     """The least loss by state, from the state `first` on. The first and the last entry are above
     the budget, and stand for all states before and after."""
@@ -106,7 +102,7 @@ class LossTable(Struct, frozen=True):
         return self.losses.take(states - self.first, mode="clip")
 
 
-class ArrayCore:
+class Core:
     """All vectors within the budget. By row: the least loss of the remaining rows, by state."""
 
     def __init__(self, kept: CoreProblem) -> None:
@@ -114,7 +110,7 @@ class ArrayCore:
         self._moves = [kept.moves[kept.part(i)] for i in range(kept.num)]
         """By open row: its moves, ascending."""
         self._losses = [kept.losses[kept.part(i)] for i in range(kept.num)]
-        self._reached = kept.reached()
+        self._reached, self._ties = kept.reached(), kept.ties()
         self._after = self._backward()
 
     @property
@@ -130,7 +126,8 @@ class ArrayCore:
 
     def second(self, vector: Ints) -> Ints | None:
         """The best vector except the optimum `vector`; None if none is within the budget. Each row
-        is tried as the first that differs: earlier rows stay, later rows are optimal."""
+        is tried as the first that differs: earlier rows stay, later rows are optimal. Of candidates
+        that tie, the smallest is taken; if many do, the largest of those with the least loss."""
         kept, state, lost = self._kept, self._kept.start, 0
         best: tuple[int, int, int, int] | None = None
         for i, row in enumerate(kept.rows):
@@ -138,6 +135,9 @@ class ArrayCore:
             current = int(np.searchsorted(kept.candidates[kept.part(i)], int(vector[row])))
             found[current] = LOSS_NUM_MAX
             at = int(found.argmin())
+            if self._ties:
+                tied = np.flatnonzero(found == found[at])
+                at = int(min(tied, key=lambda one: (self._losses[i][one], -one)))
             total = lost + int(found[at])
             if total <= kept.budget and (best is None or total < best[0]):
                 best = total, i, at, state
@@ -153,16 +153,12 @@ class ArrayCore:
 
     def _follow(self, chosen: Ints, i: int, state: int) -> None:
         """Choose candidates from open row `i` on with the least loss: on a tie the largest."""
-        for row in range(i, self._kept.num):
-            state -= self._taken(chosen, row, self._after[row + 1], state - self._moves[row],
-                                 int(self._after[row].of(state)))
-
-    def _taken(self, chosen: Ints, i: int, table: LossTable, states: Ints, want: int) -> int:
-        """Put the row's choice into `chosen` and return its move. It is the largest candidate whose
-        loss and loss in `table` sum to `want`. `states`: the state after each of the candidates."""
-        option = int(np.flatnonzero(table.of(states) + self._losses[i] == want)[-1])
-        chosen[self._kept.rows[i]] = self._kept.candidates[self._kept.part(i)][option]
-        return int(self._moves[i][option])
+        kept = self._kept
+        for row in range(i, kept.num):
+            found = self._after[row + 1].of(state - self._moves[row]) + self._losses[row]
+            option = int(np.flatnonzero(found == self._after[row].of(state))[-1])
+            chosen[kept.rows[row]] = kept.candidates[kept.part(row)][option]
+            state -= int(self._moves[row][option])
 
     def _backward(self) -> list[LossTable]:
         """By open row: the least losses of this and all later rows. Last: those without any row."""
@@ -187,12 +183,39 @@ class ArrayCore:
         high = min(first + len(known) + int(moves[-1]), reached[1] + 1)
         padded = np.full(max(high - low, 0) + 2, LOSS_NUM_MAX, dtype=np.int64)
         new = padded[1:-1]
-        for move, loss in zip(moves.tolist(), losses.tolist(), strict=True):
-            begin, end = max(first + move, low), min(first + len(known) + move, high)
+        for move, step, count, loss in _runs(moves, losses):
+            tried = _repeated(known, step, count)
+            begin, end = max(first + move, low), min(first + len(tried) + move, high)
             if begin < end:
                 part = new[begin - low:end - low]
-                np.minimum(part, known[begin - move - first:end - move - first] + loss,
-                           out=part)
+                np.minimum(part, tried[begin - move - first:end - move - first] + loss, out=part)
         good = (new <= self._kept.budget).nonzero()[0]
         begin, end = (int(good[0]), int(good[-1]) + 1) if len(good) else (0, 0)
         return LossTable(low + begin - 1, padded[begin:end + 2])
+
+
+def _runs(moves: Ints, losses: Ints) -> Iterator[tuple[int, int, int, int]]:
+    """(first, step, count, loss) of arithmetic progressions of moves that have the same loss."""
+    order = np.lexsort((moves, losses))
+    sorted_moves, sorted_losses = moves[order].tolist(), losses[order].tolist()
+    at = 0
+    while at < len(sorted_moves):
+        end = at + 1
+        step = sorted_moves[end] - sorted_moves[at] if end < len(sorted_moves) else 1
+        while end < len(sorted_moves) and sorted_losses[end] == sorted_losses[at] and (
+                sorted_moves[end] - sorted_moves[end - 1] == step):
+            end += 1
+        yield sorted_moves[at], step, end - at, sorted_losses[at]
+        at = end
+
+
+def _repeated(losses: Ints, step: int, count: int) -> Ints:
+    """By state: the least of `count` copies, each `step` behind the one before."""
+    done = 1
+    while done < count:
+        more = min(done, count - done)
+        wide = np.full(len(losses) + more * step, LOSS_NUM_MAX, dtype=np.int64)
+        wide[:len(losses)] = losses
+        np.minimum(wide[more * step:], losses, out=wide[more * step:])
+        losses, done = wide, done + more
+    return losses

@@ -15,14 +15,11 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from .candidates import Candidates, SlotsAndGain
-from .core import LOSS_NUM_MAX, ArrayCore, CoreProblem, Ints
-from .core_bitset import BitsetCore
+from .core import LOSS_NUM_MAX, Core, CoreProblem, Ints
 
 _BUDGET_BITS, _BUDGET_STEP_BITS = 9, 3
 _SMALL_NUM = 48
 """Up to this number of candidates beside one per row, one core is built instead of several."""
-_ROUNDS_NUM = 16
-"""The most rounds in which `_filled` improves a vector."""
 _LIKELY_NUM = 64
 """The most candidates of each kind that are tried in pairs."""
 _PRICE_BITS = 58
@@ -77,10 +74,9 @@ class Solution(Struct, frozen=True, kw_only=True):
         found = _relax(units, units_num)
         if found is None:
             return None
-        relaxed, *starts = found
-        most = relaxed.bound - relaxed.denominator * max(
-            units.sums(_filled(units, start, units_num))[0] for start in starts)
-        cores = ((budget, _solved(_core_problem(units, units_num, relaxed, budget)))
+        relaxed, start = found
+        most = relaxed.bound - relaxed.denominator * units.sums(start)[0]
+        cores = ((budget, Core(_core_problem(units, units_num, relaxed, budget)))
                  for budget in _budgets(relaxed, 0, most))
         vector = next(core.vector() for budget, core in cores if core.least <= budget)
         return cls(rows=rows, capacity=capacity, units=units, units_num=units_num,
@@ -94,9 +90,9 @@ class Solution(Struct, frozen=True, kw_only=True):
         lost = relaxed.bound - relaxed.denominator * self.gain
         for budget in (*_budgets(relaxed, lost, self._budget()), LOSS_NUM_MAX - 1):
             kept = _core_problem(self.units, self.units_num, relaxed, budget)
-            if work_num_max is not None and kept.levels() is None and kept.work() > work_num_max:
+            if work_num_max is not None and not kept.ties() and kept.work() > work_num_max:
                 return None
-            vector = _solved(kept).second(self.vector)
+            vector = Core(kept).second(self.vector)
             if vector is not None:
                 return rows.slots(vector), rows.sums(vector)[0]
         return None
@@ -150,12 +146,6 @@ class Solution(Struct, frozen=True, kw_only=True):
         return np.concatenate([_least(np.flatnonzero(some), losses) for some in (beside, rest)])
 
 
-def _solved(problem: CoreProblem) -> ArrayCore | BitsetCore:
-    """The core, solved by the faster of the two implementations."""
-    levels = problem.levels()
-    return ArrayCore(problem) if levels is None else BitsetCore(problem, levels)
-
-
 def _least(numbers: Ints, losses: Ints) -> Ints:
     """The _LIKELY_NUM candidates among `numbers` with the least loss, on a tie the first ones."""
     if len(numbers) <= _LIKELY_NUM:
@@ -182,9 +172,9 @@ def _budgets(relaxed: Relaxation, least: int, most: int) -> Iterator[int]:
     yield most
 
 
-def _relax(rows: Candidates, capacity: int) -> tuple[Relaxation, Ints, Ints] | None:
-    """(the relaxation at or near the price with the lowest bound, two vectors that fit); None if
-    nothing fits. In the second vector the first rows have their choice at the next lower price.
+def _relax(rows: Candidates, capacity: int) -> tuple[Relaxation, Ints] | None:
+    """(the relaxation at or near the price with the lowest bound, a vector that fits); None if
+    nothing fits.
 
     Newton's method on a convex, piecewise linear function. One vector is too large, another fits;
     the next price is the price at which both have equal value.
@@ -198,7 +188,7 @@ def _relax(rows: Candidates, capacity: int) -> tuple[Relaxation, Ints, Ints] | N
     over_at = found.picks
     over = rows.sums(over_at)
     if over[1] <= capacity:
-        return found, over_at, over_at
+        return found, over_at
     while True:
         price = min((over[0] - fits[0]) // (over[1] - fits[1]), price_max)
         tried = _at(rows, capacity, row_of, fitting, 1, price)
@@ -216,9 +206,7 @@ def _relax(rows: Candidates, capacity: int) -> tuple[Relaxation, Ints, Ints] | N
         common = math.gcd(gain, slots)
         if slots // common <= _DENOMINATOR_NUM_MAX and gain // common <= price_max:
             found = _at(rows, capacity, row_of, fitting, slots // common, gain // common)
-    grown = np.cumsum(rows.sizes[over_at] - rows.sizes[vector])
-    more = np.arange(rows.num) < np.searchsorted(grown, capacity - fits[1], side="right")
-    return found, vector, np.where(more, over_at, vector)
+    return found, vector
 
 
 def _fits(rows: Candidates, capacity: int) -> NDArray[np.bool_]:
@@ -240,25 +228,3 @@ def _at(rows: Candidates, capacity: int, row_of: Ints, fits: NDArray[np.bool_], 
     return Relaxation(denominator=denominator, price=price, losses=losses,
                       bound=int(most.sum()) + price * capacity,
                       picks=tied[tied.searchsorted(firsts)])
-
-
-def _filled(rows: Candidates, vector: Ints, capacity: int) -> Ints:
-    """A vector that fits, improved in a few rounds by the largest gains that fit."""
-    row_of, firsts, vector = rows.row_of, rows.starts[:-1], vector.copy()
-    numbers = np.arange(len(row_of))
-    left = capacity - rows.sums(vector)[1]
-    for _ in range(_ROUNDS_NUM):
-        now = vector[row_of]
-        extra = rows.sizes - rows.sizes[now]
-        more = np.where(extra <= left, rows.gains - rows.gains[now], 0)
-        most = np.maximum.reduceat(more, firsts)
-        gaining = np.flatnonzero(most > 0)
-        if not len(gaining):
-            break
-        order = gaining[np.argsort(-most[gaining], kind="stable")]
-        to = np.minimum.reduceat(np.where(more == most[row_of], numbers, len(numbers)), firsts)
-        taken = np.cumsum(extra[to[order]])
-        fits = int(np.searchsorted(np.maximum.accumulate(taken), left, side="right"))
-        vector[order[:fits]] = to[order[:fits]]
-        left -= int(taken[fits - 1])
-    return vector

@@ -19,7 +19,6 @@ from planner_cases import FAMILIES, candidates_of, degenerate
 from unicron.control_plane.planner import planner
 from unicron.control_plane.planner.planner import choose_plan
 from unicron.control_plane.planner.solver import candidates, core, knapsack
-from unicron.control_plane.planner.solver.core import CoreProblem
 from unicron.control_plane.planner.solver.knapsack import Solution
 
 Row = list[tuple[int, int]]
@@ -185,17 +184,16 @@ def test_the_next_best_skips_infeasible_states(monkeypatch: pytest.MonkeyPatch) 
                                     for x in range(1, 60))] for i, floor in enumerate([40] * 60)]
     rows = candidates_of(found)
     sizes: list[int] = []
-    step = core.ArrayCore._step
+    step = core.Core._step
 
     def counted(*args: Any) -> core.LossTable:
         table = step(*args)
         sizes.append(len(table.losses))
         return table
 
-    monkeypatch.setattr(core.ArrayCore, "_step", counted)
+    monkeypatch.setattr(core.Core, "_step", counted)
     solved = Solution.of(rows, 40 * 60 + 3)
     assert solved is not None
-    monkeypatch.setattr(CoreProblem, "levels", lambda _: None)  # avoid the search by levels
     runner_up = solved.next_best()
     assert runner_up is not None
     assert runner_up[0] != rows.slots(solved.vector)
