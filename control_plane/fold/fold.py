@@ -104,35 +104,39 @@ def _outage_ended(state: ClusterState, record: Record, body: r.OutageEnded) -> N
 Handler = Callable[[ClusterState, Record, Any], None]
 
 
-def _task(state: ClusterState, body: Any) -> list[Any]:
+def _task(state: ClusterState, body: Any) -> tuple[Any, ...]:
     task = state.tasks.get(body.task)
-    return [task] if task is not None else []
+    return (task,) if task is not None else ()
 
 
-def _live_task(state: ClusterState, body: Any) -> list[Any]:
-    return [task for task in _task(state, body) if task.phase != "ended"]
+def _live_task(state: ClusterState, body: Any) -> tuple[Any, ...]:
+    task = state.tasks.get(body.task)
+    return (task,) if task is not None and task.phase != "ended" else ()
 
 
-def _process(state: ClusterState, body: Any) -> list[Any]:
+def _process(state: ClusterState, body: Any) -> tuple[Any, ...]:
     """The task, and its process of this attempt."""
-    return [part for task in _task(state, body) if (
-        rank := find_rank(task, body.rank, body.attempt)) for part in (task, rank)]
+    task = state.tasks.get(body.task)
+    rank = find_rank(task, body.rank, body.attempt)
+    return (task, rank) if rank is not None else ()
 
 
-def _member(state: ClusterState, body: Any) -> list[Any]:
+def _member(state: ClusterState, body: Any) -> tuple[Any, ...]:
     """The task, and its member of the current generation."""
-    return [part for task in _task(state, body) if (rank := current_member(
-        task, body.rank, body.attempt, body.generation)) for part in (task, rank)]
+    task = state.tasks.get(body.task)
+    rank = current_member(task, body.rank, body.attempt, body.generation)
+    return (task, rank) if rank is not None else ()
 
 
-def _node(state: ClusterState, body: Any) -> list[Any]:
+def _node(state: ClusterState, body: Any) -> tuple[Any, ...]:
     """The node; in this incarnation, if the record has one."""
     node = state.nodes.get(body.node)
-    return [node] if node is not None and (
-        getattr(body, "incarnation", node.incarnation) == node.incarnation) else []
+    if node is None or getattr(body, "incarnation", node.incarnation) != node.incarnation:
+        return ()
+    return (node,)
 
 
-def _of(find: Callable[[ClusterState, Any], list[Any]], handlers: dict[type[t.Body], Any]
+def _of(find: Callable[[ClusterState, Any], tuple[Any, ...]], handlers: dict[type[t.Body], Any]
         ) -> dict[type[t.Body], Handler]:
     """The handlers, called with what `find` returns, unless that is empty."""
     def of(handler: Any) -> Handler:

@@ -143,7 +143,7 @@ class Agent:
                 _log.info("stopping", ranks=len(ranks.pids))
                 for task in (orders, *heeds):
                     task.cancel()
-                self._shim.hold(NODE, b"")  # a node that has left has no next agent
+                self._shim.hold(NODE, b"")  # no later agent adopts the ranks of this one
                 # NodeLeft comes first: without it the exits of the ranks would count as faults.
                 self._outbox.put(NodeLeft(node=node.name, incarnation=node.incarnation,
                                           reason="stopped"))

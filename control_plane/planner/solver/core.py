@@ -110,7 +110,7 @@ class Core:
         self._moves = [kept.moves[kept.part(i)] for i in range(kept.num)]
         """By open row: its moves, ascending."""
         self._losses = [kept.losses[kept.part(i)] for i in range(kept.num)]
-        self._reached, self._ties = kept.reached(), kept.ties()
+        self._reached = kept.reached()
         self._after = self._backward()
 
     @property
@@ -129,13 +129,14 @@ class Core:
         is tried as the first that differs: earlier rows stay, later rows are optimal. Of candidates
         that tie, the smallest is taken; if many do, the largest of those with the least loss."""
         kept, state, lost = self._kept, self._kept.start, 0
+        ties = kept.ties()
         best: tuple[int, int, int, int] | None = None
         for i, row in enumerate(kept.rows):
             found: Ints = self._after[i + 1].of(state - self._moves[i]) + self._losses[i]
             current = int(np.searchsorted(kept.candidates[kept.part(i)], int(vector[row])))
             found[current] = LOSS_NUM_MAX
             at = int(found.argmin())
-            if self._ties:
+            if ties:
                 tied = np.flatnonzero(found == found[at])
                 at = int(min(tied, key=lambda one: (self._losses[i][one], -one)))
             total = lost + int(found[at])

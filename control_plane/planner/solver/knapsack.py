@@ -90,7 +90,7 @@ class Solution(Struct, frozen=True, kw_only=True):
         lost = relaxed.bound - relaxed.denominator * self.gain
         for budget in (*_budgets(relaxed, lost, self._budget()), LOSS_NUM_MAX - 1):
             kept = _core_problem(self.units, self.units_num, relaxed, budget)
-            if work_num_max is not None and not kept.ties() and kept.work() > work_num_max:
+            if work_num_max is not None and kept.work() > work_num_max and not kept.ties():
                 return None
             vector = Core(kept).second(self.vector)
             if vector is not None:
