@@ -54,6 +54,8 @@ class Step(Struct, frozen=True):
     """drain, undrain: in Unicron. DRAIN, RESUME: in Slurm."""
     node: str
     reason: str = ""
+    down: bool = False
+    """Slurm says that the node is down, and Unicron does not hear it."""
 
 
 def unicron_name(name: str) -> str:
@@ -77,9 +79,11 @@ def steps(slurm: Mapping[str, SlurmNode], nodes: Sequence[Plain], *, both_ways: 
         if there is None:
             continue
         by_unicron = there.reason.startswith(BY_UNICRON)
-        if there.is_out and not by_unicron and not node["drained"]:
+        down = (there.state.startswith("down") and node["contact"] == "unreachable"
+                and not node["down"])
+        if there.is_out and not by_unicron and (down or not node["drained"]):
             reason = f"{BY_SLURM}{there.state.rstrip('*')}, {there.reason}"
-            yield Step("drain", node["id"], reason[:REASON_CHARS_MAX])
+            yield Step("drain", node["id"], reason[:REASON_CHARS_MAX], down)
         elif not there.is_out and node["drained"] and node["drain_reason"].startswith(BY_SLURM):
             yield Step("undrain", node["id"], f"{BY_SLURM}{there.state}")
         if both_ways and node["quarantine"] and not there.is_out:
@@ -203,7 +207,8 @@ def _take(client: Client, step: Step) -> str:
                               *reason], capture_output=True, text=True, check=False)
         return " ".join(ran.stderr.split()) if ran.returncode else ""
     try:
-        client.post(f"/v1/nodes/{step.node}/{step.what}", {"reason": step.reason})
+        client.post(f"/v1/nodes/{step.node}/{step.what}",
+                    {"reason": step.reason, **({"down": True} if step.down else {})})
     except Refused as error:
         return str(error)
     return ""

@@ -288,7 +288,7 @@ TEMPLATES = {
     "TaskWeightSet": "task {task} weight {weight:g}{reason:because}{:by}",
     "HealingFrozen": "healing is paused{reason:because}{:by}",
     "HealingResumed": "healing is resumed{reason:because}{:by}",
-    "NodeDrained": "{node} is drained{reason:because}{:by}",
+    "NodeDrained": "{node} is drained{down:?, its machine is off}{reason:because}{:by}",
     "NodeUndrained": "{node} may have tasks again{reason:because}{:by}",
     "FaultRequested": "{:fault}{reason:because}{:by}",
     "TokenChanged": "{act} the token {name}, role {token_role}{reason:because}{:by}",

@@ -51,6 +51,10 @@ class Reason(Struct, frozen=True, forbid_unknown_fields=True):
     reason: str = ""
 
 
+class _Drain(Reason, frozen=True, forbid_unknown_fields=True):
+    down: bool = False
+
+
 class _Weight(Struct, frozen=True, forbid_unknown_fields=True):
     weight: float
     reason: str = ""
@@ -123,14 +127,17 @@ def unfreeze(state: ClusterState, body: Any, _: str) -> t.Body:
 
 
 def drain(state: ClusterState, body: Any, node: str) -> t.Body:
-    """Drain the node: its tasks move away."""
-    request = convert(body, Reason)
+    """Drain the node: its tasks move away. `down`: its machine is off."""
+    request = convert(body, _Drain)
     found = _node(state, node)
-    if found.drained:
+    if request.down and found.health == "healthy":
+        raise Refusal(409, f"node {node} is heard, so its machine is not off",
+                      f"unicron drain {node}")
+    if found.drained and not (request.down and found.unreachable):
         why = f": {found.drain_reason}" if found.drain_reason else ""
         raise Refusal(409, f"node {node} is drained already{why}",
                       f"unicron undrain {node}")
-    return r.NodeDrained(node=node, reason=one_line(request.reason))
+    return r.NodeDrained(node=node, reason=one_line(request.reason), down=request.down)
 
 
 def undrain(state: ClusterState, body: Any, node: str) -> t.Body:

@@ -93,6 +93,7 @@ def _node(state: ClusterState, node: Node) -> dict[str, Any]:
         slots.append(slot)
     return {"id": node.name, "host": node.host, "pid": node.pid,
             **_health(state, node), "drained": node.drained, "drain_reason": node.drain_reason,
+            "down": bool(node.down_seq),
             "quarantine": msgspec.to_builtins(node.quarantine), "sick_why": node.unhealthy_why,
             "recovers": _recovers(state, node),
             "checks": [msgspec.to_builtins(check) for check in node.checks],

@@ -80,7 +80,7 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
         number = task_of_deadline(body.deadline)
     if isinstance(body, _AFFECTING_ALL) or (isinstance(body, r.DeadlineReached) and not number):
         return _all_tasks(state)
-    if isinstance(body, r.NodeUnreachable):
+    if isinstance(body, r.NodeUnreachable) or (isinstance(body, r.NodeDrained) and body.down):
         return [task for task in _all_tasks(state) if _uses(task, body.node)]
     if isinstance(body, r.RankExited):
         node = record.source.rpartition("/")[0]

@@ -86,10 +86,16 @@ def incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsca
 
 
 def _down_since_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
-    """When the downtime began: now, or when ranks began to wait for an unreachable node."""
+    """When the downtime began: now, or when ranks began to wait for an unreachable node. If all
+    nodes of the task are unreachable: since the first is, or since the last progress."""
     if any(rank.rank in ranks and rank.timeout_reason == WAITED_FOR
            for rank in task.ranks.values()):
         return min((stall.since_s for stall in task.stalls.values()), default=state.at_s)
+    nodes = [state.nodes.get(rank.slot.node)
+             for rank in task.living_members() or task.ranks.values()]
+    silent_s = [node.since_s for node in nodes if node is not None and node.unreachable]
+    if silent_s and len(silent_s) == len(nodes):
+        return max(min(silent_s), task.progressed_s)
     return state.at_s
 
 

@@ -28,7 +28,7 @@ def node_reachable(state: ClusterState, record: Record, node: Node, body: r.Node
     if node.unreachable:
         was_deaf = state.hears_no_node
         edits.set_health(state, node, "healthy")
-        node.replace = False
+        node.replace, node.down_seq = False, 0
         edits.clear_deadline(state, f"replace/{node.name}")
         for task in state.tasks.values():
             edits.update_unreachable_deadline(state, task)

@@ -91,6 +91,8 @@ def node_drained(state: ClusterState, record: Record, node: Node, body: r.NodeDr
     if not node.drained:
         state.replan = f"node {node.name} drained"
         node.drained, node.drain_reason = True, body.reason
+    if body.down and node.unreachable:
+        node.down_seq = record.seq
 
 
 def node_undrained(state: ClusterState, record: Record, node: Node, body: r.NodeUndrained) -> None:

@@ -15,8 +15,8 @@ from ..state.task import Rank, Task
 def lost_nodes(state: ClusterState, task: Task) -> Iterator[
         tuple[str, tuple[int, ...], str, tuple[int, ...]]]:
     """(node, the task's ranks there, why, evidence) of each unreachable node whose loss a second
-    source confirms: a failed collective of a peer, a missed deadline of a rank there, or
-    replace_after_s if all nodes of the task are unreachable."""
+    source confirms: a failed collective of a peer, or a missed deadline of a rank there. If all
+    nodes of the task are unreachable: a request that says they are off, or replace_after_s."""
     nodes = {rank.slot.node for rank in task.ranks.values()} if state.unreachable else ()
     silent = [name for name in state.unreachable if name in nodes]
     for name in silent:
@@ -31,8 +31,10 @@ def lost_nodes(state: ClusterState, task: Task) -> Iterator[
         elif late:
             second = f"rank {late[0].rank} {late[0].timeout_reason}"
             seq = min((stall.seq for stall in task.stalls.values()), default=0)
-        elif not state.held and node.replace and _is_replaced(state, task):
-            second, seq = f"silent for {state.policy.replace_after_s:g} s, the whole task on it", 0
+        elif not state.held and (node.replace or node.down_seq) and _is_replaced(state, task):
+            second, seq = (f"its machine is off: {node.drain_reason}" if node.down_seq else
+                           f"silent for {state.policy.replace_after_s:g} s, the whole task on it",
+                           node.down_seq)
         else:
             continue
         yield (name, tuple(rank.rank for rank in there), f"node {name} is silent; {second}",
@@ -43,7 +45,7 @@ def _is_replaced(state: ClusterState, task: Task) -> bool:
     """Whether all nodes of the task (without members: of its processes) are to be replaced."""
     nodes = [state.nodes.get(rank.slot.node)
              for rank in task.living_members() or task.ranks.values()]
-    return all(node is not None and node.replace for node in nodes)
+    return all(node is not None and (node.replace or node.down_seq) for node in nodes)
 
 
 def suspects(state: ClusterState) -> set[str]:

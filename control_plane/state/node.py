@@ -117,6 +117,8 @@ class Node(Struct, kw_only=True):
     unreachable_seq: int = 0
     replace: bool = False
     """The node has been unreachable for replace_after_s (policy)."""
+    down_seq: int = 0
+    """The request that said its machine is off, while the node is unreachable; 0: none."""
     drained: bool = False
     """An operator drains the node. It stays drained when its agent joins again."""
     drain_reason: str = ""

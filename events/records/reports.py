@@ -116,6 +116,9 @@ class NodeDrained(OperatorRequest, frozen=True):
 
     node: str
     reason: str = ""
+    down: bool = False
+    """The scheduler, or an operator, says that its machine is off: if it is also unreachable, its
+    processes count as lost."""
 
 
 class NodeUndrained(OperatorRequest, frozen=True):

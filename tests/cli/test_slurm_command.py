@@ -19,7 +19,8 @@ n3|down*|Not responding
 
 
 def node(name: str, **known: Any) -> dict[str, Any]:
-    return {"id": name, "drained": False, "drain_reason": "", "quarantine": None, **known}
+    return {"id": name, "drained": False, "drain_reason": "", "quarantine": None,
+            "contact": "heard", "down": False, **known}
 
 
 def after(slurm: SlurmNode, *, both_ways: bool = False, **known: Any) -> list[Step]:
@@ -42,6 +43,15 @@ def test_a_node_that_slurm_does_not_use_is_drained_with_its_reason(state: str) -
     assert not after(out, drained=True, drain_reason="by me")
     (told,) = after(SlurmNode("n1", state, "x" * 500))
     assert len(told.reason) == 200
+
+
+def test_slurm_says_once_that_an_unreachable_node_is_down() -> None:
+    down, silent = SlurmNode("n1", "down*", "Not responding"), {"contact": "unreachable"}
+    told = [Step("drain", "n1", "slurm: down, Not responding", down=True)]
+    assert after(down, **silent) == told
+    assert after(down, drained=True, drain_reason="by me", **silent) == told
+    assert not after(down, drained=True, drain_reason=told[0].reason, down=True, **silent)
+    assert not after(SlurmNode("n1", "drained*", "a fan"), drained=True, **silent)
 
 
 @pytest.mark.parametrize("state", ["idle", "allocated", "mixed", "completing", "idle*"])

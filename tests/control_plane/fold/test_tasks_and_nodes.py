@@ -73,6 +73,34 @@ def test_a_task_wholly_on_a_silent_node_is_replaced_in_time(d: Driver) -> None:
     assert the(o.StartRank, new).slot.node != home
 
 
+def test_a_silent_node_is_lost_when_the_scheduler_says_that_it_is_down(d: Driver) -> None:
+    task = d.submit(spec(slots={"min": 1, "max": 1}))
+    d.obey(d.log[-1:])
+    d.progress(task)
+    home = task_of(d, task).target[0].slot.node
+    d.now_s += 3.0
+    d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(node=home, incarnation=1, silence_s=5.0))
+    silent_s = d.state.nodes[home].since_s
+    d.now_s += 20.0
+    drained = d.tell("operator/drain", r.NodeDrained(node=home, reason="slurm: drained"))
+    assert kinds(drained) == [], "a drain is no second source"
+    new = d.tell("operator/down", r.NodeDrained(node=home, reason="slurm: down", down=True))
+    assert kinds(new) == ["IncidentOpened", "PlanChosen", "TaskPlaced", "StartRank"]
+    opened = the(decisions.IncidentOpened, new)
+    assert opened.evidence[-1] == d.state.nodes[home].down_seq
+    d.obey(new)
+    closed = the(decisions.IncidentClosed, d.progress(task))
+    assert closed.pause_s == d.state.at_s - silent_s > 20.0, "from the silence to the next step"
+
+
+def test_a_down_node_of_a_task_with_ranks_elsewhere_needs_their_word(d: Driver, task: int) -> None:
+    d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
+    assert "IncidentOpened" not in kinds(
+        d.tell("operator/down", r.NodeDrained(node="n2", reason="slurm: down", down=True)))
+    d.tell(f"leader/{d.state.nonce}", r.NodeReachable(node="n2", incarnation=1))
+    assert not d.state.nodes["n2"].down_seq
+
+
 def test_an_agent_that_starts_again_has_lost_its_ranks(d: Driver, task: int) -> None:
     new = d.join("n2", incarnation=2)
     assert kinds(new) == ["IncidentOpened", "Quiesce", "StartRank", "StartRank", "PlanChosen"]
