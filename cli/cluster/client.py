@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -239,6 +240,8 @@ def connect(state: StateDir, urls: Urls = None) -> Client:
                                  "--url https://...")
         return first
     start = "unicron up" + ("" if state.path == default() else f" {state.option}")
+    if shutil.which("sbatch"):
+        start += "; a cluster in a job of Slurm answers when that runs: squeue --me"
     if not files:
         away = _away(state)
         raise Unreachable(f"{away}: no control plane runs on {state.path}" if away.endswith(GOES_ON)

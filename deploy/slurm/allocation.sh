@@ -16,7 +16,6 @@ command -v unicron > /dev/null || fail "there is no unicron on $SLURMD_NODENAME"
     "activate its environment before sbatch; every node needs it at the same path"
 mkdir -p -m 700 "$state" "$state/slurm" || fail "$state cannot be made" "set UNICRON_STATE"
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit
-names=$(echo $nodes)
 
 # The token of an outside control plane is a variable of this script: no node, rank or srun has it.
 export -n UNICRON_TOKEN
@@ -50,9 +49,12 @@ start_agents() {
     unicron slurm enter $nodes
 }
 
-# Take the tasks off these nodes: no iteration is lost. Then their agents end.
+# Take the tasks off these nodes: no iteration is lost. Then their agents end. A node that this job has
+# lost may be another job's by now. squeue fails while slurmctld is away.
 leave() {
-    say "leaves $names: $1"
+    local list
+    list=$(squeue -h -j "$job" -o %N 2> /dev/null) && [ -n "$list" ] && nodes=$(scontrol show hostnames "$list")
+    say "leaves $(echo $nodes): $1"
     unicron slurm leave $nodes --reason "slurm job $job: $1"
     stop_agents
 }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster_story import RATES
 from slurm import site as sites
 from slurm.cluster import SCRIPTS, SlurmCluster
-from slurm.site import Site
+from slurm.site import DOWN_S, Site
 from twins import small
 from unicron.cli.cluster.state_dir import read_json
 from unicron.workers.host import linux
@@ -198,6 +199,34 @@ def test_when_the_first_node_is_lost_the_job_runs_again(tmp_path: Path, site: Si
     cluster.wait_whole(task, 2)
     assert cluster.task(task)["iteration"] >= saved > 0
     assert cluster.seq() > seq  # the log goes on
+
+
+@pytest.mark.thorough
+def test_a_node_that_a_job_has_lost_is_no_longer_its_own(tmp_path: Path, site: Site) -> None:
+    """A task that was only there moves when Slurm marks the node down, and a later job has it."""
+    cluster = SlurmCluster(tmp_path, site)
+    job = cluster.submit_job(
+        [small(name, tmp_path / name, slots=(1, 1), rates=RATES) for name in "ab"],
+        "-N2", "--no-requeue", env={"UNICRON_FOLLOW_OPTIONS": "--every 1"})
+    tasks = cluster.wait_tasks(2)
+    for task in tasks:
+        cluster.wait_whole(task, 1)
+    cluster.slurm("slurm", "grow", "1")
+    cluster.wait(lambda: len(cluster.client().get("/v1/state")["nodes"]) == 3 or None, "n3 joins")
+    (task,) = (task for task in tasks if cluster.on(task, "n2"))
+    after = cluster.seq()
+    site.kill("n2")
+    drained: Any = cluster.wait_told(after, "NodeDrained", node="n2").body
+    assert drained.down, drained
+    cluster.wait(lambda: cluster.on(task, "n3") or None, "it moves to n3")
+    closed: Any = cluster.wait_told(after, "IncidentClosed").body
+    assert closed.pause_s > DOWN_S - 1.0, "since the node fell silent"
+    site.start_slurmd("n2")
+    cluster.slurm("slurm", "grow", "1")
+    cluster.wait_told(after, "NodeJoined", node="n2")
+    site.call("scancel", "--batch", "--signal=USR1", job)
+    site.wait(lambda: site.ended(job), "the job ends", LONG_S)
+    assert "leaves n1: Slurm takes its nodes back" in site.output(job), site.output(job)
 
 
 @pytest.mark.thorough
