@@ -34,6 +34,13 @@ def service(unit: Path) -> configparser.SectionProxy:
     return parser["Service"]
 
 
+def command(unit: Path) -> list[str]:
+    """The words of ExecStart, without what the unit's user adds."""
+    *words, more = service(unit)["ExecStart"].split()
+    assert more == "$UNICRON_OPTIONS"
+    return words
+
+
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
     assert complaints(unit.read_text(), unit.name, tmp_path) == ""
@@ -50,13 +57,13 @@ def test_a_fault_in_a_unit_is_found(fault: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_the_unit_starts_a_command_of_this_version(unit: Path) -> None:
-    program, *arguments = service(unit)["ExecStart"].split()
+    program, *arguments = command(unit)
     assert program.endswith("/unicron")
     assert str(options(arguments)["state"]) == "/var/lib/unicron"
     assert service(unit)["StateDirectory"] == "unicron"
 
 
 def test_an_agent_has_time_to_drain() -> None:
-    unit = service(FOLDER / "unicron-agent.service")
-    asked = options(unit["ExecStart"].split()[1:])
-    assert int(unit["TimeoutStopSec"]) >= asked["drain_limit"] + 30
+    unit = FOLDER / "unicron-agent.service"
+    asked = options(command(unit)[1:])
+    assert int(service(unit)["TimeoutStopSec"]) >= asked["drain_limit"] + 30
