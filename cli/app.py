@@ -438,6 +438,11 @@ def lift(node: NodesArg, reason: Reason = "") -> None:
     """End the quarantine of a node that failed repeatedly."""
 
 
+@calls(app, "commands.operate.ack")
+def ack(incident: Annotated[str, typer.Argument(metavar="INCIDENT")], reason: Reason = "") -> None:
+    """Say that you know of an incident: it no longer needs a person."""
+
+
 @calls(app, "commands.operate.freeze")
 def freeze(reason: Reason = "") -> None:
     """Pause healing: decide and log, order nothing."""

@@ -40,8 +40,7 @@ from ..terminal.format import Plain, lost_state, plan_waf, way_to_act
 from ..terminal.record_line import essentials, status_in_words
 from .offline import Log, connect_to_read, log_of
 from .request_outcome import hidden
-from .tail import incident_id
-from .tasks import option_for
+from .tasks import incident_id, option_for
 
 NEWEST_NUM = 5
 NOT_SHOWN = ("incident", "num_stepping", "logs", "opened_s", "down_since_s", "kept_before",
@@ -155,6 +154,7 @@ def facts_of(history: History, found: IncidentRecords, view: Plain, *, now_s: fl
         "node": known.node, "ranks": known.ranks, "status": known.status,
         "severity": known.severity, "outcome": one.outcome, "detected_s": one.detected_s,
         "closed_s": one.closed_s, "seq": history.seq,
+        "acknowledged": incident_screen.acknowledged(msgspec.to_builtins(known)),
         "over": bool(task is not None and task.outcome), "cost": _cost(history, one, now_s),
         "layouts": one.layouts, "lost": lost, "optimizer": one.optimizer,
         "copies_gone": [_event(history, one, x) for x in found.gone],
@@ -352,7 +352,7 @@ def left(one: IncidentHistory, task: Task | None, found: IncidentRecords, view: 
     touched = {one.incident.node, *(getattr(x.body, "node", x.source.partition("/")[0])
                                     for x in evidence)}
     words += [f"{node['id']} {trouble}" for node in view["nodes"]
-              if node["id"] in touched and (trouble := node_trouble(node, option=option))]
+              if node["id"] in touched and (trouble := node_trouble(node, option))]
     words += [f"{node['id']} {kept}" for node in view["nodes"]
               if node["id"] in touched and (kept := quarantine_reason(node, option))]
     healing = view["cluster"]["healing"]

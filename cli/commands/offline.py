@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -156,7 +157,7 @@ class OfflineClient(Client):
         state = self._state_at(asyncio.run(moments.seq_at(
             moment, self._sealed.first, self.last, read)))
         if path == "/v1/state":
-            return view(state)
+            return view(state, now_s=None if "at" in query else time.time())
         if path == "/v1/plan":
             return msgspec.to_builtins(dry_run.explain_present_plan(encode_state(state)))
         raise Unreachable("no control plane runs here", "unicron up")

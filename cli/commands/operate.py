@@ -16,7 +16,7 @@ from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, number_of, span, way_to_act
 from .request_outcome import Outcome, outcome_of, plan_lines
-from .tasks import option_for, pick
+from .tasks import incident_id, option_for, pick
 
 POLL_S = 0.05
 WEIGHT, WEIGHT_HINT = "a weight is above 0", "for example unicron set-weight alpha 2"
@@ -75,6 +75,14 @@ def lift(state: StateDir, url: Urls, node: str, reason: str, *, as_json: bool) -
     view, nodes, followed = _node_request(state, url, node, "lift", reason)
     head = f"{node}  quarantined no longer; the next fault is the first{_unhealthy_note(nodes)}"
     _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
+
+
+def ack(state: StateDir, url: Urls, incident: str, reason: str, *, as_json: bool) -> None:
+    """Say that a person knows of an incident."""
+    number = incident_id(incident)
+    followed = _request(connect(state, url), f"/v1/incidents/{number}/ack", reason)
+    _show(state, f"inc-{number}  acknowledged; it is no longer among what needs you", followed,
+          look=f"unicron incident {number}{option_for(state)}   ", as_json=as_json)
 
 
 def _unhealthy_note(nodes: list[Plain]) -> str:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from ...control_plane.api.needs import ENDED
 from ...events.errors import UnicronError, UsageError
 from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, Urls, connect
 from ..cluster.state_dir import StateDir
-from ..screens.task import ENDED
 from ..terminal import console
 from ..terminal.format import Plain
 from .operate import reason_or_user

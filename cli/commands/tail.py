@@ -14,20 +14,12 @@ from ..terminal.format import Plain
 from ..terminal.record_line import line, matches
 from .offline import connect_to_read, log_of
 from .operate import pick_node
-from .tasks import number_of
+from .tasks import incident_id, number_of
 
 UNREACHABLE_S_MAX = 120.0
 """Give up after the control plane was unreachable for this long."""
 RETRY_S = 0.5
 NEWEST_NUM = 4
-
-
-def incident_id(text: str, hint: str = "for example 41 or inc-41") -> int:
-    """`41` or `inc-41`. Raises UsageError."""
-    digits = text.removeprefix("inc-")
-    if not digits.isdecimal():
-        raise UsageError(f"{text!r} is not an incident", hint)
-    return int(digits)
 
 
 def kind_named(text: str) -> str:

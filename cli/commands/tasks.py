@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 
+from ...control_plane.api.needs import ENDED
 from ...events.errors import UsageError
 from ...events.records.reports import TaskSubmitted
 from ...events.spec.job import JobSpec, Slots, is_url
 from ..cluster.client import Client, Urls, connect
 from ..cluster.state_dir import StateDir, default
 from ..files import job_file, megatron_command
-from ..screens.task import ENDED
 from ..terminal import console
 from ..terminal.format import Plain
 from .request_outcome import outcome_of, plan_lines, view_before
@@ -103,6 +103,14 @@ def cancel(state: StateDir, url: Urls, task: str, reason: str, *, as_json: bool)
     console.out(f"task {found['id']}  {found['name']} cancelled (seq {answer['seq']})")
     console.talk(f"next: unicron status{option_for(state)}   (the others are planned again at its "
                  "end)")
+
+
+def incident_id(text: str, hint: str = "for example 41 or inc-41") -> int:
+    """`41` or `inc-41`. Raises UsageError."""
+    digits = text.removeprefix("inc-")
+    if not digits.isdecimal():
+        raise UsageError(f"{text!r} is not an incident", hint)
+    return int(digits)
 
 
 def pick(tasks: list[Plain], wanted: str) -> Plain:

@@ -17,6 +17,7 @@ from types import FrameType
 
 from msgspec import Struct, structs
 
+from ...control_plane.api.needs import ENDED
 from ...events.errors import ServerError, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.secret_environment import REDIS_URL
@@ -29,7 +30,6 @@ from ..cluster.local_cluster import CONTROL_PLANE, UP, ClusterOptions, LocalClus
 from ..cluster.processes import Process
 from ..cluster.state_dir import StateDir, shown
 from ..files import job_file
-from ..screens.task import ENDED
 from ..terminal import console
 from ..terminal.format import Plain, way_to_act
 from . import serve

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+from ...control_plane.api.needs import ENDED, lag_s
 from ..terminal import format as fmt
 from ..terminal.format import Plain
 from ..terminal.record_line import outage, status_in_words
-from .nodes import disabled_slots, node_news, recovers, slot_use, wanted
-from .task import ENDED, computed, lag_s, waits
+from .incident import acknowledged
+from .nodes import recovers, slot_use
+from .task import computed, waits
 
 INCIDENTS_SHOWN_NUM = 3
 ENDED_SHOWN_NUM = 8
@@ -24,8 +26,8 @@ def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list
     tasks: list[Plain] = view["tasks"]
     head = f"{cluster}  {fmt.rfc3339(now_s)}  seq {cluster_view['seq']}"
     lines = [f"unicron status{head.rjust(fmt.SCREEN_COLUMNS - len('unicron status'))}",
-             *_needs_you(view, now_s, option), *_incidents(view, now_s, option, are_open=True),
-             *_failures(view, now_s, option), *_incidents(view, now_s, option, are_open=False),
+             *_needs_you(view, option), *_incidents(view, now_s, option, are_open=True),
+             *_failures(view, option), *_incidents(view, now_s, option, are_open=False),
              *_outages(view, now_s), "",
              *_totals(view, now_s), ""]
     if not tasks:
@@ -47,111 +49,18 @@ def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list
 
 
 # --- News. ---
-def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
-    healing: str = view["cluster"]["healing"]
-    words: list[str] = []
-    if healing != "on":
-        what = (f"healing is {healing}: faults are reported, not healed"
-                if healing.startswith("frozen") else
-                "observing: all is decided and logged, nothing is done; to have it done")
-        words.append(f"{what}: {fmt.command(fmt.way_to_act(healing, option))}")
-    names = {task["id"]: task["name"] for task in view["tasks"]}
-    for node in view["nodes"]:
-        if news := node_news(node, names, now_s, option):
-            short = (
-                wanted(view["tasks"]) if node["contact"] == "heard" and disabled_slots(node) else ""
-            )
-            words.append(f"{news}{'; ' * bool(short)}{short}")
-    unreachable = {node["id"] for node in view["nodes"] if node["contact"] == "unreachable"}
-    for task in view["tasks"]:
-        words += _task_news(task, now_s, option, unreachable)
-    words += _blocked_by_drain(view, option)
-    return [line for one in words for line in fmt.labelled("NEEDS YOU", one)]
+def _needs_you(view: Plain, option: str) -> list[str]:
+    """Without the failed tasks."""
+    return [line for one in view["needs"] if one["what"] != "failed"
+            for line in fmt.labelled("NEEDS YOU", fmt.said(one["why"], one["do"], option))]
 
 
-def _blocked_by_drain(view: Plain, option: str) -> list[str]:
-    """One line for each drained node, if a task waits only because of drained nodes."""
-    there = {drained: sum(not slot["out"] for node in view["nodes"] for slot in node["slots"]
-                          if node["contact"] == "heard" and node["drained"] == drained
-                          and not node["quarantine"])
-             for drained in (False, True)}
-    left, every = there[False], there[False] + there[True]
-    names = [task["name"] for task in view["tasks"]
-             if task["state"] == "waiting" and left < _fewest_slots(task) <= every]
-    if not names:
-        return []
-    return [f"{node['id']} is drained{_because(node['drain_reason'])}, too few slots are left for "
-            f"{names[0]}: " + fmt.command(f"unicron undrain {node['id']}{option}")
-            for node in view["nodes"] if node["drained"] and node["contact"] == "heard"]
-
-
-def _fewest_slots(task: Plain) -> int:
-    """The smallest number of slots with a throughput above 0."""
-    rates: Plain = task["throughput"] or {"sizes": [], "rates_flops": []}
-    return min((size for size, rate in zip(rates["sizes"], rates["rates_flops"], strict=True)
-                if rate > 0), default=int(task["slots"]["min"]))
-
-
-def _because(reason: str) -> str:
-    return f" ({reason})" if reason else ""
-
-
-def _task_news(task: Plain, now_s: float, option: str, unreachable: set[str]) -> list[str]:
-    words: list[str] = []
-    if task["withheld"]:
-        words.append(f"{task['name']}, suppressed: {task['withheld']}")
-    if task["declined"] and task["state"] not in ENDED:
-        words.append(f"{task['name']} starts again as a whole after a fault, since "
-                     f"{task['declined']}: " + fmt.command(f"unicron logs {task['name']}{option}"))
-    if not task["copies_fit"]:
-        words.append(f"{task['name']} keeps no in-memory checkpoints: {task['no_copies']}: "
-                     + fmt.command(f"unicron status {task['name']}{option}"))
-    if task["stands"]:
-        stalled_s = max(now_s - task["stands_since_s"], 0.0)
-        if task["tier"] == "command":
-            words.append(_unprinted(task, stalled_s, option))
-            return words
-        words.append(f"{task['name']} has stalled for {fmt.span(stalled_s)}: {task['stands']}: "
-                     + fmt.command(f"unicron status {task['name']}{option}"))
-        return words
-    late_s, look = lag_s(task, now_s), fmt.command(f"unicron logs {task['name']} -f{option}")
-    away = sorted({one["node"] for one in task["ranks"]} & unreachable)
-    if late_s and away:
-        words.append(f"{task['name']}: no report for {fmt.span(late_s)}, its reporting rank may be "
-                     f"on {' '.join(away)}: {look}")
-    elif late_s and task["progressed_s"]:
-        words.append(f"{task['name']}: last progress {fmt.span(late_s)} ago, an iteration took "
-                     f"{fmt.span(task['step_s'])}: {look}")
-    elif late_s:
-        words.append(f"{task['name']}: no iteration reported since it began {fmt.span(late_s)} "
-                     f"ago: {look}")
-    return words
-
-
-def _unprinted(task: Plain, stalled_s: float, option: str) -> str:
-    after_s: float | None = task["hang_after_s"]
-    then = f"; it starts again after {fmt.span(after_s)}" if after_s is not None else ""
-    return (f"{task['name']} has printed no line of progress for {fmt.span(stalled_s)}, an "
-            f"iteration took {fmt.span(task['step_s'])}{then}: "
-            + fmt.command(f"unicron logs {task['name']}{option}"))
-
-
-def _failures(view: Plain, now_s: float, option: str) -> list[str]:
+def _failures(view: Plain, option: str) -> list[str]:
     """Each recently failed task; if there are many, their number and the last one."""
-    failed = sorted(_failed(view["tasks"], now_s), key=lambda task: float(task["since_s"]))
+    failed = [one for one in view["needs"] if one["what"] == "failed"]
     of = f"{len(failed)} tasks failed, the last: " if len(failed) > FAILED_SHOWN_NUM else ""
-    return [line for task in (failed[-1:] if of else failed)
-            for line in fmt.labelled("NEEDS YOU", f"{of}{task['name']} failed: {task['why']}: "
-                                     + fmt.command(f"unicron logs {task['id']}{option}")
-                                     + "; shown for a day, or until you submit "
-                                     f"{task['name']} again")]
-
-
-def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:
-    """Recently failed tasks without a later task of the same name."""
-    last = {task["name"]: task["id"] for task in tasks}
-    return [task for task in tasks if task["state"] == "failed"
-            and task["id"] == last[task["name"]] and now_s - task["since_s"] < NEWS_S]
+    return [line for one in (failed[-1:] if of else failed)
+            for line in fmt.labelled("NEEDS YOU", of + fmt.said(one["why"], one["do"], option))]
 
 
 def _incidents(view: Plain, now_s: float, option: str, *, are_open: bool) -> list[str]:
@@ -166,7 +75,7 @@ def _incidents(view: Plain, now_s: float, option: str, *, are_open: bool) -> lis
             if node["contact"] == "heard" and (back := recovers(node)):
                 lines += fmt.labelled("HEALING", f"{node['id']} {back}")
         return lines
-    shown = {task["id"] for task in _failed(view["tasks"], now_s)}  # listed above under NEEDS YOU
+    shown = {one["task"] for one in view["needs"] if one["what"] == "failed"}  # listed above
     closed = [one for one in found if one["outcome"] and now_s - one["closed_s"] < NEWS_S
               and (one["outcome"] != "failed" or one["task"] not in shown)]
     news = [one for one in closed if one["task"] not in over]
@@ -197,6 +106,8 @@ def _incident(view: Plain, one: Plain, names: dict[int, str], now_s: float,
             f"{fmt.ranks(one['ranks'])}, {status_in_words(one['status'])}")
     end = (f"{fmt.lost_in_words(one['iterations_lost'])}, pause {fmt.ms(one['pause_s'])}"
            if one["outcome"] else f"since {fmt.span(max(now_s - one['opened_s'], 0.0))}")
+    if known := acknowledged(one):
+        end += f", {known}"
     going_on = "healing" if view["cluster"]["healing"] == "on" else "paused"
     which = one["id"]
     if num := one["num_others"]:

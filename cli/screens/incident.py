@@ -63,6 +63,12 @@ def in_words(found: list[Plain]) -> str:
             f"{fmt.command(f'unicron locate {names}')}")
 
 
+def acknowledged(one: Plain) -> str:
+    """Who knows of an incident, and the reason; empty: nobody has said so."""
+    by, why = one["acknowledged_by"], one["acknowledged_why"]
+    return f"acknowledged by {by}{': ' * bool(why)}{why}" if by else ""
+
+
 # --- The page. ---
 def page(facts: Plain, *, option: str = "") -> list[str]:
     """Evidence, decision, plans, effects, phases, cost, and what remains to be done."""
@@ -96,6 +102,8 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
     lines += ["", *_effects(facts["effects"]), "", *_timeline(facts["timeline"]), ""]
     for words in facts["left"]:
         lines += fmt.labelled("you", TYPED.sub(lambda typed: fmt.command(typed[0]), words))
+    if facts["acknowledged"]:
+        lines += fmt.labelled("known", facts["acknowledged"])
     if not facts["left"]:
         lines += fmt.labelled("you", "nothing is left to do" if facts["outcome"] != "open"
                               else "it is still open: wait, or see "

@@ -4,37 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ...control_plane.api import needs
 from ..terminal import format as fmt
 from ..terminal.format import Plain
-from .stragglers import degraded_news, node_degraded
+from .stragglers import node_degraded
 
 SlotUse = Literal["train", "idle", "drained", "out", "unreachable", "left"]
 DEGRADED = "!"
 RUNS_COLUMNS = 28
 SIGNS = {"idle": ".", "drained": "-", "out": "x", "unreachable": "?", "left": "_"}
-
-
-# --- Quarantine. ---
-def until(node: Plain) -> str:
-    """`quarantined to 2026-11-21 01:14Z`; empty if the node is not quarantined."""
-    if not node.get("quarantine"):
-        return ""
-    return f"quarantined to {fmt.rfc3339(node['quarantine']['until_s'])[:16].replace('T', ' ')}Z"
-
-
-def quarantine_reason(node: Plain, option: str = "") -> str:
-    """Why a node is quarantined, and how to end that; empty for lost and all other nodes."""
-    if not node.get("quarantine") or node["contact"] == "lost":  # node_trouble reports lost nodes
-        return ""
-    lift = fmt.command(f"unicron lift {node['id']}{option}")
-    return f"{quarantine(node)}: repair it, then {lift}"
-
-
-def quarantine(node: Plain) -> str:
-    """The end of a node's quarantine, its reason, and its incidents."""
-    quarantined: Plain = node["quarantine"]
-    which = " ".join(f"inc-{number}" for number in quarantined["incidents"])
-    return f"{until(node)}: {quarantined['why']} ({which})"
 
 
 # --- Failed checks. ---
@@ -45,61 +23,18 @@ def recovers(node: Plain) -> str:
         return ""
     found = recovery["slots"]
     which = ("its slots are" if len(found) == node["num_slots"] else
-             f"its {named(found)} {'are' if len(found) > 1 else 'is'}")
+             f"its {needs.named(found)} {'are' if len(found) > 1 else 'is'}")
     word = "healthy again" if node["health"] == "healthy" else "no longer unhealthy"
     return (f"{word}, {which} used from {fmt.rfc3339(recovery['from_s'])[11:19]}Z "
             f"({fmt.span(recovery['after_s'])} without a complaint)")
 
 
-def unhealthy_reason(node: Plain) -> str:
-    """What the checks of a node report as unhealthy, and when its slots return; else empty."""
-    if not any(one["health"] == "unhealthy" for one in node["checks"]):
-        return ""
-    recovery: Plain | None = node["recovers"]
-    back = (f": repair it; its slots are used again {fmt.span(recovery['after_s'])} after the "
-            "check says healthy" if recovery is not None else "")
-    return f"{node['sick_why']}{back}"
-
-
 def why_unhealthy(node: Plain) -> str:
     """What all checks of a node report, also degraded and unknown, and when its slots return."""
-    words = [unhealthy_reason(node)] if unhealthy_reason(node) else []
+    words = [_said(ill, "")] if (ill := needs.unhealthy(node)) else []
     words += [f"{one['check']} {one['health']}: {one['why']}" for one in node["checks"]
               if one["health"] != "unhealthy"]
     return "; ".join(words)
-
-
-# --- Disabled slots. ---
-def disabled_slots(node: Plain) -> list[int]:
-    """The slots disabled until the agent joins again, without those that a check disabled."""
-    failed: list[int] = node["recovers"]["slots"] if node["recovers"] else []
-    return [slot["index"] for slot in node["slots"] if slot["out"] and slot["index"] not in failed]
-
-
-def named(found: list[int]) -> str:
-    return f"slot{'s' * (len(found) > 1)} {' '.join(map(str, found))}"
-
-
-def disabled_reason(node: Plain) -> str:
-    """Why slots are disabled, and how to repair them; empty if no slot is disabled."""
-    found = disabled_slots(node)
-    if not found:
-        return ""
-    whys = dict.fromkeys(slot["out_why"] for slot in node["slots"]
-                         if slot["index"] in found and slot["out_why"])
-    why = f" ({'; '.join(whys)})" if whys else ""
-    return (f"{named(found)} out{why}: repair, then start its agent again "
-            f"(under unicron up: kill {node['pid']})")
-
-
-def wanted(tasks: list[Plain]) -> str:
-    """The tasks that wait for the disabled slots, else those that run below their maximum."""
-    found = [f"{task['name']} waits for slots" for task in tasks
-             if task["state"] == "waiting" and task["why"] == "not enough slots"]
-    found = found or [f"{task['name']} runs on {task['slots']['target']} of "
-                      f"{task['slots']['max']}" for task in tasks
-                      if 0 < task["slots"]["target"] < task["slots"]["max"]]
-    return fmt.listed(found)
 
 
 # --- The screen. ---
@@ -151,9 +86,9 @@ def _reasons(nodes: list[Plain], option: str) -> list[str]:
     for node in nodes:
         if node["drained"]:
             why = node["drain_reason"] or "no reason given"
-            lines += fmt.labelled(node["id"], f"drained: {why}: "
-                                  + fmt.command(f"unicron undrain {node['id']}{option}"))
-        if trouble := node_trouble(node, option=option):
+            lines += fmt.labelled(node["id"], fmt.said(f"drained: {why}", needs.undrain(node),
+                                                       option))
+        if trouble := node_trouble(node, option):
             lines += fmt.labelled(node["id"], trouble)
         if kept := quarantine_reason(node, option):
             lines += fmt.labelled(node["id"], kept)
@@ -164,31 +99,19 @@ def _reasons(nodes: list[Plain], option: str) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def node_trouble(node: Plain, since: str = "", option: str = "") -> str:
-    """What is wrong with a node `since` when, and how to repair it; empty if nothing is wrong."""
-    if node["contact"] == "unreachable":
-        runs = any(slot["task"] for slot in node["slots"])
-        return (f"unreachable{since}{', its ranks go on' * runs}: look at its "
-                "machine and network")
-    if node["contact"] == "lost":
-        then = (f"{quarantine(node)}. It is given tasks when that ends, or after "
-                + fmt.command(f"unicron lift {node['id']}{option}")
-                if node["quarantine"] else "it is given tasks at once")
-        return f"lost{since}: repair it and start its agent, {then}"
-    return disabled_reason(node) if node["contact"] == "heard" else ""
+def node_trouble(node: Plain, option: str = "") -> str:
+    """What is wrong with a node, and how to repair it; empty if nothing is wrong."""
+    return _said(needs.away(node)
+                 or (needs.disabled(node) if node["contact"] == "heard" else None), option)
 
 
-def node_news(node: Plain, names: dict[int, str], now_s: float, option: str) -> str:
-    """All that is wrong with a node, in one line; empty if nothing is wrong."""
-    trouble = node_trouble(node, f" for {fmt.span(max(now_s - node['since_s'], 0.0))}", option)
-    kept = quarantine_reason(node, option)
-    ill = f"is unhealthy, {said}" if (said := unhealthy_reason(node)) else ""
-    words = "; ".join(filter(None, (trouble, kept, ill)))
-    if not words:
-        return degraded_news(node, names, option)
-    look = ("" if kept and not (trouble or ill)
-            else f"; {fmt.command(f'unicron status nodes{option}')}")
-    return f"{node['id']} {words}{look}"
+def quarantine_reason(node: Plain, option: str = "") -> str:
+    """Why a node is quarantined, and how to end that; empty for lost and all other nodes."""
+    return _said(needs.quarantined(node), option)
+
+
+def _said(found: tuple[str, str] | None, option: str) -> str:
+    return fmt.said(*found, option) if found else ""
 
 
 def _letters(tasks: dict[int, str]) -> dict[int, str]:
@@ -228,9 +151,9 @@ def _scheduling(node: Plain) -> str:
     if node["contact"] != "heard":
         word = "as it was" if node["contact"] == "unreachable" else "out"
         return f"{word}, drained" if node["drained"] else word
-    word = until(node) or ("drained" if node["drained"] else "")
+    word = needs.until(node) or ("drained" if node["drained"] else "")
     if out:
-        word += f"{', ' * bool(word)}{named(out)} out"
+        word += f"{', ' * bool(word)}{needs.named(out)} out"
     return word or "eligible"
 
 

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from ...control_plane.incidents.stragglers import FAULT_RATIO, LASTS_S
+from ...control_plane.api.needs import worth_draining
+from ...control_plane.incidents.stragglers import FAULT_RATIO
 from ...control_plane.planner.alternative_names import percent
-from ..terminal.format import Plain, command, labelled, number_of, scaled
-
-
-def degraded_news(node: Plain, names: dict[int, str], option: str) -> str:
-    """A line for a degraded node that is worth draining, with the gain; else empty."""
-    degraded: Plain | None = node["degraded"]
-    if degraded is None or not degraded["worth_draining"] or not node_degraded(node, option):
-        return ""
-    return f"{node['id']} {_what(degraded, names)}; {_worth(node['id'], degraded, option)}"
+from ..terminal.format import Plain, acts, labelled, number_of, scaled
 
 
 def node_degraded(node: Plain, option: str) -> str:
@@ -20,7 +13,7 @@ def node_degraded(node: Plain, option: str) -> str:
     degraded: Plain | None = node["degraded"]
     if degraded is None or node["contact"] != "heard" or node["drained"]:
         return ""
-    return f"{degraded['why']}; {_worth(node['id'], degraded, option)}"
+    return f"{degraded['why']}; {acts(worth_draining(node), option)}"
 
 
 def degraded_why(task: Plain, healing: str) -> str:
@@ -61,26 +54,6 @@ def slow_nodes(task: Plain, nodes: list[Plain]) -> list[str]:
              if node["degraded"] and node["degraded"]["worth_draining"]]
     return [str(one["node"]) for one in slow[:1]
             if task["state"] == "degraded" and one["node"] in worth]
-
-
-def _what(degraded: Plain, names: dict[int, str]) -> str:
-    slower = ", ".join(f"{names.get(task, '?')} {ratio:.3g} x slower"
-                       for task, ratio in zip(degraded["tasks"], degraded["ratios"], strict=True))
-    return f"is degraded, {slower}" if slower else f"is degraded: {degraded['why']}"
-
-
-def _worth(node: str, degraded: Plain, option: str) -> str:
-    """The share of all WAF that draining gains, with the command if the gain is enough."""
-    share = float(degraded["drain_share"])
-    if not share:
-        return "draining it would earn nothing"
-    if share < 0:
-        return f"draining it would cost {percent(-share)} of all WAF"
-    if not degraded["worth_draining"]:
-        return f"draining it would earn {percent(share)}, " + (
-            "below gain_min" if degraded["lasts"] else f"if it lasts longer than {LASTS_S:g} s")
-    return f"draining it earns {percent(share)}: " + command(
-        f"unicron plan --without {node}{option}")
 
 
 def degraded_lines(found: Plain) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ...control_plane.api.needs import ENDED, lag_s
 from ..terminal import format as fmt
 from ..terminal.format import Plain
 from . import incident
@@ -18,27 +19,14 @@ if TYPE_CHECKING:
 CURVE_COLUMNS = 60
 WHAT_COLUMNS = 36
 INDENT_COLUMNS = 11
-ENDED = ("finished", "failed", "cancelled")
 SHARDS = {"sharded": "; each has its shard of the optimizer alone: to lose any sets back to a copy",
           "mirrored": "; each shard of the optimizer is on two of them"}
-LAG_TIMES = 3.0
-LAG_S_MIN = 10.0
 NORMAL_ITERATIONS_MIN = 5
 """The normal step time on a number of slots is the median of at least so many iterations."""
 SAME_RATIO = 1.05
 RATES_SHOWN_NUM = 8
 NODES_SHOWN_NUM = 8
 """More nodes of a checkpoint are counted instead of named."""
-
-
-def lag_s(task: Plain, now_s: float) -> float:
-    """Seconds since the last progress of a training task; 0 below 3 step times or below 10 s."""
-    if task["phase"] != "training" or task["state"] not in ("running", "degraded", "healing"):
-        return 0.0
-    if task["tier"] != "train":
-        return 0.0
-    quiet_s = now_s - max(task["progressed_s"], task["since_s"])
-    return quiet_s if quiet_s > max(LAG_TIMES * task["step_s"], LAG_S_MIN) else 0.0
 
 
 def waits(task: Plain) -> str:

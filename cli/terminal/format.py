@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from msgspec import convert
@@ -19,30 +19,15 @@ from ...events.spec.parallelism import (
     num_positions,
     part_in_words,
 )
+from ...events.words import listed as listed
+from ...events.words import rfc3339 as rfc3339
+from ...events.words import span as span
 
 Plain = dict[str, Any]
 """A JSON object: a record, a response of the control plane, or `-o json`."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 SCREEN_COLUMNS = 100
 UNBROKEN = "\u00a0"
-
-
-def rfc3339(at_s: float) -> str:
-    """Seconds since 1970 as UTC with milliseconds."""
-    at = datetime.fromtimestamp(at_s, UTC)
-    return at.strftime("%Y-%m-%dT%H:%M:%S.") + f"{at.microsecond // 1000:03d}Z"
-
-
-def span(length_s: float) -> str:
-    """A length of time in the unit that leaves two or three digits: `203 ms`, `1.1 s`, `39 min`."""
-    if length_s < 0.9995:
-        ms = length_s * 1000
-        return f"{ms:.1f} ms" if 0 < ms < 9.95 else f"{ms:.0f} ms"
-    if length_s < 99.95:
-        return f"{length_s:.1f} s" if length_s < 9.995 else f"{length_s:.0f} s"
-    if length_s < 90 * 60:
-        return f"{length_s / 60:.0f} min"
-    return f"{length_s / 3600:.1f} h" if length_s < 48 * 3600 else f"{length_s / 86400:.1f} d"
 
 
 def ms(length_s: float | None) -> str:
@@ -116,6 +101,17 @@ def command(words: str) -> str:
     return words.replace(" ", UNBROKEN)
 
 
+def acts(do: str, option: str) -> str:
+    """What to do, with `option` at each command between backquotes; `labelled` breaks none."""
+    return re.sub("`([^`]*)`", lambda found: command(
+        found[1].replace(";", f"{option};") + option), do)
+
+
+def said(why: str, do: str, option: str = "") -> str:
+    """What is wrong, and what to do."""
+    return f"{why}: {acts(do, option)}" if do else why
+
+
 def way_to_act(healing: str, option: str) -> str:
     """The command that resumes healing in a frozen or observing cluster."""
     if healing.startswith("frozen"):
@@ -161,12 +157,6 @@ def origins(allocations: Iterable[Plain], tasks: Mapping[int, Plain]) -> list[st
 def clipped(text: str, width: int) -> str:
     """The text, at most `width` wide; a longer text is cut and ends with `...`."""
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def listed(names: Sequence[str], num_max: int = 3) -> str:
-    """The first `num_max` names and the number of the others: `a, b, c and 2 more`."""
-    left = len(names) - num_max
-    return ", ".join(names[:num_max]) + (f" and {left} more" if left > 0 else "")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]],

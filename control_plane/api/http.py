@@ -158,9 +158,10 @@ class HttpApi:
                 shown = view(await self._state_after(seq))
         elif _number(request, "explain") and is_any_waiting(state):
             data = encode_state(state)
-            shown = await aside(lambda: view(decode_state(data), explain=True))
+            now_s = self._coordinator.now_s
+            shown = await aside(lambda: view(decode_state(data), explain=True, now_s=now_s))
         else:
-            shown = view(state)
+            shown = view(state, now_s=self._coordinator.now_s)
         shown["cluster"] |= {"follows": "" if at else self._coordinator.leader_url,
                              "followers": [] if at else self._coordinator.followers,
                              "insecure": self._address.insecure,
@@ -522,6 +523,8 @@ ROUTES = (
     Route("POST", "/v1/nodes/{of}/undrain", "operate", lambda api: api.write(requests.undrain)),
     Route("POST", "/v1/nodes/{of}/lift", "operate",
           lambda api: api.write(requests.lift_quarantine)),
+    Route("POST", "/v1/incidents/{of}/ack", "operate",
+          lambda api: api.write(requests.acknowledge)),
     Route("POST", "/v1/freeze", "operate", lambda api: api.write(requests.freeze)),
     Route("POST", "/v1/unfreeze", "operate", lambda api: api.write(requests.unfreeze)),
     Route("POST", "/v1/handover", "operate", lambda api: api.hand_over),

@@ -156,6 +156,21 @@ def lift_quarantine(state: ClusterState, body: Any, node: str) -> t.Body:
     return r.QuarantineLifted(node=node, reason=one_line(request.reason))
 
 
+def acknowledge(state: ClusterState, body: Any, incident: str) -> t.Body:
+    """A person knows of the incident."""
+    request = convert(body, Reason)
+    number = int(incident) if incident.isdecimal() and len(incident) < 18 else 0
+    found = state.incidents.get(number)
+    if found is None:
+        raise Refusal(404, f"there is no incident {incident[:40]}", _known_names(
+            (f"{key}" for key, one in state.incidents.items() if not one.outcome),
+            "open incident"))
+    if found.acknowledged_by:
+        raise Refusal(409, f"incident {number} is acknowledged by {found.acknowledged_by}: "
+                      f"{found.acknowledged_why}", f"unicron incident {number}")
+    return r.IncidentAcknowledged(of=number, reason=one_line(request.reason))
+
+
 def _undrain_hint(state: ClusterState, node: str) -> str:
     """The hint for a node that is not drained; a check may have disabled its slots."""
     if not state.nodes[node].slots_unhealthy:

@@ -27,16 +27,19 @@ from ..state.node import Node
 from ..state.task import Rank, Straggler, Task
 from ..throughput import table
 from ..throughput.transition_cost import transition
+from .needs import needs
 
 _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
            "quiescing": "running", "reconfiguring": "running"}
 
 
-def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
-    """Cluster, nodes, tasks, incidents, plan, deadlines; times in seconds since 1970. `explain`
-    adds what each waiting task needs. It takes as long as a few plans: call it in a thread."""
+def view(state: ClusterState, *, explain: bool = False, now_s: float | None = None
+         ) -> dict[str, Any]:
+    """Cluster, nodes, tasks, incidents, plan, deadlines, and what needs a person at `now_s` (None:
+    at the last record); times in seconds since 1970. `explain` adds what each waiting task needs.
+    It takes as long as a few plans: call it in a thread."""
     waits = explain_waiting(state) if explain else {}
-    return {
+    shown: dict[str, Any] = {
         "cluster": {
             "seq": state.seq, "epoch": state.epoch, "at_s": state.at_s,
             "hash": state_hash(state), "heart": state.heart, "input": input_digest(state),
@@ -62,6 +65,8 @@ def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
                        "length_s": state.deadlines[name].length_s}
                       for name in sorted(state.deadlines)],
     }
+    found = needs(shown, state.at_s if now_s is None else now_s)
+    return shown | {"needs": msgspec.to_builtins(found)}
 
 
 def state_in_words(state: ClusterState, task: Task) -> str:
@@ -78,7 +83,7 @@ def state_in_words(state: ClusterState, task: Task) -> str:
 
 def _node(state: ClusterState, node: Node) -> dict[str, Any]:
     slots: list[dict[str, Any]] = []
-    degraded = _slots_degraded(state, node)
+    degraded, due = _slots_degraded(state, node), state.deadlines.get(f"replace/{node.name}")
     for index in range(node.num_slots):
         occupant = node.occupants.get(index)
         slot: dict[str, Any] = {"index": index, "out": node.is_disabled(index),
@@ -93,7 +98,7 @@ def _node(state: ClusterState, node: Node) -> dict[str, Any]:
         slots.append(slot)
     return {"id": node.name, "host": node.host, "pid": node.pid,
             **_health(state, node), "drained": node.drained, "drain_reason": node.drain_reason,
-            "down": bool(node.down_seq),
+            "down": bool(node.down_seq), "replaced_s": due.due_s if due is not None else None,
             "quarantine": msgspec.to_builtins(node.quarantine), "sick_why": node.unhealthy_why,
             "recovers": _recovers(state, node),
             "checks": [msgspec.to_builtins(check) for check in node.checks],

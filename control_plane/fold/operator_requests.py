@@ -87,6 +87,13 @@ def fault_requested(state: ClusterState, record: Record, body: r.FaultRequested)
             task.ranks[order.rank].fault_injected_s = record.at_s
 
 
+def incident_acknowledged(state: ClusterState, record: Record, body: r.IncidentAcknowledged
+                          ) -> None:
+    one = state.incidents.get(body.of)
+    if one is not None:
+        one.acknowledged_by, one.acknowledged_why = body.who or "operator", body.reason
+
+
 def node_drained(state: ClusterState, record: Record, node: Node, body: r.NodeDrained) -> None:
     if not node.drained:
         state.replan = f"node {node.name} drained"

@@ -136,6 +136,11 @@ class Coordinator:
         return self._leader.state.epoch
 
     @property
+    def now_s(self) -> float:
+        """The time by the log's clock."""
+        return self._leader.now_s()
+
+    @property
     def away(self) -> str:
         """Why nothing is acknowledged at present, since when; "" if it is."""
         return self._outages.in_words(self._leader.now_s(), hangs_too=self.leading)

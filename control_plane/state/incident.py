@@ -103,6 +103,9 @@ class Incident(Struct, kw_only=True):
     """Part of `peer_bytes` that came from members on the same node."""
     outcome: str = ""
     closed_s: float = 0.0
+    acknowledged_by: str = ""
+    """Who knows of it (IncidentAcknowledged); "": nobody has said so."""
+    acknowledged_why: str = ""
     second_hand: bool = False
     """Only indirect evidence so far; the cause is unknown."""
     strikes: list[FailureLocation] = field(default_factory=list[FailureLocation])

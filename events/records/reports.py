@@ -554,6 +554,14 @@ class QuarantineLifted(OperatorRequest, frozen=True):
     reason: str = ""
 
 
+class IncidentAcknowledged(OperatorRequest, frozen=True):
+    """A person knows of the incident `of`: it is no longer among what needs a person, and no more
+    is notified of it. Nothing else changes."""
+
+    of: int
+    reason: str = ""
+
+
 # --- Progress of commands, from their output ---
 
 

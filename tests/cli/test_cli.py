@@ -234,7 +234,7 @@ def test_a_bad_job_is_refused_first(tmp_path, iterations, words, code):
 def test_a_hint_quotes_a_folder_with_blanks(tmp_path):
     state = tmp_path / "a b"
     result = unicron("status", "--state", str(state), folder=tmp_path)
-    assert result.stderr.splitlines()[1] == "hint: unicron up --state 'a b'"
+    assert result.stderr.splitlines()[1].startswith("hint: unicron up --state 'a b'")
     state.mkdir()
     with StateDir(state).lock():
         result = unicron("up", "--state", str(state), folder=tmp_path)
@@ -433,6 +433,8 @@ def test_a_closed_pipe_is_no_error(log):
     (r.TaskWeightSet(task=3, weight=2.5, reason="deadline"), "task 3 weight 2.5: deadline"),
     (r.HealingFrozen(reason="by ana"), "healing is paused: by ana"),
     (r.HealingResumed(), "healing is resumed"),
+    (r.IncidentAcknowledged(of=7, reason="a fan", who="ana", role="operate"),
+     "inc-7 is known: a fan; by ana, operate"),
     (r.NodeDrained(node="n3", reason="thermal"), "n3 is drained: thermal"),
     (r.NodeUndrained(node="n3"), "n3 may have tasks again"),
     (r.TokenChanged(act="enrolled", name="n3", token_role="node", who="join-n3", role="join"),

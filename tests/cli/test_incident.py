@@ -22,7 +22,7 @@ from unicron.cli.commands import incident, replay
 from unicron.cli.screens import nodes
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import bar, every, page
-from unicron.cli.screens.nodes import disabled_reason
+from unicron.cli.screens.nodes import node_trouble
 from unicron.cli.terminal.record_line import line
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import History, history
@@ -222,7 +222,7 @@ def test_a_disabled_slot_needs_an_operator(d: Driver, task: int) -> None:
             carry_out(d, d.exit(task, 2))
     out = [node.slots_disabled for node in d.state.nodes.values()]
     assert out == [[], [0]]
-    words = disabled_reason(view(d.state)["nodes"][1])
+    words = node_trouble(view(d.state)["nodes"][1])
     assert words.startswith("slot 0 out (alpha, rank 2 failed 4 times without 10 new iterations")
     assert facts(d.log)["left"] == [f"n2 {words}"]
     told = nodes.nodes(view(d.state), now_s=d.now_s)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 from decider import Driver, spec
 from simulated.seeds import simulate
@@ -27,6 +28,7 @@ from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import page
 from unicron.cli.terminal import format as figures
 from unicron.cli.terminal.record_line import TEMPLATES, line, matches
+from unicron.control_plane.api.needs import AWAY_S_MIN, needs
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import History, history
 from unicron.control_plane.history.incident_records import incident_records
@@ -74,6 +76,7 @@ def test_unreachable_nodes_need_an_operator():
     view_ = copy.deepcopy(view_)
     view_["nodes"][1] |= {"health": "unreachable", "contact": "unreachable", "since_s": now_s - 75}
     view_["nodes"][0]["slots"][1] |= {"out": True, "task": 0, "out_why": "alpha, rank 1 failed"}
+    view_["needs"] = msgspec.to_builtins(needs(view_, now_s))
     lines = cluster.status(view_, cluster="demo", now_s=now_s)
     assert lines[1:6] == [
         "NEEDS YOU  n1 slot 1 out (alpha, rank 1 failed): repair, then start its agent again "
@@ -152,9 +155,13 @@ def test_figures():
 # --- after faults, while healing is paused, with waiting tasks ------------------------------------
 def test_status_after_a_lost_node() -> None:
     d, alpha, _ = gives()
-    lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + 0.5)
+    (lost_s,) = [node.since_s for node in d.state.nodes.values() if node.health == "lost"]
+    lines = cluster.status(seen(d, 0.5), cluster="test", now_s=d.now_s + 0.5)
     check("status-lost", lines, columns_max=100)
-    assert lines[1].startswith("NEEDS YOU  n2 lost for")
+    after_s = lost_s + AWAY_S_MIN - d.now_s
+    assert "NEEDS YOU" not in " ".join(lines), "its agent may be restarted"
+    lines = cluster.status(seen(d, after_s), cluster="test", now_s=lost_s + AWAY_S_MIN)
+    assert lines[1].startswith("NEEDS YOU  n2 lost for 15 s: repair it and start its agent")
     task = next(x for x in view(d.state)["tasks"] if x["id"] == alpha)
     check("task-shrunk", task_screen.task_status(view(d.state), task, history(d.log),
                                              now_s=d.now_s + 0.5))
@@ -163,7 +170,7 @@ def test_status_after_a_lost_node() -> None:
 
 def test_status_while_a_task_waits() -> None:
     d, _, beta = waits()
-    check("status-waits", cluster.status(seen(d), cluster="test", now_s=d.now_s + 0.5),
+    check("status-waits", cluster.status(seen(d, 0.5), cluster="test", now_s=d.now_s + 0.5),
           columns_max=100)
     view_ = seen(d)
     task = next(x for x in view_["tasks"] if x["id"] == beta)
@@ -175,7 +182,7 @@ def test_status_while_healing_is_paused() -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
     d.exit(alpha, 2)
     d.tell("operator/drain", r.NodeDrained(node="n3", reason="fans"))
-    lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + 0.5)
+    lines = cluster.status(seen(d, 0.5), cluster="test", now_s=d.now_s + 0.5)
     check("status-frozen", lines, columns_max=100)
     assert "unicron unfreeze" in " ".join(lines[1:3])
     d.tell("leader/abc", r.PolicySet(policy=reports.Policy(observe=True)))
@@ -280,14 +287,14 @@ def test_a_task_without_progress_needs_an_operator(d: Driver, task: int) -> None
     assert told[1].startswith("next")
     told = task_screen.task_status(view(d.state), one, History(), now_s=d.now_s + 75)
     assert told[1] == "silent     last progress 75 s ago, it has stopped training or is very slow"
-    (line,) = [x for x in cluster.status(seen(d), cluster="test", now_s=d.now_s + 75)
+    (line,) = [x for x in cluster.status(seen(d, 75), cluster="test", now_s=d.now_s + 75)
                if x.startswith("NEEDS YOU")]
     assert line == ("NEEDS YOU  alpha: last progress 75 s ago, an iteration took 200 ms: "
                     "unicron logs alpha -f")
     d.tell(d.source("n1"), r.TaskProgressed(
         task=task, generation=1, first_iteration=1, losses=(2.0,), step_s=(60.0,), rate_flops=1e9,
         micro_batches=12))
-    assert not [x for x in cluster.status(seen(d), cluster="test", now_s=d.now_s + 150)
+    assert not [x for x in cluster.status(seen(d, 150), cluster="test", now_s=d.now_s + 150)
                 if x.startswith("NEEDS YOU")], "alpha is slow, not silent"
 
 
@@ -306,20 +313,21 @@ def test_a_failure_is_shown_for_a_day_or_until_the_name_is_reused(d: Driver) -> 
     first = failed_command(d)
 
     def news(after_s: float) -> list[str]:
-        lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + after_s)
+        lines = cluster.status(seen(d, after_s), cluster="test", now_s=d.now_s + after_s)
         return [x for x in lines if x.startswith("NEEDS YOU  alpha failed")]
 
     assert news(3600)
     assert not news(25 * 3600)
     again = failed_command(d)
     assert len(news(1)) == 1, "the later failure of alpha replaces the earlier one"
-    screen = " ".join(" ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s + 1)).split())
+    lines = cluster.status(seen(d, 1), cluster="test", now_s=d.now_s + 1)
+    screen = " ".join(" ".join(lines).split())
     assert f"unicron logs {first};" not in screen
     assert f"unicron logs {again}; shown for a day, or until you submit alpha again" in screen
     for name in ("beta", "gamma", "delta"):
         last = failed_command(d, name)
     assert news(1) == [], "several failures share one line"
-    lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + 1)
+    lines = cluster.status(seen(d, 1), cluster="test", now_s=d.now_s + 1)
     (counted,) = [x for x in lines if x.startswith("NEEDS YOU")]
     assert counted.startswith("NEEDS YOU  4 tasks failed, the last: delta failed: ")
     assert f"unicron logs {last}" in "\n".join(lines)
@@ -328,6 +336,7 @@ def test_a_failure_is_shown_for_a_day_or_until_the_name_is_reused(d: Driver) -> 
     for task in view["tasks"]:
         if task["name"] == "beta":
             task["since_s"] = max(ended_s.values()) + 0.5
+    view["needs"] = msgspec.to_builtins(needs(view, d.now_s + 1))
     (counted,) = [x for x in cluster.status(view, cluster="test", now_s=d.now_s + 1)
                   if x.startswith("NEEDS YOU")]
     assert "the last: beta failed: " in counted, "of those, the one that ended last"
@@ -339,7 +348,7 @@ def test_an_open_incident_is_above_a_failed_task(d: Driver) -> None:
     failed_command(d)
     task = d.running(spec(name="beta"))
     d.exit(task, 2)
-    lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + 1)
+    lines = cluster.status(seen(d, 1), cluster="test", now_s=d.now_s + 1)
     assert [x.split()[0] for x in lines[1:] if x.startswith(("HEALING", "NEEDS"))] == [
         "HEALING", "NEEDS"]
 
@@ -347,7 +356,7 @@ def test_an_open_incident_is_above_a_failed_task(d: Driver) -> None:
 def test_healed_incidents_are_shown_for_a_day_and_open_ones_always(d: Driver, task: int) -> None:
 
     def news(after_s: float) -> list[str]:
-        lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + after_s)
+        lines = cluster.status(seen(d, after_s), cluster="test", now_s=d.now_s + after_s)
         return [line.split()[0] for line in lines if line.startswith(("HEALED", "HEALING"))]
 
     carry_out(d, d.exit(task, 2))

@@ -9,6 +9,7 @@ from two_tasks import lose, seen, two_tasks
 from unicron.cli.screens import cluster
 from unicron.cli.screens import nodes as nodes_screen
 from unicron.control_plane.api import requests
+from unicron.control_plane.api.needs import AWAY_S_MIN
 from unicron.control_plane.api.requests import Refusal
 from unicron.control_plane.state.node import Quarantine
 from unicron.events.records import reports as r
@@ -167,5 +168,6 @@ def test_a_lost_node_that_is_quarantined_has_one_way_back() -> None:
     assert below == f"n2 lost: {way}"
     assert " -/2 " in row
     assert "alpha" not in row
+    d.now_s += AWAY_S_MIN
     assert needs_you(d).count("quarantined") == 1
     assert "at once" not in needs_you(d)

@@ -26,7 +26,7 @@ def until(kind: str, nth: int = 1) -> int:
 def seen(seq: int) -> tuple[dict[str, Any], float]:
     """The view after that record, a quarter of a second later."""
     cut: list[Record] = RECORDS[:seq]
-    state_view = view(replay(cut))
+    state_view = view(replay(cut), now_s=cut[-1].at_s + 0.25)
     state_view["cluster"]["hash"] = "unicron-state-1:0123456789abcdef"  # not part of this test
     return state_view, cut[-1].at_s + 0.25
 

@@ -109,8 +109,8 @@ def facts(log: list[Record], which: str = "", *, option: str = "") -> Plain:
             "verify": f"unicron replay log.jsonl --until {one.closed_seq or past.seq} --verify"}
 
 
-def seen(d: Driver) -> Plain:
-    state_view = view(d.state, explain=True)
+def seen(d: Driver, after_s: float = 0.0) -> Plain:
+    state_view = view(d.state, explain=True, now_s=d.now_s + after_s)
     state_view["cluster"]["hash"] = "unicron-state-2:0123456789abcdef"
     state_view["cluster"]["computed_by"] = min(state_view["cluster"]["computed_by"], VERSION)
     return state_view

@@ -55,7 +55,8 @@ PURE = (
     *(f"control_plane/{package}/" for package in (
         "state", "fold", "decide", "history", "incidents", "throughput", "planner", "placement",
         "simulation")),
-    "control_plane/api/dry_run.py", "control_plane/api/view.py", "events/records/", "events/spec/",
+    *(f"control_plane/api/{name}.py" for name in ("dry_run", "needs", "view")),
+    "events/records/", "events/spec/",
     *(f"workers/diagnosis/{name}" for name in (
         "rules/", "classifier.py", "flight_recorder.py", "hang_locator.py", "step_time.py",
         "wait_graph.py")), "workers/agent/monitoring/megatron_output.py",

@@ -44,7 +44,7 @@ def test_by_default_a_silent_command_is_only_reported(d: Driver) -> None:
     assert kinds(stalled(d, task)) == []
     assert deadlines(d) == []
     d.now_s += 660
-    seen = view(d.state)
+    seen = view(d.state, now_s=d.now_s)
     lines = cluster.status(seen, cluster="test", now_s=d.now_s)
     check("status-unprinted", lines, columns_max=100)
     (notice,) = [line for line in lines if line.startswith("NEEDS YOU")]
