@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,8 +162,10 @@ def test_slurm_and_unicron_tell_each_other_of_bad_nodes(tmp_path: Path, site: Si
     site.call("scontrol", "update", "NodeName=n2", "State=RESUME")
     cluster.wait_whole(task, 2)
     untouched(cluster, task)
-    # While slurmctld is away, nothing changes.
-    after = cluster.seq()
+    # While slurmctld is away, nothing changes. It stores its state some seconds after a change.
+    after, resumed_s = cluster.seq(), time.time()
+    site.wait(lambda: (site.path / "state" / "node_state").stat().st_mtime > resumed_s,
+              "slurmctld stores the node's state", LONG_S)
     site.kill("slurmctld")
     site.wait(lambda: "nodes stay as they are" in site.output(job), "it is missed", LONG_S)
     cluster.wait_steps(task)
