@@ -17,7 +17,7 @@ from gpu.result import NotPossible, of
 from unicron.events.records.statuses import ILLEGAL_MEMORY_ACCESS
 from unicron.workers.agent.health import gpu as nvml
 from unicron.workers.agent.health.finding import DeviceError
-from unicron.workers.agent.health.gpu_inventory import Gpus
+from unicron.workers.agent.health.gpu import Gpus
 from unicron.workers.agent.health.kernel_log import KMSG, KernelLog
 
 READS_NUM = 5

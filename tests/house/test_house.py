@@ -58,8 +58,8 @@ PURE = (
     *(f"control_plane/api/{name}.py" for name in ("dry_run", "needs", "view")),
     "events/records/", "events/spec/",
     *(f"workers/diagnosis/{name}" for name in (
-        "rules/", "classifier.py", "flight_recorder.py", "hang_locator.py", "step_time.py",
-        "wait_graph.py")), "workers/agent/monitoring/megatron_output.py",
+        "rules/", "classifier.py", "flight_recorder.py", "hang_locator.py", "step_time.py")),
+    "workers/agent/monitoring/megatron_output.py",
     "workers/agent/health/debounce.py", "workers/agent/health/finding.py",
     "workers/agent/health/limits.py",
     *(f"workers/training/recovery/{name}.py" for name in (

@@ -6,12 +6,13 @@ block until an old collective or a hanging driver returns.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 _Calls = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
@@ -52,3 +53,30 @@ def _run(call: Callable[[], Any], future: Future[Any]) -> None:
         del future  # its exception holds this frame
     else:
         future.set_result(result)
+
+
+# --- A call with a time limit, on such a thread ---
+class Late(Exception):
+    """The call has not returned within its limit; its thread still waits for it."""
+
+
+class BlockingCalls(Generic[T]):
+    """Makes one call at a time. No other call begins while one hangs, so threads do not pile up."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = DetachedThread(name)
+        self._pending: Future[T] | None = None
+
+    async def call(self, function: Callable[[], T], s_max: float) -> T:
+        """The function's result or exception. Raises Late after `s_max`; the next call waits on."""
+        if self._pending is None:
+            self._pending = self._thread.submit(function)
+        waiting = asyncio.wrap_future(self._pending)
+        try:
+            done, _ = await asyncio.wait((waiting,), timeout=s_max)
+        finally:
+            waiting.cancel()  # only the wait: the loop may be closed when a late call returns
+        if not done:
+            raise Late
+        self._pending = None
+        return waiting.result()

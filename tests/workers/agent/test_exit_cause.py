@@ -42,7 +42,7 @@ from unicron.events.spec.job import JobSpec
 from unicron.workers.agent import order_executor
 from unicron.workers.agent.processes import exit_report, torch_files
 from unicron.workers.agent.processes import process as process_module
-from unicron.workers.agent.processes.exit_cause import (
+from unicron.workers.agent.processes.exit_report import (
     CAUSE_CHARS_MAX,
     ExitEvidence,
     cause_of,

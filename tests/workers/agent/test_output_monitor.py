@@ -20,7 +20,7 @@ from unicron.events.records.orders import StartRank
 from unicron.events.records.reports import IterationsLogged, RankExited, RankStalled, RankUnstalled
 from unicron.events.records.types import Body, Slot
 from unicron.events.spec.job import parse as parse_spec
-from unicron.workers.agent.monitoring import output_monitor, output_reader
+from unicron.workers.agent.monitoring import output_reader
 from unicron.workers.agent.monitoring.megatron_output import (
     LINE_BYTES_MAX,
     IterationRanges,
@@ -28,8 +28,11 @@ from unicron.workers.agent.monitoring.megatron_output import (
     ProgressLines,
     parse,
 )
-from unicron.workers.agent.monitoring.output_monitor import ANNOUNCED_PAUSE_S
-from unicron.workers.agent.monitoring.output_reader import OutputReader, OutputReaders
+from unicron.workers.agent.monitoring.output_reader import (
+    ANNOUNCED_PAUSE_S,
+    OutputReader,
+    OutputReaders,
+)
 
 CORE = (b" [2025-08-01 09:32:10] iteration        2/    5000 | consumed samples:          256 |"
         b" elapsed time per iteration (ms): 25879.2 | throughput per GPU (TFLOP/s/GPU): 116.7 |"
@@ -547,7 +550,7 @@ for i in itertools.count(1):
 
 def test_a_real_process_that_is_stopped_and_continued(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_monitor, "LENIENT_S", 1.0)
+    monkeypatch.setattr(output_reader, "LENIENT_S", 1.0)
     reports: list[Body] = []
     readers = OutputReaders(lambda body, _: reports.append(body))
     path = tmp_path / "rank-0.log"

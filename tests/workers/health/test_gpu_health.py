@@ -24,12 +24,16 @@ from unicron.events.records.statuses import (
     TASK_HANG,
 )
 from unicron.workers.agent.health import gpu as nvml
-from unicron.workers.agent.health import gpu_inventory as gpus_file
 from unicron.workers.agent.health import kernel_log
 from unicron.workers.agent.health.finding import DeviceError, Finding, Reading
-from unicron.workers.agent.health.gpu_inventory import Gpus
-from unicron.workers.agent.health.gpu_slots import GpuSlots, normalize_address, slots_from_driver
-from unicron.workers.agent.health.kernel_log import KMSG, KernelLog
+from unicron.workers.agent.health.gpu import Gpus
+from unicron.workers.agent.health.kernel_log import (
+    KMSG,
+    GpuSlots,
+    KernelLog,
+    normalize_address,
+    slots_from_driver,
+)
 from unicron.workers.agent.health.limits import GPU_EVERY_S, LINES_NUM_MAX, RETRY_S
 from unicron.workers.diagnosis.classifier import NOTHING, Verdict, classify
 
@@ -296,7 +300,7 @@ async def test_an_xid_is_reported_at_once(node: Node, monkeypatch: pytest.Monkey
         assert text == "NVRM: Xid (PCI:00000000:1B:00.0): 79, reported by NVML"
         return Verdict(GPU_DRIVER_ERRORS, "xid-79", code=79, device="00000000:1B:00.0")
 
-    monkeypatch.setattr(gpus_file, "classify", by_code)
+    monkeypatch.setattr(nvml, "classify", by_code)
     node.library.xids.put((79, node.a))
     (error,) = await until(lambda: node.gpus.take_xids() or None)
     assert (error.origin, error.status, error.devices, error.code) == (
@@ -306,7 +310,7 @@ async def test_an_xid_is_reported_at_once(node: Node, monkeypatch: pytest.Monkey
 # --- the library itself ---------------------------------------------------------------------------
 def test_pynvml_and_the_fake_have_every_function_that_is_called(tmp_path: Path) -> None:
     names = {name for name, _ in inspect.getmembers(FakeNvml) if name.startswith("nvml")}
-    called = {str(name) for file in (nvml.__file__, gpus_file.__file__)
+    called = {str(name) for file in (nvml.__file__,)
               for name in re.findall(r"nvml\.(nvml\w+)", Path(file).read_text("utf-8"))}
     assert len(names) == 16
     assert names == called

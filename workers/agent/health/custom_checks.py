@@ -17,9 +17,9 @@ from msgspec import Struct
 from ....events.errors import UsageError
 from ....events.records.reports import CheckHealth
 from ...host import linux
+from ...host.detached_thread import BlockingCalls, Late
 from ..processes import process as processes
 from . import limits
-from .blocking_call import BlockingCalls, Late
 from .debounce import Debouncer
 from .finding import Finding
 

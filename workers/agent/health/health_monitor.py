@@ -13,14 +13,14 @@ from msgspec import Struct, msgpack
 
 from ....events.records.reports import DeviceErred, HealthChanged
 from ....events.records.types import Body
+from ...host.detached_thread import BlockingCalls, Late
 from ..delivery.spool import Spool
 from ..processes.launcher import MARKER, NodeConfig
 from . import kubernetes, limits
-from .blocking_call import BlockingCalls, Late
 from .custom_checks import CheckOptions, CheckRunner, CheckSchedule
 from .debounce import BurstFilter, Debouncer
 from .finding import DeviceError, Finding, Reader, Reading
-from .gpu_inventory import Gpus
+from .gpu import Gpus
 from .kernel_log import KMSG, KernelLog
 from .machine import BlockedProcesses, Disk, Memory
 from .network import Network

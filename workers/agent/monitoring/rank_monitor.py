@@ -12,9 +12,9 @@ from ....events.records.orders import StartRank
 from ....events.records.reports import RankStalled, RankUnstalled, StepTimeChanged
 from ....events.records.types import Body
 from ...diagnosis.step_time import WARM_UP_NUM, StepTimeChange, StepTimeMonitor
-from ...host.connections import silent_peers
 from ...ipc.progress_page import COLLECTIVE_CODE, OUTSIDE_CODE, Mark, ProgressPage
 from . import process_state
+from .process_state import silent_peers
 
 WATCH_S = 0.05
 """Time between two looks."""
