@@ -175,10 +175,10 @@ def _policy(one: RunResult, names: Sequence[str]) -> Plain:
     return {
         "accumulated_waf_flop": earnings.flop, "full_waf_flop": earnings.full_flop,
         "share_of_full": earnings.share, "lost_waf_flop": earnings.lost_flop,
-        "downtime_task_s": earnings.down_s, "slot_s": one.outcome.slot_s,
-        "transitions": one.outcome.transitions, "incidents": counts["IncidentOpened"],
-        "plans": counts["PlanChosen"], "ignored": one.outcome.ignored, "late": one.outcome.late,
-        "records": one.num_records,
+        "downtime_task_s": earnings.down_s, "slot_s": earnings.slot_s,
+        "lost_slot_s": earnings.lost_slot_s, "transitions": one.outcome.transitions,
+        "incidents": counts["IncidentOpened"], "plans": counts["PlanChosen"],
+        "ignored": one.outcome.ignored, "late": one.outcome.late, "records": one.num_records,
         "waf_flop_by_task": dict(zip(names, [
             flop for _, flop in sorted(earnings.flop_of.items())], strict=True)),
         "waf_over_time": [[at_s - one.outcome.began_s, waf] for at_s, waf in earnings.curve],

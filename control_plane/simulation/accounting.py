@@ -156,9 +156,6 @@ class Accounting:
         self.state, self.earnings = state, earnings
         self.jobs: dict[int, TaskProgress] = {}
         self.transitions = 0
-        self.set_training: Callable[[float, int, int, str], None] = (
-            lambda at_s, task, trains, why: None)
-        """Receives, for each task, the number of slots on which it trains, or why it does not."""
         self._opens = opens
         self._unreported: dict[str, list[int]] = {}
         """By node: the tasks that a fault of the node stopped, until that fault is reported."""
@@ -295,7 +292,6 @@ class Accounting:
         job.set_rate(at_s, rate_flops)
         why = self._why(task, job) if not rate_flops else "sub-healthy"
         self.earnings.set_waf(at_s, number, task.weight * rate_flops, slots, why)
-        self.set_training(at_s, number, slots if rate_flops else 0, why)
 
     def _why(self, task: Task, job: TaskProgress) -> Loss:
         if job.is_stalled and not job.is_reported:

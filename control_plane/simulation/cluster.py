@@ -16,62 +16,6 @@ from .accounting import Accounting, Key
 from .engine import LEADER, Engine
 from .policies.policy import Costs
 
-# --- Slot time: what each slot was used for; the kinds sum to all slot-seconds. ---
-#
-# trained: the process on the slot trains. detection, transition, waiting: the task of the process
-# does not train, for this reason. A new process of a task that trains also counts as transition.
-# idle: no process, even if a task waits for other slots. away: the node is absent.
-
-KINDS: tuple[str, ...] = ("trained", "detection", "transition", "waiting", "idle", "away")
-
-
-class SlotTime:
-    """Slot-seconds by kind, from the simulated processes and not from the decider's state."""
-
-    def __init__(self) -> None:
-        self.slot_s = dict.fromkeys(KINDS, 0.0)
-        self.now = dict.fromkeys(KINDS, 0)
-        """Current number of slots by kind."""
-        self._since_s = 0.0
-        self._tasks: dict[int, tuple[int, int, str]] = {}
-        """By task: living processes, how many of them train, and why the others do not."""
-
-    def begin(self, at_s: float) -> None:
-        self.slot_s, self._since_s = dict.fromkeys(KINDS, 0.0), at_s
-
-    def end(self, at_s: float) -> None:
-        past_s, self._since_s = at_s - self._since_s, at_s
-        if past_s:
-            for kind, num in self.now.items():
-                self.slot_s[kind] += num * past_s
-
-    def move(self, at_s: float, num: int, kind: str, to: str) -> None:
-        """Move `num` slots from one kind to another. An empty `kind` adds slots of a new node."""
-        self.end(at_s)
-        if kind:
-            self.now[kind] -= num
-        self.now[to] += num
-
-    def add_processes(self, at_s: float, task: int, num: int) -> None:
-        """Add `num` processes to the task; a negative `num` removes them."""
-        living, trains, why = self._tasks.get(task, (0, 0, "transition"))
-        self._set(at_s, task, (living + num, trains, why))
-        self.now["idle"] -= num
-
-    def set_training(self, at_s: float, task: int, trains: int, why: str) -> None:
-        """The task trains on `trains` slots from now on. `why`: the reason if that is 0."""
-        known = self._tasks.get(task, (0, 0, "transition"))
-        if known[1:] != (trains, why):
-            self._set(at_s, task, (known[0], trains, why))
-
-    def _set(self, at_s: float, task: int, new: tuple[int, int, str]) -> None:
-        self.end(at_s)
-        old = self._tasks.get(task, (0, 0, "transition"))
-        for sign, (living, trains, why) in ((-1, old), (1, new)):
-            self.now["trained"] += sign * trains
-            self.now["transition" if trains else why] += sign * (living - trains)
-        self._tasks[task] = new
-
 SLACK_RATIO = 1 + 1e-9
 """Float sums of seconds are inexact: report an iteration slightly after it is due."""
 
@@ -112,7 +56,6 @@ class SimulatedCluster:
     def __init__(self, engine: Engine, costs: Costs, account: Accounting) -> None:
         self.engine, self.costs, self.account = engine, costs, account
         self.jobs = account.jobs
-        self.slot_time = SlotTime()
         self.nodes: dict[str, SimulatedNode] = {}
         self._pid = 0
 
@@ -121,11 +64,9 @@ class SimulatedCluster:
         """Start the node's agent. All processes of an earlier incarnation are gone."""
         if name not in self.nodes:
             self.nodes[name] = SimulatedNode(name, num_slots)
-            self.slot_time.move(self.engine.now_s, num_slots, "", "away")
         node = self.nodes[name]
         self._clear(node)
         node.incarnation, node.up = node.incarnation + 1, True
-        self.slot_time.move(self.engine.now_s, node.num_slots, "away", "idle")
         self.engine.report(node.source, r.NodeJoined(
             node=name, incarnation=node.incarnation, host=f"{name}.paper", pid=1,
             num_slots=node.num_slots))
@@ -161,18 +102,11 @@ class SimulatedCluster:
 
     def _clear(self, node: SimulatedNode) -> None:
         """Remove the node's processes and everything that it held in memory."""
-        for key in [*node.processes]:
-            self._ends(node, key)
-        if node.up:
-            self.slot_time.move(self.engine.now_s, node.num_slots, "idle", "away")
+        node.processes.clear()
         node.up = False
         node.ended.clear()
         for job in self.jobs.values():
             job.remove_holder(node.source)
-
-    def _ends(self, node: SimulatedNode, key: Key) -> None:
-        if node.processes.pop(key, None) is not None:
-            self.slot_time.add_processes(self.engine.now_s, key[0], -1)
 
     # --- orders -------------------------------------------------------------------------------
     def carry_out(self, records: Sequence[Record]) -> None:
@@ -205,7 +139,6 @@ class SimulatedCluster:
             return
         self._pid += 1
         node.processes[key] = False
-        self.slot_time.add_processes(self.engine.now_s, order.task, 1)
         started = r.RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
                                 node=node.name, pid=self._pid, log_path="/paper")
         if order.spec.training is None:
@@ -234,7 +167,7 @@ class SimulatedCluster:
         self.engine.call_later(in_s, send)
 
     def end(self, node: SimulatedNode, key: Key, in_s: float, *, status: str = "") -> None:
-        self._ends(node, key)
+        node.processes.pop(key, None)
         node.ended.add(key)
         self._report_all(in_s, [(key, node, partial(_exited, key, status))],
                          SimulatedNode.is_unreported, self.engine.now_s)
@@ -274,7 +207,7 @@ class SimulatedCluster:
         if lives and task.heals_in_memory:
             self.engine.report(node.source, self._failed(key, task.generation, ""), occurred_s)
             return
-        self._ends(node, key)
+        node.processes.pop(key, None)
         node.ended.discard(key)
         self.engine.report(node.source, _exited(key, CONNECTION_RESET), occurred_s)
 
@@ -287,7 +220,7 @@ class SimulatedCluster:
         """Stop a process, if its node is up. `ending` collects the reports by task."""
         node, key = self.nodes[order.nodes[0]], (order.task, order.rank, order.attempt)
         if node.up:
-            self._ends(node, key)
+            node.processes.pop(key, None)
             node.ended.add(key)
             ending.setdefault(order.task, []).append((key, node, partial(_exited, key, "")))
 

@@ -63,8 +63,6 @@ class Outcome(NamedTuple):
     """Events without a target: the node or process was absent, or the node needed no repair."""
     late: int = 0
     """External events that can cause a loss, but came after the horizon."""
-    slot_s: Mapping[str, float] = {}
-    """Slot-seconds by use (`cluster.SlotTime`)."""
 
 
 class Run:
@@ -77,7 +75,6 @@ class Run:
         self.engine = Engine(policy.decides(policy.costs, run_input.params))
         self.account = Accounting(self.engine.state, earnings or WafAccount(), self._new_progress)
         self.cluster = SimulatedCluster(self.engine, policy.costs, self.account)
-        self.account.set_training = self.cluster.slot_time.set_training
         self.counts: Counter[str] = Counter()
         self.ignored = 0
         self._keep = keep
@@ -96,7 +93,6 @@ class Run:
         self._warm_up()
         began_s = engine.now_s
         self.account.begin(began_s)
-        self.cluster.slot_time.begin(began_s)
         late = 0
         for one in run_input.events:
             late += one.at_s > run_input.horizon_s and causes_loss(one)
@@ -104,11 +100,8 @@ class Run:
         engine.run(began_s + run_input.horizon_s)
         self.account.end(engine.now_s)
         self.account.earnings.scale_slots(run_input.gpus_per_slot)
-        self.cluster.slot_time.end(engine.now_s)
-        slot_s = {kind: run_input.gpus_per_slot * one_s
-                  for kind, one_s in self.cluster.slot_time.slot_s.items()}
         return Outcome(self.account.earnings, began_s, self.account.transitions, self.counts,
-                       self.ignored, late, slot_s)
+                       self.ignored, late)
 
     def _warm_up(self) -> None:
         """Run until every task that has slots trains; at most WARM_TRIES_NUM intervals."""
