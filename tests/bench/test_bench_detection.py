@@ -12,7 +12,7 @@ import network_namespaces
 import pytest
 from bench.detection import faults, main
 from bench.detection.faults import NotStruck, Trial
-from unicron.workers.training.process.trace import InjectedFault, Trace
+from rank_trace import InjectedFault, Trace
 
 MS = 0.001
 

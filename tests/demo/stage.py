@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TypeVar
 
+import rank_trace
 from transitions import Transition, transitions
 from unicron.cli.cluster import local_cluster, processes
 from unicron.cli.cluster.client import Client, Interrupted, Unable, Unreachable
@@ -145,6 +146,7 @@ class Stage:
             shutil.rmtree(path)
             lock.close()
         self.state.create()
+        rank_trace.install(self.trace.folder)
         self._lock = self.state.lock()
 
     def start(self) -> None:

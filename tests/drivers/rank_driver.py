@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import rank_trace
 from checkpoint_stores import NODE_KEY, LocalKeeper
 from nursery import PATCH, Forked, Nursery
 from unicron.events.log.identity import store_keys
@@ -102,6 +103,7 @@ class Driver:
         self.spec = spec
         self.folder = folder
         self.trace_dir = folder / "trace"
+        rank_trace.install(self.trace_dir)
         self.processes: dict[int, Process] = {}
         self.started: list[Process] = []
         self.generation = 0

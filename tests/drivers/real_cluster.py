@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import crashing_log
+import rank_trace
 from demo.stage import Trace, kill_node
 from unicron.cli.cluster import local_cluster
 from unicron.cli.cluster.client import Client, Interrupted, Refused, Unable, Unreachable
@@ -46,7 +47,7 @@ class RealCluster:
                  num_slots: int = 2, num_control_planes: int = 1, redis_url: str = "") -> None:
         self.path = path
         trace = path / "trace"
-        trace.mkdir(parents=True, exist_ok=True)
+        rank_trace.install(trace)
         self._trace = Trace(trace)
         self.state = StateDir(path / "state")
         self.state.create()
@@ -186,8 +187,8 @@ class RealCluster:
         self.local.start(name)
 
     def hold(self, task: int, rank: int, **asked: Any) -> Path:
-        """Request an action of a rank's trace (workers/training/process/trace.py). Deleting the
-        returned file ends the request.
+        """Request an action of a rank's trace (rank_trace.py). Deleting the returned file ends the
+        request.
 
         After it has written an event, a rank reads this file: JSON of event, iteration, micro_batch
         and bucket, as far as they matter. If it matches, the rank writes `held`, until the file is

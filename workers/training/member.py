@@ -30,7 +30,7 @@ from .process.control_thread import Control, Interrupted
 from .process.exit_report import bounded
 from .process.flight_recorder import Recorder
 from .process.history import History
-from .process.trace import Event, Trace
+from .process.trace import Event, trace_of
 from .recovery.settlement import MemberAssignment, settle
 from .recovery.state_sources import NO_STATE, Claim, other_versions
 from .state_recovery import StateRecovery, with_shards
@@ -64,8 +64,8 @@ class Member:
         self._ids = {"task": start.task, "rank": start.rank, "attempt": start.attempt}
         self.work = work
         self.train = work.train
-        self.trace = Trace(environment.get("UNICRON_TRACE_DIR", ""), start.task, start.rank,
-                           start.attempt)
+        self.trace = trace_of(environment.get("UNICRON_TRACE_DIR", ""), start.task, start.rank,
+                              start.attempt)
         self.trace.note("start", 0, NO_STATE)
         self.pulse = pulse
         self.recorder = Recorder(start.task, start.rank)

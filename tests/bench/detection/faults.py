@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 CASES = ("rank_killed", "exception", "agent_killed", "network_cut", "rank_stopped", "gil_held",
          "rank_looping", "rank_slow")
 HELD = {"exception": "raise", "gil_held": "gil", "rank_looping": "loop", "rank_slow": "slow"}
-"""Faults that the rank injects itself, by its trace (workers/training/process/trace.py)."""
+"""Faults that the rank injects itself, by its trace (tests/drivers/rank_trace.py)."""
 SIGNALS = {"rank_killed": signal.SIGKILL, "rank_stopped": signal.SIGSTOP}
 EVENT = "micro_batch"
 """The trace event at which a rank is held. Every system writes it in the middle of an iteration."""

@@ -25,8 +25,8 @@ with cpu_device.uncompiled():
     from unicron.workers.training.communicators import process_groups
     from unicron.workers.training.model import text_data
     from unicron.workers.training.model import trainee as model
-    from unicron.workers.training.process.trace import Trace
 from bench.recovery.job import BUILD_S_MAX, COLLECTIVE_S_MAX, SAVE_EVERY_NUM
+from rank_trace import Trace
 
 COLLECTIVE = datetime.timedelta(seconds=float(
     os.environ.get("UNICRON_BENCH_COLLECTIVE_S", COLLECTIVE_S_MAX)))

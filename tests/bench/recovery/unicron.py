@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import rank_trace
 from bench.recovery import watch as eyes
 from bench.recovery.job import NUM_RANKS, Parallel, spec
 from unicron.cli.cluster import local_cluster
@@ -34,6 +35,7 @@ class Unicron:
         folder.mkdir(parents=True)
         self.folder, self.num_ranks = folder, num_ranks
         self.watch = eyes.Watch(folder / TRACE_DIR)
+        rank_trace.install(self.watch.folder)
         self.spec = spec("bench", folder / "out", num_ranks=num_ranks, size=size,
                          copy_every=copy_every, parallel=parallel)
         self._by_exec = by_exec

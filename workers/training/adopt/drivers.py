@@ -87,7 +87,7 @@ class RestartOnlyDriver:
                 start, self.control, self._place, num, spare=self.communicators.spare)
         self.settled = self._agreed(self._load(trainee))
         self.iteration = Iteration(trainee, self.control, self.communicators, work,
-                                   Trace("", 0, self._place, 0), ProgressWriter(), self.history)
+                                   Trace(self._place), ProgressWriter(), self.history)
         if self._memory is not None:
             self.iteration.copy_status = self._memory.status
             self.iteration.before_change = self._memory.detach

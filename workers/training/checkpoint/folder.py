@@ -15,7 +15,6 @@ from typing import IO
 
 from ....events.object_storage import COMPLETE_MARK, Store, as_os_errors
 from ....events.spec.job import is_url
-from ..process.trace import InjectedFault
 
 PARTIAL, OLD = ".partial", ".old"
 """Suffixes of folders that are being written and that are being replaced."""
@@ -100,7 +99,7 @@ class UrlFolder:
 
     @contextmanager
     def create(self, name: str) -> Generator[IO[bytes]]:
-        with as_os_errors(InjectedFault, RuntimeError, MemoryError):
+        with as_os_errors(RuntimeError, MemoryError):
             file = self._store.open(name, "wb")
             try:
                 yield file

@@ -1,8 +1,7 @@
-"""A trace of every phase of every micro-batch, for observation and for fault injection in tests.
+"""The phases of every micro-batch: as progress marks, and for the trace of a test.
 
-The trace is on if UNICRON_TRACE_DIR names a folder. When a phase begins, the rank writes one line
-of JSON to `<task>-<rank>.jsonl`: `t` (seconds since 1970), task, rank, attempt, pid, generation,
-iteration, micro_batch and bucket (-1 if meaningless), event.
+If UNICRON_TRACE_DIR names a folder with a file `trace.py`, the class `Trace` in it is told of each
+phase that begins. That of tests/drivers/rank_trace.py writes it down, and can inject a fault there.
 
 With `train.overlap`, `reduce` and `stats` come between the forward and the backward of a rank's
 last micro-batch, `bucket` as each bucket is launched, `bucket_done` as each completes, in order,
@@ -10,21 +9,16 @@ after the backward. `tensor` comes before the last part of a layer, whose result
 ranks add up; `stage` before a stage sends to another or waits for one; `embedding` before the
 gradients of a tied embedding are added up. `gate` is the entry of the step barrier, `passed` its
 exit; `staged` and `commit` are of a part of another layout.
-
-Tests can hold a rank at an event to inject a fault there (tests/drivers/real_cluster.py, `hold`).
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
+import runpy
 import threading
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Literal, Protocol
 
 from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, Phase, ProgressWriter
 
@@ -37,7 +31,7 @@ Event = Literal[
     "gather",
     "copy", "copy_mid", "copied", "save", "saving", "save_mid", "saved",
 ]
-HOLD_S = 0.002
+FILE = "trace.py"
 
 
 class Note(Protocol):
@@ -46,80 +40,27 @@ class Note(Protocol):
     def __call__(self, event: Event, bucket: int = -1) -> None: ...
 
 
-class InjectedFault(Exception):
-    """An injected fault, which is never treated as the failure of a collective."""
-
-
-RAISED: dict[str, type[Exception]] = {"raise": InjectedFault, "fail": RuntimeError}
-
-
-def _hold_gil() -> NoReturn:
-    library = ctypes.PyDLL(None)  # unlike CDLL it keeps the interpreter's lock in every call
-    while True:
-        library.sleep(1 << 20)
-
-
-def _loop() -> NoReturn:
-    while True:
-        pass
-
-
-BLOCKING: dict[str, Callable[[], NoReturn]] = {"gil": _hold_gil, "loop": _loop}
-
-
 class Trace:
-    """The trace of one rank. If `folder` is empty, it writes nothing and never holds the rank."""
+    """Is told when a phase of rank `rank` begins. This one does nothing."""
 
-    def __init__(self, folder: str, task: int, rank: int, attempt: int) -> None:
+    is_on = False
+    """Whether it is also told of phases inside the forward and backward passes."""
+
+    def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._head = {"task": task, "rank": rank, "attempt": attempt, "pid": os.getpid()}
-        self._file = -1
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-            self._file = os.open(os.path.join(folder, f"{task}-{rank}.jsonl"),
-                                 os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._hold = Path(folder, "hold", f"{task}-{rank}")
-
-    @property
-    def is_on(self) -> bool:
-        return self._file >= 0
 
     def note(self, event: Event, generation: int, iteration: int, *, micro_batch: int = -1,
              bucket: int = -1) -> None:
-        """Record a phase. Returns when the rank may continue. Raises an injected fault."""
-        if not self.is_on:
-            return
-        where = {"generation": generation, "iteration": iteration, "micro_batch": micro_batch,
-                 "bucket": bucket, "event": event}
-        self._write(where)
-        is_held = False
-        while (hold := self._read_hold()) is not None and all(
-                where[name] == hold[name] for name in where if name in hold):
-            then = hold.get("then", "")
-            if then == "slow":
-                time.sleep(float(hold["slow_s"]))
-                return
-            if error := RAISED.get(then):
-                self._hold.unlink()
-                raise error(f"injected: {event} of iteration {iteration}")
-            if block := BLOCKING.get(then):
-                self._hold.unlink()
-                self._write(where | {"event": "held"})
-                block()
-            if not is_held:
-                self._write(where | {"event": "held"})
-                is_held = True
-            time.sleep(HOLD_S)
+        """Returns when the rank may continue."""
 
-    def _read_hold(self) -> dict[str, Any] | None:
-        try:
-            return dict(json.loads(self._hold.read_bytes()))
-        except (FileNotFoundError, ValueError):  # no file, or an incomplete one
-            return None
 
-    def _write(self, where: dict[str, Any]) -> None:
-        line = json.dumps({"t": time.time(), **self._head, **where})
-        os.write(self._file, line.encode() + b"\n")
+def trace_of(folder: str, task: int, rank: int, attempt: int) -> Trace:
+    """The trace of a rank: of the class `Trace` in FILE of this folder, if there is one."""
+    file = os.path.join(folder, FILE)
+    if not folder or not os.path.exists(file):
+        return Trace(rank)
+    made: Trace = runpy.run_path(file)["Trace"](folder, task, rank, attempt)
+    return made
 
 
 # --- Trace events as progress marks, and the phase that each one starts ---

@@ -1,0 +1,107 @@
+"""A trace of every phase of every micro-batch, for observation and for fault injection.
+
+`install` puts this file into a folder as `trace.py`. Ranks whose UNICRON_TRACE_DIR is that folder
+use its `Trace` (workers/training/process/trace.py). When a phase begins, the rank writes one line
+of JSON to `<task>-<rank>.jsonl`: `t` (seconds since 1970), task, rank, attempt, pid, generation,
+iteration, micro_batch and bucket (-1 if meaningless), event.
+
+A file `hold/<task>-<rank>` holds the rank at an event, or injects a fault there
+(real_cluster.py, `hold`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from unicron.workers.training.process import trace
+from unicron.workers.training.process.trace import Event
+
+HOLD_S = 0.002
+
+
+def install(folder: Path) -> None:
+    """Let ranks whose UNICRON_TRACE_DIR is this folder write their traces there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    new = folder / f".{os.getpid()}.py"
+    shutil.copyfile(__file__, new)
+    new.replace(folder / trace.FILE)
+
+
+class InjectedFault(BaseException):
+    """An injected fault. No handler of Exception may take it for a failure of its own."""
+
+
+RAISED: dict[str, type[BaseException]] = {"raise": InjectedFault, "fail": RuntimeError}
+
+
+def _hold_gil() -> NoReturn:
+    library = ctypes.PyDLL(None)  # unlike CDLL it keeps the interpreter's lock in every call
+    while True:
+        library.sleep(1 << 20)
+
+
+def _loop() -> NoReturn:
+    while True:
+        pass
+
+
+BLOCKING: dict[str, Callable[[], NoReturn]] = {"gil": _hold_gil, "loop": _loop}
+
+
+class Trace(trace.Trace):
+    """The trace of one rank. If `folder` is empty, it writes nothing and never holds the rank."""
+
+    def __init__(self, folder: str, task: int, rank: int, attempt: int) -> None:
+        super().__init__(rank)
+        self._head = {"task": task, "rank": rank, "attempt": attempt, "pid": os.getpid()}
+        self._file = -1
+        self.is_on = bool(folder)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+            self._file = os.open(os.path.join(folder, f"{task}-{rank}.jsonl"),
+                                 os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._hold = Path(folder, "hold", f"{task}-{rank}")
+
+    def note(self, event: Event, generation: int, iteration: int, *, micro_batch: int = -1,
+             bucket: int = -1) -> None:
+        """Record a phase. Returns when the rank may continue. Raises an injected fault."""
+        if not self.is_on:
+            return
+        where = {"generation": generation, "iteration": iteration, "micro_batch": micro_batch,
+                 "bucket": bucket, "event": event}
+        self._write(where)
+        is_held = False
+        while (hold := self._read_hold()) is not None and all(
+                where[name] == hold[name] for name in where if name in hold):
+            then = hold.get("then", "")
+            if then == "slow":
+                time.sleep(float(hold["slow_s"]))
+                return
+            if error := RAISED.get(then):
+                self._hold.unlink()
+                raise error(f"injected: {event} of iteration {iteration}")
+            if block := BLOCKING.get(then):
+                self._hold.unlink()
+                self._write(where | {"event": "held"})
+                block()
+            if not is_held:
+                self._write(where | {"event": "held"})
+                is_held = True
+            time.sleep(HOLD_S)
+
+    def _read_hold(self) -> dict[str, Any] | None:
+        try:
+            return dict(json.loads(self._hold.read_bytes()))
+        except (FileNotFoundError, ValueError):  # no file, or an incomplete one
+            return None
+
+    def _write(self, where: dict[str, Any]) -> None:
+        line = json.dumps({"t": time.time(), **self._head, **where})
+        os.write(self._file, line.encode() + b"\n")
