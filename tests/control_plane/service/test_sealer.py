@@ -248,6 +248,9 @@ async def test_a_leader_goes_on_while_its_log_is_pruned(redis_log: Any, tmp_path
         assert log.first_seq == 41
         await write(coordinator, 70, 30)
         await until_sealed(log, 80)
+        async with asyncio.timeout(20.0):
+            while folder.snapshots()[-1].seq < 80:  # a thread writes it
+                await asyncio.sleep(0.05)
         shown = state_hash(await coordinator.settled())
     for one in [one for one in folder.snapshots() if one.seq > 40]:  # even with that one alone
         (tmp_path / one.name).unlink()
