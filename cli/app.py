@@ -677,12 +677,10 @@ Drawn = Annotated[Path | None, typer.Option(
     "case 5 at trace-a's rate.")]
 Seeds = Annotated[int, typer.Option(
     "--seeds", min=1, max=100, metavar="N", help="Traces drawn for each point.")]
-Report = Annotated[Path | None, typer.Option(
-    "--report", metavar="FOLDER", help="Write report.html there, with the curves.")]
 
 
 @calls(simulation, "simulate.capacity.mtbf", OUTPUT)
-def mtbf(scenario: Drawn = None, seeds: Seeds = 3, report: Report = None) -> None:
+def mtbf(scenario: Drawn = None, seeds: Seeds = 3) -> None:
     """The cost of a lower MTBF, by policy, and where two policies break even."""
 
 
@@ -691,7 +689,7 @@ def spares(
     scenario: Drawn = None,
     most: Annotated[int, typer.Option(
         "--most", min=1, max=1000, metavar="N", help="Try up to this many idle nodes.")] = 4,
-    seeds: Seeds = 3, report: Report = None,
+    seeds: Seeds = 3,
 ) -> None:
     """How many idle nodes are worth their cost, by policy."""
 
@@ -699,7 +697,7 @@ def spares(
 @calls(simulation, "simulate.capacity.weights", OUTPUT)
 def weights(
     task: Annotated[str, typer.Option("--task", metavar="TASK", help="Vary this task's weight.")],
-    scenario: Drawn = None, seeds: Seeds = 3, report: Report = None,
+    scenario: Drawn = None, seeds: Seeds = 3,
 ) -> None:
     """What a task gains from its weight, and what that costs the others."""
 

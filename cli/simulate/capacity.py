@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
-from html import escape
 from math import fsum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,21 +12,10 @@ from ...control_plane.simulation.capacity import OURS, BreakEven, Point
 from ...control_plane.simulation.scenario import Scenario
 from ...events.errors import SpecError, UsageError
 from ..terminal import console
-from ..terminal.format import command, labelled, number_of, table
-from .charts import COLOURS, OURS_COLOUR, Picture, svg
+from ..terminal.format import labelled, number_of, table
 from .compare import RunResult, RunSpec, play, read
 
 WORDS_NUM_MAX = 6
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>
-  body {{ max-width: 60em; margin: 2em auto; font: 15px/1.5 sans-serif; }}
-  svg {{ width: 100%; height: auto; }}
-  td {{ padding: 0.3em 0.6em; text-align: right; }}
-</style>
-<h1>{title}</h1>{text}{curve}<table>{rows}</table>
-<p>unicron simulate {what}; docs/guides/capacity.md</p></html>
-"""
 DEFAULT = Path(__file__).with_name("case-5.yaml")
 Curve = list[tuple[float, float]]
 Row = dict[str, Any]
@@ -43,16 +30,13 @@ class Result(NamedTuple):
     across: str
     curves: dict[str, Curve]
     words: list[str]
-    picture: Picture
     form: str
-    again: str
-    """The command that repeats this run."""
     evens: Sequence[BreakEven] = ()
 
 
-def mtbf(scenario: Path | None, *, seeds: int, report: Path | None, as_json: bool) -> None:
+def mtbf(scenario: Path | None, *, seeds: int, as_json: bool) -> None:
     """Compare the policies at several MTBFs."""
-    loaded = _scenario(scenario, report)
+    loaded = _scenario(scenario)
     points, played = _simulate(scenario, lambda: capacity.mtbf(loaded, seeds))
     unit_h = capacity.mtbf_gpu_h(loaded)
     curves = _curves(points, played, unit_h or 1.0)
@@ -67,19 +51,14 @@ def mtbf(scenario: Path | None, *, seeds: int, report: Path | None, as_json: boo
     if loaded.limits.get("floor"):
         sentences.insert(0, f"{OURS} keeps every task on its floor (limits: floor); the others "
                          "let tasks wait, which earns more where one task has most of the weight")
-    picture = Picture(
-        "mtbf", "The cost of a worse MTBF", "Relative to what the cluster earns under Unicron's "
-        "plan without a fault; means over the seeds.",
-        _plot(curves, "MTBF of a GPU, hours" if unit_h else "MTBF, times that of the scenario",
-               "earned, relative to full strength", log=True))
-    _show(Result(loaded, "mtbf", seeds, what, curves, sentences, picture,
-                 ",.0f" if unit_h else "g", _command("mtbf", scenario), evens), report, as_json)
+    _show(Result(loaded, "mtbf", seeds, what, curves, sentences, ",.0f" if unit_h else "g", evens),
+          as_json)
 
 
-def spares(scenario: Path | None, *, most: int, seeds: int, report: Path | None, as_json: bool
+def spares(scenario: Path | None, *, most: int, seeds: int, as_json: bool
            ) -> None:
     """Compare numbers of idle nodes, under each policy that keeps them."""
-    loaded = _scenario(scenario, report)
+    loaded = _scenario(scenario)
     if most >= len(loaded.cluster.names):
         raise UsageError(f"--most {most} leaves no node", f"fewer than {len(loaded.cluster.names)}")
     points, played = _simulate(scenario, lambda: capacity.spares(loaded, seeds, most))
@@ -94,19 +73,14 @@ def spares(scenario: Path | None, *, most: int, seeds: int, report: Path | None,
                          f"{100 * share:.2f} %{compared}")
     if OURS in curves:  # a constant, to compare with: Unicron keeps no idle nodes
         curves[OURS] = [(float(num), curves[OURS][0][1]) for num in range(most + 1)]
-    picture = Picture(
-        "spares", "The best number of spares", "Relative to what the cluster earns under Unicron's "
-        "plan with all nodes and without a fault; means over the seeds.",
-        _plot(curves, "idle nodes", "earned, relative to full strength", log=False))
-    _show(Result(loaded, "spares", seeds, "IDLE NODES", curves, sentences, picture, ".0f",
-                 _command("spares", scenario), capacity.break_evens(curves, geometric=False)),
-          report, as_json)
+    _show(Result(loaded, "spares", seeds, "IDLE NODES", curves, sentences, ".0f",
+                 capacity.break_evens(curves, geometric=False)), as_json)
 
 
-def weights(scenario: Path | None, *, task: str, seeds: int, report: Path | None, as_json: bool
+def weights(scenario: Path | None, *, task: str, seeds: int, as_json: bool
             ) -> None:
     """Compare weights of one task: its slots, and the cost for the other tasks."""
-    loaded = _scenario(scenario, report)
+    loaded = _scenario(scenario)
     points, played = _simulate(scenario, lambda: capacity.weights(loaded, seeds, task))
     usual = {one.name: one.weight for one in loaded.tasks}
     names = [*usual]
@@ -129,29 +103,16 @@ def weights(scenario: Path | None, *, task: str, seeds: int, report: Path | None
         "all by the old weights, times": [(at * usual[task], one[2] / base[2])
                                           for at, one in means.items()]}
     sentences = [f"{task} has weight {usual[task]:g} and, without a fault, {base[0]:.0f} slots"]
-    picture = Picture(
-        "weights", f"The effect of the weight of {task}", "Under Unicron, with faults; means "
-        "over the seeds.", _plot(curves, f"weight of {task}", "share, or times", log=True))
-    _show(Result(loaded, "weights", seeds, f"WEIGHT OF {task.upper()}", curves, sentences, picture,
-                 "g", _command("weights", scenario, "--task", task)), report, as_json)
+    _show(Result(loaded, "weights", seeds, f"WEIGHT OF {task.upper()}", curves, sentences, "g"),
+          as_json)
 
 
 # --- common parts -------------------------------------------------------------------------------
-def _scenario(path: Path | None, report: Path | None) -> Scenario:
-    if report is not None:
-        try:
-            report.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{report}: {error.strerror}", "--report names a folder") from None
+def _scenario(path: Path | None) -> Scenario:
     try:
         return read(path or DEFAULT)[0]
     except SpecError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
-
-
-def _command(what: str, path: Path | None, *more: str) -> str:
-    return shlex.join(["unicron", "simulate", what, *more,
-                       *(["--scenario", str(path)] if path is not None else [])])
 
 
 def _simulate(path: Path | None, points: Callable[[], list[Point]]
@@ -178,50 +139,18 @@ def _curves(points: Sequence[Point], played: Sequence[RunResult], unit: float = 
                    for at, flops in sorted(curve.items())] for name, curve in every.items()}
 
 
-def _plot(curves: dict[str, Curve], across: str, up: str, *, log: bool) -> Callable[[Any], None]:
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for number, (name, curve) in enumerate(curves.items()):
-            axes.plot(*zip(*curve, strict=True), "o-", markersize=4, label=name,
-                      color=OURS_COLOUR if name == OURS else COLOURS[number % len(COLOURS)],
-                      linewidth=2.2 if name == OURS else 1.2)
-        if log:
-            axes.set_xscale("log", base=2)
-            ticks = [at for at, _ in next(iter(curves.values()))]
-            axes.set_xticks(ticks, [f"{at:,.0f}" if at >= 10 else f"{at:g}" for at in ticks])
-        axes.set_xlabel(across)
-        axes.set_ylabel(up)
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return draw
-
-
-def _show(result: Result, report: Path | None, as_json: bool) -> None:
+def _show(result: Result, as_json: bool) -> None:
     loaded, curves, seeds = result.scenario, result.curves, result.seeds
     columns = [at for at, _ in next(iter(curves.values()))]
     cells = [[format(at, result.form), *(f"{curve[number][1]:.4f}" for curve in curves.values())]
              for number, at in enumerate(columns)]
     head = [result.across, *(name.upper() for name in curves)]
-    if report is not None:
-        (report / "report.html").write_text(_page(result, head, cells, svg(
-            result.picture, report)), encoding="utf-8")
     lines = [f"{loaded.name}: {number_of(len(loaded.cluster.names), 'node')}, "
              f"{number_of(len(loaded.tasks), 'task')}, {number_of(seeds, 'seed')}", "",
              *table(head, cells, right=range(len(head))), ""]
     for word in result.words[:WORDS_NUM_MAX]:
         lines += labelled("so", word)
-    then = f"open {report / 'report.html'}" if report is not None else (
-        f"{result.again} --report capacity")
-    console.show(_rows(result), [*lines, *labelled("next", command(then))], as_json=as_json)
-
-
-def _page(result: Result, head: Sequence[str], rows: Sequence[Sequence[str]], curve: str) -> str:
-    """An HTML page without external resources."""
-    picture, about = result.picture, f"{result.scenario.name}: {number_of(result.seeds, 'seed')}."
-    return PAGE.format(
-        title=escape(picture.title), curve=curve, what=result.what,
-        text="".join(f"<p>{escape(one)}</p>" for one in (about, picture.caption, *result.words)),
-        rows="".join(f"<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}"
-                     for row in (head, *rows)))
+    console.show(_rows(result), lines, as_json=as_json)
 
 
 def _rows(result: Result) -> list[Row]:

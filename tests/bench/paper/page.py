@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from unicron.cli.simulate.charts import Picture, svg
+from bench.paper.charts import Picture, svg
 
 STYLE = """
 :root { --ink: #1c2733; --soft: #5b6875; --line: #dfe5ea; --ground: #f4f6f8; --card: #ffffff;

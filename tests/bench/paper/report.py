@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import yaml
 from bench.paper import evaluation
+from bench.paper.charts import COLOURS, INK, MUTED, OURS_COLOUR, Picture
 from bench.paper.evaluation import OURS, REPORTED, RULES, THEIRS
 from bench.paper.page import page, pictured, section, table
 from bench.paper.tables import (
@@ -23,7 +24,6 @@ from bench.paper.tables import (
 )
 from msgspec.structs import replace
 from unicron import __version__
-from unicron.cli.simulate.charts import COLOURS, INK, MUTED, OURS_COLOUR, Picture
 from unicron.cli.terminal.format import number_of
 from unicron.control_plane.incidents.severity import TABLE
 from unicron.control_plane.simulation.accounting import LOSSES

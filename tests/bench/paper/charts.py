@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...events.errors import UsageError
+from unicron.events.errors import UsageError
 
 INK, MUTED, GRID = "#1c2733", "#8593a1", "#e3e8ed"
 OURS_COLOUR = "#0b7a75"
