@@ -31,6 +31,7 @@ with cpu_device.uncompiled():
     from unicron.workers.training.model import trainee as model
     from unicron.workers.training.process.history import History
     from unicron.workers.training.recovery import state_exchange, state_shards, state_transfer
+    from unicron.workers.training.recovery.regions import State, cut, kind_of
     from unicron.workers.training.recovery.resharding import Missing, Region, Shard
     from unicron.workers.training.recovery.state_sources import WHOLE, HeldState
 
@@ -67,7 +68,7 @@ class Walker:
         self.train = train
         self.generation = self.turn = self.step_version = 0
         self.layout = Layout(Axes(dp=0))
-        self.have: state_shards.State = {}
+        self.have: State = {}
         self.numbers: training_state.Numbers | None = None
         self.history = History()
         with self.up(Axes(dp=self.num_members)) as made:
@@ -135,7 +136,7 @@ class Walker:
         gc.collect()
         return found.taken if holders else {}
 
-    def exchange(self, have: state_shards.State, want: state_shards.State,
+    def exchange(self, have: State, want: State,
                  told: training_state.Numbers | None, holders: dict[int, HeldState],
                  wanted: HeldState = WHOLE, *, staged: bool = False
                  ) -> state_exchange.ExchangeResult:
@@ -143,19 +144,19 @@ class Walker:
                                        held=holders, seat=wanted, nodes=["a"] * self.num_members,
                                        staged=staged)
 
-    def check(self, held: state_shards.State, when: str) -> None:
+    def check(self, held: State, when: str) -> None:
         """Assert that all of it equals the whole model's state."""
         by_key = {piece.key: (piece, tensor) for piece, tensor in self.expected.items()}
         odd = []
         for piece, tensor in held.items():
             whole, there = by_key[piece.key]
             assert whole.kind == piece.kind
-            if not state_shards.cut(there, whole.region, piece.region).equal(tensor):
+            if not cut(there, whole.region, piece.region).equal(tensor):
                 odd.append(piece)
         assert not odd, f"{len(odd)} of {len(held)} pieces are wrong when {when}: {odd[:3]}"
 
 
-def _step(trainee: model.TrainingModel, held: state_shards.State, step: int) -> None:
+def _step(trainee: model.TrainingModel, held: State, step: int) -> None:
     """A step with gradients that do not depend on the layout."""
     params = {f"model.{name}": param for name, param in trainee.named_parameters()}
     for piece, tensor in held.items():
@@ -169,7 +170,7 @@ def _step(trainee: model.TrainingModel, held: state_shards.State, step: int) -> 
         begin = tensor.storage_offset() - param.storage_offset()
         param.main_grad.as_strided(tensor.shape, tensor.stride(),
                                    param.main_grad.storage_offset() + begin).copy_(
-            state_shards.cut(drawn, Region((0,) * len(shape), shape), piece.region))
+            cut(drawn, Region((0,) * len(shape), shape), piece.region))
     if trainee.mirror is not None:
         optimizers.sync_mirror(trainee.mirror, trainee.optimizer)
     assert all(optimizer.step()[0] for optimizer in trainee.optimizers)
@@ -179,9 +180,9 @@ def _step(trainee: model.TrainingModel, held: state_shards.State, step: int) -> 
             ddp.start_param_sync(force_sync=True)
 
 
-def _pieces_of(tensors: dict[str, torch.Tensor]) -> state_shards.State:
+def _pieces_of(tensors: dict[str, torch.Tensor]) -> State:
     """Each tensor as one whole shard, by key."""
-    return {_whole(Shard(key, state_shards.kind_of(tensor, tuple(tensor.shape)), Region((), ()))):
+    return {_whole(Shard(key, kind_of(tensor, tuple(tensor.shape)), Region((), ()))):
             tensor for key, tensor in tensors.items()}
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from unicron.workers.training.checkpoint.share import shape_of
 from unicron.workers.training.checkpoint.stored_state import StoredState
+from unicron.workers.training.recovery.regions import shape_of, torch_dtype
 from unicron.workers.training.recovery.resharding import Region, Shard
-from unicron.workers.training.recovery.state_shards import torch_dtype
 
 
 def whole_tensor(stored: StoredState, key: str) -> torch.Tensor:

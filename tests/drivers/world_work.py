@@ -30,6 +30,7 @@ with cpu_device.uncompiled():
     from unicron.workers.training.model import text_data, training_state
     from unicron.workers.training.model import trainee as model
     from unicron.workers.training.recovery import settlement, state_shards
+    from unicron.workers.training.recovery.regions import cut
     from unicron.workers.training.step import forward_backward, optimizer_step
 
 rank.ignore_warnings()
@@ -107,7 +108,7 @@ def differing_parts(place: int, train: Train, layouts: list[Axes]) -> list[str]:
                 roots += made.roots
             for shard, tensor in made.shards.items():
                 other, there = held[shard.key]
-                if not state_shards.cut(there, other.region, shard.region).equal(tensor):
+                if not cut(there, other.region, shard.region).equal(tensor):
                     wrong.append(f"{axes} {at} {shard}")
             # The second count leaves out the modules that only another stage has.
             if counted[0] != size or (axes.pp == 1 and counted[1] != size):

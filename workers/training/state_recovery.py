@@ -33,6 +33,7 @@ from .model.workload import BuildPart, Workload
 from .process.trace import Event
 from .recovery import state_shards
 from .recovery.peers import World
+from .recovery.regions import State
 from .recovery.resharding import Missing
 from .recovery.settlement import Settlement, find_receivers
 from .recovery.state_exchange import exchange
@@ -192,7 +193,7 @@ class StateRecovery:
                        training_state.numbers(source, step_version, mine.history))
         seat = HeldState(axes=order.axes or Axes(dp=len(order.members)),
                          optimizer=self._train.parallel.optimizer, place=place)
-        have: state_shards.State = {}
+        have: State = {}
         if source is not None:
             source = with_shards(source)
             have = source.shards if source.is_gathered else state_shards.stepped(source)

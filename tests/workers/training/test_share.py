@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from reshard_work import TRAIN, Layout
 from unicron.events.spec.job import Train
 from unicron.events.spec.model import Axes
-from unicron.workers.training.checkpoint.share import shape_of
+from unicron.workers.training.recovery.regions import shape_of
 
 BF16 = replace(TRAIN, precision="bf16")
 UNTIED = replace(TRAIN, model=replace(TRAIN.model, tie_embeddings=False))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from unicron.workers.training.checkpoint import snapshot
 from unicron.workers.training.checkpoint.snapshot import Snapshot, SnapshotLost, buffer_bytes
+from unicron.workers.training.recovery.regions import State, cut, kind_of
 from unicron.workers.training.recovery.resharding import Region, Shard
-from unicron.workers.training.recovery.state_shards import State, cut, kind_of
 
 PIECE_BYTES = 64
 

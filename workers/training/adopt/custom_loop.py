@@ -38,7 +38,7 @@ from ..model.random_draws import EMBEDDING, Draw
 from ..model.trainee import Size, TrainingModel
 from ..model.workload import Beginning, BuildPart
 from ..recovery import state_shards
-from ..recovery.state_shards import State
+from ..recovery.regions import State
 from .data_loader import OF_THE_DATA, LoaderBatches
 
 # --- The support table applied to a loop at its start ---

@@ -21,8 +21,9 @@ from ..model.optimizers import chained
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..recovery import state_shards
+from ..recovery.regions import State, kind_of
 from ..recovery.resharding import Region, Shard
-from ..recovery.state_shards import STACKED, StackedName, State, kind_of
+from ..recovery.state_shards import STACKED, StackedName
 from .folder import OLD, PARTIAL
 from .saver import Content
 from .share import name_of, own_share

@@ -25,10 +25,11 @@ from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..recovery import state_shards
+from ..recovery.regions import State, cut, shape_of
 from ..recovery.resharding import Region, Shard, intersection
-from ..recovery.state_shards import StackedName, State, cut
+from ..recovery.state_shards import StackedName
 from .megatron_format import MASTER, SHARDED_MASTER, TRACKER, iteration_folder, translated
-from .share import name_of, shape_of
+from .share import name_of
 from .stored_state import Damaged, StoredState
 
 RELEASE = "release"

@@ -27,7 +27,7 @@ from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
-from ..recovery.state_shards import torch_dtype
+from ..recovery.regions import torch_dtype
 from ..recovery.state_sources import HeldState
 from ..step.gradient_reduction import is_cuda_error
 from ..step.iteration import held_by

@@ -28,11 +28,10 @@ from ...checkpoint_store import protocol
 from ...checkpoint_store.protocol import Offer, Piece, ShareReader, ShareRequest, TransferError
 from ..model import training_state
 from ..recovery.peers import World
+from ..recovery.regions import State, cut, shape_of, torch_dtype
 from ..recovery.resharding import Region, Shard, intersection
-from ..recovery.state_shards import State, cut, torch_dtype
 from ..recovery.state_sources import HeldState
 from ..step.gradient_reduction import is_cuda_error
-from .share import shape_of
 
 T = TypeVar("T")
 RESTORE_S_MAX = 15.0

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..recovery import resharding
+from ..recovery.regions import State, kind_of, torch_dtype
 from ..recovery.resharding import Region
-from ..recovery.state_shards import State, kind_of, torch_dtype
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _INT_BITS_MAX = 63

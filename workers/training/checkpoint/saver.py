@@ -23,8 +23,8 @@ from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
+from ..recovery.regions import State
 from ..recovery.resharding import Shard
-from ..recovery.state_shards import State
 from ..step.gradient_reduction import is_cuda_error
 from . import folder, share_files, snapshot
 from .checkpoint import WRITE_ERRORS, NotSaved, Superseded, folder_of, relative_path

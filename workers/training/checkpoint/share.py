@@ -15,8 +15,8 @@ from ..model import training_state
 from ..model.optimizers import parts
 from ..model.trainee import TrainingModel
 from ..model.training_state import MOMENTS
-from ..recovery.resharding import Dims, Region, Shard, intersection
-from ..recovery.state_shards import State, cut, kind_of
+from ..recovery.regions import State, cut, kind_of, shape_of
+from ..recovery.resharding import Region, Shard, intersection
 
 _FIRST_MOMENT = f"optimizer.{MOMENTS[0]}"
 _KINDS = ("model", "buffer", "master", *(f"optimizer.{moment}" for moment in MOMENTS))
@@ -52,11 +52,6 @@ def whole_share(trainee: TrainingModel) -> State:
     return {Shard(key, kind_of(tensor, tuple(tensor.shape)),
                   Region((0,) * tensor.dim(), tuple(tensor.shape))): tensor
             for key, tensor in training_state.tensors(trainee).items()}
-
-
-def shape_of(kind: str) -> Dims:
-    """The shape of the whole tensor, from a shard's kind (`float32 6x64`)."""
-    return tuple(int(size) for size in kind.partition(" ")[2].split("x") if size)
 
 
 def name_of(key: str) -> str:

@@ -32,11 +32,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..dependencies.private_torch import storage_info
-from ..model import training_state
+from ..recovery.regions import shape_of, torch_dtype
 from ..recovery.resharding import Dims, Region, Shard
-from ..recovery.state_shards import torch_dtype
 from .folder import Folder
-from .share import shape_of
 
 FORMAT_NUM = 2
 """Version of the format. A checkpoint without a version was written by one member (version 1)."""
@@ -118,7 +116,8 @@ def write_failure(folder: Folder, place: int, step_version: int, why: str) -> No
             FORMAT_NUM, step_version, folder.data_name(place), 0, [], why or "unknown")))
 
 
-def plain(numbers: training_state.Numbers) -> dict[str, Any]:
+def plain(numbers: Struct) -> dict[str, Any]:
+    """The values of training_state.Numbers, by key, and the version of the format."""
     values = {**msgspec.to_builtins(numbers), FORMAT_KEY: FORMAT_NUM}
     return {f"{NUMBERS}.{name}": value for name, value in values.items()}
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..recovery.regions import State
 from ..recovery.resharding import Shard
-from ..recovery.state_shards import State
 from ..step.gradient_reduction import is_cuda_error
 from .share import num_rows, rows
 

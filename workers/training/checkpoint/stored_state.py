@@ -22,8 +22,8 @@ from ....events.errors import UsageError
 from ....events.object_storage import COMPLETE_MARK, Store, as_os_errors
 from ....events.spec.job import is_url
 from ..dependencies.private_torch import classes_of_metadata
+from ..recovery.regions import State, cut, kind_of
 from ..recovery.resharding import Dims, Region, intersection
-from ..recovery.state_shards import State, cut, kind_of
 from .share_files import FORMAT_KEY, FORMAT_NUM, NUMBERS, read_index
 
 ANOTHER = "name another checkpoint"

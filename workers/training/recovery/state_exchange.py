@@ -19,6 +19,7 @@ from torch import Tensor
 from ....events.spec.parallelism import coordinates
 from ..model import training_state
 from .peers import World, tensor_of
+from .regions import State, cut
 from .resharding import (
     DIGEST_BYTES,
     Holding,
@@ -30,7 +31,6 @@ from .resharding import (
     nearest_first,
     plan_moves,
 )
-from .state_shards import State, cut
 from .state_sources import NO_STATE, HeldState, overlap
 from .state_transfer import transfer
 

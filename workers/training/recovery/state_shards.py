@@ -15,7 +15,6 @@ from math import prod
 from operator import add
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import mapping
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -26,6 +25,7 @@ from ..model.optimizers import parts, ranges, shards
 from ..model.random_draws import EXPERT, LAYER, global_name
 from ..model.trainee import Size, TrainingModel, state_bytes_beside
 from ..model.training_state import MOMENTS
+from .regions import State, cut, kind_of, torch_dtype
 from .resharding import Dims, Region, Shard, flat_range, intersection
 
 Stacking = Mapping[str, bool]
@@ -33,8 +33,6 @@ Stacking = Mapping[str, bool]
 UNSTACKED: Stacking = {"non_homogeneous_layers": True}
 STACKED: Stacking = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """As in Megatron-LM's own checkpoints."""
-State = dict[Shard, Tensor]
-"""Shards, and the live memory of each."""
 
 
 class _Mapped(NamedTuple):
@@ -193,17 +191,6 @@ def whole_size(shards: State, num_layers: int) -> Size:
                   for name in ("params", "bytes")))
 
 
-def torch_dtype(kind: str) -> torch.dtype:
-    """The dtype that a kind begins with."""
-    found: torch.dtype = getattr(torch, kind.partition(" ")[0])
-    return found
-
-
-def kind_of(tensor: Tensor, shape: Dims) -> str:
-    """The kind of a tensor with this shape and the dtype of `tensor`: `float32 6x64`."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
-
-
 def _metadata(stacking: Stacking) -> dict[str, Any]:
     # Any existing group will do: Megatron uses it only to choose the writer among several holders.
     return {**stacking, "dp_cp_group": dist.group.WORLD}
@@ -279,15 +266,6 @@ def _add(found: State, kind: str, tensor: Tensor, begin: int, local: _Local) -> 
                           Region(tuple(map(add, part.offset, shift)), part.shape))
             assert shard not in found, f"{shard} twice in one model"
             found[shard] = cut(block, held, part)
-
-
-def cut(tensor: Tensor, held: Region, region: Region) -> Tensor:
-    """A view of the part `region` of `tensor`; the whole of `tensor` is the region `held`."""
-    if region == held:
-        return tensor
-    for dim, (begin, size) in enumerate(zip(*region, strict=True)):
-        tensor = tensor.narrow(dim, begin - held.offset[dim], size)
-    return tensor
 
 
 def _optimized(trainee: TrainingModel, optimizer: Any
