@@ -43,6 +43,7 @@ inject = typer.Typer(help="Inject a fault (up --allow-inject).")
 token = typer.Typer(help="Tokens: who may do what on the cluster.")
 certs = typer.Typer(help="A certificate, for those who have none.")
 sealed = typer.Typer(help="The sealed log: segment files and snapshots.")
+model = typer.Typer(help="The model that a task has trained; needs no cluster, no GPU.")
 slurm = typer.Typer(help="A cluster on nodes of Slurm (deploy/slurm).")
 file_tools = typer.Typer()
 simulation = typer.Typer(invoke_without_command=True)
@@ -51,6 +52,7 @@ app.add_typer(inject, name="inject")
 app.add_typer(token, name="token")
 app.add_typer(certs, name="certs")
 app.add_typer(sealed, name="log")
+app.add_typer(model, name="model")
 app.add_typer(slurm, name="slurm")
 app.add_typer(file_tools)
 app.add_typer(simulation, name="simulate")
@@ -582,6 +584,36 @@ def slurm_enter(names: SlurmNodes) -> None:
 @calls(slurm, "commands.slurm.leave", TARGET, name="leave")
 def slurm_leave(names: SlurmNodes, reason: Reason = "") -> None:
     """Drain these nodes, and wait until no task is there."""
+
+
+Checkpoint = Annotated[str, typer.Argument(
+    metavar="PATH", help="A task's output, its latest, or a checkpoint in it: a folder or a URL.")]
+
+
+@calls(model, "commands.model.info", OUTPUT, name="info")
+def model_info(path: Checkpoint) -> None:
+    """Show what the model of a checkpoint is: sizes, iteration, loss."""
+
+
+@calls(model, "commands.model.generate", {}, name="generate")
+def model_generate(
+    path: Checkpoint,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The beginning of the text.")],
+    tokens: Annotated[int, typer.Option(
+        min=1, max=1_000_000, metavar="N", help="The most tokens (bytes) that follow.")] = 200,
+    temperature: Annotated[float, typer.Option(
+        min=0, max=100, metavar="T", help="0: always the most probable token.")] = 0.8,
+) -> None:
+    """Generate text with the model of a checkpoint, on the CPU."""
+
+
+@calls(model, "commands.model.export", {}, name="export")
+def model_export(
+    path: Checkpoint,
+    target: Annotated[Path, typer.Argument(
+        metavar="FOLDER", help="Where to; must not exist.")],
+) -> None:
+    """Write the model for Hugging Face's transformers: a GPT-2, its tokens bytes."""
 
 
 @certs.command("init")

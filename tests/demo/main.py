@@ -134,6 +134,7 @@ def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
         _leave(stage, alpha)
     else:
         stage.say("next", "make demo KEEP=1 (break it yourself)")
+        stage.note(None, f"unicron model generate {place}/alpha --prompt 'The '")
         newest = max((one.id for one in incidents), default=0)
         if newest:
             stage.note(None, f"unicron replay {place}/log.jsonl --incident {newest}")

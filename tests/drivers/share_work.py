@@ -63,7 +63,8 @@ def save(place: int, train: Train, layout: Layout, folder: str, lost: Collection
     dist.barrier()
     if place == saving[0]:
         indexes = [share_files.read_index(target.read(target.index_name(each))) for each in saving]
-        share_files.complete(target, [index for index in indexes if index is not None])
+        share_files.complete(target, [index for index in indexes if index is not None],
+                             model=trainee.description)
     dist.barrier()
 
 

@@ -39,7 +39,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "workers": (
         ("workers/agent", "workers/training/megatron_lm"), ("workers/training/adopt",),
         ("workers/training",), ("workers/agent/health", "workers/agent/monitoring"),
-        ("workers/agent/processes", "workers/agent/delivery"), ("workers/training/checkpoint",),
+        ("workers/agent/processes", "workers/agent/delivery"),
+        ("workers/training/inference",), ("workers/training/checkpoint",),
         ("workers/training/step",), ("workers/training/recovery",), ("workers/training/model",),
         ("workers/training/communicators", "workers/training/process"),
         ("workers/training/dependencies",),
@@ -78,6 +79,7 @@ CONFINED = {
     "pynvml": ("workers/agent/health/",),
     "kubernetes_asyncio": ("workers/agent/health/kubernetes.py",),
     "fsspec": ("events/object_storage.py",),
+    "safetensors": ("workers/training/inference/",),
     "typer": ("cli/",),
     "yaml": ("cli/",)}
 # The only files that may use private names of torch and megatron.

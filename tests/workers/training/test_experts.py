@@ -16,7 +16,9 @@ from msgspec.structs import replace
 from nursery import Nursery
 from rank_driver import Driver
 from struck import PP2DP2, TP2DP2, Case, strike
+from unicron.events.errors import UsageError
 from unicron.events.spec.model import Axes
+from unicron.workers.training.inference import stored_model
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "experts.py"
 ITERATIONS, MICRO_BATCHES = 7, 8
@@ -150,6 +152,8 @@ def test_training_continues_after_a_lost_rank(
         strike(driver, case)
         driver.finish(list(case.members))
         equal(reference.read(driver.final_checkpoint()), calm, tolerance)
+        with pytest.raises(UsageError, match=r"has no config\.json: .* a job's own script"):
+            stored_model.find(str(driver.final_checkpoint()))
     finally:
         driver.close()
 

@@ -12,6 +12,7 @@ from unicron.events.records import reports as r
 from unicron.events.records.orders import Quiesce
 from unicron.events.records.types import QuiesceMode
 from unicron.events.spec.model import Axes
+from unicron.workers.training.inference import stored_model
 
 ITERATIONS = 14
 RANKS = [0, 1, 2, 3]
@@ -64,6 +65,8 @@ def test_each_member_writes_its_share_and_another_layout_reads_it(
         f"__{rank}_0.distcp" for rank in RANKS}
     assert twin(0.0).is_equal(driver.final_checkpoint())
     assert list(output.glob("gen-*/*.partial")) == []
+    assert stored_model.find(str(output / report.path)).of == stored_model.load(
+        str(driver.final_checkpoint())).of
     assert twin(0.0).is_equal(resumed(drive, driver, report.path, layout, [0, 1], None))
 
 

@@ -172,6 +172,10 @@ class LoopTrainingModel(TrainingModel):
     _loss_func: Callable[[Any], Any] = field(init=False, repr=False, default=lambda out: out)
     _tokens_num: int | Tensor = field(init=False, repr=False, default=0)
 
+    @property
+    def description(self) -> bytes:
+        return b""
+
     def given(self, tokens: Any) -> Any:
         """`forward` moves the batch to its device."""
         return tokens

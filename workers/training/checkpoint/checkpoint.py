@@ -88,7 +88,7 @@ def save(folder: str, trainee: TrainingModel, step_version: int, history: Histor
         index = share_files.write_share(
             target, 0, step_version, snapshot.read(),
             share_files.plain(training_state.numbers(trainee, step_version, history)))
-        return share_files.complete(target, [index])
+        return share_files.complete(target, [index], model=trainee.description)
     except WRITE_ERRORS as error:
         target.discard()
         raise NotSaved(folder, object_storage.reason(error)) from error

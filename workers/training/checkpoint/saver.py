@@ -42,11 +42,13 @@ log = structlog.get_logger()
 
 
 class Content(NamedTuple):
-    """What one member saves: shards, and values by key; the first member also `common` values."""
+    """What one member saves: shards, and values by key; the first member also `common` values, and
+    the description of the model, if its format has one."""
 
     share: State
     values: Mapping[str, Any]
     common: Mapping[str, Any]
+    model: bytes = b""
 
 
 class Format(Protocol):
@@ -86,7 +88,7 @@ class OwnFormat:
         is_first = trainee.place == saving[0]
         numbers = training_state.numbers(trainee, step_version, history)
         return Content(own_share(trainee, saving),
-                       share_files.plain(numbers) if is_first else {}, {})
+                       share_files.plain(numbers) if is_first else {}, {}, trainee.description)
 
     def clear(self, generation: int, name: str) -> None:
         if generation != self._cleared:
@@ -286,7 +288,7 @@ class Saver:
         self._is_waiting = True
         try:
             found = [self._wait_for(target, save, place, must_stop) for place in save.saving]
-            return share_files.complete(target, found, content.common)
+            return share_files.complete(target, found, content.common, content.model)
         except (*WRITE_ERRORS, ValueError, Superseded) as error:
             target.discard()
             if isinstance(error, ValueError):

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..dependencies.private_torch import storage_info
+from ..model import architecture
 from ..recovery.regions import shape_of, torch_dtype
 from ..recovery.resharding import Dims, Region, Shard
 from .folder import Folder
@@ -139,11 +140,11 @@ def read_index(data: bytes | None) -> Index | None:
         return None
 
 
-def complete(folder: Folder, indexes: Sequence[Index], values: Mapping[str, Any] | None = None
-             ) -> int:
+def complete(folder: Folder, indexes: Sequence[Index], values: Mapping[str, Any] | None = None,
+             model: bytes = b"") -> int:
     """All shares are written: make the checkpoint complete. Returns its size in bytes. `values`:
-    what common.pt has beside the iteration. Raises OSError; ValueError if the shares together are
-    not one whole state."""
+    what common.pt has beside the iteration. `model`: the model's description. Raises OSError;
+    ValueError if the shares together are not one whole state."""
     step_version = indexes[0].step_version
     metadata = pickle.dumps(_metadata(indexes))
     common = io.BytesIO()
@@ -151,8 +152,11 @@ def complete(folder: Folder, indexes: Sequence[Index], values: Mapping[str, Any]
     config = json.dumps(MEGATRON).encode()
     folder.write("common.pt", common.getvalue())
     folder.write("metadata.json", config)
+    if model:
+        folder.write(architecture.FILE, model)
     folder.finish(metadata)
-    return len(metadata) + len(config) + common.tell() + sum(index.file_bytes for index in indexes)
+    return (len(metadata) + len(config) + len(model) + common.tell()
+            + sum(index.file_bytes for index in indexes))
 
 
 def _metadata(indexes: Sequence[Index]) -> Metadata:

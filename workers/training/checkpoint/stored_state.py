@@ -150,6 +150,10 @@ class StoredState:
                 raise self._damaged(f"it lacks a part of {key}")
         self._check_files(used)
 
+    def file(self, name: str) -> bytes | None:
+        """A small file of the checkpoint; None if it has none of this name."""
+        return self._files.read(name)
+
     def check_files(self) -> None:
         self._check_files(place for places in self._chunks.values() for place in places)
 

@@ -27,12 +27,13 @@ from ....events.spec.parallelism import VOCABULARY, Coordinates, coordinates, is
 from ..communicators.process_groups import groups_for_building
 from ..dependencies import private_megatron
 from ..dependencies.private_megatron import buffers_of, set_gradient
+from . import architecture
 from .attention import CoreAttention
 from .experts import Experts
 from .optimizers import as_previous_rank, chained, parts, prepare, without_collectives
 from .random_draws import Draw, global_name, seed_of, without_initialisation
 from .random_draws import draw as draw_weights
-from .text_data import carries_loss
+from .text_data import END_CODE, carries_loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,6 +82,18 @@ class TrainingModel:
     @property
     def at(self) -> Coordinates:
         return coordinates(self.axes, self.place)
+
+    @property
+    def description(self) -> bytes:
+        """The file that describes the model beside its weights; empty if only a script can."""
+        model, config = self.train.model, self.modules[0].config
+        dtype: Any = str(DTYPES[self.train.precision]).removeprefix("torch.")
+        return architecture.encode(architecture.Gpt2(
+            n_layer=model.num_layers, n_embd=model.hidden, n_head=model.num_heads,
+            n_inner=config.ffn_hidden_size, n_positions=model.sequence,
+            tie_word_embeddings=model.tie_embeddings, layer_norm_epsilon=config.layernorm_epsilon,
+            embd_pdrop=model.dropout, attn_pdrop=model.dropout, resid_pdrop=model.dropout,
+            bos_token_id=END_CODE, eos_token_id=END_CODE, torch_dtype=dtype))
 
     @property
     def roots(self) -> tuple[Any, ...]:
