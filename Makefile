@@ -27,9 +27,11 @@ $(STAMP): constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "setup    no Python 3.11 found"; \
 		echo "hint: make setup PYTHON=/path/to/python3.11"; exit 2; }
 	@begin=$$(date +%s); set -e; \
-	echo "setup    $(VENV) from $(PYTHON); the first time this fetches a few hundred MB"; \
+	echo "setup    $(VENV) from $(PYTHON): fetches a few hundred MB, about 4 minutes the first time"; \
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	echo "setup    1 of 2: torch, the largest part"; \
 	$(PIP) install -c constraints.txt setuptools torch==2.13.0; \
+	echo "setup    2 of 2: all other packages, after $$(( $$(date +%s) - begin )) s"; \
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[train,dev,draw,kubernetes]'; \
 	touch $@; \
 	echo "setup    $$($(BIN)/python -c 'import torch; print("torch", torch.__version__)')," \

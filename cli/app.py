@@ -23,16 +23,22 @@ from .terminal.options import (
     NodeArg,
     NodesArg,
     Reason,
+    Since,
     State,
     TaskArg,
+    TasksArg,
     Url,
+    complete_tasks,
     folder,
 )
 
+ALIASES = {"get": ["status"], "list": ["status"], "describe": ["status"], "top": ["status", "-w"],
+           "cordon": ["drain"], "uncordon": ["undrain"]}
+"""What people of kubectl and Slurm type first, and what it means here."""
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 app = typer.Typer(
-    name="unicron", add_completion=False, rich_markup_mode=None,
+    name="unicron", rich_markup_mode=None,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"],
                                                       "max_content_width": 100},
     help="The self-healing control plane for large-model training.",
@@ -74,7 +80,9 @@ def calls(group: typer.Typer, function: str, shared: Mapping[str, tuple[Any, obj
             if "state" in given:
                 given["state"] = folder(given["state"])
             if "output" in given:
-                given["as_json"] = given.pop("output") != "text"
+                form = given.pop("output")
+                given["as_json"] = console.structured(form)
+                given |= {"wide": True} if form == "wide" else {}
             module, _, called = function.rpartition(".")
             code: object = getattr(import_module(f".{module}", __package__), called)(**given)
             return code
@@ -233,32 +241,42 @@ def control_plane(
 
 @app.command()
 def submit(
-    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="A job spec.")],
+    jobs: Annotated[list[Path], typer.Argument(
+        metavar="JOB.yaml...", help="Job specs; -: standard input.")],
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help="Only show the layout, the speed and the memory for numbers of "
         "slots, and with a cluster the plan that would follow.")] = False,
     state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
-    """Submit a task."""
+    """Submit tasks. While `up` starts, it waits."""
     from .commands import submit_dry_run, tasks
 
-    if dry_run:
-        submit_dry_run.dry_run(folder(state), url, job, as_json=output == "json")
+    as_json = console.structured(output)
+    if not dry_run:
+        tasks.submit(folder(state), url, jobs, as_json=as_json)
         return
-    tasks.submit(folder(state), url, job, as_json=output == "json")
+    for number, job in enumerate(jobs):
+        console.lines([""] * bool(number and not as_json))
+        submit_dry_run.dry_run(folder(state), url, job, as_json=as_json)
 
 
-@calls(app, "commands.status.status")
+@calls(app, "commands.status.status", TARGET)
 def status(
     what: Annotated[str, typer.Argument(
-        metavar="TASK|nodes", help="A task's name or id, or the word nodes.")] = "",
+        metavar="TASK|PATTERN|tasks|nodes", autocompletion=complete_tasks,
+        help="A task's name or id, a pattern of names, or the word tasks or nodes.")] = "",
     watch: Annotated[bool, typer.Option("--watch", "-w",
                                         help="Refresh every second.")] = False,
     at: Annotated[str, typer.Option(
         "--at", metavar="SEQ|TIME", help="As it was after that record, or at that time, for "
         "example 2026-11-27T02:10:00Z.")] = "",
+    only: Annotated[Literal[
+        "waiting", "starting", "running", "degraded", "healing", "finishing", "finished", "failed",
+        "cancelled"] | None, typer.Option("--only", help="Only tasks in this state.")] = None,
+    output: Annotated[Literal["text", "wide", "json", "yaml"], typer.Option(
+        "-o", "--output", help="text, wide: more columns of tasks, or json or yaml.")] = "text",
 ) -> None:
-    """Show the cluster, one task, or the nodes."""
+    """Show the cluster, one task, or all tasks or nodes."""
 
 
 @calls(app, "commands.tail.tail", TARGET)
@@ -266,13 +284,14 @@ def tail(
     follow: Annotated[bool, typer.Option("--follow", "-f",
                                          help="Print new records as they arrive.")] = False,
     after: Annotated[int, typer.Option(min=0, metavar="SEQ", help="Only after this seq.")] = 0,
+    since: Since = None,
     kind: Annotated[list[str] | None, typer.Option(
         metavar="K", help="Only this kind; may be repeated.")] = None,
     task: Annotated[str | None, typer.Option(metavar="T", help="Only this task.")] = None,
     node: Annotated[str | None, typer.Option(metavar="N", help="Only this node.")] = None,
     incident: Annotated[str | None, typer.Option(metavar="I", help="Only this incident.")] = None,
-    output: Annotated[Literal["text", "json", "jsonl"], typer.Option(
-        "-o", "--output", help="text, or jsonl: one JSON object a line.")] = "text",
+    output: Annotated[Literal["text", "json", "jsonl", "yaml"], typer.Option(
+        "-o", "--output", help="text, yaml, or jsonl: one JSON object a line.")] = "text",
 ) -> None:
     """Read the log: one record a line."""
 
@@ -282,6 +301,7 @@ def incident(
     which: Annotated[str, typer.Argument(
         metavar="ID", help="For example 41 or inc-41 [the newest].", show_default=False)] = "",
     every: Annotated[bool, typer.Option("--all", help="One line for each.")] = False,
+    since: Since = None,
 ) -> None:
     """Show a fault: evidence, decision, plans, phases, cost, remaining steps."""
 
@@ -304,10 +324,21 @@ def megatron(
 
 @calls(app, "commands.tasks.cancel")
 def cancel(
-    task: TaskArg,
+    task: TasksArg,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; it goes into the log.")] = "",
 ) -> None:
-    """Cancel a task."""
+    """Cancel tasks."""
+
+
+@calls(app, "commands.wait.wait")
+def wait(
+    task: TasksArg,
+    until: Annotated[Literal["running", "healed", "finished"], typer.Option(
+        "--for", help="healed: it runs, and no incident of it is open.")] = "finished",
+    timeout_s: Annotated[float | None, typer.Option(
+        "--timeout", min=0, metavar="S", help="Fail after so many seconds [never].")] = None,
+) -> None:
+    """Wait until tasks run, have healed or have finished; exits with 1 if one cannot any more."""
 
 
 @calls(app, "commands.logs.logs", TARGET)
@@ -316,8 +347,16 @@ def logs(
     rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Only this rank.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f",
                                          help="Print new lines as they arrive.")] = False,
+    lines: Annotated[int | None, typer.Option(
+        "--tail", min=0, metavar="N", help="Only the last N lines of each attempt.")] = None,
+    since: Since = None,
+    previous: Annotated[bool, typer.Option(
+        "--previous", "-p", help="Of each rank the attempt before the newest.")] = False,
 ) -> None:
-    """Show what a task's ranks printed, from the files here or by the agents of other hosts."""
+    """Show what a task's ranks printed, from the files here or by the agents of other hosts.
+
+    Lines have no times: --since leaves out attempts that ended before.
+    """
 
 
 @calls(app, "commands.replay.replay")
@@ -402,13 +441,13 @@ def plan(
         if asked != PlanOptions() or url or state is not None:
             raise UsageError("--offline goes with --table and -o alone",
                              "unicron plan --offline FILE")
-        plan_offline.plan(offline, table=table, as_json=output == "json")
+        plan_offline.plan(offline, table=table, as_json=console.structured(output))
         return
     if table:
         raise UsageError("--table goes with --offline FILE", "unicron plan --offline FILE --table")
     from .commands import plan as plan_live
 
-    plan_live.plan(folder(state), url, asked, as_json=output == "json")
+    plan_live.plan(folder(state), url, asked, as_json=console.structured(output))
 
 
 RankArg = Annotated[int | None, typer.Argument(
@@ -427,17 +466,17 @@ def set_weight(
 
 @calls(app, "commands.operate.drain")
 def drain(node: NodesArg, reason: Reason = "") -> None:
-    """Remove the tasks from a node; no iteration is lost."""
+    """Remove the tasks from nodes; no iteration is lost."""
 
 
 @calls(app, "commands.operate.undrain")
 def undrain(node: NodesArg, reason: Reason = "") -> None:
-    """Allow tasks on a drained node again."""
+    """Allow tasks on drained nodes again."""
 
 
 @calls(app, "commands.operate.lift")
 def lift(node: NodesArg, reason: Reason = "") -> None:
-    """End the quarantine of a node that failed repeatedly."""
+    """End the quarantine of nodes that failed repeatedly."""
 
 
 @calls(app, "commands.operate.ack")
@@ -688,7 +727,7 @@ def simulate(
         from .simulate import from_log
 
         from_log.from_log(recorded, settings=settings or (), policies=policies or (),
-                          as_json=output == "json")
+                          as_json=console.structured(output))
         return
     if scenario is None:
         raise UsageError("nothing to simulate", "unicron simulate --scenario FILE, "
@@ -697,11 +736,11 @@ def simulate(
         raise UsageError("--set and --policy go with --from-log",
                          "a scenario names its policies, and their constants")
     if print_trace:
-        if log is not None or output == "json":
+        if log is not None or output != "text":
             raise UsageError("--print-trace prints CSV, and plays nothing", "give it alone")
         compare.print_trace(scenario)
         return
-    compare.simulate(scenario, log=log, as_json=output == "json")
+    compare.simulate(scenario, log=log, as_json=console.structured(output))
 
 
 Drawn = Annotated[Path | None, typer.Option(
@@ -745,14 +784,16 @@ def _root(
         console.out(f"unicron {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        console.out(context.get_help())
+        console.lines(context.get_help().splitlines())
         raise typer.Exit
 
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. An error is one line and a hint on stderr."""
+    first, rest = list(arguments[:1]), arguments[1:]
     try:
-        code: object = app(args=list(arguments), prog_name="unicron", standalone_mode=False)
+        words = [*(ALIASES.get(first[0], first) if first else ()), *rest]
+        code: object = app(args=words, prog_name="unicron", standalone_mode=False)
     except UnicronError as error:
         console.error(str(error), error.hint)
         return error.exit_code

@@ -1,7 +1,7 @@
 """The error tree.
 
-UnicronError              exit code 1; cli/cluster/client.py, Unreachable: 3; an agent's
-                          NodeRevoked: 77
+UnicronError              exit code 1; cli/cluster/client.py, Unreachable and Interrupted: 3;
+                          an agent's NodeRevoked: 77
 ├── UsageError            wrong user input: one line, a hint, exit code 2
 │   └── SpecError         a job spec is malformed or can never fit; names the path
 ├── LogError
@@ -9,7 +9,7 @@ UnicronError              exit code 1; cli/cluster/client.py, Unreachable: 3; an
 │   ├── Fenced            a newer epoch holds the log: this leader must stop
 │   ├── Leased            another control plane holds the lease: follow it
 │   ├── Ambiguous         the reply was lost, the write may have happened: fold the log again
-│   ├── Unavailable       the server cannot be reached: retry with a limit
+│   ├── Unavailable       the server cannot be reached: retry with a limit; exit code 3
 │   ├── NewerLog          a record of a later version, without which the state would be wrong
 │   └── CorruptLog        a record is edited, missing, out of order or foreign; names the seq
 │       └── Pruned        the record is not there, because `log prune` removed it
@@ -77,6 +77,8 @@ class Ambiguous(LogError):
 
 class Unavailable(LogError):
     """The server cannot be reached."""
+
+    exit_code = 3
 
 
 class NewerLog(LogError):

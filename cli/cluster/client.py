@@ -56,6 +56,8 @@ class Unable(UnicronError):
 class Interrupted(UnicronError):
     """The response ended early."""
 
+    exit_code = 3
+
 
 class Client:
     """Client of a control plane and those in `others`, of which one leads. Every call raises

@@ -65,7 +65,7 @@ def classify(file: Path | None, *, as_json: bool) -> None:
         verdicts = _verdicts(texts)
         if as_json:
             for _, text, verdict in verdicts:
-                console.out(json.dumps(plain(text, verdict)))
+                console.data(plain(text, verdict))
         else:
             console.lines(screen(name if file is not None else "", verdicts, texts))
 

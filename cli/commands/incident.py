@@ -54,10 +54,14 @@ PAUSED_PHASES = (*PHASES[:2], ("held", "decided_s", "ordered_s"),
                ("rebuild", "ordered_s", "resumed_s"), *PHASES[3:])
 
 
-def incident(state: StateDir, url: Urls, which: str, *, every: bool, as_json: bool) -> None:
-    """Print one incident's page (without `which` the newest), or the list. Raises UsageError."""
+def incident(state: StateDir, url: Urls, which: str, *, every: bool, as_json: bool,
+             since: float | None = None) -> None:
+    """Print one incident's page (without `which` the newest), or the list of those that lasted
+    beyond `since`. Raises UsageError."""
     if which and every:
         raise UsageError("an ID and --all do not go together", "give one of the two")
+    if since is not None and not every:
+        raise UsageError("--since goes with --all", "unicron incident --all --since 2h")
     option = option_for(state)
     if which:  # reject an invalid ID before the first request
         incident_id(which, f"for example inc-41; all, and whose they are: unicron incident "
@@ -67,6 +71,10 @@ def incident(state: StateDir, url: Urls, which: str, *, every: bool, as_json: bo
     history = read_history(log.read(), log.state())
     now_s = time.time()
     if every:
+        history.incidents = {key: x for key, x in history.incidents.items()
+                             if (x.closed_s or now_s) >= (since or 0.0)}
+        history.outages = {seq: x for seq, x in history.outages.items()
+                           if x.since_s + x.length_s >= (since or 0.0)}
         listed = [*(plain(history, x, now_s) for x in history.incidents.values()),
                   *({"id": x.id, "what": x.what, "nodes": x.nodes, "since_s": x.since_s,
                      "back_s": x.back_s, "incidents": x.incidents} for x in history.node_losses),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import time
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ...events.errors import UsageError
 from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, Urls
@@ -16,136 +21,206 @@ from .offline import Log, connect_to_read, log_of
 from .tasks import number_of
 
 CHUNK_BYTES = 1 << 16
+"""An agent sends as much at once."""
+CHUNKS_NUM_MAX = 1 << 24
 POLL_S = 0.2
 RESCAN_S = 1.0
 """Seconds between two reads of the log for new attempts."""
+GONE = (Interrupted, Unable, Unreachable)
 
 
 class _File(Struct):
-    """The output of one attempt, and how much of it was printed."""
+    """The output of one attempt, and how much of it was read."""
 
     rank: int
     attempt: int
     node: str
     path: Path
+    ended_s: float | None = None
+    """When its process exited."""
     offset: int = 0
+    skip: int = 0
+    """Lines to pass over: with --tail."""
     rest: str = ""
+    """The beginning of an unfinished line."""
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=partial(codecs.getincrementaldecoder("utf-8"), "replace"))
     next_s: float = 0.0
     """When its agent is asked again, if the file is not on this host."""
     is_told: bool = False
 
-    def lines(self, client: Client, *, whole: bool) -> list[str]:
-        """The lines since the last call; an unfinished line only if `whole`."""
+    def texts(self, client: Client, *, whole: bool, tail: int | None = None) -> Iterator[str]:
+        """What is new, in parts: whole lines; parts of a line only if it is longer than a chunk,
+        or at the end if `whole`. `tail`: begin with so many lines before the end."""
+        if not (whole or self.path.exists() or time.monotonic() > self.next_s):
+            return
+        self.next_s = time.monotonic() + RESCAN_S
         try:
-            if self.path.exists():
-                self._read()
-            elif whole or time.monotonic() > self.next_s:
-                self._ask(client)
-                self.next_s = time.monotonic() + RESCAN_S
+            if tail is not None:
+                self._seek(client, tail)
+            while True:
+                text, end = self._part(client, self.offset)
+                if end == self.offset:
+                    break
+                self.offset = end
+                *passed, text = text.split("\n", self.skip)
+                self.skip -= len(passed)
+                if self.skip:
+                    continue
+                text = self.rest + text
+                at = text.rfind("\n") + 1 or len(text) * (len(text) > CHUNK_BYTES)
+                self.rest = text[at:]
+                yield text[:at]
         except OSError:
-            return []
-        except (Interrupted, Refused, Unable, Unreachable) as error:
+            return
+        except (*GONE, Refused) as error:
             if not self.is_told:
                 console.talk(f"note: rank {self.rank}.{self.attempt} printed on {self.node}, "
                              f"in {self.path}: {error}")
             self.is_told = True
-        *lines, self.rest = self.rest.split("\n")
-        if whole and self.rest:
-            lines.append(self.rest)
+        if whole:
+            yield self.rest + self.decoder.decode(b"", final=True)
             self.rest = ""
-        return lines
 
-    def _read(self) -> None:
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            while data := file.read(CHUNK_BYTES):
-                self.offset += len(data)
-                self.rest += data.decode(errors="replace")
+    def _part(self, client: Client, offset: int) -> tuple[str, int]:
+        """The text from the offset on, and the offset behind it."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(offset)
+                data = file.read(CHUNK_BYTES)
+            return self.decoder.decode(data), offset + len(data)
+        part = client.get(f"/v1/nodes/{self.node}/file", file=str(self.path), offset=offset)
+        return part["text"], part["end"]
 
-    def _ask(self, client: Client) -> None:
-        """Get it from the agent of its node, which has it on its own disk."""
-        while True:
-            part = client.get(f"/v1/nodes/{self.node}/file", file=str(self.path),
-                              offset=self.offset)
-            self.rest += part["text"]
-            if part["end"] == self.offset:
-                return
-            self.offset = part["end"]
+    def _seek(self, client: Client, tail: int) -> None:
+        """Set where reading begins, and how many lines are passed over from there. The end is
+        searched for: an agent does not tell a file's size."""
+        begin, lines = CHUNK_BYTES * bisect_left(
+            range(CHUNKS_NUM_MAX), True,
+            key=lambda number: not self._part(client, number * CHUNK_BYTES)[0]), 0
+        while begin and lines <= tail:
+            begin -= CHUNK_BYTES
+            text, _ = self._part(client, begin)
+            self.decoder.reset()
+            lines += text.count("\n") + (not lines and text[-1:] not in ("", "\n"))
+        self.offset, self.skip = begin, max(lines - tail, 0)
 
 
-def logs(state: StateDir, url: Urls, task: str, rank: int | None, *, follow: bool) -> None:
+class _Printer:
+    """Prints the parts of several files: no line has parts of two."""
+
+    def __init__(self, *, prefixed: bool) -> None:
+        self._prefixed = prefixed
+        self._open: _File | None = None
+        """Whose line has not ended."""
+
+    def show(self, file: _File, text: str) -> None:
+        """Print a part, each line after the rank and attempt."""
+        if not text:
+            return
+        prefix = f"{file.rank}.{file.attempt} " if self._prefixed else ""
+        if self._open is not file:
+            self.end()
+            text = prefix + text
+        ends = text.endswith("\n")
+        console.write((text[:-1] if ends else text).replace("\n", f"\n{prefix}") + "\n" * ends)
+        self._open = None if ends else file
+
+    def end(self) -> None:
+        """End the line."""
+        if self._open is not None:
+            console.write("\n")
+        self._open = None
+
+
+class _Attempts:
+    """The output files of a task's processes, as the log names them."""
+
+    def __init__(self, client: Client, number: int, log: Log) -> None:
+        self._client, self._number = client, number
+        self.files: dict[tuple[int, int], _File] = {}
+        task = log.state().tasks.get(number)
+        for one in task.ranks.values() if task is not None else ():
+            if one.log_path:
+                self._add(one.rank, one.attempt, one.slot.node, one.log_path)
+        self.has_ended = task is not None and bool(task.outcome)
+        self._seq = max(log.after, number)  # the task's id is the seq of its submission
+        self.scan()
+
+    def scan(self) -> None:
+        """Read what the log has since the last scan."""
+        for record in self._client.records(self._seq, follow=False):
+            body: Plain = record["body"]
+            self._seq = int(record["seq"])
+            if body.get("task") != self._number:
+                continue
+            if record["kind"] == "RankStarted":
+                self._add(body["rank"], body["attempt"], body["node"], body["log_path"])
+            elif record["kind"] == "RankExited" and (
+                    found := self.files.get((body["rank"], body["attempt"]))):
+                found.ended_s = record["at_s"]
+            self.has_ended |= record["kind"] == "TaskEnded"
+
+    def _add(self, rank: int, attempt: int, node: str, path: str) -> None:
+        self.files.setdefault((rank, attempt), _File(
+            rank=rank, attempt=attempt, node=node, path=Path(path)))
+
+    def chosen(self, rank: int | None, since: float, *, previous: bool) -> list[_File]:
+        """The files of a rank that were written since a time; with `previous` of each rank that
+        before the newest."""
+        found = [one for one in self.files.values() if rank in (None, one.rank)
+                 and (one.ended_s is None or one.ended_s >= since)]
+        of: dict[int, list[_File]] = {}
+        for one in sorted(found, key=lambda one: one.attempt):
+            of.setdefault(one.rank, []).append(one)
+        return [many[-2] for many in of.values() if len(many) > 1] if previous else found
+
+
+def logs(state: StateDir, url: Urls, task: str, rank: int | None, *, follow: bool,
+         lines: int | None = None, since: float | None = None, previous: bool = False) -> None:
     """Print the output of a task, each line after its rank and attempt. Raises UsageError."""
+    if previous and follow:
+        raise UsageError("--previous and --follow do not go together",
+                         "the former attempt has ended: leave --follow out")
     client = connect_to_read(state, url)
     number = number_of(client, client.get("/v1/state"), task)
-    files: dict[str, _File] = {}
     log = log_of(client)
-    has_ended = _begin(log, number, rank, files)
-    seq, ends = _find(client, number, rank, files, after=log.after)
-    has_ended |= ends
-    if not files and (has_ended or not follow):
+    attempts = _Attempts(client, number, log)
+    follow = follow and not attempts.has_ended
+    since = since or 0.0
+    chosen = attempts.chosen(rank, since, previous=previous)
+    if not chosen and not follow:
         who = f"task {task}" if rank is None else f"rank {rank} of task {task}"
+        there = {one.rank for one in attempts.files.values()}
+        if there and rank in (None, *there):
+            raise UsageError(f"{who} has no {'former ' * previous}attempt"
+                             f"{' since then' * bool(since)}", f"unicron logs {task}")
         if number <= log.after:
             raise UsageError(f"the records that name the output of {who} were pruned",
                              f"the log begins at seq {log.after + 1}")
-        others: dict[str, _File] = {}
-        _begin(log, number, None, others)
-        _find(client, number, None, others, after=log.after)
-        there = {file.rank for file in others.values()}
-        raise UsageError(f"{who} {'never started' if has_ended else 'has not started yet'}",
-                         f"there {'is' if len(there) == 1 else 'are'} {ranks(there)}" if there
-                         else f"unicron status {task}")
+        begun = "never started" if attempts.has_ended else "has not started yet"
+        raise UsageError(f"{who} {begun}", f"there {'is' if len(there) == 1 else 'are'} "
+                         f"{ranks(there)}" if there else f"unicron status {task}")
+    printer = _Printer(prefixed=rank is None)
     try:
-        _show(client, number, rank, files, seq if follow and not has_ended else None)
+        _show(client, printer, chosen, whole=not follow, tail=lines)
+        while follow:
+            for _ in range(round(RESCAN_S / POLL_S)):
+                time.sleep(POLL_S)
+                _show(client, printer, chosen, whole=False)
+            with suppress(*GONE):  # keep following the files
+                attempts.scan()
+            chosen = attempts.chosen(rank, since, previous=False)
+            follow = not attempts.has_ended
+            _show(client, printer, chosen, whole=not follow)
     except KeyboardInterrupt:
         if not follow:
             raise
+    printer.end()
 
 
-def _begin(log: Log, number: int, rank: int | None, files: dict[str, _File]) -> bool:
-    """Add the files of the processes that ran when the log begins; whether the task had ended."""
-    task = log.state().tasks.get(number)
-    for one in task.ranks.values() if task is not None else ():
-        if one.log_path and rank in (None, one.rank):
-            files[one.log_path] = _File(rank=one.rank, attempt=one.attempt, node=one.slot.node,
-                                        path=Path(one.log_path))
-    return task is not None and bool(task.outcome)
-
-
-def _show(client: Client, task: int, rank: int | None, files: dict[str, _File],
-          seq: int | None) -> None:
-    """Print the output; if `seq` (the last seq read) is given, follow until the task has ended."""
-    scanned_s = time.monotonic()
-    has_ended = False
-    while True:
-        for file in files.values():
-            for line in file.lines(client, whole=seq is None):
-                console.out(f"{file.rank}.{file.attempt} {line}" if rank is None else line)
-        if seq is None:
-            return
-        if has_ended:
-            seq = None
-            continue
-        time.sleep(POLL_S)
-        if time.monotonic() - scanned_s > RESCAN_S:
-            scanned_s = time.monotonic()
-            try:
-                seq, has_ended = _find(client, task, rank, files, after=seq)
-            except (Interrupted, Unable, Unreachable):  # keep following the files
-                pass
-
-
-def _find(client: Client, task: int, rank: int | None, files: dict[str, _File], *,
-          after: int) -> tuple[int, bool]:
-    """Add the files of attempts behind `after`; the last seq, and whether the task ended."""
-    has_ended = False
-    for record in client.records(after, follow=False):
-        body: Plain = record["body"]
-        after = int(record["seq"])
-        if record["kind"] == "TaskEnded" and body["task"] == task:
-            has_ended = True
-        if record["kind"] != "RankStarted" or body["task"] != task:
-            continue
-        if rank in (None, body["rank"]) and body["log_path"] not in files:
-            files[body["log_path"]] = _File(rank=body["rank"], attempt=body["attempt"],
-                                            node=body["node"], path=Path(body["log_path"]))
-    return after, has_ended
+def _show(client: Client, printer: _Printer, files: Iterable[_File], *, whole: bool,
+          tail: int | None = None) -> None:
+    for file in files:
+        for text in file.texts(client, whole=whole, tail=tail):
+            printer.show(file, text)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import getpass
-import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+
+import msgspec
 
 from ...events.errors import UnicronError, UsageError
 from ..cluster.client import Client, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, number_of, span, way_to_act
+from .names import chosen, pick
 from .request_outcome import Outcome, outcome_of, plan_lines
-from .tasks import incident_id, option_for, pick
+from .tasks import incident_id, option_for
 
 POLL_S = 0.05
 WEIGHT, WEIGHT_HINT = "a weight is above 0", "for example unicron set-weight alpha 2"
@@ -28,13 +30,14 @@ def _request(client: Client, path: str, reason: str, **body: object) -> Outcome:
     return outcome_of(client, int(answer["seq"]))
 
 
-def _node_request(state: StateDir, url: Urls, names: str, what: str, reason: str
-                  ) -> tuple[Plain, list[Plain], Outcome]:
-    """Request `what` of nodes, in one append: the view before, the nodes, what follows."""
+def _node_request(state: StateDir, url: Urls, words: Sequence[str], act: str, reason: str
+                  ) -> tuple[Plain, list[Plain], str, Outcome]:
+    """Request it of nodes, in one append: the view before, the nodes, their names, what follows."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
-    nodes = pick_nodes(view["nodes"], names)
-    return view, nodes, _request(client, f"/v1/nodes/{names}/{what}", reason)
+    nodes = pick_nodes(view["nodes"], words)
+    names = ",".join(one["id"] for one in nodes)
+    return view, nodes, names, _request(client, f"/v1/nodes/{names}/{act}", reason)
 
 
 # --- Commands. Each raises UsageError. ---
@@ -52,28 +55,28 @@ def set_weight(state: StateDir, url: Urls, task: str, weight: float, reason: str
     _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
 
 
-def drain(state: StateDir, url: Urls, node: str, reason: str, *, as_json: bool) -> None:
+def drain(state: StateDir, url: Urls, node: Sequence[str], reason: str, *, as_json: bool) -> None:
     """Remove the tasks from a node, or from several with commas between."""
-    view, nodes, followed = _node_request(state, url, node, "drain", reason)
+    view, nodes, names, followed = _node_request(state, url, node, "drain", reason)
     there = {slot["task"] for found in nodes for slot in found["slots"] if slot["task"]}
-    names = ", ".join(task["name"] for task in view["tasks"] if task["id"] in there)
+    leave = ", ".join(task["name"] for task in view["tasks"] if task["id"] in there)
     it, they_were = ("them", "they were") if len(nodes) > 1 else ("it", "it was")
-    head = f"{node}  drained; {f'{names} shall leave {it}' if names else f'{they_were} empty'}"
+    head = f"{names}  drained; {f'{leave} shall leave {it}' if leave else f'{they_were} empty'}"
     _show(state, head, followed, _effects(state, followed, view),
-          undo=f"undo     unicron undrain {node}{option_for(state)}", as_json=as_json)
+          undo=f"undo     unicron undrain {names}{option_for(state)}", as_json=as_json)
 
 
-def undrain(state: StateDir, url: Urls, node: str, reason: str, *, as_json: bool) -> None:
+def undrain(state: StateDir, url: Urls, node: Sequence[str], reason: str, *, as_json: bool) -> None:
     """Allow tasks on a drained node again, or on several."""
-    view, nodes, followed = _node_request(state, url, node, "undrain", reason)
-    head = f"{node}  may have tasks again{_unhealthy_note(nodes)}"
+    view, nodes, names, followed = _node_request(state, url, node, "undrain", reason)
+    head = f"{names}  may have tasks again{_unhealthy_note(nodes)}"
     _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
 
 
-def lift(state: StateDir, url: Urls, node: str, reason: str, *, as_json: bool) -> None:
+def lift(state: StateDir, url: Urls, node: Sequence[str], reason: str, *, as_json: bool) -> None:
     """End the quarantine of a node, or of several."""
-    view, nodes, followed = _node_request(state, url, node, "lift", reason)
-    head = f"{node}  quarantined no longer; the next fault is the first{_unhealthy_note(nodes)}"
+    view, nodes, names, followed = _node_request(state, url, node, "lift", reason)
+    head = f"{names}  quarantined no longer; the next fault is the first{_unhealthy_note(nodes)}"
     _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
 
 
@@ -110,8 +113,8 @@ def handover(state: StateDir, url: Urls, *, as_json: bool) -> None:
     leader: str = client.post(f"/v1/handover?epoch={before['epoch']}", {})["leader"]
     while (epoch := client.get("/v1/health")["epoch"]) <= before["epoch"]:
         time.sleep(POLL_S)
-    console.out(json.dumps({"leader": leader, "epoch": epoch}) if as_json else
-                f"{leader or 'another control plane'} leads now, epoch {epoch}")
+    console.show({"leader": leader, "epoch": epoch}, [
+        f"{leader or 'another control plane'} leads now, epoch {epoch}"], as_json=as_json)
 
 
 def unfreeze(state: StateDir, url: Urls, reason: str, *, as_json: bool) -> None:
@@ -152,7 +155,7 @@ def inject_node(state: StateDir, url: Urls, node: str, reason: str, *,
                 as_json: bool) -> None:
     """Kill the agent of a node and all its ranks."""
     client = connect(state, url)
-    found = pick_node(client.get("/v1/state")["nodes"], node)
+    found = pick(client.get("/v1/state")["nodes"], node, "node")
     followed = _request(client, "/v1/inject", reason, what="node", node=node)
     num = sum(1 for slot in found["slots"] if slot["task"])
     _print_fault(state, followed, f"{node}  the agent (pid {found['pid']}) and its "
@@ -164,7 +167,7 @@ def inject_node(state: StateDir, url: Urls, node: str, reason: str, *,
 def _show(state: StateDir, head: str, followed: Outcome, lines: Iterable[str] = (), *,
           look: str = "", undo: str = "", as_json: bool) -> None:
     if as_json:
-        console.out(followed.as_json())
+        console.data(msgspec.structs.asdict(followed))
         return
     watch = f"look     {look}unicron status -w{option_for(state)}"
     console.lines([f"{head} (seq {followed.seq})", *lines, watch, *([undo] if undo else [])])
@@ -194,23 +197,10 @@ def _who(task: Plain) -> str:
     return f"{task['name']} (task {task['id']})"
 
 
-def pick_node(nodes: list[Plain], wanted: str) -> Plain:
-    """The node of that name. Raises UsageError that lists the known nodes."""
-    found = next((node for node in nodes if node["id"] == wanted), None)
-    if found is not None:
-        return found
-    names = ", ".join(str(node["id"]) for node in nodes[:8])
-    raise UsageError(f"no node {wanted!r}", f"there is {names}" if names else
-                     "there are none yet: unicron up, or unicron agent --url URL")
-
-
-def pick_nodes(nodes: list[Plain], wanted: str) -> list[Plain]:
-    """The nodes of those comma-separated names. Raises UsageError, also for a name given twice."""
-    names = wanted.split(",")
-    for at, name in enumerate(names):
-        if name in names[:at]:
-            raise UsageError(f"node {name} is named twice", "name each node once")
-    return [pick_node(nodes, name) for name in names]
+def pick_nodes(nodes: list[Plain], words: Sequence[str]) -> list[Plain]:
+    """The nodes of these names and patterns. Raises UsageError."""
+    there = [one for one in nodes if one["contact"] != "left"]
+    return chosen(words, nodes, there, "node")
 
 
 def reason_or_user(given: str) -> str:

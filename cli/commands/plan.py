@@ -17,9 +17,10 @@ from ..files import job_file
 from ..screens import plan as plan_screen
 from ..terminal import console
 from ..terminal.format import Plain
+from .names import pick
 from .operate import WEIGHT, paused_lines, pick_nodes, reason_or_user
 from .request_outcome import outcome_of, plan_lines, view_before
-from .tasks import check_files, option_for, pick
+from .tasks import check_files, option_for
 
 CHANGED_CODE = 412
 """HTTP status if the input differs from --check."""
@@ -92,7 +93,7 @@ def _apply(state: StateDir, client: Client, asked: PlanOptions, change: Plain, *
         raise Refused(error.status, str(error), again) from None
     followed = outcome_of(client, int(answer["seq"]))
     if as_json:
-        console.out(followed.as_json())
+        console.data(msgspec.structs.asdict(followed))
         return
     after: Plain = client.get("/v1/state")
     console.out(f"applied  {asked.typed} (seq {followed.seq})")
@@ -126,7 +127,7 @@ def _validate(asked: PlanOptions) -> None:
 def _change(view: Plain, asked: PlanOptions) -> Plain:
     """The change in the control plane's format. Raises UsageError for unknown nodes and tasks."""
     change: Plain = {"slots": asked.slots or 0}
-    change["without"] = [node["id"] for node in pick_nodes(view["nodes"], ",".join(asked.without))
+    change["without"] = [node["id"] for node in pick_nodes(view["nodes"], asked.without)
                          ] if asked.without else []
     change["weights"] = {}
     for words in asked.weights:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,7 +142,7 @@ def _fold(log: Log, *, as_json: bool) -> None:
 
     final = view(log.fold(), explain=True)
     if as_json:
-        console.out(json.dumps(final))
+        console.data(final)
         return
     cluster, tasks = final["cluster"], final["tasks"]
     console.out(f"{count(cluster['seq'])} records folded, epoch {cluster['epoch']}: "
@@ -166,7 +165,7 @@ def _verify(log: Log, *, complete: bool, as_json: bool) -> None:
 
     verdict = verify(log.read(), complete=complete, state=log.state())
     if as_json:
-        console.out(json.dumps({**msgspec.to_builtins(verdict), "ok": verdict.ok}))
+        console.data({**msgspec.to_builtins(verdict), "ok": verdict.ok})
     else:
         console.out(verdict.words)
         kinds = {**dict.fromkeys(verdict.recomputed, 0), **dict.fromkeys(verdict.differ, 0)}

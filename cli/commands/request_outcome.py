@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 
-import msgspec
 from msgspec import Struct
 
 from ..cluster.client import Client
-from ..terminal.format import Plain, labelled, number_of, origins, plan_waf, scaled
+from ..terminal.format import (
+    NOT_COUNTED,
+    Plain,
+    labelled,
+    listed,
+    nominal,
+    number_of,
+    origins,
+    plan_waf,
+    scaled,
+)
 
 NAME_COLUMNS_MIN = 8
 EXPLAINED = ("why", "needs", "cost_waf", "weight_from")
@@ -28,10 +36,6 @@ class Outcome(Struct, frozen=True, kw_only=True):
     withheld: list[Plain]
     orders: list[str]
     """The kinds of the orders in the same append."""
-
-    def as_json(self) -> str:
-        """One JSON object."""
-        return json.dumps(msgspec.structs.asdict(self))
 
 
 def outcome_of(client: Client, seq: int) -> Outcome:
@@ -81,13 +85,17 @@ def plan_lines(followed: Outcome, view: Plain) -> list[str]:
     tasks = {task["id"]: task for task in view["tasks"]}
     if plan is None:
         return ["plan     as it was", *_waits(followed.waiting, tasks)]
-    waf = scaled(plan_waf(plan), "FLOP/s")
-    now = {one["task"] for one in [*plan["allocations"], *plan.get("kept", ())]}
+    running = [*plan["allocations"], *plan.get("kept", ())]
+    unearned = nominal(running, tasks)
+    now = {one["task"] for one in running} - unearned
+    waf = scaled(plan_waf(plan, now), "FLOP/s")
     was = f"{scaled(plan_waf(before, now), 'FLOP/s')} -> " if before else ""
-    rejected = [f"{one['what']}: {scaled(one['waf'], 'FLOP/s')}{hidden(one['waf'], plan['waf'])}"
-              for one in plan["alternatives"][:2]]
-    by = origins([*plan["allocations"], *plan.get("kept", ())], tasks)
+    rejected = [str(one["what"]) if unearned else
+                f"{one['what']}: {scaled(one['waf'], 'FLOP/s')}{hidden(one['waf'], plan['waf'])}"
+                for one in plan["alternatives"][:2]]
+    by = origins(running, tasks)
     how = f", {' and '.join(by)}" if by not in ([], ["measured"]) else ""
+    how += f", {NOT_COUNTED}" if unearned else ""
     lines = [f"plan     {number_of(plan['num_slots'], 'slot')}, WAF {was}{waf}{how}",
              *([f"rejected {'; '.join(rejected)}"] if rejected else [])]
     placed = {body["task"]: body["seats"] for body in followed.placed}
@@ -107,7 +115,7 @@ def plan_lines(followed: Outcome, view: Plain) -> list[str]:
         given = {one["task"]: one["slots"] for one in plan["allocations"]}
         rest = [task["name"] for number, task in tasks.items() if number not in waiting
                 and number not in names and task["state"] == "waiting" and not given.get(number)]
-        waits += labelled("waits", f"as before: {', '.join(rest)}", 9) if rest else []
+        waits += labelled("waits", f"as before: {listed(rest)}", 9) if rest else []
     return [*lines, *([] if changed else ["         no task moves"]), *waits]
 
 

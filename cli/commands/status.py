@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 import sys
 import time
-from typing import TYPE_CHECKING
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,7 +19,9 @@ from ..screens import cluster as cluster_screen
 from ..screens import nodes
 from ..screens import task as task_screen
 from ..terminal import console
+from ..terminal import format as fmt
 from ..terminal.format import Plain
+from .names import is_pattern
 from .offline import OfflineClient, connect_to_read, log_of
 from .tasks import number_of, option_for
 
@@ -28,68 +32,93 @@ WATCH_S = 1.0
 CLEAR = "\x1b[H\x1b[J"
 
 
-def status(state: StateDir, url: Urls, what: str, *, watch: bool, as_json: bool,
-           at: str = "") -> None:
+def status(state: StateDir, url: Urls, what: str, *, watch: bool, as_json: bool, at: str = "",
+           only: str | None = None, wide: bool = False) -> None:
     """Print the screen, of the moment `at`. If it comes from files, exits as Unreachable does."""
     if watch and at:
         raise UsageError("--watch and --at do not go together", "give one of the two")
+    of_many = what in ("", "nodes", "tasks") or is_pattern(what)
+    if only and (what == "nodes" or not of_many):
+        raise UsageError("--only chooses tasks of a list", f"unicron status tasks --only {only}")
     client = connect_to_read(state, url)
     history = None
-    if what not in ("", "nodes"):
+    if not of_many:
         from ...control_plane.history.history import history as history_of
 
         history = history_of((), log_of(client).state())
+    screen = partial(_screen, state, what=what or "tasks" * bool(only), history=history,
+                     only=only, wide=wide, as_json=as_json)
     if not watch:
-        console.lines(_screen(state, client, what, history, as_json=as_json, at=at))
+        console.lines(screen(client, at=at))
         if isinstance(client, OfflineClient) and not at:
             raise typer.Exit(Unreachable.exit_code)
         return
     client.get("/v1/state")  # fail now if the address is wrong
     try:
         while True:
+            size = shutil.get_terminal_size()
+            has_terminal = sys.stdout.isatty() and not as_json
+            if has_terminal:
+                fmt.fit(size.columns)
             try:
-                lines = _screen(state, connect(state, url), what, history, as_json=as_json)
+                lines = screen(connect(state, url), height=(
+                    size.lines if has_terminal else cluster_screen.ROWS_NUM_MAX))
             except (Interrupted, Unable, Unreachable) as error:
                 lines = [] if as_json else [f"{error}; trying again"]
-            if sys.stdout.isatty() and not as_json:
-                sys.stdout.write(CLEAR)
-            elif not as_json:
-                lines = [*lines, ""]
-            console.lines(lines)
+            if has_terminal:
+                console.write(CLEAR + "\n".join(map(console.printable, _fitted(
+                    lines, size.columns, size.lines))))
+            else:
+                console.lines(lines if as_json else [*lines, ""])
             time.sleep(WATCH_S)
     except KeyboardInterrupt:
         return
 
 
-def _screen(state: StateDir, client: Client, what: str, history: History | None, *,
-            as_json: bool, at: str = "") -> list[str]:
+def _fitted(lines: list[str], columns: int, rows: int) -> list[str]:
+    """What a terminal can show of the lines, from the top."""
+    if (num := len(lines) - rows) > 0:
+        lines = [*lines[:rows - 1], f"and {num + 1} more lines"]
+    return [fmt.clipped(line, columns) for line in lines]
+
+
+def _screen(state: StateDir, client: Client, *, what: str, history: History | None,
+            only: str | None, wide: bool, as_json: bool, at: str = "",
+            height: int = cluster_screen.ROWS_NUM_MAX) -> list[str]:
+    """The lines of the screen; none if the document was asked for, which is printed."""
     view: Plain = client.get("/v1/state", DRY_RUN_S_MAX, **({"at": at} if at else {"explain": 1}))
     option = option_for(state)
     now_s = view["cluster"]["at_s"] if at else time.time()
+    found: Any = view
     if what == "nodes":
-        return ([json.dumps(view["nodes"])] if as_json
-                else nodes.nodes(view, now_s=now_s, option=option))
-    if what:
+        found = view["nodes"]
+    elif history is not None:
         from ...control_plane.api.view import task_view
 
         _refuse_node(view, what, option)
         number = number_of(client, view, what)
-        task = next((one for one in view["tasks"] if one["id"] == number), None)
-        if as_json and task is not None:
-            return [json.dumps(task)]
-        assert history is not None, "of a task"
         for record in client.records(history.seq, follow=False):
             if record["seq"] > view["cluster"]["seq"]:
                 break
             history.add(from_plain(record))
-        task = task or task_view(history.state, history.tasks[number].task)
-        if as_json:
-            return [json.dumps(task)]
-        return task_screen.task_status(view, task, history, now_s=now_s, option=option)
+        found = next((one for one in view["tasks"] if one["id"] == number), None
+                     ) or task_view(history.state, history.tasks[number].task)
+    elif what:
+        pattern = "*" if what == "tasks" else what
+        found = [one for one in view["tasks"]
+                 if only in (None, one["state"]) and fnmatchcase(one["name"], pattern)]
     if as_json:
-        return [json.dumps(view)]
+        console.data(found)
+        return []
+    if what == "nodes":
+        return nodes.nodes(view, now_s=now_s, option=option)
+    if history is not None:
+        return task_screen.task_status(view, found, history, now_s=now_s, option=option)
+    if what:
+        return cluster_screen.of_tasks(found, option, wide=wide)
     cluster = client.get("/v1/health")["cluster"]
-    return cluster_screen.status(view, cluster=cluster, now_s=now_s, option=option)
+    return cluster_screen.status(view, cluster=cluster, now_s=now_s, option=option, height=height,
+                                 wide=wide)
 
 
 def _refuse_node(view: Plain, what: str, option: str) -> None:

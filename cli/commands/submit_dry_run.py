@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from pathlib import Path
@@ -64,8 +63,7 @@ def dry_run(state: StateDir, url: Urls, path: Path, *, as_json: bool) -> None:
 
 def _print_json(found: Choices, plan: Plain | None = None, plan_refused: str = "") -> None:
     """`plan_refused`: why the cluster has no plan with this job."""
-    console.out(json.dumps({**msgspec.to_builtins(found), "plan": plan,
-                            "plan_refused": plan_refused}))
+    console.data({**msgspec.to_builtins(found), "plan": plan, "plan_refused": plan_refused})
 
 
 def _client(state: StateDir, url: Urls) -> Client | None:

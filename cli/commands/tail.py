@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from ...events.errors import UsageError
@@ -12,8 +12,8 @@ from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain
 from ..terminal.record_line import line, matches
+from .names import pick
 from .offline import connect_to_read, log_of
-from .operate import pick_node
 from .tasks import incident_id, number_of
 
 UNREACHABLE_S_MAX = 120.0
@@ -36,13 +36,17 @@ def kind_named(text: str) -> str:
 
 def tail(state: StateDir, url: Urls, *, kind: Sequence[str] | None = None,
          task: str | None = None, node: str | None = None, incident: str | None = None,
-         after: int = 0, follow: bool = False, as_json: bool = False) -> None:
+         after: int = 0, since: float | None = None, follow: bool = False,
+         as_json: bool = False) -> None:
     """Print the records that pass the filters; None passes all. Ctrl-C ends --follow."""
     kinds = frozenset(map(kind_named, kind or ()))
     number = None if incident is None else incident_id(incident)
     client = connect_to_read(state, url)
-    after = after or log_of(client).after
+    first = log_of(client).after
     view: Plain = client.get("/v1/state")
+    after = after or first
+    if since is not None:
+        after = max(after, _before(client, first, int(view["cluster"]["seq"]), since))
     of = None if task is None else number_of(client, view, task)
     _check(client, view, node, number, None if follow else after)
     incidents = {int(one["id"]) for one in view["incidents"]
@@ -53,17 +57,23 @@ def tail(state: StateDir, url: Urls, *, kind: Sequence[str] | None = None,
                 incidents.add(record["seq"])
             if matches(record, kinds=kinds, task=of, node=node, incident=number,
                        incidents=incidents):
-                console.out(json.dumps(record) if as_json else line(record))
+                console.show(record, [line(record)], as_json=as_json)
     except KeyboardInterrupt:
         if not follow:
             raise
+
+
+def _before(client: Client, first: int, last: int, since_s: float) -> int:
+    """The last record before a time, of those after `first`; times in the log never fall."""
+    return first + bisect_left(range(first, last), since_s, key=lambda seq: float(
+        next(client.records(seq, follow=False))["at_s"]))
 
 
 def _check(client: Client, view: Plain, node: str | None, number: int | None, after: int | None
            ) -> None:
     """Raises UsageError for a filter that no record can pass."""
     if node is not None:
-        pick_node(view["nodes"], node)
+        pick(view["nodes"], node, "node")
     if number is not None and not _is_incident(client, number):
         newest = sorted((int(one["id"]) for one in view["incidents"]), reverse=True)[:NEWEST_NUM]
         raise UsageError(f"no incident {number}", "the newest: " + ", ".join(

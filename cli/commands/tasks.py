@@ -2,38 +2,69 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from ...control_plane.api.needs import ENDED
 from ...events.errors import UsageError
+from ...events.network_address import is_loopback
 from ...events.records.reports import TaskSubmitted
 from ...events.spec.job import JobSpec, Slots, is_url
-from ..cluster.client import Client, Urls, connect
+from ..cluster.client import Client, Refused, Unreachable, Urls, connect
+from ..cluster.local_cluster import START_S_MAX
 from ..cluster.state_dir import StateDir, default
 from ..files import job_file, megatron_command
 from ..terminal import console
 from ..terminal.format import Plain
+from .names import chosen, pick
 from .request_outcome import outcome_of, plan_lines, view_before
 
-LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+HELD_S_MAX, POLL_S = 1.0, 0.1
+"""How long `submit` waits for an `up` to begin."""
 
 
-def submit(state: StateDir, url: Urls, path: Path, *, as_json: bool) -> int:
-    """Validate the job file and submit it; returns the task's id. Raises UsageError."""
-    spec = job_file.load(path)
-    client = connect(state, url)
-    check_files(spec, client, url, path)
-    check_output(spec, client, path)
+def submit(state: StateDir, url: Urls, paths: Sequence[Path], *, as_json: bool) -> None:
+    """Validate the job files and submit each. Raises UsageError, before the first is submitted for
+    a file that is not valid."""
+    specs = [(path, job_file.load(path)) for path in paths]
+    client = _connect_soon(state, url)
+    for path, spec in specs:
+        check_files(spec, client, url, path)
+        check_output(spec, client, path)
+    for path, spec in specs:
+        try:
+            _submit(state, client, spec, as_json=as_json)
+        except Refused as error:
+            raise Refused(error.status, f"{job_file.shown_name(path)}: {error}", error.hint
+                          ) from None
+
+
+def _connect_soon(state: StateDir, url: Urls) -> Client:
+    """As `connect`; while an `up` starts here, waits until its control plane answers."""
+    begun_s = time.monotonic()
+    while True:
+        try:
+            client = connect(state, url)
+            client.get("/v1/health")
+            return client
+        except Unreachable:
+            starts = not (url or os.environ.get("UNICRON_URL")) and state.is_held()
+            if time.monotonic() - begun_s > (START_S_MAX if starts else HELD_S_MAX):
+                raise
+        time.sleep(POLL_S)
+
+
+def _submit(state: StateDir, client: Client, spec: JobSpec, *, as_json: bool) -> None:
     before: Plain = {} if as_json else client.get("/v1/state")
     answer = client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
     if as_json:
-        console.out(json.dumps(answer))
-        return int(answer["task"])
+        console.data(answer)
+        return
     console.out(f"task {answer['task']}  {spec.name}, weight {spec.weight:g}, "
             f"{slots_in_words(spec.slots)} slots")
     after: Plain = client.get("/v1/state")
@@ -50,7 +81,6 @@ def submit(state: StateDir, url: Urls, path: Path, *, as_json: bool) -> int:
         console.talk(f"note: it {megatron_command.healing(spec)}")
     option = option_for(state)
     console.talk(f"next: unicron status {spec.name}{option}   unicron logs {spec.name} -f{option}")
-    return int(answer["task"])
 
 
 def check_files(spec: JobSpec, client: Client | None, url: Urls, path: Path) -> None:
@@ -63,7 +93,7 @@ def check_files(spec: JobSpec, client: Client | None, url: Urls, path: Path) -> 
         return
     nodes = client.get("/v1/state")["nodes"] if client is not None else ()
     hosts = {node["host"] for node in nodes if node["contact"] != "left"}
-    if not (url or os.environ.get("UNICRON_URL")) and hosts and hosts <= LOOPBACK:
+    if not (url or os.environ.get("UNICRON_URL")) and hosts and all(map(is_loopback, hosts)):
         raise UsageError(f"{path}: {missing[0]}",
                          f"correct the path; a relative one begins at {Path.cwd()}")
     console.talk(f"note: {missing[0]} on this host; each node needs it at the same path")
@@ -92,17 +122,18 @@ def check_output(spec: JobSpec, client: Client, path: Path) -> None:
                      f"mv {shlex.quote(output)} {shlex.quote(output + '.before')}")
 
 
-def cancel(state: StateDir, url: Urls, task: str, reason: str, *, as_json: bool) -> None:
-    """Cancel a task. Raises UsageError."""
+def cancel(state: StateDir, url: Urls, task: Sequence[str], reason: str, *, as_json: bool) -> None:
+    """Cancel tasks. Raises UsageError."""
     client = connect(state, url)
-    found = pick(client.get("/v1/state")["tasks"], task)
-    answer = client.post(f"/v1/tasks/{found['id']}/cancel", {"reason": reason})
-    if as_json:
-        console.out(json.dumps(answer))
-        return
-    console.out(f"task {found['id']}  {found['name']} cancelled (seq {answer['seq']})")
-    console.talk(f"next: unicron status{option_for(state)}   (the others are planned again at its "
-                 "end)")
+    tasks: list[Plain] = client.get("/v1/state")["tasks"]
+    live = [one for one in tasks if one["state"] not in ENDED]
+    for found in chosen(task, tasks, live):
+        answer = client.post(f"/v1/tasks/{found['id']}/cancel", {"reason": reason})
+        console.show(answer, [f"task {found['id']}  {found['name']} cancelled "
+                              f"(seq {answer['seq']})"], as_json=as_json)
+    if not as_json:
+        console.talk(f"next: unicron status{option_for(state)}   (the others are planned again at "
+                     "its end)")
 
 
 def incident_id(text: str, hint: str = "for example 41 or inc-41") -> int:
@@ -111,18 +142,6 @@ def incident_id(text: str, hint: str = "for example 41 or inc-41") -> int:
     if not digits.isdecimal():
         raise UsageError(f"{text!r} is not an incident", hint)
     return int(digits)
-
-
-def pick(tasks: list[Plain], wanted: str) -> Plain:
-    """The task of that name or id, the newest first. Raises UsageError, with the known ones."""
-    named = [task for task in tasks if task["name"] == wanted]
-    found = named or [task for task in tasks if str(task["id"]) == wanted.removeprefix("task-")]
-    if found:
-        return max(found, key=lambda task: int(task["id"]))
-    names = sorted({str(task["name"]) for task in tasks})
-    raise UsageError(f"no task {wanted!r}",
-                     f"there is {', '.join(names[:8])}" if names
-                     else "there are none yet: unicron submit deploy/examples/demo.yaml")
 
 
 def number_of(client: Client, view: Plain, wanted: str) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import json
-import re
 import secrets
 import shlex
 from urllib.parse import quote
@@ -15,11 +13,11 @@ from ..cluster.client import Client, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, rfc3339, table
+from ..terminal.times import length_s
 from .operate import reason_or_user
 
 JOIN_LIFE = "24h"
 """How long a join token is valid, unless another time is given."""
-UNITS_S = {"m": 60.0, "h": 3_600.0, "d": 86_400.0}
 
 
 def create(state: StateDir, url: Urls, role: str | None, expires: str, name: str, *,
@@ -65,11 +63,11 @@ def life(expires: str) -> float:
     """The seconds of `30d`, `12h` or `90m`; 0 for "". Raises UsageError."""
     if not expires:
         return 0.0
-    found = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", expires)
+    found = length_s(expires)
     if found is None:
         raise UsageError(f"--expires {expires!r} is not a length of time",
                          "for example 30d, 12h or 90m")
-    return int(found[1]) * UNITS_S[found[2]]
+    return found
 
 
 def _end(token: Plain) -> str:
@@ -96,7 +94,7 @@ def _show_secret(client: Client, answer: Plain, *, as_json: bool) -> None:
         answer["command"] = join_command(client, answer["token"], answer["node"],
                                          client.get("/v1/state")["cluster"])
     if as_json:
-        console.out(json.dumps(answer))
+        console.data(answer)
         return
     console.out(answer["command" if is_join else "token"])
     end = f"until {rfc3339(answer['expires_s'])}" if answer["expires_s"] else "until it is revoked"

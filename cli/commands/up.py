@@ -369,7 +369,7 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
     while child.poll() is None:
         said = path.read_text(encoding="utf-8", errors="replace")
         if "\nstop " in said:
-            console.out(said.replace("Ctrl-C, or ", "").rstrip())
+            console.lines(said.replace("Ctrl-C, or ", "").rstrip().splitlines())
             child.returncode = 0  # the child outlives this process
             return
         if time.monotonic() > deadline_s:
@@ -403,7 +403,7 @@ def down(state: StateDir) -> None:
 
 
 def _unfinished(state: StateDir) -> list[str]:
-    """What stopping now costs each live task, one line each, then how to avoid it.
+    """What stopping now costs each live task, one line for all commands, then how to avoid it.
 
     Empty if the control plane does not answer.
     """
@@ -411,14 +411,19 @@ def _unfinished(state: StateDir) -> list[str]:
         tasks = connect(state).get("/v1/state")["tasks"]
     except UnicronError:
         return []
-    live = [task for task in tasks if task["state"] not in ENDED and task["tier"] == "train"]
+    live = [task for task in tasks if task["state"] not in ENDED]
     lines: list[str] = []
     for task in live:
+        if task["tier"] == "command":
+            continue
         # A checkpoint that is being written may be published before the agents stop.
         again = f"from {task['checkpoint']} or newer" if task["checkpoint"] else "from iteration 0"
         lines.append(f"unfinished {task['name']}, {task['iteration']} of {task['iterations']} "
                      f"iterations; the next up starts it again {again}")
-    if any(task["unpublished"] for task in live):
-        lines.append("to lose nothing: unicron drain every node first, then down; unicron undrain "
-                     "each after the next up")
+    if commands := " ".join(task["name"] for task in live if task["tier"] == "command"):
+        lines.append(f"unfinished {commands}: the next up starts a command again from its "
+                     "beginning, or from what it has saved itself")
+    if any(task["unpublished"] and task["tier"] == "train" for task in live):
+        lines.append("to lose nothing: unicron drain '*' first, then down; unicron undrain '*' "
+                     "after the next up")
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from ...control_plane.api.needs import ENDED, lag_s
 from ..terminal import format as fmt
@@ -15,37 +16,73 @@ from .task import computed, waits
 INCIDENTS_SHOWN_NUM = 3
 ENDED_SHOWN_NUM = 8
 FAILED_SHOWN_NUM = OUTAGES_SHOWN_NUM = 3
+ROWS_NUM_MAX, ROWS_NUM_MIN = 40, 3
+"""Tasks that are listed: at most, unless the height is given, and at least."""
+REASONS_NUM_MAX = 8
+WIDE = ("team", "priority", "tier")
 NAME_LENGTH_MAX = 24
 NEWS_S = 24 * 3600.0
 """Failures and closed incidents are shown for this long."""
 
 
-def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list[str]:
-    """The whole cluster: first what needs an operator, then the totals, then the tasks."""
+def status(view: Plain, *, cluster: str, now_s: float, option: str = "",
+           height: int = ROWS_NUM_MAX, wide: bool = False) -> list[str]:
+    """The whole cluster: first what needs an operator, then the totals, then the tasks, of which
+    so many are listed that the screen has `height` lines if it can; by default ROWS_NUM_MAX."""
     cluster_view = view["cluster"]
-    tasks: list[Plain] = view["tasks"]
+    listed: list[Plain] = view["tasks"]
     head = f"{cluster}  {fmt.rfc3339(now_s)}  seq {cluster_view['seq']}"
     lines = [f"unicron status{head.rjust(fmt.SCREEN_COLUMNS - len('unicron status'))}",
              *_needs_you(view, option), *_incidents(view, now_s, option, are_open=True),
              *_failures(view, option), *_incidents(view, now_s, option, are_open=False),
              *_outages(view, now_s), "",
              *_totals(view, now_s), ""]
-    if not tasks:
+    if not listed:
         return [*lines, f"no tasks yet: unicron submit deploy/examples/demo.yaml{option}"]
-    live = [task for task in tasks if task["state"] not in ENDED]
-    ended = [task for task in tasks if task["state"] in ENDED]
-    lines += fmt.table(
+    live = sorted((task for task in listed if task["state"] not in ENDED),
+                  key=lambda task: bool(task["state"] == "waiting"))
+    shown = [*live, *[task for task in listed if task["state"] in ENDED][-ENDED_SHOWN_NUM:]]
+    rest = [*_waiting(live, option), *computed(cluster_view)]
+    if height != ROWS_NUM_MAX:  # that of a terminal
+        height -= len(lines) + len(rest) + len(("head", "the number of the others"))
+    shown = shown[:max(height, ROWS_NUM_MIN)]
+    if (num := len(listed) - len(shown)) > 0:
+        rest.insert(0, f"and {num} more: unicron status tasks{option}")
+    return [*lines, *tasks(shown, wide=wide), *rest]
+
+
+def of_tasks(found: list[Plain], option: str, *, wide: bool) -> list[str]:
+    """Tasks, why they wait, and their number."""
+    return [*tasks(found, wide=wide), *_waiting(found, option), _states(found) or "no task"]
+
+
+def tasks(chosen: list[Plain], *, wide: bool = False) -> list[str]:
+    """A line for each task, with `wide` also its team, priority, tier and nodes."""
+    more = (*map(str.upper, WIDE), "NODES") if wide else ()
+    return fmt.table(
         ("ID", "TASK", "STATE", "SLOTS", "LAYOUT", "WEIGHT", "ITERATION", "S/ITER", "LOSS", "WAF",
-         "HEALED", "LOST"),
-        [_task_row(task) for task in [*live, *ended[-ENDED_SHOWN_NUM:]]],
-        right=(0, 3, 5, 7, 8, 9, 10, 11))
-    if len(ended) > ENDED_SHOWN_NUM:
-        lines.append(f"and {len(ended) - ENDED_SHOWN_NUM} that ended before: "
-                     f"unicron status -o json{option}")
-    for task in live:
-        if task["why"] or task["needs"]:
-            lines += fmt.labelled(fmt.clipped(task["name"], NAME_LENGTH_MAX), waits(task))
-    return [*lines, *computed(cluster_view)]
+         "HEALED", "LOST", *more),
+        [_task_row(task, wide=wide) for task in chosen], right=(0, 3, 5, 7, 8, 9, 10, 11))
+
+
+def _waiting(listed: list[Plain], option: str) -> list[str]:
+    """Why tasks wait and what they need: each reason once, with the tasks that have it."""
+    names: dict[str, list[str]] = {}
+    for task in listed:
+        if task["state"] not in ENDED and (task["why"] or task["needs"]):
+            names.setdefault(waits(task), []).append(task["name"])
+    lines = [line for words, of in list(names.items())[:REASONS_NUM_MAX] for line in fmt.labelled(
+        fmt.clipped(of[0], NAME_LENGTH_MAX),
+        f"and {fmt.number_of(len(of) - 1, 'other')}: {words}" if len(of) > 1 else words)]
+    if (num := len(names) - REASONS_NUM_MAX) > 0:
+        lines.append(f"and {num} other reasons: unicron status TASK{option}")
+    return lines
+
+
+def _states(of: list[Plain]) -> str:
+    """The number of tasks in each state: `6 running, 194 waiting`."""
+    return ", ".join(f"{num} {state}" for state, num in Counter(
+        str(task["state"]) for task in of).most_common())
 
 
 # --- News. ---
@@ -138,8 +175,9 @@ def _totals(view: Plain, now_s: float) -> list[str]:
     whose = f"as seen by a follower of {follows}," if follows else "leader of"
     behind = f", followed by {' '.join(followers)}" if followers else ""
     lost = f", {cluster['reports_lost']} reports lost" if cluster["reports_lost"] else ""
+    of = view["tasks"]
     return [
-        *_waf(view, now_s), *_plan(view),
+        *_waf(view, now_s), *_plan(view), *[f"tasks  {_states(of)}"] * (len(of) > ENDED_SHOWN_NUM),
         "slots  " + ", ".join(f"{num} {what}{notes.get(what, '')}" for what, num in slots.items())
         + "     nodes  "
         + (", ".join(f"{num} {name}" for name, num in sorted(health.items())) or "none"),
@@ -215,6 +253,11 @@ def _plan(view: Plain) -> list[str]:
         return []
     given = [*plan["allocations"], *plan["kept"]]
     origins = fmt.origins(given, tasks)
+    if unearned := fmt.nominal(given, tasks):
+        earned = {one["task"] for one in given} - unearned
+        by = "".join(f", {origin}" for origin in origins)
+        return fmt.labelled("plan", f"{fmt.scaled(fmt.plan_waf(plan, earned), 'FLOP/s')}{by}, "
+                            f"{fmt.NOT_COUNTED}", indent=7) if earned else []
     waf = fmt.plan_waf(plan)
     ideal = (f" of {fmt.scaled(plan['ideal_waf'], 'FLOP/s')} with every slot "
              f"({100 * waf / plan['ideal_waf']:.1f} %)" if plan["ideal_waf"] else "")
@@ -231,7 +274,7 @@ def done(task: Plain) -> str:
     return fmt.count(task["iteration"]) if task["iteration"] else "-"
 
 
-def _task_row(task: Plain) -> list[str]:
+def _task_row(task: Plain, *, wide: bool) -> list[str]:
     now, target = task["slots"]["now"], task["slots"]["target"]
     slots = str(now) if now == target else f"{now} of {target}" if now < target else (
         f"{now} -> {target}")
@@ -240,4 +283,7 @@ def _task_row(task: Plain) -> list[str]:
             f"{task['weight']:g}", done(task), f"{task['step_s']:.2f}" if task["step_s"] else "-",
             "-" if task["loss"] is None else f"{task['loss']:.3f}",
             fmt.scaled(task["waf"], "").strip() if task["waf"] else "-",
-            str(task["healed"]), fmt.lost_cell(task["iterations_lost"])]
+            str(task["healed"]), fmt.lost_cell(task["iterations_lost"]),
+            *([*(str(task[name] or "-") for name in WIDE),
+               " ".join(dict.fromkeys(one["node"] for one in task["ranks"])) or "-"]
+              if wide else [])]

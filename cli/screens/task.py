@@ -198,6 +198,9 @@ def _earns(task: Plain) -> list[str]:
     words = ", ".join(f"{size}: {fmt.scaled(rate, 'FLOP/s')}{' (now)' * (size == now)}"
                       for size, rate in near)
     lines = fmt.labelled("earns", f"on slots {words}; {rates['origin']}")
+    if rates["origin"] == "nominal":
+        lines = fmt.labelled("earns", "nothing that is known: a command without a model; plans "
+                             f"rank it by {fmt.scaled(rows[0][1] / rows[0][0], 'FLOP/s')} a slot")
     layout = task["modelled_layout"]
     if task["model_batch"] and task["logged_batch"] not in (0, task["model_batch"]):
         lines += fmt.labelled("measures", f"nothing: it prints a global batch of "

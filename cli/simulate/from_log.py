@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,10 +51,7 @@ def from_log(path: Path, *, settings: Sequence[str], policies: Sequence[str], as
                          "export the log again") from None
     choices = [Choice(), *chosen(recording, settings, policies)]
     played = [(choice, counterfactual.play(recording, choice)) for choice in choices]
-    if as_json:
-        console.out(json.dumps(as_data(recording, played)))
-    else:
-        console.lines(screen(recording, played, path))
+    console.show(as_data(recording, played), screen(recording, played, path), as_json=as_json)
 
 
 def chosen(recording: Recording, settings: Sequence[str], policies: Sequence[str]) -> list[Choice]:

@@ -24,17 +24,34 @@ def open_streams() -> None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
+_form = ["text"]
+"""The form of `-o`."""
+
+
 class PipeClosed(Exception):
     """The reader of stdout has closed the pipe, as in `unicron tail | head`."""
 
 
-def out(text: str = "") -> None:
-    """Print one line on stdout and flush it for readers of a pipe. Raises PipeClosed."""
+def write(text: str) -> None:
+    """Print the text as it is on stdout and flush it for readers of a pipe. Raises PipeClosed."""
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         raise PipeClosed from None
+
+
+def printable(text: str) -> str:
+    """The text on one line: names and reasons of others may hold control characters, which a
+    terminal obeys; they are escaped as Python does it."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
+def out(text: str = "") -> None:
+    """Print one line on stdout, escaped. Raises PipeClosed."""
+    write(printable(text) + "\n")
 
 
 def lines(texts: Iterable[str]) -> None:
@@ -43,14 +60,34 @@ def lines(texts: Iterable[str]) -> None:
         out(text)
 
 
-def show(data: object, screen: Iterable[str], *, as_json: bool) -> None:
-    """Print the screen, or with `as_json` the data as one JSON object. Raises PipeClosed."""
-    lines([json.dumps(data)] if as_json else screen)
+def structured(form: str) -> bool:
+    """Whether `-o FORM` asks for data; `data` prints it as YAML from now on if it is `yaml`."""
+    _form[:] = [form]
+    return form in ("json", "jsonl", "yaml")
+
+
+def data(document: object) -> None:
+    """Print the document as a line of JSON, or with `-o yaml` as YAML. Raises PipeClosed."""
+    if _form != ["yaml"]:
+        write(json.dumps(document) + "\n")
+        return
+    import yaml
+
+    write(yaml.dump(document, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper),
+                    explicit_start=True, sort_keys=False))
+
+
+def show(document: object, screen: Iterable[str], *, as_json: bool) -> None:
+    """Print the screen, or with `as_json` the document. Raises PipeClosed."""
+    if as_json:
+        data(document)
+    else:
+        lines(screen)
 
 
 def talk(text: str) -> None:
-    """Print one line on stderr."""
-    sys.stderr.write(text + "\n")
+    """Print one line on stderr, escaped."""
+    sys.stderr.write(printable(text) + "\n")
     sys.stderr.flush()
 
 

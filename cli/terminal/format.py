@@ -26,8 +26,17 @@ from ...events.words import span as span
 Plain = dict[str, Any]
 """A JSON object: a record, a response of the control plane, or `-o json`."""
 BLOCKS = "▁▂▃▄▅▆▇█"
-SCREEN_COLUMNS = 100
+COLUMNS_MAX = SCREEN_COLUMNS = 100
 UNBROKEN = "\u00a0"
+
+
+NOT_COUNTED = "commands without a model not counted"
+
+
+def fit(columns: int) -> None:
+    """Wrap and clip at the columns of a terminal from now on, if it has fewer."""
+    global SCREEN_COLUMNS
+    SCREEN_COLUMNS = min(columns, COLUMNS_MAX)  # pyright: ignore[reportConstantRedefinition]
 
 
 def ms(length_s: float | None) -> str:
@@ -151,7 +160,13 @@ def origins(allocations: Iterable[Plain], tasks: Mapping[int, Plain]) -> list[st
     """Where the throughput of the tasks with slots comes from: declared, measured, modelled."""
     return sorted({task["throughput"]["origin"] for one in allocations
                    if one["slots"] and (task := tasks.get(one["task"])) is not None
-                   and task["throughput"] is not None})
+                   and task["throughput"] is not None} - {"nominal"})
+
+
+def nominal(allocations: Iterable[Plain], tasks: Mapping[int, Plain]) -> set[int]:
+    """The tasks whose rate ranks plans and is not earned: commands without a model."""
+    return {one["task"] for one in allocations if (task := tasks.get(one["task"])) is not None
+            and task["throughput"] is not None and task["throughput"]["origin"] == "nominal"}
 
 
 def clipped(text: str, width: int) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ...events import tls
-from ...events.errors import UsageError
+from ...events.errors import UnicronError, UsageError
 from ..cluster import state_dir
 from ..cluster.state_dir import StateDir
+from .times import past_s
 
 
 def _named(text: str) -> Path:
@@ -28,6 +30,27 @@ def _trusted(text: str | None) -> str | None:
     return text
 
 
+COMPLETE_S_MAX = 0.7
+"""A shell waits for the names no longer."""
+
+
+def _complete(what: str, key: str) -> Callable[[typer.Context, str], list[str]]:
+    """Completes the names of the running cluster's `what`; if it does not answer, nothing."""
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        from ..cluster.client import connect
+
+        given: dict[str, Any] = ctx.params
+        try:
+            client = connect(folder(given.get("state")), given.get("url"))
+            names = {str(one[key]) for one in client.get("/v1/state", COMPLETE_S_MAX)[what]}
+        except (UnicronError, OSError):
+            return []
+        return sorted(name for name in names if name.startswith(incomplete))
+    return complete
+
+
+complete_tasks = _complete("tasks", "name")
+complete_nodes = _complete("nodes", "id")
 State = Annotated[Path | None, typer.Option(
     "--state", metavar="DIR", parser=_named, help="The cluster's folder on this machine "
     "[$UNICRON_STATE, else ~/.local/state/unicron].")]
@@ -37,11 +60,21 @@ Url = Annotated[list[str] | None, typer.Option(
 Ca = Annotated[str | None, typer.Option(
     "--ca", metavar="FILE|sha256:DIGEST", callback=_trusted, help="The authority of the "
     "certificate at https:// [$UNICRON_CA, else the system's].")]
-Form = Annotated[Literal["text", "json"], typer.Option("-o", "--output", help="text or json.")]
-TaskArg = Annotated[str, typer.Argument(metavar="TASK", help="A task's name or id.")]
-NodeArg = Annotated[str, typer.Argument(metavar="NODE", help="A node's name.")]
-NodesArg = Annotated[str, typer.Argument(
-    metavar="NODE", help="A node's name, or several with commas between.")]
+Form = Annotated[Literal["text", "json", "yaml"], typer.Option(
+    "-o", "--output", help="text, json, or yaml: the same document.")]
+TaskArg = Annotated[str, typer.Argument(
+    metavar="TASK", autocompletion=complete_tasks, help="A task's name or id.")]
+NodeArg = Annotated[str, typer.Argument(
+    metavar="NODE", autocompletion=complete_nodes, help="A node's name.")]
+TasksArg = Annotated[list[str], typer.Argument(
+    metavar="TASK...", autocompletion=complete_tasks,
+    help="Names, ids, or patterns of names such as 'sleep-*'.")]
+NodesArg = Annotated[list[str], typer.Argument(
+    metavar="NODE...", autocompletion=complete_nodes,
+    help="Names, also with commas between, or patterns such as 'rack1-*'.")]
+Since = Annotated[float | None, typer.Option(
+    "--since", parser=past_s, metavar="2h|TIME", help="Only what is as young, or younger than a "
+    "time such as 2026-11-27T02:10:00Z.")]
 Reason = Annotated[str, typer.Option(
     "--reason", metavar="TEXT", help="Why; it goes into the log [your login name].")]
 Insecure = Annotated[bool, typer.Option(

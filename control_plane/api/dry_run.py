@@ -32,7 +32,7 @@ from ..planner.straggler_cost import node_cost
 from ..state.cluster import DECIDER_VERSION, ClusterState, decode_state, live_tasks
 from ..state.node import Node
 from ..state.task import Task
-from ..throughput.table import axes, candidates
+from ..throughput.table import axes, candidates, origin
 from . import requests
 from .requests import Refusal
 
@@ -299,7 +299,7 @@ def _diff(state: ClusterState, old: Task | None, task: Task, slots: int, pause_s
         tier="train" if task.heals_in_memory else "command", weight=task.weight,
         slots_before=len(seats), slots=slots, waf_before=_waf(task, len(seats)),
         waf=_waf(task, slots), pause_s=pause_s,
-        origin=task.throughput.origin if task.throughput is not None else "",
+        origin=origin(task.spec, task.throughput, task.modelled),
         seats_before=seats, seats=task.target, iteration=task.iteration,
         waits=f"{waits.why}; needs {waits.needs}" if waits is not None and not slots else "",
         layout_before=_layout(task, len(seats)), layout=_layout(task, slots))
@@ -323,8 +323,8 @@ def _layout(task: Task, slots: int) -> str:
 
 
 def _waf(task: Task, slots: int) -> float:
-    """The WAF as the planner computes it: slots may idle."""
+    """The WAF as the planner computes it: slots may idle. A nominal rate earns nothing."""
     table = task.throughput
-    if table is None or not slots:
+    if table is None or not slots or origin(task.spec, table, task.modelled) == "nominal":
         return 0.0
     return task.weight * dict(candidates(table, slots)).get(slots, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import os
 import re
@@ -235,7 +236,8 @@ class HttpApi:
                                             wait_s=FILE_S_MAX)
         if part.error:
             raise Refusal(404, f"the agent of {node} cannot read it: {part.error}", "")
-        return _json({"text": part.data.decode(errors="replace"), "end": offset + len(part.data)})
+        text, num = codecs.utf_8_decode(part.data, "replace")  # a cut character is for the next
+        return _json({"text": text, "end": offset + num})
 
     async def plan(self, request: web.Request) -> web.Response:
         """The present plan, or with `seq` the plan in force after that record."""

@@ -187,7 +187,9 @@ def task_view(state: ClusterState, task: Task, waits: WaitExplanation | None = N
         "loss": task.loss, "step_s": task.step_s, "rate_flops": task.rate_flops,
         "waf": task.weight * task.rate_flops if _steps(task) else 0.0,
         "transition": msgspec.to_builtins(transition(state, task)),
-        "throughput": msgspec.to_builtins(task.throughput, str_keys=True),
+        "throughput": {**msgspec.to_builtins(task.throughput, str_keys=True),
+                       "origin": table.origin(spec, task.throughput, task.modelled)
+                       } if task.throughput is not None else None,
         "optimizer": (spec.training.parallel.optimizer if spec.training is not None else "whole"),
         "modelled_layout": _planned_layout(task),
         "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,

@@ -34,6 +34,7 @@ from ..fold.fold import fold
 from ..state.cluster import ClusterState
 from ..state.incident import Incident
 from ..state.task import CommandProgress, Task
+from ..throughput.table import origin
 from .injected import InjectedFaults
 from .node_losses import NodeLoss, NodeLosses
 from .transitions import TaskTransitions, Transition
@@ -175,9 +176,10 @@ class History(Struct):
             one.closed_s, one.closed_seq = record.at_s, record.seq
             one.slot_s = max(one.slot_s, body.pause_s * one.num_slots)
         elif isinstance(body, PlanChosen):
-            tables = [task.throughput for x in (*body.allocations, *body.kept)
-                      if x.slots and (task := self.state.tasks.get(x.task)) is not None]
-            self.origins[record.seq] = tuple(sorted({x.origin for x in tables if x is not None}))
+            tasks = [task for x in (*body.allocations, *body.kept)
+                     if x.slots and (task := self.state.tasks.get(x.task)) is not None]
+            self.origins[record.seq] = tuple(sorted({
+                origin(x.spec, x.throughput, x.modelled) for x in tasks} - {""}))
         elif isinstance(body, OutageEnded):
             self.outages[record.seq] = body
         self.injected.add(record)

@@ -54,6 +54,14 @@ def table_through(task: int, origin: Literal["declared", "measured"], spec: JobS
     return ThroughputSet(task=task, origin=origin, sizes=sizes, rates_flops=tuple(found))
 
 
+def origin(spec: JobSpec, rates: ThroughputSet | None, modelled: Modelled | None) -> str:
+    """Where a task's table comes from: declared, measured, modelled; "" if it has none. nominal: a
+    command without a model, whose rate ranks plans and is no claim of what it computes."""
+    if rates is None or rates.origin != "modelled":
+        return rates.origin if rates is not None else ""
+    return "nominal" if spec.training is None and modelled is None else "modelled"
+
+
 def shape(spec: JobSpec, size: int, modelled: Modelled | None = None) -> float:
     """Relative throughput of `size` slots: with a `model`, its FLOP/s; for training, the speed of
     the fastest layout, or 0 if there is none; for a command without a model, `size`."""

@@ -16,11 +16,17 @@ HEAD = """# Commands
 The help of every command, as it is printed. Written by `make docs`: change the command, not this
 page. From a checkout, write `.venv/bin/unicron`.
 
-- Data goes to stdout, messages to stderr. Every command that reads has `-o json`.
+- Data goes to stdout, messages to stderr. Every command that reads has `-o json`, and `-o yaml`
+  for the same document. Control characters in names and reasons are shown as `\\x1b`; `logs` prints
+  what the ranks printed, as it is.
+- `TASK...` and `NODE...` take several names, and patterns in quotes: `unicron cancel 'sleep-*'`.
+- `unicron --install-completion` makes the shell complete commands, and the names of tasks and nodes
+  of the running cluster.
 - Times are RFC 3339. `NO_COLOR` is respected.
-- Exit codes: 0 done, 1 failed, 2 wrong input or usage, 3 the control plane cannot be reached, 130
-  interrupted. An error is one line, and a line `hint:` with what to type next. Ctrl-C ends these
-  commands with 0: `up` once the cluster runs, `status -w`, `tail -f`, `logs -f`.
+- Exit codes: 0 done, 1 failed, 2 wrong input or usage, 3 the control plane or the log's server
+  cannot be reached (`status` then shows what its files hold, also with 3), 130 interrupted. An
+  error is one line, and a line `hint:` with what to type next. Ctrl-C ends these commands with 0:
+  `up` once the cluster runs, `status -w`, `tail -f`, `logs -f`.
 - Most commands speak HTTP to the control plane of `--state`, or of `--url` with the token in
   `$UNICRON_TOKEN`. `up`, `down` and `replay FILE` need none.
 - The fields of a policy file (`up --policy`) are those of

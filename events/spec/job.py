@@ -153,7 +153,7 @@ def _check_loop_model(model: MegatronModel, loop: Loop) -> None:
 
 API_VERSION = "unicron/v1"
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?\Z")
-RESERVED_NAMES = ("nodes",)
+RESERVED_NAMES = ("nodes", "tasks")
 """Words that have another meaning where a command takes the name of a task."""
 SLOTS_NUM_MAX = 100_000
 WEIGHT_RATIO_MAX = 1e6

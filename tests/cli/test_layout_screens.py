@@ -57,7 +57,7 @@ def test_submit_prints_the_layout(
     path = tmp_path / "job.yaml"
     path.write_text("{apiVersion: unicron/v1, name: wide, slots: {min: 2, max: 2}, "
                     "train: {iterations: 9, output: out, parallel: {tensor: [2]}}}")
-    tasks.submit(StateDir(tmp_path), None, path, as_json=False)
+    tasks.submit(StateDir(tmp_path), None, [path], as_json=False)
     assert "layout   wide TP 2 x DP 1" in capsys.readouterr().out.splitlines()
 
 
@@ -80,17 +80,18 @@ def test_a_missing_data_file_is_refused_where_the_ranks_run_on_this_host(
                     "data: [job.yaml, absent.txt]}}")
     missing = f"train.data[1]: {tmp_path}/absent.txt is not a readable file"
     if words:
-        assert tasks.submit(StateDir(tmp_path), url, path, as_json=True) == 7
+        tasks.submit(StateDir(tmp_path), url, [path], as_json=True)
         assert capsys.readouterr().err == (
             f"{words}{missing} on this host; each node needs it at the same path\n")
     else:
         with pytest.raises(UsageError) as refused:
-            tasks.submit(StateDir(tmp_path), url, path, as_json=True)
+            tasks.submit(StateDir(tmp_path), url, [path], as_json=True)
         assert (str(refused.value), refused.value.hint) == (
             f"job.yaml: {missing}", f"correct the path; a relative one begins at {tmp_path}")
         client.post.assert_not_called()
     Path("absent.txt").write_text("now it is there")
-    assert tasks.submit(StateDir(tmp_path), url, path, as_json=True) == 7
+    tasks.submit(StateDir(tmp_path), url, [path], as_json=True)
+    client.post.assert_called()
 
 
 def test_a_layout_that_lost_a_rank_and_grew_again() -> None:

@@ -6,12 +6,15 @@ the processes of these files after a failed test.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 import urllib.request
@@ -168,17 +171,24 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
     assert not processes.alive(agent)
     printed = capsys.readouterr()
     lines = (printed.err if by_signal else printed.out).splitlines()
-    assert lines[:3] == [
+    assert lines[:4] == [
         "unfinished alpha, 40 of 60 iterations; the next up starts it again from iteration 0",
         "unfinished delta, 40 of 60 iterations; the next up starts it again from gen-1/iter-20 or "
         "newer",
-        "to lose nothing: unicron drain every node first, then down; unicron undrain each after "
-        "the next up"]
-    assert lines[3].startswith("stopp")
-    tasks[:] = [{**tasks[0], "unpublished": 0}]
+        "unfinished gamma: the next up starts a command again from its beginning, or from what it "
+        "has saved itself",
+        "to lose nothing: unicron drain '*' first, then down; unicron undrain '*' after the "
+        "next up"]
+    assert lines[4].startswith("stopp")
+    many = [{**tasks[2], "name": f"nap-{number}"} for number in range(200)]
+    tasks[:] = [{**tasks[0], "unpublished": 0}, *many]
     agent = processes.start(state, agent_name("n1"), ["sleep", "60"])
     command.down(state)
-    assert "to lose nothing" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "to lose nothing" not in printed
+    assert len(printed.splitlines()) < 30
+    assert all(task["name"] in printed.split("stopped")[0].replace(":", " ").split()
+               for task in many)
 
 
 def test_up_restarts_dead_processes_and_down_works_without_up(cluster):
@@ -356,6 +366,85 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
     modes = {path.name: path.stat().st_mode & 0o777 for path in cluster.state.path.iterdir()}
     assert cluster.state.path.stat().st_mode & 0o777 == 0o755  # the test made it, not unicron
     assert {name for name, mode in modes.items() if mode & 0o077} == set(), modes
+
+
+def test_many_tasks_of_a_second_terminal(cluster, tmp_path):
+    job = "apiVersion: unicron/v1\nname: {}\ncommand: [sleep, '600']\n"
+    for name in ("nap-1", "nap-2"):
+        (tmp_path / f"{name}.yaml").write_text(job.format(name))
+    (tmp_path / "quick.yaml").write_text(job.format("quick").replace("sleep, '600'", "'true'"))
+    early = subprocess.Popen(
+        cluster.argv("submit", str(tmp_path / "nap-1.yaml"), "-", str(tmp_path / "nap-2.yaml"),
+                     "-o", "json"), text=True, env=cluster.environment(), stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen(cluster.argv("up", "--detach", "--agents", "1", "--slots", "1"),
+                          env=cluster.environment(), stdout=subprocess.DEVNULL) as up:
+        out, err = early.communicate(job.format("nap-3"), timeout=LIMIT_S)
+        assert up.wait(LIMIT_S) == 0
+    assert early.returncode == 0, err  # it has waited for `up`
+    assert len([json.loads(line)["task"] for line in out.splitlines()]) == 3
+
+    begun = cluster("wait", "nap-1", "--for", "running", "--timeout", "30")
+    assert (begun.returncode, begun.stdout) == (0, "nap-1 running\n"), begun.stderr
+    late = cluster("wait", "nap-*", "--for", "running", "--timeout", "0")
+    assert late.returncode == 1
+    assert "and 1 more not running after 0 ms, but waiting" in late.stderr
+    listed = cluster("status", "nap-*", "--only", "waiting").stdout
+    assert listed.splitlines()[-1] == "2 waiting"
+
+    for line, names in (("unicron cancel n", {"nap-1", "nap-2", "nap-3"}),
+                        ("unicron drain ", {"n1"})):
+        completed = subprocess.run(
+            cluster.argv(), text=True, capture_output=True, check=False, timeout=LIMIT_S, env={
+                **cluster.environment(), "_UNICRON_COMPLETE": "complete_bash",
+                "COMP_WORDS": line, "COMP_CWORD": "2"})
+        assert (set(completed.stdout.split()), completed.stderr) == (names, "")
+
+    screen = terminal(cluster, "status", "-w", rows=12, columns=70)
+    frame = screen.split("\x1b[H\x1b[J")[1].split("\r\n")
+    assert frame[0].startswith("unicron status")
+    assert len(frame) <= 12
+    assert max(map(len, frame)) <= 70
+
+    assert cluster("submit", str(tmp_path / "quick.yaml")).returncode == 0
+    cancelled = cluster("cancel", "nap-*")
+    assert cancelled.stdout.count("cancelled (seq ") == 3
+    done = cluster("wait", "quick", "--timeout", "60")
+    assert (done.returncode, done.stdout) == (0, "quick finished\n"), done.stderr
+    over = cluster("wait", "nap-1", "--timeout", "60")
+    assert (over.returncode, over.stderr.splitlines()[0]) == (1, "error: nap-1 cancelled")
+    assert "TaskEnded" in cluster("tail", "--since", "1h").stdout
+    assert cluster("tail", "--since", "1s", "--kind", "EpochStarted").stdout == ""
+    assert cluster("incident", "--all", "--since", "1h").returncode == 0
+
+    assert cluster("submit", str(tmp_path / "nap-1.yaml")).returncode == 0
+    down = cluster("down")
+    assert down.stdout.startswith("unfinished nap-1: the next up ")
+    for words in (("tail",), ("cancel", "x"), ("drain", "n1"), ("wait", "x")):
+        assert cluster(*words, "--url", "http://127.0.0.1:1").returncode == 3
+    gone = subprocess.run(
+        cluster.argv(), text=True, capture_output=True, check=False, timeout=LIMIT_S, env={
+            **cluster.environment(), "_UNICRON_COMPLETE": "complete_bash",
+            "COMP_WORDS": "unicron cancel ", "COMP_CWORD": "2"})
+    assert (gone.stdout.strip(), gone.stderr) == ("", "")
+
+
+def terminal(cluster: Cluster, *arguments: str, rows: int, columns: int) -> str:
+    """What the command prints on a terminal of that size in three seconds."""
+    command, own = pty.openpty()
+    termios.tcsetwinsize(own, (rows, columns))
+    with subprocess.Popen(cluster.argv(*arguments), stdin=own, stdout=own, stderr=own,
+                          env=cluster.environment()) as running:
+        time.sleep(3.0)
+        running.send_signal(signal.SIGINT)
+        running.wait(LIMIT_S)
+    os.close(own)
+    found = b""
+    with contextlib.suppress(OSError):  # its other side is closed
+        while part := os.read(command, 1 << 16):
+            found += part
+    os.close(command)
+    return found.decode()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can hide a folder from one process")

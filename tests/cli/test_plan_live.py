@@ -310,7 +310,6 @@ def test_only_the_outcome_of_the_own_request_is_printed() -> None:
 # --- usage errors -------------------------------------------------------------------------------
 @pytest.mark.parametrize(("asked", "error", "hint"), [
     ({"without": ("n9",)}, "no node 'n9'", "there is n1, n2, n3"),
-    ({"without": ("n1,n1",)}, "node n1 is named twice", "name each node once"),
     ({"weights": ("gamma=2",)}, "no task 'gamma'", "there is alpha, beta"),
     ({"weights": ("alpha",)}, "--weight 'alpha' is not TASK=W", "for example --weight alpha=2"),
     ({"weights": ("=2",)}, "--weight '=2' is not TASK=W", "for example --weight alpha=2"),

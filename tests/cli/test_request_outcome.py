@@ -87,14 +87,14 @@ def test_an_unknown_rank_gets_the_known_ranks_as_hint(told: Told, tmp_path: Path
 # --- nodes --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("command", [operate.drain, operate.undrain, operate.lift])
 @pytest.mark.parametrize(("names", "error"), [
-    ("n1,n9", "no node 'n9'"), ("n1,", "no node ''"), ("n1,n3,n1", "node n1 is named twice")])
+    ("n1,n9", "no node 'n9'"), ("n1,", "no node ''"), ("x*", "no node has a name like 'x\\*'")])
 def test_all_names_of_nodes_are_checked_before_the_request(
         monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any, names: str, error: str
         ) -> None:
     client = mock.Mock(get=lambda path: seen(gives()[0]))
     monkeypatch.setattr(operate, "connect", lambda state, url: client)
     with pytest.raises(UsageError, match=error) as refused:
-        command(StateDir(tmp_path), None, names, "fans", as_json=False)
+        command(StateDir(tmp_path), None, [names], "fans", as_json=False)
     assert refused.value.hint
     client.post.assert_not_called()
 
@@ -106,7 +106,7 @@ def test_several_nodes_are_drained_by_one_request(
     client = mock.Mock(get=lambda path: seen(d), records=lambda after, follow: iter(()),
                        post=mock.Mock(return_value={"seq": 9}))
     monkeypatch.setattr(operate, "connect", lambda state, url: client)
-    operate.drain(StateDir(tmp_path), None, "n1,n2", "fans", as_json=False)
+    operate.drain(StateDir(tmp_path), None, ["n1,n2"], "fans", as_json=False)
     client.post.assert_called_once_with("/v1/nodes/n1,n2/drain", {"reason": "fans"})
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "n1,n2  drained; alpha shall leave them (seq 9)"

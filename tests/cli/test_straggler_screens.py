@@ -50,13 +50,14 @@ def test_a_slow_rank_is_shown_with_its_cost_and_a_command() -> None:
     check("nodes-degraded", nodes.nodes(view(d.state), now_s=d.now_s + 0.5), columns_max=100)
 
 
-def test_json_output_shows_the_straggler(tmp_path: Path) -> None:
+def test_json_output_shows_the_straggler(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     d, alpha = slow()
     client = mock.Mock()
     client.get.return_value = view(d.state)
     with mock.patch.object(status, "connect_to_read", return_value=client):
-        (line,) = status._screen(StateDir(tmp_path), client, "", mock.Mock(), as_json=True)
-    output = json.loads(line)
+        status.status(StateDir(tmp_path), None, "", watch=False, as_json=True)
+    output = json.loads(capsys.readouterr().out)
     (node,) = [x["degraded"] for x in output["nodes"] if x["degraded"]]
     assert node["tasks"] == [alpha]
     assert node["cost_waf"] > 0

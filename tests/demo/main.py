@@ -87,6 +87,7 @@ def _run(stage: Stage, alpha: Player, beta: Player, gamma: Player) -> None:
     stage.say("setup", f"unicron {__version__}, Python {platform.python_version()}, torch "
                        f"{metadata.version('torch')}, megatron-core "
                        f"{metadata.version('megatron-core')}, {cores}")
+    stage.say("expect", f"about a minute if {NUM_CORES} cores are idle, seven where they are busy")
     stage.start()
     place = quote(shown(stage.state.path))
     stage.say("look", f"second terminal: .venv/bin/unicron status -w --state {place}")

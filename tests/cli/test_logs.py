@@ -1,0 +1,87 @@
+"""`logs`: any output arrives whole and in parts, from a file here and by the agent of its node."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unicron.cli.commands import logs
+from unicron.events.log.port import FileRequest
+from unicron.workers.agent.output_files import read_part
+
+LINES = st.lists(st.one_of(
+    st.text("aé€😀", max_size=30),
+    st.builds(lambda text, num: text * num, st.text("aé€😀", min_size=1, max_size=3),
+              st.integers(1, 3 * logs.CHUNK_BYTES))), max_size=40)
+
+
+class Far(type(Path())):
+    """A file that this host does not have."""
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        return False
+
+
+class Agents:
+    """The control plane's answer, with the part that an agent reads."""
+
+    def get(self, path: str, *, file: str, offset: int) -> dict[str, Any]:
+        part = read_part(Path(file).parent, FileRequest(number="1", path=file, offset=offset))
+        assert not part.error
+        text, num = codecs.utf_8_decode(part.data, "replace")
+        return {"text": text, "end": offset + num}
+
+
+@settings(max_examples=60)
+@given(lines=LINES, ends=st.booleans(), tail=st.none() | st.integers(0, 50))
+def test_every_line_is_printed_once_and_whole(
+        tmp_path_factory: pytest.TempPathFactory, lines: list[str], ends: bool,
+        tail: int | None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.mktemp("logs") / "0.log"
+        path.write_text("\n".join(lines) + "\n" * (ends and bool(lines)), encoding="utf-8")
+        whole = lines if ends or lines[-1:] != [""] else lines[:-1]
+        last = whole if tail is None else whole[len(whole) - min(tail, len(whole)):]
+        for one in (path, Far(path)):
+            found: list[str] = []
+            patch.setattr(logs.console, "write", found.append)
+            printer = logs._Printer(prefixed=True)
+            file = logs._File(rank=3, attempt=2, node="n1", path=one)
+            logs._show(Agents(), printer, [file], whole=True, tail=tail)  # type: ignore[arg-type]
+            printer.end()
+            assert "".join(found) == "".join(f"3.2 {line}\n" for line in last)
+
+
+def test_the_first_part_of_a_long_line_is_printed_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "0.log"
+    path.write_bytes(b"x" * (1 << 26))
+    file = logs._File(rank=0, attempt=1, node="n1", path=path)
+    assert len(next(text for text in file.texts(Agents(), whole=True) if text)) <= (  # type: ignore[arg-type]
+        2 * logs.CHUNK_BYTES)
+    assert file.offset <= 2 * logs.CHUNK_BYTES
+
+
+def test_parts_of_two_files_do_not_share_a_line(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files: list[logs._File] = []
+    for rank in (0, 1):
+        path = tmp_path / f"{rank}.log"
+        path.write_text(f"{rank}" * (1 << 17))
+        files.append(logs._File(rank=rank, attempt=1, node="n1", path=path))
+    printer = logs._Printer(prefixed=True)
+    logs._show(Agents(), printer, files, whole=False)  # type: ignore[arg-type]
+    for file in files:
+        file.path.write_bytes(file.path.read_bytes() + "é".encode()[:1])
+    logs._show(Agents(), printer, files, whole=False)  # type: ignore[arg-type]
+    for file in files:
+        file.path.write_bytes(file.path.read_bytes() + "é".encode()[1:] + b"\n")
+    logs._show(Agents(), printer, files, whole=True)  # type: ignore[arg-type]
+    lines = capsys.readouterr().out.splitlines()
+    assert {line[:4] for line in lines} == {"0.1 ", "1.1 "}
+    assert {len(set(line[4:]) - {"é"}) <= 1 for line in lines} == {True}
+    assert sum(line.count("0") - 1 for line in lines if line[0] == "0") >= 1 << 17
+    assert [line[0] for line in lines if line.endswith("é")] == ["0", "1"]
