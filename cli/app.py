@@ -306,6 +306,13 @@ def incident(
     """Show a fault: evidence, decision, plans, phases, cost, remaining steps."""
 
 
+@calls(app, "commands.history.history")
+def history(
+    since: Since = None,
+) -> None:
+    """Show by day what slots were used for, and lost to faults; also MTBF and WAF."""
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def megatron(
     script: Annotated[Path, typer.Argument(

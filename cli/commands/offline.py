@@ -139,7 +139,8 @@ class OfflineClient(Client):
         return next(self._read(self.last - 1)).at_s
 
     def get(self, path: str, limit_s: float = REPLY_S_MAX, **query: object) -> Any:
-        """See Client.get: the state, the plan, either also of the past, or the cluster's name."""
+        """See Client.get: the state, the plan, either also of the past, the history, or the
+        cluster's name."""
         from ...control_plane.api import dry_run, moments
         from ...control_plane.api.view import view
         from ...control_plane.state.cluster import encode_state, state_text
@@ -153,6 +154,8 @@ class OfflineClient(Client):
         if path == "/v1/log/beginning":
             after = self._sealed.first - 1
             return {"after": after, "state": state_text(self._state_at(after))}
+        if path == "/v1/history":
+            return self._history({key: str(value) for key, value in query.items()})
         moment = str(query.get("seq") or query.get("at") or self.last)
         state = self._state_at(asyncio.run(moments.seq_at(
             moment, self._sealed.first, self.last, read)))
@@ -176,6 +179,17 @@ class OfflineClient(Client):
         with _usage_errors(self._folder.where):
             yield from self._sealed.records(after=after)
             yield from (one for one in self._rest if one.seq > after)
+
+    def _history(self, query: dict[str, str]) -> Any:
+        from ...control_plane.api import usage_answer
+        from ...control_plane.history.history import usage
+        from ...control_plane.service import usage_files
+
+        first, last = usage_answer.first_day(query), self._sealed.last
+        with _usage_errors(self._folder.where):
+            found = usage_files.of_sealed(self._sealed)
+        found.add(usage(self._read(last), self._state_at(last)))
+        return msgspec.to_builtins(usage_answer.answer(found, first))
 
     def _state_at(self, seq: int) -> ClusterState:
         from ...control_plane.fold.fold import fold

@@ -29,14 +29,16 @@ from ...events.records.envelope import Record
 from ...events.records.types import Body
 from ...events.spec import job
 from ..fold.fold import fold
+from ..history.history import usage
+from ..history.usage import Usage
 from ..planner.pending import is_any_waiting
-from ..service import snapshots
+from ..service import snapshots, usage_files
 from ..service.coordinator import Check, Coordinator
 from ..service.server_certificate import ServerCertificate
 from ..service.threads import aside
 from ..state.cluster import ClusterState, decode_state, encode_state, state_text
 from ..state.node import Node
-from . import dry_run, moments, requests
+from . import dry_run, moments, requests, usage_answer
 from .connections import Connection, error_answer, error_line
 from .requests import Refusal
 from .tokens import Role, Token, Tokens, may
@@ -204,6 +206,22 @@ class HttpApi:
         after = self._log.first_seq - 1
         async with self._computing:
             return _json({"after": after, "state": state_text(await self._state_after(after))})
+
+    async def history(self, request: web.Request) -> web.Response:
+        """What slots were used for and lost to, by day (usage_answer.py)."""
+        first = usage_answer.first_day(request.query)
+        async with self._computing:
+            found, after = Usage(), 0
+            if (sealed := await self._log.open_segments()) is not None:
+                found = await aside(partial(usage_files.of_sealed, sealed, FOLD_S_MAX))
+                after = sealed.last
+            state = await self._state_after(after)
+            rest: list[Record] = []
+            while page := await self._log.read(after=after, num_max=PAGE_RECORDS_MAX):
+                rest += page
+                after = page[-1].seq
+            found.add(await aside(partial(usage, rest, state)))
+        return _json(usage_answer.answer(found, first))
 
     def write(self, make: Request, *names: str,
               ahead: Callable[[Any], None] | None = None) -> Handler:
@@ -512,6 +530,7 @@ ROUTES = (
     Route("GET", "/v1/state", "view", lambda api: api.state),
     Route("GET", "/v1/log", "view", lambda api: api.records),
     Route("GET", "/v1/log/beginning", "view", lambda api: api.beginning),
+    Route("GET", "/v1/history", "view", lambda api: api.history),
     Route("GET", "/v1/plan", "view", lambda api: api.plan),
     Route("POST", "/v1/plan/dry-run", "view", lambda api: api.dry_run),
     Route("POST", "/v1/plan/apply", "operate", lambda api: api.apply),

@@ -38,6 +38,7 @@ from ..throughput.table import origin
 from .injected import InjectedFaults
 from .node_losses import NodeLoss, NodeLosses
 from .transitions import TaskTransitions, Transition
+from .usage import Usage, UsageMeter, num_stepping
 
 PROGRESS = (TaskProgressed, IterationsLogged)
 """Reports of finished iterations."""
@@ -144,6 +145,8 @@ class History(Struct):
     absences: NodeLosses = field(default_factory=NodeLosses)
     outages: dict[int, OutageEnded] = field(default_factory=dict[int, OutageEnded])
     """By seq."""
+    meter: UsageMeter | None = None
+    """Counts slot time and faults, if there is one."""
 
     @property
     def seq(self) -> int:
@@ -184,6 +187,8 @@ class History(Struct):
             self.outages[record.seq] = body
         self.injected.add(record)
         self.absences.add(record, before_s, self.state.policy.silence_s_max)
+        if self.meter is not None:
+            self.meter.add(record)
 
     @property
     def node_losses(self) -> list[NodeLoss]:
@@ -289,29 +294,20 @@ def history(records: Iterable[Record], state: ClusterState | None = None) -> His
     return it
 
 
+def usage(records: Iterable[Record], state: ClusterState) -> Usage:
+    """What slots were used for and lost to; `state`: that before the records, which is changed."""
+    it = history((), state)
+    it.meter = meter = UsageMeter(state)
+    for record in records:
+        it.add(record)
+    return meter.until_now()
+
+
 def layout(order: Reconfigure) -> str:
     """A generation's layout, as `TP 2 x DP 1, 1 beside`: one member has no position in it."""
     axes = order.axes or Axes(dp=len(order.members))
     num = len(order.members) - num_positions(axes)
     return layout_in_words(axes) + (f", {num} beside" if num else "")
-
-
-def num_stepping(state: ClusterState, task: Task) -> int:
-    """The number of the task's slots that step now. It is 0 from a fault, or from the time when the
-    first member leaves the generation, until the first iteration of the next generation."""
-    incident = state.incidents.get(task.incident)
-    if incident is not None and incident.down_since_s >= 0:
-        return 0
-    if not task.heals_in_memory:
-        return len(task.ranks) if task.phase == "training" else 0
-    at_boundary = task.phase == "quiescing" and task.mode == "boundary"
-    if task.stepped != task.generation or not (task.phase == "training" or at_boundary):
-        return 0
-    living = task.living_members()
-    whole = len(living) == len(task.members) and task.failed_s < 0 and not any(
-        rank.error_seq or rank.timeout_reason or (
-            at_boundary and rank.quiesced == task.generation) for rank in living)
-    return len(living) if whole else 0
 
 
 def _phase(one: IncidentHistory, record: Record, task: Task) -> None:

@@ -1,4 +1,5 @@
-"""The sealer: moves the log from the server's memory to segment files, each with a snapshot."""
+"""The sealer: moves the log from the server's memory to segment files, each with a snapshot and
+figures."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ from collections.abc import Callable
 
 import structlog
 
-from ...events.errors import LogError, UsageError
+from ...events.errors import LogError, Unavailable, UsageError
 from ...events.log.port import LogPort
-from ...events.log.segments import Folder
+from ...events.log.segments import Folder, SealedLog
 from ...events.object_storage import reason
 from ...events.process_io import Seldom
 from ...events.records.envelope import Record
-from . import snapshots
+from . import snapshots, usage_files
 from .leader import Leader
+from .threads import aside
 
 POLL_S = 1.0
 FAILED_LOG_S = 60.0
@@ -57,6 +59,16 @@ class Sealer:
             encoded = snapshots.encode(state, self._leader.answers)
             await asyncio.to_thread(snapshots.write, self._folder, state.seq, state.epoch, encoded)
             self._is_snapshot_due = False
+            await self._count()
+
+    async def _count(self) -> None:
+        """Count what was sealed. Whatever fails there, the leader goes on: figures can be counted
+        later."""
+        try:
+            await aside(lambda: usage_files.of_sealed(SealedLog(self._folder), 0.0))
+        except Exception as error:  # noqa: BLE001 - it is told, and no part of the log
+            if not isinstance(error, Unavailable) and self._failed.due():  # the next goes on
+                _logger.warning("cannot count the sealed log", why=f"{error!r}")
 
     async def _next_records(self, seq_max: int) -> list[Record]:
         """The records of the next segment, up to `seq_max`: whole reports, each with all of its

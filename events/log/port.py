@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from ..records.envelope import Record, Report
 from .identity import StoreKeys
+from .segments import SealedLog
 
 
 class Heartbeat(Struct, frozen=True):
@@ -154,8 +155,8 @@ class ReaderPort(Protocol):
         """Records with seq above `after`, in order, at most `num_max`."""
         ...
 
-    async def open_segments(self) -> None:
-        """Read which segments are the log's. Raises CorruptLog, UsageError."""
+    async def open_segments(self) -> SealedLog | None:
+        """Read which segments are the log's; None: it is in none. Raises CorruptLog, UsageError."""
         ...
 
     @property

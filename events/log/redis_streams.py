@@ -711,12 +711,13 @@ class RedisLog:
     def first_seq(self) -> int:
         return self._segments.first if self._segments is not None else 1
 
-    async def open_segments(self) -> None:
+    async def open_segments(self) -> SealedLog | None:
         """See ReaderPort: by the head that the server holds. Raises Unavailable as well."""
         if self._folder is not None:
             with _unavailable(self._folder):
                 self._segments = await asyncio.to_thread(
                     SealedLog, self._folder, await self._head())
+        return self._segments
 
     async def _head(self) -> str:
         (head,) = await self._ask([("GET", *self._keys("head"))])

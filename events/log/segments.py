@@ -2,6 +2,7 @@
 
     FIRST-LAST-EPOCH-DIGEST-PREV.segment   records FIRST to LAST; PREV: the segment before
     SEQ-EPOCH-DIGEST.state                 a snapshot: the folded state after record SEQ
+    SEQ-EPOCH-DIGEST.usage                 figures of the records until SEQ, which ends a segment
     FIRST-PREV.pruned                      the segments before record FIRST were pruned
 
 So the name of the newest segment, the head, determines the whole sealed log. The log's server holds
@@ -19,7 +20,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -35,9 +36,10 @@ DIGEST_CHARS = 16
 """64 bits: the chain detects accidents; it is not a signature."""
 _HEAD = struct.Struct(">I")
 _SEGMENT = re.compile(r"(\d{16})-(\d{16})-(\d{8})-([0-9a-f]{16})-([0-9a-f]{16})\.segment")
-_SNAPSHOT = re.compile(r"(\d{16})-(\d{8})-([0-9a-f]{16})\.state")
+_SNAPSHOT = re.compile(r"(\d{16})-(\d{8})-([0-9a-f]{16})\.(state|usage)")
 _PRUNED = re.compile(r"(\d{16})-([0-9a-f]{16})\.pruned")
 NO_DIGEST = "0" * DIGEST_CHARS
+Kind = Literal["state", "usage"]
 
 
 class Segment(NamedTuple):
@@ -62,21 +64,22 @@ class Segment(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """The state after record `seq`, which is of `epoch`."""
+    """The state after record `seq`, which is of `epoch`; `usage`: figures until then."""
 
     seq: int
     epoch: int
     digest: str
+    kind: str = "state"
 
     @property
     def name(self) -> str:
-        return f"{self.seq:016}-{self.epoch:08}-{self.digest}.state"
+        return f"{self.seq:016}-{self.epoch:08}-{self.digest}.{self.kind}"
 
     @classmethod
     def parse(cls, name: str) -> Snapshot | None:
         """The snapshot of a file's name; None for another file."""
         found = _SNAPSHOT.fullmatch(name)
-        return cls(int(found[1]), int(found[2]), found[3]) if found else None
+        return cls(int(found[1]), int(found[2]), *found.group(3, 4)) if found else None
 
 
 class _Header(Struct, frozen=True, kw_only=True):
@@ -86,7 +89,7 @@ class _Header(Struct, frozen=True, kw_only=True):
     version: int
     cluster: str
     schema: str = ""
-    """Of a snapshot: control_plane/state/cluster.py."""
+    """Of a snapshot: control_plane/state/cluster.py; of figures: control_plane/history/usage.py."""
 
 
 class Folder:
@@ -176,10 +179,11 @@ class Folder:
                 if (found := _PRUNED.fullmatch(name))}
 
     # --- snapshots --------------------------------------------------------------------------------
-    def write_snapshot(self, seq: int, epoch: int, schema: str, state: bytes) -> Snapshot:
-        """Write the encoded state after a record."""
-        data = self._packed("state", state, schema)
-        snapshot = Snapshot(seq, epoch, _digest(data))
+    def write_snapshot(self, seq: int, epoch: int, schema: str, state: bytes, kind: Kind = "state"
+                       ) -> Snapshot:
+        """Write the encoded state after a record, or figures."""
+        data = self._packed(kind, state, schema)
+        snapshot = Snapshot(seq, epoch, _digest(data), kind)
         self._write(snapshot.name, data)
         return snapshot
 
@@ -188,9 +192,10 @@ class Folder:
         state, schema = self._checked(snapshot.name, snapshot.digest, snapshot.seq, snapshot.seq)
         return schema, state
 
-    def snapshots(self) -> list[Snapshot]:
+    def snapshots(self, kind: Kind = "state") -> list[Snapshot]:
         """All snapshots, the newest last."""
-        return sorted(one for name in self._names() if (one := Snapshot.parse(name)) is not None)
+        return sorted(one for name in self._names()
+                      if (one := Snapshot.parse(name)) is not None and one.kind == kind)
 
     def remove(self, files: Iterable[Segment | Snapshot]) -> None:
         """Remove files."""

@@ -15,7 +15,8 @@ from unicron.events.records import codec
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 
-FEW = main.Sizes(long=3_000, short=1_500, memory=2_000, rest=300, library=500, moments=4)
+FEW = main.Sizes(long=3_000, short=1_500, memory=2_000, rest=300, library=500, moments=4,
+                 year=3_000)
 
 
 def test_the_records_are_those_of_a_cluster_that_heals() -> None:
@@ -40,6 +41,13 @@ def test_each_case_of_one_log_is_measured(
     goals = [line for line in main.held_to(rows) if line.startswith(("holds", "misses"))]
     assert len(goals) == 6
     assert any("at_1m, p99_s" in line and line.startswith("holds") for line in goals)
+
+
+def test_the_history_of_a_year_is_measured(tmp_path: Path) -> None:
+    rows = {one.metric: one.value for one in main.of_history(tmp_path, FEW)}
+    assert rows.keys() == {"first_s", "file_mb", "answer_s", "again_s", "days"}
+    assert all(value is not None and value > 0 for value in rows.values())
+    assert rows["days"] in (365, 366, 367)
 
 
 @pytest.mark.parametrize("case", takeover.CASES)

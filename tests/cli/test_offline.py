@@ -32,6 +32,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     until(lambda: [task["state"] for task in json.loads(
         cluster("status", "-o", "json").stdout)["tasks"]] == ["finished"] * 4)
     until(lambda: bool(list((path / "state" / "log").glob("*.state"))))
+    until(lambda: json.loads(cluster("log", "status", "-o", "json").stdout)["unsealed"] < 10)
     assert cluster("down").returncode == 0
     return path / "state"
 
@@ -68,6 +69,22 @@ def test_a_moment_is_a_seq_or_a_time(state: Path) -> None:
                        ("2001-01-01T00:00:00Z", "is before the log")):
         refused = unicron(state, "status", "--at", wrong)
         assert (refused.returncode, why in refused.stderr) == (2, True), refused
+
+
+def test_the_history_goes_on_from_the_files(state: Path) -> None:
+    found = unicron(state, "history", "-o", "json")
+    assert (found.returncode, "This is the log up to seq" in found.stderr) == (0, True), found
+    answer = json.loads(found.stdout)
+    records = len(unicron(state, "tail", "-o", "jsonl").stdout.splitlines())
+    assert answer["total"]["records"] == records
+    day = answer["days"][-1]["day"]
+    shown = unicron(state, "history", "--since", "30d").stdout.splitlines()
+    assert shown[0].split()[:5] == ["DAY", "SLOT-H", "USED", "IDLE", "LOST"]
+    assert any(line.startswith(day) for line in shown)
+    for wrong, why in (("2999-01-01", "is in the future"), ("soon", "neither a length of time")):
+        refused = unicron(state, "history", "--since", wrong)
+        assert (refused.returncode, why in refused.stderr) == (2, True), refused
+        assert "Traceback" not in refused.stderr
 
 
 def test_the_log_is_whole_or_says_what_is_gone(state: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from bench.log import chaos, library, read, takeover
+from bench.log.records import Year
 from bench.log.sealed import SealedCluster, Written
 from bench.recovery.rows import Row, finish, row
 
@@ -26,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[3]
 LOG_CASES = ("append_always", "replay_1m", "start_1m_over_10k", "at_1m", "server_memory")
 """They share one log."""
 CHAOS_CASES = ("lost", "doubled")
-CASES = (*LOG_CASES, *takeover.CASES, *CHAOS_CASES)
+HISTORY_CASE = "history_year"
+CASES = (*LOG_CASES, HISTORY_CASE, *takeover.CASES, *CHAOS_CASES)
 SYSTEM, PEER = "unicron", library.PACKAGE
 NUM_TAKEOVERS = 30
 UNITS = {"s": "s", "mb": "MB", "ratio": "x"}
@@ -42,6 +44,7 @@ class Sizes(NamedTuple):
     rest: int = 5_000
     library: int = library.NUM_RECORDS
     moments: int = read.NUM_MOMENTS
+    year: int = 890_000
 
 
 class Goal(NamedTuple):
@@ -56,7 +59,7 @@ GOALS = {
     ("append_always", "p99_ms"): Goal(20),
     ("replay_1m", "records_per_s"): Goal(100_000, at_least=True),
     ("start_1m_over_10k", "ratio"): Goal(2), ("at_1m", "p99_s"): Goal(2),
-    ("server_memory", "ratio"): Goal(1.2),
+    ("server_memory", "ratio"): Goal(1.2), (HISTORY_CASE, "answer_s"): Goal(1),
     **{(case, metric): goal for case in takeover.CASES
        for metric, goal in (("p50_s", Goal(2)), ("worst_s", Goal(5)))},
     **{(case, "records"): Goal(0) for case in CHAOS_CASES}}
@@ -87,6 +90,9 @@ def measured(cases: Sequence[str], sizes: Sizes, num_takeovers: int, num_kills: 
     if set(cases) & set(LOG_CASES):
         with tempfile.TemporaryDirectory(prefix="unicron-log-") as folder:
             rows += [one for one in of_log(Path(folder), sizes) if one.case in cases]
+    if HISTORY_CASE in cases:
+        with tempfile.TemporaryDirectory(prefix="unicron-log-") as folder:
+            rows += of_history(Path(folder), sizes)
     for case in takeover.CASES:
         if case in cases:
             with tempfile.TemporaryDirectory(prefix="unicron-log-") as folder:
@@ -129,6 +135,21 @@ def of_log(folder: Path, sizes: Sizes) -> list[Row]:
     return [*of_appends(written, made), *of_replay(replayed, made), *(
         row(case, SYSTEM, metric, [value], UNITS[metric.rpartition("_")[2]])
         for case, metrics in found.items() for metric, value in metrics.items())]
+
+
+def of_history(folder: Path, sizes: Sizes) -> list[Row]:
+    """The history of a year: as the first count finds it, and as later answers do."""
+    cluster = SealedCluster(folder / "year")
+    try:
+        written = asyncio.run(cluster.write(sizes.year, sizes.rest, life=Year()))
+        print(f"{SYSTEM}  {written.num_records} records of a year", flush=True)
+        found = read.history(cluster)
+    finally:
+        cluster.stop()
+    units = {"days": "days"}
+    return [row(HISTORY_CASE, SYSTEM, metric, [value],
+                units.get(metric) or UNITS[metric.rpartition("_")[2]])
+            for metric, value in found.items()]
 
 
 def of_appends(written: Written, made: dict[str, Any]) -> list[Row]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from statistics import median
 
 from bench.log.sealed import SealedCluster
 from unicron import __version__
 from unicron.cli.cluster import local_cluster
-from unicron.cli.cluster.client import DRY_RUN_S_MAX
+from unicron.cli.cluster.client import DRY_RUN_S_MAX, Client
 from unicron.cli.cluster.local_cluster import ClusterOptions, LocalCluster
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.server import steady_clock
+from unicron.control_plane.service import usage_files
 from unicron.control_plane.service.leader import Leader
 from unicron.control_plane.state.cluster import ClusterState
 from unicron.events.log.segments import Folder, SealedLog
@@ -56,15 +59,27 @@ async def _start(cluster: SealedCluster, nonce: str) -> float:
         return lasted_s
 
 
+def history(cluster: SealedCluster) -> Found:
+    """A year's history: with the first count, then of a new control plane by their file."""
+    began_s = time.perf_counter()
+    usage_files.of_sealed(SealedLog(cluster.folder))
+    first_s = time.perf_counter() - began_s
+    files = cluster.folder.snapshots("usage")
+    found = {"first_s": first_s, "file_mb": (
+        cluster.state.path / "log" / files[-1].name).stat().st_size / 1e6}
+    with _control_plane(cluster) as client:
+        for metric in ("answer_s", "again_s"):
+            began_s = time.perf_counter()
+            answer = client.get("/v1/history", DRY_RUN_S_MAX)
+            found[metric] = time.perf_counter() - began_s
+            assert answer["total"]["used_slot_s"] > 0
+    return found | {"days": float(len(answer["days"]))}
+
+
 def moments_s(cluster: SealedCluster, last: int, num: int = NUM_MOMENTS) -> list[float]:
     """The time of each answer of a real control plane to `status --at`, half of them asked by seq,
     half by time: drawn from the whole log, each one new."""
-    local = LocalCluster(cluster.state, ClusterOptions(num_agents=0))
-    local.ensure_server()
-    local.choose_port()
-    local.start(local_cluster.CONTROL_PLANE)
-    try:
-        client = local.wait_control_plane()
+    with _control_plane(cluster) as client:
         first_s, last_s = (client.get("/v1/state", at=seq)["cluster"]["at_s"]
                            for seq in (1, last))
         times: list[float] = []
@@ -76,5 +91,16 @@ def moments_s(cluster: SealedCluster, last: int, num: int = NUM_MOMENTS) -> list
             times.append(time.perf_counter() - began_s)
             assert not number % 2 or view["cluster"]["seq"] == seq
         return times
+
+
+@contextmanager
+def _control_plane(cluster: SealedCluster) -> Iterator[Client]:
+    """A client of a new control plane on the cluster's log."""
+    local = LocalCluster(cluster.state, ClusterOptions(num_agents=0))
+    local.ensure_server()
+    local.choose_port()
+    local.start(local_cluster.CONTROL_PLANE)
+    try:
+        yield local.wait_control_plane()
     finally:
         local_cluster.stop_all(cluster.state, grace=False)

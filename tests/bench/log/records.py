@@ -21,37 +21,41 @@ NUM_NODES, NUM_SLOTS, NUM_TASKS, NUM_RANKS = 16, 8, 8, 16
 STORE_S, FAULT_S, TASK_S = 60, 120, 3600
 PAST_S = 7 * 86400.0
 """How long ago the log begins: its moments are in the past."""
+YEAR_S, YEAR_TURN_S = 365 * 86400.0, 900.0
 
 
 class Life(Driver):
     """A cluster whose log grows by `turns`."""
 
     decide = staticmethod(decide)
+    past_s, turn_s = PAST_S, 1.0
+    fault_every, task_every = FAULT_S, TASK_S
+    """In turns."""
 
     def __init__(self) -> None:
-        super().__init__(nodes=NUM_NODES, slots=NUM_SLOTS, now_s=time.time() - PAST_S)
+        super().__init__(nodes=NUM_NODES, slots=NUM_SLOTS, now_s=time.time() - self.past_s)
         self._num_tasks = 0
         for _ in range(NUM_TASKS):
             self._begin_task()
 
     def turns(self) -> Iterator[list[Record]]:
-        """The records of each second, without end; the first ones are those of the start."""
+        """The records of each turn, without end; the first ones are those of the start."""
         second = 0
         while True:
             made, self.log = self.log, []
             yield made
             second += 1
-            self.now_s += 1.0
+            self.now_s += self.turn_s
             for name, one in list(running_deadlines(self.state).items()):
                 if one.due_s <= self.now_s:
                     self.obey(self.due(name))
             self._train(second)
-            if second % FAULT_S == 0:
+            if second % self.fault_every == 0:
                 tasks = self._training()
-                number = tasks[second // FAULT_S % len(tasks)]
+                number = tasks[second // self.fault_every % len(tasks)]
                 ranks = sorted(self.state.tasks[number].ranks)
-                self.obey(self.exit(number, ranks[second // FAULT_S % len(ranks)]))
-            if second % TASK_S == 0:
+                self.obey(self.exit(number, ranks[second // self.fault_every % len(ranks)]))
+            if second % self.task_every == 0:
                 self.obey(self.tell(f"operator/{second}", r.TaskCancelRequested(
                     task=self._training()[0], reason="")))
                 self._begin_task()
@@ -75,6 +79,13 @@ class Life(Driver):
                         generation=task.generation, step_version=task.iteration, node=one.node,
                         copy_bytes=10**9, checksum="crc32:00000000", share=place,
                         num_shares=len(task.members)))
+
+
+class Year(Life):
+    """A year until today, in turns of 15 minutes: a fault and a new task every 3 hours."""
+
+    past_s, turn_s = YEAR_S, YEAR_TURN_S
+    fault_every = task_every = 12
 
 
 def _spec(number: int) -> JobSpec:

@@ -61,11 +61,11 @@ class SealedCluster:
         finally:
             await log.close()
 
-    async def write(self, num_sealed: int, num_rest: int, memory_at: Sequence[int] = ()
-                    ) -> Written:
+    async def write(self, num_sealed: int, num_rest: int, memory_at: Sequence[int] = (),
+                    life: Life | None = None) -> Written:
         """Append `num_sealed` records, or a few more, and seal them with a snapshot every
         `seal_records`, as the leader does; then append `num_rest` more."""
-        life, written, due = Life(), Written(), list[Record]()
+        life, written, due = life or Life(), Written(), list[Record]()
         async with self.log() as log:
             assert await log.start_epoch("bench") == 1
             await log.open_segments()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 from unittest import mock
 
@@ -379,3 +380,38 @@ async def test_a_host_header_with_another_name_is_refused(site: Site) -> None:
             words, hint = await site.refusal(421, "GET", path, Host=host)
             assert (words, "--advertise NAME" in hint) == ("the Host header names another host",
                                                            True), host
+
+
+@real
+async def test_the_history_is_of_whole_days(site: Site) -> None:
+    await site.tell(N1)
+    task = (await site.ask("POST", "/v1/tasks", COMMAND))[1]["task"]
+    await site.tell(RankStarted(task=task, rank=0, attempt=1, node="n1", pid=7, log_path="/log"))
+    await asyncio.sleep(0.05)
+    await site.ask("POST", "/v1/freeze", {"reason": "look"})
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    status, answer = await site.ask("GET", "/v1/history")
+    assert status == 200
+    assert answer["days"][-1]["day"] == today
+    total = answer["total"]
+    assert total["records"] == site.coordinator.seq
+    assert total["used_slot_s"] > 0.04
+    assert total["idle_slot_s"] > 0.04
+    assert total["slot_s"] == pytest.approx(
+        total["used_slot_s"] + total["idle_slot_s"] + sum(total["lost_slot_s"].values()))
+    assert (total["faults"], total["mtbf_slot_s"]) == (0, None)
+    _, answer = await site.ask("GET", f"/v1/history?since={today}")
+    assert [one["day"] for one in answer["days"]] == [today]
+
+
+@pytest.mark.parametrize(("query", "why"), [
+    ("since=2999-01-01", "is in the future"), ("since=yesterday", "is not a time"),
+    ("since=%00", "is not a time")])
+def test_a_history_that_cannot_be_is_refused(query: str, why: str) -> None:
+    @real
+    async def test(site: Site) -> None:
+        message, hint = await site.refusal(400, "GET", f"/v1/history?{query}")
+        assert why in message
+        assert hint
+
+    test()

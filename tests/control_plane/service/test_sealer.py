@@ -15,7 +15,7 @@ import pytest
 import redis
 from structlog.testing import capture_logs
 from unicron.control_plane.fold.fold import fold
-from unicron.control_plane.service import sealer, snapshots
+from unicron.control_plane.service import sealer, snapshots, usage_files
 from unicron.control_plane.service.coordinator import Coordinator, Limits
 from unicron.control_plane.state.cluster import ClusterState, state_hash
 from unicron.events.errors import CorruptLog, Pruned, Unavailable
@@ -151,6 +151,25 @@ async def test_a_start_continues_from_the_newest_snapshot(
                 assert len(folded) <= last - 20, "it began at a snapshot"
                 assert second.answer("w3") is not None, "old requests are still recognised"
                 assert state_hash(await whole(log)) == state_hash(state)
+
+
+async def test_what_is_sealed_is_counted_and_a_failed_count_ends_nothing(
+        redis_log: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path, redis_log.name)
+    async with redis_log(folder=folder) as log, leading(log, folder) as coordinator:
+        with monkeypatch.context() as patch, capture_logs() as logs:
+            patch.setattr(usage_files, "_between", lambda *args: 1 / 0)
+            await write(coordinator, 0, 25)
+            await until_snapshot(folder)
+            async with asyncio.timeout(20.0):
+                while not logs:
+                    await asyncio.sleep(0.01)
+        assert [one["event"] for one in logs] == ["cannot count the sealed log"]
+        assert folder.snapshots("usage") == []
+        await write(coordinator, 25, 40)
+        async with asyncio.timeout(20.0):
+            while not (files := folder.snapshots("usage")) or files[-1].seq < 60:
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("damage", ["damaged", "another shape"])
