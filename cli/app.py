@@ -472,7 +472,12 @@ def set_weight(
 
 
 @calls(app, "commands.operate.drain")
-def drain(node: NodesArg, reason: Reason = "") -> None:
+def drain(
+    node: NodesArg,
+    down: Annotated[bool, typer.Option(
+        "--down", help="The machine is off: tasks that were only there start elsewhere.")] = False,
+    reason: Reason = "",
+) -> None:
     """Remove the tasks from nodes; no iteration is lost."""
 
 

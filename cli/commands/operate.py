@@ -30,14 +30,15 @@ def _request(client: Client, path: str, reason: str, **body: object) -> Outcome:
     return outcome_of(client, int(answer["seq"]))
 
 
-def _node_request(state: StateDir, url: Urls, words: Sequence[str], act: str, reason: str
-                  ) -> tuple[Plain, list[Plain], str, Outcome]:
+def _node_request(state: StateDir, url: Urls, words: Sequence[str], act: str, reason: str,
+                  **body: object) -> tuple[Plain, list[Plain], str, Outcome]:
     """Request it of nodes, in one append: the view before, the nodes, their names, what follows."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
     nodes = pick_nodes(view["nodes"], words)
     names = ",".join(one["id"] for one in nodes)
-    return view, nodes, names, _request(client, f"/v1/nodes/{names}/{act}", reason)
+    return view, nodes, names, _request(client, f"/v1/nodes/{names}/{act}", reason,
+                                          **body)
 
 
 # --- Commands. Each raises UsageError. ---
@@ -55,9 +56,11 @@ def set_weight(state: StateDir, url: Urls, task: str, weight: float, reason: str
     _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
 
 
-def drain(state: StateDir, url: Urls, node: Sequence[str], reason: str, *, as_json: bool) -> None:
-    """Remove the tasks from a node, or from several with commas between."""
-    view, nodes, names, followed = _node_request(state, url, node, "drain", reason)
+def drain(state: StateDir, url: Urls, node: Sequence[str], reason: str, *, as_json: bool,
+          down: bool = False) -> None:
+    """Remove the tasks from nodes; with `down` also what counts as lost there, for it is off."""
+    view, nodes, names, followed = _node_request(state, url, node, "drain", reason,
+                                                 **({"down": True} if down else {}))
     there = {slot["task"] for found in nodes for slot in found["slots"] if slot["task"]}
     leave = ", ".join(task["name"] for task in view["tasks"] if task["id"] in there)
     it, they_were = ("them", "they were") if len(nodes) > 1 else ("it", "it was")

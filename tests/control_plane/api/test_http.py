@@ -170,6 +170,8 @@ async def test_a_node_is_drained_and_undrained(site: Site) -> None:
         "there is no node 'n1'", "there is no node")
     await site.tell(N1)
     assert "is not drained" in await site.refused(409, "POST", "/v1/nodes/n1/undrain", {})
+    assert "n1 is heard, so its machine is not off" in await site.refused(
+        409, "POST", "/v1/nodes/n1/drain", {"down": True})
     body = await site.written_once("NodeDrained", "/v1/nodes/n1/drain", {"reason": "thermal"})
     assert (body.node, body.reason) == ("n1", "thermal")
     _, state = await site.ask("GET", "/v1/state")
