@@ -235,7 +235,7 @@ class LocalNode:
         shim = new_shim(state_dir)
         self.agent = Agent(self.node, log, time.time, os.getpid(),
                            spool=Spool(self.node.source, self.node.name, time.time), left=[],
-                           sweeps=False, shim=shim)
+                           shim=shim)
         self.serving: asyncio.Task[None] | None = None
 
     async def start(self, spec: JobSpec, rank: int = 0, **changes: Any) -> int:

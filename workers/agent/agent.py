@@ -53,16 +53,16 @@ _log = structlog.get_logger("agent")
 class Agent:
     """Serves one node. `clock` gives seconds since 1970.
 
-    `sweeps`: the agent owns every child of this process, and reaps orphans among them. `shim` is
-    the parent of all others; what it holds of a former agent of this incarnation is continued, and
-    `spool` is that agent's. `sources` configures the health checks; None disables them. `rejoin`
-    asks the control plane anew for the address of the log, and moves `port` there. `restart`
-    replaces this process by its successor; it is called if it is there when `run` is to stop.
+    `shim` is the parent of all processes; what it holds of a former agent of this incarnation is
+    continued, and `spool` is that agent's. `sources` configures the health checks; None disables
+    them. `rejoin` asks the control plane anew for the address of the log, and moves `port` there.
+    `restart` replaces this process by its successor; it is called if it is there when `run` is to
+    stop.
     `drain_s_max`: how long a stopping agent waits for its ranks to leave; 0: it does not.
     """
 
     def __init__(self, node: NodeConfig, port: AgentPort, clock: Callable[[], float], pid: int, *,
-                 spool: Spool, left: list[Spool], sweeps: bool, shim: Shim,
+                 spool: Spool, left: list[Spool], shim: Shim,
                  sources: HealthSources | None = None,
                  rejoin: Callable[[], Awaitable[None]] | None = None,
                  drain_s_max: float = 0.0,
@@ -74,7 +74,6 @@ class Agent:
         self._link = LogLink()
         self._outbox = Outbox(port, self._link, spool, left)
         self._spool = spool
-        self._sweeps = sweeps
         self._sources = sources
         self._rejoin = rejoin
         self._drain_s_max = drain_s_max
@@ -116,8 +115,8 @@ class Agent:
                 keeper=store.endpoint, labels=node.labels, copies_bytes_max=store.bytes_max,
                 boot_id=linux.boot_id()))
         async with asyncio.TaskGroup() as group:
-            health = (HealthMonitor(node, self._sources, self._outbox.put, self._spool)
-                      if self._sources else None)
+            health = (HealthMonitor(node, self._sources, self._outbox.put, self._spool,
+                                    self._shim) if self._sources else None)
             ranks = OrderExecutor(node, self._outbox.put, group, store, self._clock,
                                   self._shim, self._spool, health.killed if health else None)
             try:
@@ -125,7 +124,7 @@ class Agent:
                 loops = [group.create_task(self._outbox.run(), name="reports"),
                          group.create_task(self._beat(), name="heartbeats"),
                          group.create_task(self._ask_address(), name="rejoin"),
-                         group.create_task(self._sweep(ranks, health), name="sweep"),
+                         group.create_task(self._sweep(ranks), name="sweep"),
                          group.create_task(self._look(ranks), name="look"),
                          group.create_task(_every(READ_S, ranks.readers.look), name="read"),
                          *([group.create_task(_every(WATCH_S, ranks.watch.look), name="watch")]
@@ -236,15 +235,12 @@ class Agent:
                 async with asyncio.timeout(LOOK_S):
                     await child_changed.wait()
 
-    async def _sweep(self, ranks: OrderExecutor, health: HealthMonitor | None) -> None:
+    async def _sweep(self, ranks: OrderExecutor) -> None:
         """Reap orphans that exited while their rank still runs."""
         while True:
             if dead := [pid for pid in linux.dead_children(self._shim.pid)
                         if pid not in ranks.pids]:
                 self._shim.reap(*dead)
-            for pid in linux.dead_children(os.getpid()) if self._sweeps else ():
-                if not (health and pid in health.pids):
-                    linux.reap(pid)
             await asyncio.sleep(SWEEP_S)
 
 

@@ -27,7 +27,7 @@ from ...events.process_io import LogStream
 from ...events.records.types import Labels
 from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
 from ..checkpoint_store.store import bytes_max
-from ..host import linux, rank_user
+from ..host import rank_user
 from ..host.rank_user import RankUser
 from ..ipc import rank_variables
 from . import output_files
@@ -48,7 +48,7 @@ from .health import kubernetes
 from .health.custom_checks import CheckOptions
 from .health.health_monitor import HealthSources
 from .processes.launcher import MARKER, RANK_ARGV, NodeConfig, marker_prefix
-from .processes.shim import NODE, ZYGOTE, Shim, ShimLost
+from .processes.shim import CHECK, NODE, ZYGOTE, Shim, ShimLost
 
 # --- The lock file `agents/NODE.lock`: one agent per node and state directory. ---
 
@@ -186,7 +186,6 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
     stop = asyncio.Event()
     signals = _Signals(stop, drains=options.drain_s_max > 0)
     state_dir = options.state_dir.absolute()
-    linux.adopt_orphans()
     shim, former = await asyncio.to_thread(_attach, state_dir, options.node)
     try:
         incarnation = lock.next_incarnation(
@@ -223,7 +222,7 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
                 output_files.serve(log, node.name, (state_dir / "logs").resolve()))
             try:
                 await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
-                            sweeps=True, shim=shim, sources=sources,
+                            shim=shim, sources=sources,
                             rejoin=partial(_rejoin, options, incarnation, identity, joined, log),
                             drain_s_max=options.drain_s_max,
                             restart=lambda: partial(_execute_again, secrets) if signals.is_restart
@@ -252,8 +251,9 @@ def _attach(state_dir: Path, node: str) -> tuple[Shim, dict[str, object]]:
     if NODE in shim.held and not shim.held[NODE].note:
         shim.end()
         return _attach(state_dir, node)
-    if ZYGOTE in shim.held:  # the new agent's ranks are forked from new code
-        shim.discard(ZYGOTE, shim.held.pop(ZYGOTE).pid)
+    # The new agent's ranks are forked from new code, and it runs its checks itself.
+    for key in [key for key in shim.held if key == ZYGOTE or key.startswith(CHECK)]:
+        shim.discard(key, shim.held.pop(key).pid)
     shim.kill_unknown(f"{MARKER}={prefix}".encode())
     if NODE in shim.held:
         return shim, msgpack.decode(shim.held[NODE].note, type=dict[str, object])

@@ -112,7 +112,7 @@ def _publish_as(user: RankUser, **what: object) -> None:
                        stderr=subprocess.DEVNULL, check=False, timeout=PUBLISH_S_MAX)
         said.seek(0)
         kind, _, why = said.read(SAID_BYTES_MAX).decode(errors="replace").partition(" ")
-    if kind != _DONE:  # the exit status may be lost: the agent reaps orphans
+    if kind != _DONE:
         raise (Superseded if kind == Superseded.__name__ else PublishRefused)(
             why or f"no answer as {user.name}")
 

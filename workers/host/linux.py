@@ -140,7 +140,7 @@ def reap(pid: int) -> None:
 
 
 def dead_children(parent: int) -> list[int]:
-    """Zombie children of a process without threads, or of this one."""
+    """Zombie children of a process without threads."""
     try:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text("ascii").split()
         procs = [proc for pid in children if (proc := read(int(pid))) is not None]

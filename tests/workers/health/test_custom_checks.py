@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from agent_driver import alive, go, plane, until, until_gone, until_text
+from agent_driver import alive, go, new_shim, plane, until, until_gone, until_text
 from unicron.cli.app import run_command
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands.up import UpOptions
@@ -47,10 +47,12 @@ def script(folder: Path, name: str, text: str, mode: int = 0o755) -> Path:
 def ask(path: Path, s_max: float = 20.0) -> CheckResult:
     """Run a check once, in an event loop of its own."""
     async def test() -> None:
-        run = CheckRunner({**os.environ, "UNICRON_NODE": "n7"},
+        shim = new_shim(path.parent)
+        run = CheckRunner(shim, {**os.environ, "UNICRON_NODE": "n7"},
                           ("UNICRON_PROCESS", f"{path.parent}:n7/1:"))
         answers.append(await run(path.name, path, s_max))
-        assert run.pids == set()
+        assert linux.dead_children(shim.pid) == []
+        shim.end()
 
     answers: list[CheckResult] = []
     go(test)
@@ -194,9 +196,9 @@ async def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> 
     script(folder, "once", f'echo x >> {note}; [ "$(wc -l < {note})" -gt 1 ] && exit 0; exit 2')
     script(folder, "bad", "echo gpu0: worn; exit 2")
     found: list[Finding] = []
-    rounds = CheckSchedule(CheckOptions(folder=folder, every_s=0.1, s_max=20.0),
-                           CheckRunner(os.environ, ("UNICRON_PROCESS", f"{tmp_path}:n1/1:")), 1,
-                           found.append)
+    shim = new_shim(tmp_path)
+    rounds = CheckSchedule(CheckOptions(folder=folder, every_s=0.1, s_max=20.0), CheckRunner(
+        shim, os.environ, ("UNICRON_PROCESS", f"{tmp_path}:n1/1:")), 1, found.append)
     running = asyncio.create_task(rounds.run())
     seen = "checks", "healthy"
     changes = lambda: [f for f in found if (f.check, f.health) != seen]  # noqa: E731
@@ -219,6 +221,7 @@ async def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> 
     await until(lambda: [f for f in found if (f.check, f.health) == ("checks", "unknown")] or None)
     running.cancel()
     await asyncio.wait((running,))
+    shim.end()
 
 
 # --- the agent ----------------------------------------------------------------------------------

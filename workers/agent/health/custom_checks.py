@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import stat
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,8 @@ from ....events.errors import UsageError
 from ....events.records.reports import CheckHealth
 from ...host import linux
 from ...host.detached_thread import BlockingCalls, Late
-from ..processes import process as processes
+from ..processes.process import Process
+from ..processes.shim import CHECK, Shim
 from . import limits
 from .debounce import Debouncer
 from .finding import Finding
@@ -28,8 +28,8 @@ CODES: tuple[CheckHealth, ...] = ("healthy", "degraded", "unhealthy", "unknown")
 """The meaning of exit codes 0 to 3."""
 FILES = "checks/files"
 """The check that reports files in the folder that cannot be run as checks."""
-# The agent starts sh from the node's own disk. If the check's disk hangs, only sh hangs.
-_START = f'exec nice -n {limits.CHECK_NICE_NUM} "$0"'
+# The shim starts sh from the node's own disk. If the check's disk hangs, only sh hangs.
+_START = f'exec nice -n {limits.CHECK_NICE_NUM} "$0" 2>/dev/null'
 _DEVICES = re.compile(r"^gpu(\d+)((?:[, ]+gpu\d+)*): ", re.IGNORECASE)
 _log = structlog.get_logger("agent")
 
@@ -121,13 +121,13 @@ def finding(name: str, answer: CheckResult, num_slots: int) -> Finding:
 
 
 class CheckRunner:
-    """Runs each check as a process, and ends it with its descendants."""
+    """Runs each check as a process of the shim, and ends it with its descendants."""
 
-    def __init__(self, environment: Mapping[str, str], mark: tuple[str, str]) -> None:
+    def __init__(self, shim: Shim, environment: Mapping[str, str], mark: tuple[str, str]) -> None:
+        self._shim = shim
         self._environment = environment
         self._mark = mark
         self._limit = asyncio.Semaphore(limits.CHECKS_CONCURRENT_NUM)
-        self.pids: set[int] = set()
         self._left: dict[str, linux.Proc] = {}
 
     async def __call__(self, name: str, path: Path, s_max: float) -> CheckResult:
@@ -139,55 +139,51 @@ class CheckRunner:
             return CheckResult(None, "", f"the last run, pid {left.pid}, cannot be killed")
         self._left.pop(name, None)
         async with self._limit:
-            mark = self._mark[0], f"{self._mark[1]}check/{name}"
+            output = _Output()
             try:
-                popen = _start(path, {**self._environment, mark[0]: mark[1], "UNICRON_CHECK": name})
+                process = self._start(name, path, output.theirs)
             except OSError as error:
-                return CheckResult(None, "", f"it cannot be run: {error.strerror}")
-            assert popen.stdout is not None
-            self.pids.add(popen.pid)
-            process = processes.Process(popen.pid, Path(os.devnull), 0,
-                                        f"{mark[0]}={mark[1]}".encode(), popen)
-            output = _Output(popen.stdout.fileno())
+                output.close()
+                return CheckResult(None, "", f"it cannot be run: {error}")
+            finally:
+                os.close(output.theirs)
             try:
-                try:
-                    async with asyncio.timeout(s_max):
-                        how = await process.wait()
-                except TimeoutError:
-                    return CheckResult(None, output.text(), f"no answer within {s_max:g} s")
+                async with asyncio.timeout(s_max):
+                    how = await process.wait()
+            except TimeoutError:
+                return CheckResult(None, output.text(), f"no answer within {s_max:g} s")
+            else:
                 text = output.text()
                 if how.exit_code is None:
                     return CheckResult(None, text, f"ended by signal {how.signal}")
                 return CheckResult(how.exit_code, text)
             finally:
                 output.close()
-                popen.stdout.close()
                 if not await process.end_group(limits.CHECK_END_S_MAX):
-                    _log.warning("a check cannot be killed", check=name, pid=popen.pid)
-                    if (proc := linux.read(popen.pid)) is not None:
+                    _log.warning("a check cannot be killed", check=name, pid=process.pid)
+                    if (proc := linux.read(process.pid)) is not None:
                         self._left[name] = proc
                     process.close()
-                self.pids.discard(popen.pid)
 
-
-def _start(path: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a check. The kernel kills it when the agent or this thread ends. Raises OSError."""
-    parent = os.getpid()
-    return subprocess.Popen(
-        ["/bin/sh", "-c", _START, str(path)], stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=dict(environment),
-        start_new_session=True, preexec_fn=lambda: linux.die_with(parent))
+    def _start(self, name: str, path: Path, output: int) -> Process:
+        """Start a check, which writes to the file `output`. Raises OSError."""
+        key, variable = CHECK + name, self._mark[0]
+        mark = self._mark[1] + key
+        pid = self._shim.start(key, b"", ["/bin/sh", "-c", _START, str(path)],
+                               {**self._environment, variable: mark, "UNICRON_CHECK": name},
+                               output, files={})
+        return Process(pid, Path(os.devnull), 0, f"{variable}={mark}".encode(), self._shim, key)
 
 
 class _Output:
     """Keeps the beginning of a check's output; reads and drops the rest, so no check blocks."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self) -> None:
+        self._fd, self.theirs = os.pipe2(os.O_CLOEXEC)
         self._kept = b""
         self._loop = asyncio.get_running_loop()
-        os.set_blocking(fd, False)
-        self._loop.add_reader(fd, self._read)
+        os.set_blocking(self._fd, False)
+        self._loop.add_reader(self._fd, self._read)
 
     def _read(self) -> bool:
         try:
@@ -210,6 +206,7 @@ class _Output:
 
     def close(self) -> None:
         self._loop.remove_reader(self._fd)
+        os.close(self._fd)
 
 
 class CheckSchedule:

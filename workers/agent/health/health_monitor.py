@@ -16,6 +16,7 @@ from ....events.records.types import Body
 from ...host.detached_thread import BlockingCalls, Late
 from ..delivery.spool import Spool
 from ..processes.launcher import MARKER, NodeConfig
+from ..processes.shim import Shim
 from . import kubernetes, limits
 from .custom_checks import CheckOptions, CheckRunner, CheckSchedule
 from .debounce import BurstFilter, Debouncer
@@ -45,8 +46,10 @@ class HealthMonitor:
     """Runs the readers of one node. A reader that hangs is a finding, and blocks no other one."""
 
     def __init__(self, node: NodeConfig, sources: HealthSources,
-                 report: Callable[[Body], None], journal: Spool | None = None) -> None:
-        """`journal` has what a former agent has reported, and gets what this one reports."""
+                 report: Callable[[Body], None], journal: Spool | None = None,
+                 shim: Shim | None = None) -> None:
+        """`journal` has what a former agent has reported, and gets what this one reports. `shim`:
+        the parent of checks."""
         self._node = node
         self._journal = journal
         self._report = report
@@ -61,15 +64,7 @@ class HealthMonitor:
         """The slots in the last report of each check."""
         self._checks = sources.checks
         self._kubernetes = sources.kubernetes
-        self._run = CheckRunner(
-            {**os.environ, "UNICRON_NODE": node.name, "UNICRON_SLOTS": str(node.num_slots),
-             "UNICRON_DEVICES": ",".join(node.devices), "UNICRON_STATE": str(node.state_dir)},
-            (MARKER, f"{node.mark}{node.incarnation}:"))
-
-    @property
-    def pids(self) -> set[int]:
-        """The processes that the health monitor reaps itself."""
-        return self._run.pids
+        self._shim = shim
 
     def killed(self, pid: int) -> str | None:
         """The kernel's line on the OOM kill of a process; None: there is none."""
@@ -84,13 +79,22 @@ class HealthMonitor:
                 for reader in self._readers:
                     group.create_task(self._follow(reader), name=reader.name)
                 if self._checks is not None:
-                    rounds = CheckSchedule(self._checks, self._run, self._node.num_slots,
-                                           self._report_check, self._reported)
-                    group.create_task(rounds.run(), name="checks")
+                    group.create_task(self._follow_checks(self._checks), name="checks")
                 if self._kubernetes:
                     group.create_task(self._follow_kubernetes(), name="kubernetes")
         finally:
             self._kernel.close()
+
+    async def _follow_checks(self, checks: CheckOptions) -> None:
+        node = self._node
+        assert self._shim is not None, "it is the parent of checks"
+        run = CheckRunner(
+            self._shim, {**os.environ, "UNICRON_NODE": node.name,
+                         "UNICRON_SLOTS": str(node.num_slots),
+                         "UNICRON_DEVICES": ",".join(node.devices),
+                         "UNICRON_STATE": str(node.state_dir)},
+            (MARKER, f"{node.mark}{node.incarnation}:"))
+        await CheckSchedule(checks, run, node.num_slots, self._report_check, self._reported).run()
 
     async def _follow(self, reader: Reader) -> None:
         calls = BlockingCalls[Reading](f"health-{reader.name}")

@@ -1,7 +1,7 @@
 """One process of a rank: starts it, monitors its pidfd, ends and reaps it with its descendants.
 
-It leads its own session, and dies with its parent: the shim, or the agent itself. It is reaped
-after all others of its group: until then the kernel cannot reuse its pid.
+It leads its own session, and dies with its parent, the shim. It is reaped after all others of its
+group: until then the kernel cannot reuse its pid.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,19 +39,16 @@ class Exit(NamedTuple):
 
 class Process:
     """A running process. `marker` is an environment entry that all its descendants inherit.
-    `parent` is the shim that holds it under `key`, or its Popen if this process has started it."""
+    `shim` is its parent, and holds it under `key`."""
 
     def __init__(self, pid: int, log_path: Path, log_start: int, marker: bytes,
-                 parent: Shim | subprocess.Popen[bytes], key: str = "") -> None:
+                 shim: Shim, key: str) -> None:
         self.pid = pid
         self.log_path = log_path
         self.folder = log_path.parent
         """Where the process may write files for the agent."""
         self.uid = os.geteuid()
-        self._shim = parent if isinstance(parent, Shim) else None
-        self._popen = parent if not isinstance(parent, Shim) else None
-        self._key = key
-        self._parent_pid = self._shim.pid if self._shim is not None else os.getpid()
+        self._shim, self._key = shim, key
         self._is_reaped = False
         self.log_start = log_start
         """Where its own output begins in the log file, which it may share."""
@@ -104,15 +100,9 @@ class Process:
         """Wait until the process has ended; it stays a zombie until `end_group`."""
         await asyncio.shield(self._ended)
         await self._until_adopted()
-        if self._shim is not None:
-            reply = self._shim.status(self.pid)
-            assert reply.has_ended, f"{self.pid} has ended without a status"
-            return Exit(reply.exit_code, reply.signal, reply.dumped)
-        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        assert status is not None, f"{self.pid} has ended without a status"
-        if status.si_code == os.CLD_EXITED:
-            return Exit(status.si_status, None)
-        return Exit(None, status.si_status, status.si_code == os.CLD_DUMPED)
+        reply = self._shim.status(self.pid)
+        assert reply.has_ended, f"{self.pid} has ended without a status"
+        return Exit(reply.exit_code, reply.signal, reply.dumped)
 
     @property
     def has_ended(self) -> bool:
@@ -198,10 +188,7 @@ class Process:
             self._pidfd = -1
 
     def _reap(self) -> None:
-        if self._popen is not None:
-            self._popen.wait()
-        elif self._shim is not None:
-            self._shim.reap(self.pid, key=self._key)
+        self._shim.reap(self.pid, key=self._key)
         self._is_reaped = True
 
     def _see_end(self) -> None:
@@ -212,7 +199,7 @@ class Process:
     async def _until_adopted(self) -> None:
         """Wait until the shim has adopted a fork: it may have been killed before."""
         deadline = self._loop.time() + ADOPTED_S_MAX
-        while ((proc := linux.read(self.pid)) is not None and proc.ppid != self._parent_pid
+        while ((proc := linux.read(self.pid)) is not None and proc.ppid != self._shim.pid
                and self._loop.time() < deadline):
             await asyncio.sleep(_POLL_S_MIN)
 
@@ -234,7 +221,7 @@ class Process:
     def _descendants(self) -> tuple[list[linux.Proc], bool]:
         """(Live processes of the session and group, and the orphans that the parent has adopted;
         whether another child of it may be one: inside execve it has no environment)."""
-        procs, parent = linux.table(), self._parent_pid
+        procs, parent = linux.table(), self._shim.pid
         roots: set[int] = set()
         has_unknown = False
         for proc in procs:
@@ -248,9 +235,6 @@ class Process:
             if is_ours:
                 roots.add(proc.pid)
                 if proc.state == "Z" and proc.ppid == parent:
-                    if self._shim is not None:
-                        self._shim.reap(proc.pid)
-                    else:
-                        linux.reap(proc.pid)
+                    self._shim.reap(proc.pid)
         left = [proc for proc in linux.descendants(roots, procs) if proc.state not in "ZX"]
         return left, has_unknown

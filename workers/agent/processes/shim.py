@@ -25,7 +25,8 @@ ARGV = (sys.executable, "-P", "-m", "unicron.workers.host.shim")
 CALL_S_MAX = 30.0
 """A call takes a millisecond. The first one waits until a new shim has started."""
 NODE, STORE, STORE_PROCESS, ZYGOTE = "node", "store", "store-process", "zygote"
-"""Keys of what is held, other than the ranks' `task.rank.attempt`."""
+CHECK = "check/"
+"""Keys of what is held, other than the ranks' `task.rank.attempt`; CHECK begins that of a check."""
 
 _log = structlog.get_logger("agent")
 _replies = msgspec.msgpack.Decoder(shim.Reply)
