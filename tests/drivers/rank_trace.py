@@ -17,6 +17,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,7 +64,6 @@ class Trace(trace.Trace):
         super().__init__(rank)
         self._head = {"task": task, "rank": rank, "attempt": attempt, "pid": os.getpid()}
         self._file = -1
-        self.is_on = bool(folder)
         if folder:
             os.makedirs(folder, exist_ok=True)
             self._file = os.open(os.path.join(folder, f"{task}-{rank}.jsonl"),
@@ -72,7 +73,7 @@ class Trace(trace.Trace):
     def note(self, event: Event, generation: int, iteration: int, *, micro_batch: int = -1,
              bucket: int = -1) -> None:
         """Record a phase. Returns when the rank may continue. Raises an injected fault."""
-        if not self.is_on:
+        if self._file < 0:
             return
         where = {"generation": generation, "iteration": iteration, "micro_batch": micro_batch,
                  "bucket": bucket, "event": event}
@@ -96,6 +97,21 @@ class Trace(trace.Trace):
                 is_held = True
             time.sleep(HOLD_S)
 
+    def watch(self, trainee: Any, note: trace.Note) -> None:
+        """Note also the middle of the passes, and of the step."""
+        if self._file < 0:
+            return
+        from unicron.workers.training.model import optimizers  # not in a process of the tests
+        layers = trainee.modules[0].decoder.layers
+        middle = layers[len(layers) // 2]
+        middle.register_forward_hook(partial(_middle, note))
+        if trainee.axes.tp > 1:
+            last = getattr(middle.mlp, "linear_fc2", middle.self_attention.linear_proj)
+            last.register_forward_pre_hook(lambda module, inputs: note("tensor"))
+        for part in optimizers.parts(trainee.optimizer):
+            if not optimizers.is_fused(part):  # which steps all groups in one call
+                _note_groups(part, note)
+
     def _read_hold(self) -> dict[str, Any] | None:
         try:
             return dict(json.loads(self._hold.read_bytes()))
@@ -105,3 +121,25 @@ class Trace(trace.Trace):
     def _write(self, where: dict[str, Any]) -> None:
         line = json.dumps({"t": time.time(), **self._head, **where})
         os.write(self._file, line.encode() + b"\n")
+
+
+def _middle(note: trace.Note, module: Any, inputs: Any, output: Any) -> None:
+    import torch
+    note("forward_mid")
+    hidden = output[0] if isinstance(output, tuple) else output
+    # Without gradients it is the first forward of a layer that is recomputed. A hook would keep
+    # later ones from the output of the whole recomputation, which is the same tensor.
+    if torch.is_grad_enabled() and hidden.requires_grad:
+        hidden.register_hook(lambda gradient: note("backward_mid"))
+
+
+def _note_groups(optimizer: Any, note: trace.Note) -> None:
+    """Note when an Adam begins to step one of its parameter groups, but the first."""
+    original, turns = optimizer._init_group, cycle(range(len(optimizer.param_groups)))
+
+    def init_group(*args: Any, **options: Any) -> Any:
+        if next(turns):  # the previous groups have been stepped
+            note("step_mid")
+        return original(*args, **options)
+
+    optimizer._init_group = init_group

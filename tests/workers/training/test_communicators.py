@@ -137,7 +137,7 @@ def test_an_aborted_group_means_quiesced_only_after_an_interrupt() -> None:
     with agent, theirs:
         reduction = Reduction(trainee, Control(theirs, 0, Unpacker()), ours,
                               lambda event, bucket=-1: None,
-                              Marks(ProgressWriter(), overlap=False), closely=False)
+                              Marks(ProgressWriter(), overlap=False))
         ours.backend = "nccl"
         dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="has not been initialized"):

@@ -7,7 +7,7 @@ Every part is in all the versions of known_versions.py, if its function does not
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -123,21 +123,6 @@ def recorded_collectives(*, only_active: bool) -> bytes:
         if b'"record_id"' in data:
             break
     return data or b"{}"
-
-
-# --- The optimizer ---
-
-
-@reaches("torch.optim.adam", "Adam._init_group")
-def before_each_group(optimizer: Any, call: Callable[[], None]) -> None:
-    """Call this whenever an Adam begins to step one of its parameter groups."""
-    original = optimizer._init_group
-
-    def init_group(*args: Any, **options: Any) -> Any:
-        call()
-        return original(*args, **options)
-
-    optimizer._init_group = init_group
 
 
 # --- The compiler ---

@@ -18,7 +18,7 @@ import runpy
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, Phase, ProgressWriter
 
@@ -43,15 +43,15 @@ class Note(Protocol):
 class Trace:
     """Is told when a phase of rank `rank` begins. This one does nothing."""
 
-    is_on = False
-    """Whether it is also told of phases inside the forward and backward passes."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
     def note(self, event: Event, generation: int, iteration: int, *, micro_batch: int = -1,
              bucket: int = -1) -> None:
         """Returns when the rank may continue."""
+
+    def watch(self, trainee: Any, note: Note) -> None:
+        """A new model: what it does between the phases may be noted too."""
 
 
 def trace_of(folder: str, task: int, rank: int, attempt: int) -> Trace:

@@ -6,6 +6,7 @@ it. The reduction overlaps with the last backward (overlapped_reduction.py), or 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,13 +21,78 @@ from ...diagnosis.classifier import NOTHING
 from ..communicators.communicators import ABORTED, Communicators
 from ..model import cpu_device
 from ..model.experts import RouterSums
+from ..model.optimizers import scalers
 from ..model.trainee import TrainingModel
 from ..process.control_thread import Abandoned, Control, Interrupted
 from ..process.exit_report import verdict_of
 from ..process.trace import Marks, Note
 from .losses import Losses
 from .overlapped_reduction import BucketLauncher, GradientBackup
-from .phase_hooks import PhaseHooks
+
+
+# --- Hooks on Megatron's own phases, which report each phase as it begins and change nothing ---
+class PhaseHooks:
+    """Hooks on the model's buckets and its optimizer."""
+
+    def __init__(self, trainee: TrainingModel, note: Note) -> None:
+        self._note = note
+        self._local = threading.local()  # an abandoned reduction may still run in another thread
+        for index, group in enumerate(trainee.bucket_groups if not trainee.train.overlap else ()):
+            _hook(group, "finish_grad_sync", partial(self._enter, index),
+                  partial(self._leave, index))
+        optimizer = trainee.optimizer
+        _hook(optimizer, "prepare_grads", lambda: note("unscale"))
+        for scaler in scalers(optimizer):
+            _hook(scaler, "update", lambda: note("scaler"))
+        _hook(optimizer, "get_grad_norm", lambda: note("norm"), lambda: note("clip"))
+        _hook(optimizer, "step_with_ready_grads", lambda: note("step"), lambda: note("stepped"))
+        for module in {trainee.modules[0], trainee.modules[-1]} if trainee.axes.pp > 1 else ():
+            if getattr(module, "share_embeddings_and_output_weights", False):
+                _hook(module, "shared_embedding_or_output_weight", self._embedding)
+
+    @contextmanager
+    def reduction(self, complete: list[bool], check_active: Callable[[], None]) -> Generator[None]:
+        """In this context, `complete` gets an entry per begun bucket: True if it was completed.
+        `check_active` raises as soon as the reduction must be left."""
+        self._local.complete = complete
+        self._local.check_active = check_active
+        self._local.is_in = True
+        try:
+            yield
+        finally:
+            self._local.is_in = False
+
+    def _enter(self, bucket: int) -> None:
+        self._note("bucket", bucket)
+        self._local.check_active()
+        self._local.complete.append(False)
+
+    def _leave(self, bucket: int) -> None:
+        self._note("bucket_done", bucket)
+        self._local.check_active()
+        self._local.complete[-1] = True
+
+    def _embedding(self) -> None:
+        """Megatron calls this before it adds up the tied weight's two gradients, and in passes."""
+        if getattr(self._local, "is_in", False):
+            self._note("embedding")
+            self._local.check_active()
+
+
+def _hook(thing: Any, method: str, before: Callable[[], None],
+          after: Callable[[], None] | None = None) -> None:
+    """Call `before` and `after` around this method of `thing`."""
+    original = getattr(thing, method)
+
+    def hooked(*args: Any, **options: Any) -> Any:
+        before()
+        result = original(*args, **options)
+        if after is not None:
+            after()
+        return result
+
+    setattr(thing, method, hooked)
+
 
 T = TypeVar("T")
 Outcome = Literal["stepped", "boundary", "quiesced", "failed"]
@@ -58,7 +124,7 @@ class Reduction:
     error, `verdict` its classification, `num_complete` the number of completed buckets."""
 
     def __init__(self, trainee: TrainingModel, control: Control, communicators: Communicators,
-                 note: Note, marks: Marks, *, closely: bool) -> None:
+                 note: Note, marks: Marks) -> None:
         self.why = ""
         self.verdict = NOTHING
         self.num_complete = 0
@@ -72,7 +138,7 @@ class Reduction:
         self._control, self._communicators = control, communicators
         self._note = note
         self._marks = marks
-        self._hooks = PhaseHooks(trainee, note, closely=closely)
+        self._hooks = PhaseHooks(trainee, note)
         self._backup = GradientBackup(trainee)
         self._buckets = (BucketLauncher(trainee.bucket_groups, self._backup, note)
                          if trainee.train.overlap else None)

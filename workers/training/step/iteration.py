@@ -127,7 +127,8 @@ class Iteration:
         self.is_stuck = self.is_ready = False
         self.marks.passes = COLLECTIVE_CODE if trainee.replica_size > 1 else OWN_CODE
         self.reduction = Reduction(trainee, self._control, self._communicators, self._note,
-                                   self.marks, closely=self.trace.is_on)
+                                   self.marks)
+        self.trace.watch(trainee, self._note)
 
     @property
     def kept(self) -> tuple[int, ...]:
