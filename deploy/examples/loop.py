@@ -1,7 +1,8 @@
 """A training loop on megatron-core that has adopted Unicron: a small GPT, on a CPU or a GPU.
 
 `unicron submit deploy/examples/loop.yaml` heals it in memory. `python deploy/examples/loop.py` and
-`torchrun --nproc-per-node 2 deploy/examples/loop.py` run the same without an agent.
+`torchrun --nproc-per-node 2 deploy/examples/loop.py` run the same without an agent. With
+`--experts`, as in experts.yaml, each layer has a mixture of experts; its routers are healed, too.
 """
 
 import argparse
@@ -27,8 +28,17 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--iterations", type=int, default=20)
 parser.add_argument("--micro-batches", type=int, default=8)
 parser.add_argument("--sharded", action="store_true", help="Megatron's distributed optimizer")
+parser.add_argument("--experts", action="store_true", help="a mixture of experts in each layer")
 parser.add_argument("--losses", type=Path, help="a file for a line of JSON for each iteration")
 asked = parser.parse_args()
+
+MIXTURE = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 32, "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2,
+    "moe_z_loss_coeff": 1e-3, "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True, "add_bias_linear": False}
+"""Routers balance the experts by biases and an auxiliary loss. Each layer has a shared one, too."""
 
 
 def build(groups, axes, place):
@@ -40,14 +50,15 @@ def build(groups, axes, place):
         bias_dropout_fusion=False, tensor_model_parallel_size=axes.tp,
         pipeline_model_parallel_size=axes.pp, pipeline_dtype=torch.float32,
         virtual_pipeline_model_parallel_size=axes.chunks if many else None,
-        overlap_p2p_comm=many, batch_p2p_comm=not many)
+        overlap_p2p_comm=many, batch_p2p_comm=not many,
+        sequence_parallel=asked.experts and axes.tp > 1, **MIXTURE if asked.experts else {})
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
     sharing = DistributedDataParallelConfig(grad_reduce_in_fp32=True,
                                             use_distributed_optimizer=asked.sharded)
     ddps = []
     for chunk in range(axes.chunks):
         module = GPTModel(
-            config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY,
+            config, get_gpt_layer_local_spec(config.num_moe_experts), vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE, pre_process=first and chunk == 0,
             post_process=last and chunk == axes.chunks - 1, pg_collection=groups,
             vp_stage=chunk if many else None)
@@ -101,6 +112,7 @@ with adopt(build=build, sample=sample, forward=forward, iterations=asked.iterati
     for _ in job:
         iteration = job.step()
         line = {"iteration": iteration, "loss": job.loss, "ranks": job.num_members}
+        line |= job.auxiliary_losses
         if (iteration + 1) % EVALUATE_EVERY == 0:
             line |= job.evaluate(lambda: validate(job)) or {}
         if job.is_last:

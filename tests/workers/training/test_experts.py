@@ -20,26 +20,27 @@ from unicron.events.errors import UsageError
 from unicron.events.spec.model import Axes
 from unicron.workers.training.inference import stored_model
 
-EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "experts.py"
 ITERATIONS, MICRO_BATCHES = 7, 8
-WORDS = ["--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES)]
+WORDS = ["--experts", "--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES)]
 State = dict[str, Any]
 Stock = Callable[[str, Axes], tuple[State, float]]
 CONFIG = "bias_dropout_fusion=False,"
-AUX = 'moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2'
-BIASED = 'moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True'
+AUX = '"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2,'
+BIASED = """"moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,"""
 FLOAT_16 = "from megatron.core.transformer.module import Float16Module"
 SHARING, OPTIMIZER = "grad_reduce_in_fp32=True", "clip_grad=1.0"
 Change = list[tuple[str, str]]
 CHANGES: dict[str, Change] = {
     "as it is": [],
     "by sequence": [
-        (AUX, 'moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], '
-              "moe_aux_loss_coeff=[1e-2, 1e-2]"),
+        (AUX, '"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], '
+              '"moe_aux_loss_coeff": [1e-2, 1e-2],'),
         ('"alltoall"', '"allgather"')],
-    "sinkhorn": [(AUX, 'moe_router_load_balancing_type="sinkhorn"'), (BIASED, "")],
-    "with a capacity": [(BIASED, "moe_expert_capacity_factor=1.0")],
-    "only biases": [(AUX, 'moe_router_load_balancing_type="none"'), ("moe_z_loss_coeff=1e-3,", "")],
+    "sinkhorn": [(AUX, '"moe_router_load_balancing_type": "sinkhorn",'), (BIASED, "")],
+    "with a capacity": [(BIASED, '"moe_expert_capacity_factor": 1.0,')],
+    "only biases": [(AUX, '"moe_router_load_balancing_type": "none",'),
+                    ('"moe_z_loss_coeff": 1e-3,', "")],
     "bf16": [
         ("pipeline_dtype=torch.float32", "pipeline_dtype=torch.bfloat16, bf16=True, "
                                          "params_dtype=torch.bfloat16"),
@@ -69,9 +70,10 @@ def order(number: int) -> list[tuple[str, str]]:
 
 def loop(folder: Path, nursery: Nursery, *changes: tuple[str, str], **options: Any) -> Driver:
     """A driver whose ranks run the example with these changes."""
-    script = changed_example(folder, changes, EXAMPLE)
-    return drive_loop(folder, nursery, ["--losses", str(folder / "losses")], iterations=ITERATIONS,
-                      micro_batches=MICRO_BATCHES, script=script, **options)
+    script = changed_example(folder, changes)
+    words = ["--experts", "--losses", str(folder / "losses")]
+    return drive_loop(folder, nursery, words, iterations=ITERATIONS, micro_batches=MICRO_BATCHES,
+                      script=script, **options)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def stock(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Stock:
 
     def run(change: str, axes: Axes, number: int) -> State:
         folder = tmp_path_factory.mktemp("stock")
-        script = changed_example(folder, [*CHANGES[change], *order(number)], EXAMPLE)
+        script = changed_example(folder, [*CHANGES[change], *order(number)])
         return stock_loop.run(nursery, script, WORDS, axes)
 
     def find(change: str, axes: Axes) -> tuple[State, float]:
@@ -160,7 +162,7 @@ def test_training_continues_after_a_lost_rank(
 
 def test_the_example_trains_by_a_launcher(tmp_path: Path, nursery: Nursery, stock: Stock) -> None:
     calm, tolerance = stock("as it is", Axes())
-    script, file = changed_example(tmp_path, [], EXAMPLE), tmp_path / "losses"
+    script, file = changed_example(tmp_path, []), tmp_path / "losses"
     found = fork(nursery, script, [*WORDS, "--losses", str(file)], 2)
     assert [code for code, _ in found] == [0, 0], found
     lines = [json.loads(line) for line in file.read_text().splitlines()]

@@ -24,7 +24,7 @@ from unicron.workers.training.recovery import state_shards
 ITERATIONS, MICRO_BATCHES, STRUCK, EVERY = 6, 6, 3, 2
 RELATIVE_MAX = 1e-5
 BEGIN = "VOCABULARY, SEQUENCE, ROWS"
-SPEC = "config, get_gpt_layer_local_spec(),"
+SPEC = "config, get_gpt_layer_local_spec(config.num_moe_experts),"
 Loops = Callable[..., Driver]
 
 

@@ -135,7 +135,7 @@ LLAMA = (
     ("num_attention_heads=4,", "num_attention_heads=4, num_query_groups=2, ffn_hidden_size=96, "
      "gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False, "
      "normalization='RMSNorm',"),
-    ("get_gpt_layer_local_spec()", "get_gpt_layer_local_spec(normalization='RMSNorm')"),
+    ("local_spec(config.num_moe_experts)", "local_spec(normalization='RMSNorm')"),
     ("pg_collection=groups,\n            vp_stage", "pg_collection=groups, "
      "share_embeddings_and_output_weights=False, position_embedding_type='rope',\n"
      "            vp_stage"))
