@@ -52,11 +52,11 @@ STUDIES: dict[str, dict[str, float]] = {
         s.EXITED_ABNORMALLY: 6},
 }
 
-HOUR_S, DAY_S = 3600.0, 86400.0
+HOUR_S = 3600.0
 MTBF_S_MAX = 1e12
 FAULTS_NUM_MAX = 1_000_000
 SEED_MAX = 2**53
-RATES = ("mtbf_gpu_h", "mtbf_gpu_days", "mtbf_node_h", "count")
+RATES = ("mtbf_gpu_h", "mtbf_node_h", "count")
 SEVERITIES = ("SEV1", "SEV2", "SEV3")
 OTHER = "other"
 
@@ -97,7 +97,6 @@ class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     seed: int = 1
     mtbf_gpu_h: float | None = None
-    mtbf_gpu_days: float | None = None
     mtbf_node_h: float | None = None
     count: int | dict[str, int] | None = None
     causes: str | dict[str, float] = "unicron"
@@ -296,8 +295,6 @@ def mean_s(drawn: Drawn, num_slots: int) -> float:
         return drawn.mtbf_node_h * HOUR_S
     if drawn.mtbf_gpu_h is not None:
         return drawn.mtbf_gpu_h * HOUR_S / num_slots
-    if drawn.mtbf_gpu_days is not None:
-        return drawn.mtbf_gpu_days * DAY_S / num_slots
     return math.inf
 
 

@@ -1,4 +1,4 @@
-"""Trace files: CSV, JSON lines, and churn of spot nodes (docs/guides/traces.md)."""
+"""Trace files: CSV, and churn of spot nodes (docs/guides/traces.md)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 from typing import NamedTuple
 
-import msgspec
-from msgspec import Struct
-
 from ....events.errors import SpecError, UsageError
 from ....events.records.statuses import LOST_CONNECTION
-from ....events.spec.validation import spec_error
 from ...incidents.severity import TABLE, row_of
 from .external_event import AT_S_MAX, EVENTS, Event, ExternalEvent
 
@@ -24,7 +20,7 @@ CHURN = re.compile(r"\s*[-+.\w]*\s*,\s*(add|remove)\s*,")
 CHURN_EVENTS = ("add", "remove")
 NAME_CHARS_MAX = 253
 SHOWN_CHARS_MAX = 60
-FORMS = f"CSV with the header {','.join(HEADER)}, JSON lines, or time_ms,add|remove,node"
+FORMS = f"CSV with the header {','.join(HEADER)}, or time_ms,add|remove,node"
 DOCS = "see docs/guides/simulate.md"
 
 
@@ -35,7 +31,7 @@ class Trace(NamedTuple):
     nodes: tuple[str, ...] = ()
 
 
-class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Line(NamedTuple):
     """One event of a file. The node of a fault is `repaired` after `repair_s`, unless that is 0."""
 
     at_s: float
@@ -52,8 +48,7 @@ def read(text: str, source: str) -> Trace:
     first = next((line for line in lines if line.strip()), "")
     if CHURN.match(first):
         return _churn(lines, source)
-    rows = _json if first.lstrip().startswith("{") else _csv
-    found = [one for where, line in rows(lines, source) for one in _events_of(line, where)]
+    found = [one for where, line in _csv(lines, source) for one in _events_of(line, where)]
     return Trace(sorted(found, key=lambda one: one.at_s))
 
 
@@ -95,21 +90,6 @@ def _seconds(word: str, name: str, where: str) -> float:
     except ValueError:
         raise UsageError(f"{where}: {name} is {word[:SHOWN_CHARS_MAX]!r}",
                          "a number of seconds") from None
-
-
-def _json(lines: Iterable[str], source: str) -> Iterator[tuple[str, Line]]:
-    for number, line in enumerate(lines, 1):
-        where = f"{source}: line {number}"
-        if not line.strip():
-            continue
-        try:
-            yield where, msgspec.json.decode(line, type=Line)
-        except msgspec.ValidationError as error:
-            parsed = spec_error(str(error), Line, f"the keys: {', '.join((*HEADER, REPAIR))}")
-            raise UsageError(f"{where}: {parsed}", parsed.hint) from None
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-            raise UsageError(f"{where}: not JSON", "one object a line, with the keys "
-                             f"{', '.join((*HEADER, REPAIR))}") from None
 
 
 def _events_of(line: Line, where: str) -> Iterator[ExternalEvent]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 POLICIES = ("unicron", "shrink", "spares", "requeue", "megatron")
 GPUS_PER_NODE = 8
-MTBF_GPU_DAYS = 2111.6
+MTBF_GPU_H = 50_678.4
 """54 days x 16,384 GPUs / 419 unexpected interruptions (Llama 3, arXiv 2407.21783, table 5)."""
 DAY_S = 86400.0
 SEED = 7
@@ -37,7 +37,7 @@ def scenario(name: str, policies: Sequence[str]) -> dict[str, Any]:
         "tasks": [_task(number, max(round(random.uniform(0.4, 2.0) * fair), 2),
                         random.choice([0.5, 1.0, 2.0])) for number in range(case.num_tasks)],
         "policies": {policy: {} for policy in policies}, "horizon_s": case.days * DAY_S,
-        "trace": {"drawn": {"seed": SEED, "mtbf_gpu_days": MTBF_GPU_DAYS, "causes": "llama3",
+        "trace": {"drawn": {"seed": SEED, "mtbf_gpu_h": MTBF_GPU_H, "causes": "llama3",
                             "repair": "superbench"}}}
 
 

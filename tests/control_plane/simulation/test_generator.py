@@ -25,7 +25,6 @@ from unicron.control_plane.simulation.run import Run
 from unicron.control_plane.simulation.trace import repair_time, trace_file
 from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 from unicron.control_plane.simulation.trace.generator import (
-    DAY_S,
     HOUR_S,
     OFFENDERS,
     STUDIES,
@@ -33,7 +32,7 @@ from unicron.control_plane.simulation.trace.generator import (
     Drawn,
     draw,
 )
-from unicron.control_plane.simulation.trace.repair_time import Lognormal, Repair
+from unicron.control_plane.simulation.trace.repair_time import DAY_S, Lognormal, Repair
 from unicron.events.errors import SpecError
 
 NODES = [f"n{number}" for number in range(64)]
@@ -53,7 +52,7 @@ def is_near(found: float, mean: float, deviation: float) -> bool:
 
 
 # --- the same by seed ---------------------------------------------------------------------------
-EVERY_OPTION = Drawn(seed=7, mtbf_gpu_days=300.0, causes="llama3", repair="superbench",
+EVERY_OPTION = Drawn(seed=7, mtbf_gpu_h=7200.0, causes="llama3", repair="superbench",
                   repeat="superbench", bursts=Bursts(every_h=200.0, sizes={2: 3.0, 6: 1.0}))
 
 
@@ -61,7 +60,7 @@ def test_the_same_seed_draws_the_same_bytes_everywhere() -> None:
     """The digest is of one machine; other mathematics libraries must give the same digest."""
     text = "\n".join(trace_file.written(draw(EVERY_OPTION, NODES, 8, YEAR_S)))
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "1306d3c99d70c81f"
-    counted = replace(EVERY_OPTION, mtbf_gpu_days=None, count={"SEV1": 50, "other": 70})
+    counted = replace(EVERY_OPTION, mtbf_gpu_h=None, count={"SEV1": 50, "other": 70})
     text = "\n".join(trace_file.written(draw(counted, NODES, 8, YEAR_S)))
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "d59ea0835c3f63dd"
 
@@ -71,7 +70,7 @@ def test_another_seed_draws_another_trace() -> None:
 
 
 def test_other_causes_or_repairs_keep_the_fault_times() -> None:
-    plain = Drawn(mtbf_gpu_days=300.0, repair=NONE, causes={"task hang": 1.0})
+    plain = Drawn(mtbf_gpu_h=7200.0, repair=NONE, causes={"task hang": 1.0})
     times = [(one.at_s, one.node) for one in faults(plain)]
     assert [(one.at_s, one.node) for one in faults(replace(plain, causes="acme"))] == times
     away = faults(replace(plain, causes="acme", repair=Repair(constant_s=10 * DAY_S)))
@@ -89,7 +88,7 @@ def test_a_larger_cluster_keeps_the_faults_of_its_first_nodes() -> None:
 
 # --- how many, and of what kind ------------------------------------------------------------------
 @pytest.mark.parametrize("rate", [
-    {"mtbf_gpu_days": 300.0}, {"mtbf_gpu_h": 7200.0}, {"mtbf_node_h": 900.0}])
+    {"mtbf_gpu_h": 7200.0}, {"mtbf_node_h": 900.0}])
 def test_faults_are_poisson_at_the_requested_rate(rate: dict[str, float]) -> None:
     found = faults(Drawn(**rate, repair=NONE))
     mean = len(NODES) * YEAR_S / (900.0 * HOUR_S)

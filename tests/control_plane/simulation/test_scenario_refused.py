@@ -14,7 +14,7 @@ from unicron.cli.simulate import compare
 from unicron.events.errors import SpecError, UsageError
 from unicron.events.spec.policy import BOUNDS
 
-DRAWN = {"mtbf_gpu_days": 100}
+DRAWN = {"mtbf_gpu_h": 2400}
 
 
 def plain(**changes: Any) -> dict[str, Any]:
@@ -122,13 +122,13 @@ def test_a_missing_field_is_refused(without: str, tmp_path: Path) -> None:
     ({"trace": {"drawing": {}}}, "trace.drawing: is not a field"),
     ({"trace": {"drawn": {}}}, "trace.drawn: has 0 of its rates, not one"),
     (drawn(count=5), "trace.drawn: has 2 of its rates, not one"),
-    (drawn(mtbf_gpu_days=0), "trace.drawn.mtbf_gpu_days: is 0"),
-    (drawn(mtbf_gpu_days=float("nan")), "trace.drawn.mtbf_gpu_days: is nan"),
-    (drawn(mtbf_gpu_days=1e-12), "trace.drawn: draws about"),
-    (drawn(mtbf_gpu_days=None, count=-1), "trace.drawn.count: is -1"),
-    (drawn(mtbf_gpu_days=None, count=10**9), "trace.drawn: draws about 1e+09 faults"),
-    (drawn(mtbf_gpu_days=None, count={"SEV4": 1}), "trace.drawn.count: 'SEV4' is no severity"),
-    (drawn(mtbf_gpu_days=None, count={"SEV1": 1}, causes={"task hang": 1}),
+    (drawn(mtbf_gpu_h=0), "trace.drawn.mtbf_gpu_h: is 0"),
+    (drawn(mtbf_gpu_h=float("nan")), "trace.drawn.mtbf_gpu_h: is nan"),
+    (drawn(mtbf_gpu_h=1e-12), "trace.drawn: draws about"),
+    (drawn(mtbf_gpu_h=None, count=-1), "trace.drawn.count: is -1"),
+    (drawn(mtbf_gpu_h=None, count=10**9), "trace.drawn: draws about 1e+09 faults"),
+    (drawn(mtbf_gpu_h=None, count={"SEV4": 1}), "trace.drawn.count: 'SEV4' is no severity"),
+    (drawn(mtbf_gpu_h=None, count={"SEV1": 1}, causes={"task hang": 1}),
      "trace.drawn.count: needs a cause of SEV1"),
     (drawn(seed=-1), "trace.drawn.seed: is -1"),
     (drawn(causes="nasa"), "trace.drawn.causes: 'nasa' is no study"),
