@@ -3,6 +3,7 @@
 `unicron submit deploy/examples/loop.yaml` heals it in memory. `python deploy/examples/loop.py` and
 `torchrun --nproc-per-node 2 deploy/examples/loop.py` run the same without an agent. With
 `--experts`, as in experts.yaml, each layer has a mixture of experts; its routers are healed, too.
+With `--workers`, as in data_loader.yaml, a torch DataLoader reads the data.
 """
 
 import argparse
@@ -20,8 +21,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-VOCABULARY, SEQUENCE, ROWS = 64, 16, 2
+VOCABULARY, SEQUENCE, ROWS, SAMPLES = 64, 16, 2, 75
 LR, EVALUATE_EVERY, EVALUATED = 1e-3, 5, 4
 
 parser = argparse.ArgumentParser()
@@ -29,6 +31,7 @@ parser.add_argument("--iterations", type=int, default=20)
 parser.add_argument("--micro-batches", type=int, default=8)
 parser.add_argument("--sharded", action="store_true", help="Megatron's distributed optimizer")
 parser.add_argument("--experts", action="store_true", help="a mixture of experts in each layer")
+parser.add_argument("--workers", type=int, help="processes of a DataLoader that reads the data")
 parser.add_argument("--losses", type=Path, help="a file for a line of JSON for each iteration")
 asked = parser.parse_args()
 
@@ -88,6 +91,26 @@ def sample(iteration, micro_batch):
     return tokens(iteration * asked.micro_batches + micro_batch)
 
 
+class Runs(Dataset):
+    """Runs of numbers, each with a stride of its own, from a start that is drawn anew each time."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        start = torch.randint(VOCABULARY, ())
+        return (start + index * torch.arange(SEQUENCE + 1)) % VOCABULARY
+
+
+def loader():
+    """A shuffled DataLoader. Its batches are the micro-batches of all ranks: of SAMPLES samples,
+    each epoch has SAMPLES // ROWS."""
+    order = RandomSampler(Runs(), generator=torch.Generator().manual_seed(7))
+    ahead = {"prefetch_factor": 2, "persistent_workers": True} if asked.workers else {}
+    return DataLoader(Runs(), batch_size=ROWS, sampler=order, drop_last=True,
+                      num_workers=asked.workers, **ahead)
+
+
 def forward(model, batch):
     """What a chunk of the model makes of it; of the last chunk's, which is the loss of each token,
     their sum and number."""
@@ -106,9 +129,9 @@ def validate(job):
     return {"validation": loss, "validation_s": took_s.item()}
 
 
-with adopt(build=build, sample=sample, forward=forward, iterations=asked.iterations,
-           micro_batches=asked.micro_batches, samples=ROWS, sequence=SEQUENCE,
-           on_rebuild=lambda groups: dist.new_group()) as job:
+with adopt(build=build, sample=sample if asked.workers is None else loader(), forward=forward,
+           iterations=asked.iterations, micro_batches=asked.micro_batches, samples=ROWS,
+           sequence=SEQUENCE, on_rebuild=lambda groups: dist.new_group()) as job:
     for _ in job:
         iteration = job.step()
         line = {"iteration": iteration, "loss": job.loss, "ranks": job.num_members}

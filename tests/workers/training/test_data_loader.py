@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +20,6 @@ from unicron.events.errors import UsageError
 from unicron.events.spec.model import Axes
 from unicron.workers.training.adopt.data_loader import LoaderBatches
 
-EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "data_loader.py"
 ITERATIONS, MICRO_BATCHES, STRUCK = 8, 6, 6
 """48 batches: more than an epoch of the example, of 37. The second one begins in iteration 6."""
 WORKERS: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": True}
@@ -166,28 +165,37 @@ def test_a_loader_whose_batches_have_no_number_is_refused(made: Any, line: str) 
 
 
 # --- the example ---
+DISTRIBUTED = [("RandomSampler(Runs(), generator=torch.Generator().manual_seed(7))",
+                "DistributedSampler(Runs(), num_replicas=1, rank=0, seed=7)"),
+               ("RandomSampler\n", "DistributedSampler\n")]
+
+
 def losses(text: str) -> dict[int, float]:
-    lines = re.findall(r"^(\d+) (\d+\.\d+)$", text, re.MULTILINE)
-    return {int(iteration): float(loss) for iteration, loss in lines}
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return {line["iteration"]: line["loss"] for line in lines}
 
 
-def words(*more: str) -> list[str]:
-    return ["--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES), *more]
+def words(num_workers: int) -> list[str]:
+    return ["--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES),
+            "--workers", str(num_workers)]
 
 
 @pytest.fixture
-def driver(tmp_path: Path, nursery: Nursery, request: pytest.FixtureRequest) -> Iterator[Driver]:
-    made = drive_loop(tmp_path, nursery, request.param, iterations=ITERATIONS,
-                      micro_batches=MICRO_BATCHES, script=EXAMPLE)
+def script(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return changed_example(tmp_path, request.param)
+
+
+@pytest.fixture
+def driver(tmp_path: Path, nursery: Nursery, script: Path) -> Iterator[Driver]:
+    made = drive_loop(tmp_path, nursery, ["--workers", "2"], iterations=ITERATIONS,
+                      micro_batches=MICRO_BATCHES, script=script)
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("driver", [[], ["--distributed"]], indirect=True, ids=str)
-def test_a_killed_rank_changes_no_loss(tmp_path: Path, nursery: Nursery, driver: Driver) -> None:
-    given = list(driver.spec.command or ())[1:]
-    copy = changed_example(tmp_path, [], EXAMPLE)
-    ((code, output),) = fork(nursery, copy, [*given, "--workers", "0"], 1)
+@pytest.mark.parametrize("script", [[], DISTRIBUTED], indirect=True, ids=["random", "distributed"])
+def test_a_killed_rank_changes_no_loss(script: Path, nursery: Nursery, driver: Driver) -> None:
+    ((code, output),) = fork(nursery, script, words(0), 1)
     assert code == 0, output
     alone = losses(output)
     assert list(alone) == list(range(ITERATIONS)), output
@@ -214,7 +222,7 @@ def test_an_error_of_a_dataset_in_a_worker_is_one_line(
         tmp_path: Path, nursery: Nursery, raised: str, line: str) -> None:
     start = "        start = torch.randint(VOCABULARY, ())\n"
     script = changed_example(tmp_path, [(start, f"{start}        if index == 33:\n"
-                                                f"            {raised}\n")], EXAMPLE)
-    ((code, output),) = fork(nursery, script, words(), 1)
+                                                f"            {raised}\n")])
+    ((code, output),) = fork(nursery, script, words(2), 1)
     assert code == 2, output
     assert any(one.startswith(line) for one in output.splitlines()), output
