@@ -164,8 +164,6 @@ def _header(path: Path, file: IO[bytes]) -> tuple[Header, str]:
     if not isinstance(data, dict):
         raise UsageError(f"{path} is not an exported log", EXPORT_HINT)
     body = cast(dict[str, Any], data)
-    if "format" not in body and {"seq", "kind", "body"} <= body.keys():
-        _refuse_tail_output(file, codec.from_plain(body).seq)
     if body.get("format") != FORMAT:
         raise UsageError(f"{path} is not an exported log", EXPORT_HINT)
     stored = body.pop("chain", "")
@@ -180,18 +178,6 @@ def _header(path: Path, file: IO[bytes]) -> tuple[Header, str]:
     if stored != chain:
         raise CorruptLog(head.first_seq, "the header was changed: its chain does not match")
     return head, chain
-
-
-def _refuse_tail_output(file: IO[bytes], first: int) -> None:
-    """Refuse a file from `unicron tail -o jsonl`, which has neither header, chain nor footer."""
-    last = first
-    while line := file.readline(LINE_BYTES_MAX):
-        body, _ = _parse(line, last + 1, f"{last - first + 1} records")
-        if codec.from_plain(body).seq != last + 1:
-            raise CorruptLog(last + 1, f"the file has record {body['seq']} in its place")
-        last += 1
-    raise CorruptLog(last + 1, f"truncated after {last - first + 1} records: the file has neither "
-                     "header nor footer; unicron export FILE writes both")
 
 
 def _parse(line: bytes, seq: int, so_far: str) -> tuple[dict[str, Any], str]:
