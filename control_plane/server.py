@@ -32,6 +32,7 @@ from ..events.process_io import LogStream
 from ..events.spec.policy import Policy
 from .api.connections import ConnectionLimits, Listener, limits_of_descriptors, seldom_logged
 from .api.http import Address, HttpApi
+from .api.routes import ROUTES
 from .api.tokens import Tokens, share
 from .service import server_relay
 from .service.coordinator import Coordinator
@@ -122,8 +123,8 @@ async def _serve(options: Options) -> int:
             redis_url=server_relay.url_at(options.redis_url, advertised, options.port + 1,
                                           with_tls=options.certificate is not None)
             if is_relayed else options.redis_url)
-        http = HttpApi(coordinator, log, tokens=tokens, address=address, identities=identities,
-                       certificate=options.certificate, folder=folder)
+        http = HttpApi(ROUTES, coordinator, log, tokens=tokens, address=address,
+                       identities=identities, certificate=options.certificate, folder=folder)
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options, advertised)
         file = options.state / f"{options.name.replace('-', '_', 1)}.json"

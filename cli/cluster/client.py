@@ -1,4 +1,8 @@
-"""HTTP client of the control plane (docs/ARCHITECTURE.md, "HTTP"), standard library only."""
+"""HTTP client of the control plane (docs/guides/api.md), standard library only.
+
+`Client(url, token)`, or `connect()`, which finds them as the commands do. Answers are plain data,
+as in the OpenAPI document.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
-from urllib.parse import urlencode, urlsplit
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlencode, urlsplit
 
 from ...events import network_address, tls, unix_socket
 from ...events.errors import Leased, UnicronError, UsageError
@@ -21,6 +26,9 @@ from ...events.log import embedded_server
 from ...events.private_files import read_private
 from . import processes
 from .state_dir import StateDir, default, read_json
+
+if TYPE_CHECKING:
+    from ...control_plane.api.messages import NodeView, TaskView, View
 
 GOES_ON = "training goes on"
 REPLY_S_MAX = 10.0
@@ -100,12 +108,81 @@ class Client:
         with self._open("GET", path, query=query, limit_s=limit_s) as answer:
             return _json(answer)
 
-    def post(self, path: str, body: object, limit_s: float = REPLY_S_MAX) -> Any:
+    # --- reads; `at`: a past moment, a seq or a time, "": now ---
+    def state(self, at: str = "", *, explain: bool = False) -> View:
+        """The state of the cluster; `explain`: also what each waiting task needs."""
+        found: View = self.get("/v1/state", DRY_RUN_S_MAX, at=at, explain=int(explain))
+        return found
+
+    def task(self, task: int, at: str = "") -> TaskView:
+        """One task."""
+        found: TaskView = self.get(f"/v1/tasks/{task}", DRY_RUN_S_MAX, at=at)
+        return found
+
+    def tasks(self, at: str = "") -> Iterator[TaskView]:
+        """All tasks, a page at a time."""
+        return self.items("tasks", at)
+
+    def nodes(self, at: str = "") -> Iterator[NodeView]:
+        """All nodes, a page at a time."""
+        return self.items("nodes", at)
+
+    def plan(self, at: str = "") -> dict[str, Any]:
+        """The plan with its explanation."""
+        found: dict[str, Any] = self.get("/v1/plan", DRY_RUN_S_MAX, at=at)
+        return found
+
+    def dry_run(self, change: Mapping[str, object]) -> dict[str, Any]:
+        """What a change would lead to; `input` is for `apply`."""
+        found: dict[str, Any] = self.post("/v1/plan/dry-run", change, DRY_RUN_S_MAX)
+        return found
+
+    # --- requests; each returns the seq of its record, behind which is what was decided ---
+    def submit(self, job: Mapping[str, object]) -> int:
+        """Submit a job spec; the seq is the number of the task."""
+        return self._write("/v1/tasks", job)
+
+    def cancel(self, task: int, reason: str = "") -> int:
+        """Cancel a task."""
+        return self._write(f"/v1/tasks/{task}/cancel", {"reason": reason})
+
+    def set_weight(self, task: int, weight: float, reason: str = "") -> int:
+        """Set a task's weight."""
+        return self._write(f"/v1/tasks/{task}/weight", {"weight": weight, "reason": reason})
+
+    def drain(self, *nodes: str, reason: str = "") -> int:
+        """Move the tasks away from nodes."""
+        return self._write(f"/v1/nodes/{quote(','.join(nodes))}/drain", {"reason": reason})
+
+    def undrain(self, *nodes: str, reason: str = "") -> int:
+        """Allow tasks on drained nodes again."""
+        return self._write(f"/v1/nodes/{quote(','.join(nodes))}/undrain", {"reason": reason})
+
+    def apply(self, change: Mapping[str, object], check: int, reason: str = "") -> int:
+        """Carry out a dry run. Raises Refused (412) if the plan's input is not `check` any more."""
+        return self._write("/v1/plan/apply", {"change": change, "reason": reason},
+                           DRY_RUN_S_MAX, **{"If-Match": f'"{check}"'})
+
+    def _write(self, path: str, body: object, limit_s: float = REPLY_S_MAX, **headers: str) -> int:
+        return int(self.post(path, body, limit_s, **headers)["seq"])
+
+    # --- any call ---
+    def items(self, part: str, at: str = "") -> Iterator[Any]:
+        """The items of a list (`tasks`, `nodes`, `incidents`, `tokens`), of all its pages."""
+        cursor = ""
+        while True:
+            page = self.get(f"/v1/{part}", limit=1_000, cursor=cursor, at=at)
+            yield from page["items"]
+            if not (cursor := page["next"]):
+                return
+
+    def post(self, path: str, body: object, limit_s: float = REPLY_S_MAX, **headers: str) -> Any:
         """The JSON response of a POST. If the connection breaks, it is sent again with its key."""
-        key = secrets.token_hex(16)
+        headers["Idempotency-Key"] = secrets.token_hex(16)
         for last in (False, True):
             try:
-                with self._open("POST", path, body=body, key=key, limit_s=limit_s) as answer:
+                with self._open("POST", path, body=body, headers=headers,
+                                limit_s=limit_s) as answer:
                     return _json(answer)
             except (Interrupted, Unreachable):
                 if last:
@@ -113,13 +190,14 @@ class Client:
         raise AssertionError
 
     def records(self, after: int, *, follow: bool) -> Iterator[dict[str, Any]]:
-        """Records after `after` as plain data; with `follow` until the connection is closed."""
+        """Records after `after` as plain data; with `follow` until the connection is closed. Raises
+        Interrupted too, and Refused once the token has expired."""
         query = {"after": after, "follow": int(follow)}
         with self._open("GET", "/v1/log", query=query,
                         limit_s=None if follow else REPLY_S_MAX) as answer:
             for line in _lines(answer):
-                if "error" in (record := json.loads(line)):
-                    raise Unable(record["error"], record["hint"])
+                if "seq" not in (record := json.loads(line)):
+                    raise _refused(record, self._hint)
                 yield record
 
     def _open(self, method: str, path: str, *, limit_s: float | None = REPLY_S_MAX,
@@ -163,16 +241,15 @@ class Client:
         return found
 
     def _open_here(self, method: str, path: str, *, query: dict[str, Any] | None = None,
-                   body: object = None, key: str = "",
+                   body: object = None, headers: dict[str, str] | None = None,
                    limit_s: float | None = REPLY_S_MAX) -> http.client.HTTPResponse:
         link = self._link(min(limit_s or REPLY_S_MAX, REPLY_S_MAX))
-        headers = {"Authorization": f"Bearer {self.token}", "Connection": "close"}
-        if body is not None:
-            headers |= {"Content-Type": "application/json", "Idempotency-Key": key}
+        sent = {"Authorization": f"Bearer {self.token}", "Connection": "close", **(headers or {}),
+                **({"Content-Type": "application/json"} if body is not None else {})}
         target = f"{path}?{urlencode(query)}" if query else path
         try:
             with suppress(BrokenPipeError, ConnectionResetError):  # a body may be refused unread
-                link.request(method, target, None if body is None else json.dumps(body), headers)
+                link.request(method, target, None if body is None else json.dumps(body), sent)
             if link.sock is not None:
                 link.sock.settimeout(limit_s)
             answer = link.getresponse()
@@ -190,7 +267,7 @@ class Client:
             link.close()
             raise Leased(str(answer.headers["Unicron-Follows"]))
         if answer.status >= 400:
-            raise _refused(answer, self._hint)
+            raise _refused(_problem(answer), self._hint, passes="Retry-After" in answer.headers)
         return answer
 
     def _link(self, limit_s: float) -> http.client.HTTPConnection:
@@ -218,12 +295,13 @@ def running_here(state: StateDir) -> list[dict[str, Any]]:
     return [file for path in state.control_planes() if (file := read_json(path) or {}).get("url")]
 
 
-def connect(state: StateDir, urls: Urls = None) -> Client:
+def connect(state: StateDir | None = None, urls: Urls = None) -> Client:
     """A client of the control planes of --url or $UNICRON_URL, else of those of the state folder by
     their sockets, or by their URLs if the folder is that of another host, which shares it.
 
     The token is $UNICRON_TOKEN, else that of the state folder.
     """
+    state = state or StateDir(default())
     files = running_here(state)
     given = urls or [url for url in os.environ.get("UNICRON_URL", "").split(",") if url]
     host, ca = platform.node(), ""
@@ -252,7 +330,7 @@ def connect(state: StateDir, urls: Urls = None) -> Client:
         start = "unicron up restarts it: try again in a few seconds"
     # The socket is in a folder that only its owner can enter. The port may be a stranger's by now.
     first, *first.others = (Client(str(file["url"]), token, start, str(file.get("socket", "")),
-                                   lambda: _away(state)) for file in files)
+                                   partial(_away, state)) for file in files)
     return first
 
 
@@ -304,16 +382,22 @@ def _json(answer: http.client.HTTPResponse) -> Any:
         raise Interrupted(f"the control plane's response was interrupted ({_why(error)})") from None
 
 
-def _refused(answer: http.client.HTTPResponse, hint: str) -> Refused | Unable:
-    try:
-        error_body: Any = json.loads(answer.read(1 << 20))
-        message, advice = str(error_body["error"]), str(error_body.get("hint", ""))
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        message, advice = f"the control plane answered {answer.status} {answer.reason}", ""
-    if answer.status == 401 and "expired" not in message:
+def _problem(answer: http.client.HTTPResponse) -> dict[str, Any]:
+    """The problem details of an answer; made up if it is not one of a control plane."""
+    with suppress(OSError, http.client.HTTPException, ValueError):
+        found: Any = json.loads(answer.read(1 << 20))
+        if isinstance(found, dict) and "detail" in found:
+            return {"hint": "", **found, "status": answer.status}
+    return {"status": answer.status, "hint": "",
+            "detail": f"the control plane answered {answer.status} {answer.reason}"}
+
+
+def _refused(problem: dict[str, Any], hint: str, *, passes: bool = False) -> Refused | Unable:
+    status, message, advice = int(problem["status"]), str(problem["detail"]), str(problem["hint"])
+    if status == 401 and "expired" not in message:
         advice = "set UNICRON_TOKEN, or name the cluster's folder with --state"
-    if answer.status >= 500:
+    if status >= 500:
         unable = Unable(message, advice or hint)
-        unable.passes = "Retry-After" in answer.headers
+        unable.passes = passes
         return unable
-    return Refused(answer.status, " ".join(message.split()), advice or hint)
+    return Refused(status, " ".join(message.split()), advice or hint)

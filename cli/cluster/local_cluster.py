@@ -213,7 +213,7 @@ class LocalCluster:
                                 f"see {self.state.logs / (agent_name(node) + '.log')}")
             pids[node] = process.pid
         try:
-            nodes = client.get("/v1/state")["nodes"]
+            nodes = list(client.nodes())
         except (Interrupted, Unable, Unreachable):
             return False
         joined = {node["id"]: node["pid"] for node in nodes if node["contact"] == "heard"}

@@ -28,7 +28,7 @@ from ...events.records.decisions import (
 from ...events.records.envelope import Record
 from ...events.records.orders import Resume
 from ...events.records.reports import DeadlineReached, NodeUnreachable, Quiesced, RankStalled
-from ..cluster.client import DRY_RUN_S_MAX, Urls
+from ..cluster.client import Urls
 from ..cluster.state_dir import StateDir
 from ..screens import incident as incident_screen
 from ..screens.fault_start import FaultStart, began
@@ -92,7 +92,7 @@ def incident(state: StateDir, url: Urls, which: str, *, every: bool, as_json: bo
         return
     show(history, one, log, view=client.get("/v1/state"), now_s=now_s,
          name=f"--live{option}", option=option, as_json=as_json,
-         plan_at=lambda seq: client.get("/v1/plan", DRY_RUN_S_MAX, seq=seq))
+         plan_at=lambda seq: client.plan(str(seq)))
 
 
 def plain(history: History, one: IncidentHistory, now_s: float) -> Plain:

@@ -156,7 +156,7 @@ class OfflineClient(Client):
             return {"after": after, "state": state_text(self._state_at(after))}
         if path == "/v1/history":
             return self._history({key: str(value) for key, value in query.items()})
-        moment = str(query.get("seq") or query.get("at") or self.last)
+        moment = str(query.get("at") or self.last)
         state = self._state_at(asyncio.run(moments.seq_at(
             moment, self._sealed.first, self.last, read)))
         if path == "/v1/state":
@@ -165,7 +165,7 @@ class OfflineClient(Client):
             return msgspec.to_builtins(dry_run.explain_present_plan(encode_state(state)))
         raise Unreachable("no control plane runs here", "unicron up")
 
-    def post(self, path: str, body: object, limit_s: float = REPLY_S_MAX) -> Any:
+    def post(self, path: str, body: object, limit_s: float = REPLY_S_MAX, **headers: str) -> Any:
         """Raises Unreachable."""
         raise Unreachable("no control plane runs here", "unicron up")
 

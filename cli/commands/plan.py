@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from ...events.errors import UsageError
-from ..cluster.client import DRY_RUN_S_MAX, Client, Refused, Urls, connect
+from ..cluster.client import Client, Refused, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..files import job_file
 from ..screens import plan as plan_screen
@@ -62,9 +62,8 @@ def plan(state: StateDir, url: Urls, asked: PlanOptions, *, as_json: bool) -> No
     job = job_file.load(asked.submit) if asked.submit is not None else None
     client, option = connect(state, url), option_for(state)
     if not asked.is_change:
-        past = {"seq": asked.seq} if asked.seq is not None else {}
-        found: Plain = client.get("/v1/plan", DRY_RUN_S_MAX, **past)
-        now_s = found["at_s"] if past else time.time()
+        found: Plain = client.plan("" if asked.seq is None else str(asked.seq))
+        now_s = time.time() if asked.seq is None else found["at_s"]
         console.show(found, plan_screen.present(found, now_s=now_s, option=option),
                      as_json=as_json)
         return
@@ -75,7 +74,7 @@ def plan(state: StateDir, url: Urls, asked: PlanOptions, *, as_json: bool) -> No
     if asked.apply:
         _apply(state, client, asked, change, as_json=as_json)
         return
-    found = client.post("/v1/plan/dry-run", change, DRY_RUN_S_MAX)
+    found = client.dry_run(change)
     console.show(found, plan_screen.dry_run(found, asked.typed, option=option), as_json=as_json)
 
 
@@ -83,15 +82,13 @@ def _apply(state: StateDir, client: Client, asked: PlanOptions, change: Plain, *
            as_json: bool) -> None:
     before: Plain = client.get("/v1/state")
     try:
-        answer = client.post("/v1/plan/apply", {
-            "change": change, "check": asked.check, "reason": reason_or_user(asked.reason)},
-            DRY_RUN_S_MAX)
+        seq = client.apply(change, asked.check or 0, reason_or_user(asked.reason))
     except Refused as error:
         if error.status != CHANGED_CODE:
             raise
         again = f"unicron plan {asked.typed}{option_for(state)} shows what it would do now"
         raise Refused(error.status, str(error), again) from None
-    followed = outcome_of(client, int(answer["seq"]))
+    followed = outcome_of(client, seq)
     if as_json:
         console.data(msgspec.structs.asdict(followed))
         return

@@ -25,7 +25,7 @@ def status(state: StateDir, url: Urls, *, segments: str, as_json: bool) -> None:
     """Print what is sealed, and how many records only the server has. Raises UsageError."""
     folder = folder_of(state, segments)
     sealed = _sealed(folder)
-    last = int(connect_to_read(state, url).get("/v1/state")["cluster"]["seq"])
+    last = int(connect_to_read(state, url).state()["cluster"]["seq"])
     snapshots = folder.snapshots()
     facts = {"folder": folder.where, "segments": len(sealed.chain), "first": sealed.first,
              "sealed": sealed.last, "last": last, "unsealed": last - sealed.last,

@@ -129,7 +129,7 @@ def enter(state: StateDir, url: Urls, names: Sequence[str]) -> None:
     client, wanted = connect(state, url), [unicron_name(name) for name in names]
     deadline_s = time.monotonic() + JOIN_S_MAX
     while True:
-        nodes = [node for node in client.get("/v1/state")["nodes"] if node["id"] in wanted]
+        nodes = [node for node in client.nodes() if node["id"] in wanted]
         joined = [node for node in nodes if node["contact"] == "heard"]
         if len(joined) == len(wanted) or time.monotonic() > deadline_s:
             break
@@ -152,7 +152,7 @@ def leave(state: StateDir, url: Urls, names: Sequence[str], reason: str) -> None
     client, wanted = connect(state, url), [unicron_name(name) for name in names]
     deadline_s = time.monotonic() + LEAVE_S_MAX
     while True:
-        nodes = [node for node in client.get("/v1/state")["nodes"] if node["id"] in wanted]
+        nodes = [node for node in client.nodes() if node["id"] in wanted]
         for node in nodes:
             if not node["drained"]:
                 _take(client, Step("drain", node["id"], reason_or_user(reason)))

@@ -12,7 +12,7 @@ from ...control_plane.api.requests import NO_ROOM
 from ...control_plane.throughput.layout_choices import Choices, choices
 from ...events.errors import UsageError
 from ...events.spec.job import JobSpec
-from ..cluster.client import DRY_RUN_S_MAX, Client, Refused, Unreachable, Urls, connect
+from ..cluster.client import Client, Refused, Unreachable, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..files import job_file
 from ..screens import layouts
@@ -80,5 +80,4 @@ def _client(state: StateDir, url: Urls) -> Client | None:
 
 def _plan(client: Client, spec: JobSpec) -> Plain:
     change: Plain = {"submit": msgspec.to_builtins(spec, str_keys=True)}
-    found: Plain = client.post("/v1/plan/dry-run", change, DRY_RUN_S_MAX)
-    return found
+    return client.dry_run(change)

@@ -51,7 +51,8 @@ def revoke(state: StateDir, url: Urls, name: str, reason: str, *, as_json: bool)
 
 def show(state: StateDir, url: Urls, *, as_json: bool) -> None:
     """List the tokens, without their secrets."""
-    answer: Plain = connect(state, url).get("/v1/tokens")
+    answer = {"tokens": sorted(connect(state, url).items("tokens"),
+                               key=lambda one: one["created_s"] > 0)}  # the owner's first
     rows = [(one["name"], one["role"], rfc3339(one["created_s"]) if one["created_s"] else "-",
              _end(one), f"{one['used']} of {one['uses']}" if one["uses"] else "-")
             for one in answer["tokens"]]

@@ -12,6 +12,7 @@ import resource
 import socket
 import ssl
 from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from msgspec import Struct
 from ...events import unix_socket
 from ...events.process_io import Seldom
 from ..service.admission import BACKLOG_NUM, Admission
+from .messages import Problem
 
 
 class ConnectionLimits(Struct, frozen=True, kw_only=True):
@@ -79,7 +81,7 @@ class Connection(web.RequestHandler):
         if isinstance(exc, HttpProcessingError):
             self._listener.tell_malformed(request, exc.message)
             answer = error_answer(400, f"not an HTTP request: {_bounded(exc.message)}",
-                                  "docs/ARCHITECTURE.md, HTTP")
+                                  "docs/guides/api.md")
         elif isinstance(exc, ConnectionError):  # the client has closed; nobody reads the answer
             answer = error_answer(400, "the connection is closed", "")
         else:
@@ -140,15 +142,17 @@ class Listener:
                                  num_since_last_line=num)
 
 
-def error_answer(status: int, message: str, hint: str) -> web.Response:
-    """An error as one line of JSON."""
-    return web.Response(body=error_line(message, hint), status=status,
-                        content_type="application/json")
+def error_answer(status: int, detail: str, hint: str) -> web.Response:
+    """An error as problem details (RFC 9457)."""
+    return web.Response(body=problem(status, detail, hint), status=status,
+                        content_type="application/problem+json")
 
 
-def error_line(message: str, hint: str) -> bytes:
-    """It is also the last line of a stream of records that breaks off."""
-    return msgspec.json.encode({"error": " ".join(message.split()), "hint": hint}) + b"\n"
+def problem(status: int, detail: str, hint: str) -> bytes:
+    """A problem on one line; also the last one of a stream of records that breaks off."""
+    return msgspec.json.encode(Problem(
+        title=HTTPStatus(status).phrase, status=status, detail=" ".join(detail.split()),
+        hint=hint)) + b"\n"
 
 
 def _bounded(text: str) -> str:

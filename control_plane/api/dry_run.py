@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from ...events.records import reports as r
@@ -18,6 +18,7 @@ from ...events.records import types as t
 from ...events.records.decisions import Allocation, PlanChosen, StragglerCostEstimated
 from ...events.records.envelope import Report
 from ...events.records.types import Seat
+from ...events.spec.job import parse
 from ...events.spec.parallelism import layout_label
 from ..decide.advance import decision_record, report_record
 from ..decide.decide import decide
@@ -53,8 +54,13 @@ class Change(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Nodes to drain, one after the other."""
     weights: dict[str, float] = field(default_factory=dict[str, float])
     """Task id, as text -> new weight."""
-    submit: dict[str, Any] | None = None
+    submit: Annotated[dict[str, Any], Meta(extra_json_schema={
+        "$ref": "#/components/schemas/JobSpec"})] | None = None
     """A job spec."""
+
+    def __post_init__(self) -> None:
+        if self.submit is not None:
+            parse(self.submit)  # what can never do is refused before the state is looked at
 
 
 class TaskDiff(Struct, frozen=True, kw_only=True):
@@ -123,6 +129,8 @@ class DryRunResult(Struct, frozen=True, kw_only=True):
     """The last record of the state before the change."""
     at_s: float = 0.0
     """The time of that record."""
+    took_s: float = 0.0
+    """For how long it was computed, over HTTP; else 0."""
     computed_by: int = DECIDER_VERSION
     """The decider version that computed what is not in the log."""
     is_cut: bool = False
@@ -195,11 +203,11 @@ def _reports(state: ClusterState, change: Change, reason: str = "") -> Iterator[
     if change.slots:
         yield _add_nodes(state, change.slots)
     for node in change.without:
-        yield requests.drain(state, {"reason": reason}, node)
+        yield requests.drain(state, requests.Drain(reason), node)
     for task, weight in change.weights.items():
-        yield requests.set_weight(state, {"weight": weight, "reason": reason}, task)
+        yield requests.set_weight(state, requests.Weight(weight, reason), task)
     if change.submit is not None:
-        yield requests.submit(state, change.submit, "")
+        yield requests.submit(state, parse(change.submit), "")
 
 
 def _decisions(state: ClusterState, body: t.Body) -> Iterator[t.Body]:

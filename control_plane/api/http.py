@@ -10,17 +10,18 @@ import re
 import secrets
 import socket
 import time
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import Struct
 from unicron import __version__
 
-from ...events.errors import LogError, Pruned, SpecError, UsageError
+from ...events.errors import LogError, Pruned, SpecError, UnicronError, UsageError
 from ...events.log.identity import RESERVED_NAMES, Identities, user_name, with_credentials
 from ...events.log.port import ReaderPort
 from ...events.log.segments import Folder
@@ -38,11 +39,15 @@ from ..service.server_certificate import ServerCertificate
 from ..service.threads import aside
 from ..state.cluster import ClusterState, decode_state, encode_state, state_text
 from ..state.node import Node
-from . import dry_run, moments, requests, usage_answer
-from .connections import Connection, error_answer, error_line
-from .requests import Refusal
-from .tokens import Role, Token, Tokens, may
+from . import dry_run, messages, moments, openapi, requests, usage_answer
+from .connections import Connection, error_answer, problem
+from .messages import ListQuery, Nothing, Page, Written
+from .requests import Reason, Refusal
+from .tokens import Token, Tokens, may
 from .view import view
+
+if TYPE_CHECKING:
+    from .routes import Route
 
 BODY_BYTES_MAX = 1 << 20
 BODY_S_MAX = 10.0
@@ -55,13 +60,33 @@ FOLD_S_MAX = 30.0
 ADDRESS = re.compile(r"^([\d.]+|\[[^\]]*:[^\]]*\])(:\d*)?$")
 KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 
+STATUSES: dict[type[UnicronError], int] = {SpecError: 422, UsageError: 400, Pruned: 410,
+                                           LogError: 503}
+"""Of errors without a status of their own; the first that fits."""
 CALLER = web.RequestKey("caller", Token)
 """The token with which a request came; absent where none is needed and none was given."""
 
 T = TypeVar("T")
+K = TypeVar("K", bound="int | str")
+"""The key of an item of the state."""
+Q = TypeVar("Q")
+B = TypeVar("B")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Request = Callable[[ClusterState, Any, str], Body]
-"""Makes a report from the state, the body and the name in the path. Raises Refusal."""
+Operation = Callable[["HttpApi", "Call[Any, Any]"], Awaitable[Any]]
+"""Handles the calls of one route: answers with what becomes the JSON body, or with a response."""
+
+
+class Call(Struct, Generic[Q, B], frozen=True):
+    """A request that may be made: its query and body, and the name in its path."""
+
+    request: web.Request
+    query: Q
+    body: B
+    of: str
+
+    @property
+    def caller(self) -> Token:
+        return self.request[CALLER]
 
 
 class Address(Struct, frozen=True, kw_only=True):
@@ -79,37 +104,16 @@ class Address(Struct, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
 
 
-class _Join(Struct, frozen=True, forbid_unknown_fields=True):
-    node: str
-    host: str
-    incarnation: int
-    labels: dict[str, str] = {}
-    identity: str = ""
-
-
-class _NewToken(Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-    role: Literal["view", "operate", "admin", "join"]
-    life_s: float = 0.0
-    node: str = ""
-    uses: int = 0
-    reason: str = ""
-
-
-class _Apply(Struct, frozen=True, forbid_unknown_fields=True):
-    change: dry_run.Change
-    check: int
-    reason: str = ""
-
-
 class HttpApi:
     """The HTTP calls of one control plane. Answers show only records that the log acknowledged."""
 
-    def __init__(self, coordinator: Coordinator, log: ReaderPort, *, tokens: Tokens,
-                 address: Address, identities: Identities,
+    def __init__(self, routes: Sequence[Route], coordinator: Coordinator, log: ReaderPort, *,
+                 tokens: Tokens, address: Address, identities: Identities,
                  certificate: ServerCertificate | None = None,
                  folder: Folder | None = None) -> None:
         """`folder`: where the log's snapshots are."""
+        self._routes = routes
+        self._open = {route.path for route in routes if route.role is None}
         self._coordinator, self._log, self._folder = coordinator, log, folder
         self._tokens, self._address = tokens, address
         self._identities, self._certificate = identities, certificate
@@ -124,92 +128,133 @@ class HttpApi:
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES_MAX)
         app.on_response_prepare.append(self._mark)
-        for route in ROUTES:
+        for route in self._routes:
             add = {"GET": app.router.add_get, "POST": app.router.add_post}[route.method]
-            add(route.path, self._allow(route, route.handler(self)))
+            add(route.path, partial(self._serve, route))
         return app
 
+    async def _serve(self, route: Route, request: web.Request) -> web.StreamResponse:
+        """Make the call, for callers of the route's role or a higher one, if need be at the leader.
+        Others are refused unread."""
+        if route.role is not None and not may((caller := request[CALLER]).role, route.role):
+            raise Refusal(
+                403, f"this needs the role {route.role}; the token {caller.name} has the role "
+                f"{caller.role}", "an admin: unicron token create "
+                + ("--join" if route.role == "join" else f"--role {route.role}"))
+        if route.needs_leader and (url := await self._coordinator.find_leader()):
+            raise Refusal(307, f"this control plane follows, {url} leads", f"--url {url}")
+        query = requests.convert(dict(request.query), route.query, strict=False)
+        body = requests.convert(await _body(request), route.body) if route.body else None
+        answer = await route.handler(self, Call(
+            request, query, body, next(iter(request.match_info.values()), "")))
+        return answer if isinstance(answer, web.StreamResponse) else _json(answer)
+
     # --- calls ---
-    async def health(self, request: web.Request) -> web.Response:
+    async def health(self, call: Call[Nothing, None]) -> messages.Health:
         """Whether this control plane leads; to a client with a token also of what, and who it is.
         """
         leading = self._coordinator.leading
-        if CALLER not in request or not may(request[CALLER].role, "view"):
-            return _json({"ok": leading})
-        return _json({"ok": leading, "cluster": self._address.cluster,
-                      "epoch": self._coordinator.epoch, "seq": self._coordinator.seq,
-                      "leader": leading, "pid": os.getpid(),
-                      "follows": self._coordinator.leader_url})
+        if CALLER not in call.request or not may(call.caller.role, "view"):
+            return {"ok": leading}
+        return {"ok": leading, "cluster": self._address.cluster, "epoch": self._coordinator.epoch,
+                "seq": self._coordinator.seq, "leader": leading, "pid": os.getpid(),
+                "follows": self._coordinator.leader_url}
 
-    async def ready(self, request: web.Request) -> web.Response:
+    async def ready(self, call: Call[messages.ReadyQuery, None]) -> web.Response:
         """Whether this control plane acknowledges; 503 if not, and to a client with a token why.
         With `follower=1` also whether it follows one that leads."""
-        follows = _number(request, "follower") and self._coordinator.leader_url
+        follows = call.query.follower and self._coordinator.leader_url
         away = self._coordinator.away or "it does not lead" * (
             not self._coordinator.leading and not follows)
-        tells = CALLER in request and may(request[CALLER].role, "view")
+        tells = CALLER in call.request and may(call.caller.role, "view")
         return _json({"ok": not away} | ({"why": away} if tells else {}), 503 if away else 200)
 
-    async def state(self, request: web.Request) -> web.Response:
-        """The state. With `explain=1` also what each waiting task needs, computed in a thread; with
-        `at=SEQ` or `at=TIME` that of a past moment."""
-        state = await self._coordinator.settled()
-        if at := request.query.get("at"):
-            async with self._computing:
-                await self._log.open_segments()  # they may have been pruned
-                seq = await moments.seq_at(at, self._log.first_seq, state.seq, self._record)
-                shown = view(await self._state_after(seq))
-        elif _number(request, "explain") and is_any_waiting(state):
+    async def openapi(self, call: Call[Nothing, None]) -> web.Response:
+        return web.Response(body=openapi.document(self._routes), content_type="application/json")
+
+    async def state(self, call: Call[messages.StateQuery, None]) -> dict[str, Any]:
+        """The state. With `explain` also what each waiting task needs, computed in a thread."""
+        at = call.query.at
+        state = await self._state_at(at)
+        now_s = None if at else self._coordinator.now_s
+        if call.query.explain and is_any_waiting(state):
             data = encode_state(state)
-            now_s = self._coordinator.now_s
             shown = await aside(lambda: view(decode_state(data), explain=True, now_s=now_s))
         else:
-            shown = view(state, now_s=self._coordinator.now_s)
+            shown = view(state, now_s=now_s)
         shown["cluster"] |= {"follows": "" if at else self._coordinator.leader_url,
                              "followers": [] if at else self._coordinator.followers,
                              "insecure": self._address.insecure,
                              "ca": self._certificate.ca if self._certificate else ""}
-        return _json(shown)
+        return shown
 
-    async def records(self, request: web.Request) -> web.StreamResponse:
-        after = _number(request, "after")
-        follow = _number(request, "follow")
-        if follow not in (0, 1):
-            raise Refusal(400, "follow is 0 or 1", "/v1/log?after=0&follow=1")
-        response = web.StreamResponse(headers={"Content-Type": "application/jsonl"})
+    @staticmethod
+    def listed(key: Callable[[str], K], items: Callable[[ClusterState], Mapping[K, T]],
+               show: Callable[[ClusterState, T], Any]) -> Operation:
+        """A handler that answers with a page of a part of the state."""
+        async def call(api: HttpApi, call: Call[ListQuery, None]) -> Page[Any]:
+            state = await api._state_at(call.query.at)
+            found = items(state)
+            return _page(sorted(found), key, call.query, lambda name: show(state, found[name]))
+        return call
+
+    @staticmethod
+    def one(key: Callable[[str], K], items: Callable[[ClusterState], Mapping[K, T]],
+            show: Callable[[ClusterState, T], Any]) -> Operation:
+        """A handler that answers with the item that the path names."""
+        async def call(api: HttpApi, call: Call[messages.Moment, None]) -> Any:
+            state = await api._state_at(call.query.at)
+            found = items(state).get(key(call.of))
+            if found is None:
+                raise Refusal(404, f"there is no {call.of[:64]!r} in the state",
+                              f"GET {call.request.path.rpartition('/')[0]}")
+            return show(state, found)
+        return call
+
+    async def records(self, call: Call[messages.LogQuery, None]) -> web.StreamResponse:
+        """Records as JSON lines; as server-sent events to a client that accepts them."""
+        request, after = call.request, call.query.after
+        events = "text/event-stream" in request.headers.get("Accept", "")
+        if (last := request.headers.get("Last-Event-ID")) is not None:
+            after = number(last)
+        write = _events if events else _lines
+        response = web.StreamResponse(headers={
+            "Content-Type": "text/event-stream" if events else "application/jsonl",
+            "Cache-Control": "no-store"})
         try:
-            if follow:
+            if events or call.query.follow:
                 await self._coordinator.settled()
                 if after + 1 < self._log.first_seq:
                     raise Pruned(self._log.first_seq)
                 await response.prepare(request)
                 async for page in self._coordinator.follow(after):
-                    if not self._tokens.is_valid(request[CALLER]):
-                        break
-                    await response.write(_lines(page))
+                    self._caller(request.headers["Authorization"])  # it may have ended
+                    if page or events:
+                        await response.write(write(page))
             else:
                 page = await self._log.read(after=after, num_max=PAGE_RECORDS_MAX)
                 await response.prepare(request)
                 while page:
-                    await response.write(_lines(page))
+                    await response.write(write(page))
                     page = await self._log.read(after=page[-1].seq, num_max=PAGE_RECORDS_MAX)
-        except LogError as error:
+        except (LogError, Refusal) as error:
             if not response.prepared:
                 raise
-            await response.write(error_line(str(error), _hint(error)))
+            line = problem(*_status_of(error))
+            await response.write(b"event: problem\ndata: %b\n" % line if events else line)
         await response.write_eof()
         return response
 
-    async def beginning(self, request: web.Request) -> web.Response:
+    async def beginning(self, call: Call[Nothing, None]) -> messages.Beginning:
         """Where the log begins: `after` which record, and the `state` then."""
         await self._log.open_segments()
         after = self._log.first_seq - 1
         async with self._computing:
-            return _json({"after": after, "state": state_text(await self._state_after(after))})
+            return {"after": after, "state": state_text(await self._state_after(after))}
 
-    async def history(self, request: web.Request) -> web.Response:
+    async def history(self, call: Call[messages.HistoryQuery, None]) -> usage_answer.History:
         """What slots were used for and lost to, by day (usage_answer.py)."""
-        first = usage_answer.first_day(request.query)
+        first = usage_answer.first_day({"since": call.query.since})
         async with self._computing:
             found, after = Usage(), 0
             if (sealed := await self._log.open_segments()) is not None:
@@ -221,53 +266,59 @@ class HttpApi:
                 rest += page
                 after = page[-1].seq
             found.add(await aside(partial(usage, rest, state)))
-        return _json(usage_answer.answer(found, first))
+        return usage_answer.answer(found, first)
 
-    def write(self, make: Request, *names: str,
-              ahead: Callable[[Any], None] | None = None) -> Handler:
+    @staticmethod
+    def write(make: Callable[[ClusterState, B, str], Body], answer: type[Struct] = Written,
+              ahead: Callable[[B], object] | None = None) -> Operation:
         """A handler that writes a report for each comma-separated name in the path, in one append,
-        and answers with the seq of the first, under each of `names`. Before the write, `ahead` runs
-        in a thread, so that it does not delay other writes."""
-        async def call(request: web.Request) -> web.StreamResponse:
-            key, body = _key(request), await _body(request)
+        and answers with the seq of the first, in each field of `answer`. Before the write, `ahead`
+        runs in a thread, so that it does not delay other writes."""
+        async def call(api: HttpApi, call: Call[Nothing, B]) -> Any:
+            key = _key(call.request)
             if ahead is not None:
-                await aside(partial(ahead, body))
-            async with self._writing:
-                state = await self._coordinator.settled()
-                seq = self._coordinator.answer(key)
+                await aside(partial(ahead, call.body))
+            async with api._writing:
+                state = await api._coordinator.settled()
+                seq = api._coordinator.answer(key)
                 if seq is None:
-                    of = dict.fromkeys(request.match_info.get("of", "").split(","))
-                    reports = [make(state, body, name) for name in of]
-                    seq = await self._coordinator.write(key, *_signed(request[CALLER], reports))
-            return _json(dict.fromkeys(names or ("seq",), seq))
+                    reports = [make(state, call.body, name)
+                               for name in dict.fromkeys(call.of.split(","))]
+                    seq = await api._coordinator.write(key, *_signed(call.caller, reports))
+            return dict.fromkeys(answer.__struct_fields__, seq)
         return call
 
-    async def file(self, request: web.Request) -> web.Response:
+    async def file(self, call: Call[messages.FileQuery, None]) -> messages.FilePart:
         """A part of a node's file that has the output of a rank, from `offset` on: its text, and
         the offset behind it."""
-        node, offset = request.match_info["of"], _number(request, "offset")
+        node, offset = call.of, call.query.offset
         known = (await self._coordinator.settled()).nodes.get(node)
         if known is None or known.health == "left":
             raise Refusal(404, f"node {node[:64]!r} has no agent", "unicron status nodes")
         async with self._reading[node]:
-            part = await self._log.ask_file(node, request.query.get("file", ""), offset=offset,
+            part = await self._log.ask_file(node, call.query.file, offset=offset,
                                             wait_s=FILE_S_MAX)
         if part.error:
             raise Refusal(404, f"the agent of {node} cannot read it: {part.error}", "")
         text, num = codecs.utf_8_decode(part.data, "replace")  # a cut character is for the next
-        return _json({"text": text, "end": offset + num})
+        return {"text": text, "end": offset + num}
 
-    async def plan(self, request: web.Request) -> web.Response:
-        """The present plan, or with `seq` the plan in force after that record."""
-        seq = _number(request, "seq")
-        if not seq:
-            return _json(await self._in_thread(dry_run.explain_present_plan))
-        last = (await self._coordinator.settled()).seq
-        if seq > last:
-            raise Refusal(404, f"seq: {seq} is not in the log", f"the log ends at seq {last}")
+    async def plan(self, call: Call[messages.Moment, None]) -> web.Response:
+        """The plan with its explanation."""
+        data = encode_state(await self._state_at(call.query.at))
         async with self._computing:
-            state = await self._state_after(seq)
-            return _json(await aside(lambda: dry_run.explain_present_plan(encode_state(state))))
+            found = await aside(partial(dry_run.explain_present_plan, data))
+        return _json(found, ETag=f'"{found.input}"')
+
+    async def _state_at(self, at: str) -> ClusterState:
+        """The present state, or a past one. Read it before the next await."""
+        state = await self._coordinator.settled()
+        if not at:
+            return state
+        async with self._computing:
+            await self._log.open_segments()  # they may have been pruned
+            return await self._state_after(await moments.seq_at(
+                at, self._log.first_seq, state.seq, self._record))
 
     async def _record(self, seq: int) -> Record:
         (record,) = await self._log.read(after=seq - 1, num_max=1)
@@ -286,27 +337,25 @@ class HttpApi:
             await aside(partial(_fold_all, state, page))
         return state
 
-    async def dry_run(self, request: web.Request) -> web.Response:
-        change = requests.convert(await _body(request), dry_run.Change)
+    async def dry_run(self, call: Call[Nothing, dry_run.Change]) -> web.Response:
         began_s = time.perf_counter()
-        tried = await self._in_thread(lambda data: dry_run.run_dry(data, change))
-        took_s = time.perf_counter() - began_s
-        return _json({**msgspec.structs.asdict(tried), "took_s": took_s})
+        tried = await self._in_thread(lambda data: dry_run.run_dry(data, call.body))
+        found = msgspec.structs.replace(tried, took_s=time.perf_counter() - began_s)
+        return _json(found, ETag=f'"{found.input}"')
 
-    async def apply(self, request: web.Request) -> web.Response:
+    async def apply(self, call: Call[Nothing, messages.Apply]) -> Written:
         """Carry out a dry run, if the plan's input has not changed since."""
-        key, body = _key(request), requests.convert(await _body(request), _Apply)
+        key, body, check = _key(call.request), call.body, _checked_input(call.request)
         reason = requests.one_line(body.reason)
         async with self._writing:
             await self._coordinator.settled()
             seq = self._coordinator.answer(key)
             if seq is None:
-                check = requests.input_unchanged(body.check)
                 bodies = await self._in_thread(
                     lambda data: dry_run.operator_requests(data, body.change, reason), check)
-                seq = await self._coordinator.write(key, *_signed(request[CALLER], bodies),
+                seq = await self._coordinator.write(key, *_signed(call.caller, bodies),
                                                     check=check)
-        return _json({"seq": seq})
+        return Written(seq)
 
     async def _in_thread(self, call: Callable[[bytes], T], check: Check | None = None) -> T:
         """Run `call` on a copy of the state in a thread; the leader's event loop runs on."""
@@ -317,12 +366,12 @@ class HttpApi:
             data = encode_state(state)
             return await aside(partial(call, data))
 
-    async def hand_over(self, request: web.Request) -> web.Response:
+    async def hand_over(self, call: Call[messages.HandoverQuery, None]) -> messages.Leader:
         """Let a follower lead; answers with its URL. Sent again, it has no effect."""
-        return _json({"leader": await self._coordinator.hand_over(_number(request, "epoch"))})
+        return {"leader": await self._coordinator.hand_over(call.query.epoch)}
 
-    async def join(self, request: web.Request) -> web.Response:
-        body = requests.convert(await _body(request), _Join)
+    async def join(self, call: Call[Nothing, messages.Join]) -> messages.Joined:
+        body = call.body
         if not job.NAME.match(body.node) or body.node in RESERVED_NAMES:
             raise Refusal(400, f"node: {body.node!r} is not a name",
                           "lower-case letters, digits, '-' and '.', at most 63; not "
@@ -335,31 +384,29 @@ class HttpApi:
         if known is not None and known.incarnation > body.incarnation:
             raise Refusal(409, f"a newer agent of {body.node} has joined",
                           "give this one another --node, or set its clock")
-        await self._identify(request, body, known)
+        await self._identify(call.caller, body, known)
         if (known is not None and known.drained and known.drain_reason == reports.AGENT_STOPS
                 and body.incarnation > known.incarnation):
             async with self._writing:
-                await self._coordinator.write(secrets.token_hex(16), *_signed(request[CALLER], [
+                await self._coordinator.write(secrets.token_hex(16), *_signed(call.caller, [
                     reports.NodeUndrained(node=body.node, reason="its agent has started again")]))
         await self._coordinator.admit(body.node, body.incarnation)
-        return _json({"redis_url": self._url_of(body.node, body.incarnation),
-                      "cluster": self._address.cluster, "node": body.node,
-                      "epoch": self._coordinator.epoch,
-                      "key": self._identities.key(body.node).hex(),
-                      "redact": state.policy.redact, "version": __version__,
-                      "agent_gone_s_max": state.policy.agent_gone_s_max})
+        return {"redis_url": self._url_of(body.node, body.incarnation),
+                "cluster": self._address.cluster, "node": body.node,
+                "epoch": self._coordinator.epoch, "key": self._identities.key(body.node).hex(),
+                "redact": state.policy.redact, "version": __version__,
+                "agent_gone_s_max": state.policy.agent_gone_s_max}
 
-    async def _identify(self, request: web.Request, body: _Join, known: Node | None) -> None:
+    async def _identify(self, caller: Token, body: messages.Join, known: Node | None) -> None:
         """Enrol the node if its agent asks for that; else raise Refusal if it is another node, or
         the agent of another node. Raises UsageError."""
-        caller = request[CALLER]
         if body.identity and caller.role != "node":
             # Whoever made a token for this node alone knows that a silent one of its name is gone.
             is_live = known is not None and (known.health == "healthy" or (
                 known.health == "unreachable" and caller.node != body.node))
             async with self._writing:
                 token = self._tokens.enrol(caller, body.node, body.identity, is_live=is_live)
-                await self._tell(request, "enrolled", token)
+                await self._tell(caller, "enrolled", token)
         elif caller.role == "join":
             raise Refusal(400, "a join token enrols a node, and this one sends no identity",
                           "use an agent of this version")
@@ -379,77 +426,71 @@ class HttpApi:
                                 self._identities.password(node, incarnation))
 
     # --- tokens; a secret is in an answer once, and in no log ---
-    async def list_tokens(self, request: web.Request) -> web.Response:
-        return _json({"tokens": [
-            {"name": one.name, "role": one.role, "created_s": one.created_s,
-             "expires_s": one.expires_s, "expired": self._tokens.has_expired(one),
-             "node": one.node, "uses": one.uses, "used": one.used}
-            for one in self._tokens.all()]})
+    async def list_tokens(self, call: Call[ListQuery, None]) -> Page[messages.TokenView]:
+        found = {one.name: one for one in self._tokens.all()}
+        return _page(sorted(found), str, call.query, lambda name: {
+            "name": name, "role": (one := found[name]).role, "created_s": one.created_s,
+            "expires_s": one.expires_s, "expired": self._tokens.has_expired(one),
+            "node": one.node, "uses": one.uses, "used": one.used})
 
-    async def create_token(self, request: web.Request) -> web.Response:
-        body = requests.convert(await _body(request), _NewToken)
-        return await self._issue(request, "created", body.reason, lambda: self._tokens.create(
+    async def create_token(self, call: Call[Nothing, messages.NewToken]) -> messages.NewSecret:
+        body = call.body
+        return await self._issue(call.caller, "created", body.reason, lambda: self._tokens.create(
             body.name, body.role, body.life_s, node=body.node, uses=body.uses))
 
-    async def rotate_token(self, request: web.Request) -> web.Response:
-        body = requests.convert(await _body(request), requests.Reason)
-        return await self._issue(request, "rotated", body.reason,
-                                 lambda: self._tokens.rotate(request.match_info["of"]))
+    async def rotate_token(self, call: Call[Nothing, Reason]) -> messages.NewSecret:
+        return await self._issue(call.caller, "rotated", call.body.reason,
+                                 lambda: self._tokens.rotate(call.of))
 
-    async def _issue(self, request: web.Request, act: types.TokenAct, reason: str,
-                     make: Callable[[], tuple[Token, str]]) -> web.Response:
+    async def _issue(self, caller: Token, act: types.TokenAct, reason: str,
+                     make: Callable[[], tuple[Token, str]]) -> messages.NewSecret:
         reason = requests.one_line(reason)
         async with self._writing:
             await self._coordinator.settled()
             token, secret = make()
-            await self._tell(request, act, token, reason)
-        return _json({"name": token.name, "role": token.role, "expires_s": token.expires_s,
-                      "node": token.node, "uses": token.uses, "token": secret})
+            await self._tell(caller, act, token, reason)
+        return {"name": token.name, "role": token.role, "expires_s": token.expires_s,
+                "node": token.node, "uses": token.uses, "token": secret}
 
-    async def revoke_token(self, request: web.Request) -> web.Response:
-        reason = requests.one_line(
-            requests.convert(await _body(request), requests.Reason).reason)
+    async def revoke_token(self, call: Call[Nothing, Reason]) -> messages.TokenName:
+        reason = requests.one_line(call.body.reason)
         async with self._writing:
             await self._coordinator.settled()
-            token = self._tokens.revoke(request.match_info["of"])
+            token = self._tokens.revoke(call.of)
             try:
-                await self._tell(request, "revoked", token, reason)
+                await self._tell(call.caller, "revoked", token, reason)
             finally:
                 if token.role == "node":
                     await self._coordinator.expel(token.name)
-        return _json({"name": token.name})
+        return {"name": token.name}
 
-    async def _tell(self, request: web.Request, act: types.TokenAct, token: Token, reason: str = ""
+    async def _tell(self, caller: Token, act: types.TokenAct, token: Token, reason: str = ""
                     ) -> None:
         """Share a change of a token, and write who made it and why, before a secret is answered.
         """
         await self._coordinator.keep_tokens(self._tokens.encoded())
         # Not under the caller's Idempotency-Key: with one that is in the log nothing is written.
-        await self._coordinator.write(secrets.token_hex(16), *_signed(request[CALLER], [
+        await self._coordinator.write(secrets.token_hex(16), *_signed(caller, [
             reports.TokenChanged(act=act, name=token.name, token_role=token.role, reason=reason)]))
 
     # --- authorisation and errors ---
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse what can be refused by its headers, before the body is read; answer every error
-        with one line of JSON. An answer to a request whose body is not read ends the connection."""
+        with a problem. An answer to a request whose body is not read ends the connection."""
         try:
             self._admit(request)
             return await handler(request)
-        except Refusal as error:
-            return _refusal(request, error.status, str(error), error.hint)
-        except SpecError as error:
-            return error_answer(422, str(error), error.hint)
-        except UsageError as error:
-            return error_answer(400, str(error), error.hint)
-        except Pruned as error:
-            return error_answer(410, str(error), error.hint)
-        except LogError as error:
-            return error_answer(503, str(error), _hint(error))
+        except (UsageError, LogError) as error:
+            answer = error_answer(*_status_of(error))
         except web.HTTPException as error:
-            hint = "docs/ARCHITECTURE.md, HTTP" if error.status in (404, 405) else ""
-            return _refusal(request, error.status,
-                            f"{request.method} {request.path}: {error.reason}", hint)
+            answer = error_answer(error.status, f"{request.method} {request.path}: {error.reason}",
+                                  "GET /v1/openapi.json" * (error.status in (404, 405)))
+            answer.headers.update({key: value for key, value in error.headers.items()
+                                   if key == "Allow"})
+        if not request.content.is_eof() or answer.status in (401, 413, 415):
+            answer.force_close()  # its body has not arrived
+        return answer
 
     def _admit(self, request: web.Request) -> None:
         """Raises Refusal, by the headers alone."""
@@ -465,7 +506,7 @@ class HttpApi:
             request[CALLER] = self._caller(given)
             if isinstance(request.protocol, Connection):
                 request.protocol.authorised()
-        elif request.path not in OPEN_TO_ALL:
+        elif request.path not in self._open:
             raise _unknown_token()
         if (request.content_length or 0) > BODY_BYTES_MAX:
             raise _too_large()
@@ -494,74 +535,6 @@ class HttpApi:
         elif response.status == 503 and not self._coordinator.leading:
             response.headers["Retry-After"] = "1"
 
-    def _allow(self, route: Route, handler: Handler) -> Handler:
-        """The handler, for callers of the route's role or a higher one, if need be at the leader.
-        Others are refused unread."""
-        if (role := route.role) is None:
-            return handler
-
-        async def call(request: web.Request) -> web.StreamResponse:
-            caller = request[CALLER]
-            if not may(caller.role, role):
-                raise Refusal(
-                    403, f"this needs the role {role}; the token {caller.name} has the role "
-                    f"{caller.role}", "an admin: unicron token create "
-                    + ("--join" if role == "join" else f"--role {role}"))
-            if route.path in OF_THE_LEADER and (url := await self._coordinator.find_leader()):
-                raise Refusal(307, f"this control plane follows, {url} leads", f"--url {url}")
-            return await handler(request)
-        return call
-
-
-class Route(Struct, frozen=True):
-    """One call: who may make it, and what handles it."""
-
-    method: Literal["GET", "POST"]
-    path: str
-    role: Role | None
-    """The lowest role that may call; None: no token is needed."""
-    handler: Callable[[HttpApi], Handler]
-
-
-ROUTES = (
-    Route("GET", "/v1/health", None, lambda api: api.health),
-    Route("GET", "/livez", None, lambda api: api.health),
-    Route("GET", "/readyz", None, lambda api: api.ready),
-    Route("GET", "/v1/state", "view", lambda api: api.state),
-    Route("GET", "/v1/log", "view", lambda api: api.records),
-    Route("GET", "/v1/log/beginning", "view", lambda api: api.beginning),
-    Route("GET", "/v1/history", "view", lambda api: api.history),
-    Route("GET", "/v1/plan", "view", lambda api: api.plan),
-    Route("POST", "/v1/plan/dry-run", "view", lambda api: api.dry_run),
-    Route("POST", "/v1/plan/apply", "operate", lambda api: api.apply),
-    Route("POST", "/v1/tasks", "operate", lambda api: api.write(
-        requests.submit, "seq", "task", ahead=requests.search_layouts)),
-    # what a rank has printed is not redacted
-    Route("GET", "/v1/nodes/{of}/file", "operate", lambda api: api.file),
-    Route("POST", "/v1/tasks/{of}/cancel", "operate", lambda api: api.write(requests.cancel)),
-    Route("POST", "/v1/tasks/{of}/weight", "operate", lambda api: api.write(requests.set_weight)),
-    Route("POST", "/v1/nodes/{of}/drain", "operate", lambda api: api.write(requests.drain)),
-    Route("POST", "/v1/nodes/{of}/undrain", "operate", lambda api: api.write(requests.undrain)),
-    Route("POST", "/v1/nodes/{of}/lift", "operate",
-          lambda api: api.write(requests.lift_quarantine)),
-    Route("POST", "/v1/incidents/{of}/ack", "operate",
-          lambda api: api.write(requests.acknowledge)),
-    Route("POST", "/v1/freeze", "operate", lambda api: api.write(requests.freeze)),
-    Route("POST", "/v1/unfreeze", "operate", lambda api: api.write(requests.unfreeze)),
-    Route("POST", "/v1/handover", "operate", lambda api: api.hand_over),
-    # a fault ends healthy processes
-    Route("POST", "/v1/inject", "admin", lambda api: api.write(requests.inject)),
-    Route("POST", "/v1/join", "join", lambda api: api.join),
-    Route("GET", "/v1/tokens", "admin", lambda api: api.list_tokens),
-    Route("POST", "/v1/tokens", "admin", lambda api: api.create_token),
-    Route("POST", "/v1/tokens/{of}/rotate", "admin", lambda api: api.rotate_token),
-    Route("POST", "/v1/tokens/{of}/revoke", "admin", lambda api: api.revoke_token),
-)
-OF_THE_LEADER = {route.path for route in ROUTES if route.method == "POST"
-                 and route.path != "/v1/plan/dry-run"} | {"/v1/nodes/{of}/file"}
-"""Calls that a follower cannot answer."""
-OPEN_TO_ALL = {route.path for route in ROUTES if route.role is None}
-
 
 def _signed(caller: Token, bodies: Sequence[Body]) -> list[Body]:
     """The requests, with who made them."""
@@ -579,38 +552,56 @@ def _fold_all(state: ClusterState, records: Sequence[Record]) -> None:
         fold(state, record)
 
 
-def _hint(error: LogError) -> str:
-    return error.hint or "training goes on; try again in a moment"
+def _status_of(error: UnicronError) -> tuple[int, str, str]:
+    """Status, detail and hint of an error."""
+    status: int = getattr(error, "status", 0) or next(
+        status for kind, status in STATUSES.items() if isinstance(error, kind))
+    return status, str(error), error.hint or (
+        "training goes on; try again in a moment" if status == 503 else "")
 
 
-def _lines(records: Any) -> bytes:
-    encode = msgspec.json.encode
-    return b"".join(encode(codec.to_plain(record)) + b"\n" for record in records)
+def _lines(records: Sequence[Record]) -> bytes:
+    return b"".join(msgspec.json.encode(codec.to_plain(one)) + b"\n" for one in records)
 
 
-def _json(data: Any, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(data), status=status,
+def _events(records: Sequence[Record]) -> bytes:
+    """Server-sent events; without a record a comment, so that the connection is seen to live."""
+    return b"".join(b"id: %d\ndata: %b\n\n" % (one.seq, msgspec.json.encode(codec.to_plain(one)))
+                    for one in records) or b":\n\n"
+
+
+def _page(keys: Sequence[K], key: Callable[[str], K], query: ListQuery, show: Callable[[K], T]
+          ) -> Page[T]:
+    """The items behind the cursor, which is the key of the last item before."""
+    rest = keys[bisect_right(keys, key(query.cursor)):] if query.cursor else keys
+    shown = rest[:query.limit]
+    return Page([show(one) for one in shown], str(shown[-1]) if len(rest) > len(shown) else "")
+
+
+def _json(data: Any, status: int = 200, **headers: str) -> web.Response:
+    return web.Response(body=msgspec.json.encode(data), status=status, headers=headers,
                         content_type="application/json")
-
-
-def _refusal(request: web.Request, status: int, message: str, hint: str) -> web.Response:
-    """An error; the connection ends if the request has a body that has not arrived."""
-    answer = error_answer(status, message, hint)
-    if not request.content.is_eof() or status in (401, 413, 415):
-        answer.force_close()
-    return answer
 
 
 def _too_large() -> Refusal:
     return Refusal(413, f"the body is larger than {BODY_BYTES_MAX:,} bytes", "send a smaller one")
 
 
-def _number(request: web.Request, name: str) -> int:
-    text = request.query.get(name, "0")
-    if not text.isdecimal() or len(text) > 18:
-        raise Refusal(400, f"{name}: {text[:40]!r} is not a number from 0 on",
-                      f"{request.path}?{name}=0")
+def number(text: str) -> int:
+    """The number of a task or an incident. Raises Refusal."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise Refusal(400, f"{text[:40]!r} is not a number", "for example 41")
     return int(text)
+
+
+def _checked_input(request: web.Request) -> Check:
+    """The check that If-Match asks for: the plan's input is as in that ETag."""
+    given = request.headers.get("If-Match", "")
+    if not given:
+        raise Refusal(428, "If-Match is missing", "the ETag of POST /v1/plan/dry-run")
+    if given[:1] + given[-1:] != '""':
+        raise Refusal(400, f"If-Match: {given[:40]} is not an ETag", "as it is, with its quotes")
+    return requests.input_unchanged(number(given[1:-1]))
 
 
 def _key(request: web.Request) -> str:
@@ -624,6 +615,9 @@ def _key(request: web.Request) -> str:
 async def _body(request: web.Request) -> Any:
     """The JSON body, strict: no duplicate keys, no NaN, no lone surrogate (`"\\ud800"` is JSON, but
     can be written neither to the log nor to an answer)."""
+    if request.body_exists and request.content_type != "application/json":
+        raise Refusal(415, f"the body is {request.content_type[:64]}",
+                      "Content-Type: application/json")
     try:
         async with asyncio.timeout(BODY_S_MAX):
             raw = await request.read()

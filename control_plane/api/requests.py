@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
@@ -49,18 +49,22 @@ class Refusal(UsageError):
 
 class Reason(Struct, frozen=True, forbid_unknown_fields=True):
     reason: str = ""
+    """For the log, on one line of 200 characters at most."""
 
 
-class _Drain(Reason, frozen=True, forbid_unknown_fields=True):
+class Drain(Reason, frozen=True, forbid_unknown_fields=True):
     down: bool = False
+    """Its machine is off."""
 
 
-class _Weight(Struct, frozen=True, forbid_unknown_fields=True):
+class Weight(Struct, frozen=True, forbid_unknown_fields=True):
     weight: float
     reason: str = ""
 
 
-class _Fault(Struct, frozen=True, forbid_unknown_fields=True):
+class Fault(Struct, frozen=True, forbid_unknown_fields=True):
+    """A fault on purpose. `stop_s` 0: for ever."""
+
     what: t.FaultKind
     task: int = 0
     rank: int = -1
@@ -70,35 +74,27 @@ class _Fault(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 # Each function makes one report from a body and the name in the path. All raise Refusal.
-def submit(state: ClusterState, body: Any, _: str) -> t.Body:
-    """Submit a task. Raises SpecError as well."""
-    job = parse(body)
+def submit(state: ClusterState, job: JobSpec, _: str) -> t.Body:
+    """Submit a task."""
     if (size := len(msgspec.json.encode(job))) > SPEC_BYTES_MAX:
         raise Refusal(413, f"the job file has {size} bytes as JSON, and at most "
                       f"{SPEC_BYTES_MAX} fit", "put data and long texts into files of their own")
     if job.training is not None and (why := refusal(job.training, job.slots.counts)):
         raise Refusal(422, why, NO_ROOM)
     _admit(state, job)
-    return r.TaskSubmitted(spec=job, modelled=_modelled(job))
+    return r.TaskSubmitted(spec=job, modelled=search_layouts(job))
 
 
-def search_layouts(body: Any) -> None:
-    """Search the layouts for `submit` in advance; may take seconds. Raises SpecError."""
-    _modelled(parse(body))
-
-
-def _modelled(job: JobSpec) -> Modelled | None:
-    """T(t, x) of the job's model. The result is cached, so a second call costs nothing."""
+def search_layouts(job: JobSpec) -> Modelled | None:
+    """T(t, x) of the job's model; may take seconds. It is cached: a second call costs nothing."""
     return modelled(job.model, job.slots.max) if job.model is not None else None
 
 
-def cancel(state: ClusterState, body: Any, task: str) -> t.Body:
-    request = convert(body, Reason)
+def cancel(state: ClusterState, request: Reason, task: str) -> t.Body:
     return r.TaskCancelRequested(task=_live_task(state, task).id, reason=one_line(request.reason))
 
 
-def set_weight(state: ClusterState, body: Any, task: str) -> t.Body:
-    request = convert(body, _Weight)
+def set_weight(state: ClusterState, request: Weight, task: str) -> t.Body:
     found = _live_task(state, task)
     if not 1 / WEIGHT_RATIO_MAX <= request.weight <= WEIGHT_RATIO_MAX:
         raise Refusal(422, f"weight: {request.weight:g} is not between "
@@ -107,18 +103,16 @@ def set_weight(state: ClusterState, body: Any, task: str) -> t.Body:
     return r.TaskWeightSet(task=found.id, weight=request.weight, reason=one_line(request.reason))
 
 
-def freeze(state: ClusterState, body: Any, _: str) -> t.Body:
+def freeze(state: ClusterState, request: Reason, _: str) -> t.Body:
     """Pause healing. A second freeze is refused, so the first reason stays."""
-    request = convert(body, Reason)
     if state.frozen:
         raise Refusal(409, f"healing is frozen already: {state.frozen}",
                       "unicron unfreeze first, to freeze it for another reason")
     return r.HealingFrozen(reason=one_line(request.reason))
 
 
-def unfreeze(state: ClusterState, body: Any, _: str) -> t.Body:
+def unfreeze(state: ClusterState, request: Reason, _: str) -> t.Body:
     """Resume healing."""
-    request = convert(body, Reason)
     if not state.frozen:
         held = "; it is held by --observe" if state.policy.observe else ""
         raise Refusal(409, f"healing is not frozen{held}",
@@ -126,9 +120,8 @@ def unfreeze(state: ClusterState, body: Any, _: str) -> t.Body:
     return r.HealingResumed(reason=one_line(request.reason))
 
 
-def drain(state: ClusterState, body: Any, node: str) -> t.Body:
+def drain(state: ClusterState, request: Drain, node: str) -> t.Body:
     """Drain the node: its tasks move away. `down`: its machine is off."""
-    request = convert(body, _Drain)
     found = _node(state, node)
     if request.down and found.health == "healthy":
         raise Refusal(409, f"node {node} is heard, so its machine is not off",
@@ -140,25 +133,22 @@ def drain(state: ClusterState, body: Any, node: str) -> t.Body:
     return r.NodeDrained(node=node, reason=one_line(request.reason), down=request.down)
 
 
-def undrain(state: ClusterState, body: Any, node: str) -> t.Body:
+def undrain(state: ClusterState, request: Reason, node: str) -> t.Body:
     """Let the node have tasks again."""
-    request = convert(body, Reason)
     if not _node(state, node).drained:
         raise Refusal(409, f"node {node} is not drained", _undrain_hint(state, node))
     return r.NodeUndrained(node=node, reason=one_line(request.reason))
 
 
-def lift_quarantine(state: ClusterState, body: Any, node: str) -> t.Body:
+def lift_quarantine(state: ClusterState, request: Reason, node: str) -> t.Body:
     """Lift the node's quarantine; its earlier faults no longer count."""
-    request = convert(body, Reason)
     if _node(state, node).quarantine is None:
         raise Refusal(409, f"node {node} is not quarantined", _undrain_hint(state, node))
     return r.QuarantineLifted(node=node, reason=one_line(request.reason))
 
 
-def acknowledge(state: ClusterState, body: Any, incident: str) -> t.Body:
+def acknowledge(state: ClusterState, request: Reason, incident: str) -> t.Body:
     """A person knows of the incident."""
-    request = convert(body, Reason)
     number = int(incident) if incident.isdecimal() and len(incident) < 18 else 0
     found = state.incidents.get(number)
     if found is None:
@@ -190,9 +180,8 @@ def input_unchanged(check: int) -> Callable[[ClusterState], None]:
     return verify_digest
 
 
-def inject(state: ClusterState, body: Any, _: str) -> t.Body:
+def inject(state: ClusterState, request: Fault, _: str) -> t.Body:
     """Inject a fault into a running process or a healthy node."""
-    request = convert(body, _Fault)
     if not state.policy.allow_inject:
         raise Refusal(403, "this cluster does not allow faults on purpose",
                       "only where unicron up --allow-inject began it")
@@ -255,10 +244,12 @@ def _check_output(state: ClusterState, job: JobSpec) -> None:
             "a URL, or a folder in shared_folders of the policy file (docs/guides/hosts.md)")
 
 
-def convert(body: Any, kind: type[T]) -> T:
-    """The body as a `kind`. Raises a Refusal that names the invalid field."""
+def convert(data: Any, kind: type[T], *, strict: bool = True) -> T:
+    """The data as a `kind`. Raises SpecError for a job, else a Refusal that names the field."""
+    if kind is JobSpec:
+        return cast(T, parse(data))
     try:
-        return msgspec.convert(body, kind)
+        return msgspec.convert(data, kind, strict=strict)
     except msgspec.ValidationError as error:
         message, _, at = str(error).partition(" - at ")
         where = at.strip("`").removeprefix("$.")

@@ -15,7 +15,7 @@ from ..history.usage import CAUSES, USES, Figures, Usage
 from .moments import time_s
 
 
-class Row(Struct, kw_only=True):
+class HistoryDay(Struct, kw_only=True):
     """Figures of a day, or of all. Slot seconds; a slot is a GPU, or a share of a CPU node.
     `earned_flop` and so on are weighted: the WAF times its seconds."""
 
@@ -42,11 +42,11 @@ class Row(Struct, kw_only=True):
     """Slot time of processes while a leader was there, over `faults`; None: no fault."""
 
 
-class Answer(Struct, kw_only=True):
+class History(Struct, kw_only=True):
     """Figures of whole UTC days."""
 
-    days: list[Row]
-    total: Row
+    days: list[HistoryDay]
+    total: HistoryDay
 
 
 def first_day(query: Mapping[str, str]) -> int:
@@ -60,15 +60,15 @@ def first_day(query: Mapping[str, str]) -> int:
     return int(at_s // 86400)
 
 
-def answer(usage: Usage, first: int) -> Answer:
+def answer(usage: Usage, first: int) -> History:
     """The figures of the days from `first` on that the log has."""
     days = {day: figures for day, figures in usage.days.items() if day >= first}
-    return Answer(total=_row(days.values()), days=[
+    return History(total=_row(days.values()), days=[
         _row([days.get(day, {})], day=f"{datetime.fromtimestamp(day * 86400, UTC):%Y-%m-%d}")
         for day in range(min(days, default=0), max(days, default=-1) + 1)])
 
 
-def _row(parts: Iterable[Figures], day: str = "") -> Row:
+def _row(parts: Iterable[Figures], day: str = "") -> HistoryDay:
     """The sum of the figures."""
     total = defaultdict[str, float](float)
     for figures in parts:
@@ -76,7 +76,7 @@ def _row(parts: Iterable[Figures], day: str = "") -> Row:
             total[what] += value
     slot_s = {what: total[what] / 1e6 for what in USES}
     faults = int(total["faults"])
-    return Row(
+    return HistoryDay(
         day=day, records=int(total["records"]), slot_s=fsum(slot_s.values()),
         used_slot_s=slot_s["used"], idle_slot_s=slot_s["idle"],
         lost_slot_s={what: slot_s[what] for what in CAUSES},

@@ -53,7 +53,7 @@ def view(state: ClusterState, *, explain: bool = False, now_s: float | None = No
             "earned": [{"at_s": span * WORK_SPAN_S, "length_s": WORK_SPAN_S, "flop": flop}
                        for span, flop in sorted(state.earned.items())],
         },
-        "nodes": [_node(state, state.nodes[name]) for name in sorted(state.nodes)],
+        "nodes": [node_view(state, state.nodes[name]) for name in sorted(state.nodes)],
         "tasks": [task_view(state, state.tasks[key], waits.get(key))
                   for key in sorted(state.tasks)],
         "incidents": [msgspec.to_builtins(state.incidents[key])
@@ -81,7 +81,8 @@ def state_in_words(state: ClusterState, task: Task) -> str:
     return "degraded" if task.phase == "training" and task.slow else _PHASES[task.phase]
 
 
-def _node(state: ClusterState, node: Node) -> dict[str, Any]:
+def node_view(state: ClusterState, node: Node) -> dict[str, Any]:
+    """One node of the view."""
     slots: list[dict[str, Any]] = []
     degraded, due = _slots_degraded(state, node), state.deadlines.get(f"replace/{node.name}")
     for index in range(node.num_slots):

@@ -57,6 +57,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Interval at which a control plane that does not lead folds the log and tries to lead."""
     segments_s: float = 30.0
     """Interval at which it checks that it can read the log's segments."""
+    idle_s: float = 5.0
     writes_max: int = 256
     recent_records_max: int = 4_096
 
@@ -215,7 +216,8 @@ class Coordinator:
                                  Unavailable("the log cannot be reached; try again"))
 
     async def follow(self, after: int) -> AsyncIterator[Sequence[Record]]:
-        """Pages of records after `after`, until this control plane stops. Raises Unavailable."""
+        """Pages of records after `after`, until this control plane stops; an empty page every
+        `idle_s` without a record. Raises Unavailable."""
         while not self._stopping:
             changed = self._changed
             page: Sequence[Record] = [r for r in self._recent if r.seq > after]
@@ -224,8 +226,12 @@ class Coordinator:
             if page:
                 after = page[-1].seq
                 yield page
-            else:
-                await changed.wait()
+            while not (page or changed.is_set()):
+                try:
+                    async with asyncio.timeout(self._limits.idle_s):
+                        await changed.wait()
+                except TimeoutError:
+                    yield ()
 
     def stop(self) -> None:
         """End `run` after the current turn."""

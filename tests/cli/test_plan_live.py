@@ -17,6 +17,7 @@ from dry_run_jobs import job
 from plan_pages import INPUT, Plain, plain_of
 from snapshots import check
 from two_tasks import gives, plain, seen, train, two_tasks, waits
+from unicron.cli.cluster.client import Client
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import plan as plan_live
 from unicron.cli.commands.plan import PlanOptions
@@ -38,21 +39,22 @@ pytestmark = pytest.mark.nodes(3)
 BETA = {1: 1.5e12, 2: 2.4e12}
 
 
-class Told:
+class Told(Client):
     """A control plane that answers from a driver's state and applies requests to it."""
 
     def __init__(self, driver: Driver) -> None:
+        super().__init__("http://localhost:1", "")
         self.driver, self.posted = driver, list[tuple[str, Plain]]()
 
-    def get(self, path: str, limit_s: float = 10.0, **query: int) -> Plain:
+    def get(self, path: str, limit_s: float = 10.0, **query: object) -> Plain:
         if path == "/v1/plan":
-            last = query.get("seq", self.driver.state.seq)
+            last = int(str(query["at"] or self.driver.state.seq))
             at = replayed([one for one in self.driver.log if one.seq <= last])
             return plain_of(dry_run.explain_present_plan(encode_state(at)))
         return seen(self.driver)
 
-    def post(self, path: str, body: Plain, limit_s: float = 10.0) -> Plain:
-        self.posted.append((path, body))
+    def post(self, path: str, body: Any, limit_s: float = 10.0, **headers: str) -> Plain:
+        self.posted.append((path, {**body, **headers}))
         data = encode_state(self.driver.state)
         if path == "/v1/plan/dry-run":
             change = msgspec.convert(body, Change)
@@ -265,7 +267,7 @@ def test_an_applied_change_is_printed_as_one(ask: Any) -> None:
     lines = ask(control_plane, without=("n1", "n2"), apply=True, check=INPUT, reason="a rack")
     assert control_plane.posted == [("/v1/plan/apply", {
         "change": {"slots": 0, "without": ["n1", "n2"], "weights": {}},
-        "check": found["input"], "reason": "a rack"})]
+        "reason": "a rack", "If-Match": f'"{found["input"]}"'})]
     assert lines[0].startswith("applied  --without n1 --without n2 (seq ")
     given = {one["name"]: (one["slots_before"], one["slots"]) for one in found["tasks"]}
     for name, (before, after) in given.items():

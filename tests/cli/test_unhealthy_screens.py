@@ -105,7 +105,7 @@ def test_slots_disabled_by_a_check_return_and_the_screens_say_when(d: Driver) ->
         assert word in row
     for ask in (requests.lift_quarantine, requests.undrain):
         with pytest.raises(Refusal) as refused:
-            ask(d.state, {}, "n2")
+            ask(d.state, requests.Reason(), "n2")
         assert "60 s after it says healthy" in refused.value.hint
     report_fans(d, "healthy", "")
     again = "healthy again, its slots are used from "

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from started_commands import options
 from unicron import __version__
-from unicron.control_plane.api.http import ROUTES
+from unicron.control_plane.api.routes import ROUTES
 from unicron.events.errors import UsageError
 from unicron.events.private_files import read_private
 

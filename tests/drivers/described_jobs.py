@@ -7,6 +7,7 @@ from typing import Any
 from unicron.control_plane.api import requests
 from unicron.control_plane.state.cluster import ClusterState
 from unicron.events.records import reports as r
+from unicron.events.spec.job import parse
 from unicron.events.spec.model import Modelled
 
 MODEL: dict[str, Any] = {
@@ -22,6 +23,6 @@ def job(model: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
 
 
 def submitted(data: dict[str, Any]) -> r.TaskSubmitted:
-    body = requests.submit(ClusterState(), data, "")
+    body = requests.submit(ClusterState(), parse(data), "")
     assert isinstance(body, r.TaskSubmitted)
     return body

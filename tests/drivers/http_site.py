@@ -15,6 +15,7 @@ import aiohttp
 from memory_log import MemoryLog
 from unicron.control_plane.api.connections import ConnectionLimits, Listener
 from unicron.control_plane.api.http import Address, HttpApi
+from unicron.control_plane.api.routes import ROUTES
 from unicron.control_plane.api.tokens import Tokens
 from unicron.control_plane.service.coordinator import Coordinator, Limits
 from unicron.events.log.identity import SECRET_BYTES, Identities
@@ -44,11 +45,13 @@ class Site:
                   **headers: str) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else (
             None if body is None else json.dumps(body).encode())
-        named = {"Authorization": "Bearer secret"} | {k.replace("_", "-"): v
-                                                      for k, v in headers.items()}
+        named = {"Authorization": "Bearer secret", "Content-Type": "application/json"} | {
+            k.replace("_", "-"): v for k, v in headers.items()}
         async with self.client.request(method, self.url + path, data=data, headers=named) as reply:
-            assert reply.content_type == "application/json"
-            return reply.status, await reply.json()
+            assert reply.content_type == (
+                "application/json" if reply.status < 300 or path[:7] == "/readyz"
+                else "application/problem+json")
+            return reply.status, json.loads(await reply.read())
 
     async def refused(self, status: int, method: str, path: str, body: object = None,
                       **headers: str) -> str:
@@ -56,13 +59,14 @@ class Site:
 
     async def refusal(self, status: int, method: str, path: str, body: object = None,
                       **headers: str) -> tuple[str, str]:
-        """The error and its hint."""
+        """The problem's detail and hint."""
         got, answer = await self.ask(method, path, body, **headers)
         assert got == status, answer
-        assert set(answer) == {"error", "hint"}
-        assert "\n" not in answer["error"]
-        assert answer["error"]
-        return str(answer["error"]), str(answer["hint"])
+        assert set(answer) == {"type", "title", "status", "detail", "hint"}
+        assert answer["status"] == status
+        assert "\n" not in answer["detail"]
+        assert answer["detail"]
+        return str(answer["detail"]), str(answer["hint"])
 
     async def written_once(self, kind: str, path: str, body: object) -> Any:
         """Two requests with one key get the same answer and write one record. Returns its body."""
@@ -96,7 +100,7 @@ async def serving(policy: Policy = POLICY,
     folder = TemporaryDirectory()
     tokens_file = Path(folder.name) / "tokens.json"
     tokens = Tokens(tokens_file, owner="secret")
-    http = HttpApi(coordinator, log, tokens=tokens,
+    http = HttpApi(ROUTES, coordinator, log, tokens=tokens,
                    address=Address(redis_url="unix:///run/x", cluster="test"),
                    identities=IDENTITIES)
     listener = Listener(http.app(), stop_s_max=1.0, limits=limits)

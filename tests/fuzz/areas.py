@@ -31,7 +31,7 @@ from fuzz.mutation import EXTREMES, bytes_of, lines_of, plain_of, text_of
 from memory_log import MemoryLog
 from rank_bodies import body_of
 from unicron.cli import app
-from unicron.cli.cluster import local_cluster
+from unicron.cli.cluster import local_cluster, processes
 from unicron.cli.cluster.client import connect
 from unicron.cli.cluster.local_cluster import CONTROL_PLANE, ClusterOptions, LocalCluster
 from unicron.cli.cluster.state_dir import StateDir
@@ -211,7 +211,7 @@ BODIES: tuple[Any, ...] = (
     {}, {"reason": "x"}, {"weight": 2.0, "reason": ""}, {"slots": 4}, {"without": ["n1"]},
     {"weights": {"2": 3.0}}, {"node": "n1", "host": "127.0.0.1", "incarnation": 1,
                               "labels": {"rack": "r"}},
-    {"what": "rank", "task": 2, "rank": 0}, {"change": {"slots": 1}, "check": 1})
+    {"what": "rank", "task": 2, "rank": 0}, {"change": {"slots": 1}})
 HEADERS = (b"Content-Encoding: deflate", b"Content-Encoding: gzip", b"Transfer-Encoding: chunked",
            b"Content-Length: 5", b"Content-Length: -1", b"Content-Length: 99999999999",
            b"Expect: 100-continue", b"Upgrade: websocket", b"Idempotency-Key: a",
@@ -223,16 +223,22 @@ METHODS = (b"GET", b"POST", b"PUT", b"DELETE", b"HEAD", b"OPTIONS", b"PATCH", b"
 
 
 @contextmanager
-def _control_plane(folder: Path) -> Iterator[tuple[int, str]]:
-    """A real control plane over a real server, without an agent. Yields its port and its token."""
+def control_plane(folder: Path, num_agents: int = 0) -> Iterator[tuple[int, str]]:
+    """A real control plane over a real server. Yields its port and its token. The agents have left
+    by then, so that nothing runs what is submitted."""
     state = StateDir(folder / "state")
     state.create()
-    cluster = LocalCluster(state, ClusterOptions(num_agents=0))
+    cluster = LocalCluster(state, ClusterOptions(num_agents=num_agents))
     try:
         cluster.ensure_server()
         cluster.choose_port()
         process, _ = cluster.ensure(CONTROL_PLANE)
         client = cluster.wait_control_plane()
+        for name in cluster.names()[1:]:
+            cluster.start(name)
+        cluster.wait_agents(client)
+        processes.stop_together(state, [agent for name in cluster.names()[1:]
+                                        if (agent := cluster.find(name)) is not None], 10.0)
         yield cluster.port, client.token
         assert cluster.find(CONTROL_PLANE) == process, "the control plane has ended"
         assert connect(state).get("/v1/health")["leader"]
@@ -254,7 +260,7 @@ class Request(NamedTuple):
 @contextmanager
 def api(folder: Path) -> Iterator[Case]:
     plain = _specs()
-    with _control_plane(folder) as (port, token):
+    with control_plane(folder) as (port, token):
         def case(rng: random.Random) -> int:
             return _status(_ask(port, _request(rng, token, plain)))
 
@@ -264,7 +270,7 @@ def api(folder: Path) -> Iterator[Case]:
 @contextmanager
 def api_without_token(folder: Path) -> Iterator[Case]:
     plain = _specs()
-    with _control_plane(folder) as (port, token):
+    with control_plane(folder) as (port, token):
         def case(rng: random.Random) -> int:
             wrong = rng.choice(("", token[:-1], token + "x", token.swapcase(), "Bearer", "\xff"))
             answer = _ask(port, _request(rng, wrong, plain))

@@ -23,7 +23,7 @@ from unicron.control_plane.service.server_certificate import ServerCertificate
 from unicron.events import tls
 from unicron.events.process_io import Seldom
 
-TOKEN = "Authorization: Bearer secret\r\n"
+TOKEN = "Authorization: Bearer secret\r\nContent-Type: application/json\r\n"
 LIMIT_S = 60.0
 
 
@@ -71,7 +71,7 @@ async def refused(site: Site, text: str, body: bytes = b"") -> tuple[int, dict[s
     lines = head.decode().split("\r\n")
     assert "Connection: close" in lines, lines
     found = json.loads(answer)
-    assert set(found) == {"error", "hint"}
+    assert set(found) == {"type", "title", "status", "detail", "hint"}
     return int(lines[0].split()[1]), found
 
 
@@ -83,7 +83,7 @@ async def test_a_body_with_an_encoding_is_refused_unread(site: Site) -> None:
     cpu_s = time.process_time()
     for token in ("", TOKEN, "Authorization: Bearer wrong\r\n"):
         status, answer = await refused(site, f"{head}{token}\r\n", bomb)
-        assert (status, "Content-Encoding" in answer["error"]) == (415, True)
+        assert (status, "Content-Encoding" in answer["detail"]) == (415, True)
     # 768 MiB of spaces take seconds if they are decompressed, as for the drain of a refused body
     assert time.process_time() - cpu_s < 0.5
 
@@ -95,7 +95,7 @@ async def test_what_the_headers_tell_is_refused_before_the_body(site: Site) -> N
     assert (await refused(site, promise.format(1000, "")))[0] == 401
     assert (await refused(site, promise.format(1000, "Authorization: Bearer no\r\n")))[0] == 401
     status, answer = await refused(site, promise.format(2 << 20, TOKEN))
-    assert (status, answer["error"]) == (413, "the body is larger than 1,048,576 bytes")
+    assert (status, answer["detail"]) == (413, "the body is larger than 1,048,576 bytes")
     nowhere = promise.replace("/v1/tasks", "/v1/nowhere").format(1000, TOKEN)
     assert (await refused(site, nowhere))[0] == 404
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
@@ -116,7 +116,7 @@ async def test_a_body_that_does_not_come_is_given_up(site: Site) -> None:
     with mock.patch.object(api_http, "BODY_S_MAX", 0.2):
         status, answer = await refused(
             site, f"POST /v1/freeze HTTP/1.1\r\nHost: 1\r\nContent-Length: 10\r\n{TOKEN}\r\n", b"{")
-    assert (status, answer["error"]) == (408, "the body did not arrive within 0.2 s")
+    assert (status, answer["detail"]) == (408, "the body did not arrive within 0.2 s")
     assert (await site.ask("GET", "/v1/state"))[1]["cluster"]["healing"] == "on"
 
 
@@ -145,7 +145,7 @@ def test_malformed_requests_are_json_and_one_line(caplog: pytest.LogCaptureFixtu
                          f"GET /{'x' * 20_000} HTTP/1.1\r\n\r\n")[number % 4]
                 status, answer = await refused(site, wrong)
                 assert status == 400
-                assert len(answer["error"]) < ERROR_CHARS_MAX + 40
+                assert len(answer["detail"]) < ERROR_CHARS_MAX + 40
 
     with capture_logs() as lines, caplog.at_level(logging.DEBUG):
         asyncio.run(main())

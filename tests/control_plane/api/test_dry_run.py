@@ -216,9 +216,11 @@ async def test_a_dry_run_is_applied_if_nothing_has_changed(site: Site) -> None:
     assert (status, tried["tried"], tried["planned"]) == (200, True, True)
     assert tried["took_s"] > 0
     before = site.coordinator.seq
-    body = {"change": change, "check": tried["input"], "reason": " a\ntest "}
+    body = {"change": change, "reason": " a\ntest "}
+    check = f'"{tried["input"]}"'
     for _ in range(2):  # with the same key it is written once
-        status, answer = await site.ask("POST", "/v1/plan/apply", body, Idempotency_Key="apply")
+        status, answer = await site.ask("POST", "/v1/plan/apply", body, Idempotency_Key="apply",
+                                        If_Match=check)
         assert (status, answer) == (200, {"seq": before + 1})
     records = await site.log.read(after=before, num_max=999)
     requested = [record for record in records if record.source == "operator/apply"]
@@ -238,7 +240,7 @@ async def test_apply_is_refused_if_the_input_has_changed(site: Site) -> None:
     await site.ask("POST", f"/v1/tasks/{task}/weight", {"weight": 5.0})
     before = site.coordinator.seq
     message, hint = await site.refusal(412, "POST", "/v1/plan/apply", {
-        "change": {"without": ["n2"]}, "check": tried["input"]})
+        "change": {"without": ["n2"]}}, If_Match=f'"{tried["input"]}"')
     now = input_digest(await site.coordinator.settled())
     assert now != tried["input"]
     assert message == (f"the plan's input is {now} now, not {tried['input']}: what the "
@@ -276,16 +278,21 @@ async def test_nonsense_over_http_is_refused(site: Site) -> None:
         ("/v1/plan/dry-run", {"without": ["n9"]}, 404, "there is no node 'n9'"),
         ("/v1/plan/dry-run", {"with": 3}, 400, "Object contains unknown field `with`"),
         ("/v1/plan/dry-run", {"submit": {"name": "x"}}, 422, ""),
-        ("/v1/plan/apply", {"change": {}}, 400, "Object missing required field `check`"),
-        ("/v1/plan/apply", {"change": {"slots": 2}, "check": 0}, 412, "the plan's input is"),
-        ("/v1/plan/apply", {"change": {"slots": 2}, "check": 999}, 412,
-         "the plan's input is "),
+        ("/v1/plan/apply", {}, 400, "Object missing required field `change`"),
+        ("/v1/plan/apply", {"change": {}}, 428, "If-Match is missing"),
     ]:
         assert (await site.refused(status, "POST", path, body)).startswith(message)
     status, plan = await site.ask("GET", "/v1/plan")
     assert (status, plan["tried"]) == (200, False)
     message = await site.refused(422, "POST", "/v1/plan/apply", {
-        "change": {}, "check": plan["input"]})
+        "change": {"submit": JOB | {"weight": "2"}}}, If_Match='"0"')
+    assert message.startswith("weight: "), "before the check"
+    for check, status in (('"0"', 412), ('"999"', 412), ("999", 400), ("*", 400),
+                          ('W/"1"', 400), ('""', 400)):
+        await site.refused(status, "POST", "/v1/plan/apply", {"change": {"slots": 2}},
+                           If_Match=check)
+    message = await site.refused(422, "POST", "/v1/plan/apply", {
+        "change": {}}, If_Match=f'"{plan["input"]}"')
     assert message == "there is nothing to apply"
 
 
@@ -295,6 +302,6 @@ async def test_half_a_surrogate_pair_is_refused(site: Site) -> None:
     half = b'"\\ud800"'
     for path, body in (("/v1/freeze", b'{"reason": %s}'), ("/v1/plan/dry-run", b'{%s: 1}'),
                        ("/v1/plan/dry-run", b'{"weights": {%s: 1}}'),
-                       ("/v1/plan/apply", b'{"change": %s, "check": 0}'), ("/v1/join", b"%s")):
+                       ("/v1/plan/apply", b'{"change": %s}'), ("/v1/join", b"%s")):
         assert "surrogates" in await site.refused(400, "POST", path, body % half)
     assert (await site.ask("GET", "/v1/plan"))[0] == 200

@@ -150,11 +150,11 @@ async def test_explanations_are_computed_on_request_for_any_seq(site: Site) -> N
     assert plan["tasks"][1]["waits"] == f"{waiting['why']}; needs {waiting['needs']}"
     await site.ask("POST", f"/v1/tasks/{submitted['task']}/cancel", {})
     assert (await site.ask("GET", "/v1/plan"))[1]["seq"] > seq
-    assert (await site.ask("GET", f"/v1/plan?seq={seq}")) == (200, plan)
-    assert "not in the log" in await site.refused(404, "GET", "/v1/plan?seq=99999")
-    assert "is not a number" in await site.refused(400, "GET", "/v1/plan?seq=now")
+    assert (await site.ask("GET", f"/v1/plan?at={seq}")) == (200, plan)
+    assert "not in the log" in await site.refused(404, "GET", "/v1/plan?at=99999")
+    assert "neither a seq nor a time" in await site.refused(400, "GET", "/v1/plan?at=now")
     with mock.patch.object(api_http, "FOLD_S_MAX", -1.0):
-        assert "is not reached" in await site.refused(503, "GET", f"/v1/plan?seq={seq}")
+        assert "is not reached" in await site.refused(503, "GET", f"/v1/plan?at={seq}")
 
 
 @with_policy(observe=True)
@@ -242,7 +242,7 @@ def test_a_refusal_lists_the_ranks_in_order(d: Driver) -> None:
     task.ranks = {number: task.ranks[number] for number in (2, 0, 3, 1)}
     d.state.policy = Policy(allow_inject=True)
     with pytest.raises(requests.Refusal) as refused:
-        requests.inject(d.state, {"what": "rank", "task": task.id, "rank": 17}, "")
+        requests.inject(d.state, requests.Fault(what="rank", task=task.id, rank=17), "")
     assert refused.value.hint == "there are 0, 1, 2, 3"
 
 
@@ -305,13 +305,16 @@ async def test_bad_bodies_are_refused(site: Site) -> None:
     for body in (b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b'{"a": 1, "a": 2}', b"[" * 100_000):
         status, answer = await site.ask("POST", "/v1/tasks", body)
         assert status in (400, 422), body
-        assert answer["error"]
-        assert "\n" not in answer["error"]
+        assert answer["detail"]
+        assert "\n" not in answer["detail"]
     await site.refused(413, "POST", "/v1/tasks", b" " * (2 << 20))
     await site.refused(400, "POST", "/v1/tasks", JOB, Idempotency_Key="no spaces")
     await site.refused(400, "POST", "/v1/tasks/3/cancel", {"raeson": "a typo"}, )
     await site.refused(404, "GET", "/v1/nothing")
-    await site.refused(405, "GET", "/v1/tasks")
+    await site.refused(405, "GET", "/v1/freeze")
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        assert "Content-Type: application/json" in (await site.refusal(
+            415, "POST", "/v1/freeze", {}, Content_Type=kind))[1]
     await site.refused(400, "GET", "/v1/log?after=-1")
     await site.refused(400, "GET", "/v1/log?after=x")
     await site.refused(400, "GET", "/v1/log?follow=2")

@@ -20,7 +20,7 @@ def found(d: Driver, after_s: float = 0.0) -> list[needs.Need]:
 
 
 def acknowledge(d: Driver, incident: int, reason: str = "a fan") -> None:
-    body = requests.acknowledge(d.state, {"reason": reason}, str(incident))
+    body = requests.acknowledge(d.state, requests.Reason(reason), str(incident))
     assert isinstance(body, r.IncidentAcknowledged)
     d.tell(f"operator/ack{incident}", r.IncidentAcknowledged(
         of=body.of, reason=body.reason, who="ana", role="operate"))
@@ -74,7 +74,7 @@ def test_an_acknowledged_incident_needs_nobody_and_its_page_says_who_knows() -> 
 @pytest.mark.parametrize("name", ["7", "x", "-1", "9" * 40, "inc-3"])
 def test_an_unknown_incident_cannot_be_acknowledged(d: Driver, name: str) -> None:
     with pytest.raises(Refusal, match="there is no incident") as refused:
-        requests.acknowledge(d.state, {}, name)
+        requests.acknowledge(d.state, requests.Reason(), name)
     assert refused.value.status == 404
 
 

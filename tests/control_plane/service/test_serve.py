@@ -213,7 +213,10 @@ def test_a_stopped_leader_is_succeeded_and_fenced_when_it_wakes(server: Server, 
                 "seq": first.health()["seq"], "follows": leader}
             status, headers, answer = asked(second, "POST", "/v1/tasks", owner, JOB)
             assert (status, headers["Location"]) == (307, f"{leader}/v1/tasks")
-            assert answer["error"] == f"this control plane follows, {leader} leads"
+            assert answer["detail"] == f"this control plane follows, {leader} leads"
+            assert asked(second, "GET", "/v1/tokens", owner)[0] == 307
+            status, headers, page = asked(second, "GET", "/v1/tasks?limit=1", owner)
+            assert (status, page["items"], headers["Unicron-Follows"]) == (200, [], leader)
             _, _, later = asked(first, "POST", "/v1/tokens", owner, {"name": "bo", "role": "view"})
             wait(lambda: asked(first, "GET", "/v1/state", owner)[2]["cluster"]["followers"]
                  == [follower])
@@ -338,7 +341,7 @@ def join(process: Running, node: str, incarnation: int) -> dict[str, Any]:
     body = {"node": node, "host": "127.0.0.1", "incarnation": incarnation}
     request = urllib.request.Request(
         note["url"] + "/v1/join", data=json.dumps(body).encode(),
-        headers={"Authorization": f"Bearer {note['token']}"})
+        headers={"Content-Type": "application/json", "Authorization": f"Bearer {note['token']}"})
     with urllib.request.urlopen(request, timeout=30) as reply:
         found: dict[str, Any] = json.loads(reply.read())
         return found
@@ -419,7 +422,7 @@ def test_probes_and_status_say_that_nothing_is_acknowledged(
             assert "appendfsync everysec" in answer["why"]
             status, answer = probe(process, "/v1/state")
             assert status == 503
-            assert "ranks train on" in answer["error"]
+            assert "ranks train on" in answer["detail"]
             assert probe(process, "/livez")[0] == 200
             with pytest.raises(urllib.error.HTTPError) as told:
                 urllib.request.urlopen(process.note()["url"] + "/readyz", timeout=30)

@@ -19,7 +19,7 @@ from unicron.events.errors import SpecError
 from unicron.events.records import decisions
 from unicron.events.records import reports as r
 from unicron.events.spec.job import JobSpec, parse
-from unicron.events.spec.model import Modelled
+from unicron.events.spec.model import MegatronModel, Modelled
 
 pytestmark = pytest.mark.nodes(3)
 
@@ -36,9 +36,9 @@ def test_a_submitted_task_has_a_modelled_throughput() -> None:
 
 
 def test_the_layout_search_checks_the_model() -> None:
-    requests.search_layouts(job({"hidden": 1024}))
+    requests.search_layouts(parse(job({"hidden": 1024})))
     with pytest.raises(SpecError, match=r"model\.hidden"):
-        requests.search_layouts(job({"hidden": 1000, "num_heads": 16}))
+        requests.search_layouts(parse(job({"hidden": 1000, "num_heads": 16})))
 
 
 @pytest.mark.parametrize(("model", "path"), [
@@ -135,11 +135,11 @@ def test_specs_without_a_model_are_valid() -> None:
 
 def test_over_http_the_search_runs_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     in_main_thread: list[bool] = []
-    search = requests.search_layouts
+    search = requests.modelled
 
-    def watched(body: Any) -> None:
+    def watched(model: MegatronModel, slots_max: int) -> Modelled | None:
         in_main_thread.append(threading.current_thread() is threading.main_thread())
-        search(body)
+        return search(model, slots_max)
 
     async def run() -> None:
         async with serving() as site:
@@ -154,6 +154,6 @@ def test_over_http_the_search_runs_in_a_thread(monkeypatch: pytest.MonkeyPatch) 
             refused = await site.refused(422, "POST", "/v1/tasks", job({"num_heads": 15}))
             assert refused == "model.hidden: 2048 is not divisible by num_heads 15"
 
-    monkeypatch.setattr(requests, "search_layouts", watched)
+    monkeypatch.setattr(requests, "modelled", watched)
     asyncio.run(run())
-    assert in_main_thread == [False, False]
+    assert in_main_thread == [False, True], "the second time it is cached"

@@ -132,7 +132,7 @@ def test_a_model_without_room_is_refused_with_figures() -> None:
     why = "no layout of loop.parallel fits into 79.2 GiB: TP 2 x DP 1 needs "
     assert choices(parse(spec)).refused.startswith(why)
     with pytest.raises(requests.Refusal) as error:
-        requests.submit(ClusterState(), spec, "")
+        requests.submit(ClusterState(), parse(spec), "")
     assert (error.value.status, str(error.value).startswith(why)) == (422, True)
     assert submitted(loop()).modelled is None, "its layouts are those of loop.parallel"
 

@@ -46,8 +46,8 @@ class Joined(Struct, frozen=True, kw_only=True):
     version: str = ""
 
 
-class _Error(Struct, frozen=True):
-    error: str
+class _Problem(Struct, frozen=True):
+    detail: str
     hint: str = ""
 
 
@@ -134,14 +134,14 @@ async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, 
         raise Leased(reply.headers["Unicron-Follows"])
     if reply.status in (401, 403, 410):
         refused = NodeRevoked if reply.status == 410 else TokenRefused
-        raise refused(f"{url} does not accept the token: {_error(data).error}",
+        raise refused(f"{url} does not accept the token: {_problem(data).detail}",
                       "an admin: unicron token create --join")
     if reply.status >= 500:
-        raise aiohttp.ClientError(f"{reply.status} {_error(data).error}".strip())
+        raise aiohttp.ClientError(f"{reply.status} {_problem(data).detail}".strip())
     if reply.status != 200:
-        error = _error(data)
-        raise UsageError(f"{url} refuses to let {body['node']} join: {error.error}",
-                         error.hint or "does --url name a unicron control plane?")
+        problem = _problem(data)
+        raise UsageError(f"{url} refuses to let {body['node']} join: {problem.detail}",
+                         problem.hint or "does --url name a unicron control plane?")
     try:
         return msgspec.json.decode(data, type=Joined)
     except msgspec.MsgspecError as error:
@@ -149,9 +149,9 @@ async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, 
                          "is it a unicron control plane of this version?") from None
 
 
-def _error(data: bytes) -> _Error:
+def _problem(data: bytes) -> _Problem:
     """The decoded error body. If it cannot be decoded, the first line of the text."""
     try:
-        return msgspec.json.decode(data, type=_Error)
+        return msgspec.json.decode(data, type=_Problem)
     except msgspec.MsgspecError:
-        return _Error(error=data[:200].decode(errors="replace").strip().partition("\n")[0])
+        return _Problem(detail=data[:200].decode(errors="replace").strip().partition("\n")[0])

@@ -1,0 +1,211 @@
+"""Queries, bodies and answers of the HTTP API; the OpenAPI document is made from them.
+
+What is answered as plain data has a TypedDict here; a test compares the two. Bodies of operators'
+requests are in requests.py. Times are in seconds since 1970.
+"""
+
+from typing import Annotated, Any, Generic, Literal, NotRequired, TypedDict, TypeVar
+
+from msgspec import Meta, Struct
+
+from ...events.records.decisions import PlanChosen, ThroughputSet
+from ...events.records.envelope import KINDS
+from ...events.records.reports import OutageEnded
+from ...events.records.types import Labels
+from ..state.incident import Incident
+from ..state.node import Check, Quarantine
+from ..throughput.transition_cost import Transition
+from .dry_run import Change
+from .needs import Need
+
+T = TypeVar("T")
+Plain = dict[str, Any]
+REFERENCE = "#/components/schemas/{name}"
+ENCODED: list[type] = []
+"""The structs of `encoded`."""
+
+
+def encoded(*kinds: type) -> Meta:
+    """Marks plain data that one of these structs was encoded to."""
+    ENCODED.extend(kinds)
+    refs = [{"$ref": REFERENCE.format(name=kind.__name__)} for kind in kinds]
+    return Meta(extra_json_schema=refs[0] if len(refs) == 1 else {"anyOf": refs})
+
+
+# --- queries and bodies ---
+Seq = Annotated[int, Meta(ge=0, lt=10**18)]
+
+
+class Nothing(Struct, frozen=True, forbid_unknown_fields=True):
+    """No parameters."""
+
+
+class Moment(Nothing, frozen=True):
+    at: Annotated[str, Meta(description="A past moment: SEQ, or a time as RFC 3339")] = ""
+
+
+class StateQuery(Moment, frozen=True):
+    explain: Annotated[bool, Meta(description="Also what each waiting task needs")] = False
+
+
+class ListQuery(Moment, frozen=True):
+    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+    cursor: Annotated[str, Meta(description="`next` of the page before", max_length=64)] = ""
+
+
+class LogQuery(Nothing, frozen=True):
+    after: Seq = 0
+    follow: Annotated[bool, Meta(description="Go on with new records, as events always")] = False
+
+
+class HistoryQuery(Nothing, frozen=True):
+    since: Annotated[str, Meta(description="The first day: a time as RFC 3339")] = "1970-01-01"
+
+
+class ReadyQuery(Nothing, frozen=True):
+    follower: Annotated[bool, Meta(description="Also if it follows one that leads")] = False
+
+
+class FileQuery(Nothing, frozen=True):
+    file: Annotated[str, Meta(description="`log_path` of a rank")] = ""
+    offset: Seq = 0
+
+
+class HandoverQuery(Nothing, frozen=True):
+    epoch: Annotated[Seq, Meta(description="The epoch to end")] = 0
+
+
+class Apply(Nothing, frozen=True):
+    change: Change
+    reason: str = ""
+
+
+class NewToken(Nothing, frozen=True):
+    """`life_s` 0: for ever. `node` or `uses`: of a token with the role `join`."""
+
+    name: str
+    role: Literal["view", "operate", "admin", "join"]
+    life_s: float = 0.0
+    node: str = ""
+    uses: int = 0
+    reason: str = ""
+
+
+class Join(Nothing, frozen=True):
+    """An agent's request; with `identity`, a secret of its own, it is enrolled."""
+
+    node: str
+    host: str
+    incarnation: int
+    labels: dict[str, str] = {}
+    identity: str = ""
+
+
+# --- answers ---
+class Problem(Struct, frozen=True, kw_only=True):
+    """An error (RFC 9457), also the last line of a stream that breaks off. `detail`: one line.
+    `hint`: what to type or to check next; may be empty."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    hint: str
+
+
+class Written(Struct, frozen=True):
+    """`seq` of the request's record. What was decided is behind it, with it as `cause`."""
+
+    seq: int
+
+
+class Submitted(Written, frozen=True):
+    task: int
+
+
+class Page(Struct, Generic[T], frozen=True):
+    """`next`: the cursor of the next page; empty: this is the last one."""
+
+    items: list[T]
+    next: str = ""
+
+
+# `leader`, `follows`: a URL, or empty. Times of tokens: 0: never.
+Health = TypedDict("Health", {
+    "ok": bool, "cluster": NotRequired[str], "epoch": NotRequired[int], "seq": NotRequired[int],
+    "leader": NotRequired[bool], "pid": NotRequired[int], "follows": NotRequired[str]})
+Ready = TypedDict("Ready", {"ok": bool, "why": NotRequired[str]})
+Leader = TypedDict("Leader", {"leader": str})
+Beginning = TypedDict("Beginning", {"after": int, "state": str})
+FilePart = TypedDict("FilePart", {"text": str, "end": int})
+TokenName = TypedDict("TokenName", {"name": str})
+TokenView = TypedDict("TokenView", {
+    "name": str, "role": str, "created_s": float, "expires_s": float, "expired": bool, "node": str,
+    "uses": int, "used": int})
+NewSecret = TypedDict("NewSecret", {
+    "name": str, "role": str, "expires_s": float, "node": str, "uses": int, "token": str})
+Joined = TypedDict("Joined", {
+    "redis_url": str, "cluster": str, "node": str, "epoch": int, "key": str,
+    "redact": tuple[str, ...], "version": str, "agent_gone_s_max": float})
+LogRecord = TypedDict("LogRecord", {
+    "seq": int, "epoch": int, "at_s": float, "kind": str, "v": int, "source": str,
+    "source_seq": int, "occurred_s": float, "cause": int, "incident": int,
+    "ignorable": NotRequired[bool], "body": Annotated[Plain, encoded(*KINDS.values())]})
+
+# --- the view of the state (view.py) ---
+Earned = TypedDict("Earned", {"at_s": float, "length_s": float, "flop": float})
+ClusterView = TypedDict("ClusterView", {
+    "seq": int, "epoch": int, "at_s": float, "hash": str, "heart": int, "input": int,
+    "num_slots": int, "reports_lost": int, "num_open_orders": int, "computed_by": int,
+    "healing": str, "allow_inject": bool, "mtbf_gpu_s": float, "num_faults": int,
+    "observed_slot_s": float, "earned": list[Earned], "follows": str, "followers": list[str],
+    "insecure": bool, "ca": str})
+SlotView = TypedDict("SlotView", {
+    "index": int, "out": bool, "out_why": str, "degraded": bool, "task": int, "rank": int | None,
+    "pid": int})
+NodeView = TypedDict("NodeView", {
+    "id": str, "host": str, "pid": int,
+    "contact": Literal["heard", "unreachable", "lost", "left"],
+    "health": Literal["healthy", "degraded", "unhealthy", "unreachable", "lost", "left"],
+    "since_s": float, "drained": bool, "drain_reason": str, "down": bool,
+    "replaced_s": float | None, "quarantine": Annotated[Plain, encoded(Quarantine)] | None,
+    "sick_why": str, "recovers": Plain | None, "checks": list[Annotated[Plain, encoded(Check)]],
+    "incarnation": int, "accelerator": str, "num_slots": int,
+    "labels": Annotated[Plain, encoded(Labels)], "slots": list[SlotView],
+    "degraded": Plain | None})
+TaskSlots = TypedDict("TaskSlots", {
+    "now": int, "target": int, "min": int, "max": int, "multiple_of": int, "sizes": list[int]})
+RankView = TypedDict("RankView", {
+    "rank": int, "attempt": int, "node": str, "slot": int, "pid": int, "log_path": str,
+    "state": str, "has_state": bool, "part": str})
+SlowRank = TypedDict("SlowRank", {
+    "rank": int, "node": str, "slot": int, "confirmed": bool, "ratio": float, "holds_up": float,
+    "since_s": float})
+MemoryCopy = TypedDict("MemoryCopy", {
+    "generation": int, "step_version": int, "nodes": list[str], "num_shares": int,
+    "copy_bytes": int})
+TaskView = TypedDict("TaskView", {
+    "id": int, "name": str, "tier": Literal["train", "command"],
+    "state": Literal["waiting", "starting", "running", "degraded", "healing", "finishing",
+                     "finished", "failed", "cancelled"],
+    "phase": str, "since_s": float, "submitted_s": float, "progressed_s": float, "weight": float,
+    "priority": int, "team": str, "slots": TaskSlots, "layout": str, "layout_in_words": str,
+    "beside": int, "replica_ranks": int, "generation": int, "iteration": int, "iterations": int,
+    "logged_batch": int, "model_batch": int, "loss": float | None, "step_s": float,
+    "rate_flops": float, "waf": float, "transition": Annotated[Plain, encoded(Transition)],
+    "throughput": Annotated[Plain, encoded(ThroughputSet)] | None, "optimizer": str,
+    "modelled_layout": str, "micro_batches": int, "forward_calls": int, "healed": int,
+    "iterations_lost": int | None, "slow": list[SlowRank], "slowdown": float,
+    "slower_alike": float, "stands": str, "stands_since_s": float, "hang_after_s": float | None,
+    "incident": int, "why": str, "needs": str, "cost_waf": float, "weight_from": float,
+    "declined": str, "from_memory": bool, "withheld": str, "output": str, "checkpoint": str,
+    "checkpoint_iteration": int, "unsaved": int, "unpublished": int, "copies": list[MemoryCopy],
+    "copies_bytes": int, "copies_max": int, "no_copies": str, "copies_fit": bool,
+    "copy_every": int, "kept_sum": bool, "ranks": list[RankView]})
+Deadline = TypedDict("Deadline", {"id": str, "due_s": float, "length_s": float})
+View = TypedDict("View", {
+    "cluster": ClusterView, "nodes": list[NodeView], "tasks": list[TaskView],
+    "incidents": list[Annotated[Plain, encoded(Incident)]],
+    "outages": list[Annotated[Plain, encoded(OutageEnded)]],
+    "plan": Annotated[Plain, encoded(PlanChosen)] | None, "deadlines": list[Deadline],
+    "needs": list[Annotated[Plain, encoded(Need)]]})
