@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts demo-slurm test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-paper megatron-lm gpu-check golden-log figures disasters check types docs wheel clean
+.PHONY: help setup demo demo-hosts demo-slurm test test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-paper megatron-lm gpu-check golden-log figures disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -78,6 +78,10 @@ chaos-training: setup types ## one training through faults at random (ROUNDS=100
 fuzz: setup types ## random input to all that reads input of others (SEED=4 CASES=10000 AREAS=a,b ONLY=area:number)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m fuzz.main --seed $(SEED) \
 		$(CASES:%=--cases %) $(AREAS:%=--areas %) $(ONLY:%=--only %)
+
+EXAMPLES ?= 100
+fuzz-api: setup types ## requests drawn from the OpenAPI document, answers checked against it (SEED=4 EXAMPLES=100)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m fuzz.api_document --seed $(SEED) --examples $(EXAMPLES)
 
 confusion: setup types ## what the classifier makes of the labelled error lines, as tables
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m confusion

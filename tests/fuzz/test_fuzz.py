@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fuzz import main
+from fuzz import api_document, main
 from fuzz.areas import AREAS, Area, Case
 from fuzz.mutation import plain_of
+from unicron.control_plane.api.routes import ROUTES
 
 SEED = 20
 SAMPLE_NUM, SAMPLE_S = 300, 2.5
@@ -22,6 +23,16 @@ def test_random_input_ends_in_a_result_or_in_one_line(area: Area, tmp_path: Path
     counts = main.fuzz(area, SEED, SAMPLE_NUM, tmp_path, s_max=SAMPLE_S)
     assert counts.is_clean, "\n".join(counts.told)
     assert counts.cases >= 3
+
+
+@pytest.mark.thorough
+def test_no_request_of_the_openapi_document_gets_a_wrong_answer(tmp_path: Path) -> None:
+    """One more kind of random input to the API: `make fuzz-api` has more of it."""
+    found = api_document.fuzz(tmp_path, examples=5, seed=SEED)
+    assert found["exit_code"] == 0, found["output"]
+    assert found["complete"]
+    assert found["operations"]["tested"] == len(ROUTES)
+    assert found["test_cases"]["generated"] > 1_000
 
 
 def test_a_traceback_a_server_error_and_a_hang_are_counted(
