@@ -31,7 +31,7 @@ def test_no_request_of_the_openapi_document_gets_a_wrong_answer(tmp_path: Path) 
     found = api_document.fuzz(tmp_path, examples=5, seed=SEED)
     assert found["exit_code"] == 0, found["output"]
     assert found["complete"]
-    assert found["operations"]["tested"] == len(ROUTES)
+    assert found["operations"]["tested"] == len(ROUTES) - 1, "all but that of the document"
     assert found["test_cases"]["generated"] > 1_000
 
 

@@ -209,9 +209,9 @@ class Told:
     def get(self, path: str, limit_s: float = 10.0) -> Any:
         return {"nodes": []}
 
-    def post(self, path: str, body: Any, limit_s: float = 10.0) -> Any:
+    def dry_run(self, change: Any) -> Any:
         found = dry_run.run_dry(encode_state(self.driver.state),
-                                msgspec.convert(body, dry_run.Change))
+                                msgspec.convert(change, dry_run.Change))
         return {**msgspec.to_builtins(found), "took_s": 0.001}
 
 
@@ -235,7 +235,7 @@ def test_the_layouts_are_shown_where_the_cluster_refuses_the_job(
         d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     class Refuses(Told):
-        def post(self, path: str, body: Any, limit_s: float = 10.0) -> Any:
+        def dry_run(self, change: Any) -> Any:
             raise Refused(422, "the job needs at least 8 slots", "add a node")
 
     monkeypatch.setattr(submit_dry_run, "connect", lambda state, url=None: Refuses(d))
@@ -252,7 +252,8 @@ def test_the_layouts_are_shown_where_the_cluster_refuses_the_job(
         found = json.loads(shown)
         assert found["choices"]
         assert (found["plan"], found["plan_refused"]) == (None, "the job needs at least 8 slots")
-    monkeypatch.setattr(Refuses, "post", mock.Mock(side_effect=Refused(401, "no token", "set it")))
+    unknown = mock.Mock(side_effect=Refused(401, "no token", "set it"))
+    monkeypatch.setattr(Refuses, "dry_run", unknown)
     with pytest.raises(Refused, match="no token"):
         submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml", as_json=False)
 
