@@ -38,8 +38,8 @@ WARM_TRIES_NUM = 12
 
 
 class RunInput(NamedTuple):
-    """The input of a run, besides the policy. `slots`: by node. `params` of the models: by task
-    name. `iterations_s`: by task name, the iteration time at the largest size, if another."""
+    """The input of a run, besides the policy. `slots`: by node. `iterations_s`: by task name, the
+    iteration time at the largest size, if another."""
 
     slots: dict[str, int]
     tasks: tuple[JobSpec, ...]
@@ -47,7 +47,6 @@ class RunInput(NamedTuple):
     events: Sequence[AnyEvent]
     horizon_s: float
     limits: r.Policy
-    params: dict[str, float]
     iterations_s: Mapping[str, float] = {}
     gpus_per_slot: int = 1
 
@@ -72,7 +71,7 @@ class Run:
                  keep: Callable[[Record], None] | None = None,
                  earnings: WafAccount | None = None) -> None:
         self.run_input, self.costs = run_input, policy.costs
-        self.engine = Engine(policy.decides(policy.costs, run_input.params))
+        self.engine = Engine(policy.decides(policy.costs))
         self.account = Accounting(self.engine.state, earnings or WafAccount(), self._new_progress)
         self.cluster = SimulatedCluster(self.engine, policy.costs, self.account)
         self.counts: Counter[str] = Counter()

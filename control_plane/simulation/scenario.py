@@ -20,7 +20,6 @@ from ...events.spec.policy import Policy as Limits
 from ...events.spec.validation import COUNT_NUM_MAX, spec_error
 from ..incidents.severity import TABLE
 from ..state.node import NUM_SLOTS_MAX
-from ..throughput.flops import parameters
 from ..throughput.layout_search import modelled
 from .policies import POLICIES
 from .policies.policy import Policy
@@ -95,19 +94,13 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class SimulatedTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The part of a job spec that a plan depends on. A task has `throughput`, its FLOP/s by size,
-    or `model`. With `throughput`, a policy that uses the model size also needs `params`."""
+    or `model`."""
 
     name: str
     weight: float = 1.0
     slots: Slots = field(default_factory=Slots)
     throughput: dict[int, float] = field(default_factory=dict[int, float])
     model: MegatronModel | None = None
-    params: float = 0.0
-
-    @property
-    def size(self) -> float:
-        """The number of parameters of the model; 0.0 if unknown."""
-        return float(parameters(self.model).total) if self.model is not None else self.params
 
 
 class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -260,9 +253,6 @@ def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
 def run_input(scenario: Scenario, chosen: Policy, happenings: Sequence[ExternalEvent] = (), *,
            condense: bool = True) -> RunInput:
     """The input of a run, with slots aggregated where the result is the same. Raises SpecError."""
-    for number, task in enumerate(scenario.tasks):
-        need(not chosen.by_params or task.size > 0, f"tasks[{number}]",
-             "has no model size, and a policy needs it", "add params: 7.0e+9")
     tasks = [_job(scenario, number, chosen) for number in range(len(scenario.tasks))]
     num_slots = scenario.cluster.slots
     by = gpus_per_slot(num_slots, tasks) if condense else 1
@@ -277,7 +267,7 @@ def run_input(scenario: Scenario, chosen: Policy, happenings: Sequence[ExternalE
         tasks=tuple(aggregate_job(spec, by) for spec in tasks),
         iteration_s=scenario.iteration_s, events=happenings, horizon_s=scenario.horizon_s,
         limits=replace(bounds, mtbf_gpu_s=bounds.mtbf_gpu_s / by),  # slots fail `by` times as often
-        params={task.name: task.size for task in scenario.tasks}, gpus_per_slot=by)
+        gpus_per_slot=by)
 
 
 def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:

@@ -21,7 +21,7 @@ def plain(**changes: Any) -> dict[str, Any]:
     """Four nodes of two slots; one task that may use all of them, at 1e12 FLOP/s per slot."""
     return {
         "apiVersion": "unicron/v1", "name": "by-hand", "cluster": {"nodes": 4, "slots": 2},
-        "tasks": [{"name": "one", "slots": {"min": 1, "max": 8}, "params": 1e9,
+        "tasks": [{"name": "one", "slots": {"min": 1, "max": 8},
                    "throughput": {size: 1e12 * size for size in range(1, 9)}}],
         "policies": {name: {} for name in policies.POLICIES}, "trace": "trace.csv",
         "horizon_s": 10 * DAY_S,

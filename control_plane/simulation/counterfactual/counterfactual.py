@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ....events.errors import UsageError, need
+from ....events.errors import UsageError
 from ....events.records import reports as r
 from ....events.records.decisions import ThroughputSet
 from ....events.records.envelope import Record
@@ -125,11 +125,8 @@ def _played(outcome: Outcome, earnings: AttributedWaf, account: Accounting, name
 
 
 def play(recording: Recording, choice: Choice) -> RunResult:
-    """Simulate the log's faults and requests. Raises SpecError for a policy that cannot run."""
+    """Simulate the log's faults and requests."""
     chosen, earnings = _policy(recording, choice), AttributedWaf()
-    need(not chosen.by_params or all(recording.measured.params.get(task, 0) > 0
-                                     for task in recording.specs), f"--policy {choice.policy}",
-         "needs model sizes, and this log does not have them all", "name another policy")
     run = Run(_setup(recording, choice, chosen), chosen, earnings=earnings)
     outcome = run.play()
     names = {task.id: task.spec.name for task in run.engine.state.tasks.values()}
@@ -160,7 +157,6 @@ def _setup(recording: Recording, choice: Choice, chosen: Policy) -> RunInput:
                     for task in recording.specs}
     longest_s = max(iterations_s.values())
     usual = replace(start.policy, **SWITCHED_OFF)
-    params = {names[task]: num for task, num in measured.params.items()}
     return RunInput(
         slots=start.slots, iteration_s=longest_s, iterations_s=iterations_s,
         tasks=tuple(_job(recording, task, choice.weights.get(names[task], weight), chosen)
@@ -169,7 +165,7 @@ def _setup(recording: Recording, choice: Choice, chosen: Policy) -> RunInput:
             changed for one in recording.events
             if (changed := _translated(recording, one, choice, chosen)) is not None)],
         horizon_s=recording.end_s - recording.began_s,
-        limits=scenario.limits(chosen, choice.fields, longest_s, usual), params=params)
+        limits=scenario.limits(chosen, choice.fields, longest_s, usual))
 
 
 def _cost_changes(recording: Recording, choice: Choice, chosen: Policy) -> list[CostChange]:

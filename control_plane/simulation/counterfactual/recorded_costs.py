@@ -33,8 +33,6 @@ class RecordedCosts:
     def __init__(self, history: History, tables: Mapping[int, d.ThroughputSet]) -> None:
         self.tables, self._history = tables, history
         self.samples: dict[str, list[Sample]] = {name: [] for name in (*STEPS, *KEPT)}
-        self.params: dict[int, float] = {}
-        """By task: the number of parameters of its model, as its processes reported it."""
         self._starts_s: dict[Key, float] = {}
         self._quiesces_s: dict[int, float] = {}
         self._regroups_s: dict[tuple[int, int], float] = {}
@@ -46,7 +44,6 @@ class RecordedCosts:
             case o.StartRank() as body:
                 self._starts_s[body.task, body.rank, body.attempt] = at_s
             case r.RankReady() as body:
-                self.params[body.task] = max(self.params.get(body.task, 0.0), body.num_params)
                 self._took("start_s", self._starts_s.pop(
                     (body.task, body.rank, body.attempt), None), at_s)
             case r.RankStarted() as body:

@@ -16,7 +16,7 @@ from .policy import Costs, Policy
 
 # --- Unicron: the unchanged decider, with measured durations ---
 UNICRON = Policy(
-    heals=True, escalates=True, decides=lambda _, __: decide.decide,
+    heals=True, escalates=True, decides=lambda _: decide.decide,
     costs=Costs(
         # docs/guides/bench-detection.md: medians of ten faults each on two cores. A hang, or a
         # collective in which others wait, is reported after three iterations and at least 1 s.
@@ -32,13 +32,10 @@ UNICRON = Policy(
         checkpoint_s=1800.0, copy_s=300.0))
 # Rules of allocation that replace the planner; detection and healing are Unicron's.
 EQUALLY = Policy(
-    heals=True, escalates=True, costs=UNICRON.costs, decides=lambda _, __: sharing(lambda _: 1.0))
+    heals=True, escalates=True, costs=UNICRON.costs, decides=lambda _: sharing(lambda _: 1.0))
 BY_WEIGHT = Policy(
     heals=True, escalates=True, costs=UNICRON.costs,
-    decides=lambda _, __: sharing(lambda demand: demand.weight))
-BY_SIZE = Policy(
-    heals=True, escalates=True, costs=UNICRON.costs, by_params=True,
-    decides=lambda _, params: sharing(lambda demand: params[demand.name]))
+    decides=lambda _: sharing(lambda demand: demand.weight))
 
 # --- restarts from a checkpoint ---
 START_S = 4.0
@@ -50,24 +47,24 @@ _SILENT = dict.fromkeys((s.OTHER_NETWORK, s.NCCL_TIMEOUT, s.LINK_FLAPPING, s.TAS
 """No process reports these before the timeout of the collective."""
 
 MEGATRON = Policy(
-    heals=False, decides=lambda _, __: following(kept),
+    heals=False, decides=lambda _: following(kept),
     costs=Costs(
         detect_s={s.LOST_CONNECTION: NODE_S, s.EXITED_ABNORMALLY: EXIT_S, **_SILENT},
         detect_other_s=RAISED_S, start_s=START_S, checkpoint_s=1800.0))
 MEGATRON_SPARES = Policy(
-    heals=False, decides=lambda costs, _: following(moved, costs.num_spares),
+    heals=False, decides=lambda costs: following(moved, costs.num_spares),
     costs=replace(MEGATRON.costs, num_spares=1))
 REQUEUE = Policy(
-    heals=False, decides=lambda _, __: following(moved),
+    heals=False, decides=lambda _: following(moved),
     # The job's processes run under torchrun, which ends the job when one of them ends.
     costs=replace(MEGATRON.costs, detect_s={**MEGATRON.costs.detect_s, s.LOST_CONNECTION: 300.0},
                   start_s=30.0 + 454.0 + START_S))
 KUBERNETES = Policy(
-    heals=False, decides=lambda _, __: following(moved),
+    heals=False, decides=lambda _: following(moved),
     costs=replace(MEGATRON.costs, detect_s={s.LOST_CONNECTION: 40.0 + 300.0, **_SILENT},
                   detect_other_s=10.0))
 SPARES = Policy(
-    heals=False, decides=lambda costs, _: following(moved, costs.num_spares),
+    heals=False, decides=lambda costs: following(moved, costs.num_spares),
     costs=Costs(
         # NVRx noticed SIGSTOP 1.85 s later than SIGKILL. A lost node is noticed as by torchrun.
         detect_s={s.LOST_CONNECTION: NODE_S, **dict.fromkeys(_SILENT, EXIT_S + 1.85)},
@@ -79,7 +76,7 @@ SPARES = Policy(
 # --- torchft, Oobleck, Bamboo and Varuna go on with the nodes that are left ---
 
 SHRINK = Policy(
-    heals=True, decides=lambda _, __: following(shrunk),
+    heals=True, decides=lambda _: following(shrunk),
     costs=Costs(
         # Of the 0.53 s until the next step, 0.5 s is the limit of the heartbeat.
         detect_s=dict.fromkeys((s.NCCL_TIMEOUT, s.LINK_FLAPPING, s.TASK_HANG), 2.09),
@@ -91,13 +88,13 @@ _RESILIENT = Costs(
     detect_iterations={s.NCCL_TIMEOUT: 3.0, s.LINK_FLAPPING: 3.0, s.TASK_HANG: 3.0},
     start_s=START_S, checkpoint_s=1800.0)
 OOBLECK = Policy(
-    heals=True, decides=lambda _, __: following(shrunk),
+    heals=True, decides=lambda _: following(shrunk),
     costs=replace(_RESILIENT, regroup_s=10.0, speed=0.32))
 BAMBOO = Policy(
-    heals=True, decides=lambda _, __: following(shrunk),
+    heals=True, decides=lambda _: following(shrunk),
     costs=replace(_RESILIENT, regroup_s=450.0, speed=0.26))
 VARUNA = Policy(
-    heals=False, decides=lambda _, __: following(shrunk),
+    heals=False, decides=lambda _: following(shrunk),
     # A checkpoint every ten iterations. The 120 s that it takes are part of Varuna's speed.
     costs=replace(_RESILIENT, start_s=701.0, checkpoint_s=100.0, speed=0.25))
 
@@ -106,4 +103,4 @@ POLICIES: dict[str, Policy] = {
     "requeue": REQUEUE, "kubernetes": KUBERNETES,
     "megatron": MEGATRON, "megatron-spares": MEGATRON_SPARES,
     "oobleck": OOBLECK, "bamboo": BAMBOO, "varuna": VARUNA,
-    "equally": EQUALLY, "by-weight": BY_WEIGHT, "by-size": BY_SIZE}
+    "equally": EQUALLY, "by-weight": BY_WEIGHT}

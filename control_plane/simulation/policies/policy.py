@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from msgspec import Struct, field
 
@@ -32,10 +32,9 @@ class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Policy(Struct, frozen=True, kw_only=True):
     """`heals`: after a fault the surviving members keep their state; if not, all processes of the
     task restart. `escalates`: the limits can quarantine a node and fail a task. `decides` makes the
-    `decide` of a run from its costs and, if `by_params`, the model size of each task."""
+    `decide` of a run from its costs."""
 
     heals: bool
     escalates: bool = False
-    decides: Callable[[Costs, Mapping[str, float]], Decide]
+    decides: Callable[[Costs], Decide]
     costs: Costs
-    by_params: bool = False

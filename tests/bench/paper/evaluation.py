@@ -8,10 +8,12 @@ from random import Random
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
+from unicron.control_plane.decide.decide import Decide
 from unicron.control_plane.incidents.severity import TABLE
 from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
 from unicron.control_plane.simulation.policies import POLICIES
-from unicron.control_plane.simulation.policies.policy import Policy
+from unicron.control_plane.simulation.policies.baseline import sharing
+from unicron.control_plane.simulation.policies.policy import Costs, Policy
 from unicron.control_plane.simulation.run import RunInput
 from unicron.control_plane.simulation.scenario import (
     Cluster,
@@ -22,6 +24,7 @@ from unicron.control_plane.simulation.scenario import (
 )
 from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 from unicron.control_plane.simulation.trace.generator import STUDIES
+from unicron.control_plane.throughput.flops import parameters
 from unicron.control_plane.throughput.layout_search import modelled
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.records.statuses import LOST_CONNECTION
@@ -43,6 +46,8 @@ MODELS: dict[str, MegatronModel] = {
     "1.3B": _gpt(24, 2048, 16, 512), "7B": _gpt(32, 4096, 32, 1024),
     "13B": _gpt(40, 5120, 40, 1024), "70B": _gpt(80, 8192, 64, 1536),
     "175B": _gpt(96, 12288, 96, 1536)}
+MODEL_OF = {size.lower().replace(".", "-"): model for size, model in MODELS.items()}
+"""By the beginning of the names of tasks."""
 SIZES = ("1.3B", "1.3B", "1.3B", "7B", "7B", "13B")
 WEIGHTS = (0.5, 0.8, 1.1, 1.4, 1.7, 2.0)
 CASES: dict[int, tuple[tuple[str, ...], tuple[float, ...]]] = {
@@ -111,6 +116,11 @@ def scenario(name: str, policies: Sequence[str]) -> Scenario:
 
 # --- the runs: policies on both traces, allocation rules on the cases, other constants ---
 
+def _by_size(costs: Costs) -> Decide:
+    return sharing(lambda demand: parameters(MODEL_OF[demand.name.rpartition("-")[0]]).total)
+
+
+POLICIES["by-size"] = replace(POLICIES["equally"], decides=_by_size)
 OURS, THEIRS = "unicron", "megatron"
 RULES = ("equally", "by-weight", "by-size")
 REPORTED: dict[tuple[str, str], float] = {

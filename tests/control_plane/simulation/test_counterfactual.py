@@ -145,7 +145,7 @@ def plain() -> dict[str, Any]:
         "tasks": [{"name": name, "weight": weight, "slots": {"min": 1, "max": 8},
                    "throughput": {size: 1e12 * size for size in range(1, 9)}}
                   for name, weight in (("a", 2.0), ("b", 1.0))],
-        "policies": {name: {} for name in scenario.POLICIES if name != "by-size"},
+        "policies": {name: {} for name in scenario.POLICIES},
         "trace": "trace.csv", "horizon_s": 10 * DAY_S}
 
 

@@ -210,7 +210,7 @@ def test_memory_checkpoints_are_lost_with_their_nodes() -> None:
 def test_aggregation_to_one_slot_per_node_changes_little(policy: str) -> None:
     given = scenario.parse(plain(
         cluster={"nodes": 6, "slots": 4}, tasks=[{
-            "name": "a", "params": 1e9, "slots": {"min": 8, "max": 24, "multiple_of": 4},
+            "name": "a", "slots": {"min": 8, "max": 24, "multiple_of": 4},
             "throughput": {size: 1e12 * size ** 0.9 for size in range(4, 25)}}]))
     chosen = scenario.policy(given, policy)
     happenings = [
