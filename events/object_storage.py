@@ -1,17 +1,20 @@
-"""Folders at fsspec URLs (`s3://bucket/run`). The only module that uses fsspec, loaded on demand.
+"""Folders at paths and at fsspec URLs (`s3://bucket/run`), with the same methods.
 
-Most of these stores write object by object: nothing is renamed or locked, and a small object that
-is written last marks a complete folder. A driver may raise anything, including errors of its
-transport: every error that is not an OSError is raised as Unreachable.
+The only module that uses fsspec, loaded on demand. Most stores at URLs write object by object:
+nothing is renamed or locked, and a small object that is written last marks a complete folder. A
+driver may raise anything, including errors of its transport: every error that is not an OSError is
+raised as Unreachable.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, cast
+from pathlib import Path
+from typing import IO, Any, cast
 
 from .errors import UsageError
 
@@ -88,13 +91,26 @@ class Store:
         with as_os_errors():
             self.fs.pipe_file(self._at(name), data)
 
-    def open(self, name: str, mode: Literal["rb", "wb"]) -> Any:
-        """A binary file object; an object that is written appears when it is closed. Its methods
-        raise the driver's errors: use it in `as_os_errors`."""
-        with as_os_errors():
-            if mode == "wb":  # some stores have real folders
-                self.fs.makedirs(self.root, exist_ok=True)
-            return self.fs.open(self._at(name), mode)
+    @contextmanager
+    def create(self, name: str) -> Generator[IO[bytes]]:
+        """A new object, which appears at the end of the context, unless that is left by an error. A
+        RuntimeError or a MemoryError in the context is raised as it is."""
+        with as_os_errors(RuntimeError, MemoryError):
+            self.fs.makedirs(self.root, exist_ok=True)  # some stores have real folders
+            file = self.fs.open(self._at(name), "wb")
+            try:
+                yield file
+            except BaseException:
+                with suppress(Exception):
+                    getattr(file, "discard", lambda: None)()
+                raise
+            file.close()
+
+    @contextmanager
+    def opened(self, name: str) -> Generator[IO[bytes]]:
+        """An object to read. All errors in the context are raised as OSError."""
+        with as_os_errors(), self.fs.open(self._at(name), "rb") as file:
+            yield file
 
     def size(self, name: str) -> int | None:
         """The size of an object in bytes; None if there is none."""
@@ -148,3 +164,60 @@ class Store:
 
     def _at(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
+
+
+class PathStore:
+    """The same at a path. A folder is made when it is written to, with this `mode`."""
+
+    def __init__(self, path: str | Path, mode: int = 0o777) -> None:
+        self._path, self._mode = Path(path), mode
+
+    def read(self, name: str) -> bytes | None:
+        with suppress(FileNotFoundError):
+            return (self._path / name).read_bytes()
+        return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file, completely or not at all. When this returns, it is on the disk."""
+        partial = self._path / f".{name}.{os.getpid()}.new"
+        try:
+            with self.create(partial.name) as file:
+                file.write(data)
+            partial.replace(self._path / name)
+            folder = os.open(self._path, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+    @contextmanager
+    def create(self, name: str) -> Generator[IO[bytes]]:
+        """A new file, which is on the disk at the end of the context."""
+        self._path.mkdir(mode=self._mode, parents=True, exist_ok=True)
+        with (self._path / name).open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def opened(self, name: str) -> IO[bytes]:
+        return (self._path / name).open("rb")
+
+    def size(self, name: str) -> int | None:
+        with suppress(FileNotFoundError):
+            return (self._path / name).stat().st_size
+        return None
+
+    def names(self) -> list[str]:
+        with suppress(FileNotFoundError):
+            return os.listdir(self._path)
+        return []
+
+    def remove(self, name: str = "") -> None:
+        """Remove a file, or the whole folder."""
+        if name:
+            (self._path / name).unlink(missing_ok=True)
+        else:
+            shutil.rmtree(self._path, ignore_errors=True)

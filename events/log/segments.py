@@ -13,12 +13,10 @@ counts. Files are written whole, and never changed.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -26,7 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import CorruptLog, Pruned, UsageError
-from ..object_storage import Store
+from ..object_storage import PathStore, Store
 from ..records import codec
 from ..records.envelope import Record
 from ..spec.job import is_url
@@ -99,8 +97,7 @@ class Folder:
         """Raises UsageError for a URL without a driver."""
         self.where = str(where)
         self.cluster = cluster
-        self._store = Store(self.where) if is_url(self.where) else None
-        self._path = Path(where)
+        self._store = Store(self.where) if is_url(self.where) else PathStore(where, 0o700)
 
     # --- segments ---------------------------------------------------------------------------------
     def write(self, records: Sequence[Record], prev: Segment | None) -> Segment:
@@ -112,7 +109,7 @@ class Folder:
         data = self._packed("segment", bytes(body))
         segment = Segment(records[0].seq, records[-1].seq, records[-1].epoch, _digest(data),
                           prev.digest if prev else NO_DIGEST)
-        self._write(segment.name, data)
+        self._store.write(segment.name, data)
         return segment
 
     def read(self, segment: Segment) -> list[Record]:
@@ -133,7 +130,8 @@ class Folder:
 
     def segments(self) -> list[Segment]:
         """All segments of the folder, also those that are in no chain."""
-        return sorted(one for name in self._names() if (one := Segment.parse(name)) is not None)
+        return sorted(one for name in self._store.names()
+                      if (one := Segment.parse(name)) is not None)
 
     def chain(self, head: str = "") -> list[Segment]:
         """The sealed log up to the segment named `head`, from the oldest that was not pruned; "":
@@ -169,13 +167,13 @@ class Folder:
         old: list[Segment | Snapshot] = [
             *(one for one in self.segments() if one.last < first),
             *(one for one in self.snapshots() if one.seq < first - 1)]
-        self._write(f"{first:016}-{begin.prev}.pruned", b"older records were pruned\n")
+        self._store.write(f"{first:016}-{begin.prev}.pruned", b"older records were pruned\n")
         self.remove(old)
         return old
 
     def _pruned(self) -> set[tuple[int, str]]:
         """Where pruned logs begin: the first record, and the digest of the segment before."""
-        return {(int(found[1]), found[2]) for name in self._names()
+        return {(int(found[1]), found[2]) for name in self._store.names()
                 if (found := _PRUNED.fullmatch(name))}
 
     # --- snapshots --------------------------------------------------------------------------------
@@ -184,7 +182,7 @@ class Folder:
         """Write the encoded state after a record, or figures."""
         data = self._packed(kind, state, schema)
         snapshot = Snapshot(seq, epoch, _digest(data), kind)
-        self._write(snapshot.name, data)
+        self._store.write(snapshot.name, data)
         return snapshot
 
     def read_snapshot(self, snapshot: Snapshot) -> tuple[str, bytes]:
@@ -194,16 +192,13 @@ class Folder:
 
     def snapshots(self, kind: Kind = "state") -> list[Snapshot]:
         """All snapshots, the newest last."""
-        return sorted(one for name in self._names()
+        return sorted(one for name in self._store.names()
                       if (one := Snapshot.parse(name)) is not None and one.kind == kind)
 
     def remove(self, files: Iterable[Segment | Snapshot]) -> None:
         """Remove files."""
         for one in files:
-            if self._store is not None:
-                self._store.remove(one.name)
-            else:
-                (self._path / one.name).unlink(missing_ok=True)
+            self._store.remove(one.name)
 
     # --- files ------------------------------------------------------------------------------------
     def _packed(self, kind: str, body: bytes, schema: str = "") -> bytes:
@@ -212,7 +207,7 @@ class Folder:
         return msgspec.json.encode(header) + b"\n" + zlib.compress(body, 1)
 
     def _checked(self, name: str, digest: str, first: int, last: int) -> tuple[bytes, str]:
-        data = self._data(name)
+        data = self._store.read(name)
         if data is None:
             raise gone(first, last, self.where)
         if _digest(data) != digest:
@@ -230,42 +225,6 @@ class Folder:
             return zlib.decompress(packed), header.schema
         except (msgspec.MsgspecError, zlib.error) as error:
             raise CorruptLog(first, f"{name} in {self.where} is damaged: {error}") from None
-
-    def _names(self) -> list[str]:
-        if self._store is not None:
-            return self._store.names()
-        with suppress(FileNotFoundError):
-            return os.listdir(self._path)
-        return []
-
-    def _data(self, name: str) -> bytes | None:
-        if self._store is not None:
-            return self._store.read(name)
-        with suppress(FileNotFoundError):
-            return (self._path / name).read_bytes()
-        return None
-
-    def _write(self, name: str, data: bytes) -> None:
-        """Write a file. When this returns, it is on the disk, whole."""
-        if self._store is not None:
-            self._store.write(name, data)
-            return
-        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new = self._path / f".{name}.{os.getpid()}.new"
-        try:
-            with new.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self._path / name)
-            folder = os.open(self._path, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        finally:
-            with suppress(OSError):
-                new.unlink(missing_ok=True)
 
 
 class SealedLog:

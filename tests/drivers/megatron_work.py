@@ -25,7 +25,7 @@ with cpu_device.uncompiled():
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from unicron.workers.training.checkpoint import share_files
-    from unicron.workers.training.checkpoint.folder import folder_at
+    from unicron.workers.training.checkpoint.folder import Folder
     from unicron.workers.training.checkpoint.megatron_format import MegatronFormat
     from unicron.workers.training.checkpoint.megatron_state import MegatronState
     from unicron.workers.training.checkpoint.snapshot import Snapshot
@@ -116,7 +116,7 @@ def save_as_unicron(place: int, train: Train, layout: Layout, folder: str) -> No
     trainee = share_work.build(place, train, layout)
     saving = tuple(range(num_positions(layout.axes)))
     form = MegatronFormat(folder, 0, lambda trainee, iteration: {"args": Namespace(a=1)})
-    target = folder_at(form.folder(1, ITERATION), "token")
+    target = Folder(form.folder(1, ITERATION), "token")
     content = form.content(trainee, ITERATION, History(), saving)
     taken = Snapshot(content.share, None)
     share_files.write_share(target, place, ITERATION, taken.read(), content.values)

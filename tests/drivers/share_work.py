@@ -15,7 +15,7 @@ from unicron.workers.training.model import cpu_device
 
 with cpu_device.uncompiled():
     from unicron.workers.training.checkpoint import checkpoint, share_files
-    from unicron.workers.training.checkpoint.folder import folder_at
+    from unicron.workers.training.checkpoint.folder import Folder
     from unicron.workers.training.checkpoint.share import own_share
     from unicron.workers.training.checkpoint.snapshot import Snapshot
     from unicron.workers.training.communicators import process_groups
@@ -54,7 +54,7 @@ def save(place: int, train: Train, layout: Layout, folder: str, lost: Collection
     """Save in parts: all members but those at `lost` write, and the first completes."""
     trainee = build(place, train, layout)
     saving = tuple(each for each in range(num_positions(layout.axes)) if each not in lost)
-    target = folder_at(folder, "token")
+    target = Folder(folder, "token")
     if place in saving:
         taken = Snapshot(own_share(trainee, saving), None)
         values = (share_files.plain(training_state.numbers(trainee, 1, History()))

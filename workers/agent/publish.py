@@ -95,9 +95,10 @@ def publish(*, cluster: str, order: int, at_s: float, task: int, generation: int
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _refuse_older(note, _read(folder / _NOTE))
+        store = object_storage.PathStore(folder)
+        _refuse_older(note, _decode(store.read(_NOTE)))
         _move_link(folder, relative)
-        _replace(folder / _NOTE, msgspec.json.encode(note))
+        store.write(_NOTE, msgspec.json.encode(note))  # with the link, as the folder is synced
     finally:
         os.close(lock)
 
@@ -141,14 +142,6 @@ def _move_link(folder: Path, relative: PurePosixPath) -> None:
     new.unlink(missing_ok=True)
     new.symlink_to(relative, target_is_directory=True)
     new.replace(latest)
-    _fsync(folder)
-
-
-def _read(path: Path) -> _Note | None:
-    try:
-        return _decode(path.read_bytes())
-    except FileNotFoundError:
-        return None
 
 
 def _decode(data: bytes | None) -> _Note | None:
@@ -156,20 +149,6 @@ def _decode(data: bytes | None) -> _Note | None:
         return msgspec.json.decode(data, type=_Note) if data is not None else None
     except msgspec.MsgspecError:
         return None
-
-
-def _replace(path: Path, data: bytes) -> None:
-    new = path.with_name(path.name + ".new")
-    new.write_bytes(data)
-    new.replace(path)
-
-
-def _fsync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from unicron.control_plane.state.cluster import ClusterState, state_hash
 from unicron.events.errors import CorruptLog, Pruned, Unavailable
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.log.segments import Folder, SealedLog
+from unicron.events.object_storage import PathStore
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 from unicron.events.spec.policy import Policy
@@ -220,7 +221,7 @@ async def test_a_full_or_read_only_disk_seals_later_and_leads_on(
         def refuse(*args: Any) -> None:
             raise OSError(code, os.strerror(code))
 
-        patch.setattr(folder, "_write", refuse)
+        patch.setattr(PathStore, "write", refuse)
         with capture_logs() as logs:
             async with redis_log(folder=folder) as log, leading(log, folder) as coordinator:
                 await write(coordinator, 0, 30)

@@ -272,12 +272,12 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str) -> None:
                    torch.full((50,), value))
 
     def write(token: str, value: float, place: int, *, fails: bool = False) -> None:
-        share_files.write_share(folder.folder_at(url, token), place, 3,
+        share_files.write_share(folder.Folder(url, token), place, 3,
                                 pieces(value, place, fails=fails),
                                 {} if place else share_files.plain(numbers))
 
     def complete(token: str) -> int:
-        target = folder.folder_at(url, token)
+        target = folder.Folder(url, token)
         found = [share_files.read_index(target.read(target.index_name(place))) for place in (0, 1)]
         return share_files.complete(target, [index for index in found if index is not None])
 
@@ -286,7 +286,7 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str) -> None:
     url = f"{output}/gen-1/iter-3"
     with pytest.raises(RuntimeError, match="the store broke off"):
         write("one", 1.0, 0, fails=True)
-    folder.folder_at(url, "one").discard()
+    folder.Folder(url, "one").discard()
     assert object_storage.Store(url).names() == []
     for place in (1, 0):
         write("two", 2.0, place)
@@ -295,7 +295,7 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str) -> None:
     assert read(url)["model.7"].eq(2).all()
     write("three", 3.0, 0)
     assert read(url)["model.7"].eq(2).all(), "the checkpoint before is in force"
-    folder.folder_at(url, "three").discard()
+    folder.Folder(url, "three").discard()
     assert read(url)["model.7"].eq(2).all()
     for place in (0, 1):
         write("four", 4.0, place)

@@ -21,7 +21,7 @@ from unicron.events.spec.job import Batch, Model, Optimizer, Train
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import num_positions
 from unicron.workers.training.checkpoint import checkpoint, share_files
-from unicron.workers.training.checkpoint.folder import folder_at
+from unicron.workers.training.checkpoint.folder import Folder
 from unicron.workers.training.checkpoint.stored_state import StoredState
 from unicron.workers.training.model import trainee as model
 from unicron.workers.training.model import training_state
@@ -193,7 +193,7 @@ def test_members_without_a_part_complete_nothing(tmp_path: Path) -> None:
     chunk = share_files.Chunk("model.a", "float32 4x2", (0, 0), (2, 2), 0, 9, 0)
     index = share_files.Index(share_files.FORMAT_NUM, 1, "__0_0.distcp", 9, [chunk])
     with pytest.raises(ValueError, match=r"its members have 4 of the 8 elements of model\.a"):
-        share_files.complete(folder_at(str(tmp_path / "iter-1"), "token"), [index])
+        share_files.complete(Folder(str(tmp_path / "iter-1"), "token"), [index])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from . import share_files
-from .folder import folder_at
+from .folder import Folder
 from .share import whole_share
 from .snapshot import Snapshot
 from .stored_state import Damaged, StoredState
@@ -82,7 +82,7 @@ def folder_of(output: str, path: str) -> str:
 
 def save(folder: str, trainee: TrainingModel, step_version: int, history: History) -> int:
     """Write a whole replica's state; returns its bytes. After NotSaved nothing is left of it."""
-    target = folder_at(folder, f"{os.getpid()}")
+    target = Folder(folder, f"{os.getpid()}")
     snapshot = Snapshot(whole_share(trainee), None)
     try:
         index = share_files.write_share(

@@ -7,7 +7,6 @@ A folder has `iter_0000010` for each checkpoint, and the iteration of the newest
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import structlog
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from ....events.object_storage import PathStore
 from ....events.spec.parallelism import coordinates
 from ..model.optimizers import chained
 from ..model.trainee import TrainingModel
@@ -103,12 +103,7 @@ class MegatronFormat:
                     shutil.rmtree(found, ignore_errors=True)
 
     def saved(self, generation: int, step_version: int, ckpt_bytes: int, *, final: bool) -> None:
-        new = self._path / f".{TRACKER}"
-        with new.open("w") as file:
-            file.write(str(step_version))
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path / TRACKER)
+        PathStore(self._path).write(TRACKER, str(step_version).encode())
         log.info("saved in Megatron-LM's format", iteration=step_version,
                  folder=self.folder(generation, step_version), ckpt_bytes=ckpt_bytes)
 

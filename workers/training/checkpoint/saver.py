@@ -238,7 +238,7 @@ class Saver:
             with self._exclude_new_sockets():
                 if self._leftover is not None:
                     self._leftover.discard()
-                target = folder.folder_at(name, save.token)
+                target = folder.Folder(name, save.token)
                 self._format.clear(save.generation, target.partial_name)
                 self._leftover = target if is_first else None
                 self._write_share(target, save, place, taken, content)

@@ -9,9 +9,7 @@ import io
 import pathlib
 import pickle
 import zlib
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata, planner
 
 from ....events.errors import UsageError
-from ....events.object_storage import COMPLETE_MARK, Store, as_os_errors
+from ....events.object_storage import COMPLETE_MARK, PathStore, Store
 from ....events.spec.job import is_url
 from ..dependencies.private_torch import classes_of_metadata
 from ..recovery.regions import State, cut, kind_of
@@ -72,7 +70,7 @@ class StoredState:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._files = _UrlFiles(folder) if is_url(folder) else _PathFiles(folder)
+        self._files = Store(folder) if is_url(folder) else PathStore(folder)
         self.kinds: dict[str, str] = {}
         """By key of a tensor: the dtype and shape of the whole tensor."""
         self._chunks: dict[str, list[_Place]] = {}
@@ -83,7 +81,7 @@ class StoredState:
     def _read_metadata(self) -> None:
         data = self._files.read(COMPLETE_MARK)
         if data is None:
-            if not self._files.is_there():
+            if not self._files.names():
                 raise Damaged("the checkpoint is missing")
             raise self._damaged(f"it has no {COMPLETE_MARK}: it is not complete")
         try:
@@ -223,40 +221,3 @@ class StoredState:
 
     def _other(self, why: str) -> UsageError:
         return UsageError(f"{self.folder} is of another model: {why}", ANOTHER)
-
-
-class _PathFiles:
-    """The files of a folder. Raises OSError."""
-
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
-
-    def is_there(self) -> bool:
-        return self._path.is_dir()
-
-    def read(self, name: str) -> bytes | None:
-        try:
-            return (self._path / name).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def size(self, name: str) -> int | None:
-        try:
-            return (self._path / name).stat().st_size
-        except FileNotFoundError:
-            return None
-
-    def opened(self, name: str) -> IO[bytes]:
-        return (self._path / name).open("rb")
-
-
-class _UrlFiles(Store):
-    """The objects of a folder. Raises OSError; UsageError without a driver."""
-
-    def is_there(self) -> bool:
-        return bool(self.names())
-
-    @contextmanager
-    def opened(self, name: str) -> Generator[IO[bytes]]:
-        with as_os_errors(), self.open(name, "rb") as file:
-            yield file
