@@ -330,7 +330,7 @@ def test_an_unusable_log_is_refused_in_one_line(tmp_path: Path) -> None:
     first = next(one.seq for one in records if one.kind == "TaskSubmitted")
     archive.write(idle, records[:first + 1], cluster="c", code="1")
     assert refused(idle).startswith(str(idle))
-    assert "seq 44: truncated" in refused(DATA.parent / "golden" / "heart-4.jsonl")
+    assert "is not an exported log" in refused(DATA.parent / "golden" / "heart-4.jsonl")
     assert "nowhere" in refused(tmp_path / "nowhere")
 
 
