@@ -6,7 +6,8 @@ Times are from the leader's clock (`at_s`). The time of a fault is from the repo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct, field
 
@@ -15,15 +16,20 @@ from ...events.records.decisions import (
     IncidentEscalated,
     IncidentOpened,
     PlanChosen,
+    TaskEnded,
     TaskPlaced,
 )
 from ...events.records.envelope import Record
-from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
+from ...events.records.orders import InjectFault, Quiesce, Reconfigure, Resume, StartRank
 from ...events.records.reports import (
     CollectiveFailed,
+    FaultRequested,
     IterationsLogged,
     MemoryCheckpointStored,
+    NodeJoined,
     OutageEnded,
+    Quiesced,
+    RankExited,
     RankStarted,
     Reconfigured,
     TaskProgressed,
@@ -35,11 +41,111 @@ from ..state.cluster import ClusterState
 from ..state.incident import Incident
 from ..state.task import CommandProgress, Task
 from ..throughput.table import origin
-from .injected import InjectedFaults
 from .node_losses import NodeLoss, NodeLosses
-from .transitions import TaskTransitions, Transition
 from .usage import Usage, UsageMeter, num_stepping
 
+
+# --- Injected faults: requested, ordered, and the incidents that they explain ---
+class Injected(Struct, kw_only=True):
+    """One InjectFault. It affects one attempt of a rank, or one incarnation of an agent."""
+
+    request: Record
+    """The FaultRequested, or the order itself."""
+    order: InjectFault
+    at_s: float
+    over_seq: int = 0
+    """Reports from here on are unrelated; 0: it may still have effects."""
+
+    def is_over(self, record: Record) -> bool:
+        """Whether its effects are over: the rank ended or trains, or the node has joined again."""
+        order, body = self.order, record.body
+        if order.what == "node":
+            return (isinstance(body, NodeJoined) and body.node in order.nodes
+                    and body.incarnation > order.incarnation)
+        if getattr(body, "task", 0) != order.task:
+            return False
+        if isinstance(body, RankExited):
+            return body.rank == order.rank and body.attempt >= order.attempt
+        if isinstance(body, TaskProgressed | IterationsLogged):  # it continues on its own
+            return (order.what == "stop" and order.stop_s > 0
+                    and record.at_s > self.at_s + order.stop_s)
+        return isinstance(body, TaskEnded)
+
+
+class InjectedFaults(Struct):
+    """All injected faults of a log."""
+
+    faults: list[Injected] = field(default_factory=list[Injected])
+    request: Record | None = None
+    """The last request."""
+
+    def add(self, record: Record) -> None:
+        if isinstance(record.body, FaultRequested):
+            self.request = record
+        elif isinstance(record.body, InjectFault):
+            asked = self.request is not None and self.request.seq == record.cause
+            self.faults.append(Injected(
+                request=self.request if asked and self.request is not None else record,
+                order=record.body, at_s=record.at_s))
+        for one in self.faults:
+            if not one.over_seq and one.is_over(record):
+                one.over_seq = record.seq
+
+    def behind(self, *, task: int, ranks: Sequence[int], node: str, first_seq: int,
+               last_seq: int) -> list[Injected]:
+        """Injected faults that explain an incident with signs from `first_seq` to `last_seq`."""
+        return [one for one in self.faults
+                if one.request.seq < last_seq
+                and (not one.over_seq or one.over_seq >= first_seq)
+                and (node in one.order.nodes if one.order.what == "node"
+                     else one.order.task == task and one.order.rank in ranks)]
+
+
+# --- Transitions of a task: stopped from its last member's leave of a generation to Resume ---
+class Transition(NamedTuple):
+    """How long the task was stopped, and the finished iterations that are repeated."""
+
+    seq: int
+    """Of the Reconfigure."""
+    still_s: float
+    lost: int
+
+
+class TaskTransitions(Struct):
+    """Follows the generations of one task."""
+
+    order: Record | None = None
+    """The newest Reconfigure."""
+    generation: int = 0
+    """The last one that was resumed."""
+    left: dict[int, int] = field(default_factory=dict[int, int])
+    """Rank -> step version of the members that have left it."""
+    left_s: float = -1.0
+    up: list[int] = field(default_factory=list[int])
+    """Step versions of the members that came up in the newest generation."""
+
+    def add(self, record: Record) -> Transition | None:
+        """Read the task's next record. A Resume completes a transition."""
+        body = record.body
+        newest = getattr(self.order.body, "generation", 0) if self.order is not None else 0
+        if isinstance(body, Reconfigure):
+            self.order, self.up = record, []
+        elif isinstance(body, Reconfigured) and body.generation == newest:
+            self.up.append(body.step_version)
+        elif isinstance(body, Quiesced) and body.generation == self.generation:
+            if body.rank not in self.left:  # a member that already left repeats it when ordered
+                self.left_s = max(self.left_s, record.occurred_s)
+            self.left[body.rank] = body.step_version
+        elif (isinstance(body, Resume) and self.order is not None and self.up
+              and body.generation == newest):
+            stopped_s = self.left_s if self.left else record.at_s
+            lost = max([version - min(self.up) for version in self.left.values()] + [0])
+            self.generation, self.left, self.left_s = newest, {}, -1.0
+            return Transition(self.order.seq, max(record.at_s - stopped_s, 0.0), lost)
+        return None
+
+
+# --- Tasks and incidents ---
 PROGRESS = (TaskProgressed, IterationsLogged)
 """Reports of finished iterations."""
 
