@@ -7,13 +7,12 @@ the checkpoints of a task in parts.
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 
 import msgspec
 
 from ....events import object_storage
 from ....events.errors import UnicronError, UsageError
+from ....events.object_storage import PathStore, Store
 from ....events.spec.job import is_url
 from ..model import training_state
 from ..model.trainee import TrainingModel
@@ -44,27 +43,14 @@ WRITE_ERRORS = (OSError, RuntimeError, MemoryError)
 """Errors of a write, beside Superseded. torch's C++ code reports a full disk as RuntimeError."""
 
 
-def check_output(output: str) -> None:
-    """Raise UsageError at the start, not at the first save, if `output` is not writable."""
-    if is_url(output):
-        try:
-            object_storage.Store(output).check_writable()
-        except OSError as error:
-            raise UsageError(f"train.output: {output}: {object_storage.reason(error).lower()}",
-                             "name a place that every node can reach and write") from None
-    else:
-        check_folder("train.output", output)
-
-
-def check_folder(what: str, folder: str) -> None:
-    """Raise UsageError if a folder cannot be written; `what` names it to the user."""
+def check_output(output: str, what: str = "train.output") -> None:
+    """Raise UsageError at the start, not at the first save, if a path or URL cannot be written.
+    `what` names it to the user."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        (Store(output) if is_url(output) else PathStore(output)).check_writable()
     except OSError as error:
-        raise UsageError(f"{what}: {folder}: {(error.strerror or 'not usable').lower()}",
-                         "name a folder that every node can write") from None
+        raise UsageError(f"{what}: {output}: {object_storage.reason(error).lower()}",
+                         "name a place that every node can reach and write") from None
 
 
 def relative_path(generation: int, step_version: int) -> str:

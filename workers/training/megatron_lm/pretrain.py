@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -39,7 +40,7 @@ from ..adopt.arguments import Loss  # isort: skip
 from ..dependencies.private_megatron import make_tensorboard_writer  # isort: skip
 from ..model import cpu_device  # isort: skip
 from . import own_loop  # isort: skip
-from ..checkpoint.checkpoint import check_folder  # isort: skip
+from ..checkpoint.checkpoint import check_output  # isort: skip
 from .checkpoints import Checkpoints, eval_batch, num_evaluations  # isort: skip
 from .progress_line import Norms, Progress, StepResult  # isort: skip
 from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
@@ -163,7 +164,7 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
         make_tensorboard_writer(load("global_vars"), args)
     _disable_reruns()
     if args.save:
-        check_folder("--save", args.save)
+        check_output(str(Path(args.save)), "--save")  # never a URL
     index_builder.ensure()
     return Start(interface, args, original)
 
