@@ -5,6 +5,7 @@ All parts are stock megatron-core, except the core attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,7 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import Tensor
 
 from ....events.errors import UsageError
@@ -28,7 +29,6 @@ from ..communicators.process_groups import groups_for_building
 from ..dependencies import private_megatron
 from ..dependencies.private_megatron import buffers_of, set_gradient
 from . import architecture
-from .attention import CoreAttention
 from .experts import Experts
 from .optimizers import as_previous_rank, chained, parts, prepare, without_collectives
 from .random_draws import Draw, global_name, seed_of, without_initialisation
@@ -385,3 +385,49 @@ def iteration_flops(model: Model, num_samples: int) -> float:
     """72 B s l h^2 (1 + s/6h + V/12lh): Narayanan et al., SC 2021, without recomputation."""
     s, l, h = model.sequence, model.num_layers, model.hidden  # noqa: E741
     return 72.0 * num_samples * s * l * h * h * (1 + s / (6 * h) + VOCABULARY / (12 * l * h))
+
+
+# --- Core attention with torch's scaled dot product, for Megatron's ModuleSpec ---
+class CoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
+    """Causal attention. Dropout is drawn per (iteration, micro-batch, layer, head counted over all
+    ranks), so it depends neither on the computing rank nor on tensor parallelism."""
+
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
+                 attention_dropout: float | None = None, softmax_scale: float | None = None,
+                 cp_comm_type: str | None = None, pg_collection: Any = None, *, draw: Draw) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale
+        self.dropout: float = (
+            config.attention_dropout if attention_dropout is None else attention_dropout)
+        self.draw = draw
+        self.tp_rank: int = pg_collection.tp.rank() if pg_collection is not None else 0
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                attn_mask_type: Any = None, attention_bias: Any = None,
+                packed_seq_params: Any = None) -> Tensor:
+        """query, key, value [sequence, batch, heads, width] -> [sequence, batch, heads * width]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if self.training and self.dropout > 0:
+            out = self._with_dropout(q, k, v)
+        else:
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True,
+                                                                   scale=self.softmax_scale)
+        return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Unfused attention, because the fused kernels accept no generator."""
+        scale = self.softmax_scale or 1 / math.sqrt(q.size(-1))
+        length = q.size(2)
+        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        scores = (q @ k.transpose(-1, -2) * scale).masked_fill(future, float("-inf"))
+        first_head = self.tp_rank * q.size(1)
+        keep = torch.stack([
+            torch.rand((q.size(0), length, length), device=q.device,
+                       generator=self.draw.generator(self.layer_number, first_head + head, q.device)
+                       ) >= self.dropout
+            for head in range(q.size(1))
+        ], dim=1)
+        # In fp32, as in the fused kernels: 16 bits are too few for a sum of many small numbers.
+        weights = scores.softmax(-1, dtype=torch.float32) * keep / (1 - self.dropout)
+        return weights.to(v.dtype) @ v
