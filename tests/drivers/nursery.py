@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from unicron.workers.agent.processes.zygote import ONE_THREAD, WITHOUT_CUDA
 from unicron.workers.host import linux
-from unicron.workers.ipc.fork_protocol import REQUEST_BYTES_MAX, ForkReply, ForkRequest
+from unicron.workers.ipc.pipe_protocol import REQUEST_BYTES_MAX, ForkReply, ForkRequest
 
 START_S = 90.0
 PATCH = "UNICRON_TEST_PATCH"

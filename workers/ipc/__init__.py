@@ -1,4 +1,4 @@
 """Communication of an agent, its zygote and its ranks: pipes and a page of shared memory.
 
-Read `pipe_protocol`, then `progress_page` and `fork_protocol`. Imports `diagnosis` and `host`.
+Read `pipe_protocol`, then `progress_page`. Imports `diagnosis` and `host`.
 """

@@ -1,4 +1,4 @@
-"""The pipe between an agent and a rank: length-prefixed msgpack over a socket pair.
+"""The pipe between an agent and a rank: length-prefixed msgpack; and the zygote's messages.
 
 Agent to rank: orders with their seq and epoch, StartRank first; WriteDump, which is no record. Rank
 to agent: reports with the rank's clock, numbered; Adopted, which is no record. A frame that an
@@ -125,3 +125,22 @@ def _body(wire: _Wire) -> Body:
     own = _NO_RECORDS.get(wire.kind)
     return (msgspec.msgpack.decode(wire.body, type=own) if own is not None
             else decode_body(wire.kind, wire.v, bytes(wire.body)))
+
+
+# --- Between an agent and its zygote: one message each way, over SOCK_SEQPACKET ---
+FDS_NUM_MAX = 3
+"""Files that come with a ForkRequest: log, end of the pipe, and the progress page if monitored."""
+REQUEST_BYTES_MAX = 128 << 10
+"""Size limit of an environment in one message. With a larger one, the rank is started by exec."""
+
+
+class ForkRequest(Struct, frozen=True, kw_only=True):
+    """Fork a rank with exactly this environment."""
+
+    env: dict[str, str]
+
+
+class ForkReply(Struct, frozen=True, kw_only=True):
+    """The zygote's reply: 0 when it is ready to fork, then the pid of each rank."""
+
+    pid: int = 0

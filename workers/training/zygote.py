@@ -21,7 +21,7 @@ import msgspec
 from ...events.errors import UsageError
 from ..host import linux, rank_user
 from ..host.rank_user import RankUser
-from ..ipc.fork_protocol import FDS_NUM_MAX, REQUEST_BYTES_MAX, ForkReply, ForkRequest
+from ..ipc.pipe_protocol import FDS_NUM_MAX, REQUEST_BYTES_MAX, ForkReply, ForkRequest
 from . import rank
 
 ADOPTED_S_MAX = 5.0

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from ...ipc.fork_protocol import REQUEST_BYTES_MAX, ForkReply, ForkRequest
+from ...ipc.pipe_protocol import REQUEST_BYTES_MAX, ForkReply, ForkRequest
 from .shim import ZYGOTE, Shim
 
 ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.zygote")

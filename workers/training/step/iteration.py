@@ -33,8 +33,7 @@ from .gradient_reduction import Outcome, Reduction, Stats, StepBarrier, on_devic
 from .losses import Losses
 from .optimizer_step import gather, scale_of, step, step_barrier
 from .overlapped_reduction import end_all
-from .pipeline import Passes
-from .stop_agreement import StopAgreement
+from .pipeline import Passes, StopAgreement
 
 log = structlog.get_logger()
 _REJECTED = re.compile(r"Unexpected result (\S+) \(message='(.*?)'\)")
@@ -242,7 +241,7 @@ class Iteration:
     # --- passes ---
     def _pass(self, todo: Sequence[int]) -> Outcome | None:
         """Run the passes, with the other members of this replica. None when all are done. A unit is
-        one micro-batch, and the members agree to continue (stop_agreement.py). In a pipeline a unit
+        one micro-batch, and the members agree to continue (StopAgreement). In a pipeline a unit
         is all micro-batches: its first stage decides where they stop (pipeline.py)."""
         items, is_alone = tuple(todo), self.trainee.replica_size == 1
         units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]

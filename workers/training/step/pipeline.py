@@ -1,7 +1,8 @@
 """The passes of a pipeline in Megatron's own schedule, which the first stage can end early.
 
 docs/ARCHITECTURE.md, "The transition table", says how. Megatron's schedule runs to its end, so that
-all stages complete the passes of exactly the micro-batches before the marker.
+all stages complete the passes of exactly the micro-batches before the marker. StopAgreement is also
+for the members of a replica without a pipeline.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
@@ -22,8 +24,40 @@ from torch import Tensor
 from ..dependencies.private_megatron import StageMessages
 from ..model.trainee import TrainingModel
 from .losses import Losses
-from .stop_agreement import StopAgreement
 
+
+# --- How members that train together agree to stop after the same micro-batch ---
+class StopAgreement:
+    """Whether any of these members must stop. The answer is read one micro-batch later: then the
+    device has computed it, and has work while the host reads."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._flag: Tensor | None = None
+        self._is_copied: Any = None
+
+    def ask(self, *, must_stop: bool) -> None:
+        """Begin to ask the members. All of them call it equally often."""
+        flag = torch.full((1,), float(must_stop), device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        if self._device.type != "cuda":
+            self._flag = flag
+            return
+        self._flag = torch.empty(1, dtype=flag.dtype, pin_memory=True)
+        self._flag.copy_(flag, non_blocking=True)
+        self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._is_copied.record()
+
+    def answer(self) -> bool:
+        """The answer to the last question; False before the first. The same on all members."""
+        if self._flag is None:
+            return False
+        if self._is_copied is not None:
+            self._is_copied.synchronize()
+        return bool(self._flag.numpy()[0])
+
+
+# --- Passes ---
 PADDING = -1
 """A micro-batch without tokens: it adds zeros."""
 MARKER = b"unicron: no more"
