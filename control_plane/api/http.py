@@ -21,6 +21,7 @@ from aiohttp import web
 from msgspec import Struct
 from unicron import __version__
 
+from ...events.detached_thread import aside
 from ...events.errors import LogError, Pruned, SpecError, UnicronError, UsageError
 from ...events.log.identity import RESERVED_NAMES, Identities, user_name, with_credentials
 from ...events.log.port import ReaderPort
@@ -36,7 +37,6 @@ from ..planner.pending import is_any_waiting
 from ..service import snapshots, usage_files
 from ..service.coordinator import Check, Coordinator
 from ..service.server_certificate import ServerCertificate
-from ..service.threads import aside
 from ..state.cluster import ClusterState, decode_state, encode_state, state_text
 from ..state.node import Node
 from . import dry_run, messages, moments, openapi, requests, usage_answer

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import structlog
 
+from ...events.detached_thread import aside
 from ...events.errors import LogError, Unavailable, UsageError
 from ...events.log.port import LogPort
 from ...events.log.segments import Folder, SealedLog
@@ -16,7 +17,6 @@ from ...events.process_io import Seldom
 from ...events.records.envelope import Record
 from . import snapshots, usage_files
 from .leader import Leader
-from .threads import aside
 
 POLL_S = 1.0
 FAILED_LOG_S = 60.0

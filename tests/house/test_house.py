@@ -90,8 +90,7 @@ PRIVATE_PARTS = ("workers/training/dependencies/private_torch.py",
 NOT_PRIVATE = {"_replace", "_exit", "_actions"}
 # The only files that may catch Exception: third-party code there must not end the process.
 CATCH_ALL: tuple[str, ...] = (
-    "control_plane/service/sealer.py", "control_plane/service/threads.py",
-    "events/object_storage.py", "workers/host/detached_thread.py")
+    "control_plane/service/sealer.py", "events/detached_thread.py", "events/object_storage.py")
 # A pragma for a type checker or linter at a line's end does not count as length, as in ruff.
 PRAGMA = re.compile(r"\s*# (pyright: |type: ignore|noqa)\S*.*$")
 FUNCTION_LINES_MAX, COLUMNS_MAX = 70, 100

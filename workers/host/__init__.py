@@ -1,1 +1,1 @@
-"""Access to the host: Linux processes, waits for a core, memory cgroups, detached threads."""
+"""Access to the host: Linux processes, waits for a core and memory cgroups."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from agent_driver import until
 from health_driver import Clock, write
+from unicron.events.detached_thread import BlockingCalls, Late
 from unicron.events.records.reports import CheckHealth, DeviceErred, HealthChanged
 from unicron.events.records.statuses import LINK_FLAPPING, OTHER_NETWORK
 from unicron.events.records.types import Body
@@ -29,7 +30,6 @@ from unicron.workers.agent.health.machine import BlockedProcesses, Disk, Memory
 from unicron.workers.agent.health.network import Network
 from unicron.workers.agent.processes.launcher import NodeConfig
 from unicron.workers.host import linux
-from unicron.workers.host.detached_thread import BlockingCalls, Late
 
 BAD: CheckHealth = "unhealthy"
 # A port of a node with eight H100 (mlx5, NDR), with the counters that a mlx5 port has.

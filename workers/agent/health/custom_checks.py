@@ -13,10 +13,10 @@ from typing import NamedTuple
 import structlog
 from msgspec import Struct
 
+from ....events.detached_thread import BlockingCalls, Late
 from ....events.errors import UsageError
 from ....events.records.reports import CheckHealth
 from ...host import linux
-from ...host.detached_thread import BlockingCalls, Late
 from ..processes.process import Process
 from ..processes.shim import CHECK, Shim
 from . import limits

@@ -11,9 +11,9 @@ from pathlib import Path
 import structlog
 from msgspec import Struct, msgpack
 
+from ....events.detached_thread import BlockingCalls, Late
 from ....events.records.reports import DeviceErred, HealthChanged
 from ....events.records.types import Body
-from ...host.detached_thread import BlockingCalls, Late
 from ..delivery.spool import Spool
 from ..processes.launcher import MARKER, NodeConfig
 from ..processes.shim import Shim

@@ -19,11 +19,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
+from ....events.detached_thread import DetachedThread
 from ....events.log.identity import StoreKeys
 from ....events.process_io import LogStream
 from ....events.records.orders import Quiesce, Reconfigure, Resume, SetCheckpointStores
 from ....events.records.types import Body, QuiesceMode
-from ...host.detached_thread import DetachedThread
 from ...ipc.pipe_protocol import Frame, Unpacker, WriteDump, pack
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
-"""A daemon thread for calls that may block for ever.
+"""A daemon thread for calls that may take long, or block for ever.
 
 An executor does not fit: the interpreter joins its threads at exit, so a process that is done would
-block until an old collective or a hanging driver returns.
+block until an old collective, a hanging driver or a large plan returns.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ def _run(call: Callable[[], Any], future: Future[Any]) -> None:
         del future  # its exception holds this frame
     else:
         future.set_result(result)
+
+
+async def aside(call: Callable[[], T]) -> T:
+    """Run `call` in a thread of its own; its result or error. A cancel ends only the wait."""
+    return await asyncio.wrap_future(DetachedThread("aside").submit(call))
 
 
 # --- A call with a time limit, on such a thread ---

@@ -8,12 +8,12 @@ import sys
 import threading
 
 import pytest
-from unicron.control_plane.service.threads import aside
+from unicron.events.detached_thread import aside
 from unicron.events.errors import UsageError
 
 ENDS = """
 import asyncio, threading, time
-from unicron.control_plane.service.threads import aside
+from unicron.events.detached_thread import aside
 begun = threading.Event()
 
 def long():
