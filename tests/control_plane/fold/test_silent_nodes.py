@@ -8,6 +8,7 @@ from decider import Driver, failed, kinds, only, spec, task_of, the
 from two_tasks import seen
 from unicron.cli.screens import cluster
 from unicron.cli.terminal import record_line
+from unicron.control_plane.api.needs import AWAY_S_MIN
 from unicron.control_plane.fold import edits
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
@@ -88,7 +89,8 @@ def test_a_plan_names_tasks_kept_on_unreachable_nodes(d: Driver, task: int) -> N
     assert plan.ideal_waf == plan.waf + kept.waf
     line = record_line.essentials("PlanChosen", msgspec.to_builtins(plan))
     assert f"1 slots, task:slots {other}:1, left alone {task}:3, WAF 4 TFLOP/s, 100 % of" in line
-    text = " ".join(" ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s)).split())
+    lines = cluster.status(seen(d, AWAY_S_MIN), cluster="test", now_s=d.now_s + AWAY_S_MIN)
+    text = " ".join(" ".join(lines).split())
     assert "plan 4 TFLOP/s of 4 TFLOP/s with every slot (100.0 %)" in text
     assert "slots 4 train (1 of them on an unreachable node), 0 idle, 0 out" in text
     assert ", its ranks go on: look at its machine and network" in text
