@@ -32,6 +32,7 @@ from ..events.process_io import LogStream
 from ..events.spec.policy import Policy
 from .api.connections import ConnectionLimits, Listener, limits_of_descriptors, seldom_logged
 from .api.http import Address, HttpApi
+from .api.metrics import Metrics
 from .api.routes import ROUTES
 from .api.tokens import Tokens, share
 from .service import server_relay
@@ -113,9 +114,11 @@ async def _serve(options: Options) -> int:
             await log.check_users()
         token = _token(options.state)
         tokens = Tokens(options.state / "tokens.json", owner=token)
+        metrics = Metrics()
         coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
                                   code=__version__, policy=options.policy,
-                                  access=partial(share, tokens, log), folder=folder)
+                                  access=partial(share, tokens, log), folder=folder,
+                                  observe=metrics.observe)
         advertised = options.advertise or options.listen
         address = Address(
             cluster=options.cluster, shared_password=options.shared_password,
@@ -124,7 +127,8 @@ async def _serve(options: Options) -> int:
                                           with_tls=options.certificate is not None)
             if is_relayed else options.redis_url)
         http = HttpApi(ROUTES, coordinator, log, tokens=tokens, address=address,
-                       identities=identities, certificate=options.certificate, folder=folder)
+                       identities=identities, metrics=metrics,
+                       certificate=options.certificate, folder=folder)
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options, advertised)
         file = options.state / f"{options.name.replace('-', '_', 1)}.json"

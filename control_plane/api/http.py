@@ -42,6 +42,7 @@ from ..state.node import Node
 from . import dry_run, messages, moments, openapi, requests, usage_answer
 from .connections import Connection, error_answer, problem
 from .messages import ListQuery, Nothing, Page, Written
+from .metrics import Metrics
 from .requests import Reason, Refusal
 from .tokens import Token, Tokens, may
 from .view import view
@@ -109,12 +110,13 @@ class HttpApi:
 
     def __init__(self, routes: Sequence[Route], coordinator: Coordinator, log: ReaderPort, *,
                  tokens: Tokens, address: Address, identities: Identities,
-                 certificate: ServerCertificate | None = None,
+                 metrics: Metrics, certificate: ServerCertificate | None = None,
                  folder: Folder | None = None) -> None:
         """`folder`: where the log's snapshots are."""
         self._routes = routes
         self._open = {route.path for route in routes if route.role is None}
         self._coordinator, self._log, self._folder = coordinator, log, folder
+        self._metrics = metrics
         self._tokens, self._address = tokens, address
         self._identities, self._certificate = identities, certificate
         self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, address.names)}
@@ -187,6 +189,11 @@ class HttpApi:
                              "insecure": self._address.insecure,
                              "ca": self._certificate.ca if self._certificate else ""}
         return shown
+
+    async def metrics(self, call: Call[Nothing, None]) -> web.Response:
+        body, content_type = await self._metrics.scrape(
+            self._coordinator, self._log, call.request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     @staticmethod
     def listed(key: Callable[[str], K], items: Callable[[ClusterState], Mapping[K, T]],

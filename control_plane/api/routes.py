@@ -79,6 +79,8 @@ ROUTES: tuple[Route, ...] = (
     *_parts("/v1/nodes", "node", m.NodeView, str, lambda state: state.nodes, node_view),
     *_parts("/v1/incidents", "incident", Incident, number, lambda state: state.incidents,
             lambda _, one: one),
+    Route("GET", "/metrics", "view", HttpApi.metrics, None, str,
+          "Metrics for Prometheus", answered_as=("text/plain", "application/openmetrics-text")),
     Route("GET", "/v1/log", "view", HttpApi.records, None, m.LogRecord,
           "Records: each is a line, or the data of a server-sent event", query=m.LogQuery,
           headers=("Last-Event-ID",), answered_as=("application/jsonl", "text/event-stream")),

@@ -101,7 +101,7 @@ class UsageMeter:
         if task is None or not isinstance(body, SAME_SLOTS):
             self._refresh(at_us)
         else:
-            self._set(number, at_us, _uses(state, task))
+            self._set(number, at_us, uses(state, task))
         for key in list(self._stopped):
             self._stopped_before(key, at_us)
         self._note()
@@ -122,31 +122,18 @@ class UsageMeter:
     def _refresh(self, at_us: int) -> None:
         """Look at all tasks and nodes."""
         state = self._state
-        held: dict[str, set[int]] = {}
-        waits = False
         for key, task in state.tasks.items():
-            self._set(key, at_us, _uses(state, task))
-            if task.phase != "ended":
-                waits = waits or not (task.target or task.ending or task.finished)
-                for seat in task.target:
-                    held.setdefault(seat.slot.node, set()).add(seat.slot.index)
+            self._set(key, at_us, uses(state, task))
         for key in [key for key in self._rates if key and key not in state.tasks]:
             self._set(key, at_us, {})
             del self._rates[key]
-        num_free = num_out = 0
-        for name, node in state.nodes.items():
-            mine = held.get(name, ())
-            num = max(node.num_slots - len(mine), 0) if node.health != "left" else 0
-            out = num if not node.takes_tasks else len(
-                {*node.slots_disabled, *node.slots_unhealthy}.difference(mine))
-            num_free, num_out = num_free + num - out, num_out + out
         plan = state.plan
         live = {key for key, task in state.tasks.items() if task.phase != "ended" and origin(
             task.spec, task.throughput, task.modelled) != "nominal"}
         earns = [one.waf for one in (*plan.allocations, *plan.kept) if one.task in live
                  ] if plan is not None else []
         self._set(0, at_us, {
-            "waiting" if waits else "idle": num_free, "unavailable": num_out,
+            **uses_of_no_task(state),
             "planned": fsum(earns) / 1e6, "ideal": plan.ideal_waf / 1e6 if plan is not None else 0})
 
     def _set(self, key: int, at_us: int, by_use: dict[str, float]) -> None:
@@ -177,7 +164,7 @@ def _us(at_s: float) -> int:
     return round(at_s * 1e6)
 
 
-def _uses(state: ClusterState, task: Task) -> dict[str, float]:
+def uses(state: ClusterState, task: Task) -> dict[str, float]:
     """What the slots of the task do now: how many of each use."""
     num = len(task.target)
     if not num or task.phase == "ended":
@@ -189,6 +176,25 @@ def _uses(state: ClusterState, task: Task) -> dict[str, float]:
     if stepping < num:
         uses[_cause(state, task, stepping)] = num - stepping
     return uses
+
+
+def uses_of_no_task(state: ClusterState) -> dict[str, float]:
+    """What the slots of no task do now."""
+    held: dict[str, set[int]] = {}
+    waits = False
+    for task in state.tasks.values():
+        if task.phase != "ended":
+            waits = waits or not (task.target or task.ending or task.finished)
+            for seat in task.target:
+                held.setdefault(seat.slot.node, set()).add(seat.slot.index)
+    num_free = num_out = 0
+    for name, node in state.nodes.items():
+        mine = held.get(name, ())
+        num = max(node.num_slots - len(mine), 0) if node.health != "left" else 0
+        out = num if not node.takes_tasks else len(
+            {*node.slots_disabled, *node.slots_unhealthy}.difference(mine))
+        num_free, num_out = num_free + num - out, num_out + out
+    return {"waiting" if waits else "idle": num_free, "unavailable": num_out}
 
 
 def _cause(state: ClusterState, task: Task, stepping: int) -> str:

@@ -36,6 +36,10 @@ Check = Callable[[ClusterState], None]
 """Checks the state before a write. Raises UsageError to reject the write."""
 
 
+Observe = Callable[[ClusterState, Sequence[Record], float], None]
+"""Sees the records that the state has folded, none at first, and `Leader.plan_s`."""
+
+
 class Limits(Struct, frozen=True, kw_only=True):
     """Every limit of the service; those of the decider are in the Policy."""
 
@@ -88,8 +92,8 @@ class Coordinator:
     def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
                  policy: Policy, jitter: random.Random | None = None,
                  limits: Limits | None = None, access: Access | None = None,
-                 folder: Folder | None = None) -> None:
-        self._log = log
+                 folder: Folder | None = None, observe: Observe | None = None) -> None:
+        self._log, self._observe = log, observe
         self._folder = folder
         self._limits = limits or Limits()
         self._jitter = jitter or random.Random()
@@ -145,6 +149,11 @@ class Coordinator:
     def away(self) -> str:
         """Why nothing is acknowledged at present, since when; "" if it is."""
         return self._outages.in_words(self._leader.now_s(), hangs_too=self.leading)
+
+    @property
+    def num_spooled(self) -> int:
+        """Reports that wait on the agents, as of their heartbeats; 0 if it follows."""
+        return self._leases.num_spooled(self._leader.state) if self.leading else 0
 
     def answer(self, request_id: str) -> int | None:
         """The seq of a write that is already in the log; None for a new one."""
@@ -272,6 +281,7 @@ class Coordinator:
                     self._logger.info("following", leader=error.url, seq=self.seq)
                 self.leader_url = error.url
                 self._leader_known.set()
+                self._publish(())
                 self._committed.set()
             await asyncio.sleep(self._limits.follow_s)
 
@@ -478,6 +488,8 @@ class Coordinator:
         """The log has these records: wake those that follow it."""
         self._recent.extend(records)
         self.seq = self._leader.state.seq
+        if self._observe is not None and (self.leading or self.leader_url):
+            self._observe(self._leader.state, records, self._leader.plan_s)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

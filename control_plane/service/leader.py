@@ -13,6 +13,7 @@ from ...events.log.port import LogPort
 from ...events.log.segments import Folder
 from ...events.object_storage import reason
 from ...events.process_io import Seldom
+from ...events.records.decisions import PlanChosen
 from ...events.records.envelope import Record, Report
 from ...events.records.reports import EpochStarted, OutageEnded, PolicySet
 from ...events.records.types import Body
@@ -60,6 +61,8 @@ class Leader:
         self.position = "0-0"
         """The intake's cursor: the state includes all reports up to this cursor."""
         self._foreign = Seldom(FOREIGN_LOG_S)
+        self.plan_s = 0.0
+        """How long the last decision with a plan took."""
         self.answers: dict[str, int] = {}
         """Operator's source -> seq of its first report, for the latest NUM_REQUESTS_MAX sources."""
 
@@ -189,7 +192,10 @@ class Leader:
         for report in reports:
             if accepts(self.state, report) != "next" or self._refuses(report):
                 continue
-            records += advance(self.state, report, epoch=self.epoch, at_s=now_s)
+            began_s, made = self._clock(), advance(self.state, report, epoch=self.epoch, at_s=now_s)
+            if any(isinstance(one.body, PlanChosen) for one in made):
+                self.plan_s = self._clock() - began_s
+            records += made
             if report.source != self.source and not report.source.startswith("operator/"):
                 acked[report.source] = report.source_seq
         if records:

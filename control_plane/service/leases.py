@@ -18,6 +18,7 @@ from ..state.node import Node
 class _LastBeat(Struct, frozen=True):
     incarnation: int
     at_s: float
+    num_spooled: int = 0
 
 
 class Leases:
@@ -50,7 +51,8 @@ class Leases:
             self._granted_suspect_s = now_s
         self._observed_s = now_s
         for beat in beats:
-            self._last_beats[beat.node] = _LastBeat(beat.incarnation, now_s - beat.age_s)
+            self._last_beats[beat.node] = _LastBeat(beat.incarnation, now_s - beat.age_s,
+                                                     beat.num_spooled)
         least_s = now_s - _shortest(policy)
         self._late = {name for name, node in state.nodes.items() if self._beat_s(node) < least_s}
 
@@ -58,6 +60,11 @@ class Leases:
         """When the last heartbeat of this incarnation came; 0: none has come."""
         beat = self._last_beats.get(node.name)
         return beat.at_s if beat and beat.incarnation == node.incarnation else 0.0
+
+    def num_spooled(self, state: ClusterState) -> int:
+        """Reports that wait on the agents that have not left."""
+        return sum(beat.num_spooled for name, beat in self._last_beats.items()
+                   if (node := state.nodes.get(name)) is not None and node.health != "left")
 
     def verdicts(self, state: ClusterState) -> Iterator[Body]:
         """Yield, by node, the changes as of the last observation that the state does not have yet.

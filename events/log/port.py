@@ -24,6 +24,8 @@ class Heartbeat(Struct, frozen=True):
     incarnation: int
     age_s: float
     """Seconds since the server received it, by the server's clock."""
+    num_spooled: int = 0
+    """Reports that wait on the node."""
 
 
 class Batch(Struct, frozen=True):
@@ -142,11 +144,6 @@ class LeaderPort(Protocol):
         OSError."""
         ...
 
-    @property
-    def sealed_seq(self) -> int:
-        """The last record that is in a segment; 0: none."""
-        ...
-
 
 class ReaderPort(Protocol):
     """The interface of readers: the leader's fold, the CLI, tests."""
@@ -162,6 +159,11 @@ class ReaderPort(Protocol):
     @property
     def first_seq(self) -> int:
         """The oldest record that was not pruned, as of the last `open_segments`."""
+        ...
+
+    @property
+    def sealed_seq(self) -> int:
+        """The last record that is in a segment; 0: none."""
         ...
 
     async def last_seq(self) -> int:
@@ -188,8 +190,8 @@ class AgentPort(Protocol):
         """Orders for this node after `after` ("0-0": all open orders); waits at most `wait_s`."""
         ...
 
-    async def beat(self, node: str, incarnation: int) -> None:
-        """Send a heartbeat; that of the newest incarnation counts."""
+    async def beat(self, node: str, incarnation: int, num_spooled: int = 0) -> None:
+        """Send a heartbeat; that of the newest incarnation counts. `num_spooled` reports wait."""
         ...
 
 

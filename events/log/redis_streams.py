@@ -210,15 +210,16 @@ return redis.call('XRANGE', KEYS[3], '(' .. ARGV[1], '+', 'COUNT', ARGV[2])
 
 BEATS = """
 -- KEYS [beat]...
--- The id of each node's newest heartbeat, and its incarnation: the newest of the last few.
+-- The id of each node's newest heartbeat, its incarnation (the newest of the last few), its spool.
 local beats = {}
 for i = 1, #KEYS do
-  local id, incarnation = '', 0
+  local id, incarnation, spooled = '', 0, '0'
   for _, entry in ipairs(redis.call('XREVRANGE', KEYS[i], '+', '-', 'COUNT', 4)) do
     local own = tonumber(entry[2][2]) or 0
-    if own > incarnation then id, incarnation = entry[1], own end
+    if own > incarnation then id, incarnation, spooled = entry[1], own, entry[2][4] or '0' end
   end
-  beats[2 * i - 1], beats[2 * i] = id, string.format('%.0f', incarnation)
+  beats[3 * i - 2], beats[3 * i - 1] = id, string.format('%.0f', incarnation)
+  beats[3 * i] = spooled
 end
 return {redis.call('TIME'), beats}
 """
@@ -600,14 +601,16 @@ class RedisLog:
             (seconds, micros), values = await self._run(
                 BEATS, self._keys(*(f"beat:{node}" for node in some)), ())
             now_s = int(seconds) + int(micros) / 1e6
-            for node, entry, incarnation in zip(some, values[::2], values[1::2], strict=True):
+            for node, entry, incarnation, spooled in zip(
+                    some, values[::3], values[1::3], values[2::3], strict=True):
                 # An age is never taken twice: the server's clock may be set back.
                 if not entry or self._beat_ids.get(node) == entry or not incarnation.isdigit():
                     continue
                 self._beat_ids[node] = entry
                 at_s = int(entry.partition(b"-")[0]) / 1e3
                 found.append(Heartbeat(node=node, incarnation=int(incarnation),
-                                       age_s=max(0.0, now_s - at_s)))
+                                       age_s=max(0.0, now_s - at_s),
+                                       num_spooled=int(spooled[:9]) if spooled.isdigit() else 0))
         return found
 
     # --- the nodes' users -------------------------------------------------------------------------
@@ -841,10 +844,10 @@ class RedisLog:
                             id=entry, num_since_last_line=num)
         return signed
 
-    async def beat(self, node: str, incarnation: int) -> None:
+    async def beat(self, node: str, incarnation: int, num_spooled: int = 0) -> None:
         """Record a heartbeat: an entry whose id is the server's time."""
         await self._ask([("XADD", *self._keys(f"beat:{node}"), "MAXLEN", BEATS_NUM_KEPT, "*",
-                          "i", incarnation)])
+                          "i", incarnation, "s", num_spooled)])
 
     # --- files of a node, read by its agent: not part of the log ---
     async def ask_file(self, node: str, path: str, *, offset: int, wait_s: float) -> FilePart:

@@ -15,6 +15,7 @@ import aiohttp
 from memory_log import MemoryLog
 from unicron.control_plane.api.connections import ConnectionLimits, Listener
 from unicron.control_plane.api.http import Address, HttpApi
+from unicron.control_plane.api.metrics import Metrics
 from unicron.control_plane.api.routes import ROUTES
 from unicron.control_plane.api.tokens import Tokens
 from unicron.control_plane.service.coordinator import Coordinator, Limits
@@ -94,15 +95,16 @@ class Site:
 async def serving(policy: Policy = POLICY,
                   limits: ConnectionLimits | None = None) -> AsyncIterator[Site]:
     log = MemoryLog(time.monotonic)
+    metrics = Metrics()
     coordinator = Coordinator(log, clock=time.time, nonce="a", code="test", policy=policy,
-                              limits=Limits(call_s_max=0.5))
+                              limits=Limits(call_s_max=0.5), observe=metrics.observe)
     leading = asyncio.create_task(coordinator.run())
     folder = TemporaryDirectory()
     tokens_file = Path(folder.name) / "tokens.json"
     tokens = Tokens(tokens_file, owner="secret")
     http = HttpApi(ROUTES, coordinator, log, tokens=tokens,
                    address=Address(redis_url="unix:///run/x", cluster="test"),
-                   identities=IDENTITIES)
+                   identities=IDENTITIES, metrics=metrics)
     listener = Listener(http.app(), stop_s_max=1.0, limits=limits)
     port = await listener.start("127.0.0.1", 0)
     await coordinator.settled()

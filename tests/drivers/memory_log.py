@@ -50,7 +50,7 @@ class MemoryLog:
         """(number, wire) in order; a trim does not reset the numbers."""
         self._num_reports = 0
         self._orders: dict[str, list[tuple[tuple[int, int], Record]]] = {}
-        self._beats: dict[str, tuple[int, float]] = {}
+        self._beats: dict[str, tuple[int, float, int]] = {}
         self.users: dict[str, int] = {}
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}
 
@@ -167,7 +167,8 @@ class MemoryLog:
         outcome = self._outcome("beats")
         now = self._clock()
         return self._reply(outcome, [
-            Heartbeat(node=node, incarnation=beat[0], age_s=max(0.0, now - beat[1]))
+            Heartbeat(node=node, incarnation=beat[0], age_s=max(0.0, now - beat[1]),
+                      num_spooled=beat[2])
             for node in nodes if (beat := self._beats.get(node)) is not None])
 
     async def admit(self, nodes: Mapping[str, int]) -> None:
@@ -266,11 +267,11 @@ class MemoryLog:
             await self._wait(f"orders:{node}", lambda: bool(found()), wait_s)
         return self._reply(outcome, found())
 
-    async def beat(self, node: str, incarnation: int) -> None:
+    async def beat(self, node: str, incarnation: int, num_spooled: int = 0) -> None:
         """Record a heartbeat; one of an older incarnation is ignored."""
         outcome = self._outcome("beat")
-        if outcome != "lost" and incarnation >= self._beats.get(node, (0, 0.0))[0]:
-            self._beats[node] = (incarnation, self._clock())
+        if outcome != "lost" and incarnation >= self._beats.get(node, (0, 0.0, 0))[0]:
+            self._beats[node] = (incarnation, self._clock(), num_spooled)
         self._reply(outcome, None)
 
     # --- waiting and faults ---------------------------------------------------------------------

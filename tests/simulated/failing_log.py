@@ -90,9 +90,9 @@ class AgentLog:
         await self._passed()
         return found
 
-    async def beat(self, node: str, incarnation: int) -> None:
+    async def beat(self, node: str, incarnation: int, num_spooled: int = 0) -> None:
         await self._passed()
-        await self._log.beat(node, incarnation)
+        await self._log.beat(node, incarnation, num_spooled)
 
 
 class LeaderLog:

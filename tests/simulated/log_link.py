@@ -68,9 +68,9 @@ class SimulatedLogLink:
         await self._pass()
         return found
 
-    async def beat(self, node: str, incarnation: int) -> None:
+    async def beat(self, node: str, incarnation: int, num_spooled: int = 0) -> None:
         await self._pass()
-        await self._inner.beat(node, incarnation)
+        await self._inner.beat(node, incarnation, num_spooled)
 
     def close(self) -> None:
         """Discard the delayed reports."""

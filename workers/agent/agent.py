@@ -207,8 +207,8 @@ class Agent:
         """Send a heartbeat every BEAT_S; a failed one is not retried."""
         while True:
             with suppress(Unavailable, Ambiguous):
-                await self._link.call(
-                    lambda: self._port.beat(self._node.name, self._node.incarnation))
+                await self._link.call(lambda: self._port.beat(
+                    self._node.name, self._node.incarnation, self._outbox.num_unacked))
             await asyncio.sleep(BEAT_S)
 
     async def _ask_address(self) -> None:
