@@ -98,6 +98,9 @@ def calls(group: typer.Typer, function: str, shared: Mapping[str, tuple[Any, obj
     return declare
 
 
+NOTIFY = "Send what needs a person to the webhook whose URL this file has"
+
+
 @app.command()
 def up(
     state: State = None,
@@ -139,6 +142,8 @@ def up(
         "forget them [the last ones given].")] = None,
     checks_every: Annotated[float | None, typer.Option(
         min=1, metavar="S", help="Seconds between two runs of each check [60].")] = None,
+    notify: Annotated[Path | None, typer.Option(
+        metavar="FILE", help=f"{NOTIFY}; none: send none [the last one given].")] = None,
     shared_password: Annotated[bool, typer.Option(
         "--shared-password", help="With --redis: let agents use the server with the password of "
         "the URL, if it does not let users be made; never remembered.")] = False,
@@ -158,7 +163,7 @@ def up(
         observe=observe if observe or act else None, allow_inject=allow_inject, watch=not no_watch,
         labels=() if label == ["none"] else tuple(label or ()) or None, checks=checks,
         checks_every_s=checks_every, shared_password=shared_password, insecure=insecure,
-        run_as=run_as, control_planes=control_planes), detach=detach)
+        run_as=run_as, control_planes=control_planes, notify=notify), detach=detach)
 
 
 @calls(app, "commands.up.down", STATE)
@@ -230,6 +235,7 @@ def control_plane(
     segments: Annotated[str, typer.Option(
         metavar="FOLDER|URL", help="Where the sealed log is kept [log in the state "
         "folder].")] = "",
+    notify: Annotated[Path | None, typer.Option(metavar="FILE", help=f"{NOTIFY}.")] = None,
     name: Annotated[str, typer.Option(hidden=True)] = "control-plane",  # `up` has several
 ) -> None:
     """Run the control plane of several hosts; `up` is for one machine.

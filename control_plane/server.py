@@ -33,6 +33,7 @@ from ..events.spec.policy import Policy
 from .api.connections import ConnectionLimits, Listener, limits_of_descriptors, seldom_logged
 from .api.http import Address, HttpApi
 from .api.metrics import Metrics
+from .api.notifications import Notifier
 from .api.routes import ROUTES
 from .api.tokens import Tokens, share
 from .service import server_relay
@@ -68,6 +69,8 @@ class Options(Struct, frozen=True, kw_only=True):
     """Replaces the policy of the log."""
     segments: str = ""
     """Where segments and snapshots of the log are: a folder or a URL; "": `log` in `state`."""
+    notify: str = ""
+    """The webhook for what needs a person; "": none. A secret."""
     name: str = "control-plane"
     """Names its files; another one for each control plane on the state folder."""
     shared_password: bool = False
@@ -135,8 +138,10 @@ async def _serve(options: Options) -> int:
         socket = await _listen_locally(listener, file.with_suffix(".sock").absolute())
         relay = server_relay.ServerRelay(options.redis_url, limits.relayed_num_max,
                                          log.find_server)
-        reloading = (None if options.certificate is None else asyncio.create_task(
-            options.certificate.keep_reloading(), name="certificate"))
+        beside = [asyncio.create_task(run) for run in (
+            options.certificate.keep_reloading() if options.certificate else None,
+            Notifier(coordinator, options.notify, options.cluster, metrics).run()
+            if options.notify else None) if run is not None]
         try:
             if is_relayed:
                 await _relay(relay, options)
@@ -150,8 +155,8 @@ async def _serve(options: Options) -> int:
                         **{"ca": options.certificate.ca} if options.certificate else {})
             return await _lead(coordinator, stop, url)
         finally:
-            if reloading is not None:
-                reloading.cancel()
+            for task in beside:
+                task.cancel()
             await relay.close()
             await listener.stop()
             _remove(file, socket)

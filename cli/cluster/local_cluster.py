@@ -75,6 +75,8 @@ class ClusterOptions(Struct, frozen=True, kw_only=True):
     checks_every_s: float = 60.0
     run_as: str = ""
     """The user of the ranks; empty: that of the agents."""
+    notify: str = ""
+    """The file with the URL of the webhook; empty: none."""
 
 
 def saved_options(state: StateDir) -> ClusterOptions | None:
@@ -144,6 +146,7 @@ class LocalCluster:
             environment[REDIS_URL] = self.redis_url  # not in argv, which all users can read
             if self.wanted.policy:
                 common += ["--policy", self.wanted.policy]
+            common += ["--notify", self.wanted.notify] if self.wanted.notify else []
             common += ["--observe"] * self.wanted.observe
             common += ["--allow-inject"] * self.wanted.allow_inject
             common += ["--shared-password"] * self.wanted.shared_password

@@ -25,7 +25,7 @@ import typer
 from ...events import network_address, tls
 from ...events.errors import UsageError
 from ...events.log import embedded_server
-from ...events.private_files import write_private
+from ...events.private_files import read_private, write_private
 from ...events.records import types
 from ...events.secret_environment import REDIS_URL, remove_secrets
 from ...events.spec.job import is_url
@@ -50,7 +50,7 @@ POLL_S = 0.05
 def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
                   tls_cert: Path | None, tls_key: Path | None, insecure: bool, cluster: str,
                   policy: Path | None, observe: bool, allow_inject: bool,
-                  shared_password: bool, segments: str, name: str) -> None:
+                  shared_password: bool, segments: str, notify: Path | None, name: str) -> None:
     """Serve until a signal; without a Redis URL on a private server. Raises UsageError."""
     from ...control_plane import server
     from ...control_plane.service.server_certificate import ServerCertificate
@@ -83,10 +83,21 @@ def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
         state=state.path, redis_url=redis_url or embedded_server.ensure(state.server).url,
         listen=address, advertise=advertised, port=port, cluster=cluster,
         certificate=shown, insecure=is_plain, name=name, shared_password=shared_password,
-        segments=segments,
+        segments=segments, notify=webhook(notify) if notify else "",
         ca=authority(server_of.hostname or "", server_of.port or 6379, state)
         if server_of.scheme == "rediss" else "",
         policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject))))
+
+
+def webhook(path: Path) -> str:
+    """The URL in a file that only this user may read. Raises UsageError."""
+    from ...control_plane.api.notifications import check_url
+
+    try:
+        return check_url(read_private(path).decode(errors="replace"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}",
+                         "a file with the webhook's URL, and mode 0600") from None
 
 
 def agent(state: StateDir, *, url: Urls, node: str, slots: int, advertise: str, host: str,

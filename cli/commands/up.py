@@ -66,6 +66,8 @@ class UpOptions(Struct, frozen=True, kw_only=True):
     run_as: str | None = None
     """A user; `none` clears it."""
     control_planes: int | None = None
+    notify: Path | None = None
+    """A file; `none` clears it."""
 
     def wanted(self, before: ClusterOptions | None, state: StateDir) -> ClusterOptions:
         """The options of the last `up`, with those given now."""
@@ -76,6 +78,7 @@ class UpOptions(Struct, frozen=True, kw_only=True):
                  "observe": self.observe, "checks_every_s": self.checks_every_s,
                  "run_as": "" if self.run_as == "none" else self.run_as,
                  "checks": None if self.checks is None else _absolute(self.checks),
+                 "notify": None if self.notify is None else _absolute(self.notify),
                  "policy": str(state.policy) if self.policy or last.policy else None}
         return structs.replace(
             last, allow_inject=self.allow_inject, watch=self.watch,
@@ -90,6 +93,8 @@ class UpOptions(Struct, frozen=True, kw_only=True):
                 ("--port", self.port or None, before.port),
                 ("--checks", None if self.checks is None else _absolute(self.checks),
                  before.checks),
+                ("--notify", None if self.notify is None else _absolute(self.notify),
+                 before.notify),
                 ("--run-as", "" if self.run_as == "none" else self.run_as, before.run_as),
                 ("--checks-every", self.checks_every_s, before.checks_every_s),
                 ("--redis", self.redis, before.redis_url),
@@ -97,7 +102,7 @@ class UpOptions(Struct, frozen=True, kw_only=True):
                 ("--no-watch", not self.watch or None, not before.watch),
                 ("--shared-password", self.shared_password, before.shared_password)):
             if asked is not None and asked != runs:
-                values = ("" if option in ("--redis", "--label", "--checks")
+                values = ("" if option in ("--redis", "--label", "--checks", "--notify")
                           else f" {asked}, but it was {runs}:")
                 raise UsageError(f"{option}{values} differs from the cluster on "
                                  f"{shown(state.path)}",
@@ -154,6 +159,8 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
     wanted = asked.wanted(last, state)
     if wanted.checks:
         serve.own_checks(Path(wanted.checks))
+    if wanted.notify:
+        serve.webhook(Path(wanted.notify))
     if not leads and asked.policy is None and wanted.policy:
         _policy_kept(wanted.policy, state)
     rank_user.find(wanted.run_as)
@@ -177,10 +184,9 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
         lock.close()
 
 
-def _absolute(checks: Path) -> str:
-    """The absolute path of --checks, for agents restarted in another directory; "" for the word
-    none."""
-    return "" if checks == Path("none") else str(checks.absolute())
+def _absolute(path: Path) -> str:
+    """The absolute path, for processes restarted in another directory; "" for the word none."""
+    return "" if path == Path("none") else str(path.absolute())
 
 
 def _policy(path: Path | str) -> Policy:
@@ -342,6 +348,7 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
     state.lock().close()
     options = {"--agents": asked.agents, "--slots": asked.slots, "--port": asked.port,
                "--cluster": asked.cluster, "--policy": asked.policy,
+               "--notify": asked.notify,
                "--checks": asked.checks, "--checks-every": asked.checks_every_s,
                "--run-as": asked.run_as, "--control-planes": asked.control_planes}
     argv = local_cluster.program("up", "--state", str(state.path))

@@ -335,6 +335,7 @@ TEMPLATES = {
     "StepTimeChanged": _RANK + " works {own_s:span} of {iteration_s:span} an iteration, "
                        "at first {normal_s:span}",
     "IncidentAcknowledged": "inc-{of} is known{reason:because}{:by}",
+    "PersonNotified": "a message told what needs a person: {opened:len}, no longer: {over:len}",
     "QuarantineLifted": "{node} is no longer quarantined{reason:because}{:by}",
     "NodeQuarantined": "{node} until {until_s:rfc3339}: {why}",
     "StragglerCostEstimated": "{node} costs {cost_waf:~FLOP/s}, draining it {drain_waf:drained}: "

@@ -156,6 +156,7 @@ HANDLERS: dict[type[t.Body], Handler] = {
     r.HealingFrozen: operator_requests.healing_frozen,
     r.HealingResumed: operator_requests.healing_resumed,
     r.IncidentAcknowledged: operator_requests.incident_acknowledged,
+    r.PersonNotified: operator_requests.person_notified,
     r.FaultRequested: operator_requests.fault_requested, r.TokenChanged: _recorded,
     d.IncidentOpened: decisions.incident_opened, d.IncidentEscalated: decisions.incident_escalated,
     d.IncidentClosed: decisions.incident_closed, d.PlanChosen: decisions.plan_chosen,

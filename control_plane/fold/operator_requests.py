@@ -94,6 +94,10 @@ def incident_acknowledged(state: ClusterState, record: Record, body: r.IncidentA
         one.acknowledged_by, one.acknowledged_why = body.who or "operator", body.reason
 
 
+def person_notified(state: ClusterState, record: Record, body: r.PersonNotified) -> None:
+    state.notified = [*(key for key in state.notified if key not in body.over), *body.opened]
+
+
 def node_drained(state: ClusterState, record: Record, node: Node, body: r.NodeDrained) -> None:
     if not node.drained:
         state.replan = f"node {node.name} drained"

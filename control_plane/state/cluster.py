@@ -95,6 +95,8 @@ class ClusterState(Struct, kw_only=True):
     """Nodes whose cost is estimated with the next decision."""
     reports_lost: int = 0
     outages: list[OutageEnded] = field(default_factory=list[OutageEnded])
+    notified: list[str] = field(default_factory=list[str])
+    """What a message has told to need a person, and none that it no longer does."""
 
     @property
     def held(self) -> str:

@@ -562,6 +562,14 @@ class IncidentAcknowledged(OperatorRequest, frozen=True):
     reason: str = ""
 
 
+class PersonNotified(OperatorRequest, frozen=True):
+    """A message to the webhook has told these (control_plane/api/notifications.py): `opened` needs
+    a person, `over` no longer does. Without effect on any decision."""
+
+    opened: tuple[str, ...]
+    over: tuple[str, ...] = ()
+
+
 # --- Progress of commands, from their output ---
 
 

@@ -218,7 +218,7 @@ def test_every_kind_of_record_is_an_agents_or_is_not() -> None:
               "NodeUnreachable", "NodeReachable",
               "TaskSubmitted", "TaskCancelRequested", "TaskWeightSet", "HealingFrozen",
               "HealingResumed", "NodeUndrained", "FaultRequested",
-              "QuarantineLifted", "IncidentAcknowledged", "TokenChanged"}
+              "QuarantineLifted", "IncidentAcknowledged", "PersonNotified", "TokenChanged"}
     agents = {kind.__name__ for kind in identity.AGENT_REPORTS if kind is not UnknownBody}
     of_reports = {name for name, kind in KINDS.items() if kind.__module__ == reports.__name__}
     assert agents | others == of_reports

@@ -304,11 +304,12 @@ async def test_beats_keep_the_newest_incarnation(log: LogPort, agent: LogPort) -
     await agent.beat("n2", 1700000000001)
     await agent.beat("n1", 1700000000005)
     await asyncio.sleep(0.2)
-    await agent.beat("n1", 1700000000009)
-    await agent.beat("n1", 1700000000005)  # a late beat of an earlier incarnation
+    await agent.beat("n1", 1700000000009, 17)
+    await agent.beat("n1", 1700000000005, 99)  # a late beat of an earlier incarnation
     one, two = await log.beats(["n1", "n2", "n3"])
     assert (one.node, one.incarnation) == ("n1", 1700000000009)
     assert (two.node, two.incarnation) == ("n2", 1700000000001)
+    assert (one.num_spooled, two.num_spooled) == (17, 0)
     assert 0 <= one.age_s < two.age_s < 10.0
     assert two.age_s >= 0.19
 
