@@ -16,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from unicron import __version__
 
+from ...events.detached_thread import aside
 from ...events.errors import LogError
 from ...events.log.identity import RESERVED_NAMES
 from ...events.log.port import ReaderPort
@@ -25,7 +26,6 @@ from ...events.records.reports import IterationsLogged, OutageEnded, TaskProgres
 from ...events.records.types import Severity
 from ..history.usage import CAUSES, SAME_SLOTS, STEPPING, uses, uses_of_no_task
 from ..service.coordinator import Coordinator
-from ..service.threads import aside
 from ..state.cluster import ClusterState, decode_state, encode_state
 from ..state.task import Task
 from .needs import ENDED, What
