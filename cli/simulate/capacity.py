@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations, pairwise
 from math import fsum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...control_plane.simulation import capacity
-from ...control_plane.simulation.capacity import OURS, BreakEven, Point
-from ...control_plane.simulation.scenario import Scenario
-from ...events.errors import SpecError, UsageError
+from msgspec.structs import replace
+
+from ...control_plane.simulation.policies.policy import Policy
+from ...control_plane.simulation.run import RunInput
+from ...control_plane.simulation.scenario import Scenario, policy, run_input
+from ...control_plane.simulation.trace import generator
+from ...control_plane.simulation.trace.external_event import ExternalEvent
+from ...control_plane.simulation.trace.generator import RATES, Drawn, DrawnTrace
+from ...events.errors import SpecError, UsageError, need
 from ..terminal import console
 from ..terminal.format import labelled, number_of, table
 from .compare import RunResult, RunSpec, play, read
@@ -37,10 +44,10 @@ class Result(NamedTuple):
 def mtbf(scenario: Path | None, *, seeds: int, as_json: bool) -> None:
     """Compare the policies at several MTBFs."""
     loaded = _scenario(scenario)
-    points, played = _simulate(scenario, lambda: capacity.mtbf(loaded, seeds))
-    unit_h = capacity.mtbf_gpu_h(loaded)
+    points, played = _simulate(scenario, lambda: mtbf_points(loaded, seeds))
+    unit_h = mtbf_gpu_h(loaded)
     curves = _curves(points, played, unit_h or 1.0)
-    evens = capacity.break_evens(curves, geometric=True)
+    evens = break_evens(curves, geometric=True)
     what = "MTBF OF A GPU, H" if unit_h else "MTBF, TIMES"
     sentences = [f"{one.below} and {one.above} earn the same at {one.at:,.0f} h: below it "
                  f"{one.below} earns more" for one in evens]
@@ -61,7 +68,7 @@ def spares(scenario: Path | None, *, most: int, seeds: int, as_json: bool
     loaded = _scenario(scenario)
     if most >= len(loaded.cluster.names):
         raise UsageError(f"--most {most} leaves no node", f"fewer than {len(loaded.cluster.names)}")
-    points, played = _simulate(scenario, lambda: capacity.spares(loaded, seeds, most))
+    points, played = _simulate(scenario, lambda: spare_points(loaded, seeds, most))
     curves = _curves(points, played)
     sentences: list[str] = []
     ours = curves[OURS][0][1] if OURS in curves else None
@@ -74,14 +81,14 @@ def spares(scenario: Path | None, *, most: int, seeds: int, as_json: bool
     if OURS in curves:  # a constant, to compare with: Unicron keeps no idle nodes
         curves[OURS] = [(float(num), curves[OURS][0][1]) for num in range(most + 1)]
     _show(Result(loaded, "spares", seeds, "IDLE NODES", curves, sentences, ".0f",
-                 capacity.break_evens(curves, geometric=False)), as_json)
+                 break_evens(curves, geometric=False)), as_json)
 
 
 def weights(scenario: Path | None, *, task: str, seeds: int, as_json: bool
             ) -> None:
     """Compare weights of one task: its slots, and the cost for the other tasks."""
     loaded = _scenario(scenario)
-    points, played = _simulate(scenario, lambda: capacity.weights(loaded, seeds, task))
+    points, played = _simulate(scenario, lambda: weight_points(loaded, seeds, task))
     usual = {one.name: one.weight for one in loaded.tasks}
     names = [*usual]
     mine: dict[float, list[tuple[float, float, float]]] = {}
@@ -160,3 +167,110 @@ def _rows(result: Result) -> list[Row]:
             *({"case": f"{result.what}: {one.below} and {one.above}", "system": one.below,
                "metric": "break_even", "value": one.at, "unit": result.across.lower(),
                "n": result.seeds} for one in result.evens)]
+
+
+# --- The runs, and what follows from their results. ---
+OURS = "unicron"
+MTBF_RATIOS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)
+WEIGHT_RATIOS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
+HINT = "trace: {drawn: {mtbf_gpu_h: 4000}}; see docs/guides/traces.md"
+
+
+class Point(NamedTuple):
+    """One run. `at` is the ratio of the MTBF, the number of spares, or the ratio of the weight."""
+
+    at: float
+    system: str
+    seed: int
+    policy: Policy
+    run_input: RunInput
+
+
+def mtbf_points(base: Scenario, seeds: int) -> list[Point]:
+    """All policies of the scenario at each ratio of the MTBF. Raises SpecError."""
+    return [point for ratio in MTBF_RATIOS for seed in range(seeds)
+            for point in _points(base, ratio, _drawn(base, seed, ratio), seed)]
+
+
+def spare_points(base: Scenario, seeds: int, most: int) -> list[Point]:
+    """The policies with spare nodes, at 0 to `most` spares; Unicron at 0. Raises SpecError."""
+    spared = [name for name in base.policies if policy(base, name).costs.num_spares]
+    need(bool(spared), "policies", "has none that keeps spares", "add spares: {}")
+    found: list[Point] = []
+    for seed in range(seeds):
+        events = _drawn(base, seed)
+        for num in range(most + 1):
+            names = spared if num or OURS not in base.policies else [OURS, *spared]
+            found += _points(replace(base, policies={
+                name: {**base.policies[name], **({"num_spares": num} if name in spared else {})}
+                for name in names}), num, events, seed)
+    return found
+
+
+def weight_points(base: Scenario, seeds: int, task: str) -> list[Point]:
+    """Unicron at each ratio of this task's weight. Raises SpecError."""
+    names = [one.name for one in base.tasks]
+    need(task in names, "--task", f"is {task[:60]!r}, which is no task",
+         f"one of {', '.join(names)}")
+    return [point for seed in range(seeds) for events in [_drawn(base, seed)]
+            for ratio in WEIGHT_RATIOS for point in _points(replace(
+                base, policies={OURS: base.policies.get(OURS, {})},
+                tasks=tuple(replace(one, weight=one.weight * ratio) if one.name == task else one
+                            for one in base.tasks)), ratio, events, seed)]
+
+
+def _points(base: Scenario, at: float, events: Sequence[ExternalEvent], seed: int) -> list[Point]:
+    return [Point(at, name, seed, chosen, run_input(base, chosen, events))
+            for name in base.policies for chosen in [policy(base, name)]]
+
+
+def _drawn(base: Scenario, seed: int, ratio: float = 1.0) -> list[ExternalEvent]:
+    """The trace, drawn with `seed` added to its seed, and with faults `ratio` times as rare."""
+    if not isinstance(base.trace, DrawnTrace):
+        raise SpecError("trace", "is a file: only a drawn trace has other seeds and rates", HINT)
+    drawn = base.trace.drawn
+    count, bursts = drawn.count, drawn.bursts
+    if isinstance(count, dict):
+        count = {what: round(num / ratio) for what, num in count.items()}
+    elif count is not None:
+        count = round(count / ratio)
+    if bursts is not None and bursts.every_h is not None:
+        bursts = replace(bursts, every_h=bursts.every_h * ratio)
+    rarer = {name: value * ratio for name in RATES
+             if isinstance(value := getattr(drawn, name), float)}
+    made = replace(drawn, seed=drawn.seed + seed, count=count, bursts=bursts, **rarer)
+    return generator.draw(made, base.cluster.names, base.cluster.slots, base.horizon_s)
+
+
+def mtbf_gpu_h(base: Scenario) -> float:
+    """The MTBF per GPU at ratio 1, in hours; 0.0 if the trace does not define it."""
+    drawn = base.trace.drawn if isinstance(base.trace, DrawnTrace) else Drawn()
+    slots = base.cluster.slots
+    if (mean_s := generator.mean_s(drawn, slots)) < math.inf:
+        return mean_s * slots / 3600
+    num = sum(drawn.count.values()) if isinstance(drawn.count, dict) else drawn.count
+    return len(base.cluster.names) * slots * base.horizon_s / 3600 / num if num else 0.0
+
+
+class BreakEven(NamedTuple):
+    """At `at` two systems earn the same. Below it `below` earns more, above it `above`."""
+
+    at: float
+    below: str
+    above: str
+
+
+def break_evens(curves: Mapping[str, Sequence[tuple[float, float]]], *, geometric: bool
+                ) -> list[BreakEven]:
+    """Where two curves over the same points cross, interpolated between neighbouring points."""
+    found: list[BreakEven] = []
+    for one, other in combinations(curves, 2):
+        gaps = [(at, mine - its) for (at, mine), (_, its) in
+                zip(curves[one], curves[other], strict=True)]
+        for (low, before), (high, after) in pairwise(gaps):
+            if before * after < 0:
+                part = before / (before - after)
+                at = (math.exp(math.log(low) + part * (math.log(high) - math.log(low)))
+                      if geometric else low + part * (high - low))
+                found.append(BreakEven(at, *((one, other) if before > 0 else (other, one))))
+    return sorted(found)

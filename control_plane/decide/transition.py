@@ -16,7 +16,7 @@ from ..incidents.lifecycle import close_incident, end_incident, network_incident
 from ..state.cluster import ClusterState
 from ..state.members import is_pinned
 from ..state.task import Phase, Rank, Task
-from . import command_tasks, memory_checkpoints
+from . import memory_checkpoints
 from .membership import expected_positions, next_membership
 from .preemption import (
     all_quiesced,
@@ -216,7 +216,7 @@ def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
     elif task.ending and not is_paused:
         yield from _end(state, task)
     elif not task.heals_in_memory:
-        yield from command_tasks.next_decisions(state, task)
+        yield from _command(state, task)
     elif task.finished:
         yield from _finish(state, task)
     else:
@@ -238,7 +238,7 @@ def _next_orders(state: ClusterState, task: Task) -> Iterator[Body]:
     if task.ending:
         yield from _end(state, task)
     elif not task.heals_in_memory:
-        yield from command_tasks.next_decisions(state, task)
+        yield from _command(state, task)
     else:
         row = _row(state, task)
         if row is not None:
@@ -355,3 +355,33 @@ def _end(state: ClusterState, task: Task) -> Iterator[Body]:
         outcome, why = task.ending, task.why
         yield from end_incident(state, task, why)
         yield TaskEnded(task=task.id, outcome=outcome, why=why)
+
+
+# --- The command tier: all processes start together, and the failure of one restarts all ---
+def _command(state: ClusterState, task: Task) -> Iterator[Body]:
+    seats = task.seats_at
+    if task.target and not task.ranks and all(number in task.finished for number in seats):
+        yield from end_incident(state, task, "the task is finished")
+        yield TaskEnded(task=task.id, outcome="finished", why="all processes exited with 0")
+        return
+    if not task.ranks:
+        if all(slot_free(state, seat) for seat in task.target):
+            port = rendezvous_port(task)  # once for all seats: the fold of StartRank counts a round
+            for seat in task.target:
+                yield start_rank(state, task, seat, port)
+        return
+    whole = all(number in task.ranks or number in task.finished for number in seats)
+    moved = any(seats.get(rank.rank) != rank.slot for rank in task.ranks.values())
+    restarts = moved or not whole or any(
+        rank.stopping or rank.timeout_reason for rank in task.ranks.values())
+    for key in sorted(task.ranks):
+        rank = task.ranks[key]
+        if rank.timeout_reason:
+            if not stop_pending(state, task, rank):
+                yield stop_rank(task, rank, 0.0, f"it {rank.timeout_reason}")
+        elif not rank.stopping and restarts:
+            why = ("another process of the task failed" if task.incident and not moved
+                   else "the plan has other seats")
+            yield stop_rank(task, rank, state.policy.stop_s_max, why)
+    if task.restarts_from_memory and not restarts:
+        yield from memory_checkpoints.replace_stores(state, task)

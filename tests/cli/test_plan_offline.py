@@ -17,7 +17,6 @@ from cli_process import refused, unicron
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unicron.cli.commands import plan_offline
-from unicron.cli.files import plan_file
 from unicron.cli.files.job_file import read_yaml
 from unicron.cli.screens import plan as plan_screen
 from unicron.control_plane.api import dry_run
@@ -102,7 +101,7 @@ def objective_of(file: dict[str, Any], slots: tuple[int, ...]) -> float:
      "flops": {1: 1.0, 2: 0.0, 3: 2.88e15}}]})
 @settings(max_examples=300, deadline=None)
 def test_the_chosen_plan_is_optimal(file: dict[str, Any]) -> None:
-    asked, _ = plan_file.parse(file)
+    asked, _ = plan_offline.parse(file)
     tried = dry_run.of_input(asked, 1)
     found = plan_offline.plain(asked, tried)
     slots = tuple(found["allocation"].values())
@@ -120,7 +119,7 @@ def test_the_chosen_plan_is_optimal(file: dict[str, Any]) -> None:
 
 
 def test_one_slot_is_singular() -> None:
-    asked, _ = plan_file.parse({"gpus": 1, "mtbf_gpu_s": 100.0, "tasks": [
+    asked, _ = plan_offline.parse({"gpus": 1, "mtbf_gpu_s": 100.0, "tasks": [
         {"name": "a", "weight": 1.0, "current": 0, "faulted": False, "transition_s": 0.0,
          "flops": {1: 1.0}}]})
     assert page_of(dry_run.of_input(asked, 1))[0].endswith("  1 slot, exact, 1.0 ms")
@@ -249,6 +248,6 @@ def test_an_invalid_plan_is_refused(tmp_path: Path, old: str, new: str, words: s
 ], ids=["absent", "folder", "binary", "huge", "list"])
 def test_an_unreadable_plan_is_refused(tmp_path: Path, make: Callable[[Path], object],
                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_file, "FILE_BYTES_MAX", 100)
+    monkeypatch.setattr(plan_offline, "FILE_BYTES_MAX", 100)
     make(tmp_path / "plan.yaml")
     refused(unicron("plan", "--offline", "plan.yaml", folder=tmp_path), "plan.yaml")

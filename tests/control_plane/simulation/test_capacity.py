@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from unicron.cli.simulate import capacity as command
-from unicron.control_plane.simulation import capacity
-from unicron.control_plane.simulation.capacity import BreakEven, break_evens
+from unicron.cli.simulate import capacity
+from unicron.cli.simulate.capacity import BreakEven, break_evens
 from unicron.events.errors import UsageError
 
 SCENARIO: dict[str, Any] = {
@@ -43,7 +42,7 @@ def test_curves_break_even_where_they_cross() -> None:
 
 def test_more_faults_cost_more_where_tasks_wait_for_nodes(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.mtbf(written(tmp_path), seeds=1, as_json=True)
+    capacity.mtbf(written(tmp_path), seeds=1, as_json=True)
     told = rows(capsys)
     for system in ("unicron", "megatron"):
         curve = [told[f"mtbf-{400 * ratio:.6g}", system, "share"] for ratio in capacity.MTBF_RATIOS]
@@ -57,7 +56,7 @@ def test_spares_pay_up_to_a_number(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, trace={"drawn": {
         "mtbf_gpu_h": 300, "causes": {"ECC errors": 1}, "repair": {"constant_s": 72000}}})
-    command.spares(path, most=5, seeds=1, as_json=True)
+    capacity.spares(path, most=5, seeds=1, as_json=True)
     values = rows(capsys)
     curve = [values[f"spares-{num}", "spares", "share"] for num in range(6)]
     assert max(curve) > curve[0], "some number of spares must raise the share"
@@ -66,7 +65,7 @@ def test_spares_pay_up_to_a_number(
 
 
 def test_more_weight_takes_no_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.weights(written(tmp_path), task="light", seeds=1, as_json=True)
+    capacity.weights(written(tmp_path), task="light", seeds=1, as_json=True)
     values = rows(capsys)
     slots = [values[f"weights-{ratio:.6g}", "its slots, of all", "share"]
              for ratio in capacity.WEIGHT_RATIOS]
@@ -80,9 +79,9 @@ def test_more_weight_takes_no_slots(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_screens_are_narrow(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, horizon_s=3 * 86400)
-    command.mtbf(path, seeds=1, as_json=False)
-    command.spares(path, most=1, seeds=1, as_json=False)
-    command.weights(path, task="heavy", seeds=1, as_json=False)
+    capacity.mtbf(path, seeds=1, as_json=False)
+    capacity.spares(path, most=1, seeds=1, as_json=False)
+    capacity.weights(path, task="heavy", seeds=1, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
 
@@ -96,10 +95,10 @@ def test_an_impossible_request_is_refused_in_one_line(
     (tmp_path / "faults.csv").write_text("at_s,node,event,cause\n", encoding="utf-8")
     extra: dict[str, Any] = {"spares": {"most": 2}, "weights": {"task": "nobody"}}.get(what, {})
     with pytest.raises(UsageError, match=said):
-        getattr(command, what)(written(tmp_path, **changes), seeds=1, as_json=True,
-                               **extra)
+        getattr(capacity, what)(written(tmp_path, **changes), seeds=1, as_json=True,
+                                **extra)
 
 
 def test_more_spares_than_nodes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--most 6 leaves no node"):
-        command.spares(written(tmp_path), most=6, seeds=1, as_json=True)
+        capacity.spares(written(tmp_path), most=6, seeds=1, as_json=True)

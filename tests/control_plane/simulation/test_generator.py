@@ -22,17 +22,19 @@ from unicron.cli.simulate import compare
 from unicron.control_plane.incidents.severity import TABLE
 from unicron.control_plane.simulation import scenario
 from unicron.control_plane.simulation.run import Run
-from unicron.control_plane.simulation.trace import repair_time, trace_file
+from unicron.control_plane.simulation.trace import generator, trace_file
 from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 from unicron.control_plane.simulation.trace.generator import (
+    DAY_S,
     HOUR_S,
     OFFENDERS,
     STUDIES,
     Bursts,
     Drawn,
+    Lognormal,
+    Repair,
     draw,
 )
-from unicron.control_plane.simulation.trace.repair_time import DAY_S, Lognormal, Repair
 from unicron.events.errors import SpecError
 
 NODES = [f"n{number}" for number in range(64)]
@@ -159,7 +161,7 @@ def test_repeat_offenders_fail_sooner_each_time() -> None:
 
 # --- repairs ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("repair", "median_s", "mean_s"), [
-    (repair_time.STUDIES["lanl"], 54 * 60.0, 355 * 60.0),
+    (generator.REPAIRS["lanl"], 54 * 60.0, 355 * 60.0),
     (Repair(constant_s=60.0), 60.0, 60.0),
     (Repair(uniform_s=(10.0, 20.0)), 15.0, 15.0),
     (Repair(exponential_s=100.0), 100 * math.log(2), 100.0),
@@ -175,7 +177,7 @@ def test_repair_times_have_the_requested_mean(repair: Repair, median_s: float, m
 
 
 def test_superbench_repairs_have_the_published_shares() -> None:
-    repair = repair_time.STUDIES["superbench"]
+    repair = generator.REPAIRS["superbench"]
     assert repair.at_s(0.6189) < DAY_S <= repair.at_s(0.6191)
     assert repair.at_s(0.8969) < 14 * DAY_S <= repair.at_s(0.8971)
 
