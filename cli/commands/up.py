@@ -85,9 +85,16 @@ class UpOptions(Struct, frozen=True, kw_only=True):
             shared_password=self.shared_password, insecure=self.insecure,
             **{name: value for name, value in given.items() if value is not None})
 
-    def refuse_other(self, before: ClusterOptions, state: StateDir) -> None:
-        """Raises UsageError for options that cannot change while the cluster of `before` runs."""
+    def refuse_other(self, before: ClusterOptions, state: StateDir, *, leads: bool = False) -> None:
+        """Raises UsageError for options that cannot change while the cluster of `before` runs;
+        `leads`: with its control plane."""
+        own = (("--observe" if self.observe else "--act", self.observe, before.observe),
+               ("--allow-inject, which is never remembered,", self.allow_inject,
+                before.allow_inject),
+               ("--policy", self.policy and _policy(self.policy),
+                self.policy and _policy(before.policy))) if leads else ()
         for option, asked, runs in (
+                *own,
                 ("--slots", self.slots, before.num_slots),
                 ("--label", self.labels, before.labels),
                 ("--port", self.port or None, before.port),
@@ -102,32 +109,11 @@ class UpOptions(Struct, frozen=True, kw_only=True):
                 ("--no-watch", not self.watch or None, not before.watch),
                 ("--shared-password", self.shared_password, before.shared_password)):
             if asked is not None and asked != runs:
-                values = ("" if option in ("--redis", "--label", "--checks", "--notify")
-                          else f" {asked}, but it was {runs}:")
+                values = (f" {asked}, but it was {runs}:" if type(asked) in (int, float, str)
+                          and option not in ("--redis", "--checks", "--notify") else "")
                 raise UsageError(f"{option}{values} differs from the cluster on "
                                  f"{shown(state.path)}",
                                  f"unicron down {state.option}, then up again")
-
-    def refuse_other_policy(self, before: ClusterOptions, state: StateDir) -> None:
-        """Raises UsageError if the running control plane has a different policy."""
-        where = shown(state.path)
-        down = f"unicron down {state.option}, then up"
-        if self.observe and not before.observe:
-            raise UsageError(f"--observe: the cluster on {where} was started to act",
-                             f"unicron freeze {state.option} pauses its healing; or {down} "
-                             "--observe")
-        if self.observe is False and before.observe:
-            raise UsageError(f"--act: the cluster on {where} was started to observe",
-                             f"{down} --act")
-        if self.allow_inject and not before.allow_inject:
-            raise UsageError(f"--allow-inject: the cluster on {where} was started without it",
-                             f"{down} --allow-inject")
-        if before.allow_inject and not self.allow_inject:
-            raise UsageError(f"the cluster on {where} allows injected faults, and this option is "
-                             "never remembered", f"give --allow-inject again; or {down}")
-        if self.policy is not None and _policy(self.policy) != _policy(before.policy):
-            raise UsageError(f"--policy differs from that of the cluster on {where}",
-                             f"{down} again")
 
 
 def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
@@ -153,9 +139,7 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
                          "`up` would start it again without its address and certificate",
                          "stop it, or give another --state")
     if before and last is not None:
-        asked.refuse_other(last, state)
-        if leads:
-            asked.refuse_other_policy(last, state)
+        asked.refuse_other(last, state, leads=leads)
     wanted = asked.wanted(last, state)
     if wanted.checks:
         serve.own_checks(Path(wanted.checks))

@@ -551,7 +551,7 @@ def test_policy_and_options_of_a_state_folder(cluster, tmp_path):
     assert (policy()["observe"], policy()["allow_inject"], policy()["silence_s_max"]) == (
         False, True, 7)
     cluster.kill(UP)
-    assert "allows injected faults" in refused()
+    assert "--allow-inject" in refused()
     assert "--observe" in refused("--observe", "--allow-inject")
     assert cluster("down").returncode == 0
     third = cluster.up("--policy", os.devnull)
