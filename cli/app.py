@@ -431,9 +431,6 @@ def plan(
     offline: Annotated[Path | None, typer.Option(
         "--offline", metavar="FILE", help="Plan for this YAML file, without a cluster; "
         "-: standard input.")] = None,
-    table: Annotated[bool, typer.Option(
-        "--table", help="With --offline: also the plan after each single event that may come "
-        "next.")] = False,
     seq: Annotated[int | None, typer.Option(
         "--seq", min=1, metavar="N", help="The plan that was in force after record N of the "
         "log.")] = None,
@@ -452,12 +449,9 @@ def plan(
         from .commands import plan_offline
 
         if asked != PlanOptions() or url or state is not None:
-            raise UsageError("--offline goes with --table and -o alone",
-                             "unicron plan --offline FILE")
-        plan_offline.plan(offline, table=table, as_json=console.structured(output))
+            raise UsageError("--offline goes with -o alone", "unicron plan --offline FILE")
+        plan_offline.plan(offline, as_json=console.structured(output))
         return
-    if table:
-        raise UsageError("--table goes with --offline FILE", "unicron plan --offline FILE --table")
     from .commands import plan as plan_live
 
     plan_live.plan(folder(state), url, asked, as_json=console.structured(output))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from msgspec import Struct
 
 from ...control_plane.api import dry_run
 from ...control_plane.api.dry_run import DryRunResult
-from ...control_plane.planner import explain, next_event
-from ...control_plane.planner.objective import cost_flop, objective_flop
-from ...control_plane.planner.problem import PlanProblem, TaskDemand, allocation, waf_of
+from ...control_plane.planner.objective import cost_flop
+from ...control_plane.planner.problem import PlanProblem, TaskDemand, waf_of
 from ...control_plane.throughput.transition_cost import Transition
 from ...events.errors import SpecError, UsageError, need
 from ...events.spec.job import RATE_FLOPS_MAX, WEIGHT_RATIO_MAX
@@ -24,55 +22,18 @@ from ...events.spec.validation import spec_error
 from ..files.job_file import read_large, read_text, shown_name
 from ..screens import plan as plan_screen
 from ..terminal import console
-from ..terminal.format import SCREEN_COLUMNS, Plain, clipped, count, scaled, span, table
-
-NAME_COLUMNS = 24
-TABLE_S_MAX = 10.0
-"""Events that are not planned by then are left out and counted."""
+from ..terminal.format import Plain
 
 
-def plan(path: Path, *, table: bool, as_json: bool) -> None:
-    """Read, plan, print; with `table`, the plan after each single event too. Raises UsageError."""
+def plan(path: Path, *, as_json: bool) -> None:
+    """Read, plan, print. Raises UsageError."""
     asked, gpus_per_node = load(path)
     began_s = time.perf_counter()
     tried = dry_run.of_input(asked, gpus_per_node)
     found = plain(asked, tried)
     took_s = time.perf_counter() - began_s
-    page = plan_screen.offline({**msgspec.to_builtins(tried), "took_s": took_s}, str(path),
-                               has_table=table)
-    if not table:
-        console.show(found, page, as_json=as_json)
-        return
-    began_s = time.perf_counter()
-    known = next_event.plan_next_events(asked, gpus_per_node,
-                             lambda: time.perf_counter() - began_s > TABLE_S_MAX)
-    took_table_s = time.perf_counter() - began_s
-    rows = list(table_rows(known))
-    found |= {"table": rows, "table_bytes": known.num_bytes, "table_left": known.num_left}
-    console.show(found, [*page, "", *_table_lines(known, rows, took_table_s)], as_json=as_json)
-
-
-def _table_lines(known: next_event.NextEventPlans, events: list[Plain], took_s: float
-                 ) -> list[str]:
-    """The table's page: one event per line."""
-    rows = [[row["event"], clipped(row["task"], NAME_COLUMNS), count(row["gpus"]),
-             scaled(row["objective"], "FLOP"), row["moves"]] for row in events]
-    left = f", {count(known.num_left)} more left out for time" if known.num_left else ""
-    return [f"{count(len(rows))} events, {scaled(known.num_bytes, 'B')}, {span(took_s)}{left}", "",
-            *[clipped(line, SCREEN_COLUMNS)
-              for line in table(("IF", "OF", "GPUs", "WORTH", "THEN"), rows, right=(2, 3))]]
-
-
-def table_rows(known: next_event.NextEventPlans) -> Iterator[Plain]:
-    """Each event of the table, with the plan that follows it."""
-    names = {demand.task: demand.name for demand in known.problem.demands}
-    for event, plan in known.plans.items():
-        then = next_event.problem_after(known.problem, event, known.gpus_per_node)
-        given = [allocation(demand, x) for demand, x in zip(then.demands, plan.slots, strict=True)]
-        yield {"event": event.what, "task": names.get(event.task, ""), "gpus": then.num_slots,
-               "allocation": {names[x.task]: x.slots for x in given},
-               "objective": objective_flop(then, plan.slots),
-               "moves": explain.moves(given, names)}
+    page = plan_screen.offline({**msgspec.to_builtins(tried), "took_s": took_s}, str(path))
+    console.show(found, page, as_json=as_json)
 
 
 def plain(asked: PlanProblem, tried: DryRunResult) -> Plain:
@@ -132,7 +93,7 @@ class PlanFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mtbf_gpu_s: float
     tasks: list[TaskInFile]
     gpus_per_node: int = 8
-    """With `--table`: the number of GPUs that a lost node removes and a new node adds."""
+    """How many more GPUs the page prices: a new node."""
 
 
 def load(path: Path) -> tuple[PlanProblem, int]:

@@ -105,16 +105,14 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
         f"{typed} --apply --check {found['input']}{option}"))]
 
 
-def offline(found: Plain, path: str, *, has_table: bool) -> list[str]:
-    """The plan of a file; `has_table`: the table of events follows."""
+def offline(found: Plain, path: str) -> list[str]:
+    """The plan of a file."""
     plan = found["plan"]
     slots = fmt.number_of(plan["num_slots"], "slot")
     took = fmt.span(found["took_s"])
-    lines = [_head(f"unicron plan --offline {path}", f"{slots}, exact, {took}"),
-             *_gain(found), "", *_changes(found), "", *_alternatives(plan), "",
-             *_constraints(found)]
-    return lines if has_table else [*lines, *fmt.labelled("next", fmt.command(
-        f"unicron plan --offline {path} --table"))]
+    return [_head(f"unicron plan --offline {path}", f"{slots}, exact, {took}"),
+            *_gain(found), "", *_changes(found), "", *_alternatives(plan), "",
+            *_constraints(found)]
 
 
 # --- Parts of the pages. ---

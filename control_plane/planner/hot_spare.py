@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from ...events.records.decisions import Alternative, HotSpare
 from . import constraints, objective, planner
 from .alternative_names import SPARELESS
-from .next_event import Event, problem_after
 from .objective import Floats, Objective
 from .planner import Choice
 from .problem import PlanProblem, waf_of
@@ -82,8 +81,8 @@ class _AfterFault(Struct, frozen=True):
         total = num_idle * rows.sums(rows.vector(planner.solve(self.problem).slots))[0]
         for i, demand in enumerate(demands):
             if demand.now:  # the task loses a node, and `problem` has only the slots left
-                lost = problem_after(self.problem, Event(what="node lost", task=demand.task), 0)
-                slots = planner.solve(lost).slots
+                lost = (*demands[:i], replace(demand, faulted=True), *demands[i + 1:])
+                slots = planner.solve(replace(self.problem, demands=lost)).slots
                 value = rows.sums(rows.vector(slots))[0]
                 value -= restarts[i] if slots[i] == demand.now else 0
                 total += demand.now * value

@@ -236,8 +236,7 @@ def test_a_plan_has_one_explanation_live_in_a_dry_run_and_offline(ask: Any) -> N
     recorded = d.state.plan
     assert recorded is not None
     assert choice.allocations == recorded.allocations
-    page = plan_screen.offline({**plain_of(dry_run.of_input(snapshot, 2)), "took_s": 0.1}, "-",
-                               has_table=False)
+    page = plan_screen.offline({**plain_of(dry_run.of_input(snapshot, 2)), "took_s": 0.1}, "-")
     told = [explanation(one) for one in (live, tried, page)]
     assert len(told[0]) == 5, live
     assert told[0] == told[1] == told[2]

@@ -37,8 +37,7 @@ tasks:
 
 
 def page_of(tried: dry_run.DryRunResult) -> list[str]:
-    return plan_screen.offline({**msgspec.to_builtins(tried), "took_s": 0.001}, "plan.yaml",
-                               has_table=False)
+    return plan_screen.offline({**msgspec.to_builtins(tried), "took_s": 0.001}, "plan.yaml")
 
 
 def planned(folder: Path, text: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -145,40 +144,7 @@ all       128 -> 120  20.6 PFLOP/s -> 19.9 PFLOP/s
 
 bound by   120 slots (8 more: +700 TFLOP/s)
 horizon    6.9 d, the expected time until the next fault; the plan is worth 11.9 ZFLOP in it
-next       unicron plan --offline plan.yaml --table""".splitlines()
-
-
-def test_the_table_has_the_plan_of_every_event(tmp_path: Path) -> None:
-    result = planned(tmp_path, GOOD, "--table", "-o", "json")
-    found = json.loads(result.stdout)
-    file = read_yaml(GOOD)
-    seen: list[tuple[str, str]] = []
-    for row in found["table"]:
-        seen.append((row["event"], row["task"]))
-        then = json.loads(json.dumps(file))
-        then["gpus"] = file["gpus"] + {"gpu lost": -1, "node lost": -8, "node joined": 8,
-                                       "task ended": 0}[row["event"]]
-        for task in then["tasks"]:
-            if task["name"] == row["task"]:
-                task["faulted"] = True
-        if row["event"] == "task ended":
-            then["tasks"] = [task for task in then["tasks"] if task["name"] != row["task"]]
-        asked = answer(tmp_path, json.dumps(then))
-        assert (row["gpus"], row["allocation"]) == (asked["gpus"], asked["allocation"])
-        assert row["objective"] == asked["objective"]
-    assert seen == [("gpu lost", "a"), ("gpu lost", "b"), ("node lost", "a"), ("node lost", "b"),
-                    ("task ended", "a"), ("task ended", "b"), ("task ended", "c"),
-                    ("node joined", "")]
-    assert found["table_bytes"] > 0
-
-
-def test_the_table_page_has_one_line_per_event(tmp_path: Path) -> None:
-    result = planned(tmp_path, GOOD, "--table")
-    lines = result.stdout.splitlines()
-    assert "IF           OF  GPUs       WORTH  THEN" in lines
-    assert "task ended   b    120  2.16 ZFLOP  c begins on 16" in lines
-    assert not [line for line in lines if line.startswith("next")]
-    assert max(map(len, lines)) <= 100
+""".splitlines()
 
 
 def test_a_yaml_error_points_to_the_guide(tmp_path: Path) -> None:

@@ -14,14 +14,11 @@ from collections.abc import Callable
 import numpy as np
 import plain_program
 from planner_cases import SIZES, case
-from unicron.control_plane.planner import next_event, planner
+from unicron.control_plane.planner import planner
 from unicron.control_plane.planner.problem import PlanProblem
 from unicron.control_plane.planner.solver import knapsack
 from unicron.control_plane.planner.solver.candidates import Candidates
 
-GPUS_PER_NODE_NUM = 8
-TABLE_S_MAX = 10.0
-"""The plan table is abandoned after this time and then has no value."""
 Slots = tuple[int, ...]
 
 
@@ -138,12 +135,6 @@ def main() -> None:
         began_s = time.perf_counter()
         planner.choose_plan(asked)
         told["explained_ms"] = 1000 * (time.perf_counter() - began_s)
-        began_s = time.perf_counter()
-        table = next_event.plan_next_events(asked, GPUS_PER_NODE_NUM,
-                                 lambda: time.perf_counter() - began_s > TABLE_S_MAX)
-        if not table.num_left:
-            told["table_ms"] = 1000 * (time.perf_counter() - began_s)
-            told["table_bytes"] = table.num_bytes
     print(json.dumps(told))
 
 
