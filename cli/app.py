@@ -777,14 +777,6 @@ def spares(
     """How many idle nodes are worth their cost, by policy."""
 
 
-@calls(simulation, "simulate.capacity.weights", OUTPUT)
-def weights(
-    task: Annotated[str, typer.Option("--task", metavar="TASK", help="Vary this task's weight.")],
-    scenario: Drawn = None, seeds: Seeds = 3,
-) -> None:
-    """What a task gains from its weight, and what that costs the others."""
-
-
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,

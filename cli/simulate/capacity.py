@@ -1,4 +1,4 @@
-"""`unicron simulate mtbf`, `spares` and `weights`: the effect of MTBF, spares and weights."""
+"""`unicron simulate mtbf` and `spares`: the effect of the MTBF and of idle nodes."""
 
 from __future__ import annotations
 
@@ -84,36 +84,6 @@ def spares(scenario: Path | None, *, most: int, seeds: int, as_json: bool
                  break_evens(curves, geometric=False)), as_json)
 
 
-def weights(scenario: Path | None, *, task: str, seeds: int, as_json: bool
-            ) -> None:
-    """Compare weights of one task: its slots, and the cost for the other tasks."""
-    loaded = _scenario(scenario)
-    points, played = _simulate(scenario, lambda: weight_points(loaded, seeds, task))
-    usual = {one.name: one.weight for one in loaded.tasks}
-    names = [*usual]
-    mine: dict[float, list[tuple[float, float, float]]] = {}
-    for point, one in zip(points, played, strict=True):
-        earnings = one.outcome.earnings
-        work = {name: earnings.flop_of[number] / spec.weight for name, number, spec in
-                zip(names, sorted(earnings.flop_of), point.run_input.tasks, strict=True)}
-        slots = earnings.full_slots[sorted(earnings.full_slots)[names.index(task)]]
-        mine.setdefault(point.at, []).append((
-            slots, work[task], fsum(usual[name] * flop for name, flop in work.items())))
-    means = {at: [fsum(column) / len(every) for column in zip(*every, strict=True)]
-             for at, every in mine.items()}
-    base = means[1.0]
-    curves: dict[str, Curve] = {
-        "its slots, of all": [(at * usual[task], one[0] / (
-            len(loaded.cluster.names) * loaded.cluster.slots)) for at, one in means.items()],
-        "its FLOP, times": [(at * usual[task], one[1] / base[1] if base[1] else 0.0)
-                            for at, one in means.items()],
-        "all by the old weights, times": [(at * usual[task], one[2] / base[2])
-                                          for at, one in means.items()]}
-    sentences = [f"{task} has weight {usual[task]:g} and, without a fault, {base[0]:.0f} slots"]
-    _show(Result(loaded, "weights", seeds, f"WEIGHT OF {task.upper()}", curves, sentences, "g"),
-          as_json)
-
-
 # --- common parts -------------------------------------------------------------------------------
 def _scenario(path: Path | None) -> Scenario:
     try:
@@ -172,12 +142,11 @@ def _rows(result: Result) -> list[Row]:
 # --- The runs, and what follows from their results. ---
 OURS = "unicron"
 MTBF_RATIOS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)
-WEIGHT_RATIOS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 HINT = "trace: {drawn: {mtbf_gpu_h: 4000}}; see docs/guides/traces.md"
 
 
 class Point(NamedTuple):
-    """One run. `at` is the ratio of the MTBF, the number of spares, or the ratio of the weight."""
+    """One run. `at` is the ratio of the MTBF, or the number of spares."""
 
     at: float
     system: str
@@ -205,18 +174,6 @@ def spare_points(base: Scenario, seeds: int, most: int) -> list[Point]:
                 name: {**base.policies[name], **({"num_spares": num} if name in spared else {})}
                 for name in names}), num, events, seed)
     return found
-
-
-def weight_points(base: Scenario, seeds: int, task: str) -> list[Point]:
-    """Unicron at each ratio of this task's weight. Raises SpecError."""
-    names = [one.name for one in base.tasks]
-    need(task in names, "--task", f"is {task[:60]!r}, which is no task",
-         f"one of {', '.join(names)}")
-    return [point for seed in range(seeds) for events in [_drawn(base, seed)]
-            for ratio in WEIGHT_RATIOS for point in _points(replace(
-                base, policies={OURS: base.policies.get(OURS, {})},
-                tasks=tuple(replace(one, weight=one.weight * ratio) if one.name == task else one
-                            for one in base.tasks)), ratio, events, seed)]
 
 
 def _points(base: Scenario, at: float, events: Sequence[ExternalEvent], seed: int) -> list[Point]:

@@ -1,4 +1,4 @@
-"""Capacity curves over failure rates, spares and weights, and the break-evens between them."""
+"""Capacity curves over failure rates and spares, and the break-evens between them."""
 
 from __future__ import annotations
 
@@ -64,36 +64,22 @@ def test_spares_pay_up_to_a_number(
     assert len({values[f"spares-{num}", "unicron", "share"] for num in range(6)}) == 1
 
 
-def test_more_weight_takes_no_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capacity.weights(written(tmp_path), task="light", seeds=1, as_json=True)
-    values = rows(capsys)
-    slots = [values[f"weights-{ratio:.6g}", "its slots, of all", "share"]
-             for ratio in capacity.WEIGHT_RATIOS]
-    assert slots == sorted(slots)
-    assert slots[0] < slots[-1]
-    # By the old weights other weights earn no more, except through gain_min and transitions.
-    assert all(values[f"weights-{ratio:.6g}", "all by the old weights, times", "share"] < 1.01
-               for ratio in capacity.WEIGHT_RATIOS)
-
-
 def test_the_screens_are_narrow(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, horizon_s=3 * 86400)
     capacity.mtbf(path, seeds=1, as_json=False)
     capacity.spares(path, most=1, seeds=1, as_json=False)
-    capacity.weights(path, task="heavy", seeds=1, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
 
 
 @pytest.mark.parametrize(("what", "changes", "said"), [
     ("mtbf", {"trace": "faults.csv"}, "trace: is a file"),
-    ("spares", {"policies": {"unicron": {}}}, "policies: has none that keeps spares"),
-    ("weights", {}, "--task: is 'nobody', which is no task")])
+    ("spares", {"policies": {"unicron": {}}}, "policies: has none that keeps spares")])
 def test_an_impossible_request_is_refused_in_one_line(
         tmp_path: Path, what: str, changes: dict[str, Any], said: str) -> None:
     (tmp_path / "faults.csv").write_text("at_s,node,event,cause\n", encoding="utf-8")
-    extra: dict[str, Any] = {"spares": {"most": 2}, "weights": {"task": "nobody"}}.get(what, {})
+    extra: dict[str, Any] = {"most": 2} if what == "spares" else {}
     with pytest.raises(UsageError, match=said):
         getattr(capacity, what)(written(tmp_path, **changes), seeds=1, as_json=True,
                                 **extra)
