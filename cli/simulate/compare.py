@@ -124,19 +124,17 @@ def read(path: Path) -> tuple[Scenario, list[ExternalEvent]]:
     scenario = scenarios.parse(read_yaml(text, scenarios.DOCS))
     cluster, given, horizon_s = scenario.cluster, scenario.trace, scenario.horizon_s
     if not isinstance(given, str):
-        scenario = scenarios.with_nodes(scenario, ())
         return scenario, generator.draw(given.drawn, cluster.names, cluster.slots, horizon_s)
     trace_path = path.parent / given
-    trace_read = trace_file.read(
+    happenings = trace_file.read(
         read_text(trace_path, TRACE_BYTES_MAX,
                   "`trace` is a file beside the scenario, or `drawn`", scenarios.DOCS),
         str(trace_path))
-    scenario = scenarios.with_nodes(scenario, trace_read.nodes)
-    _check_known(scenario, trace_read.events, trace_path)
-    if trace_read.events and min(one.at_s for one in trace_read.events) > horizon_s:
+    _check_known(scenario, happenings, trace_path)
+    if happenings and happenings[0].at_s > horizon_s:
         raise UsageError(f"{trace_path}: all of it is after horizon_s, {horizon_s:g}",
                          "at_s is in seconds from the beginning of the scenario")
-    return scenario, trace_read.events
+    return scenario, happenings
 
 
 def _check_known(scenario: Scenario, happenings: list[ExternalEvent], trace: Path) -> None:

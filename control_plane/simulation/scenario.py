@@ -80,16 +80,16 @@ BY_CAUSE = ("detect_s", "detect_iterations")
 
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`nodes`: the names of the nodes, or their number; then their names are n0, n1 and so on. Each
-    has `slots` GPUs. Without `nodes`, a trace of churn defines the nodes."""
+    has `slots` GPUs."""
 
     NOT_KEYS: ClassVar[dict[str, str]] = {"gpus": "a slot is a GPU: write slots, of each node"}
-    nodes: int | tuple[str, ...] | None = None
+    nodes: int | tuple[str, ...]
     slots: int = 8
 
     @property
     def names(self) -> tuple[str, ...]:
         return (tuple(f"n{number}" for number in range(self.nodes))
-                if isinstance(self.nodes, int) else self.nodes or ())
+                if isinstance(self.nodes, int) else self.nodes)
 
 
 class SimulatedTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -181,24 +181,9 @@ def _check_nodes(scenario: Scenario) -> None:
             check_name(name, f"cluster.nodes[{number}]")
         need(len(frozenset(nodes)) == len(nodes), "cluster.nodes", "names a node twice",
              "each is named once")
-    num = nodes if isinstance(nodes, int) else 1 if nodes is None else len(nodes)
+    num = nodes if isinstance(nodes, int) else len(nodes)
     need(0 < num <= NODES_NUM_MAX, "cluster.nodes",
          f"must be at least 1 and at most {NODES_NUM_MAX}", DOCS)
-
-
-def with_nodes(scenario: Scenario, nodes: tuple[str, ...]) -> Scenario:
-    """The scenario with the nodes that its trace defines, if any. Raises SpecError."""
-    given = scenario.cluster.nodes
-    if not nodes:
-        need(given is not None, "cluster.nodes", "is missing",
-             "a number or names; only a trace of churn names its nodes")
-        return scenario
-    need(given is None or set(scenario.cluster.names) == set(nodes) or given == len(nodes),
-         "cluster.nodes", f"is not what the trace begins with, {len(nodes)} nodes",
-         "leave it out: the trace names them")
-    found = replace(scenario, cluster=replace(scenario.cluster, nodes=nodes))
-    _check_nodes(found)
-    return found
 
 
 def policy(scenario: Scenario, name: str) -> Policy:
