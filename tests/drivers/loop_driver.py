@@ -38,7 +38,8 @@ def _in_16_bits(dtype: str, *optimizer: str) -> Changes:
 
 
 FLAGS: dict[str, Changes] = {
-    "sequence parallel": [(CONFIG, f"{CONFIG} sequence_parallel=axes.tp > 1,")],
+    "sequence parallel": [("sequence_parallel=asked.experts and axes.tp > 1",
+                           "sequence_parallel=axes.tp > 1")],
     "recompute": [(CONFIG, f'{CONFIG} recompute_granularity="full", recompute_method="uniform", '
                            "recompute_num_layers=1,")],
     "recompute selectively": [(CONFIG, f'{CONFIG} recompute_granularity="selective",')],

@@ -120,7 +120,8 @@ def _by_size(costs: Costs) -> Decide:
     return sharing(lambda demand: parameters(MODEL_OF[demand.name.rpartition("-")[0]]).total)
 
 
-POLICIES["by-size"] = replace(POLICIES["equally"], decides=_by_size)
+BY_SIZE = replace(POLICIES["equally"], decides=_by_size)
+SYSTEMS = {**POLICIES, "by-size": BY_SIZE}
 OURS, THEIRS = "unicron", "megatron"
 RULES = ("equally", "by-weight", "by-size")
 REPORTED: dict[tuple[str, str], float] = {
@@ -182,7 +183,7 @@ SENSITIVITY: tuple[Change, ...] = (
 def all_policies(seeds: int) -> list[EvaluationRun]:
     """Every policy on both traces, for this number of seeds."""
     return [part for seed in range(1, seeds + 1) for case in TRACES
-            for part in _trace_runs(case, seed, tuple(POLICIES))]
+            for part in _trace_runs(case, seed, tuple(SYSTEMS))]
 
 
 def sensitivity() -> list[EvaluationRun]:
@@ -204,7 +205,8 @@ def _trace_runs(case: str, seed: int, systems: tuple[str, ...], change: Change |
 def _runs(base: Scenario, case: str, seed: int = 0, changed: str = "",
           drawn: Sequence[ExternalEvent] = ()) -> list[EvaluationRun]:
     return [EvaluationRun(case, name, seed, changed, chosen, run_input(base, chosen, drawn))
-            for name in base.policies for chosen in [policy(base, name)]]
+            for name in base.policies
+            for chosen in [policy(base, name) if name in POLICIES else SYSTEMS[name]]]
 
 
 def allocation_cases() -> list[EvaluationRun]:

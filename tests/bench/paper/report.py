@@ -11,7 +11,7 @@ import msgspec
 import yaml
 from bench.paper import evaluation
 from bench.paper.charts import COLOURS, INK, MUTED, OURS_COLOUR, Picture
-from bench.paper.evaluation import OURS, REPORTED, RULES, THEIRS
+from bench.paper.evaluation import OURS, REPORTED, RULES, SYSTEMS, THEIRS
 from bench.paper.page import page, pictured, section, table
 from bench.paper.tables import (
     Evaluation,
@@ -34,7 +34,7 @@ from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 
 # --- charts -------------------------------------------------------------------------------------
 
-OTHERS = tuple(name for name in POLICIES if name != OURS)
+OTHERS = tuple(name for name in SYSTEMS if name != OURS)
 OVER_TIME = (OURS, "shrink", "spares", "megatron-spares", THEIRS)
 DAY_S = 86400.0
 PARTS_NUM = 168
@@ -239,14 +239,14 @@ def _page(folder: Path, found: Evaluation, rows: list[Row]) -> str:
 
 def _lead(found: Evaluation) -> str:
     return (f"The paper's evaluation, simulated again: 16 nodes of 8 A800, six GPT-3 tasks, two "
-            f"traces of faults, drawn with {number_of(found.seeds, 'seed')}, under {len(POLICIES)} "
+            f"traces of faults, drawn with {number_of(found.seeds, 'seed')}, under {len(SYSTEMS)} "
             "policies. Every policy uses Unicron's own fold and transitions; it replaces the "
             "decisions, and the duration of each step.")
 
 
 def _verdict(value: Values, num_seeds: int) -> str:
     behind = [f"{name} on {case} ({value[case, name, 'waf_ratio']['least']:.3f} x)"
-              for case in evaluation.TRACES for name in POLICIES
+              for case in evaluation.TRACES for name in SYSTEMS
               if name != OURS and value[case, name, "waf_ratio"]["least"] < 1]
     below = [f"{name} on {case} ({value[case, name, 'waf_ratio']['value']:.2f} x "
              f"for {reported:g} x)"
@@ -263,7 +263,7 @@ def _constants() -> tuple[list[str], list[list[str]]]:
     shown = ("detect_other_s", "start_s", "quiesce_s", "regroup_s", "checkpoint_s", "copy_s",
              "speed", "num_spares")
     rows: list[list[str]] = []
-    for name, policy in POLICIES.items():
+    for name, policy in SYSTEMS.items():
         constants = msgspec.to_builtins(policy.costs)
         rows.append([name, *(f"{constants[key]:g}" for key in shown)])
     return ["policy", *shown], rows

@@ -13,7 +13,6 @@ from unicron.cli.simulate.compare import HEADS, RunResult, RunSpec, play
 from unicron.cli.terminal.format import count, labelled, number_of, scaled, span, table
 from unicron.control_plane.planner import planner
 from unicron.control_plane.simulation.accounting import LOSSES
-from unicron.control_plane.simulation.policies import POLICIES
 
 PLAN_ROUNDS_NUM = 5
 Row = dict[str, Any]
@@ -79,7 +78,7 @@ def ratios(found: Evaluation, case: str, system: str) -> list[float]:
 
 def _of_traces(found: Evaluation) -> Iterator[Row]:
     for case in evaluation.TRACES:
-        for system in POLICIES:
+        for system in evaluation.SYSTEMS:
             every = [found.played[case, system, seed, ""].outcome.earnings
                      for seed in range(1, found.seeds + 1)]
             yield row(case, system, "waf_ratio", "Unicron over it", ratios(found, case, system))
@@ -149,7 +148,7 @@ def _trace_table(found: Evaluation, case: str, value: Values) -> list[str]:
 def trace_rows(case: str, value: Values) -> list[list[str]]:
     """What each policy earned on a trace, Unicron's ratio over it, and its losses in per cent."""
     rows: list[list[str]] = []
-    for system in POLICIES:
+    for system in evaluation.SYSTEMS:
         ratio, reported = value[case, system, "waf_ratio"], REPORTED.get((case, system))
         over = f"{ratio['value']:.3f} x [{ratio['least']:.2f}, {ratio['most']:.2f}]"
         rows.append([

@@ -170,7 +170,7 @@ def test_a_reader_that_may_not_write_answers(
     def refuse(*args: object) -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(folder, "_write", refuse)
+    monkeypatch.setattr(folder, "write_snapshot", refuse)
     assert of_sealed(folder) == whole(RECORDS[-1].seq)
     assert folder.snapshots("usage") == []
 

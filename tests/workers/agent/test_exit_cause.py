@@ -651,7 +651,7 @@ def test_a_fork_that_ends_before_it_is_adopted_is_waited_for(tmp_path: Path) -> 
         start(shim, [sys.executable, "-c", code, str(note)], tmp_path / "log", ("MARK", "between"))
         pid = int(await until_text(note))
         await until(lambda: None if alive(pid) else True)
-        process = Process(pid, tmp_path / "log", 0, b"UNICRON_TEST=none", shim)
+        process = Process(pid, tmp_path / "log", 0, b"UNICRON_TEST=none", shim, "")
         how = await asyncio.wait_for(process.wait(), 20)
         assert how.exit_code == 7
         assert await process.end_group(5.0)
