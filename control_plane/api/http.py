@@ -613,7 +613,7 @@ def _checked_input(request: web.Request) -> Check:
 
 def _key(request: web.Request) -> str:
     """The request's id; a random one if the client sends none."""
-    key = request.headers.get("Idempotency-Key") or secrets.token_hex(16)
+    key = request.headers.get("Idempotency-Key", secrets.token_hex(16))
     if not KEY.match(key):
         raise Refusal(400, "Idempotency-Key is 1 to 128 of A-Z a-z 0-9 . _ : -", "send a uuid")
     return key

@@ -114,6 +114,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
     return folder, rows
 
 
+@pytest.mark.thorough
 def test_rows_have_each_policy_on_each_trace(played: tuple[Path, list[dict[str, Any]]]) -> None:
     rows = played[1]
     keys = {"case", "system", "metric", "value", "unit", "n", "least", "most"}

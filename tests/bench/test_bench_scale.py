@@ -17,7 +17,7 @@ from unicron.events.records.envelope import Record
 @pytest.mark.parametrize(("case", "num_ranks"), [("agents_64", 2), ("agents_4096", 1)])
 def test_a_trial_goes_through_all_phases(
         case: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"QUIET_S": 1.0, "SETTLE_S": 0.1, "NUM_FAULTS": 2}.items():
+    for name, value in {"QUIET_S": 3.0, "SETTLE_S": 0.1, "NUM_FAULTS": 2}.items():
         monkeypatch.setattr(main, name, value)
     found = asyncio.run(main.trial(tmp_path, case, 32, num_ranks))
     waits = {"join_all_s", "decision_p99_ms", "rack_lost_s", "rack_healed_s", "rack_cpu_s"}

@@ -379,6 +379,9 @@ def test_many_tasks_of_a_second_terminal(cluster, tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with subprocess.Popen(cluster.argv("up", "--detach", "--agents", "1", "--slots", "1"),
                           env=cluster.environment(), stdout=subprocess.DEVNULL) as up:
+        deadline_s = time.monotonic() + LIMIT_S
+        while not cluster.state.is_held() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
         out, err = early.communicate(job.format("nap-3"), timeout=LIMIT_S)
         assert up.wait(LIMIT_S) == 0
     assert early.returncode == 0, err  # it has waited for `up`
@@ -514,6 +517,7 @@ def test_a_folder_with_checkpoints_of_another_task_is_not_overwritten(cluster, t
     assert cluster("submit", job).returncode == 0
 
 
+@pytest.mark.thorough
 def test_policy_and_options_of_a_state_folder(cluster, tmp_path):
     def policy() -> dict[str, Any]:
         told = [record["body"] for record in cluster.records() if record["kind"] == "PolicySet"]

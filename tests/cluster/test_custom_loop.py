@@ -80,6 +80,7 @@ def test_a_killed_rank_of_a_loop_changes_no_result(cluster: RealCluster, tmp_pat
     assert struck[4]["validation"] is not None
 
 
+@pytest.mark.thorough
 def test_a_loop_that_declines_restarts_as_a_whole(cluster: RealCluster, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     text = EXAMPLE.read_text()
