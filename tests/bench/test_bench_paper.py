@@ -134,6 +134,7 @@ def test_rows_have_each_policy_on_each_trace(played: tuple[Path, list[dict[str, 
                for rule in evaluation.RULES) >= 1.0
 
 
+@pytest.mark.thorough
 def test_earned_and_lost_shares_add_up_to_one(played: tuple[Path, list[dict[str, Any]]]) -> None:
     told = {(row["case"], row["system"], row["metric"]): row["value"] for row in played[1]}
     for case in evaluation.TRACES:
@@ -143,6 +144,7 @@ def test_earned_and_lost_shares_add_up_to_one(played: tuple[Path, list[dict[str,
             assert told[case, system, "share_of_full"] + lost == pytest.approx(1.0)
 
 
+@pytest.mark.thorough
 def test_the_report_is_self_contained(played: tuple[Path, list[dict[str, Any]]]) -> None:
     folder = played[0]
     page = (folder / "report.html").read_text(encoding="utf-8")
@@ -160,6 +162,7 @@ def test_the_report_is_self_contained(played: tuple[Path, list[dict[str, Any]]])
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_the_traces_of_the_report_play_as_any_scenario(
         played: tuple[Path, list[dict[str, Any]]]) -> None:
     scenario, stages = compare.load(played[0] / "trace-b.yaml")
