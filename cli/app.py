@@ -52,7 +52,6 @@ sealed = typer.Typer(help="The sealed log: segment files and snapshots.")
 model = typer.Typer(help="The model that a task has trained; needs no cluster, no GPU.")
 slurm = typer.Typer(help="A cluster on nodes of Slurm (deploy/slurm).")
 file_tools = typer.Typer()
-simulation = typer.Typer(invoke_without_command=True)
 # The help lists these groups in this order, after the commands of `app`.
 app.add_typer(inject, name="inject")
 app.add_typer(token, name="token")
@@ -61,7 +60,6 @@ app.add_typer(sealed, name="log")
 app.add_typer(model, name="model")
 app.add_typer(slurm, name="slurm")
 app.add_typer(file_tools)
-app.add_typer(simulation, name="simulate")
 
 STATE: dict[str, tuple[Any, object]] = {"state": (State, None)}
 CA: dict[str, tuple[Any, object]] = {"ca": (Ca, None)}
@@ -701,9 +699,8 @@ def locate(
     """Name the ranks that a hung job waits for, from PyTorch's flight-recorder dumps."""
 
 
-@simulation.callback()
+@file_tools.command()
 def simulate(
-    context: typer.Context,
     scenario: Annotated[Path | None, typer.Option(
         "--scenario", metavar="FILE", help="A YAML file: cluster, tasks, policies, a trace of "
         "faults, and how long (docs/guides/simulate.md).")] = None,
@@ -726,12 +723,6 @@ def simulate(
     """Simulate the WAF of each policy: the decider on a virtual clock, no cluster."""
     from .simulate import compare
 
-    if context.invoked_subcommand is not None:
-        if scenario is not None or recorded is not None or log is not None or print_trace:
-            raise UsageError(f"--scenario, --from-log, --log and --print-trace do not go with "
-                             f"{context.invoked_subcommand}",
-                             f"unicron simulate {context.invoked_subcommand} --help")
-        return
     if recorded is not None:
         if scenario is not None or log is not None or print_trace:
             raise UsageError("--scenario, --log and --print-trace do not go with --from-log",
@@ -753,28 +744,6 @@ def simulate(
         compare.print_trace(scenario)
         return
     compare.simulate(scenario, log=log, as_json=console.structured(output))
-
-
-Drawn = Annotated[Path | None, typer.Option(
-    "--scenario", metavar="FILE", help="A scenario with a drawn trace; without one the paper's "
-    "case 5 at trace-a's rate.")]
-Seeds = Annotated[int, typer.Option(
-    "--seeds", min=1, max=100, metavar="N", help="Traces drawn for each point.")]
-
-
-@calls(simulation, "simulate.capacity.mtbf", OUTPUT)
-def mtbf(scenario: Drawn = None, seeds: Seeds = 3) -> None:
-    """The cost of a lower MTBF, by policy, and where two policies break even."""
-
-
-@calls(simulation, "simulate.capacity.spares", OUTPUT)
-def spares(
-    scenario: Drawn = None,
-    most: Annotated[int, typer.Option(
-        "--most", min=1, max=1000, metavar="N", help="Try up to this many idle nodes.")] = 4,
-    seeds: Seeds = 3,
-) -> None:
-    """How many idle nodes are worth their cost, by policy."""
 
 
 @app.callback(invoke_without_command=True)

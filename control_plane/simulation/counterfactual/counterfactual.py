@@ -133,15 +133,10 @@ def play(recording: Recording, choice: Choice) -> RunResult:
     return _played(outcome, earnings, run.account, names)
 
 
-def as_measured(choice: Choice) -> bool:
-    """Whether the policy has Unicron's steps, so that the log has measured their durations."""
-    return POLICIES[choice.policy].costs == POLICIES[OURS].costs
-
-
 def _policy(recording: Recording, choice: Choice) -> Policy:
-    """The policy. If it has Unicron's steps, they take as long as in this log."""
+    """The policy. Unicron's steps take as long as in this log."""
     known = POLICIES[choice.policy]
-    if not as_measured(choice):
+    if choice.policy != OURS:
         return known
     return replace(known, costs=recording.measured.costs(
         known.costs, recording.began_s, _faults(recording)))
@@ -170,7 +165,7 @@ def _setup(recording: Recording, choice: Choice, chosen: Policy) -> RunInput:
 
 def _cost_changes(recording: Recording, choice: Choice, chosen: Policy) -> list[CostChange]:
     """The durations of the steps that began between each event of the log and the next."""
-    if not as_measured(choice):
+    if choice.policy != OURS:
         return []
     times_s = [recording.began_s, *(one.at_s for one in recording.events), float("inf")]
     return [CostChange(from_s - recording.began_s, recording.measured.costs_between(
@@ -183,7 +178,7 @@ def _translated(recording: Recording, one: AnyEvent, choice: Choice, chosen: Pol
     at_s = one.at_s - recording.began_s
     if isinstance(one, ExternalEvent):
         changed = one._replace(at_s=at_s)
-        return changed if as_measured(choice) else changed._replace(
+        return changed if choice.policy == OURS else changed._replace(
             detected_in_s=-1.0, peers_detect_in_s=-1.0)
     if not isinstance(one, OperatorRequest):
         return one._replace(at_s=at_s)
@@ -298,7 +293,7 @@ def _notes_of(recording: Recording, choice: Choice, one: RunResult) -> list[str]
         found.append(f"{name}: {one.outcome.ignored} events had no target: the node, process or "
                      "task was absent")
     costs, horizon_s = POLICIES[choice.policy].costs, recording.end_s - recording.began_s
-    if not as_measured(choice):
+    if choice.policy != OURS:
         longest_s = max([costs.detection_s(fault.cause, 0.0) for fault in _faults(recording)
                          if fault.event == "fault"], default=0.0) + costs.start_s
         found.append(f"{name}: our reading of it, with the published or the measured costs, "

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ....events.records import statuses as s
 from ...decide import decide
-from .baseline import following, kept, moved, sharing, shrunk
+from .baseline import following, kept, moved, shrunk
 from .policy import Costs, Policy
 
 # --- Unicron: the unchanged decider, with measured durations ---
@@ -30,12 +30,6 @@ UNICRON = Policy(
         # Together 0.3 to 0.6 s on gloo (docs/guides/bench-recovery.md, `breakdown` and layouts).
         quiesce_s=0.3, regroup_s=0.3,
         checkpoint_s=1800.0, copy_s=300.0))
-# Rules of allocation that replace the planner; detection and healing are Unicron's.
-EQUALLY = Policy(
-    heals=True, escalates=True, costs=UNICRON.costs, decides=lambda _: sharing(lambda _: 1.0))
-BY_WEIGHT = Policy(
-    heals=True, escalates=True, costs=UNICRON.costs,
-    decides=lambda _: sharing(lambda demand: demand.weight))
 
 # --- restarts from a checkpoint ---
 START_S = 4.0
@@ -73,7 +67,7 @@ SPARES = Policy(
         # In the paper's scenarios an iteration takes 10 s.
         checkpoint_s=10.0, num_spares=1))
 
-# --- torchft, Oobleck, Bamboo and Varuna go on with the nodes that are left ---
+# --- torchft goes on with the nodes that are left ---
 
 SHRINK = Policy(
     heals=True, decides=lambda _: following(shrunk),
@@ -81,26 +75,7 @@ SHRINK = Policy(
         # Of the 0.53 s until the next step, 0.5 s is the limit of the heartbeat.
         detect_s=dict.fromkeys((s.NCCL_TIMEOUT, s.LINK_FLAPPING, s.TASK_HANG), 2.09),
         detect_other_s=0.5, start_s=START_S, regroup_s=0.03, checkpoint_s=1800.0))
-_RESILIENT = Costs(
-    # Hangs are noticed after three iterations (Unicron, table 2).
-    detect_s={s.LOST_CONNECTION: 1.17, s.EXITED_ABNORMALLY: 0.076, s.OTHER_NETWORK: 0.3},
-    detect_other_s=0.019,
-    detect_iterations={s.NCCL_TIMEOUT: 3.0, s.LINK_FLAPPING: 3.0, s.TASK_HANG: 3.0},
-    start_s=START_S, checkpoint_s=1800.0)
-OOBLECK = Policy(
-    heals=True, decides=lambda _: following(shrunk),
-    costs=replace(_RESILIENT, regroup_s=10.0, speed=0.32))
-BAMBOO = Policy(
-    heals=True, decides=lambda _: following(shrunk),
-    costs=replace(_RESILIENT, regroup_s=450.0, speed=0.26))
-VARUNA = Policy(
-    heals=False, decides=lambda _: following(shrunk),
-    # A checkpoint every ten iterations. The 120 s that it takes are part of Varuna's speed.
-    costs=replace(_RESILIENT, start_s=701.0, checkpoint_s=100.0, speed=0.25))
-
 POLICIES: dict[str, Policy] = {
     "unicron": UNICRON, "shrink": SHRINK, "spares": SPARES,
     "requeue": REQUEUE, "kubernetes": KUBERNETES,
-    "megatron": MEGATRON, "megatron-spares": MEGATRON_SPARES,
-    "oobleck": OOBLECK, "bamboo": BAMBOO, "varuna": VARUNA,
-    "equally": EQUALLY, "by-weight": BY_WEIGHT}
+    "megatron": MEGATRON, "megatron-spares": MEGATRON_SPARES}

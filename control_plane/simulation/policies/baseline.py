@@ -1,7 +1,7 @@
 """Common parts of the policies other than Unicron's, which only choose the assignment of slots.
 
 Until the first fault these policies use Unicron's planner on all nodes but their spares; then
-`allocate` assigns the slots of each task. Allocation rules assign slots from the start.
+`allocate` assigns the slots of each task.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ....events.records.types import Seat, Slot
 from ...decide.decide import Decide, decisions
 from ...placement import placement
 from ...planner import planner
-from ...planner.problem import PlanProblem, TaskDemand
 from ...planner.problem_of_state import PlanningSnapshot, planning_snapshot
 from ...state.cluster import ClusterState, allocatable_slots, can_allocate, live_tasks
 from ...state.task import Task
@@ -28,8 +27,6 @@ Seats = Mapping[int, tuple[Seat, ...]]
 """The assignments of each task, by the number of the task."""
 Allocate = Callable[[ClusterState, Mapping[int, int]], Seats]
 """The assignment of each task, given the sizes that tasks had before the first fault."""
-Due = Callable[[TaskDemand], float]
-"""The value that a task's share is proportional to."""
 
 
 def following(allocate: Allocate, num_spares: int = 0) -> Decide:
@@ -38,11 +35,11 @@ def following(allocate: Allocate, num_spares: int = 0) -> Decide:
 
     def plan(state: ClusterState) -> Iterator[t.Body]:
         if has_failed(state):
-            yield from _records(state, _with_newcomers(state, allocate(state, sizes), sizes))
+            yield from records(state, _with_newcomers(state, allocate(state, sizes), sizes))
             return
         seats = _initial_plan(state, num_spares)
         sizes.update({task: len(mine) for task, mine in seats.items()})
-        yield from _records(state, seats)
+        yield from records(state, seats)
 
     return lambda state, record: decisions(state, record, plan)
 
@@ -67,34 +64,6 @@ def has_failed(state: ClusterState) -> bool:
         for node in state.nodes.values())
 
 
-def sharing(due: Due) -> Decide:
-    """A `decide` for one run: each task gets its share by `due`, whatever its throughput."""
-    def plan(state: ClusterState) -> Iterator[t.Body]:
-        snapshot = planning_snapshot(state)
-        yield from _records(
-            state, _placed(state, snapshot, shared(snapshot.problem, due), snapshot.slots))
-
-    return lambda state, record: decisions(state, record, plan)
-
-
-def shared(problem: PlanProblem, due: Due) -> tuple[int, ...]:
-    """Give each task the largest size within its share. Then, while a larger size of some task
-    fits, choose the one that exceeds the task's share least; in a tie, that of the first task."""
-    dues = [due(demand) for demand in problem.demands]
-    whole = math.fsum(dues)
-    shares = [problem.num_slots * one / whole for one in dues]
-    counts = [max((size for size in demand.sizes if size <= share), default=0)
-              for demand, share in zip(problem.demands, shares, strict=True)]
-    while True:
-        left = problem.num_slots - sum(counts)
-        more = [(size - shares[at], at, size) for at, demand in enumerate(problem.demands)
-                for size in demand.sizes if 0 < size - counts[at] <= left]
-        if not more:
-            return tuple(counts)
-        _, at, size = min(more)
-        counts[at] = size
-
-
 def _initial_plan(state: ClusterState, num_spares: int) -> Seats:
     """The planner's assignment if the last `num_spares` nodes, by name, are left idle."""
     snapshot = planning_snapshot(state)
@@ -102,17 +71,19 @@ def _initial_plan(state: ClusterState, num_spares: int) -> Seats:
     spare = set(names[len(names) - num_spares:] if num_spares else ())
     slots = [slot for slot in snapshot.slots if slot.node not in spare]
     plan = planner.solve(replace(snapshot.problem, num_slots=len(slots)))
-    return _placed(state, snapshot, plan.slots, slots)
+    return placed(state, snapshot, plan.slots, slots)
 
 
-def _placed(state: ClusterState, snapshot: PlanningSnapshot, counts: tuple[int, ...],
-            slots: Sequence[Slot]) -> Seats:
+def placed(state: ClusterState, snapshot: PlanningSnapshot, counts: tuple[int, ...],
+           slots: Sequence[Slot]) -> Seats:
+    """The assignment of this number of slots to each task of the snapshot."""
     tasks = [state.tasks[demand.task] for demand in snapshot.problem.demands]
     where = {name: node.labels for name, node in state.nodes.items()}
     return placement.place(tasks, counts, slots, where)
 
 
-def _records(state: ClusterState, seats: Seats) -> Iterator[t.Body]:
+def records(state: ClusterState, seats: Seats) -> Iterator[t.Body]:
+    """The plan, and the assignments that it changes."""
     tasks = live_tasks(state)
     allocations = tuple([Allocation(
         task=task.id, slots_before=len(task.target), slots=slots,

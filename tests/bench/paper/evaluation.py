@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from random import Random
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
-from unicron.control_plane.decide.decide import Decide
+from unicron.control_plane.decide.decide import decisions
 from unicron.control_plane.incidents.severity import TABLE
 from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
-from unicron.control_plane.simulation.policies import POLICIES
-from unicron.control_plane.simulation.policies.baseline import sharing
+from unicron.control_plane.planner.problem_of_state import planning_snapshot
+from unicron.control_plane.simulation.policies import POLICIES, START_S
+from unicron.control_plane.simulation.policies.baseline import placed, records
 from unicron.control_plane.simulation.policies.policy import Costs, Policy
 from unicron.control_plane.simulation.run import RunInput
 from unicron.control_plane.simulation.scenario import (
@@ -24,10 +26,19 @@ from unicron.control_plane.simulation.scenario import (
 )
 from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 from unicron.control_plane.simulation.trace.generator import STUDIES
+from unicron.control_plane.state.cluster import ClusterState
 from unicron.control_plane.throughput.flops import parameters
 from unicron.control_plane.throughput.layout_search import modelled
 from unicron.control_plane.throughput.transition_cost import Transition
-from unicron.events.records.statuses import LOST_CONNECTION
+from unicron.events.records.statuses import (
+    EXITED_ABNORMALLY,
+    LINK_FLAPPING,
+    LOST_CONNECTION,
+    NCCL_TIMEOUT,
+    OTHER_NETWORK,
+    TASK_HANG,
+)
+from unicron.events.records.types import Body
 from unicron.events.spec.job import API_VERSION, Slots
 from unicron.events.spec.model import MegatronModel
 
@@ -116,14 +127,58 @@ def scenario(name: str, policies: Sequence[str]) -> Scenario:
 
 # --- the runs: policies on both traces, allocation rules on the cases, other constants ---
 
-def _by_size(costs: Costs) -> Decide:
-    return sharing(lambda demand: parameters(MODEL_OF[demand.name.rpartition("-")[0]]).total)
+Due = Callable[[TaskDemand], float]
+"""The value that a task's share is proportional to."""
 
 
-BY_SIZE = replace(POLICIES["equally"], decides=_by_size)
-SYSTEMS = {**POLICIES, "by-size": BY_SIZE}
+def shared(problem: PlanProblem, due: Due) -> tuple[int, ...]:
+    """Give each task the largest size within its share. Then, while a larger size of some task
+    fits, choose the one that exceeds the task's share least; in a tie, that of the first task."""
+    dues = [due(demand) for demand in problem.demands]
+    whole = math.fsum(dues)
+    shares = [problem.num_slots * one / whole for one in dues]
+    counts = [max((size for size in demand.sizes if size <= share), default=0)
+              for demand, share in zip(problem.demands, shares, strict=True)]
+    while True:
+        left = problem.num_slots - sum(counts)
+        more = [(size - shares[at], at, size) for at, demand in enumerate(problem.demands)
+                for size in demand.sizes if 0 < size - counts[at] <= left]
+        if not more:
+            return tuple(counts)
+        _, at, size = min(more)
+        counts[at] = size
+
+
+def _rule(due: Due) -> Policy:
+    """A policy in which each task gets its share by `due`, whatever its throughput. Detection and
+    healing are Unicron's."""
+    def plan(state: ClusterState) -> Iterator[Body]:
+        snapshot = planning_snapshot(state)
+        yield from records(
+            state, placed(state, snapshot, shared(snapshot.problem, due), snapshot.slots))
+
+    return replace(POLICIES["unicron"],
+                   decides=lambda _: lambda state, record: decisions(state, record, plan))
+
+
+RULES: dict[str, Policy] = {
+    "equally": _rule(lambda _: 1.0), "by-weight": _rule(lambda demand: demand.weight),
+    "by-size": _rule(
+        lambda demand: parameters(MODEL_OF[demand.name.rpartition("-")[0]]).total)}
+_RESILIENT = Costs(
+    # Hangs are noticed after three iterations (Unicron, table 2).
+    detect_s={LOST_CONNECTION: 1.17, EXITED_ABNORMALLY: 0.076, OTHER_NETWORK: 0.3},
+    detect_other_s=0.019,
+    detect_iterations={NCCL_TIMEOUT: 3.0, LINK_FLAPPING: 3.0, TASK_HANG: 3.0},
+    start_s=START_S, checkpoint_s=1800.0)
+RESILIENT: dict[str, Policy] = {
+    "oobleck": replace(POLICIES["shrink"], costs=replace(_RESILIENT, regroup_s=10.0, speed=0.32)),
+    "bamboo": replace(POLICIES["shrink"], costs=replace(_RESILIENT, regroup_s=450.0, speed=0.26)),
+    # A checkpoint every ten iterations. The 120 s that it takes are part of Varuna's speed.
+    "varuna": replace(POLICIES["shrink"], heals=False, costs=replace(
+        _RESILIENT, start_s=701.0, checkpoint_s=100.0, speed=0.25))}
+SYSTEMS = {**POLICIES, **RESILIENT, **RULES}
 OURS, THEIRS = "unicron", "megatron"
-RULES = ("equally", "by-weight", "by-size")
 REPORTED: dict[tuple[str, str], float] = {
     ("trace-a", "megatron"): 1.2, ("trace-b", "megatron"): 1.9, ("trace-a", "oobleck"): 3.7,
     ("trace-b", "oobleck"): 3.8, ("trace-a", "varuna"): 4.8, ("trace-b", "varuna"): 5.8,
@@ -174,7 +229,7 @@ SENSITIVITY: tuple[Change, ...] = (
     Change("Unicron's members regroup in 30 s", {OURS: {"regroup_s": 30.0}}),
     Change("Unicron's processes start in 10 min", {OURS: {"start_s": 600.0}}),
     Change("Oobleck, Bamboo and Varuna train at Megatron's speed", {
-        name: {"speed": 1.0} for name in ("oobleck", "bamboo", "varuna")}),
+        name: {"speed": 1.0} for name in RESILIENT}),
     Change("tasks may get nothing (no T_necessary)", limits={"floor": False}),
 )
 """Constants on which the conclusions may depend. Each change is simulated alone."""
@@ -206,7 +261,8 @@ def _runs(base: Scenario, case: str, seed: int = 0, changed: str = "",
           drawn: Sequence[ExternalEvent] = ()) -> list[EvaluationRun]:
     return [EvaluationRun(case, name, seed, changed, chosen, run_input(base, chosen, drawn))
             for name in base.policies
-            for chosen in [policy(base, name) if name in POLICIES else SYSTEMS[name]]]
+            for chosen in [policy(base, name) if name in POLICIES else replace(
+                SYSTEMS[name], costs=replace(SYSTEMS[name].costs, **base.policies[name]))]]
 
 
 def allocation_cases() -> list[EvaluationRun]:

@@ -188,18 +188,6 @@ def test_a_policy_that_waits_for_its_node_loses_more() -> None:
     assert theirs.earnings.losses[0].lost_flop > ours.earnings.losses[0].lost_flop
 
 
-def test_allocation_rules_recover_as_fast_as_the_log() -> None:
-    found = recorded([ExternalEvent(3600, "n2", "fault", CUDA_ERRORS), LAST])
-    fault = found.played.earnings.losses[0]
-    shared = counterfactual.play(found, Choice(policy="by-weight")).earnings.losses[0]
-    assert fault.recovered_s is not None
-    assert shared.recovered_s is not None
-    assert shared.recovered_s - shared.at_s == pytest.approx(
-        fault.recovered_s - fault.at_s, abs=20.0)
-    sizes = counterfactual.play(found, Choice(policy="equally")).work
-    assert 0 < sizes["b"] == pytest.approx(sizes["a"], rel=0.02)
-
-
 def test_other_weights_give_the_slots_to_another_task() -> None:
     found = recorded([*loss(3600, 7200), LAST])
     other = counterfactual.play(found, Choice(weights={"b": 5.0}))
