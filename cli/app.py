@@ -401,6 +401,28 @@ def export(
     """Write the running cluster's log to a file, as JSON lines."""
 
 
+PrintOnly = Annotated[bool, typer.Option("--print", help="Only print the URL.")]
+
+
+@calls(app, "commands.dashboard.open_page", TARGET, name="open")
+def open_page(
+    role: Annotated[Literal["view", "operate"], typer.Option(
+        help="What the browser may do, at most what your token may.")] = "operate",
+    print_only: PrintOnly = False,
+) -> None:
+    """Open the dashboard in a browser, by a URL that works once, within a minute."""
+
+
+@calls(app, "commands.dashboard.view", {})
+def view(
+    path: Annotated[Path, typer.Argument(metavar="FILE|DIR",
+                                         help="An exported log, or a state folder.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
+    print_only: PrintOnly = False,
+) -> None:
+    """Show a log in a browser, as the dashboard showed it; needs no cluster."""
+
+
 @calls(app, "commands.doctor.doctor", STATE | OUTPUT)
 def doctor(
     only_support: Annotated[bool, typer.Option(

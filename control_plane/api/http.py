@@ -32,6 +32,7 @@ from ...events.records.types import Body
 from ...events.spec import job
 from ..fold.fold import fold
 from ..history.history import usage
+from ..history.timeline import COPY_RECORDS, Timeline
 from ..history.usage import Usage
 from ..planner.pending import is_any_waiting
 from ..service import snapshots, usage_files
@@ -39,11 +40,12 @@ from ..service.coordinator import Check, Coordinator
 from ..service.server_certificate import ServerCertificate
 from ..state.cluster import ClusterState, decode_state, encode_state, state_text
 from ..state.node import Node
-from . import dry_run, messages, moments, openapi, requests, usage_answer
+from . import dry_run, messages, moments, openapi, pages, requests, timeline_answer, usage_answer
 from .connections import Connection, error_answer, problem
 from .messages import ListQuery, Nothing, Page, Written
 from .metrics import Metrics
 from .requests import Reason, Refusal
+from .sessions import Sessions
 from .tokens import Token, Tokens, may
 from .view import view
 
@@ -58,6 +60,8 @@ FILE_S_MAX = 5.0
 """Time limit for a part of a file that a node's agent reads."""
 FOLD_S_MAX = 30.0
 """Time limit for folding the log to a past record."""
+EXTEND_S_MAX = 2.0
+"""How long one request reads the log for the timeline; the next one goes on."""
 ADDRESS = re.compile(r"^([\d.]+|\[[^\]]*:[^\]]*\])(:\d*)?$")
 KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 
@@ -111,19 +115,23 @@ class HttpApi:
     def __init__(self, routes: Sequence[Route], coordinator: Coordinator, log: ReaderPort, *,
                  tokens: Tokens, address: Address, identities: Identities,
                  metrics: Metrics, certificate: ServerCertificate | None = None,
-                 folder: Folder | None = None) -> None:
-        """`folder`: where the log's snapshots are."""
+                 folder: Folder | None = None, timeline: Timeline | None = None,
+                 file: str = "") -> None:
+        """`folder`: where the log's snapshots are. `file`: the log is that file, of the past."""
         self._routes = routes
         self._open = {route.path for route in routes if route.role is None}
         self._coordinator, self._log, self._folder = coordinator, log, folder
         self._metrics = metrics
         self._tokens, self._address = tokens, address
         self._identities, self._certificate = identities, certificate
+        self.sessions, self._timeline, self._file = Sessions(), timeline, file
         self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, address.names)}
         self._writing = asyncio.Lock()
         """Serialises writes, so that each is checked against the earlier writes."""
         self._computing = asyncio.Lock()
         """Serialises computations, so that many requests do not slow the leader."""
+        self._extending = asyncio.Lock()
+        """Serialises the use of the timeline."""
         self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By node: serialises requests to its agent."""
 
@@ -133,6 +141,8 @@ class HttpApi:
         for route in self._routes:
             add = {"GET": app.router.add_get, "POST": app.router.add_post}[route.method]
             add(route.path, partial(self._serve, route))
+        for path in ("/", "/assets/{name}"):
+            app.router.add_get(path, pages.page)
         return app
 
     async def _serve(self, route: Route, request: web.Request) -> web.StreamResponse:
@@ -160,7 +170,7 @@ class HttpApi:
             return {"ok": leading}
         return {"ok": leading, "cluster": self._address.cluster, "epoch": self._coordinator.epoch,
                 "seq": self._coordinator.seq, "leader": leading, "pid": os.getpid(),
-                "follows": self._coordinator.leader_url}
+                "follows": self._coordinator.leader_url, "file": self._file}
 
     async def ready(self, call: Call[messages.ReadyQuery, None]) -> web.Response:
         """Whether this control plane acknowledges; 503 if not, and to a client with a token why.
@@ -263,8 +273,9 @@ class HttpApi:
         """What slots were used for and lost to, by day (usage_answer.py)."""
         first = usage_answer.first_day({"since": call.query.since})
         async with self._computing:
-            found, after = Usage(), 0
-            if (sealed := await self._log.open_segments()) is not None:
+            sealed = await self._log.open_segments()
+            found, after = Usage(), self._log.first_seq - 1
+            if sealed is not None:
                 found = await aside(partial(usage_files.of_sealed, sealed, FOLD_S_MAX))
                 after = sealed.last
             state = await self._state_after(after)
@@ -274,6 +285,33 @@ class HttpApi:
                 after = page[-1].seq
             found.add(await aside(partial(usage, rest, state)))
         return usage_answer.answer(found, first)
+
+    async def timeline(self, call: Call[messages.TimelineQuery, None]
+                       ) -> timeline_answer.TimelineAnswer:
+        """What slots did over time, by task, and the incidents."""
+        return await self._of_timeline(lambda one: timeline_answer.timeline(
+            one, call.query, self._coordinator.seq, self._coordinator.now_s))
+
+    async def curves(self, call: Call[messages.CurvesQuery, None]) -> timeline_answer.Curves:
+        """Loss and iteration time of a task, also of one that has left the state."""
+        return await self._of_timeline(lambda one: timeline_answer.curves(
+            one, number(call.of), call.query.points))
+
+    async def phases(self, call: Call[Nothing, None]) -> timeline_answer.Phases:
+        """When an incident reached which phase, also of one that has left the state."""
+        return await self._of_timeline(lambda one: timeline_answer.phases(one, number(call.of)))
+
+    async def _of_timeline(self, make: Callable[[Timeline], T]) -> T:
+        """An answer from the timeline, read in a thread up to the present, or for EXTEND_S_MAX."""
+        last, began_s = (await self._coordinator.settled()).seq, time.monotonic()
+        async with self._extending:
+            if self._timeline is None:
+                await self._log.open_segments()
+                self._timeline = Timeline(await self._state_after(self._log.first_seq - 1))
+            while self._timeline.seq < last and time.monotonic() - began_s < EXTEND_S_MAX:
+                page = await self._log.read(after=self._timeline.seq, num_max=PAGE_RECORDS_MAX)
+                await aside(partial(self._timeline.add, page))
+            return await aside(partial(make, self._timeline))
 
     @staticmethod
     def write(make: Callable[[ClusterState, B, str], Body], answer: type[Struct] = Written,
@@ -334,7 +372,7 @@ class HttpApi:
     async def _state_after(self, seq: int) -> ClusterState:
         """The state after the record `seq`, folded in a thread from the snapshot before."""
         began_s = time.monotonic()
-        state, _ = await asyncio.to_thread(snapshots.newest, self._folder, seq)
+        state = await asyncio.to_thread(self._nearest, seq)
         while state.seq < seq:
             if time.monotonic() - began_s > FOLD_S_MAX:
                 raise Refusal(503, f"seq {seq} is not reached within {FOLD_S_MAX:g} s",
@@ -343,6 +381,13 @@ class HttpApi:
                                         num_max=min(PAGE_RECORDS_MAX, seq - state.seq))
             await aside(partial(_fold_all, state, page))
         return state
+
+    def _nearest(self, seq: int) -> ClusterState:
+        """A state at or before the record `seq`, from which to fold."""
+        kept = self._timeline.state_before(seq) if self._timeline is not None else None
+        if kept is not None and seq - kept.seq <= COPY_RECORDS:
+            return kept
+        return snapshots.newest(self._folder, seq)[0]
 
     async def dry_run(self, call: Call[Nothing, dry_run.Change]) -> web.Response:
         began_s = time.perf_counter()
@@ -432,6 +477,19 @@ class HttpApi:
         return with_credentials(address.redis_url, user_name(address.cluster, node),
                                 self._identities.password(node, incarnation))
 
+    # --- sessions of browsers ---
+    async def new_code(self, call: Call[Nothing, messages.NewCode]) -> messages.NewCodeMade:
+        code, of = self.sessions.code(call.caller, call.body.role)
+        return {"code": code, "expires_s": of.expires_s}
+
+    async def new_session(self, call: Call[Nothing, messages.Code]) -> messages.Session:
+        secret, one = self.sessions.exchange(call.body.code)
+        return {"secret": secret, "name": one.name, "role": one.role, "expires_s": one.expires_s}
+
+    async def end_session(self, call: Call[Nothing, Nothing]) -> dict[str, bool]:
+        self.sessions.end(call.request.headers["Authorization"].partition(" ")[2])
+        return {"ended": True}
+
     # --- tokens; a secret is in an answer once, and in no log ---
     async def list_tokens(self, call: Call[ListQuery, None]) -> Page[messages.TokenView]:
         found = {one.name: one for one in self._tokens.all()}
@@ -506,6 +564,9 @@ class HttpApi:
             # In a browser, a page of another name that now stands for our address (DNS rebinding).
             raise Refusal(421, "the Host header names another host", "use this host's address, or "
                           "start the control plane with --advertise NAME")
+        origin = request.headers.get("Origin")
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+            raise Refusal(403, "the Origin header names another site", "unicron open")
         if "Content-Encoding" in request.headers:
             raise Refusal(415, "the body has a Content-Encoding", "send it as plain JSON")
         given = request.headers.get("Authorization")
@@ -513,7 +574,7 @@ class HttpApi:
             request[CALLER] = self._caller(given)
             if isinstance(request.protocol, Connection):
                 request.protocol.authorised()
-        elif request.path not in self._open:
+        elif request.path not in self._open and not pages.PATH.match(request.path):
             raise _unknown_token()
         if (request.content_length or 0) > BODY_BYTES_MAX:
             raise _too_large()
@@ -522,6 +583,10 @@ class HttpApi:
         """Whose token it is. Raises Refusal."""
         scheme, _, secret = authorization.partition(" ")
         token = self._tokens.find(secret) if scheme.lower() == "bearer" else None
+        if token is None and (session := self.sessions.find(secret)) is not None:
+            if self._tokens.has_expired(session) or not self._tokens.has(session):
+                raise Refusal(401, "the session has ended", "unicron open")
+            return session
         if token is None:
             if node := self._tokens.revoked_node(secret):
                 raise Refusal(410, f"the identity of {node} was revoked",

@@ -6,7 +6,7 @@ requests are in requests.py. Times are in seconds since 1970.
 
 from typing import Annotated, Any, Generic, Literal, NotRequired, TypedDict, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from ...events.records.decisions import PlanChosen, ThroughputSet
 from ...events.records.envelope import KINDS
@@ -62,6 +62,20 @@ class HistoryQuery(Nothing, frozen=True):
     since: Annotated[str, Meta(description="The first day: a time as RFC 3339")] = "1970-01-01"
 
 
+class TimelineQuery(Nothing, frozen=True):
+    """`from` and `to`: seconds since 1970; 0: as far as the log goes."""
+
+    from_s: Annotated[float, Meta(ge=0, le=1e11)] = field(name="from", default=0.0)
+    to_s: Annotated[float, Meta(ge=0, le=1e11)] = field(name="to", default=0.0)
+    buckets: Annotated[int, Meta(ge=1, le=2_000, description="Shorter spans are averaged")] = 400
+    rows: Annotated[int, Meta(ge=1, le=1_000, description="The tasks with most slot time")] = 30
+    task: Annotated[Seq, Meta(description="Only this task")] = 0
+
+
+class CurvesQuery(Nothing, frozen=True):
+    points: Annotated[int, Meta(ge=1, le=100_000, description="At most about so many")] = 2_000
+
+
 class ReadyQuery(Nothing, frozen=True):
     follower: Annotated[bool, Meta(description="Also if it follows one that leads")] = False
 
@@ -89,6 +103,16 @@ class NewToken(Nothing, frozen=True):
     node: str = ""
     uses: int = 0
     reason: str = ""
+
+
+class NewCode(Nothing, frozen=True):
+    """Of the token's role if that is lower."""
+
+    role: Literal["view", "operate"] = "operate"
+
+
+class Code(Nothing, frozen=True):
+    code: str
 
 
 class Join(Nothing, frozen=True):
@@ -130,10 +154,12 @@ class Page(Struct, Generic[T], frozen=True):
     next: str = ""
 
 
-# `leader`, `follows`: a URL, or empty. Times of tokens: 0: never.
+# `leader`, `follows`: a URL, or empty. `file`: that `unicron view` shows, or empty. Times of
+# tokens: 0: never.
 Health = TypedDict("Health", {
     "ok": bool, "cluster": NotRequired[str], "epoch": NotRequired[int], "seq": NotRequired[int],
-    "leader": NotRequired[bool], "pid": NotRequired[int], "follows": NotRequired[str]})
+    "leader": NotRequired[bool], "pid": NotRequired[int], "follows": NotRequired[str],
+    "file": NotRequired[str]})
 Ready = TypedDict("Ready", {"ok": bool, "why": NotRequired[str]})
 Leader = TypedDict("Leader", {"leader": str})
 Beginning = TypedDict("Beginning", {"after": int, "state": str})
@@ -144,6 +170,8 @@ TokenView = TypedDict("TokenView", {
     "uses": int, "used": int})
 NewSecret = TypedDict("NewSecret", {
     "name": str, "role": str, "expires_s": float, "node": str, "uses": int, "token": str})
+NewCodeMade = TypedDict("NewCodeMade", {"code": str, "expires_s": float})
+Session = TypedDict("Session", {"secret": str, "name": str, "role": str, "expires_s": float})
 Joined = TypedDict("Joined", {
     "redis_url": str, "cluster": str, "node": str, "epoch": int, "key": str,
     "redact": tuple[str, ...], "version": str, "agent_gone_s_max": float})

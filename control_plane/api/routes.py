@@ -17,6 +17,7 @@ from .dry_run import Change, DryRunResult
 from .http import HttpApi, Operation, number
 from .messages import Nothing, Page, Written
 from .requests import Reason
+from .timeline_answer import Curves, Phases, TimelineAnswer
 from .tokens import Role
 from .usage_answer import History
 from .view import node_view, task_view
@@ -88,6 +89,12 @@ ROUTES: tuple[Route, ...] = (
           "Where the log begins, and the state then"),
     Route("GET", "/v1/history", "view", HttpApi.history, None, History,
           "What slots were used for and lost to, by day", query=m.HistoryQuery),
+    Route("GET", "/v1/timeline", "view", HttpApi.timeline, None, TimelineAnswer,
+          "What slots did over time, by task, and the incidents", query=m.TimelineQuery),
+    Route("GET", "/v1/tasks/{task}/curves", "view", HttpApi.curves, None, Curves,
+          "Loss, iteration time and layouts of a task", query=m.CurvesQuery),
+    Route("GET", "/v1/incidents/{incident}/phases", "view", HttpApi.phases, None, Phases,
+          "When an incident reached which phase"),
     Route("GET", "/v1/plan", "view", HttpApi.plan, None, DryRunResult,
           "The plan with its explanation", query=m.Moment),
     Route("POST", "/v1/plan/dry-run", "view", HttpApi.dry_run, Change, DryRunResult,
@@ -115,6 +122,12 @@ ROUTES: tuple[Route, ...] = (
     # a fault ends healthy processes
     _writes("/v1/inject", requests.inject, requests.Fault, "A fault on purpose", "admin"),
     Route("POST", "/v1/join", "join", HttpApi.join, m.Join, m.Joined, "An agent joins"),
+    Route("POST", "/v1/sessions/codes", "view", HttpApi.new_code, m.NewCode, m.NewCodeMade,
+          "A one-time code for a browser"),
+    Route("POST", "/v1/sessions", None, HttpApi.new_session, m.Code, m.Session,
+          "A session for a code", leader=False),
+    Route("POST", "/v1/sessions/end", "view", HttpApi.end_session, Nothing, dict[str, bool],
+          "End this session", leader=False),
     Route("GET", "/v1/tokens", "admin", HttpApi.list_tokens, None, Page[m.TokenView],
           "The tokens, in pages", query=m.ListQuery, leader=True),
     Route("POST", "/v1/tokens", "admin", HttpApi.create_token, m.NewToken, m.NewSecret,

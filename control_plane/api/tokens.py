@@ -122,6 +122,11 @@ class Tokens:
         """The nodes that have an identity."""
         return {one.name for one in self._by_hash.values() if one.role == "node"}
 
+    def has(self, token: Token) -> bool:
+        """Whether its secret is still valid: it was not revoked or rotated, and has not expired."""
+        held = self._by_hash.get(token.sha256)
+        return held is not None and not self.has_expired(held)
+
     def has_expired(self, token: Token) -> bool:
         return 0.0 < token.expires_s <= self._clock()
 

@@ -152,9 +152,12 @@ class UsageMeter:
         incident = self._state.incidents.get(task.incident) if task is not None else None
         if incident is not None and incident.down_since_s >= 0:
             what, num = self._stopped.pop(key)
-            since_us = _us(incident.down_since_s)
-            self._usage.spread(what, -num, since_us, at_us)
-            self._usage.spread("detection", num, since_us, at_us)
+            self._detect(key, what, num, _us(incident.down_since_s), at_us)
+
+    def _detect(self, key: int, what: str, num: float, since_us: int, at_us: int) -> None:
+        """The slots of a task did `what` no longer since then: its fault was not known yet."""
+        self._usage.spread(what, -num, since_us, at_us)
+        self._usage.spread("detection", num, since_us, at_us)
 
 
 STEPPING = ("used", "redone")

