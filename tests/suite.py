@@ -31,6 +31,8 @@ WITH_PROGRAMS = [f"{RANKS}/test_{name}.py"
 WITH_OTHERS = [f"{RANKS}/test_{name}.py" for name in ("checkpoint", "experts", "gpu_check")]
 HOSTS = "tests/hosts/test_hosts.py"
 """Tests of ranks and hosts in another lane, so that no lane is much longer than the rest."""
+BROWSER = "tests/browser"
+"""Run by `make test-web`: it needs a browser, and the page that npm builds."""
 OF_RANKS = [f"{RANKS}/{file.name}" for file in sorted((ROOT / RANKS).glob("test_*.py"))]
 PROGRAMS = ["tests/cli", "tests/workers/agent"]
 LANES = {
@@ -38,7 +40,7 @@ LANES = {
     "ranks": [RANKS, *(f"--ignore={file}" for file in (*WITH_PROGRAMS, *WITH_OTHERS))],
     "programs": [*PROGRAMS, "tests/hosts", f"--ignore={HOSTS}", *WITH_PROGRAMS],
     "others": ["tests", *(f"--ignore={path}" for path in (
-        "tests/cluster", "tests/hosts", *PROGRAMS,
+        "tests/cluster", "tests/hosts", BROWSER, *PROGRAMS,
         *(file for file in OF_RANKS if file not in WITH_OTHERS)))],
 }
 """Lane -> arguments of its pytest, which runs one test at a time and at most six real ranks."""

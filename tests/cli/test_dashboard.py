@@ -57,7 +57,7 @@ def test_a_file_is_shown_and_nothing_can_be_changed() -> None:
         assert call(url, "/v1/state?at=30", secret)[1]["cluster"]["seq"] == 30
         assert call(url, "/v1/timeline", secret)[1]["last_seq"] == 97
         assert call(url, "/v1/history", secret)[1]["total"]["records"] == 97
-        assert call(url, "/v1/plan/dry-run", secret, {"weights": {"5": 2.0}})[0] == 200
+        assert call(url, "/v1/plan/dry-run", secret, {})[0] == 200
         for path in ("/v1/freeze", "/v1/tasks/5/cancel", "/v1/sessions/codes"):
             status, problem = call(url, path, secret, {})
             assert (status, problem["detail"]) == (

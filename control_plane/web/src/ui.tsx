@@ -1,0 +1,55 @@
+/** Small parts that several views show. */
+import type { ComponentChildren } from "preact"
+import type { Problem } from "./api"
+import { span, time, zone, isUtc } from "./format"
+
+/** A time in the chosen zone; its title has the other one. */
+export function Time({ at_s, fraction = 0 }: { at_s: number; fraction?: number }) {
+  return <time dateTime={new Date(at_s * 1000).toISOString()} title={`${time(at_s, !isUtc(), 3)} ${zone(!isUtc())}`}>
+    {time(at_s, isUtc(), fraction)}</time>
+}
+
+export const Ago = ({ at_s, now_s }: { at_s: number; now_s: number }) =>
+  <span title={`${time(at_s)} ${zone()}`}>{now_s - at_s < 1 ? "now" : `${span(now_s - at_s)} ago`}</span>
+
+/** A word with a colour and a sign: nothing is said by colour alone. */
+const SIGNS: Record<string, [string, string]> = {
+  running: ["good", "●"], healthy: ["good", "●"], healed: ["good", "✓"], finished: ["good", "✓"],
+  finishing: ["good", "◐"], healing: ["warn", "↻"], degraded: ["warn", "▲"], starting: ["warn", "◐"],
+  waiting: ["idle", "…"], cancelled: ["idle", "–"], left: ["idle", "–"], drained: ["idle", "⏏"],
+  quarantined: ["bad", "⊘"], open: ["bad", "!"], failed: ["bad", "✕"], lost: ["bad", "✕"],
+  unhealthy: ["bad", "✕"], unreachable: ["bad", "?"],
+}
+export function State({ of }: { of: string }) {
+  const [kind, sign] = SIGNS[of] ?? ["idle", "·"]
+  return <span class={`state ${kind}`}><span aria-hidden="true">{sign}</span> {of}</span>
+}
+
+export const Severity = ({ of }: { of: string }) => <span class={`severity ${of.toLowerCase()}`}>{of}</span>
+
+export function Trouble({ problem }: { problem: Problem | undefined }) {
+  if (!problem) return null
+  return <p class="trouble" role="alert">{problem.message}{problem.hint && <> — <code>{problem.hint}</code></>}</p>
+}
+
+export const Section = ({ title, children, note }: { title: string; children: ComponentChildren; note?: ComponentChildren }) => {
+  const id = `s-${title.toLowerCase().replace(/\W+/g, "-")}`
+  return <section aria-labelledby={id}><h2 id={id}>{title}{note && <small> {note}</small>}</h2>{children}</section>
+}
+
+export interface Column<R> { name: string; cell: (row: R) => ComponentChildren; right?: boolean }
+
+/** A table that scrolls sideways on narrow screens; of many rows it shows the first `max`. */
+export function Table<R>({ label, columns, rows, empty, max = 200 }: {
+  label: string; columns: Column<R>[]; rows: R[]; empty: string; max?: number
+}) {
+  if (!rows.length) return <p class="empty">{empty}</p>
+  return <div class="scroll" role="region" aria-label={label} tabIndex={0}>
+    <table>
+      <thead><tr>{columns.map(one => <th scope="col" class={one.right ? "right" : ""}>{one.name}</th>)}</tr></thead>
+      <tbody>{rows.slice(0, max).map(row =>
+        <tr>{columns.map(one => <td class={one.right ? "right" : ""}>{one.cell(row)}</td>)}</tr>)}</tbody>
+    </table>
+    {rows.length > max && <p class="empty">and {rows.length - max} more</p>}
+  </div>
+}

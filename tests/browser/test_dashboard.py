@@ -1,0 +1,245 @@
+"""The dashboard in a real browser, on a real cluster with a real fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser.page import Cable, Page, browsing, opened, viewing
+from real_cluster import RealCluster, running
+from selenium.webdriver.common.keys import Keys
+from twins import small
+from unicron.events.log import archive
+from unicron.events.records.codec import from_plain, to_plain
+
+DEMO = Path(__file__).parents[1] / "data" / "demo.jsonl"
+HOSTILE = ["<img src=x onerror=document.title='taken'>", "<script>document.title='taken'</script>",
+           "\"><svg onload=document.title='taken'>", "javascript:document.title='taken'",
+           "{{7*7}} ${7*7}", "\u202egnp.exe", "a" * 300, "'; DROP TABLE nodes; --"]
+LOOKS = {"light": {}, "dark": {"dark": True}, "phone": {"phone": True}}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
+    """A cluster with one task that trains, and a second control plane that follows."""
+    path = tmp_path_factory.mktemp("cluster")
+    with running(path, num_control_planes=2) as made:
+        task = made.submit(small("alpha", path / "out"))
+        made.rest(task)
+        made.wait_whole(task, 4)
+        yield made
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    with browsing() as found:
+        yield found
+        assert found.errors() == []
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Page]:
+    """The demo's log, with everything else down."""
+    with viewing(DEMO) as url, browsing() as found:
+        found.open(url)
+        found.wait_text("inc-33")
+        yield found
+        assert found.errors() == []
+
+
+def log_in(page: Page, cluster: RealCluster) -> None:
+    page.open(opened(cluster.state.path))
+    page.wait_text("Needs a person")
+
+
+# --- login ---------------------------------------------------------------------------------------
+def test_the_url_of_open_lets_one_browser_in(cluster: RealCluster, page: Page) -> None:
+    url = opened(cluster.state.path)
+    page.open(url)
+    page.wait_text("Needs a person")
+    assert "code" not in page.url
+    assert "unicron_" not in page.url
+    secret = page.run("return JSON.parse(sessionStorage['unicron-session']).secret")
+    assert secret.startswith("unicron_")
+    assert page.run("return document.cookie + JSON.stringify(localStorage)") == "{}"
+    page.browser.refresh()
+    page.wait_text("alpha")
+    with browsing() as other:
+        other.open(url)
+        other.wait_text("the code was used before")
+        assert "alpha" not in other.text
+
+
+def test_an_address_can_be_pasted_instead(cluster: RealCluster, page: Page) -> None:
+    url = opened(cluster.state.path)
+    page.open(url.partition("#")[0] + "#/cluster?at=5")
+    page.wait_text("unicron open")
+    page.find("input").send_keys(url, Keys.ENTER)
+    page.wait_text("record 5,")
+
+
+def test_a_session_that_has_ended_says_what_to_do(cluster: RealCluster, page: Page) -> None:
+    log_in(page, cluster)
+    secret = page.run("return JSON.parse(sessionStorage['unicron-session']).secret")
+    urllib.request.urlopen(urllib.request.Request(
+        page.url.partition("#")[0] + "v1/sessions/end", b"{}", {
+            "Authorization": f"Bearer {secret}", "Content-Type": "application/json"}), timeout=30)
+    page.go("cluster?at=4")
+    page.wait_text("The session has ended.")
+    page.wait_text("unicron open")
+
+
+def test_without_scripts_a_line_says_what_to_do(cluster: RealCluster) -> None:
+    with browsing(scripts=False) as page:
+        page.open(opened(cluster.state.path))
+        assert "needs JavaScript" in page.find("noscript").text
+        assert "unicron status" in page.find("noscript").text
+
+
+def test_a_follower_says_who_leads(cluster: RealCluster, page: Page) -> None:
+    files = [json.loads(file.read_text()) for file in cluster.state.control_planes()]
+    leader = opened(cluster.state.path).partition("/#")[0]
+    (follower,) = [file["url"] for file in files if file["url"] != leader]
+    page.open(follower)
+    page.wait_text(f"This control plane follows {leader}")
+
+
+# --- a fault, live and later ---------------------------------------------------------------------
+def test_a_fault_appears_and_the_past_stays(cluster: RealCluster, page: Page) -> None:
+    (task,) = [one["id"] for one in cluster.client().tasks() if one["name"] == "alpha"]
+    log_in(page, cluster)
+    page.wait_text("alpha")
+    begun = cluster.seq()
+    os.kill(cluster.pids(task)[1], signal.SIGKILL)
+    opened_at = cluster.wait_told(begun, "IncidentOpened").seq
+    page.wait_text(f"inc-{opened_at}")
+    cluster.wait_healed(begun)
+    page.wait(lambda: any("healed" in row.text and f"inc-{opened_at}" in row.text
+                          for row in page.browser.find_elements("css selector", "tr")),
+              "the incident is healed")
+    page.go(f"cluster?at={opened_at - 1}")
+    page.wait_text("past,")
+    page.wait_no_text(f"inc-{opened_at}")
+    slider = page.find("input[type=range]")
+    assert int(slider.get_attribute("value")) == opened_at - 1
+    slider.send_keys(Keys.END)
+    page.wait_text(f"inc-{opened_at}")
+
+
+def test_a_lost_connection_says_so_and_goes_on(cluster: RealCluster, page: Page) -> None:
+    url, _, code = opened(cluster.state.path).partition("/#")
+    cable = Cable(url)
+    try:
+        page.open(f"{cable.url}/#{code}")
+        page.wait_text("Needs a person")
+        cable.cut()
+        page.wait_text("The connection is lost")
+        cluster.client().post("/v1/freeze", {"reason": "<b>unseen</b>"})
+        cable.mend()
+        page.wait_no_text("The connection is lost")
+        page.wait_text("frozen: <b>unseen</b>")
+    finally:
+        cable.close()
+        cluster.client().post("/v1/unfreeze", {"reason": "seen"})
+
+
+# --- made for people -----------------------------------------------------------------------------
+def views(page: Page) -> list[str]:
+    """The addresses of all views."""
+    return ["cluster", "cluster?at=40", *(
+        href.partition("#/")[2] for one in page.browser.find_elements("css selector", "nav a")
+        if (href := str(one.get_attribute("href"))) and "cluster" not in href)]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_axe_has_no_serious_finding(demo: Page, look: str) -> None:
+    demo.look_like(**LOOKS[look])
+    for view in views(demo):
+        demo.go(view)
+        demo.wait(lambda: demo.run("return !document.body.innerText.includes('reading')"), view)
+        assert demo.axe() == [], (look, view)
+        width = demo.run("return document.documentElement.scrollWidth - innerWidth")
+        assert width <= 0, f"{view} is {width} px wider than the screen"
+    demo.look_like()
+
+
+def test_the_login_page_has_no_serious_finding(page: Page) -> None:
+    with viewing(DEMO) as url:
+        page.open(url.partition("#")[0])
+        page.wait_text("unicron open")
+        assert page.axe() == []
+
+
+def test_the_timeline_zooms_by_keys_and_buttons(demo: Page) -> None:
+    demo.go("cluster")
+    demo.wait(lambda: demo.run("return document.querySelectorAll('.gantt canvas').length"), "gantt")
+    colours = demo.run("""
+        const canvas = document.querySelector(".gantt canvas")
+        const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
+        const found = new Set()
+        for (let i = 0; i < data.length; i += 4) found.add(data.slice(i, i + 4).join())
+        return found.size""")
+    assert colours > 5, "it is drawn"
+    demo.find(".gantt .canvas").send_keys("++", Keys.ARROW_LEFT)
+    demo.wait(lambda: "from=" in demo.url, "the window is in the address")
+    def length_s() -> float:
+        query = dict(part.split("=") for part in demo.url.partition("?")[2].split("&"))
+        return float(query["to"]) - float(query["from"])
+    assert length_s() == pytest.approx(66.97 / 4, rel=0.01)
+    for button in demo.browser.find_elements("css selector", ".gantt button"):
+        if button.text == "1 s":
+            button.click()
+    demo.wait(lambda: length_s() == pytest.approx(1, abs=0.01), "one second is shown")
+    demo.find(".gantt .canvas").send_keys(Keys.HOME)
+    demo.wait(lambda: "from=" not in demo.url, "all is shown")
+
+
+def test_the_keyboard_alone_reaches_everything(demo: Page) -> None:
+    demo.go("cluster")
+    demo.wait_text("inc-33")
+    demo.run("document.activeElement.blur()")
+    wanted: list[Any] = demo.run("""return [...document.querySelectorAll(
+        "a[href], button:not(:disabled), input, summary, [tabindex='0']")].length""")
+    seen = set()
+    for _ in range(int(str(wanted)) + 5):
+        demo.browser.switch_to.active_element.send_keys(Keys.TAB)
+        seen.add(demo.run("""return document.activeElement.tagName + ":" + (
+            document.activeElement.innerText || document.activeElement.ariaLabel)"""))
+    for one in ("INPUT:History: record", "A:inc-33", "A:alpha", "BUTTON:All", "A:Cluster"):
+        assert one in seen, seen
+
+
+def test_names_are_never_interpreted(tmp_path: Path, page: Page) -> None:
+    """The demo's log with hostile names in place of the hosts, the reasons and the task's name."""
+    def hostile(text: str, number: int) -> str:
+        return HOSTILE[number % len(HOSTILE)]
+
+    def changed(data: Any, number: int) -> Any:
+        if isinstance(data, dict):
+            return {key: hostile(value, number + place) if key in (
+                "host", "why", "reason", "team", "log_path", "accelerator") and isinstance(value, str)
+                else changed(value, number + place) for place, (key, value) in enumerate(
+                    data.items())}
+        if isinstance(data, list | tuple):
+            return [changed(one, number + place) for place, one in enumerate(data)]
+        return HOSTILE[0] if data == "alpha" else data
+
+    records = [from_plain({**plain, "body": changed(plain["body"], plain["seq"])})
+               for plain in map(to_plain, archive.read(DEMO))]
+    file = tmp_path / "hostile.jsonl"
+    archive.write(file, records, cluster=HOSTILE[1], code="1")
+    with viewing(file) as url:
+        page.open(url)
+        page.wait_text(HOSTILE[0])
+        for view in views(page):
+            page.go(view)
+            page.wait(lambda: "reading" not in page.text, view)
+            assert page.run("return document.querySelectorAll('main img, main svg, main script, "
+                            "header script').length") == 0
+            assert page.run("return document.title") != "taken"
