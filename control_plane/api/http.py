@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 from aiohttp import web
@@ -40,7 +40,7 @@ from ..service.coordinator import Check, Coordinator
 from ..service.server_certificate import ServerCertificate
 from ..state.cluster import ClusterState, decode_state, encode_state, state_text
 from ..state.node import Node
-from . import dry_run, messages, moments, openapi, pages, requests, timeline_answer, usage_answer
+from . import dry_run, messages, moments, openapi, pages, requests, usage_answer
 from .connections import Connection, error_answer, problem
 from .messages import ListQuery, Nothing, Page, Written
 from .metrics import Metrics
@@ -286,32 +286,23 @@ class HttpApi:
             found.add(await aside(partial(usage, rest, state)))
         return usage_answer.answer(found, first)
 
-    async def timeline(self, call: Call[messages.TimelineQuery, None]
-                       ) -> timeline_answer.TimelineAnswer:
-        """What slots did over time, by task, and the incidents."""
-        return await self._of_timeline(lambda one: timeline_answer.timeline(
-            one, call.query, self._coordinator.seq, self._coordinator.now_s))
-
-    async def curves(self, call: Call[messages.CurvesQuery, None]) -> timeline_answer.Curves:
-        """Loss and iteration time of a task, also of one that has left the state."""
-        return await self._of_timeline(lambda one: timeline_answer.curves(
-            one, number(call.of), call.query.points))
-
-    async def phases(self, call: Call[Nothing, None]) -> timeline_answer.Phases:
-        """When an incident reached which phase, also of one that has left the state."""
-        return await self._of_timeline(lambda one: timeline_answer.phases(one, number(call.of)))
-
-    async def _of_timeline(self, make: Callable[[Timeline], T]) -> T:
-        """An answer from the timeline, read in a thread up to the present, or for EXTEND_S_MAX."""
-        last, began_s = (await self._coordinator.settled()).seq, time.monotonic()
-        async with self._extending:
-            if self._timeline is None:
-                await self._log.open_segments()
-                self._timeline = Timeline(await self._state_after(self._log.first_seq - 1))
-            while self._timeline.seq < last and time.monotonic() - began_s < EXTEND_S_MAX:
-                page = await self._log.read(after=self._timeline.seq, num_max=PAGE_RECORDS_MAX)
-                await aside(partial(self._timeline.add, page))
-            return await aside(partial(make, self._timeline))
+    @staticmethod
+    def of_timeline(make: Callable[[Timeline, Call[Any, None], Coordinator], object]) -> Operation:
+        """A handler that answers from the timeline, which it reads until the present in a thread;
+        after EXTEND_S_MAX the next request goes on."""
+        async def call(api: HttpApi, call: Call[Any, None]) -> web.Response:
+            last, began_s = (await api._coordinator.settled()).seq, time.monotonic()
+            async with api._extending:
+                if api._timeline is None:
+                    await api._log.open_segments()
+                    api._timeline = Timeline(await api._state_after(api._log.first_seq - 1))
+                while api._timeline.past.seq < last and time.monotonic() - began_s < EXTEND_S_MAX:
+                    page = await api._log.read(after=api._timeline.past.seq,
+                                               num_max=PAGE_RECORDS_MAX)
+                    await aside(partial(api._timeline.add, page))
+                return await aside(lambda: _json(
+                    make(cast(Timeline, api._timeline), call, api._coordinator)))
+        return call
 
     @staticmethod
     def write(make: Callable[[ClusterState, B, str], Body], answer: type[Struct] = Written,
@@ -486,9 +477,9 @@ class HttpApi:
         secret, one = self.sessions.exchange(call.body.code)
         return {"secret": secret, "name": one.name, "role": one.role, "expires_s": one.expires_s}
 
-    async def end_session(self, call: Call[Nothing, Nothing]) -> dict[str, bool]:
+    async def end_session(self, call: Call[Nothing, Nothing]) -> Nothing:
         self.sessions.end(call.request.headers["Authorization"].partition(" ")[2])
-        return {"ended": True}
+        return Nothing()
 
     # --- tokens; a secret is in an answer once, and in no log ---
     async def list_tokens(self, call: Call[ListQuery, None]) -> Page[messages.TokenView]:

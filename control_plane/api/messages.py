@@ -12,6 +12,7 @@ from ...events.records.decisions import PlanChosen, ThroughputSet
 from ...events.records.envelope import KINDS
 from ...events.records.reports import OutageEnded
 from ...events.records.types import Labels
+from ..history.timeline import Span
 from ..state.incident import Incident
 from ..state.node import Check, Quarantine
 from ..throughput.transition_cost import Transition
@@ -63,17 +64,14 @@ class HistoryQuery(Nothing, frozen=True):
 
 
 class TimelineQuery(Nothing, frozen=True):
-    """`from` and `to`: seconds since 1970; 0: as far as the log goes."""
+    """`from` and `to`: seconds since 1970; 0: as far as the log goes. `task` 0: those with most
+    slot time."""
 
     from_s: Annotated[float, Meta(ge=0, le=1e11)] = field(name="from", default=0.0)
     to_s: Annotated[float, Meta(ge=0, le=1e11)] = field(name="to", default=0.0)
     buckets: Annotated[int, Meta(ge=1, le=2_000, description="Shorter spans are averaged")] = 400
-    rows: Annotated[int, Meta(ge=1, le=1_000, description="The tasks with most slot time")] = 30
-    task: Annotated[Seq, Meta(description="Only this task")] = 0
-
-
-class CurvesQuery(Nothing, frozen=True):
-    points: Annotated[int, Meta(ge=1, le=100_000, description="At most about so many")] = 2_000
+    rows: Annotated[int, Meta(ge=1, le=1_000)] = 30
+    task: Seq = 0
 
 
 class ReadyQuery(Nothing, frozen=True):
@@ -106,9 +104,7 @@ class NewToken(Nothing, frozen=True):
 
 
 class NewCode(Nothing, frozen=True):
-    """Of the token's role if that is lower."""
-
-    role: Literal["view", "operate"] = "operate"
+    role: Annotated[Literal["view", "operate"], Meta(description="At most the token's")] = "operate"
 
 
 class Code(Nothing, frozen=True):
@@ -175,6 +171,18 @@ Session = TypedDict("Session", {"secret": str, "name": str, "role": str, "expire
 Joined = TypedDict("Joined", {
     "redis_url": str, "cluster": str, "node": str, "epoch": int, "key": str,
     "redact": tuple[str, ...], "version": str, "agent_gone_s_max": float})
+# `first_*`: where the log begins. `read_*`: how far it was read: below `last_seq`, ask again.
+Mark = TypedDict("Mark", {
+    "id": int, "at_s": float, "until_s": float | None, "task": int, "node": str, "severity": str,
+    "outcome": str, "why": str, "iteration": int | None, "num": int})
+Row = TypedDict("Row", {"task": int, "name": str, "spans": list[Span]})
+TimelineAnswer = TypedDict("TimelineAnswer", {
+    "first_seq": int, "first_s": float, "read_seq": int, "read_s": float, "last_seq": int,
+    "from_s": float, "to_s": float, "num_tasks": int, "rows": list[Row], "free": list[Span],
+    "incidents": list[Mark]})
+Curves = TypedDict("Curves", {
+    "name": str, "iterations": list[int], "losses": list[float | None],
+    "step_s": list[float | None], "layouts": list[tuple[float, int, str]]})
 LogRecord = TypedDict("LogRecord", {
     "seq": int, "epoch": int, "at_s": float, "kind": str, "v": int, "source": str,
     "source_seq": int, "occurred_s": float, "cause": int, "incident": int,

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from ...events.records.types import Body
 from ...events.spec.job import JobSpec
+from ..history.history import IncidentHistory
 from ..state.cluster import ClusterState
 from ..state.incident import Incident
 from . import messages as m
@@ -17,7 +18,7 @@ from .dry_run import Change, DryRunResult
 from .http import HttpApi, Operation, number
 from .messages import Nothing, Page, Written
 from .requests import Reason
-from .timeline_answer import Curves, Phases, TimelineAnswer
+from .timeline_answer import curves, found, window
 from .tokens import Role
 from .usage_answer import History
 from .view import node_view, task_view
@@ -89,11 +90,14 @@ ROUTES: tuple[Route, ...] = (
           "Where the log begins, and the state then"),
     Route("GET", "/v1/history", "view", HttpApi.history, None, History,
           "What slots were used for and lost to, by day", query=m.HistoryQuery),
-    Route("GET", "/v1/timeline", "view", HttpApi.timeline, None, TimelineAnswer,
+    Route("GET", "/v1/timeline", "view", HttpApi.of_timeline(
+        lambda of, call, now: window(of, call.query, now.seq, now.now_s)), None, m.TimelineAnswer,
           "What slots did over time, by task, and the incidents", query=m.TimelineQuery),
-    Route("GET", "/v1/tasks/{task}/curves", "view", HttpApi.curves, None, Curves,
-          "Loss, iteration time and layouts of a task", query=m.CurvesQuery),
-    Route("GET", "/v1/incidents/{incident}/phases", "view", HttpApi.phases, None, Phases,
+    Route("GET", "/v1/tasks/{task}/curves", "view", HttpApi.of_timeline(
+        lambda of, call, _: curves(of, number(call.of))), None, m.Curves,
+          "Loss, iteration time and layouts of a task"),
+    Route("GET", "/v1/incidents/{incident}/phases", "view", HttpApi.of_timeline(
+        lambda of, call, _: found(of.past.incidents, number(call.of))), None, IncidentHistory,
           "When an incident reached which phase"),
     Route("GET", "/v1/plan", "view", HttpApi.plan, None, DryRunResult,
           "The plan with its explanation", query=m.Moment),
@@ -126,7 +130,7 @@ ROUTES: tuple[Route, ...] = (
           "A one-time code for a browser"),
     Route("POST", "/v1/sessions", None, HttpApi.new_session, m.Code, m.Session,
           "A session for a code", leader=False),
-    Route("POST", "/v1/sessions/end", "view", HttpApi.end_session, Nothing, dict[str, bool],
+    Route("POST", "/v1/sessions/end", "view", HttpApi.end_session, Nothing, Nothing,
           "End this session", leader=False),
     Route("GET", "/v1/tokens", "admin", HttpApi.list_tokens, None, Page[m.TokenView],
           "The tokens, in pages", query=m.ListQuery, leader=True),

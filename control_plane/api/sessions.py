@@ -9,36 +9,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from hashlib import sha256
-from typing import Literal
 
 import msgspec
 
 from ...events.log.identity import new_secret
 from .requests import Refusal
-from .tokens import Token, may
+from .tokens import Role, Token, may
 
-CODE_S_MAX = 60.0
-SESSION_S_MAX = 12 * 3600.0
+CODE_S_MAX, SESSION_S_MAX = 60.0, 12 * 3600.0
 KEPT_NUM_MAX = 1_000
 """Codes, and sessions; beyond, the oldest ends."""
 
 
 class Sessions:
-    """The codes and sessions of one control plane."""
+    """The codes and sessions of one control plane. Each is its token with another role and end."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._codes: dict[str, Token] = {}
         self._sessions: dict[str, Token] = {}
 
-    def code(self, caller: Token, role: Literal["view", "operate"]) -> tuple[str, Token]:
-        """A code for a session with that role, and until when it can be exchanged."""
-        held = role if may(caller.role, role) else "view"
-        return self._keep(self._codes, caller, held, CODE_S_MAX)
+    def code(self, caller: Token, role: Role) -> tuple[str, Token]:
+        """A code for a session with that role, if the caller's is not lower."""
+        return self._keep(self._codes, caller, role if may(caller.role, role) else "view",
+                          CODE_S_MAX)
 
     def exchange(self, code: str) -> tuple[str, Token]:
-        """The secret of a new session, and the session: its token with another end. Raises
-        Refusal."""
+        """The secret of a new session, and the session. Raises Refusal."""
         asked = self._codes.pop(_hash(code), None)
         if asked is None or asked.expires_s <= self._clock():
             raise Refusal(401, "the code was used before, or is older than "
@@ -53,8 +50,8 @@ class Sessions:
         """End a session; without effect if there is none."""
         self._sessions.pop(_hash(secret), None)
 
-    def _keep(self, kept: dict[str, Token], of: Token, role: Literal["view", "operate"] | str,
-              life_s: float) -> tuple[str, Token]:
+    def _keep(self, kept: dict[str, Token], of: Token, role: Role, life_s: float
+              ) -> tuple[str, Token]:
         secret = new_secret()
         kept[_hash(secret)] = one = msgspec.structs.replace(
             of, role=role, expires_s=self._clock() + life_s)

@@ -22,6 +22,7 @@ DEMO = Path(__file__).parents[1] / "data" / "demo.jsonl"
 HOSTILE = ["<img src=x onerror=document.title='taken'>", "<script>document.title='taken'</script>",
            "\"><svg onload=document.title='taken'>", "javascript:document.title='taken'",
            "{{7*7}} ${7*7}", "\u202egnp.exe", "a" * 300, "'; DROP TABLE nodes; --"]
+WORDS = ("host", "why", "reason", "team", "log_path", "accelerator")
 LOOKS = {"light": {}, "dark": {"dark": True}, "phone": {"phone": True}}
 
 
@@ -222,10 +223,9 @@ def test_names_are_never_interpreted(tmp_path: Path, page: Page) -> None:
 
     def changed(data: Any, number: int) -> Any:
         if isinstance(data, dict):
-            return {key: hostile(value, number + place) if key in (
-                "host", "why", "reason", "team", "log_path", "accelerator") and isinstance(value, str)
-                else changed(value, number + place) for place, (key, value) in enumerate(
-                    data.items())}
+            return {key: hostile(value, number + place) if key in WORDS and isinstance(value, str)
+                    else changed(value, number + place)
+                    for place, (key, value) in enumerate(data.items())}
         if isinstance(data, list | tuple):
             return [changed(one, number + place) for place, one in enumerate(data)]
         return HOSTILE[0] if data == "alpha" else data

@@ -2904,116 +2904,110 @@ export interface components {
             faults: number;
             mtbf_slot_s: number | null;
         };
-        /**
-         * TimelineAnswer
-         * @description A window of the log. The log begins with record `first_seq` at `first_s`; it was read until
-         *         `read_seq`, of `last_seq`: if that is less, ask again.
-         */
+        /** TimelineAnswer */
         TimelineAnswer: {
-            first_seq: number;
             first_s: number;
-            read_seq: number;
-            read_s: number;
-            last_seq: number;
+            first_seq: number;
+            free: [
+                number,
+                number,
+                {
+                    [key: string]: number;
+                }
+            ][];
             from_s: number;
-            to_s: number;
-            rows: components["schemas"]["Row"][];
-            num_tasks: number;
-            free: components["schemas"]["Span"][];
             incidents: components["schemas"]["Mark"][];
+            last_seq: number;
+            num_tasks: number;
+            read_s: number;
+            read_seq: number;
+            rows: components["schemas"]["Row"][];
+            to_s: number;
         };
-        /**
-         * Row
-         * @description What the slots of a task did. Times are in seconds since 1970.
-         */
-        Row: {
-            task: number;
-            name: string;
-            spans: components["schemas"]["Span"][];
-        };
-        /**
-         * Span
-         * @description What slots did from one time to another, as averages: use -> slots.
-         */
-        Span: [
-            number,
-            number,
-            {
-                [key: string]: number;
-            }
-        ];
-        /**
-         * Mark
-         * @description An incident; of several that are too close to be drawn, the first, and how many.
-         */
+        /** Mark */
         Mark: {
-            id: number;
             at_s: number;
-            until_s: number;
-            task: number;
+            id: number;
+            iteration: number | null;
             node: string;
-            severity: string;
-            outcome: string;
-            why: string;
             num: number;
-        };
-        /**
-         * Curves
-         * @description A task's iterations, layouts, and the iterations that faults interrupted.
-         */
-        Curves: {
-            name: string;
-            points: components["schemas"]["Point"][];
-            layouts: components["schemas"]["Generation"][];
-            faults: components["schemas"]["unicron.control_plane.api.timeline_answer.Fault"][];
-        };
-        /**
-         * Point
-         * @description Of an iteration, or of several as the last loss and the longest time.
-         */
-        Point: [
-            number,
-            number | null,
-            number | null
-        ];
-        /**
-         * Generation
-         * @description A layout of a task, from an order on.
-         */
-        Generation: {
-            at_s: number;
-            iteration: number;
-            num_ranks: number;
-            layout: string;
-        };
-        /** Fault */
-        "unicron.control_plane.api.timeline_answer.Fault": {
-            incident: number;
-            at_s: number;
-            iteration: number;
+            outcome: string;
             severity: string;
+            task: number;
+            until_s: number | null;
+            why: string;
+        };
+        /** Row */
+        Row: {
+            name: string;
+            spans: [
+                number,
+                number,
+                {
+                    [key: string]: number;
+                }
+            ][];
+            task: number;
+        };
+        /** Curves */
+        Curves: {
+            iterations: number[];
+            layouts: [
+                number,
+                number,
+                string
+            ][];
+            losses: (number | null)[];
+            name: string;
+            step_s: (number | null)[];
         };
         /**
-         * Phases
-         * @description When an incident reached each phase, in seconds since 1970; None: not reached.
+         * IncidentHistory
+         * @description One incident and when it reached each phase; None: phase not reached. Times in s.
          */
-        Phases: {
-            id: number;
-            task: number;
+        IncidentHistory: {
+            incident: components["schemas"]["Incident"];
+            evidence: number[];
             fault_s: number;
             detected_s: number;
             decided_s: number;
+            /** @default null */
             ordered_s: number | null;
+            /** @default null */
             rebuilt_s: number | null;
+            /** @default null */
             resumed_s: number | null;
+            /** @default null */
             stepped_s: number | null;
+            /** @default null */
             closed_s: number | null;
-            first_seq: number;
+            /** @default 0 */
             closed_seq: number;
+            /** @default null */
             iteration: number | null;
-            layouts: string[];
-            evidence: number[];
+            first_seq: number;
+            layouts?: string[];
+            /** @default null */
+            order: components["schemas"]["Reconfigure"] | null;
+            /** @default null */
+            alive: [
+                number,
+                number
+            ][] | null;
+            /**
+             * @default whole
+             * @enum {unknown}
+             */
+            optimizer: "mirrored" | "sharded" | "whole";
+            logs?: [
+                string,
+                string
+            ][];
+            /** @default 0 */
             num_slots: number;
+            /** @default 0 */
+            num_stepping: number;
+            /** @default 0 */
             slot_s: number;
         };
         /**
@@ -3142,7 +3136,7 @@ export interface components {
          * Fault
          * @description A fault on purpose. `stop_s` 0: for ever.
          */
-        "unicron.control_plane.api.requests.Fault": {
+        Fault: {
             /** @enum {unknown} */
             what: "node" | "rank" | "stop";
             /** @default 0 */
@@ -3182,12 +3176,10 @@ export interface components {
             redis_url: string;
             version: string;
         };
-        /**
-         * NewCode
-         * @description Of the token's role if that is lower.
-         */
+        /** NewCode */
         NewCode: {
             /**
+             * @description At most the token's
              * @default operate
              * @enum {unknown}
              */
@@ -3820,9 +3812,7 @@ export interface operations {
     };
     getTasksCurves: {
         parameters: {
-            query?: {
-                points?: number;
-            };
+            query?: never;
             header?: never;
             path: {
                 task: string;
@@ -3868,7 +3858,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Phases"];
+                    "application/json": components["schemas"]["IncidentHistory"];
                 };
             };
             /** @description Refused, or not possible at present */
@@ -4361,7 +4351,7 @@ export interface operations {
         };
         requestBody: {
             content: {
-                "application/json": components["schemas"]["unicron.control_plane.api.requests.Fault"];
+                "application/json": components["schemas"]["Fault"];
             };
         };
         responses: {
@@ -4503,9 +4493,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": {
-                        [key: string]: boolean;
-                    };
+                    "application/json": components["schemas"]["Nothing"];
                 };
             };
             /** @description Refused, or not possible at present */

@@ -5,7 +5,7 @@ import { colours } from "./colours"
 import { digits, isUtc, span, time, zone } from "./format"
 
 type Timeline = Schemas["TimelineAnswer"]
-type Span = Schemas["Span"]
+type Span = Timeline["free"][number]
 export interface Window { from_s: number; to_s: number }
 
 /** Uses in the order in which they are stacked; their colours are in style.css. */

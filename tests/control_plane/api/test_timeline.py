@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -31,9 +32,9 @@ def demo() -> Timeline:
 
 def slot_s(spans: list[Span]) -> Counter[str]:
     found: Counter[str] = Counter()
-    for one in spans:
-        for use, num in one.slots.items():
-            found[use] += num * (one.to_s - one.from_s)
+    for since_s, until_s, slots in spans:
+        for use, num in slots.items():
+            found[use] += num * (until_s - since_s)
     return found
 
 
@@ -41,48 +42,45 @@ def slot_s(spans: list[Span]) -> Counter[str]:
 def test_the_spans_add_up_to_the_figures_by_day(demo: Timeline, buckets: int) -> None:
     by_day = usage(RECORDS, ClusterState()).days
     wanted = {use: math.fsum(day.get(use, 0.0) for day in by_day.values()) / 1e6 for use in USES}
-    answer = timeline_answer.timeline(demo, TimelineQuery(buckets=buckets))
-    total = slot_s([*answer.free, *(span for row in answer.rows for span in row.spans)])
+    answer = timeline_answer.window(demo, TimelineQuery(buckets=buckets))
+    total = slot_s([*answer["free"], *(span for row in answer["rows"] for span in row["spans"])])
     for use, value in wanted.items():
         assert total[use] == pytest.approx(value, abs=0.35), use
-    for row in answer.rows:
-        assert len(row.spans) <= 2 * buckets + 1
-        for one, after in zip(row.spans, row.spans[1:], strict=False):
-            assert one.from_s < one.to_s <= after.from_s
+    for row in answer["rows"]:
+        assert len(row["spans"]) <= 2 * buckets + 1
+        for one, after in itertools.pairwise(row["spans"]):
+            assert one[0] < one[1] <= after[0]
 
 
 def test_a_window_shows_its_part(demo: Timeline) -> None:
-    (row,) = timeline_answer.timeline(demo, TimelineQuery()).rows
-    fault = next(one for one in row.spans if "rebuild" in one.slots)
-    query = TimelineQuery(from_s=fault.from_s - 0.01, to_s=fault.from_s + 0.01)
-    near = timeline_answer.timeline(demo, query)
-    assert [one.slots for one in near.rows[0].spans] == [{"used": 4}, {"rebuild": 4}]
-    assert near.rows[0].spans[0].from_s == pytest.approx(query.from_s)
-    assert near.rows[0].spans[-1].to_s == pytest.approx(query.to_s)
-    (mark,) = near.incidents
-    assert (mark.severity, mark.num) == ("SEV2", 1)
+    (row,) = timeline_answer.window(demo, TimelineQuery())["rows"]
+    fault_s = next(since_s for since_s, _, slots in row["spans"] if "rebuild" in slots)
+    query = TimelineQuery(from_s=fault_s - 0.01, to_s=fault_s + 0.01)
+    near = timeline_answer.window(demo, query)
+    spans = near["rows"][0]["spans"]
+    assert [slots for _, _, slots in spans] == [{"used": 4}, {"rebuild": 4}]
+    assert spans[0][0] == pytest.approx(query.from_s)
+    assert spans[-1][1] == pytest.approx(query.to_s)
+    (mark,) = near["incidents"]
+    assert (mark["severity"], mark["num"]) == ("SEV2", 1)
     with pytest.raises(Refusal, match="ends before"):
-        timeline_answer.timeline(demo, TimelineQuery(from_s=2.0, to_s=1.0))
+        timeline_answer.window(demo, TimelineQuery(from_s=2.0, to_s=1.0))
 
 
 def test_curves_and_phases(demo: Timeline) -> None:
-    (task,) = demo.tasks
-    found = timeline_answer.curves(demo, task, 10_000)
-    assert [one.iteration for one in found.points] == list(range(len(found.points)))
-    assert all(one.loss is not None and one.step_s is not None for one in found.points)
-    assert [one.layout for one in found.layouts] == ["DP 4", "DP 3", "DP 4"]
-    few = timeline_answer.curves(demo, task, 10).points
-    assert len(few) <= 10
-    assert few[-1].loss == found.points[-1].loss
-    (fault,) = found.faults
-    phases = timeline_answer.phases(demo, fault.incident)
+    (task,) = demo.past.tasks
+    curves = timeline_answer.curves(demo, task)
+    assert curves["iterations"] == list(range(len(curves["iterations"])))
+    assert None not in curves["losses"] + curves["step_s"]
+    assert [layout for _, _, layout in curves["layouts"]] == ["DP 4", "DP 3", "DP 4"]
+    (fault,) = demo.past.incidents
+    phases = timeline_answer.found(demo.past.incidents, fault)
     assert phases.resumed_s is not None
     assert phases.stepped_s is not None
     assert phases.fault_s <= phases.detected_s <= phases.decided_s <= phases.resumed_s
     assert phases.resumed_s <= phases.stepped_s
-    for call in (timeline_answer.phases, lambda of, key: timeline_answer.curves(of, key, 1)):
-        with pytest.raises(Refusal, match="no"):
-            call(demo, 999)
+    with pytest.raises(Refusal, match="no 999"):
+        timeline_answer.curves(demo, 999)
 
 
 def test_a_copy_of_the_state_is_that_of_the_fold(demo: Timeline) -> None:
@@ -100,6 +98,6 @@ async def test_it_goes_on_with_the_log(site: Site) -> None:
     _, then = await site.ask("GET", "/v1/timeline?to=4e9")
     assert then["read_seq"] == then["last_seq"] == site.coordinator.seq
     assert [row["name"] for row in then["rows"]] == ["job"]
-    assert "no task 99" in await site.refused(404, "GET", "/v1/tasks/99/curves")
-    assert "no incident 9" in await site.refused(404, "GET", "/v1/incidents/9/phases")
+    assert "no 99" in await site.refused(404, "GET", "/v1/tasks/99/curves")
+    assert "no 9" in await site.refused(404, "GET", "/v1/incidents/9/phases")
     await site.refused(400, "GET", "/v1/timeline?from=-1")
