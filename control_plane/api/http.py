@@ -252,7 +252,8 @@ class HttpApi:
                 page = await self._log.read(after=after, num_max=PAGE_RECORDS_MAX)
                 await response.prepare(request)
                 while page:
-                    await response.write(write(page))
+                    await response.write(write([one for one in page if not call.query.requests
+                                                or isinstance(one.body, types.OperatorRequest)]))
                     page = await self._log.read(after=page[-1].seq, num_max=PAGE_RECORDS_MAX)
         except (LogError, Refusal) as error:
             if not response.prepared:

@@ -57,6 +57,7 @@ class ListQuery(Moment, frozen=True):
 class LogQuery(Nothing, frozen=True):
     after: Seq = 0
     follow: Annotated[bool, Meta(description="Go on with new records, as events always")] = False
+    requests: Annotated[bool, Meta(description="Only those of operators; not as events")] = False
 
 
 class HistoryQuery(Nothing, frozen=True):

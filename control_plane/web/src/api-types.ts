@@ -3684,6 +3684,7 @@ export interface operations {
             query?: {
                 after?: number;
                 follow?: boolean;
+                requests?: boolean;
             };
             header?: {
                 /** @description The seq of the last event; instead of `after` */

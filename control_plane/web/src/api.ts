@@ -82,6 +82,12 @@ export async function post<A>(path: string, body: object, headers: Record<string
   return { answer: await reply.json() as A, etag: reply.headers.get("ETag") ?? "" }
 }
 
+/** The records of the log, all of them or those that the parameters choose. */
+export async function lines(params: Params, signal: AbortSignal): Promise<Schemas["LogRecord"][]> {
+  const reply = await send(address("/v1/log", params), { signal })
+  return (await reply.text()).split("\n").filter(Boolean).map(line => JSON.parse(line) as Schemas["LogRecord"])
+}
+
 /** Give the records after `after` to `take`, as they come, until the connection breaks. */
 export async function follow(after: number, take: (records: Schemas["LogRecord"][]) => void,
   signal: AbortSignal): Promise<never> {

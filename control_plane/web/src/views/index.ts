@@ -1,7 +1,12 @@
 /** The views: one row each. A view's file knows nothing of the others. */
 import type { ComponentType } from "preact"
 import type { Schemas } from "../api"
+import { Audit } from "./audit"
 import { Cluster } from "./cluster"
+import { Costs } from "./costs"
+import { Nodes } from "./nodes"
+import { PlanPage } from "./plan"
+import { TaskPage } from "./task"
 
 export interface ViewProps {
   /** The state at the moment that is shown. */
@@ -23,4 +28,9 @@ export interface ViewEntry { title: string; component: ComponentType<ViewProps>;
 
 export const VIEWS: Record<string, ViewEntry> = {
   cluster: { title: "Cluster", component: Cluster, inMenu: true },
+  task: { title: "Task", component: TaskPage, inMenu: true },
+  nodes: { title: "Nodes", component: Nodes, inMenu: true },
+  plan: { title: "Plan", component: PlanPage, inMenu: true },
+  costs: { title: "Costs", component: Costs, inMenu: true },
+  audit: { title: "Audit", component: Audit, inMenu: true },
 }

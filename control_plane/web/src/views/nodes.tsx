@@ -1,0 +1,71 @@
+/** The nodes: a map by rack and switch, then a row for each. */
+import type { Schemas } from "../api"
+import { link } from "../route"
+import { Ago, Section, State, Table, Time } from "../ui"
+import type { ViewProps } from "./index"
+
+type Node = Schemas["NodeView"]
+
+/** One word for a node: what matters most for its use. */
+export function wordOf(node: Node): string {
+  if (node.contact !== "heard") return node.contact
+  if (node.quarantine) return "quarantined"
+  if (node.drained) return "drained"
+  return node.health
+}
+
+const label = (node: Node, key: string): string => {
+  const found = Object.entries(node.labels as Record<string, unknown>).find(([name]) => name === key || name.endsWith(`/${key}`))
+  return typeof found?.[1] === "string" ? found[1] : ""
+}
+
+export function Nodes({ state, at, of, now_s }: ViewProps) {
+  const names = new Map(state.tasks.map(one => [one.id, one.name]))
+  const places = new Map<string, Node[]>()
+  for (const node of state.nodes) {
+    const place = [label(node, "switch"), label(node, "rack")].filter(Boolean).join(" / ") || "no rack or switch given"
+    places.set(place, [...places.get(place) ?? [], node])
+  }
+  const rows = of ? state.nodes.filter(one => one.id === of)
+    : [...state.nodes].sort((a, b) => Number(wordOf(a) === "healthy") - Number(wordOf(b) === "healthy"))
+  return <>
+    <Section title="Map" note="by switch and rack; a square is a slot">
+      {state.nodes.length === 0 && <p class="empty">No node has joined.</p>}
+      {[...places].map(([place, nodes]) => <div class="rack"><h3>{place}</h3>
+        <ul class="map">{nodes.map(node => <NodeCell node={node} at={at} names={names} />)}</ul></div>)}
+    </Section>
+    <Section title={of ? `Node ${of}` : "All nodes"}>
+      {of && <p><a href={link("nodes", "", { at })}>all nodes</a></p>}
+      <Table label="Nodes" rows={rows} empty="No such node." max={of ? 1 : 300} columns={[
+        { name: "Node", cell: one => <a href={link("nodes", one.id, { at })}>{one.id}</a> },
+        { name: "State", cell: one => <State of={wordOf(one)} /> },
+        { name: "Since", cell: one => <Ago at_s={one.since_s} now_s={now_s} /> },
+        { name: "Host", cell: one => one.host },
+        { name: "Slots", right: true, cell: one => `${one.slots.filter(slot => slot.task).length} / ${one.num_slots}` },
+        { name: "Tasks", cell: one => [...new Set(one.slots.filter(slot => slot.task).map(slot => names.get(slot.task) ?? slot.task))].join(", ") },
+        { name: "Quarantine", cell: one => one.quarantine
+          ? <>{String((one.quarantine as { why?: string }).why ?? "")} {Number((one.quarantine as { until_s?: number }).until_s ?? 0) > 0 &&
+            <>until <Time at_s={Number((one.quarantine as { until_s?: number }).until_s)} /></>}</> : "" },
+        { name: "Drain", cell: one => one.drained ? one.drain_reason || "drained" : "" },
+        { name: "Why", cell: one => [one.sick_why, ...one.checks.map(check => check as { health: string; why?: string; name?: string })
+          .filter(check => check.health !== "healthy").map(check => `${check.name ?? ""} ${check.why ?? ""}`.trim()),
+          ...one.slots.filter(slot => slot.out).map(slot => `slot ${slot.index} out: ${slot.out_why}`)].filter(Boolean).join("; ") },
+      ]} />
+    </Section>
+  </>
+}
+
+const SIGNS: Record<string, string> = {
+  healthy: "", degraded: "▲", unhealthy: "✕", unreachable: "?", lost: "✕", left: "–", drained: "⏏", quarantined: "⊘",
+}
+
+function NodeCell({ node, at, names }: { node: Node; at: string; names: Map<number, string> }) {
+  const word = wordOf(node)
+  const tasks = [...new Set(node.slots.filter(one => one.task).map(one => names.get(one.task) ?? one.task))].join(", ")
+  const text = `${node.id}: ${word}, ${tasks || "no task"}`
+  return <li class={`node ${word}`}><a href={link("nodes", node.id, { at })} title={text} aria-label={text}>
+    <span>{node.id}{SIGNS[word] && ` ${SIGNS[word]}`}</span>
+    <span class="slots" aria-hidden="true">{node.slots.slice(0, 16).map(slot =>
+      <i class={slot.out ? "out" : slot.task ? "busy" : "free"} />)}</span>
+  </a></li>
+}
