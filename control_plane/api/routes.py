@@ -131,7 +131,7 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/sessions", None, HttpApi.new_session, m.Code, m.Session,
           "A session for a code", leader=False),
     Route("POST", "/v1/sessions/end", "view", HttpApi.end_session, Nothing, Nothing,
-          "End this session", leader=False),
+          "The session ends", leader=False),
     Route("GET", "/v1/tokens", "admin", HttpApi.list_tokens, None, Page[m.TokenView],
           "The tokens, in pages", query=m.ListQuery, leader=True),
     Route("POST", "/v1/tokens", "admin", HttpApi.create_token, m.NewToken, m.NewSecret,

@@ -19,8 +19,13 @@ BUILD_S_MAX = 120
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the checkout, so that the checkout gets no build/ folder."""
     source = tmp_path_factory.mktemp("source") / "checkout"
-    skipped = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
+    skipped = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info",
+                                     "node_modules")
     shutil.copytree(ROOT, source, ignore=skipped, symlinks=True)
+    assets = source / "control_plane" / "web" / "dist" / "assets"
+    assets.mkdir(parents=True)  # as `make web` builds it
+    (assets / "index-1.js").touch()
+    (assets.parent / "index.html").touch()
     out = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
@@ -39,6 +44,9 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
         folder = ROOT.joinpath(*package.split(".")[1:])
         wanted |= {f"{package.replace('.', '/')}/{path.name}" for path in folder.glob("*.py")}
     assert {name for name in names if name.endswith(".py")} == wanted
+    assert {name for name in names if "/web/" in name} == {
+        "unicron/control_plane/web/dist/index.html",
+        "unicron/control_plane/web/dist/assets/index-1.js"}
     assert all(name.startswith("unicron/") for name in names)
     assert not any(name.startswith("unicron/tests") for name in names)
 

@@ -64,7 +64,8 @@ def plant(patch: Path) -> Path:
     for name in PACKAGES:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns(
+                "__pycache__", "node_modules"))
         else:
             shutil.copy(source, copy / name)
     # Without GIT_DIR, git would apply the patch to the checkout.

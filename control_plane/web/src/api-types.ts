@@ -706,7 +706,7 @@ export interface paths {
         get?: never;
         put?: never;
         /**
-         * End this session
+         * The session ends
          * @description Needs the role `view`.
          */
         post: operations["postSessionsEnd"];

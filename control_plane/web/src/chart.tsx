@@ -25,6 +25,7 @@ export function Chart({ label, x, lines, values, isTime = false, marks = [], hei
     const drawMarks = (plot: uPlot) => {
       plot.ctx.save()
       plot.ctx.fillStyle = colour("bad")
+      plot.ctx.textAlign = "left"
       plot.ctx.font = `${11 * devicePixelRatio}px sans-serif`
       for (const one of marks) {
         const left = plot.valToPos(one.x, "x", true)

@@ -74,7 +74,7 @@ function Leader({ state, now_s, past }: { state: Schemas["View"]; now_s: number;
       <dt>healing</dt><dd>{cluster.healing === "on" ? "on" : <State of="open" />}{cluster.healing !== "on" && ` ${cluster.healing}`}</dd>
       <dt>slots</dt><dd>{count(used)} of {count(cluster.num_slots)} have a rank</dd>
       <dt>nodes</dt><dd>{count(nodes.length)}, {ill ? <strong>{ill} not healthy</strong> : "all healthy"}</dd>
-      <dt>MTBF</dt><dd>{cluster.num_faults ? `${span(mtbf_s)} of the cluster, ${cluster.num_faults} faults` : "no fault so far"}</dd>
+      <dt>MTBF</dt><dd>{cluster.num_faults ? `${span(mtbf_s)} of the cluster, ${cluster.num_faults} ${cluster.num_faults === 1 ? "fault" : "faults"}` : "no fault so far"}</dd>
       <dt>log</dt><dd>record {count(cluster.seq)}, <Ago at_s={cluster.at_s} now_s={now_s} /></dd>
     </dl>
   </Section>

@@ -48,7 +48,7 @@ function Summary({ task, now_s }: { task: Task; now_s: number }) {
         {task.step_s > 0 && left > 0 && `; ${span(left * task.step_s)} are left`}</dd>
       <dt>loss</dt><dd>{task.loss?.toFixed(4) ?? "–"}</dd>
       <dt>WAF</dt><dd>{si(task.waf, "FLOP/s")}</dd>
-      <dt>healed</dt><dd>{task.healed} times, {task.iterations_lost ?? "unknown"} iterations lost</dd>
+      <dt>healed</dt><dd>{task.healed === 1 ? "once" : `${task.healed} times`}, {task.iterations_lost ?? "unknown"} iterations lost</dd>
     </dl>
   </Section>
 }
