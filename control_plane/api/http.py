@@ -273,6 +273,8 @@ class HttpApi:
     async def history(self, call: Call[messages.HistoryQuery, None]) -> usage_answer.History:
         """What slots were used for and lost to, by day (usage_answer.py)."""
         first = usage_answer.first_day({"since": call.query.since})
+        if self._file and self._timeline is not None:
+            return usage_answer.answer(self._timeline.spans.until_now(), first)
         async with self._computing:
             sealed = await self._log.open_segments()
             found, after = Usage(), self._log.first_seq - 1

@@ -100,7 +100,7 @@ class UsageMeter:
             usage.count(day, f"incident {body.severity} {body.status}", 1)
         if task is None or not isinstance(body, SAME_SLOTS):
             self._refresh(at_us)
-        else:
+        elif not isinstance(body, MemoryCheckpointStored):  # frequent, and changes no use
             self._set(number, at_us, uses(state, task))
         for key in list(self._stopped):
             self._stopped_before(key, at_us)

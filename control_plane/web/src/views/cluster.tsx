@@ -1,5 +1,5 @@
 /** The cluster: what needs a person, what it earns, what slots did, the newest incidents, who leads. */
-import { useMemo } from "preact/hooks"
+import { useEffect, useMemo } from "preact/hooks"
 import type { Schemas } from "../api"
 import { Chart } from "../chart"
 import { count, percent, si, span } from "../format"
@@ -82,11 +82,17 @@ function Leader({ state, now_s, past }: { state: Schemas["View"]; now_s: number;
 
 function Slots({ at, at_s, query }: { at: string; at_s: number | undefined; query: Record<string, string> }) {
   const asked: Partial<Window> = query.from && query.to ? { from_s: Number(query.from), to_s: Number(query.to) } : {}
-  const { data, problem } = useGet("/v1/timeline", { from: asked.from_s, to: asked.to_s, buckets: 500 })
+  const { data, problem, again } = useGet("/v1/timeline", { from: asked.from_s, to: asked.to_s, buckets: 500 })
+  const isPart = data !== undefined && data.read_seq < data.last_seq
+  useEffect(() => {
+    if (!isPart) return
+    const timer = setTimeout(again, 300)
+    return () => { clearTimeout(timer) }
+  }, [data])
   const shown = data && { from_s: asked.from_s ?? data.from_s, to_s: asked.to_s ?? data.to_s }
   return <Section title="Slots by task over time">
     <Trouble problem={problem} />
-    {data && data.read_seq < data.last_seq && <p role="status">
+    {isPart && <p role="status">
       reading the log: {percent(data.read_seq / data.last_seq)}</p>}
     {data && shown && <Gantt data={data} window={shown} at_s={at ? at_s : undefined}
       onWindow={({ from_s, to_s }) => {

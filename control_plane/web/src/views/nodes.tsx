@@ -22,12 +22,13 @@ const label = (node: Node, key: string): string => {
 export function Nodes({ state, at, of, now_s }: ViewProps) {
   const names = new Map(state.tasks.map(one => [one.id, one.name]))
   const places = new Map<string, Node[]>()
-  for (const node of state.nodes) {
+  const byName = new Intl.Collator("en", { numeric: true }).compare
+  for (const node of [...state.nodes].sort((a, b) => byName(a.id, b.id))) {
     const place = [label(node, "switch"), label(node, "rack")].filter(Boolean).join(" / ") || "no rack or switch given"
     places.set(place, [...places.get(place) ?? [], node])
   }
   const rows = of ? state.nodes.filter(one => one.id === of)
-    : [...state.nodes].sort((a, b) => Number(wordOf(a) === "healthy") - Number(wordOf(b) === "healthy"))
+    : [...state.nodes].sort((a, b) => Number(wordOf(a) === "healthy") - Number(wordOf(b) === "healthy") || byName(a.id, b.id))
   return <>
     <Section title="Map" note="by switch and rack; a square is a slot">
       {state.nodes.length === 0 && <p class="empty">No node has joined.</p>}
