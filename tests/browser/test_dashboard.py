@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from browser.page import Cable, Page, browsing, opened, viewing
@@ -150,6 +152,68 @@ def test_a_lost_connection_says_so_and_goes_on(cluster: RealCluster, page: Page)
         cluster.client().post("/v1/unfreeze", {"reason": "seen"})
 
 
+# --- the other views ------------------------------------------------------------------------------
+def test_a_task_shows_its_ranks_its_curves_and_what_they_print(cluster: RealCluster, page: Page
+                                                               ) -> None:
+    (task,) = [one["id"] for one in cluster.client().tasks() if one["name"] == "alpha"]
+    cluster.wait_steps(task)
+    log_in(page, cluster)
+    page.go(f"task/{task}")
+    page.wait(lambda: len(page.browser.find_elements("css selector", ".rank.member")) == 4, "ranks")
+    page.wait(lambda: len(page.browser.find_elements("css selector", ".chart canvas")) == 2,
+              "loss and iteration time")
+    ranks = {one.get_attribute("title").split(",")[0]: one.get_attribute("title")
+             for one in page.browser.find_elements("css selector", ".rank")}
+    for number, pid in cluster.pids(task).items():
+        assert f"pid {pid}" in ranks[f"rank {number}"]
+    page.wait_text("4 ranks on 2 nodes")
+    page.wait_text("DP 4")
+    (read,) = [one for one in page.browser.find_elements("css selector", "button")
+               if one.text == "Read"]
+    read.click()
+    page.wait(lambda: "iteration" in page.find("pre").text or "rank" in page.find("pre").text,
+              "the output of rank 0")
+
+
+def test_what_if_a_node_was_drained(cluster: RealCluster, page: Page) -> None:
+    log_in(page, cluster)
+    begun = cluster.seq()
+    page.go("plan")
+    page.wait_text("What if")
+    page.find(".form input").send_keys("n2", Keys.ENTER)
+    page.wait_text("It would be")
+    page.wait_text("4 → 2")
+    page.find(".form input").send_keys(Keys.BACKSPACE, "99", Keys.ENTER)
+    page.wait_text("n99")
+    page.wait(lambda: page.browser.find_elements("css selector", ".trouble"), "it is refused")
+    assert not cluster.told(begun, "NodeDrained")
+
+
+def test_nodes_costs_and_who_did_what(cluster: RealCluster, page: Page) -> None:
+    client = cluster.client()
+    client.post("/v1/freeze", {"reason": "a switch changes"})
+    client.post("/v1/unfreeze", {"reason": "it is changed"})
+    log_in(page, cluster)
+    page.go("nodes")
+    page.wait(lambda: [one.text.split()[0] for one in page.browser.find_elements(
+        "css selector", ".node")] == ["n1", "n2"], "the map")
+    page.go("audit")
+    page.wait_text("a switch changes")
+    page.wait_text("it is changed")
+    client.post("/v1/freeze", {"reason": "again, while one looks"})
+    page.wait_text("again, while one looks")
+    client.post("/v1/unfreeze", {"reason": "done"})
+    page.wait_text("owner (admin)")
+    page.go("costs")
+    page.wait_text("By day")
+    text = unquote(page.find("a[download]").get_attribute("href").partition(",")[2])
+    total = client.get("/v1/history")["total"]
+    (day, *_) = csv.DictReader(text.splitlines())
+    assert set(day) >= {"day", "used_slot_s", *(f"lost_{one}_slot_s" for one in
+                                                total["lost_slot_s"])}
+    assert 0 < float(day["used_slot_s"]) <= total["used_slot_s"]
+
+
 # --- made for people -----------------------------------------------------------------------------
 def views(page: Page) -> list[str]:
     """The addresses of all views."""
@@ -168,6 +232,9 @@ def test_axe_has_no_serious_finding(demo: Page, look: str) -> None:
         width = demo.run("return document.documentElement.scrollWidth - innerWidth")
         assert width <= 0, f"{view} is {width} px wider than the screen"
     demo.look_like()
+    demo.run("document.querySelector('main').append(document.createElement('img'))")
+    assert any(one.startswith("image-alt") for one in demo.axe()), "axe looks"
+    demo.browser.refresh()
 
 
 def test_the_login_page_has_no_serious_finding(page: Page) -> None:

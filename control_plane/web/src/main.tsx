@@ -1,6 +1,6 @@
 /** The frame: login, menu, the moment that is shown, the connection; the view is in the middle. */
 import { render } from "preact"
-import { useEffect, useReducer, useState } from "preact/hooks"
+import { useEffect, useMemo, useReducer, useState } from "preact/hooks"
 import { get, onEnd, post, Problem, session, type Schemas, type Session } from "./api"
 import { count, isUtc, setUtc, span, time, zone } from "./format"
 import { live, useGet, useLive } from "./live"
@@ -8,6 +8,8 @@ import { change, link, useRoute } from "./route"
 import "./style.css"
 import { Trouble } from "./ui"
 import { VIEWS } from "./views"
+
+const CLOCK_MS = 10_000
 
 /** The code in the address becomes a session; it is removed from the address before anything else. */
 async function enter(text: string): Promise<void> {
@@ -62,16 +64,19 @@ function Frame({ mine, onLeave }: { mine: Session; onLeave: () => void }) {
   const at = route.query.at ?? ""
   const [health, setHealth] = useState<Schemas["Health"]>()
   const { data: state, problem, busy } = useGet("/v1/state", { at })
-  const stream = useLive()
-  const [, again] = useReducer((n: number) => n + 1, 0)
+  const [tick, again] = useReducer((n: number) => n + 1, 0)
   useEffect(() => {
     get("/v1/health").then(found => { setHealth(found); void live.run(found.seq ?? 0) }, () => { void live.run(0) })
-    return () => { live.end() }
+    const clock = setInterval(() => { again(0) }, CLOCK_MS)
+    return () => { live.end(); clearInterval(clock) }
   }, [])
   const entry = VIEWS[route.view]
   const name = health?.cluster ?? ""
   useEffect(() => { document.title = `${entry?.title ?? "Not found"}${route.of && ` ${route.of}`} · ${name} · Unicron` })
-  const now_s = at || health?.file ? state?.cluster.at_s ?? 0 : Date.now() / 1000
+  // Drawn again with a new state, address or zone, not with each record.
+  const view = useMemo(() => state && entry && <entry.component state={state} at={at} of={route.of} query={route.query}
+    now_s={at || health?.file ? state.cluster.at_s : Date.now() / 1000} recorded={Boolean(health?.file)}
+    mayAct={!at && !health?.file && mine.role !== "view"} />, [state, route, health, tick])
   return <>
     <a class="skip" href="#main" onClick={event => { event.preventDefault(); document.getElementById("main")?.focus() }}>Skip to the view</a>
     <header>
@@ -82,10 +87,9 @@ function Frame({ mine, onLeave }: { mine: Session; onLeave: () => void }) {
       <button type="button" onClick={() => { setUtc(!isUtc()); again(0) }} aria-label={`Times in ${zone()}; change`}>{zone()}</button>
       <button type="button" onClick={onLeave} title={`${mine.name}, role ${mine.role}`}>Leave</button>
     </header>
-    <Moment at={at} state={state} last={Math.max(stream.seq, state && !at ? state.cluster.seq : 0)} busy={busy} />
+    <Moment at={at} state={state} busy={busy} />
     <div role="status" aria-live="polite">
-      {stream.connection === "lost" && <p class="banner">The connection is lost since {time(stream.lostSince_ms / 1000)}.
-        What you see is from then. The page goes on from record {count(stream.seq)} when the control plane answers.</p>}
+      <Lost />
       {health?.follows && <p class="banner">This control plane follows {health.follows}, which leads.
         It shows the same; requests go to the leader: <code>unicron open</code></p>}
     </div>
@@ -93,15 +97,21 @@ function Frame({ mine, onLeave }: { mine: Session; onLeave: () => void }) {
       <h1>{entry?.title ?? "There is no such view"}{route.of && ` ${route.of}`}</h1>
       <Trouble problem={problem} />
       {!state && !problem && <p class="empty">reading…</p>}
-      {state && entry && <entry.component state={state} at={at} of={route.of} query={route.query} now_s={now_s}
-        recorded={Boolean(health?.file)} mayAct={!at && !health?.file && mine.role !== "view"} />}
+      {view}
       {!entry && <p><a href={link("cluster")}>The cluster</a></p>}
     </main>
   </>
 }
 
+function Lost() {
+  const { connection, lostSince_ms, seq } = useLive()
+  return connection !== "lost" ? null : <p class="banner">The connection is lost since {time(lostSince_ms / 1000)}.
+    What you see is from then. The page goes on from record {count(seq)} when the control plane answers.</p>
+}
+
 /** The slider over the whole log. */
-function Moment({ at, state, last, busy }: { at: string; state: Schemas["View"] | undefined; last: number; busy: boolean }) {
+function Moment({ at, state, busy }: { at: string; state: Schemas["View"] | undefined; busy: boolean }) {
+  const last = Math.max(useLive().seq, state?.cluster.seq ?? 0)
   const [pulled, setPulled] = useState<number>()
   const seq = pulled ?? state?.cluster.seq ?? last
   const incidents = state?.incidents.map(one => one.id) ?? []

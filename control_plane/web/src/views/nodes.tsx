@@ -30,14 +30,14 @@ export function Nodes({ state, at, of, now_s }: ViewProps) {
   const rows = of ? state.nodes.filter(one => one.id === of)
     : [...state.nodes].sort((a, b) => Number(wordOf(a) === "healthy") - Number(wordOf(b) === "healthy") || byName(a.id, b.id))
   return <>
-    <Section title="Map" note="by switch and rack; a square is a slot">
+    <Section title="Map" note="by switch and rack; ■ a slot with a rank, □ a free one, ✕ one that is out">
       {state.nodes.length === 0 && <p class="empty">No node has joined.</p>}
       {[...places].map(([place, nodes]) => <div class="rack"><h3>{place}</h3>
         <ul class="map">{nodes.map(node => <NodeCell node={node} at={at} names={names} />)}</ul></div>)}
     </Section>
     <Section title={of ? `Node ${of}` : "All nodes"}>
       {of && <p><a href={link("nodes", "", { at })}>all nodes</a></p>}
-      <Table label="Nodes" rows={rows} empty="No such node." max={of ? 1 : 300} columns={[
+      <Table label="Nodes" rows={rows} empty="No such node." max={of ? 1 : 100} columns={[
         { name: "Node", cell: one => <a href={link("nodes", one.id, { at })}>{one.id}</a> },
         { name: "State", cell: one => <State of={wordOf(one)} /> },
         { name: "Since", cell: one => <Ago at_s={one.since_s} now_s={now_s} /> },
@@ -66,7 +66,6 @@ function NodeCell({ node, at, names }: { node: Node; at: string; names: Map<numb
   const text = `${node.id}: ${word}, ${tasks || "no task"}`
   return <li class={`node ${word}`}><a href={link("nodes", node.id, { at })} title={text} aria-label={text}>
     <span>{node.id}{SIGNS[word] && ` ${SIGNS[word]}`}</span>
-    <span class="slots" aria-hidden="true">{node.slots.slice(0, 16).map(slot =>
-      <i class={slot.out ? "out" : slot.task ? "busy" : "free"} />)}</span>
+    <span class="slots" aria-hidden="true">{node.slots.slice(0, 16).map(slot => slot.out ? "✕" : slot.task ? "■" : "□").join("")}</span>
   </a></li>
 }
