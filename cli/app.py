@@ -341,7 +341,7 @@ def cancel(
     """Cancel tasks."""
 
 
-@calls(app, "commands.wait.wait")
+@calls(app, "commands.tasks.wait")
 def wait(
     task: TasksArg,
     until: Annotated[Literal["running", "healed", "finished"], typer.Option(

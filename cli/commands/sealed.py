@@ -43,10 +43,8 @@ def status(state: StateDir, url: Urls, *, segments: str, as_json: bool) -> None:
 
 def verify(state: StateDir, *, segments: str) -> None:
     """Read every segment and snapshot. Raises CorruptError that says which records are gone."""
-    folder = folder_of(state, segments)
-    sealed, bad = _sealed(folder), list[str]()
-    if not sealed.chain:
-        raise _nothing(folder)
+    folder, sealed = _segments(state, segments)
+    bad = list[str]()
     files: list[Segment | Snapshot] = [*sealed.chain, *folder.snapshots()]
     for one in files:
         try:
@@ -76,10 +74,7 @@ def prune(state: StateDir, *, segments: str, keep: float) -> None:
     """Remove what is older than `keep` days and not needed. Raises UsageError, CorruptError."""
     from ...control_plane.service import snapshots
 
-    folder = folder_of(state, segments)
-    sealed = _sealed(folder)
-    if not sealed.chain:
-        raise _nothing(folder)
+    folder, sealed = _segments(state, segments)
     try:
         # Times in the log never fall: find the first segment that ends after that time.
         at = bisect(sealed.chain[:-1], time.time() - 86400 * keep,
@@ -103,10 +98,7 @@ def restore(state: StateDir, *, segments: str) -> None:
     from ...control_plane.fold.fold import fold
     from ...control_plane.service import snapshots
 
-    folder = folder_of(state, segments)
-    sealed = _sealed(folder)
-    if not sealed.chain:
-        raise _nothing(folder)
+    folder, sealed = _segments(state, segments)
     last = sealed.chain[-1]
     try:
         records = folder.read(last)
@@ -142,9 +134,14 @@ def restore(state: StateDir, *, segments: str) -> None:
     console.talk("next: start the control plane")
 
 
-def _nothing(folder: Folder) -> UsageError:
-    return UsageError(f"{folder.where} has no segment", "name the folder with --segments or "
-                      "--state; a young log is on the server alone: unicron log status")
+def _segments(state: StateDir, where: str) -> tuple[Folder, SealedLog]:
+    """The folder and its sealed log, which has segments. Raises UsageError, CorruptError."""
+    folder = folder_of(state, where)
+    sealed = _sealed(folder)
+    if not sealed.chain:
+        raise UsageError(f"{folder.where} has no segment", "name the folder with --segments or "
+                         "--state; a young log is on the server alone: unicron log status")
+    return folder, sealed
 
 
 def _sealed(folder: Folder) -> SealedLog:

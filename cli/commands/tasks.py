@@ -1,4 +1,4 @@
-"""`submit` and `cancel`; finding a task by name or id."""
+"""`submit`, `cancel` and `wait`; finding a task by name or id."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from pathlib import Path
 import msgspec
 
 from ...control_plane.api.needs import ENDED
-from ...events.errors import UsageError
+from ...events.errors import UnicronError, UsageError
 from ...events.network_address import is_loopback
 from ...events.records.reports import TaskSubmitted
 from ...events.spec.job import JobSpec, Slots, is_url
-from ..cluster.client import Client, Refused, Unreachable, Urls, connect
+from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, Urls, connect
 from ..cluster.local_cluster import START_S_MAX
 from ..cluster.state_dir import StateDir, default
 from ..files import job_file, megatron_command
 from ..terminal import console
-from ..terminal.format import Plain
+from ..terminal.format import Plain, span
 from .names import chosen, pick
 from .request_outcome import outcome_of, plan_lines, view_before
 
 HELD_S_MAX, POLL_S = 1.0, 0.1
 """How long `submit` waits for an `up` to begin."""
+WAIT_POLL_S = 0.5
+REACHED = {"running": ("running", "degraded"), "finished": ("finished",),
+           "healed": ("running", "degraded", "finishing", "finished")}
+"""The states of a task that each wish is fulfilled by; healed: also no incident is open."""
 
 
 def submit(state: StateDir, url: Urls, paths: Sequence[Path], *, as_json: bool) -> None:
@@ -134,6 +138,41 @@ def cancel(state: StateDir, url: Urls, task: Sequence[str], reason: str, *, as_j
     if not as_json:
         console.talk(f"next: unicron status{option_for(state)}   (the others are planned again at "
                      "its end)")
+
+
+def wait(state: StateDir, url: Urls, task: Sequence[str], until: str, timeout_s: float | None, *,
+         as_json: bool) -> None:
+    """Return when every task is so. Raises UnicronError after `timeout_s`, or for a task
+    that cannot come to be so any more, and Unreachable."""
+    began_s = time.monotonic()
+    tasks: list[Plain] = connect(state, url).get("/v1/state")["tasks"]
+    ids = [one["id"] for one in chosen(task, tasks, tasks)]
+    while True:
+        late = timeout_s is not None and time.monotonic() - began_s > timeout_s
+        try:
+            view: Plain = connect(state, url).get("/v1/state")
+        except (Interrupted, Unable, Unreachable):
+            if late:
+                raise
+            time.sleep(WAIT_POLL_S)
+            continue
+        open_ = {one["task"] for one in view["incidents"] if not one["outcome"]}
+        found = [one for one in view["tasks"] if one["id"] in ids]
+        left = [one for one in found if one["state"] not in REACHED[until]
+                or (until == "healed" and one["id"] in open_)]
+        for one in left:
+            if one["state"] in ENDED:
+                raise UnicronError(f"{one['name']} {one['state']}",
+                                   f"unicron status {one['id']}{option_for(state)}")
+        if not left:
+            console.show(found, [f"{x['name']} {x['state']}" for x in found], as_json=as_json)
+            return
+        if late:
+            name = left[0]["name"]
+            more = f" and {len(left) - 1} more" * (len(left) > 1)
+            raise UnicronError(f"{name}{more} not {until} after {span(timeout_s or 0.0)}, but "
+                            f"{left[0]['state']}", f"unicron status {name}{option_for(state)}")
+        time.sleep(WAIT_POLL_S)
 
 
 def incident_id(text: str, hint: str = "for example 41 or inc-41") -> int:

@@ -13,7 +13,7 @@ from cli_process import in_process
 from decider import Driver, spec
 from two_tasks import seen
 from unicron.cli.cluster.state_dir import StateDir
-from unicron.cli.commands import operate, status, tasks, wait
+from unicron.cli.commands import operate, status, tasks
 from unicron.cli.screens import cluster, nodes
 from unicron.cli.screens import task as task_screen
 from unicron.cli.terminal import console, times
@@ -138,7 +138,7 @@ def test_no_name_reaches_the_terminal_as_it_is(
 def requests(d: Driver, monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     client = mock.Mock(get=lambda path: seen(d), records=lambda after, follow: iter(()),
                        post=mock.Mock(return_value={"seq": 9}))
-    for module in (operate, tasks, wait):
+    for module in (operate, tasks):
         monkeypatch.setattr(module, "connect", lambda state, url: client)
     return client
 
@@ -174,7 +174,7 @@ def test_nodes_are_drained_by_pattern_in_one_request(
 
 # --- wait ---------------------------------------------------------------------------------------
 def waiting_for(until: str, tmp_path: Path, timeout_s: float = 0.0) -> None:
-    wait.wait(StateDir(tmp_path), None, ["alpha"], until, timeout_s, as_json=False)
+    tasks.wait(StateDir(tmp_path), None, ["alpha"], until, timeout_s, as_json=False)
 
 
 def test_wait_ends_when_it_is_so(d: Driver, task: int, tmp_path: Path,

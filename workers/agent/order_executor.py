@@ -28,8 +28,7 @@ from .processes.exit_report import ExitReporter, OomLookup
 from .processes.launcher import MARKER, Launcher, NodeConfig, environment, key_of
 from .processes.pipe import Pipe
 from .processes.process import Exit, Process
-from .processes.rank_process import RankAttempt, RankNote
-from .processes.redaction import Redactor
+from .processes.rank_process import RankAttempt, RankNote, Redactor
 from .processes.report_limits import ReportLimits
 from .processes.shim import Shim
 from .publish import Publisher, PublishRefused, Superseded

@@ -13,7 +13,7 @@ from unicron.events.records.codec import encode_record
 from unicron.events.records.reports import RankErrored, RankExited, RankStarted
 from unicron.events.spec.policy import REDACT
 from unicron.workers.agent.processes.exit_report import TAIL_BYTES
-from unicron.workers.agent.processes.redaction import WORD, Redactor
+from unicron.workers.agent.processes.rank_process import WORD, Redactor
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 CANARY = "canary-5b1f"
