@@ -157,11 +157,12 @@ def up(
     if observe and act:
         raise UsageError("--observe and --act do not go together", "give one of them, or neither")
     command.up(folder(state), command.UpOptions(
-        agents=agents, slots=slots, redis=redis, port=port, cluster=cluster, policy=policy,
-        observe=observe if observe or act else None, allow_inject=allow_inject, watch=not no_watch,
-        labels=() if label == ["none"] else tuple(label or ()) or None, checks=checks,
-        checks_every_s=checks_every, shared_password=shared_password, insecure=insecure,
-        run_as=run_as, control_planes=control_planes, notify=notify), detach=detach)
+        num_agents=agents, num_slots=slots, redis_url=redis, port=port, cluster=cluster,
+        policy=policy, observe=observe if observe or act else None, allow_inject=allow_inject,
+        watch=not no_watch, labels=() if label == ["none"] else tuple(label or ()) or None,
+        checks=command.kept(checks), checks_every_s=checks_every, shared_password=shared_password,
+        insecure=insecure, run_as="" if run_as == "none" else run_as,
+        num_control_planes=control_planes, notify=command.kept(notify)), detach=detach)
 
 
 @calls(app, "commands.up.down", STATE)

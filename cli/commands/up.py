@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from msgspec import Struct, structs
+from msgspec import Struct, json, structs
 
 from ...control_plane.api.needs import ENDED
 from ...events.errors import ServerError, UnicronError, UsageError
@@ -40,84 +40,69 @@ BACKOFF_S, BACKOFF_S_MAX = 0.5, 10.0
 STABLE_S = 30.0
 """After this uptime the backoff of a process is reset."""
 DETACH_S_MAX = 90.0
+OPTIONS = "UNICRON_UP_OPTIONS"
+"""The variable with the options of an `up` in the background."""
+OF_CONTROL_PLANE = {"observe": "--observe or --act", "policy": "--policy",
+                    "allow_inject": "--allow-inject, which is never remembered,"}
+FIXED = {"labels": "--label", "checks": "--checks", "notify": "--notify", "redis_url": "--redis",
+         "watch": "--no-watch", "shared_password": "--shared-password"}
+TOLD = {"num_slots": "--slots", "port": "--port", "run_as": "--run-as",
+        "checks_every_s": "--checks-every", "cluster": "--cluster"}
+"""The options that cannot change while the cluster runs; of TOLD the values are told."""
 
 
 class UpOptions(Struct, frozen=True, kw_only=True):
-    """The options as given. None: the value of the last `up` on this folder, else the default."""
+    """The options as given, by their names in ClusterOptions. None: the value of the last `up` on
+    this folder, else the default; "" and () clear it. Those that are no None are not remembered."""
 
-    agents: int | None = None
-    slots: int | None = None
-    redis: str | None = None
+    num_agents: int | None = None
+    num_slots: int | None = None
+    redis_url: str | None = None
     port: int | None = None
+    num_control_planes: int | None = None
     cluster: str | None = None
     policy: Path | None = None
     """A file; the state folder stores a copy."""
     labels: tuple[str, ...] | None = None
-    """KEY=VALUE for all nodes, NODE:KEY=VALUE for one."""
     observe: bool | None = None
+    checks: str | None = None
+    checks_every_s: float | None = None
+    run_as: str | None = None
+    notify: str | None = None
     allow_inject: bool = False
     watch: bool = True
     shared_password: bool = False
     insecure: bool = False
-    """Neither these two nor `allow_inject` and `watch` are taken from the last `up`."""
-    checks: Path | None = None
-    """A folder; `none` clears it."""
-    checks_every_s: float | None = None
-    run_as: str | None = None
-    """A user; `none` clears it."""
-    control_planes: int | None = None
-    notify: Path | None = None
-    """A file; `none` clears it."""
 
     def wanted(self, before: ClusterOptions | None, state: StateDir) -> ClusterOptions:
         """The options of the last `up`, with those given now."""
         last = before or ClusterOptions()
-        given = {"num_agents": self.agents, "num_slots": self.slots, "redis_url": self.redis,
-                 "port": self.port, "cluster": self.cluster, "labels": self.labels,
-                 "num_control_planes": self.control_planes,
-                 "observe": self.observe, "checks_every_s": self.checks_every_s,
-                 "run_as": "" if self.run_as == "none" else self.run_as,
-                 "checks": None if self.checks is None else _absolute(self.checks),
-                 "notify": None if self.notify is None else _absolute(self.notify),
-                 "policy": str(state.policy) if self.policy or last.policy else None}
-        return structs.replace(
-            last, allow_inject=self.allow_inject, watch=self.watch,
-            shared_password=self.shared_password, insecure=self.insecure,
-            **{name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in structs.asdict(self).items() if value is not None}
+        return structs.replace(last, **given | {
+            "policy": str(state.policy) if self.policy or last.policy else ""})
 
     def refuse_other(self, before: ClusterOptions, state: StateDir, *, leads: bool = False) -> None:
         """Raises UsageError for options that cannot change while the cluster of `before` runs;
         `leads`: with its control plane."""
-        own = (("--observe" if self.observe else "--act", self.observe, before.observe),
-               ("--allow-inject, which is never remembered,", self.allow_inject,
-                before.allow_inject),
-               ("--policy", self.policy and _policy(self.policy),
-                self.policy and _policy(before.policy))) if leads else ()
-        for option, asked, runs in (
-                *own,
-                ("--slots", self.slots, before.num_slots),
-                ("--label", self.labels, before.labels),
-                ("--port", self.port or None, before.port),
-                ("--checks", None if self.checks is None else _absolute(self.checks),
-                 before.checks),
-                ("--notify", None if self.notify is None else _absolute(self.notify),
-                 before.notify),
-                ("--run-as", "" if self.run_as == "none" else self.run_as, before.run_as),
-                ("--checks-every", self.checks_every_s, before.checks_every_s),
-                ("--redis", self.redis, before.redis_url),
-                ("--cluster", self.cluster, before.cluster),
-                ("--no-watch", not self.watch or None, not before.watch),
-                ("--shared-password", self.shared_password, before.shared_password)):
-            if asked is not None and asked != runs:
-                values = (f" {asked}, but it was {runs}:" if type(asked) in (int, float, str)
-                          and option not in ("--redis", "--checks", "--notify") else "")
-                raise UsageError(f"{option}{values} differs from the cluster on "
-                                 f"{shown(state.path)}",
-                                 f"unicron down {state.option}, then up again")
+        wanted = self.wanted(before, state)
+        for name, option in ((OF_CONTROL_PLANE if leads else {}) | FIXED | TOLD).items():
+            asked, runs = getattr(wanted, name), getattr(before, name)
+            if name == "policy":
+                asked, runs = ((_policy(self.policy), _policy(before.policy)) if self.policy
+                               else (None, None))
+            # Port 0 is any port; without --no-watch, ranks are watched as before.
+            if asked == runs or (name, asked) in (("port", 0), ("watch", True)):
+                continue
+            values = f" {asked}, but it was {runs}:" if name in TOLD else ""
+            raise UsageError(f"{option}{values} differs from the cluster on {shown(state.path)}",
+                             f"unicron down {state.option}, then up again")
 
 
 def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
     """Start or adopt the folder's cluster. Raises UsageError, UnicronError."""
+    if given := os.environ.pop(OPTIONS, ""):
+        asked = structs.replace(json.decode(given, type=UpOptions, dec_hook=lambda _, path: Path(
+            path)), redis_url=asked.redis_url)
     if asked.cluster is not None and not NAME.match(asked.cluster):
         raise UsageError(f"--cluster {asked.cluster!r} is not a cluster's name",
                          "lower-case letters, digits, '-' and '.', at most 63")
@@ -168,9 +153,9 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
         lock.close()
 
 
-def _absolute(path: Path) -> str:
+def kept(path: Path | None) -> str | None:
     """The absolute path, for processes restarted in another directory; "" for the word none."""
-    return "" if path == Path("none") else str(path.absolute())
+    return None if path is None else "" if path == Path("none") else str(path.absolute())
 
 
 def _policy(path: Path | str) -> Policy:
@@ -330,27 +315,12 @@ class _Watch:
 def _detach(state: StateDir, asked: UpOptions) -> None:
     """Run `up` in its own POSIX session; return when it is ready, print its output."""
     state.lock().close()
-    options = {"--agents": asked.agents, "--slots": asked.slots, "--port": asked.port,
-               "--cluster": asked.cluster, "--policy": asked.policy,
-               "--notify": asked.notify,
-               "--checks": asked.checks, "--checks-every": asked.checks_every_s,
-               "--run-as": asked.run_as, "--control-planes": asked.control_planes}
     argv = local_cluster.program("up", "--state", str(state.path))
-    for option, value in options.items():
-        if value is not None:
-            argv += [option, str(value)]
-    if asked.observe is not None:
-        argv.append("--observe" if asked.observe else "--act")
-    argv += ["--allow-inject"] * asked.allow_inject
-    argv += ["--no-watch"] * (not asked.watch)
-    argv += ["--shared-password"] * asked.shared_password
-    argv += ["--insecure"] * asked.insecure
-    for label in ("none",) if asked.labels == () else asked.labels or ():
-        argv += ["--label", label]
-    # a Redis URL holds a password; argv is readable by all users
-    environment = dict(os.environ)
-    if asked.redis is not None:
-        environment[REDIS_URL] = asked.redis
+    # A Redis URL holds a password: argv is readable by all users, and the options are kept.
+    environment = {**os.environ, OPTIONS: json.encode(
+        structs.replace(asked, redis_url=None), enc_hook=str).decode()}
+    if asked.redis_url is not None:
+        environment[REDIS_URL] = asked.redis_url
     path = state.logs / "up.log"
     path.write_bytes(b"")
     with path.open("ab") as log:

@@ -239,7 +239,7 @@ def test_a_hint_quotes_a_folder_with_blanks(tmp_path):
         result = unicron("up", "--state", str(state), folder=tmp_path)
     assert "hint: stop it with unicron down --state 'a b', " in result.stderr
     with pytest.raises(UsageError) as refusal:
-        UpOptions(slots=3).refuse_other(ClusterOptions(), StateDir(state))
+        UpOptions(num_slots=3).refuse_other(ClusterOptions(), StateDir(state))
     assert refusal.value.hint == f"unicron down --state '{state}', then up again"
 
 

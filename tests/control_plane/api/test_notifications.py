@@ -17,7 +17,7 @@ from http_site import POLICY, Site, serving
 from memory_log import MemoryLog
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import serve
-from unicron.cli.commands.up import UpOptions
+from unicron.cli.commands.up import UpOptions, kept
 from unicron.control_plane.api.connections import Listener
 from unicron.control_plane.api.metrics import Metrics
 from unicron.control_plane.api.notifications import Limits, Notifier, check_url
@@ -280,10 +280,10 @@ def test_the_file_must_be_private(tmp_path: Path) -> None:
 def test_up_remembers_the_file_and_forgets_it_on_request(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     path = tmp_path / "hook"
-    before = UpOptions(notify=path).wanted(None, state)
+    before = UpOptions(notify=kept(path)).wanted(None, state)
     assert before.notify == str(path)
     assert UpOptions().wanted(before, state).notify == str(path)
-    assert UpOptions(notify=Path("none")).wanted(before, state).notify == ""
-    UpOptions(notify=path).refuse_other(before, state)
+    assert UpOptions(notify=kept(Path("none"))).wanted(before, state).notify == ""
+    UpOptions(notify=kept(path)).refuse_other(before, state)
     with pytest.raises(UsageError, match="--notify differs"):
-        UpOptions(notify=Path("none")).refuse_other(before, state)
+        UpOptions(notify=kept(Path("none"))).refuse_other(before, state)

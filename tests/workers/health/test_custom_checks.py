@@ -14,7 +14,7 @@ import pytest
 from agent_driver import alive, go, new_shim, plane, until, until_gone, until_text
 from unicron.cli.app import run_command
 from unicron.cli.cluster.state_dir import StateDir
-from unicron.cli.commands.up import UpOptions
+from unicron.cli.commands.up import UpOptions, kept
 from unicron.events.errors import UsageError
 from unicron.events.log import embedded_server
 from unicron.events.records.reports import AgentRestarted, HealthChanged, NodeJoined, NodeLeft
@@ -181,12 +181,12 @@ def test_the_cli_refuses_a_missing_folder_in_one_line(tmp_path: Path,
 
 def test_up_stores_the_absolute_folder_and_none_removes_it(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
-    wanted = UpOptions(checks=Path("mine"), checks_every_s=5.0).wanted(None, state)
+    wanted = UpOptions(checks=kept(Path("mine")), checks_every_s=5.0).wanted(None, state)
     assert (wanted.checks, wanted.checks_every_s) == (str(Path.cwd() / "mine"), 5.0)
     assert UpOptions().wanted(wanted, state) == wanted
     with pytest.raises(UsageError, match="--checks differs"):
-        UpOptions(checks=tmp_path).refuse_other(wanted, state)
-    assert UpOptions(checks=Path("none")).wanted(wanted, state).checks == ""
+        UpOptions(checks=kept(tmp_path)).refuse_other(wanted, state)
+    assert UpOptions(checks=kept(Path("none"))).wanted(wanted, state).checks == ""
 
 
 # --- rounds -------------------------------------------------------------------------------------
