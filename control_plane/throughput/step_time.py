@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from ...events.spec.model import MegatronModel
 from .flops import head_flops, layer_flops
-from .gpus import KINDS, GpuKind
 from .layouts import Layout
-from .memory import LOGIT_BYTES, layer_activations, layer_scores, rank_parameters
+from .memory import KINDS, LOGIT_BYTES, GpuKind, layer_activations, layer_scores, rank_parameters
 
 Floats = NDArray[np.float64]
 

@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 from unicron.control_plane.throughput import flops as model_flops
-from unicron.control_plane.throughput.gpus import KINDS
 from unicron.control_plane.throughput.layouts import (
     CHUNKS_NUM_MAX,
     Layout,
@@ -26,7 +25,7 @@ from unicron.control_plane.throughput.layouts import (
     recomputes,
     refusal,
 )
-from unicron.control_plane.throughput.memory import WEIGHT_BYTES, capacity, memory
+from unicron.control_plane.throughput.memory import KINDS, WEIGHT_BYTES, capacity, memory
 from unicron.control_plane.throughput.step_time import STEP_BYTES, Constants, iteration_s, parts
 from unicron.events.spec.model import Gpu, MegatronModel
 

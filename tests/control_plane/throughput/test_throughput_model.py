@@ -19,7 +19,6 @@ from bench.throughput.rows import (
 )
 from msgspec.structs import replace
 from unicron.control_plane.throughput.flops import iteration_flops, parameters
-from unicron.control_plane.throughput.gpus import KINDS
 from unicron.control_plane.throughput.layout_search import Search, losses, modelled
 from unicron.control_plane.throughput.layouts import (
     MICRO_NUM_MAX,
@@ -28,7 +27,7 @@ from unicron.control_plane.throughput.layouts import (
     divisors,
     refusal,
 )
-from unicron.control_plane.throughput.memory import capacity, layer_activations, memory
+from unicron.control_plane.throughput.memory import KINDS, capacity, layer_activations, memory
 from unicron.control_plane.throughput.memory import layer_scores as scores_bytes
 from unicron.control_plane.throughput.step_time import (
     AMPERE,
