@@ -54,6 +54,12 @@ class Change(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Nodes to drain, one after the other."""
     weights: dict[str, float] = field(default_factory=dict[str, float])
     """Task id, as text -> new weight."""
+    undrain: tuple[str, ...] = ()
+    lift: tuple[str, ...] = ()
+    """Nodes whose quarantines end."""
+    cancel: tuple[str, ...] = ()
+    """Ids of tasks to cancel; a dry run has them end at once."""
+    unfreeze: bool = False
     submit: Annotated[dict[str, Any], Meta(extra_json_schema={
         "$ref": "#/components/schemas/JobSpec"})] | None = None
     """A job spec."""
@@ -206,6 +212,11 @@ def _reports(state: ClusterState, change: Change, reason: str = "") -> Iterator[
         yield requests.drain(state, requests.Drain(reason), node)
     for task, weight in change.weights.items():
         yield requests.set_weight(state, requests.Weight(weight, reason), task)
+    for make, names in ((requests.undrain, change.undrain), (requests.cancel, change.cancel),
+                        (requests.lift_quarantine, change.lift),
+                        (requests.unfreeze, ("",) * change.unfreeze)):
+        for name in names:
+            yield make(state, requests.Reason(reason), name)
     if change.submit is not None:
         yield requests.submit(state, parse(change.submit), "")
 
@@ -216,9 +227,12 @@ def _decisions(state: ClusterState, body: t.Body) -> Iterator[t.Body]:
         "operator/dry-run", 0) + 1, occurred_s=state.at_s, body=body)
     record = report_record(state, report, epoch=state.epoch, at_s=state.at_s)
     fold(state, record)
-    for answer in decide(state, record):
-        yield answer
-        fold(state, decision_record(state, answer, cause=record))
+    for again in range(2 if isinstance(body, r.TaskCancelRequested) else 1):
+        if again:  # its processes have exited
+            state.tasks[body.task].ranks.clear()
+        for answer in decide(state, record):
+            yield answer
+            fold(state, decision_record(state, answer, cause=record))
 
 
 def _add_nodes(state: ClusterState, num: int) -> t.Body:

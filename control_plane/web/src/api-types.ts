@@ -3084,6 +3084,14 @@ export interface components {
             weights?: {
                 [key: string]: number;
             };
+            /** @default [] */
+            undrain: string[];
+            /** @default [] */
+            lift: string[];
+            /** @default [] */
+            cancel: string[];
+            /** @default false */
+            unfreeze: boolean;
             /** @default null */
             submit: components["schemas"]["JobSpec"] | null;
         };

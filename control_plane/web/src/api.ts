@@ -111,3 +111,10 @@ export async function follow(after: number, take: (records: Schemas["LogRecord"]
     take(records)
   }
 }
+
+/** The records of the log that a query asks for. */
+export async function records(query: Params, signal?: AbortSignal): Promise<Schemas["LogRecord"][]> {
+  const reply = await send(address("/v1/log", query), signal ? { signal } : {})
+  const lines = (await reply.text()).split("\n").filter(line => line !== "")
+  return lines.map(line => JSON.parse(line) as Schemas["LogRecord"])
+}
