@@ -1,9 +1,14 @@
-"""Values as words: times, lengths of time, lists of names."""
+"""Values as words: times, lengths, sizes, counts, lists of names, commands to type."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
+from typing import Any
+
+UNBROKEN = "\u00a0"
 
 
 def rfc3339(at_s: float) -> str:
@@ -28,3 +33,86 @@ def listed(names: Sequence[str], num_max: int = 3) -> str:
     """The first `num_max` names and the number of the others: `a, b, c and 2 more`."""
     left = len(names) - num_max
     return ", ".join(names[:num_max]) + (f" and {left} more" if left > 0 else "")
+
+
+def ms(length_s: float | None) -> str:
+    """Whole milliseconds below ten seconds, else seconds; `-` for None."""
+    if length_s is None:
+        return "-"
+    return f"{length_s * 1000:.0f} ms" if length_s < 9.9995 else f"{length_s:.1f} s"
+
+
+def scaled(value: float, unit: str) -> str:
+    """The value with a decimal prefix: `11 MB`, `8.06 GFLOP/s`. If the unit
+    begins with a space, it follows the prefix: `8 M parameters`."""
+    if value == 0:
+        return f"0 {unit}".rstrip()
+    power = min(max(math.floor(math.log10(abs(value)) / 3), 0), 8)
+    return f"{value / 1000**power:.3g} {' kMGTPEZY'[power].strip()}{unit}".rstrip()
+
+
+def count(value: int) -> str:
+    return f"{value:,}"
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """`rank 2`, `ranks 0 1 3`, `ranks 0-7`."""
+    sorted_ = sorted(numbers)
+    if not sorted_:
+        return "no rank"
+    if len(sorted_) == 1:
+        return f"rank {sorted_[0]}"
+    if len(sorted_) > 2 and sorted_ == list(range(sorted_[0], sorted_[-1] + 1)):
+        return f"ranks {sorted_[0]}-{sorted_[-1]}"
+    return "ranks " + " ".join(map(str, sorted_))
+
+
+def command(words: str) -> str:
+    """A command line that `labelled` does not break."""
+    return words.replace(" ", UNBROKEN)
+
+
+def acts(do: str, option: str) -> str:
+    """What to do, with `option` at each command between backquotes; `labelled` breaks none."""
+    return re.sub("`([^`]*)`", lambda found: command(
+        found[1].replace(";", f"{option};") + option), do)
+
+
+def said(why: str, do: str, option: str = "") -> str:
+    """What is wrong, and what to do."""
+    return f"{why}: {acts(do, option)}" if do else why
+
+
+def way_to_act(healing: str, option: str) -> str:
+    """The command that resumes healing in a frozen or observing cluster."""
+    if healing.startswith("frozen"):
+        return f"unicron unfreeze{option}"
+    return f"unicron down{option}; unicron up --act{option}"
+
+
+def number_of(num: int, word: str) -> str:
+    """`1 slot`, `2 slots`."""
+    return f"{num} {word}{'s' * (num != 1)}"
+
+
+def lost_in_words(num: int | None, *, is_over: bool = False) -> str:
+    """`3 iterations lost`. None means unknown; if the task `is_over`, it stays unknown."""
+    if num is None:
+        return f"iterations lost: unknown{'' if is_over else ' until the task prints one'}"
+    return f"{number_of(num, 'iteration')} lost"
+
+
+def plan_waf(plan: dict[str, Any], of: Collection[int] | None = None) -> float:
+    """The WAF of all tasks under a plan (PlanChosen), including tasks that the plan leaves
+    unchanged. `of`: count only these tasks, because others may have ended since."""
+    kept = plan.get("kept", ())
+    if of is not None and any(one["task"] not in of for one in plan["allocations"]):
+        return math.fsum(one["waf"] for one in [*plan["allocations"], *kept]
+                         if one["task"] in of)
+    return float(plan["waf"]) + math.fsum(one["waf"] for one in kept
+                                          if of is None or one["task"] in of)
+
+
+def clipped(text: str, width: int) -> str:
+    """The text, at most `width` wide; a longer text is cut and ends with `...`."""
+    return text if len(text) <= width else text[: width - 3] + "..."

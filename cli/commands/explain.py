@@ -7,19 +7,19 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ...control_plane.api.dry_run import explain_present_plan
+from ...control_plane.api.incident_facts import plan_facts, rule
 from ...control_plane.history.history import PROGRESS, History, history
 from ...control_plane.state.cluster import encode_state
 from ...events.errors import UsageError
 from ...events.records.codec import to_plain
 from ...events.records.decisions import IncidentEscalated, IncidentOpened, PlanChosen, TaskWaiting
 from ...events.records.envelope import Record
+from ...events.records.in_words import line
 from ..cluster.client import Urls
 from ..cluster.state_dir import StateDir
 from ..screens import incident as incident_screen
 from ..terminal import console
 from ..terminal.format import Plain
-from ..terminal.record_line import line
-from .incident import plan_facts, rule
 from .offline import Log
 from .replay import foldable, open_log
 from .tasks import option_for

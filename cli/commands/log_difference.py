@@ -16,9 +16,9 @@ from ...control_plane.state.cluster import ClusterState
 from ...events.errors import UnicronError, UsageError
 from ...events.records.codec import decode_record, to_plain
 from ...events.records.envelope import Record
+from ...events.records.in_words import line
 from ..terminal import console
 from ..terminal import format as fmt
-from ..terminal.record_line import line
 from .offline import Log
 
 FIELDS_NUM_MAX = 10

@@ -11,11 +11,11 @@ from unicron import __version__
 from ...events.errors import CorruptLog, UnicronError, UsageError
 from ...events.log import archive
 from ...events.records.envelope import Record
+from ...events.records.in_words import line
 from ..cluster.client import Urls
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, count, labelled, lost_cell, table
-from ..terminal.record_line import line
 from .offline import Log, connect_to_read, log_of
 from .tasks import option_for
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from msgspec import Struct
 
+from ...control_plane.planner.alternative_names import hidden
 from ..cluster.client import Client
 from ..terminal.format import (
     NOT_COUNTED,
@@ -22,8 +21,6 @@ from ..terminal.format import (
 NAME_COLUMNS_MIN = 8
 EXPLAINED = ("why", "needs", "cost_waf", "weight_from")
 """Fields of a waiting task that are computed on request."""
-TIE_RATIO = 1e-4
-"""Two plans whose WAF differs by less are printed as equal."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -117,13 +114,6 @@ def plan_lines(followed: Outcome, view: Plain) -> list[str]:
                 and number not in names and task["state"] == "waiting" and not given.get(number)]
         waits += labelled("waits", f"as before: {listed(rest)}", 9) if rest else []
     return [*lines, *([] if changed else ["         no task moves"]), *waits]
-
-
-def hidden(waf: float, chosen: float) -> str:
-    """`, 0.3 % less`: the difference of an alternative's WAF, if both print as the same number."""
-    if scaled(waf, "") != scaled(chosen, "") or math.isclose(waf, chosen, rel_tol=TIE_RATIO):
-        return ""
-    return f", {100 * abs(waf / chosen - 1):.1g} % {'less' if waf < chosen else 'more'}"
 
 
 def view_before(before: Plain, after: Plain) -> Plain:

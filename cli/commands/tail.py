@@ -7,11 +7,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from ...events.errors import UsageError
+from ...events.records.in_words import line, matches
 from ..cluster.client import Client, Interrupted, Unable, Unreachable, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain
-from ..terminal.record_line import line, matches
 from .names import pick
 from .offline import connect_to_read, log_of
 from .tasks import incident_id, number_of

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from ...control_plane.api.needs import ENDED, lag_s
+from ...control_plane.api.needs import ENDED, acknowledged, lag_s
+from ...events.records.in_words import outage, status_in_words
 from ..terminal import format as fmt
 from ..terminal.format import Plain
-from ..terminal.record_line import outage, status_in_words
-from .incident import acknowledged
 from .nodes import recovers, slot_use
 from .task import computed, waits
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from ...events.records.in_words import outage, state_source, status_in_words
 from ..terminal import format as fmt
 from ..terminal.format import Plain
-from ..terminal.record_line import outage, state_source, status_in_words
 
 if TYPE_CHECKING:
     from ...control_plane.history.history import History, IncidentHistory
@@ -38,15 +37,6 @@ NODES_NUM_MAX = 4
 
 
 # --- The flight-recorder dumps of a stalled task. ---
-def folders(ranks: Iterable[tuple[str, str]], nodes: list[Plain]) -> list[Plain]:
-    """Each node with its host and dump folder. `ranks`: the node and the log path of each rank; an
-    agent writes the dumps beside the log."""
-    hosts = {node["id"]: str(node["host"]) for node in nodes}
-    found = dict.fromkeys((node, str(PurePosixPath(log).parent)) for node, log in ranks if log)
-    return [{"node": node, "host": hosts.get(node, ""), "folder": folder}
-            for node, folder in sorted(found)]
-
-
 def in_words(found: list[Plain]) -> str:
     """The command that reads one folder of dumps, or how to collect several folders first."""
     places = {(one["host"], one["folder"]) for one in found}
@@ -61,12 +51,6 @@ def in_words(found: list[Plain]) -> str:
     return (f"{until}, each node's on itself: {where}{more}; copy each folder to one machine "
             f"({fmt.command('scp -r HOST:FOLDER NODE')}), then "
             f"{fmt.command(f'unicron locate {names}')}")
-
-
-def acknowledged(one: Plain) -> str:
-    """Who knows of an incident, and the reason; empty: nobody has said so."""
-    by, why = one["acknowledged_by"], one["acknowledged_why"]
-    return f"acknowledged by {by}{': ' * bool(why)}{why}" if by else ""
 
 
 # --- The page. ---
@@ -260,7 +244,7 @@ def every(history: History, *, now_s: float, option: str = "") -> list[str]:
     for cells, one in zip(rows, history.incidents.values(), strict=True):
         cells[0] = "  " * (one.id in below) + cells[0]
         cells[1] = fmt.rfc3339(one.detected_s)[:19] + "Z"
-        cells.insert(3, fmt.clipped(name_of(history, one.task), NAME_COLUMNS) if one.task else "-")
+        cells.insert(3, fmt.clipped(history.name_of(one.task), NAME_COLUMNS) if one.task else "-")
     head = (*HEAD[:3], "TASK", *HEAD[3:])
     over = max(map(len, fmt.table(head, rows))) - fmt.SCREEN_COLUMNS
     what_columns = max(len(cells[4]) for cells in rows) - max(over, 0)
@@ -276,14 +260,7 @@ def every(history: History, *, now_s: float, option: str = "") -> list[str]:
 
 def _node_loss(one: NodeLoss) -> list[str]:
     num = fmt.number_of(len(one.incidents), "incident")
-    return fmt.labelled("NODES", f"{node_loss(one)}; {num}")
-
-
-def node_loss(one: NodeLoss) -> str:
-    """What happened to which nodes, since when and for how long they were away."""
-    who = f"{len(one.nodes)} nodes" if len(one.nodes) > NODES_NUM_MAX else " ".join(one.nodes)
-    length = f" for {fmt.span(one.back_s - one.since_s)}" if one.back_s else ""
-    return f"{one.what}: {who}, away{length} since {fmt.rfc3339(one.since_s)[:19]}Z"
+    return fmt.labelled("NODES", f"{one.in_words}; {num}")
 
 
 def row(history: History, one: IncidentHistory, what_columns: int, now_s: float) -> list[str]:
@@ -295,10 +272,3 @@ def row(history: History, one: IncidentHistory, what_columns: int, now_s: float)
             fmt.lost_cell(known.iterations_lost), f"{history.slot_s(one, now_s):.1f}"]
 
 
-def name_of(history: History, task: int) -> str:
-    """The task's name; with its id if the name is not unique."""
-    if task not in history.tasks:
-        return f"task {task}"
-    name = history.tasks[task].name
-    alone = sum(1 for one in history.tasks.values() if one.name == name) == 1
-    return name if alone else f"{name} ({task})"

@@ -31,7 +31,7 @@ def recovers(node: Plain) -> str:
 
 def why_unhealthy(node: Plain) -> str:
     """What all checks of a node report, also degraded and unknown, and when its slots return."""
-    words = [_said(ill, "")] if (ill := needs.unhealthy(node)) else []
+    words = [fmt.said(*ill)] if (ill := needs.unhealthy(node)) else []
     words += [f"{one['check']} {one['health']}: {one['why']}" for one in node["checks"]
               if one["health"] != "unhealthy"]
     return "; ".join(words)
@@ -88,30 +88,15 @@ def _reasons(nodes: list[Plain], option: str) -> list[str]:
             why = node["drain_reason"] or "no reason given"
             lines += fmt.labelled(node["id"], fmt.said(f"drained: {why}", needs.undrain(node),
                                                        option))
-        if trouble := node_trouble(node, option):
+        if trouble := needs.node_trouble(node, option):
             lines += fmt.labelled(node["id"], trouble)
-        if kept := quarantine_reason(node, option):
+        if kept := needs.quarantine_reason(node, option):
             lines += fmt.labelled(node["id"], kept)
         for text in filter(None, (recovers(node), why_unhealthy(node))):
             lines += fmt.labelled(node["id"], text)
         if why := node_degraded(node, option):
             lines += fmt.labelled(node["id"], why)
     return ["", *lines] if lines else []
-
-
-def node_trouble(node: Plain, option: str = "") -> str:
-    """What is wrong with a node, and how to repair it; empty if nothing is wrong."""
-    return _said(needs.away(node)
-                 or (needs.disabled(node) if node["contact"] == "heard" else None), option)
-
-
-def quarantine_reason(node: Plain, option: str = "") -> str:
-    """Why a node is quarantined, and how to end that; empty for lost and all other nodes."""
-    return _said(needs.quarantined(node), option)
-
-
-def _said(found: tuple[str, str] | None, option: str) -> str:
-    return fmt.said(*found, option) if found else ""
 
 
 def _letters(tasks: dict[int, str]) -> dict[int, str]:

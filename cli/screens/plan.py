@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...control_plane.planner.alternative_names import (
-    FLOORLESS,
-    LIMITS_BY_NAME,
     NOT_COMPARABLE_NUM,
-    SPARELESS,
+    bound_by,
+    not_taken,
     percent,
 )
 from ...control_plane.throughput.memory import in_gib
@@ -23,36 +22,6 @@ ROWS_NUM_MAX = 20
 PLACES_NUM_MAX = 8
 """Nodes that one line names."""
 NAME_COLUMNS, WHAT_COLUMNS = 24, 44
-BREAKS = {FLOORLESS: ", and leaves a task below its floor", SPARELESS: " until the next fault",
-          "without priorities": ", and a higher priority comes first",
-          **{what: f", and breaks {'it' if len(some) == 1 else 'one of them'}"
-             for what, some in LIMITS_BY_NAME.items() if some != ("priorities",)}}
-"""Why an alternative with a higher value was excluded."""
-
-
-def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
-    """The binding constraint of a plan (PlanChosen); empty if the log does not have it."""
-    of = fmt.listed([names.get(task, f"task {task}") for task in plan.get("bound_tasks", ())])
-    return {"slots": fmt.number_of(plan["num_slots"], "slot"), "max": f"the max of {of}",
-            "min": f"the min of {of}", "gain_min": "gain_min", "nothing": "nothing",
-            "limits": _limits(plan), "floor": f"the floor of {of}",
-            "spare": "the hot spare"}.get(plan.get("bound", ""), "")
-
-
-def _limits(plan: Plain) -> str:
-    """The limits that bind: those that the first such alternative breaks, else any."""
-    some = next((LIMITS_BY_NAME[other["what"]] for other in plan.get("alternatives", ())
-                 if other["what"] in LIMITS_BY_NAME), ("moves_max", "quotas", "priorities"))
-    return f"{', '.join(some[:-1])}{' or ' * (len(some) > 1)}{some[-1]}"
-
-
-def not_taken(plan: Plain, what: str, gain_min: str = ", below gain_min") -> str:
-    """Why an alternative with a higher value is not the plan."""
-    if what not in BREAKS and plan.get("bound") == "limits":
-        return BREAKS["without priorities"]
-    return BREAKS.get(what, gain_min)
-
-
 def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
     """The plan in force at `now_s`, and why it was chosen."""
     plan = found["plan"]

@@ -6,11 +6,11 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ...control_plane.api.needs import ENDED, lag_s
+from ...control_plane.api.needs import ENDED, folders, lag_s
 from ..terminal import format as fmt
 from ..terminal.format import Plain
 from . import incident
-from .incident import folders, in_words
+from .incident import in_words
 from .stragglers import alike_why, degraded_why, slow_nodes
 
 if TYPE_CHECKING:

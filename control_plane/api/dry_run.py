@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.records.decisions import Allocation, PlanChosen, StragglerCostEstimated
-from ...events.records.envelope import Report
+from ...events.records.envelope import Record, Report
 from ...events.records.types import Seat
 from ...events.spec.job import parse
 from ...events.spec.parallelism import layout_label
@@ -227,12 +227,16 @@ def _decisions(state: ClusterState, body: t.Body) -> Iterator[t.Body]:
         "operator/dry-run", 0) + 1, occurred_s=state.at_s, body=body)
     record = report_record(state, report, epoch=state.epoch, at_s=state.at_s)
     fold(state, record)
-    for again in range(2 if isinstance(body, r.TaskCancelRequested) else 1):
-        if again:  # its processes have exited
-            state.tasks[body.task].ranks.clear()
-        for answer in decide(state, record):
-            yield answer
-            fold(state, decision_record(state, answer, cause=record))
+    yield from _decide(state, record)
+    if isinstance(body, r.TaskCancelRequested):  # as if its processes had exited
+        state.tasks[body.task].ranks.clear()
+        yield from _decide(state, record)
+
+
+def _decide(state: ClusterState, record: Record) -> Iterator[t.Body]:
+    for answer in decide(state, record):
+        yield answer
+        fold(state, decision_record(state, answer, cause=record))
 
 
 def _add_nodes(state: ClusterState, num: int) -> t.Body:

@@ -27,6 +27,7 @@ from ...events.log.identity import RESERVED_NAMES, Identities, user_name, with_c
 from ...events.log.port import ReaderPort
 from ...events.log.segments import Folder
 from ...events.records import codec, reports, types
+from ...events.records.decisions import IncidentClosed
 from ...events.records.envelope import Record
 from ...events.records.types import Body
 from ...events.spec import job
@@ -40,7 +41,7 @@ from ..service.coordinator import Check, Coordinator
 from ..service.server_certificate import ServerCertificate
 from ..state.cluster import ClusterState, decode_state, encode_state, state_text
 from ..state.node import Node
-from . import dry_run, messages, moments, openapi, pages, requests, usage_answer
+from . import dry_run, incident_facts, messages, moments, openapi, pages, requests, usage_answer
 from .connections import Connection, error_answer, problem
 from .messages import ListQuery, Nothing, Page, Written
 from .metrics import Metrics
@@ -58,6 +59,8 @@ BODY_S_MAX = 10.0
 PAGE_RECORDS_MAX = 1_000
 FILE_S_MAX = 5.0
 """Time limit for a part of a file that a node's agent reads."""
+FACTS_RECORDS_BEFORE = 4_000
+"""Records before an incident that are read for its facts: they tell of in-memory checkpoints."""
 FOLD_S_MAX = 30.0
 """Time limit for folding the log to a past record."""
 EXTEND_S_MAX = 2.0
@@ -288,6 +291,26 @@ class HttpApi:
                 after = page[-1].seq
             found.add(await aside(partial(usage, rest, state)))
         return usage_answer.answer(found, first)
+
+    async def facts(self, call: Call[messages.Moment, None]) -> dict[str, Any]:
+        """All that the log knows of an incident at a moment: what `unicron incident` prints."""
+        of, now_s = number(call.of), self._coordinator.now_s
+        data = encode_state(await self._state_at(call.query.at))
+        shown = decode_state(data)
+        async with self._computing:
+            await self._log.open_segments()
+            start = encode_state(await asyncio.to_thread(
+                self._nearest, max(self._log.first_seq - 1, of - FACTS_RECORDS_BEFORE)))
+            records, is_over = list[Record](), False
+            after = decode_state(start).seq
+            while not is_over and (page := await self._log.read(
+                    after=after, num_max=PAGE_RECORDS_MAX)):
+                is_over = any(getattr(one.body, "of", 0) == of for one in records
+                              if isinstance(one.body, IncidentClosed))
+                records += [one for one in page if one.seq <= shown.seq]
+                after = page[-1].seq if page[-1].seq <= shown.seq else 1 << 60
+            return await aside(partial(incident_facts.facts_at, of, records, start, shown,
+                                       shown.at_s if call.query.at else now_s))
 
     @staticmethod
     def of_timeline(make: Callable[[Timeline, Call[Any, None], Coordinator], object]) -> Operation:

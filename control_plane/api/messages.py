@@ -246,3 +246,34 @@ View = TypedDict("View", {
     "outages": list[Annotated[Plain, encoded(OutageEnded)]],
     "plan": Annotated[Plain, encoded(PlanChosen)] | None, "deadlines": list[Deadline],
     "needs": list[Annotated[Plain, encoded(Need)]]})
+
+# --- the facts of an incident (incident_facts.py); `after_s`: seconds since it was detected ---
+Event = TypedDict("Event", {
+    "seq": int, "after_s": float, "who": str, "kind": str, "task": int, "rank": int | None,
+    "name": str, "other": bool, "what": str, "alike": str, "later": NotRequired[bool]})
+Cost = TypedDict("Cost", {
+    "pause_s": float | None, "iterations_lost": int | None, "slot_s": float, "kept": int,
+    "dealt": int, "ckpt_read": bool, "origin": str, "origin_node": str, "origin_path": str,
+    "origin_step_version": int, "origin_bytes": int, "peer_bytes": int, "near_bytes": int,
+    "received_bytes": int})
+Phase = TypedDict("Phase", {"name": str, "from_s": float, "length_s": float, "bound": str})
+Beaten = TypedDict("Beaten", {"what": str, "waf": float, "by": str, "slots": dict[str, int]})
+PlanFacts = TypedDict("PlanFacts", {
+    "seq": int, "trigger": str, "num_slots": int, "waf": float, "ideal_waf": float, "why": str,
+    "bound": str, "origins": list[str], "slots": dict[str, list[int]], "beaten": list[Beaten]})
+Decided = TypedDict("Decided", {"seq": int, "severity": str, "why": str, "rule": str})
+Effect = TypedDict("Effect", {
+    "task": str, "hurt": bool, "slots_before": int, "slots": int, "pause_s": float | None,
+    "iterations_lost": int | None, "slot_s": float | None})
+OnPurpose = TypedDict("OnPurpose", {"seq": int, "what": str})
+Began = TypedDict("Began", {"bound": str, "length_s": float, "why": str})
+Waits = TypedDict("Waits", {"task": str, "waits": str})
+IncidentFacts = TypedDict("IncidentFacts", {
+    "id": int, "task": int, "name": str, "node": str, "ranks": list[int], "status": str,
+    "severity": str, "outcome": str, "detected_s": float, "closed_s": float | None, "seq": int,
+    "acknowledged": str, "over": bool, "cost": Cost, "layouts": list[str], "lost": str,
+    "optimizer": str, "copies_gone": list[Event], "no_copies": str, "phases": list[Phase],
+    "part_of": str, "on_purpose": list[OnPurpose], "began": Began, "evidence": list[Event],
+    "evidence_is_cut": bool, "decisions": list[Decided], "plans": list[PlanFacts],
+    "waits": list[Waits], "computed_by": int, "effects": list[Effect], "dumps": list[Plain],
+    "timeline": list[Event], "left": list[str], "verify": str})

@@ -5,12 +5,13 @@ Commands in texts are between backquotes. The screens print them with the option
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from msgspec import Struct
 
-from ...events.words import listed, rfc3339, span
+from ...events.words import listed, rfc3339, said, span
 from ..incidents.stragglers import LASTS_S
 from ..planner.alternative_names import percent
 
@@ -294,3 +295,33 @@ def _failures(view: Plain, now_s: float) -> Iterator[Need]:
                                     default=0), why=f"{task['name']} failed: {task['why']}",
                        do=f"`unicron logs {task['id']}`; shown for a day, or until you submit "
                        f"{task['name']} again")
+
+
+def acknowledged(one: Plain) -> str:
+    """Who knows of an incident, and the reason; empty: nobody has said so."""
+    by, why = one["acknowledged_by"], one["acknowledged_why"]
+    return f"acknowledged by {by}{': ' * bool(why)}{why}" if by else ""
+
+
+def folders(ranks: Iterable[tuple[str, str]], nodes: list[Plain]) -> list[Plain]:
+    """Each node with its host and dump folder. `ranks`: the node and the log path of each rank; an
+    agent writes the dumps beside the log."""
+    hosts = {node["id"]: str(node["host"]) for node in nodes}
+    found = dict.fromkeys((node, str(PurePosixPath(log).parent)) for node, log in ranks if log)
+    return [{"node": node, "host": hosts.get(node, ""), "folder": folder}
+            for node, folder in sorted(found)]
+
+
+def node_trouble(node: Plain, option: str = "") -> str:
+    """What is wrong with a node, and how to repair it; empty if nothing is wrong."""
+    return _said(away(node)
+                 or (disabled(node) if node["contact"] == "heard" else None), option)
+
+
+def quarantine_reason(node: Plain, option: str = "") -> str:
+    """Why a node is quarantined, and how to end that; empty for lost and all other nodes."""
+    return _said(quarantined(node), option)
+
+
+def _said(found: tuple[str, str] | None, option: str) -> str:
+    return said(*found, option) if found else ""

@@ -99,6 +99,9 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/incidents/{incident}/phases", "view", HttpApi.of_timeline(
         lambda of, call, _: found(of.past.incidents, number(call.of))), None, IncidentHistory,
           "When an incident reached which phase"),
+    Route("GET", "/v1/incidents/{incident}/facts", "view", HttpApi.facts, None, m.IncidentFacts,
+          "What broke, what was decided and why, what it cost, what is left to do",
+          query=m.Moment),
     Route("GET", "/v1/plan", "view", HttpApi.plan, None, DryRunResult,
           "The plan with its explanation", query=m.Moment),
     Route("POST", "/v1/plan/dry-run", "view", HttpApi.dry_run, Change, DryRunResult,

@@ -301,6 +301,14 @@ class History(Struct):
         return self.absences.of_consequence({
             key: one.incident.evidence for key, one in self.incidents.items()})
 
+    def name_of(self, task: int) -> str:
+        """The task's name; with its id if the name is not unique."""
+        if task not in self.tasks:
+            return f"task {task}"
+        name = self.tasks[task].name
+        alone = sum(1 for one in self.tasks.values() if one.name == name) == 1
+        return name if alone else f"{name} ({task})"
+
     def slot_s(self, one: IncidentHistory, at_s: float) -> float:
         """Slot seconds without progress; for an open incident, until `at_s`."""
         if one.incident.outcome:

@@ -9,8 +9,11 @@ from msgspec import Struct, field
 
 from ...events.records import reports as r
 from ...events.records.envelope import Record
+from ...events.words import rfc3339, span
 
 What = Literal["left", "lost", "agent started again", "rebooted", "whole cluster rebooted"]
+NODES_NUM_MAX = 4
+"""Nodes that are listed; more are counted."""
 
 
 class NodeLoss(Struct, kw_only=True):
@@ -28,6 +31,14 @@ class NodeLoss(Struct, kw_only=True):
     seqs: list[int] = field(default_factory=list[int])
     """Records that begin or end it: incidents rest on them."""
     incidents: list[int] = field(default_factory=list[int])
+
+    @property
+    def in_words(self) -> str:
+        """What happened to which nodes, since when and for how long they were away."""
+        many = len(self.nodes) > NODES_NUM_MAX
+        who = f"{len(self.nodes)} nodes" if many else " ".join(self.nodes)
+        length = f" for {span(self.back_s - self.since_s)}" if self.back_s else ""
+        return f"{self.what}: {who}, away{length} since {rfc3339(self.since_s)[:19]}Z"
 
 
 class NodeLosses(Struct):

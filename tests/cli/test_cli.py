@@ -17,7 +17,6 @@ from unicron.cli.cluster.processes import last_output
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands.up import UpOptions
 from unicron.cli.terminal.format import rfc3339
-from unicron.cli.terminal.record_line import line
 from unicron.events.errors import UsageError
 from unicron.events.log import archive
 from unicron.events.records import codec
@@ -26,6 +25,7 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.codec import UnknownBody
 from unicron.events.records.envelope import Record
+from unicron.events.records.in_words import line
 from unicron.events.records.reports import EpochStarted, PolicySet
 from unicron.events.spec.policy import Policy
 

@@ -22,8 +22,7 @@ from unicron.cli.commands import incident, replay
 from unicron.cli.screens import nodes
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import bar, every, page
-from unicron.cli.screens.nodes import node_trouble
-from unicron.cli.terminal.record_line import line
+from unicron.control_plane.api.needs import node_trouble
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import History, history
 from unicron.control_plane.history.incident_records import incident_records
@@ -35,6 +34,7 @@ from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.codec import from_plain, to_plain
+from unicron.events.records.in_words import line
 from unicron.events.spec import policy
 
 Plain = dict[str, Any]

@@ -17,7 +17,6 @@ from unicron.cli.commands import tasks
 from unicron.cli.screens import cluster, plan
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import page
-from unicron.cli.terminal.record_line import essentials
 from unicron.control_plane.api import dry_run
 from unicron.control_plane.api.dry_run import Change
 from unicron.control_plane.api.view import view
@@ -27,6 +26,7 @@ from unicron.events.errors import UsageError
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
+from unicron.events.records.in_words import essentials
 from unicron.events.records.types import ReceivedState
 from unicron.events.spec.job import parse
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from unicron.cli.terminal.record_line import essentials, line
+from unicron.events.records.in_words import essentials, line
 
 EXITED: dict[str, Any] = {"task": 1, "rank": 2, "attempt": 3, "pid": 4, "exit_code": 1,
                           "signal": None, "tail": "Traceback\n  frame\nValueError: no batch\n"}

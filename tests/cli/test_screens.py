@@ -26,7 +26,6 @@ from unicron.cli.screens import cluster, incident, nodes
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import page
 from unicron.cli.terminal import format as figures
-from unicron.cli.terminal.record_line import TEMPLATES, line, matches
 from unicron.control_plane.api.needs import AWAY_S_MIN, needs
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import History, history
@@ -36,6 +35,7 @@ from unicron.events.errors import UsageError
 from unicron.events.records import codec
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import KINDS, Record
+from unicron.events.records.in_words import TEMPLATES, line, matches
 from unicron.events.spec import policy as reports
 from unicron.events.spec.policy import Policy
 from waf import waf

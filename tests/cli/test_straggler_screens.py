@@ -18,12 +18,12 @@ from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import status
 from unicron.cli.screens import cluster, nodes, plan, stragglers
 from unicron.cli.screens import task as task_screen
-from unicron.cli.terminal import record_line
 from unicron.cli.terminal.format import UNBROKEN
 from unicron.control_plane.api.dry_run import Change, run_dry
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import history
 from unicron.control_plane.state.cluster import encode_state
+from unicron.events.records import in_words
 from unicron.events.records.decisions import StragglerCostEstimated
 
 
@@ -82,7 +82,7 @@ def test_a_drain_that_costs_more_is_not_suggested(d: Driver, task: int) -> None:
     assert "% of all WAF" in text
     assert "--without" not in text + the_task(d, task)
     assert "holds up 3 others, 1.14 x. Reported, not acted on: below 3 x" in the_task(d, task)
-    (line,) = [record_line.line(x) for x in plain(d) if x["kind"] == "StragglerCostEstimated"]
+    (line,) = [in_words.line(x) for x in plain(d) if x["kind"] == "StragglerCostEstimated"]
     assert "draining it would cost " in line
     assert "earns" not in line
 

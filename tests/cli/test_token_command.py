@@ -14,9 +14,9 @@ from cli_process import in_process
 from http_site import Site, serving
 from unicron.cli.cluster.client import Client
 from unicron.cli.commands.token import join_command, life
-from unicron.cli.terminal.record_line import line
 from unicron.events.errors import UsageError
 from unicron.events.records import codec
+from unicron.events.records.in_words import line
 
 LIMIT_S = 90
 

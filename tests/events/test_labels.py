@@ -11,11 +11,11 @@ from unicron.cli.cluster.local_cluster import ClusterOptions, check_labels, labe
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands.up import UpOptions
 from unicron.cli.screens import nodes
-from unicron.cli.terminal.record_line import line
 from unicron.control_plane.api.view import view
 from unicron.events.errors import UsageError
 from unicron.events.records import codec
 from unicron.events.records import reports as r
+from unicron.events.records.in_words import line
 from unicron.events.records.types import Labels, parse_labels
 
 

@@ -10,7 +10,6 @@ import pytest
 from decider import Driver, at_rest, finish, only, spec, task_of, the
 from memory_checkpoints import FIRST, came, kept, ordered_anew
 from unicron.cli.screens import cluster
-from unicron.cli.terminal.record_line import essentials
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide import memory_checkpoints
 from unicron.control_plane.decide.memory_checkpoints import node_bytes
@@ -21,6 +20,7 @@ from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records import types as t
+from unicron.events.records.in_words import essentials
 from unicron.events.records.types import STORES_NUM_MAX
 
 pytestmark = pytest.mark.nodes(3, slots=1)

@@ -14,7 +14,6 @@ from unicron.cli.commands import replay
 from unicron.cli.commands.offline import Log
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.cluster import status
-from unicron.cli.terminal import record_line
 from unicron.cli.terminal.format import lost_in_words
 from unicron.control_plane.api.view import view
 from unicron.control_plane.fold.progress import ITERATIONS_MAX
@@ -23,7 +22,7 @@ from unicron.control_plane.history.incident_records import IncidentRecords, inci
 from unicron.control_plane.planner.problem_of_state import input_digest
 from unicron.control_plane.throughput import transition_cost
 from unicron.control_plane.throughput.flops import iteration_flops
-from unicron.events.records import decisions
+from unicron.events.records import decisions, in_words
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.codec import to_plain
@@ -267,7 +266,7 @@ def test_the_screens_show_the_progress(d: Driver, task: int) -> None:
     assert any(line.startswith("earns ") and line.endswith("; measured") for line in lines)
     row = next(line for line in status(seen, cluster="c", now_s=d.now_s) if " gpt " in line)
     assert " 40/1,000 " in row
-    assert record_line.line(to_plain(d.log[-3])).endswith(
+    assert in_words.line(to_plain(d.log[-3])).endswith(
         f"task {task} rank 3.1 iteration 40 of 1,000 loss 2.5000, 1.0 s each (of 10), "
         "global batch 24")
     d.now_s += 1.0
@@ -347,7 +346,7 @@ def test_iterations_repeated_after_a_restart_are_lost(d: Driver, task: int) -> N
     assert view(d.state)["tasks"][0]["iterations_lost"] == 0
     closed = failed(d, task)
     assert (closed.outcome, closed.iterations_lost) == ("healed", None)
-    assert "iterations lost: unknown until the task prints one" in record_line.essentials(
+    assert "iterations lost: unknown until the task prints one" in in_words.essentials(
         "IncidentClosed", msgspec.to_builtins(closed))
     viewed_task, incident = viewed(d, task)
     assert (viewed_task["iterations_lost"], incident["iterations_lost"]) == (None, None)

@@ -7,10 +7,9 @@ import pytest
 from decider import Driver, failed, kinds, only, spec, task_of, the
 from two_tasks import seen
 from unicron.cli.screens import cluster
-from unicron.cli.terminal import record_line
 from unicron.control_plane.api.needs import AWAY_S_MIN
 from unicron.control_plane.fold import edits
-from unicron.events.records import decisions
+from unicron.events.records import decisions, in_words
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
@@ -87,7 +86,7 @@ def test_a_plan_names_tasks_kept_on_unreachable_nodes(d: Driver, task: int) -> N
     (kept,) = plan.kept
     assert (kept.task, kept.slots, kept.waf) == (task, 3, 3 * plan.allocations[0].waf)
     assert plan.ideal_waf == plan.waf + kept.waf
-    line = record_line.essentials("PlanChosen", msgspec.to_builtins(plan))
+    line = in_words.essentials("PlanChosen", msgspec.to_builtins(plan))
     assert f"1 slots, task:slots {other}:1, left alone {task}:3, WAF 4 TFLOP/s, 100 % of" in line
     lines = cluster.status(seen(d, AWAY_S_MIN), cluster="test", now_s=d.now_s + AWAY_S_MIN)
     text = " ".join(" ".join(lines).split())

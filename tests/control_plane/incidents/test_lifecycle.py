@@ -12,12 +12,12 @@ from two_tasks import facts, plain, seen
 from unicron.cli.screens import cluster as cluster_screen
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import every, page
-from unicron.cli.terminal.record_line import line
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide import memory_checkpoints
 from unicron.control_plane.history.history import history
 from unicron.events.records import decisions
 from unicron.events.records import reports as r
+from unicron.events.records.in_words import line
 
 LATE_S = 2.0
 

@@ -9,13 +9,13 @@ from decider import Driver, failed, spec, the
 from two_tasks import facts, plain, seen
 from unicron.cli.screens import cluster
 from unicron.cli.screens.incident import every, page
-from unicron.cli.terminal.record_line import line
 from unicron.control_plane.history.history import history
 from unicron.control_plane.incidents.lifecycle import open_incidents
 from unicron.control_plane.incidents.severity import HANDLING, TABLE, exit_in_words, network_status
 from unicron.control_plane.state.incident import Fault
 from unicron.events.records import decisions
 from unicron.events.records import reports as r
+from unicron.events.records.in_words import line
 from unicron.events.records.statuses import OTHER_SOFTWARE, WRONG_INPUT
 
 CLOSED = ("RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer "

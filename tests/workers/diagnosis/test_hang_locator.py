@@ -22,8 +22,9 @@ from two_tasks import facts
 from unicron.cli.app import run_command
 from unicron.cli.screens import incident
 from unicron.cli.screens import task as task_screen
-from unicron.cli.screens.incident import folders, in_words
+from unicron.cli.screens.incident import in_words
 from unicron.cli.terminal.format import UNBROKEN
+from unicron.control_plane.api.needs import folders
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import history
 from unicron.workers.diagnosis.flight_recorder import NotADump, read

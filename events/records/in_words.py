@@ -1,4 +1,4 @@
-"""Formats a log record as one line: seq, time, kind, the essentials, cause.
+"""A log record in words, on one line: seq, time, kind, the essentials, cause.
 
 Works on the plain data of `codec.to_plain`, so records of unknown kinds (of a newer Unicron) are
 printed too.
@@ -15,12 +15,15 @@ from typing import Any
 
 import msgspec
 
-from ...events.records.envelope import VERSIONS
-from ...events.records.statuses import NCCL_TIMEOUT
-from ...events.records.types import OWNER
-from ...events.spec.policy import FLAGS_ONLY, Policy
-from . import format as fmt
-from .format import Plain
+from .. import words as fmt
+from ..spec.model import Axes
+from ..spec.parallelism import layout_label, num_positions
+from ..spec.policy import FLAGS_ONLY, Policy
+from .envelope import VERSIONS
+from .statuses import NCCL_TIMEOUT
+from .types import OWNER
+
+Plain = dict[str, Any]
 
 ESSENTIALS_LENGTH_MAX = 160
 _SOURCE = re.compile(r"\[[^\]\s]{1,400}\.(?:cc|cpp|cu|c|hpp|h):\d{1,6}\] ?")
@@ -214,11 +217,19 @@ def _fault(body: Plain) -> str:
     return f"stop {who} for {fmt.span(body['stop_s']) if body['stop_s'] else 'good'}"
 
 
+def _layout(order: Plain) -> str:
+    """The layout, and the number of members without a position: `TP2xDP1 +1`."""
+    num_members, known = len(order["members"]), order.get("axes")
+    axes = msgspec.convert(known, Axes) if known else Axes(dp=num_members)
+    num = num_members - num_positions(axes)
+    return layout_label(axes) + (f" +{num}" if num else "")
+
+
 FORMATS: dict[str, Callable[[Any], str]] = {
     "because": _because, "by": _by, "changes": _changes, "cost": _cost, "devices": _devices,
     "drained": _drained_earns, "exit": _exit, "fault": _fault,
     "first line": lambda text: _line_of(text, 0), "last line": lambda text: _line_of(text, -1),
-    "len": lambda value: str(len(value)), "layout": fmt.layout_briefly,
+    "len": lambda value: str(len(value)), "layout": _layout,
     "library error": _library_error,
     "labels": lambda labels: "".join(f", {key} {name}" for key, name in labels.items() if name),
     "loss": lambda loss: "" if loss is None else f" loss {loss:.4f}",

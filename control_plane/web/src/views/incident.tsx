@@ -1,0 +1,192 @@
+/** An incident: what broke, what Unicron did and why, what it cost, and what is left to do. */
+import { useState } from "preact/hooks"
+import { ActButton } from "../acts"
+import type { Schemas } from "../api"
+import { count, si, span } from "../format"
+import { useGet } from "../live"
+import { change, link } from "../route"
+import { Section, Severity, State, Table, Time, Trouble } from "../ui"
+import type { ViewProps } from "./index"
+import "./incident.css"
+
+type Facts = Schemas["IncidentFacts"]
+type Event = Schemas["Event"]
+
+export function Incident({ state, at, of, query, mayAct }: ViewProps) {
+  const newest = Math.max(0, ...state.incidents.map(one => one.id))
+  const id = of.replace(/^inc-/, "") || String(newest || "")
+  const { data, problem } = useGet("/v1/incidents/{incident}/facts", { incident: id, at }, id === "")
+  if (id === "") return <p class="calm"><span aria-hidden="true">✓</span> Nothing has failed so far.</p>
+  const facts = data && String(data.id) === id ? data : undefined
+  return <>
+    <Trouble problem={problem} />
+    {!facts && !problem && <p class="empty">reading the log…</p>}
+    {facts && <>
+      <Head facts={facts} at={at} />
+      <Bar facts={facts} />
+      <Left facts={facts} mayAct={mayAct} />
+      <div class="columns">
+        <Decision facts={facts} at={at} />
+        <Cost facts={facts} />
+      </div>
+      <Plans facts={facts} at={at} />
+      <Effects facts={facts} />
+      <Records facts={facts} at={at} filter={query.filter ?? ""} />
+    </>}
+  </>
+}
+
+function Head({ facts, at }: { facts: Facts; at: string }) {
+  const who = facts.ranks.length ? `${facts.name}, ${facts.ranks.length === 1 ? "rank" : "ranks"} ${facts.ranks.join(" ")}` : facts.name
+  return <p class="head">
+    <State of={facts.outcome} /> <Severity of={facts.severity} /> <strong>{facts.status}</strong>, {facts.task
+      ? <a href={link("task", facts.task, { at })}>{who}</a> : who}{facts.node && <> on {facts.node}</>}; detected
+    {" "}<Time at_s={facts.detected_s} fraction={3} />
+    {facts.part_of && <><br />part of: {facts.part_of}</>}
+    {facts.on_purpose.map(one => <><br />on purpose: {one.what} (<Seq seq={one.seq} />)</>)}
+    {facts.acknowledged && <><br />{facts.acknowledged}</>}
+  </p>
+}
+
+/** A record, as a link to that moment. */
+const Seq = ({ seq }: { seq: number }) => <a href="#" title="Show that moment" onClick={event => {
+  event.preventDefault()
+  change({ at: seq })
+}}>{seq}</a>
+
+const WORDS: Record<string, string> = {
+  detect: "until it was known", decide: "until it was decided", rebuild: "until the ranks were connected again",
+  step: "until the first iteration", full: "until full size", held: "healing was paused", stood: "stalled",
+  stopped: "stopped", silent: "the node was silent",
+}
+
+function Bar({ facts }: { facts: Facts }) {
+  const total_s = facts.phases.reduce((sum, one) => sum + one.length_s, 0)
+  return <Section title="How long it took" note={facts.cost.pause_s === null ? "it is not over" : `${span(facts.cost.pause_s)} pause`}>
+    {facts.phases.length === 0 && <p class="empty">No phase is over yet.</p>}
+    <ol class="phases">{facts.phases.map(one => <li class={one.name} style={{ flexGrow: Math.max(one.length_s / (total_s || 1), 0.02) }}>
+      <i aria-hidden="true" /> <b>{one.name === "held" ? "paused" : one.name === "stood" ? "stalled" : one.name}</b>
+      {" "}{one.bound && `${one.bound} `}{span(one.length_s)} <small>{WORDS[one.name] ?? ""}</small></li>)}</ol>
+    {facts.began.why && <p class="empty">When it began: {facts.began.why}</p>}
+  </Section>
+}
+
+function Left({ facts, mayAct }: { facts: Facts; mayAct: boolean }) {
+  const open = facts.outcome === "open"
+  return <Section title="Left to do">
+    {facts.left.length === 0 && (open ? <p>It is still open: wait.</p>
+      : <p class="calm"><span aria-hidden="true">✓</span> Nothing is left to do.</p>)}
+    <ul class="needs">{facts.left.map(one => <li>{one}</li>)}</ul>
+    {mayAct && !facts.acknowledged && facts.id > 0 && <p class="acts"><ActButton kind="ack" of={facts.id} />
+      {facts.node !== "" && <ActButton kind="drain" of={facts.node} />}</p>}
+  </Section>
+}
+
+function Decision({ facts, at }: { facts: Facts; at: string }) {
+  const evidence = grouped(facts.evidence)
+  return <Section title="Evidence and decision">
+    <ol class="story">{evidence.map(([first, ...more]) => <li>
+      <b>{who([first!, ...more])}</b>: {first!.kind}{more.length > 0 && ` (${more.length + 1} times)`}: {first!.what} <small>
+        record <Seq seq={first!.seq} />{first!.later && ", after the decision"}</small></li>)}
+      {facts.evidence_is_cut && <li class="empty">There may be more: {facts.evidence.length} are kept.</li>}
+      {facts.decisions.map(one => <li class="decided"><b>decided</b>: <Severity of={one.severity} />: {one.why} <small>
+        rule: {one.rule}; record <Seq seq={one.seq} /></small></li>)}
+    </ol>
+    {facts.dumps.length > 0 && <p>Flight recorders: {facts.dumps.map(one => <><br /><code>{
+      `unicron locate ${String(one["folder"])}`}</code> on {String(one["node"])}</>)}</p>}
+    <p>Compute it again: <code>{facts.verify}</code> <code>unicron incident {facts.id}</code>
+      {at && <> <code>unicron replay --live --until {facts.seq}</code></>}</p>
+  </Section>
+}
+
+const who = (alike: Event[]): string => {
+  const names = [...new Set(alike.map(one => one.who))]
+  return names.length > 3 ? `${names.length} nodes` : names.join(" ")
+}
+
+function grouped(events: Event[]): Event[][] {
+  const found = new Map<string, Event[]>()
+  for (const one of events) found.set(one.alike, [...found.get(one.alike) ?? [], one])
+  return [...found.values()]
+}
+
+const ORIGINS: Record<string, string> = { copy: "a copy in memory", checkpoint: "a checkpoint", seed: "begun again from the seed" }
+
+function Cost({ facts }: { facts: Facts }) {
+  const { cost } = facts
+  const lost = cost.iterations_lost === null ? "unknown until the task prints one" : count(cost.iterations_lost)
+  return <Section title="Cost">
+    <dl>
+      <dt>pause</dt><dd>{cost.pause_s === null ? "not over" : span(cost.pause_s)}</dd>
+      <dt>iterations lost</dt><dd>{lost}</dd>
+      <dt>slot time</dt><dd>{span(cost.slot_s)} of one slot{facts.outcome === "open" && " so far"}</dd>
+      {(cost.kept > 0 || cost.dealt > 0) && <><dt>micro-batches</dt><dd>{count(cost.kept)} kept, {count(cost.dealt)} dealt to others</dd></>}
+      <dt>state from</dt><dd>{cost.origin ? `${ORIGINS[cost.origin] ?? cost.origin}${cost.origin_node && ` on ${cost.origin_node}`}, ${
+        si(cost.origin_bytes, "B")}, iteration ${count(cost.origin_step_version)}`
+        : cost.peer_bytes ? `members, ${si(cost.peer_bytes, "B")}${cost.near_bytes ? `, of it ${si(cost.near_bytes, "B")} on the same node` : ""}`
+          : cost.ckpt_read ? "a checkpoint" : "the members themselves; no checkpoint was read"}</dd>
+      {facts.layouts.length > 0 && <><dt>layout</dt><dd>{facts.layouts.join(" → ")}</dd></>}
+      {facts.lost && <><dt>lost</dt><dd>{facts.lost}</dd></>}
+      {facts.no_copies && <><dt>no copy</dt><dd>{facts.no_copies}</dd></>}
+      {facts.copies_gone.map(one => <><dt>no copy</dt><dd>{one.what} (<Seq seq={one.seq} />)</dd></>)}
+    </dl>
+  </Section>
+}
+
+const slots = (of: Record<string, number>) => Object.entries(of).map(([name, num]) => `${name} ${num}`).join(", ")
+
+function Plans({ facts, at }: { facts: Facts; at: string }) {
+  return <Section title="Plan that followed">
+    {facts.plans.length === 0 && <p>The same slots: nothing was to be planned.</p>}
+    {facts.plans.map(one => <article>
+      <p><b>{one.trigger}</b>: {count(one.num_slots)} slots: {Object.entries(one.slots).map(([name, [before, after]]) =>
+        before === after ? `${name} ${after}` : `${name} ${before} → ${after}`).join(", ")}: WAF {si(one.waf, "FLOP/s")}
+        {one.ideal_waf > 0 && ` of ${si(one.ideal_waf, "FLOP/s")} with every slot`}
+        {one.origins.length > 0 && `, throughput ${one.origins.join(" and ")}`} <small>record <Seq seq={one.seq} /></small></p>
+      {one.why && <p>Why: {one.why.replace(/^[^:]*: /, "")}; bound by {one.bound}</p>}
+      <Table label={`Rejected by plan ${one.seq}`} max={8} rows={one.beaten} empty="It had no alternative." columns={[
+        { name: "Rejected", cell: other => other.what },
+        { name: "Slots", cell: other => slots(other.slots) },
+        { name: "WAF", right: true, cell: other => si(other.waf, "FLOP/s") },
+        { name: "Why not", cell: other => other.by },
+      ]} />
+    </article>)}
+    {facts.waits.map(one => <p>{one.task} waits: {one.waits}{facts.computed_by > 0 && <small> (computed now, by decider version {facts.computed_by})</small>}</p>)}
+    {facts.plans.length > 0 && <p><a href={link("cluster", "", { at: facts.plans[0]!.seq - 1 })}>The cluster just before</a>
+      {at === "" && <>, <a href={link("cluster", "", { at: facts.plans.at(-1)!.seq })}>and after the plan</a></>}</p>}
+  </Section>
+}
+
+function Effects({ facts }: { facts: Facts }) {
+  return <Section title="Effect on each task">
+    <Table label="Effect on each task" rows={facts.effects} empty="No task was touched." columns={[
+      { name: "Task", cell: one => one.task },
+      { name: "Faulted", cell: one => one.hurt ? "yes" : "no" },
+      { name: "Slots", right: true, cell: one => one.slots === one.slots_before ? one.slots : `${one.slots_before} → ${one.slots}` },
+      { name: "Pause", right: true, cell: one => one.slots === 0 ? "waits" : one.pause_s === null ? "not over" : span(one.pause_s) },
+      { name: "Iterations lost", right: true, cell: one => one.iterations_lost ?? "?" },
+      { name: "Slot time", right: true, cell: one => one.slot_s === null ? "?" : span(one.slot_s) },
+    ]} />
+  </Section>
+}
+
+function Records({ facts, at, filter }: { facts: Facts; at: string; filter: string }) {
+  const [typed, setTyped] = useState(filter)
+  const words = typed.toLowerCase().split(/\s+/).filter(Boolean)
+  const shown = facts.timeline.filter(one => {
+    const text = `${one.seq} ${one.who} ${one.kind} ${one.name} ${one.rank ?? ""} ${one.what}`.toLowerCase()
+    return words.every(word => text.includes(word))
+  })
+  return <Section title="Records" note={`${shown.length} of ${facts.timeline.length}`}>
+    <p><label>Filter: node, kind, task, word <input type="search" value={typed} onInput={event => {
+      setTyped(event.currentTarget.value)
+      change({ filter: event.currentTarget.value })
+    }} /></label></p>
+    <Table label="Records of the incident" rows={shown} max={300} empty="No record has these words." columns={[
+      { name: "+ time", right: true, cell: one => span(one.after_s) },
+      { name: "Who", cell: one => one.who },
+      { name: "What", cell: one => <>{one.other && <b>[{one.name}] </b>}<span class="kind">{one.kind}</span> {one.what}</> },
+      { name: "Record", right: true, cell: one => <a href={link("incident", facts.id, { at: one.seq === Number(at) ? undefined : one.seq, filter: typed })}>{one.seq}</a> },
+    ]} />
+  </Section>
+}
