@@ -359,6 +359,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/incidents/{incident}/facts": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * What broke, what was decided and why, what it cost, what is left to do
+         * @description Needs the role `view`.
+         */
+        get: operations["getIncidentsFacts"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/plan": {
         parameters: {
             query?: never;
@@ -3010,6 +3030,138 @@ export interface components {
             /** @default 0 */
             slot_s: number;
         };
+        /** IncidentFacts */
+        IncidentFacts: {
+            acknowledged: string;
+            began: components["schemas"]["Began"];
+            closed_s: number | null;
+            computed_by: number;
+            copies_gone: components["schemas"]["Event"][];
+            cost: components["schemas"]["Cost"];
+            decisions: components["schemas"]["Decided"][];
+            detected_s: number;
+            dumps: Record<string, never>[];
+            effects: components["schemas"]["Effect"][];
+            evidence: components["schemas"]["Event"][];
+            evidence_is_cut: boolean;
+            id: number;
+            layouts: string[];
+            left: string[];
+            lost: string;
+            name: string;
+            no_copies: string;
+            node: string;
+            on_purpose: components["schemas"]["OnPurpose"][];
+            optimizer: string;
+            outcome: string;
+            over: boolean;
+            part_of: string;
+            phases: components["schemas"]["Phase"][];
+            plans: components["schemas"]["PlanFacts"][];
+            ranks: number[];
+            seq: number;
+            severity: string;
+            status: string;
+            task: number;
+            timeline: components["schemas"]["Event"][];
+            verify: string;
+            waits: components["schemas"]["Waits"][];
+        };
+        /** Began */
+        Began: {
+            bound: string;
+            length_s: number;
+            why: string;
+        };
+        /** Event */
+        Event: {
+            after_s: number;
+            alike: string;
+            kind: string;
+            later?: boolean;
+            name: string;
+            other: boolean;
+            rank: number | null;
+            seq: number;
+            task: number;
+            what: string;
+            who: string;
+        };
+        /** Cost */
+        Cost: {
+            ckpt_read: boolean;
+            dealt: number;
+            iterations_lost: number | null;
+            kept: number;
+            near_bytes: number;
+            origin: string;
+            origin_bytes: number;
+            origin_node: string;
+            origin_path: string;
+            origin_step_version: number;
+            pause_s: number | null;
+            peer_bytes: number;
+            received_bytes: number;
+            slot_s: number;
+        };
+        /** Decided */
+        Decided: {
+            rule: string;
+            seq: number;
+            severity: string;
+            why: string;
+        };
+        /** Effect */
+        Effect: {
+            hurt: boolean;
+            iterations_lost: number | null;
+            pause_s: number | null;
+            slot_s: number | null;
+            slots: number;
+            slots_before: number;
+            task: string;
+        };
+        /** OnPurpose */
+        OnPurpose: {
+            seq: number;
+            what: string;
+        };
+        /** Phase */
+        Phase: {
+            bound: string;
+            from_s: number;
+            length_s: number;
+            name: string;
+        };
+        /** PlanFacts */
+        PlanFacts: {
+            beaten: components["schemas"]["Beaten"][];
+            bound: string;
+            ideal_waf: number;
+            num_slots: number;
+            origins: string[];
+            seq: number;
+            slots: {
+                [key: string]: number[];
+            };
+            trigger: string;
+            waf: number;
+            why: string;
+        };
+        /** Beaten */
+        Beaten: {
+            by: string;
+            slots: {
+                [key: string]: number;
+            };
+            waf: number;
+            what: string;
+        };
+        /** Waits */
+        Waits: {
+            task: string;
+            waits: string;
+        };
         /**
          * DryRunResult
          * @description The result of a dry run, or the explained present plan.
@@ -3868,6 +4020,39 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["IncidentHistory"];
+                };
+            };
+            /** @description Refused, or not possible at present */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getIncidentsFacts: {
+        parameters: {
+            query?: {
+                at?: string;
+            };
+            header?: never;
+            path: {
+                incident: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Done */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["IncidentFacts"];
                 };
             };
             /** @description Refused, or not possible at present */

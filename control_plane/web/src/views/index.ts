@@ -3,6 +3,7 @@ import type { ComponentType } from "preact"
 import type { Schemas } from "../api"
 import { Audit } from "./audit"
 import { Cluster } from "./cluster"
+import { Incident } from "./incident"
 import { Costs } from "./costs"
 import { Nodes } from "./nodes"
 import { PlanPage } from "./plan"
@@ -28,6 +29,7 @@ export interface ViewEntry { title: string; component: ComponentType<ViewProps>;
 
 export const VIEWS: Record<string, ViewEntry> = {
   cluster: { title: "Cluster", component: Cluster, inMenu: true },
+  incident: { title: "Incident", component: Incident, inMenu: true },
   task: { title: "Task", component: TaskPage, inMenu: true },
   nodes: { title: "Nodes", component: Nodes, inMenu: true },
   plan: { title: "Plan", component: PlanPage, inMenu: true },
