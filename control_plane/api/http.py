@@ -49,6 +49,7 @@ from .requests import Reason, Refusal
 from .sessions import Sessions
 from .tokens import Token, Tokens, may
 from .view import view
+from .what_if import WhatIfs
 
 if TYPE_CHECKING:
     from .routes import Route
@@ -129,6 +130,7 @@ class HttpApi:
         self._identities, self._certificate = identities, certificate
         self.sessions, self._timeline, self._file = Sessions(), timeline, file
         self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, address.names)}
+        self._what_ifs = WhatIfs()
         self._writing = asyncio.Lock()
         """Serialises writes, so that each is checked against the earlier writes."""
         self._computing = asyncio.Lock()
@@ -266,7 +268,7 @@ class HttpApi:
         await response.write_eof()
         return response
 
-    async def beginning(self, call: Call[Nothing, None]) -> messages.Beginning:
+    async def beginning(self, call: Call[Nothing, Any]) -> messages.Beginning:
         """Where the log begins: `after` which record, and the `state` then."""
         await self._log.open_segments()
         after = self._log.first_seq - 1
@@ -405,6 +407,15 @@ class HttpApi:
         if kept is not None and seq - kept.seq <= COPY_RECORDS:
             return kept
         return snapshots.newest(self._folder, seq)[0]
+
+    async def simulate(self, call: Call[Nothing, messages.WhatIf]) -> messages.WhatIfAnswer:
+        """Begin a simulation of the log with other choices."""
+        last, begins = (await self._coordinator.settled()).seq, await self.beginning(call)
+        self._what_ifs.start(call.body, self._log, begins["state"] if begins["after"] else "", last)
+        return self._what_ifs.answer
+
+    async def simulated(self, call: Call[Nothing, None]) -> messages.WhatIfAnswer:
+        return self._what_ifs.answer
 
     async def dry_run(self, call: Call[Nothing, dry_run.Change]) -> web.Response:
         began_s = time.perf_counter()

@@ -277,3 +277,35 @@ IncidentFacts = TypedDict("IncidentFacts", {
     "evidence_is_cut": bool, "decisions": list[Decided], "plans": list[PlanFacts],
     "waits": list[Waits], "computed_by": int, "effects": list[Effect], "dumps": list[Plain],
     "timeline": list[Event], "left": list[str], "verify": str})
+
+# --- what-if (what_if.py): of the JSON of `unicron simulate --from-log` what the page shows ---
+Loss = TypedDict("Loss", {
+    "at_s": float, "what": str, "lost_waf_flop": float, "full_after_s": float | None})
+Played = TypedDict("Played", {
+    "choice": str, "accumulated_waf_flop": float, "difference_flop": float,
+    "downtime_task_s": dict[str, float], "lost_slot_s": dict[str, float], "incidents": list[Loss]})
+WhatIfResult = TypedDict("WhatIfResult", {
+    "began_s": float, "horizon_s": float, "recorded": Played, "choices": list[Played],
+    "evidence": list[str]})
+
+
+class WhatIf(Nothing, frozen=True):
+    """Weights by task name, fields of the policy file, and policies to compare."""
+
+    weights: dict[str, float] = {}
+    fields: dict[str, bool | float | str] = {}
+    policies: Annotated[list[str], Meta(max_length=8)] = []
+
+
+class WhatIfAnswer(Struct, kw_only=True):
+    """`why`: of a failed one. Of a running one `read_seq` of `last_seq` records were read."""
+
+    state: Literal["none", "reading", "simulating", "done", "failed"]
+    limit_s: float
+    asked: WhatIf = WhatIf()
+    began_s: float = 0.0
+    took_s: float = 0.0
+    read_seq: int = 0
+    last_seq: int = 0
+    why: str = ""
+    result: WhatIfResult | None = None

@@ -419,6 +419,30 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/v1/what-if": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * The simulation, and how far it is
+         * @description Needs the role `view`.
+         */
+        get: operations["getWhatIf"];
+        put?: never;
+        /**
+         * Simulate the log with other choices
+         * @description Needs the role `operate`.
+         */
+        post: operations["postWhatIf"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/v1/plan/apply": {
         parameters: {
             query?: never;
@@ -3247,6 +3271,79 @@ export interface components {
             /** @default null */
             submit: components["schemas"]["JobSpec"] | null;
         };
+        /**
+         * WhatIf
+         * @description Weights by task name, fields of the policy file, and policies to compare.
+         */
+        WhatIf: {
+            /** @default {} */
+            weights: {
+                [key: string]: number;
+            };
+            /** @default {} */
+            fields: {
+                [key: string]: boolean | number | string;
+            };
+            /** @default [] */
+            policies: string[];
+        };
+        /**
+         * WhatIfAnswer
+         * @description `why`: of a failed one. Of a running one `read_seq` of `last_seq` records were read.
+         */
+        WhatIfAnswer: {
+            /** @enum {unknown} */
+            state: "done" | "failed" | "none" | "reading" | "simulating";
+            limit_s: number;
+            /**
+             * @default {
+             *       "weights": {},
+             *       "fields": {},
+             *       "policies": []
+             *     }
+             */
+            asked: components["schemas"]["WhatIf"];
+            /** @default 0 */
+            began_s: number;
+            /** @default 0 */
+            took_s: number;
+            /** @default 0 */
+            read_seq: number;
+            /** @default 0 */
+            last_seq: number;
+            /** @default  */
+            why: string;
+            /** @default null */
+            result: components["schemas"]["WhatIfResult"] | null;
+        };
+        /** WhatIfResult */
+        WhatIfResult: {
+            began_s: number;
+            choices: components["schemas"]["Played"][];
+            evidence: string[];
+            horizon_s: number;
+            recorded: components["schemas"]["Played"];
+        };
+        /** Played */
+        Played: {
+            accumulated_waf_flop: number;
+            choice: string;
+            difference_flop: number;
+            downtime_task_s: {
+                [key: string]: number;
+            };
+            incidents: components["schemas"]["Loss"][];
+            lost_slot_s: {
+                [key: string]: number;
+            };
+        };
+        /** Loss */
+        Loss: {
+            at_s: number;
+            full_after_s: number | null;
+            lost_waf_flop: number;
+            what: string;
+        };
         /** Apply */
         Apply: {
             change: components["schemas"]["Change"];
@@ -4117,6 +4214,68 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["DryRunResult"];
+                };
+            };
+            /** @description Refused, or not possible at present */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getWhatIf: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Done */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["WhatIfAnswer"];
+                };
+            };
+            /** @description Refused, or not possible at present */
+            default: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    postWhatIf: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/json": components["schemas"]["WhatIf"];
+            };
+        };
+        responses: {
+            /** @description Done */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["WhatIfAnswer"];
                 };
             };
             /** @description Refused, or not possible at present */

@@ -6,6 +6,7 @@ import { count, si, span } from "../format"
 import { useGet } from "../live"
 import { change, link } from "../route"
 import { Section, Severity, State, Table, Time, Trouble } from "../ui"
+import { WhatIf } from "../what-if"
 import type { ViewProps } from "./index"
 import "./incident.css"
 
@@ -31,6 +32,7 @@ export function Incident({ state, at, of, query, mayAct }: ViewProps) {
       </div>
       <Plans facts={facts} at={at} />
       <Effects facts={facts} />
+      <WhatIf tasks={state.tasks} at_s={facts.detected_s} />
       <Records facts={facts} at={at} filter={query.filter ?? ""} />
     </>}
   </>

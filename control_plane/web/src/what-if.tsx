@@ -1,0 +1,87 @@
+/** What other weights, spares or policies would have done: the simulator's answer, on request. */
+import { useEffect, useState } from "preact/hooks"
+import { get, post, Problem, type Schemas } from "./api"
+import { count, percent, si, span } from "./format"
+import { Section, Table, Trouble } from "./ui"
+
+type Answer = Schemas["WhatIfAnswer"]
+type Played = Schemas["Played"]
+const POLL_MS = 500
+const POLICIES = ["megatron", "spares", "shrink", "requeue"]
+const total = (of: Record<string, number>) => Object.values(of).reduce((sum, one) => sum + one, 0)
+
+/** `at_s`: the time of the incident whose loss is shown beside the totals. */
+export function WhatIf({ tasks, at_s }: { tasks: Schemas["View"]["tasks"]; at_s: number }) {
+  const [answer, setAnswer] = useState<Answer>()
+  const [problem, setProblem] = useState<Problem>()
+  const [weights, setWeights] = useState<Record<string, string>>({})
+  const [spare, setSpare] = useState(false)
+  const [policies, setPolicies] = useState<string[]>(["megatron"])
+  const runs = answer?.state === "reading" || answer?.state === "simulating"
+  useEffect(() => { get("/v1/what-if").then(setAnswer, () => undefined) }, [])
+  useEffect(() => {
+    if (!runs) return
+    const timer = setInterval(() => { get("/v1/what-if").then(setAnswer, setProblem) }, POLL_MS)
+    return () => { clearInterval(timer) }
+  }, [runs])
+  const names = [...new Set(tasks.map(one => one.name))].slice(0, 8)
+  const start = () => {
+    setProblem(undefined)
+    const asked = Object.entries(weights).filter(([, value]) => Number(value) > 0)
+    post<Answer>("/v1/what-if", {
+      weights: Object.fromEntries(asked.map(([name, value]) => [name, Number(value)])),
+      fields: spare ? { hot_spare: true } : {}, policies,
+    }).then(({ answer: begun }) => { setAnswer(begun) }, (error: unknown) => { setProblem(error as Problem) })
+  }
+  return <Section title="What other choices would have done" note="the log so far, simulated again">
+    <form class="what-if" onSubmit={event => { event.preventDefault(); start() }}>
+      <fieldset><legend>Policies</legend>{POLICIES.map(name => <label><input type="checkbox" checked={policies.includes(name)}
+        onChange={event => { setPolicies(event.currentTarget.checked ? [...policies, name] : policies.filter(one => one !== name)) }} /> {name}</label>)}</fieldset>
+      <fieldset><legend>Spare</legend><label><input type="checkbox" checked={spare}
+        onChange={event => { setSpare(event.currentTarget.checked) }} /> keep a hot spare</label></fieldset>
+      {names.length > 0 && <fieldset><legend>Weights</legend>{names.map(name => <label>{name} <input type="number" min="0" step="any"
+        placeholder={String(tasks.find(one => one.name === name)!.weight)} value={weights[name] ?? ""}
+        onInput={event => { setWeights({ ...weights, [name]: event.currentTarget.value }) }} /></label>)}</fieldset>}
+      <button type="submit" disabled={runs}>Simulate</button>
+    </form>
+    <Trouble problem={problem} />
+    <div role="status" aria-live="polite">{answer && <Progress answer={answer} />}</div>
+    {answer?.result && <Result answer={answer} result={answer.result} at_s={at_s} />}
+  </Section>
+}
+
+function Progress({ answer }: { answer: Answer }) {
+  if (answer.state === "reading") return <p>Reading the log: {percent(answer.read_seq / Math.max(answer.last_seq, 1))}
+    {" "}<progress aria-label="Records read" max={answer.last_seq} value={answer.read_seq} /></p>
+  if (answer.state === "simulating") {
+    const since_s = Math.max(Date.now() / 1000 - answer.began_s, 0)
+    return <p>Simulating {count(answer.last_seq)} records since {span(since_s)}, at most {span(answer.limit_s)}
+      {" "}<progress aria-label="Time of the limit" max={answer.limit_s} value={since_s} /></p>
+  }
+  if (answer.state === "failed") return <p class="trouble">It failed: {answer.why}</p>
+  return null
+}
+
+function Result({ answer, result, at_s }: { answer: Answer; result: Schemas["WhatIfResult"]; at_s: number }) {
+  const nearest = (played: Played) => [...played.incidents].sort((a, b) =>
+    Math.abs(a.at_s + result.began_s - at_s) - Math.abs(b.at_s + result.began_s - at_s))[0]
+  const rows: [string, Played][] = [["recorded", result.recorded],
+    ...result.choices.map((one, number): [string, Played] => [number === 0 ? "simulated, as recorded" : one.choice || "as recorded", one])]
+  const here = nearest(result.recorded)
+  const simulated = result.choices[0]!.accumulated_waf_flop
+  return <>
+    <p>Until record {count(answer.last_seq)}, {span(result.horizon_s)} of training, in {span(answer.took_s)}.
+      {here && <> This incident is {here.what}.</>}</p>
+    <Table label="What other choices would have done" rows={rows} empty="" columns={[
+      { name: "Choice", cell: ([name]) => name },
+      { name: "Earned", right: true, cell: ([, one]) => si(one.accumulated_waf_flop, "FLOP") },
+      { name: "Against simulated", right: true, cell: ([name, one]) => name === "recorded" || !simulated ? "" :
+        `${one.difference_flop > 0 ? "+" : ""}${percent(one.difference_flop / simulated)}` },
+      { name: "Down", right: true, cell: ([, one]) => span(total(one.downtime_task_s)) },
+      { name: "Slot time lost", right: true, cell: ([, one]) => span(Math.max(total(one.lost_slot_s), 0)) },
+      { name: "This incident lost", right: true, cell: ([, one]) => { const loss = nearest(one); return loss ? si(Math.max(loss.lost_waf_flop, 0), "FLOP") : "" } },
+      { name: "To full strength", right: true, cell: ([, one]) => { const loss = nearest(one); return !loss ? "" : loss.full_after_s === null ? "never" : span(loss.full_after_s) } },
+    ]} />
+    <details><summary>What this rests on</summary><ul>{result.evidence.map(line => <li>{line}</li>)}</ul></details>
+  </>
+}
