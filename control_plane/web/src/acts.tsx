@@ -221,3 +221,29 @@ function described(body: object): string {
     && (typeof value === "string" || typeof value === "number") && value !== "")
   return parts.map(([name, value]) => `${name} ${String(value)}`).join(", ").slice(0, 160)
 }
+
+/** What can be done here about something that needs a person. */
+export function NeedActs({ need }: { need: Schemas["View"]["needs"][number] }) {
+  const { what, node, incident } = need as Schemas["Need"]
+  return <span class="acts">
+    {what === "healing" && need["why"]?.toString().includes("frozen") && <ActButton kind="unfreeze" />}
+    {what === "drained" && node && <ActButton kind="undrain" of={node} />}
+    {what === "quarantined" && node && <ActButton kind="lift" of={node} />}
+    {(what === "degraded" || what === "unhealthy") && node && <ActButton kind="drain" of={node} />}
+    {incident > 0 && <ActButton kind="ack" of={incident} />}
+  </span>
+}
+
+/** Acts on a node: those that its state allows. */
+export function NodeActs({ node }: { node: Schemas["NodeView"] }) {
+  return <span class="acts">
+    <ActButton kind={node.drained ? "undrain" : "drain"} of={node.id} />
+    {node.quarantine && <ActButton kind="lift" of={node.id} />}
+  </span>
+}
+
+/** Acts on a task that has not ended. */
+export function TaskActs({ of }: { of: Schemas["TaskView"] }) {
+  if (["finished", "failed", "cancelled"].includes(of.state)) return null
+  return <span class="acts"><ActButton kind="weight" of={of.id} /><ActButton kind="cancel" of={of.id} /></span>
+}

@@ -1,5 +1,6 @@
 /** The cluster: what needs a person, what it earns, what slots did, the newest incidents, who leads. */
 import { useEffect, useMemo } from "preact/hooks"
+import { ActButton, NeedActs } from "../acts"
 import type { Schemas } from "../api"
 import { Chart } from "../chart"
 import { count, percent, si, span } from "../format"
@@ -11,13 +12,13 @@ import type { ViewProps } from "./index"
 
 const OVER = new Set(["finished", "failed", "cancelled"])
 
-export function Cluster({ state, at, query, now_s, recorded }: ViewProps) {
+export function Cluster({ state, at, query, now_s, recorded, mayAct }: ViewProps) {
   const names = new Map(state.tasks.map(one => [one.id, one.name]))
   return <>
-    <Needs state={state} at={at} now_s={now_s} />
+    <Needs state={state} at={at} now_s={now_s} mayAct={mayAct} />
     <div class="columns">
       <Waf state={state} />
-      <Leader state={state} now_s={now_s} past={recorded || Boolean(at)} />
+      <Leader state={state} now_s={now_s} past={recorded || Boolean(at)} mayAct={mayAct} />
     </div>
     <Slots at={at} at_s={at ? state.cluster.at_s : undefined} query={query} />
     <Incidents state={state} names={names} at={at} now_s={now_s} />
@@ -25,7 +26,7 @@ export function Cluster({ state, at, query, now_s, recorded }: ViewProps) {
   </>
 }
 
-function Needs({ state, at, now_s }: { state: Schemas["View"]; at: string; now_s: number }) {
+function Needs({ state, at, now_s, mayAct }: { state: Schemas["View"]; at: string; now_s: number; mayAct: boolean }) {
   return <Section title="Needs a person">
     {state.needs.length === 0 && <p class="calm"><span aria-hidden="true">✓</span> Nothing needs a person.</p>}
     <ul class="needs">{state.needs.slice(0, 50).map(one => <li>
@@ -34,6 +35,7 @@ function Needs({ state, at, now_s }: { state: Schemas["View"]; at: string; now_s
       <br /><code>{one.do}</code>
       {one.incident > 0 && <> <a href={link("incident", one.incident, { at })}>inc-{one.incident}</a></>}
       {one.task > 0 && <> <a href={link("task", one.task, { at })}>task {one.task}</a></>}
+      {mayAct && <NeedActs need={one} />}
     </li>)}</ul>
     {state.needs.length > 50 && <p class="empty">and {state.needs.length - 50} more</p>}
   </Section>
@@ -62,7 +64,7 @@ function Waf({ state }: { state: Schemas["View"] }) {
   </Section>
 }
 
-function Leader({ state, now_s, past }: { state: Schemas["View"]; now_s: number; past: boolean }) {
+function Leader({ state, now_s, past, mayAct }: { state: Schemas["View"]; now_s: number; past: boolean; mayAct: boolean }) {
   const { cluster, nodes, tasks } = state
   const used = tasks.reduce((sum, one) => sum + one.slots.now, 0)
   const ill = nodes.filter(one => one.health !== "healthy" && one.health !== "left").length
@@ -77,6 +79,7 @@ function Leader({ state, now_s, past }: { state: Schemas["View"]; now_s: number;
       <dt>MTBF</dt><dd>{cluster.num_faults ? `${span(mtbf_s)} of the cluster, ${cluster.num_faults} ${cluster.num_faults === 1 ? "fault" : "faults"}` : "no fault so far"}</dd>
       <dt>log</dt><dd>record {count(cluster.seq)}, <Ago at_s={cluster.at_s} now_s={now_s} /></dd>
     </dl>
+    {mayAct && <p class="acts"><ActButton kind={cluster.healing.startsWith("frozen") ? "unfreeze" : "freeze"} /></p>}
   </Section>
 }
 
