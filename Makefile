@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts demo-slurm test test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web web-types test-web wheel clean
+.PHONY: help setup demo demo-hosts demo-slurm test test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web web-types test-web screenshots wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -136,6 +136,10 @@ chaos-log: setup types ## the log's server, leader or both killed under load: lo
 bench-overhead: setup types ## an undisturbed iteration over one of Megatron's own loop (N=24 launches a case)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.overhead.main $(if $(filter-out file,$(origin N)),-n $(N))
 
+bench-web: setup types web ## the dashboard on a log of 8,000 slots and 100,000 records, in a browser (N=5)
+	@tests/browser/install.sh
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.web.main $(if $(filter-out file,$(origin N)),-n $(N))
+
 REPORT ?=
 bench-paper: setup types ## the paper's evaluation, simulated (N=5 seeds REPORT=folder: with charts)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.paper.main -n $(N) $(REPORT:%=--report %)
@@ -191,6 +195,12 @@ web-types: setup types $(WEB)/node_modules/.package-lock.json ## write the page'
 test-web: setup types web ## the dashboard in a real browser, on a real cluster (installs Debian's chromium)
 	@tests/browser/install.sh
 	@$(BOUND) $(if $(BOUND),$(TEST_S_MAX)) $(BIN)/pytest tests/browser
+
+LOG ?= build/demo/log.jsonl
+screenshots: setup types web ## the dashboard's views, light, dark and phone, from the demo's log (LOG=file)
+	@tests/browser/install.sh
+	@test -e "$(LOG)" || $(MAKE) demo
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m browser.screenshots $(LOG)
 
 wheel: setup ## build the wheel into dist/
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .

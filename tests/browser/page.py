@@ -39,6 +39,10 @@ class Page:
         """The result of JavaScript."""
         return self.browser.execute_script(script, *arguments)  # type: ignore[no-untyped-call]
 
+    def run_first(self, script: str) -> None:
+        """Run JavaScript in each page that is opened from now on, before its own."""
+        self.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": script})
+
     def open(self, url: str) -> None:
         self.browser.get(url)
 

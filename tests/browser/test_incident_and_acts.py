@@ -49,6 +49,7 @@ def press(page: Page, label: str, within: str = "main") -> None:
     def click() -> bool:
         for one in page.browser.find_elements("css selector", f"{within} button"):
             if one.text == label and one.is_enabled():
+                page.run("arguments[0].scrollIntoView({block: 'center'})", one)
                 one.click()
                 return True
         return False

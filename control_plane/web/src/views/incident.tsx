@@ -112,7 +112,7 @@ function grouped(events: Event[]): Event[][] {
   return [...found.values()]
 }
 
-const ORIGINS: Record<string, string> = { copy: "a copy in memory", checkpoint: "a checkpoint", seed: "begun again from the seed" }
+const ORIGINS: Record<string, string> = { peer: "a member", copy: "a copy in memory", checkpoint: "a checkpoint", seed: "begun again from the seed" }
 
 function Cost({ facts }: { facts: Facts }) {
   const { cost } = facts
