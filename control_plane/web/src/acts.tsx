@@ -136,8 +136,8 @@ function Dialog({ kind, target, onClose }: { kind: ActKind; target: Target; onCl
     try {
       setSeq((await send()).answer.seq)
     } catch (error) {
-      setProblem(error as Problem)
-      if (error instanceof Problem && error.status === 412) {
+      if (!(error instanceof Problem) || error.status !== 412) setProblem(error as Problem)
+      else {
         setSince(await records({ after: tried!.result.seq }).catch(() => []))
         await tryIt().catch((again: unknown) => { setTried(undefined); setProblem(again as Problem) })
       }

@@ -305,3 +305,27 @@ async def test_half_a_surrogate_pair_is_refused(site: Site) -> None:
                        ("/v1/plan/apply", b'{"change": %s}'), ("/v1/join", b"%s")):
         assert "surrogates" in await site.refused(400, "POST", path, body % half)
     assert (await site.ask("GET", "/v1/plan"))[0] == 200
+
+
+@real
+async def test_every_act_has_a_dry_run_and_is_applied(site: Site) -> None:
+    """What is drained or frozen is undone; a cancelled task's slots are free in the dry run."""
+    task = await _two_nodes(site)
+    await site.ask("POST", "/v1/nodes/n2/drain", {"reason": "fans"})
+    await site.ask("POST", "/v1/freeze", {"reason": "work"})
+    change: Plain = {"undrain": ["n2"], "unfreeze": True}
+    _, tried = await site.ask("POST", "/v1/plan/dry-run", change)
+    assert tried["planned"]
+    assert [(one["slots_before"], one["slots"]) for one in tried["tasks"]] == [(2, 4)]
+    before = site.coordinator.seq
+    await site.ask("POST", "/v1/plan/apply", {"change": change, "reason": "done"},
+                   If_Match=f'"{tried["input"]}"')
+    records = await site.log.read(after=before, num_max=99)
+    assert [(one.kind, one.body.reason) for one in records if hasattr(one.body, "who")] == [
+        ("NodeUndrained", "done"), ("HealingResumed", "done")]
+    other = JOB | {"name": "other", "train": {"iterations": 3, "output": "/other"},
+                   "slots": {"min": 4, "max": 4}}
+    await site.ask("POST", "/v1/tasks", other)
+    _, tried = await site.ask("POST", "/v1/plan/dry-run", {"cancel": [str(task)]})
+    assert [(one["name"], one["slots"]) for one in tried["tasks"]] == [("other", 4)]
+    await site.refused(409, "POST", "/v1/plan/dry-run", {"lift": ["n1"]})

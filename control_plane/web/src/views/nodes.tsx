@@ -1,4 +1,5 @@
 /** The nodes: a map by rack and switch, then a row for each. */
+import { NodeActs } from "../acts"
 import type { Schemas } from "../api"
 import { link } from "../route"
 import { Ago, Section, State, Table, Time } from "../ui"
@@ -19,7 +20,7 @@ const label = (node: Node, key: string): string => {
   return typeof found?.[1] === "string" ? found[1] : ""
 }
 
-export function Nodes({ state, at, of, now_s }: ViewProps) {
+export function Nodes({ state, at, of, now_s, mayAct }: ViewProps) {
   const names = new Map(state.tasks.map(one => [one.id, one.name]))
   const places = new Map<string, Node[]>()
   const byName = new Intl.Collator("en", { numeric: true }).compare
@@ -37,6 +38,7 @@ export function Nodes({ state, at, of, now_s }: ViewProps) {
     </Section>
     <Section title={of ? `Node ${of}` : "All nodes"}>
       {of && <p><a href={link("nodes", "", { at })}>all nodes</a></p>}
+      {of && mayAct && rows.map(one => <NodeActs node={one} />)}
       <Table label="Nodes" rows={rows} empty="No such node." max={of ? 1 : 100} columns={[
         { name: "Node", cell: one => <a href={link("nodes", one.id, { at })}>{one.id}</a> },
         { name: "State", cell: one => <State of={wordOf(one)} /> },

@@ -1,5 +1,6 @@
 /** The plan, what it beat, and what it would be after a change: the form of `unicron plan`. */
 import { useState } from "preact/hooks"
+import { ActButton } from "../acts"
 import { post, type Problem, type Schemas } from "../api"
 import { digits, percent, si, span } from "../format"
 import { useGet } from "../live"
@@ -10,14 +11,14 @@ import type { ViewProps } from "./index"
 type Result = Schemas["DryRunResult"]
 export type Change = Partial<Schemas["Change"]>
 
-export function PlanPage({ state, at }: ViewProps) {
+export function PlanPage({ state, at, mayAct }: ViewProps) {
   const { data, problem } = useGet("/v1/plan", { at })
   return <>
     <Section title="In force" note={data && data.plan_s > 0 && <>since <Time at_s={data.plan_s} />, record {data.plan_seq}</>}>
       <Trouble problem={problem} />
       {data && <Shown result={data} at={at} />}
     </Section>
-    {at ? <p class="empty">A change is tried on the present: go to it for the form.</p> : <WhatIf state={state} />}
+    {at ? <p class="empty">A change is tried on the present: go to it for the form.</p> : <WhatIf state={state} mayAct={mayAct} />}
   </>
 }
 
@@ -52,7 +53,7 @@ export function Shown({ result, at }: { result: Result; at: string }) {
   </>
 }
 
-function WhatIf({ state }: { state: Schemas["View"] }) {
+function WhatIf({ state, mayAct }: { state: Schemas["View"]; mayAct: boolean }) {
   const [without, setWithout] = useState("")
   const [slots, setSlots] = useState(0)
   const [weights, setWeights] = useState<Record<string, string>>({})
@@ -85,6 +86,7 @@ function WhatIf({ state }: { state: Schemas["View"] }) {
       <button type="submit" disabled={busy}>{busy ? "planning…" : "Try"}</button>
     </form>
     <Trouble problem={problem} />
-    {tried && <div role="status"><h3>It would be</h3><Shown result={tried} at="" /></div>}
+    {tried && <div role="status"><h3>It would be</h3><Shown result={tried} at="" />
+      {mayAct && !slots && <ActButton kind="apply" of={change} label="Apply…" />}</div>}
   </Section>
 }

@@ -1,5 +1,6 @@
 /** A task: its ranks and who holds up whom, its curves, its layouts, who has its state, its faults, its output. */
 import { useEffect, useMemo, useState } from "preact/hooks"
+import { TaskActs } from "../acts"
 import { get, type Problem, type Schemas } from "../api"
 import { Chart } from "../chart"
 import { count, digits, si, span } from "../format"
@@ -21,6 +22,7 @@ export function TaskPage({ state, at, of, now_s, recorded, mayAct }: ViewProps) 
     <Curves task={number} at_s={at ? state.cluster.at_s : undefined} />
     {task && <Holders task={task} />}
     <Faults task={number} at={at} state={state} />
+    {task && mayAct && <TaskActs of={task} />}
     {task && !at && !recorded && <Output task={task} mayRead={mayAct} />}
   </>
 }
