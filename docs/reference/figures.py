@@ -25,6 +25,7 @@ from bench.planner import main as planner
 from bench.recovery.rows import Row, describe, table
 from bench.scale import main as scale
 from bench.settlement import main as settlement
+from bench.web import main as web
 from hosts import demo as hosts
 from matrix.cells import cells, loop_cells
 from matrix.table import markdown, markdown_of_loops
@@ -172,6 +173,14 @@ def _sim(rows: Sequence[Row], about: About) -> str:
         (f"{int(case):,}", cell((case, system), "faults"), f"`{system}`", *(
             cell((case, system), metric) for metric in (
                 "events", "cpu_s", "events_per_s", "peak_mib"))) for case, system in places])
+
+
+def _web(rows: Sequence[Row], about: About) -> str:
+    lines = [(f"`{one.metric}`", f"{_spread(one, '.3g')} {one.unit}", f"{web.GOALS[one.metric]:g}")
+             for one in rows]
+    return (f"{about['cores']} cores, load {about['load_1min']:.1f}; "
+            f"{about['interactions']} interactions.\n\n"
+            + _lines("| metric | measured | goal at most |", lines))
 
 
 def _settlement(rows: Sequence[Row], about: About) -> str:
@@ -357,6 +366,7 @@ BLOCKS = {
                                 "outcome", _loops),
     "scale": Block("docs/guides/bench-scale.md", "scale", SCALES, "record_us", _scale),
     "log": Block("docs/guides/bench-log.md", "log", log.CASES, "worst_s", _log),
+    "web": Block("docs/guides/dashboard.md", "web", (web.CASE,), "open_s", _web),
     "slurm": Block("docs/guides/slurm.md", "slurm", tuple(slurm.CASES), "loss_equal", _slurm),
     "hosts": Block("docs/guides/hosts.md", "hosts", tuple(hosts.CASES), "loss_equal", _hosts),
     "disasters": Block("docs/guides/disasters.md", "", (), "", _disasters)}

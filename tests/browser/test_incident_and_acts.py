@@ -62,7 +62,7 @@ def say(page: Page, reason: str) -> None:
 
 
 def do(page: Page, label: str) -> None:
-    """Press it in the dialog; again, if the measured throughput has just changed the plan's input."""
+    """Press it in the dialog; again if a measured throughput has just changed the plan's input."""
     press(page, label, "dialog")
     def over() -> bool:
         if "Do it all the same" in page.text:

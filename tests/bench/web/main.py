@@ -1,8 +1,8 @@
 """`make bench-web`: the dashboard on the log of a large cluster, in a headless Chromium.
 
-The log has 1,000 nodes of 8 slots and 100,000 records; `unicron view` serves it. `open_s`: from the
-navigation until the cluster's view is drawn. `interaction_p95_ms`: from an input of the user (a key, a
-click) until the next frame is painted. `bundle_kb`: what the browser loads, compressed.
+The log has 1,000 nodes of 8 slots and 100,000 records; `unicron view` serves it. `open_s`: from
+the navigation until the cluster's view is drawn. `interaction_p95_ms`: from an input of the user
+(a key, a click) until the next frame is painted. `bundle_kb`: what the browser loads, compressed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from bench.log import records as life
@@ -88,7 +87,7 @@ def main() -> None:
 
 
 def records() -> Iterator[Record]:
-    """A cluster's life, by the real decider: tasks train, ranks fail and heal, tasks come and go."""
+    """A cluster's life, by the real decider: tasks train, ranks fail and heal."""
     life.NUM_NODES, life.NUM_TASKS, life.NUM_RANKS = NUM_NODES, NUM_TASKS, NUM_RANKS
     for made in life.Life().turns():
         yield from made
