@@ -7,22 +7,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...events.words import *  # noqa: F403
 from ...events.words import UNBROKEN
-from ...events.words import acts as acts
-from ...events.words import clipped as clipped
-from ...events.words import command as command
-from ...events.words import count as count
-from ...events.words import listed as listed
-from ...events.words import lost_in_words as lost_in_words
-from ...events.words import ms as ms
-from ...events.words import number_of as number_of
-from ...events.words import plan_waf as plan_waf
-from ...events.words import ranks as ranks
-from ...events.words import rfc3339 as rfc3339
-from ...events.words import said as said
-from ...events.words import scaled as scaled
-from ...events.words import span as span
-from ...events.words import way_to_act as way_to_act
 
 Plain = dict[str, Any]
 """A JSON object: a record, a response of the control plane, or `-o json`."""

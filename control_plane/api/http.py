@@ -297,20 +297,18 @@ class HttpApi:
     async def facts(self, call: Call[messages.Moment, None]) -> dict[str, Any]:
         """All that the log knows of an incident at a moment: what `unicron incident` prints."""
         of, now_s = number(call.of), self._coordinator.now_s
-        data = encode_state(await self._state_at(call.query.at))
-        shown = decode_state(data)
+        shown = decode_state(encode_state(await self._state_at(call.query.at)))
         async with self._computing:
             await self._log.open_segments()
             start = encode_state(await asyncio.to_thread(
                 self._nearest, max(self._log.first_seq - 1, of - FACTS_RECORDS_BEFORE)))
-            records, is_over = list[Record](), False
-            after = decode_state(start).seq
-            while not is_over and (page := await self._log.read(
-                    after=after, num_max=PAGE_RECORDS_MAX)):
-                is_over = any(getattr(one.body, "of", 0) == of for one in records
-                              if isinstance(one.body, IncidentClosed))
-                records += [one for one in page if one.seq <= shown.seq]
-                after = page[-1].seq if page[-1].seq <= shown.seq else 1 << 60
+            records, after, is_over = list[Record](), decode_state(start).seq, False
+            while after < shown.seq and not is_over:
+                is_over = any(isinstance(one.body, IncidentClosed) and one.body.of == of
+                              for one in records)
+                records += await self._log.read(
+                    after=after, num_max=min(PAGE_RECORDS_MAX, shown.seq - after))
+                after = records[-1].seq
             return await aside(partial(incident_facts.facts_at, of, records, start, shown,
                                        shown.at_s if call.query.at else now_s))
 
@@ -411,8 +409,8 @@ class HttpApi:
     async def simulate(self, call: Call[Nothing, messages.WhatIf]) -> messages.WhatIfAnswer:
         """Begin a simulation of the log with other choices."""
         last, begins = (await self._coordinator.settled()).seq, await self.beginning(call)
-        self._what_ifs.start(call.body, self._log, begins["state"] if begins["after"] else "", last)
-        return self._what_ifs.answer
+        return self._what_ifs.start(call.body, self._log, begins["state"] * bool(begins["after"]),
+                                    last)
 
     async def simulated(self, call: Call[Nothing, None]) -> messages.WhatIfAnswer:
         return self._what_ifs.answer

@@ -265,18 +265,16 @@ Decided = TypedDict("Decided", {"seq": int, "severity": str, "why": str, "rule":
 Effect = TypedDict("Effect", {
     "task": str, "hurt": bool, "slots_before": int, "slots": int, "pause_s": float | None,
     "iterations_lost": int | None, "slot_s": float | None})
-OnPurpose = TypedDict("OnPurpose", {"seq": int, "what": str})
-Began = TypedDict("Began", {"bound": str, "length_s": float, "why": str})
-Waits = TypedDict("Waits", {"task": str, "waits": str})
 IncidentFacts = TypedDict("IncidentFacts", {
     "id": int, "task": int, "name": str, "node": str, "ranks": list[int], "status": str,
     "severity": str, "outcome": str, "detected_s": float, "closed_s": float | None, "seq": int,
     "acknowledged": str, "over": bool, "cost": Cost, "layouts": list[str], "lost": str,
     "optimizer": str, "copies_gone": list[Event], "no_copies": str, "phases": list[Phase],
-    "part_of": str, "on_purpose": list[OnPurpose], "began": Began, "evidence": list[Event],
-    "evidence_is_cut": bool, "decisions": list[Decided], "plans": list[PlanFacts],
-    "waits": list[Waits], "computed_by": int, "effects": list[Effect], "dumps": list[Plain],
-    "timeline": list[Event], "left": list[str], "verify": str})
+    "part_of": str, "on_purpose": list[Plain], "began": dict[str, str | float],
+    "evidence": list[Event], "evidence_is_cut": bool, "decisions": list[Decided],
+    "plans": list[PlanFacts], "waits": list[dict[str, str]], "computed_by": int,
+    "effects": list[Effect], "dumps": list[Plain], "timeline": list[Event], "left": list[str],
+    "verify": str})
 
 # --- what-if (what_if.py): of the JSON of `unicron simulate --from-log` what the page shows ---
 Loss = TypedDict("Loss", {
@@ -302,7 +300,6 @@ class WhatIfAnswer(Struct, kw_only=True):
 
     state: Literal["none", "reading", "simulating", "done", "failed"]
     limit_s: float
-    asked: WhatIf = WhatIf()
     began_s: float = 0.0
     took_s: float = 0.0
     read_seq: int = 0

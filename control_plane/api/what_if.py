@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,25 +30,26 @@ class WhatIfs:
         self.answer = WhatIfAnswer(state="none", limit_s=LIMIT_S)
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, asked: WhatIf, log: ReaderPort, begins: str, last_seq: int) -> None:
+    def start(self, asked: WhatIf, log: ReaderPort, begins: str, last_seq: int) -> WhatIfAnswer:
         """Simulate the log until `last_seq`; `begins`: the state before its first record, as text.
         Raises Refusal if another simulation runs."""
         if self.answer.state in ("reading", "simulating"):
             raise Refusal(409, "a simulation runs already", "wait for its answer")
-        self.answer = WhatIfAnswer(state="reading", limit_s=LIMIT_S, last_seq=last_seq, asked=asked,
+        self.answer = WhatIfAnswer(state="reading", limit_s=LIMIT_S, last_seq=last_seq,
                                    began_s=time.time())
-        words = [*(f"--policy={name}" for name in asked.policies),
-                 *(f"--set=weight.{name}={weight:g}" for name, weight in asked.weights.items()),
-                 *(f"--set=policy.{name}={value}" for name, value in asked.fields.items())]
-        self._task = asyncio.create_task(self._run(self.answer, words, log, begins))
+        self._task = asyncio.create_task(self._run(self.answer, log, begins, [
+            *(f"--policy={name}" for name in asked.policies),
+            *(f"--set=weight.{name}={weight:g}" for name, weight in asked.weights.items()),
+            *(f"--set=policy.{name}={value}" for name, value in asked.fields.items())]))
+        return self.answer
 
-    async def _run(self, answer: WhatIfAnswer, words: Sequence[str], log: ReaderPort, begins: str
+    async def _run(self, answer: WhatIfAnswer, log: ReaderPort, begins: str, words: list[str]
                    ) -> None:
-        process = None
+        process, answer.read_seq = None, log.first_seq - 1
         try:
             with tempfile.TemporaryDirectory(prefix="unicron-what-if-") as folder:
+                path = Path(folder) / "log.jsonl"
                 async with asyncio.timeout(LIMIT_S):
-                    path, answer.read_seq = Path(folder) / "log.jsonl", log.first_seq - 1
                     with archive.create(path, cluster="what-if", code="", begins=begins,
                                         first_seq=log.first_seq) as writer:
                         while answer.read_seq < answer.last_seq:
@@ -63,14 +63,11 @@ class WhatIfs:
                         "--from-log", str(path), "-o", "json", *words, stdin=DEVNULL,
                         stdout=PIPE, stderr=PIPE)
                     out, errors = await process.communicate()
-            if process.returncode:
-                answer.why = errors.decode(errors="replace").replace(str(path), "the log").strip()
-            else:
+            answer.why = errors.decode(errors="replace").replace(str(path), "the log").strip()
+            if not process.returncode:
                 answer.result = msgspec.json.decode(out, type=WhatIfResult)
-        except TimeoutError:
-            answer.why = f"it took more than {LIMIT_S:g} s: unicron export, then unicron simulate"
-        except UnicronError as error:
-            answer.why = str(error)
+        except (TimeoutError, UnicronError) as error:
+            answer.why = str(error) or f"it took more than {LIMIT_S:g} s"
         finally:
             if process is not None and process.returncode is None:
                 process.kill()

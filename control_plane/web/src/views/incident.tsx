@@ -45,7 +45,7 @@ function Head({ facts, at }: { facts: Facts; at: string }) {
       ? <a href={link("task", facts.task, { at })}>{who}</a> : who}{facts.node && <> on {facts.node}</>}; detected
     {" "}<Time at_s={facts.detected_s} fraction={3} />
     {facts.part_of && <><br />part of: {facts.part_of}</>}
-    {facts.on_purpose.map(one => <><br />on purpose: {one.what} (<Seq seq={one.seq} />)</>)}
+    {facts.on_purpose.map(one => <><br />on purpose: {String(one["what"])} (<Seq seq={Number(one["seq"])} />)</>)}
     {facts.acknowledged && <><br />{facts.acknowledged}</>}
   </p>
 }
@@ -69,7 +69,7 @@ function Bar({ facts }: { facts: Facts }) {
     <ol class="phases">{facts.phases.map(one => <li class={one.name} style={{ flexGrow: Math.max(one.length_s / (total_s || 1), 0.02) }}>
       <i aria-hidden="true" /> <b>{one.name === "held" ? "paused" : one.name === "stood" ? "stalled" : one.name}</b>
       {" "}{one.bound && `${one.bound} `}{span(one.length_s)} <small>{WORDS[one.name] ?? ""}</small></li>)}</ol>
-    {facts.began.why && <p class="empty">When it began: {facts.began.why}</p>}
+    {facts.began["why"] && <p class="empty">When it began: {facts.began["why"]}</p>}
   </Section>
 }
 
@@ -153,7 +153,7 @@ function Plans({ facts, at }: { facts: Facts; at: string }) {
         { name: "Why not", cell: other => other.by },
       ]} />
     </article>)}
-    {facts.waits.map(one => <p>{one.task} waits: {one.waits}{facts.computed_by > 0 && <small> (computed now, by decider version {facts.computed_by})</small>}</p>)}
+    {facts.waits.map(one => <p>{one["task"]} waits: {one["waits"]}{facts.computed_by > 0 && <small> (computed now, by decider version {facts.computed_by})</small>}</p>)}
     {facts.plans.length > 0 && <p><a href={link("cluster", "", { at: facts.plans[0]!.seq - 1 })}>The cluster just before</a>
       {at === "" && <>, <a href={link("cluster", "", { at: facts.plans.at(-1)!.seq })}>and after the plan</a></>}</p>}
   </Section>
