@@ -3057,7 +3057,9 @@ export interface components {
         /** IncidentFacts */
         IncidentFacts: {
             acknowledged: string;
-            began: components["schemas"]["Began"];
+            began: {
+                [key: string]: string | number;
+            };
             closed_s: number | null;
             computed_by: number;
             copies_gone: components["schemas"]["Event"][];
@@ -3075,7 +3077,7 @@ export interface components {
             name: string;
             no_copies: string;
             node: string;
-            on_purpose: components["schemas"]["OnPurpose"][];
+            on_purpose: Record<string, never>[];
             optimizer: string;
             outcome: string;
             over: boolean;
@@ -3089,13 +3091,9 @@ export interface components {
             task: number;
             timeline: components["schemas"]["Event"][];
             verify: string;
-            waits: components["schemas"]["Waits"][];
-        };
-        /** Began */
-        Began: {
-            bound: string;
-            length_s: number;
-            why: string;
+            waits: {
+                [key: string]: string;
+            }[];
         };
         /** Event */
         Event: {
@@ -3145,11 +3143,6 @@ export interface components {
             slots_before: number;
             task: string;
         };
-        /** OnPurpose */
-        OnPurpose: {
-            seq: number;
-            what: string;
-        };
         /** Phase */
         Phase: {
             bound: string;
@@ -3180,11 +3173,6 @@ export interface components {
             };
             waf: number;
             what: string;
-        };
-        /** Waits */
-        Waits: {
-            task: string;
-            waits: string;
         };
         /**
          * DryRunResult
@@ -3295,14 +3283,6 @@ export interface components {
             /** @enum {unknown} */
             state: "done" | "failed" | "none" | "reading" | "simulating";
             limit_s: number;
-            /**
-             * @default {
-             *       "weights": {},
-             *       "fields": {},
-             *       "policies": []
-             *     }
-             */
-            asked: components["schemas"]["WhatIf"];
             /** @default 0 */
             began_s: number;
             /** @default 0 */
