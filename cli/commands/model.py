@@ -43,8 +43,9 @@ def generate(path: str, *, prompt: str, tokens: int, temperature: float) -> None
     found = decoder.generate(stored_model.load(path).float(), given, tokens,
                              temperature=temperature)
     # A model can make control characters, which a terminal would obey.
-    console.out("".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd"
-                        for letter in (given + bytes(found)).decode(errors="replace")))
+    text = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd"
+                   for letter in (given + bytes(found)).decode(errors="replace"))
+    console.lines(text.expandtabs().split("\n"))
 
 
 def export(path: str, *, target: Path) -> None:

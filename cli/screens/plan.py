@@ -299,8 +299,9 @@ def _assumes(found: Plain) -> list[str]:
     for one in found["tasks"]:
         by.setdefault(one["origin"] or "unknown", []).append(one["name"])
     origins = [f"{fmt.listed(names)} {origin}" for origin, names in by.items()]
+    counted = "; the table of plans counts nominal rates, by which they are compared, as WAF"
     return fmt.labelled("assumes", f"throughput of {'; of '.join(origins)}; nothing fails on the "
-                                   "way") if origins else []
+                        f"way{counted * ('nominal' in by)}") if origins else []
 
 
 def _paused(found: Plain, option: str) -> list[str]:

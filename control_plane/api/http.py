@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
@@ -239,13 +240,14 @@ class HttpApi:
         events = "text/event-stream" in request.headers.get("Accept", "")
         if (last := request.headers.get("Last-Event-ID")) is not None:
             after = number(last)
+        if after > (newest := (await self._coordinator.settled()).seq):
+            raise Refusal(404, f"after {after} is beyond the log", f"its last record is {newest}")
         write = _events if events else _lines
         response = web.StreamResponse(headers={
             "Content-Type": "text/event-stream" if events else "application/jsonl",
             "Cache-Control": "no-store"})
         try:
             if events or call.query.follow:
-                await self._coordinator.settled()
                 if after + 1 < self._log.first_seq:
                     raise Pruned(self._log.first_seq)
                 await response.prepare(request)
@@ -337,7 +339,7 @@ class HttpApi:
         and answers with the seq of the first, in each field of `answer`. Before the write, `ahead`
         runs in a thread, so that it does not delay other writes."""
         async def call(api: HttpApi, call: Call[Nothing, B]) -> Any:
-            key = _key(call.request)
+            key = await _key(call.request)
             if ahead is not None:
                 await aside(partial(ahead, call.body))
             async with api._writing:
@@ -423,7 +425,7 @@ class HttpApi:
 
     async def apply(self, call: Call[Nothing, messages.Apply]) -> Written:
         """Carry out a dry run, if the plan's input has not changed since."""
-        key, body, check = _key(call.request), call.body, _checked_input(call.request)
+        key, body, check = await _key(call.request), call.body, _checked_input(call.request)
         reason = requests.one_line(body.reason)
         async with self._writing:
             await self._coordinator.settled()
@@ -702,12 +704,14 @@ def _checked_input(request: web.Request) -> Check:
     return requests.input_unchanged(number(given[1:-1]))
 
 
-def _key(request: web.Request) -> str:
-    """The request's id; a random one if the client sends none."""
+async def _key(request: web.Request) -> str:
+    """The request's id: of its Idempotency-Key, path and body, so that another request with the
+    same key is not taken for it; a random one if the client sends no key."""
     key = request.headers.get("Idempotency-Key", secrets.token_hex(16))
     if not KEY.match(key):
         raise Refusal(400, "Idempotency-Key is 1 to 128 of A-Z a-z 0-9 . _ : -", "send a uuid")
-    return key
+    of = sha256(f"{request.path} ".encode() + await request.read())
+    return f"{key}.{of.hexdigest()[:8]}"
 
 
 async def _body(request: web.Request) -> Any:

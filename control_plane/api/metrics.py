@@ -106,8 +106,8 @@ class Metrics(Collector):
 
     def _counter(self, name: str, text: str, label: str = "", values: Sequence[str] = ()
                  ) -> prometheus.Counter:
-        made = prometheus.Counter(f"unicron_{name}", text, [label] * bool(label),
-                                  registry=self._registry)
+        made = prometheus.Counter(f"unicron_{name}", f"{text[:-1]}, since this process began.",
+                                  [label] * bool(label), registry=self._registry)
         for value in values:
             made.labels(value)
         return made

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .routes import Route
 
 HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Idempotency-Key": ("The request's id: sent again with it, it has no further effect",
+    "Idempotency-Key": ("The same request, sent again with it, has no further effect",
                         {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"}),
     "If-Match": ("The ETag of the dry run", {"type": "string", "pattern": '^"[0-9]{1,18}"$'}),
     "Last-Event-ID": ("The seq of the last event; instead of `after`",

@@ -176,7 +176,7 @@ def input_unchanged(check: int) -> Callable[[ClusterState], None]:
         if now != check:
             raise Refusal(412, f"the plan's input is {now} now, not {check}: what the "
                           "plan follows from has changed since; nothing was done",
-                          "run it again without --apply, and look at what it would do now")
+                          "make the dry run again, and look at what it would do now")
     return verify_digest
 
 

@@ -349,7 +349,8 @@ def _check_slots(slots: Slots) -> None:
     need(slots.multiple_of == 1 or not slots.sizes, "slots.multiple_of",
          "has no effect with slots.sizes", "give one of them")
     need(slots.min >= 1, "slots.min", "must be at least 1")
-    need(slots.max >= slots.min, "slots.max", f"{slots.max} is below slots.min {slots.min}")
+    need(slots.max >= slots.min, "slots.max", f"{slots.max} is below slots.min {slots.min}",
+         "name it: without it a task has one slot")
     need(slots.max <= SLOTS_NUM_MAX, "slots.max", f"must be at most {SLOTS_NUM_MAX}")
     for name, value in (("min", slots.min), ("max", slots.max)):
         need(value % slots.multiple_of == 0, f"slots.{name}",

@@ -165,7 +165,9 @@ def main() -> int:
                         help="of the task that finishes, at least 100")
     options = parser.parse_args()
     if options.iterations < 100:
-        parser.error("--iterations must be at least 100")
+        print("error: ITERATIONS must be at least 100: the faults need so many\n"
+              "hint: make demo ITERATIONS=128", file=sys.stderr)
+        return 2
     try:
         return demo(keep=options.keep, num_iterations=options.iterations)
     except UnicronError as error:

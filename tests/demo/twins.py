@@ -124,7 +124,7 @@ class ReferenceRuns:
     def run(self) -> None:
         """Train, compare, judge. Raises BrokenError."""
         began_s = said_s = changed_s = time.monotonic()
-        num_bytes = 0
+        num_bytes, said = 0, ""
         while True:
             done = all(job.is_done for job in self._jobs)
             self._start_next()  # raises BrokenError if a run failed, also the last
@@ -137,10 +137,12 @@ class ReferenceRuns:
             if time.monotonic() - changed_s > STALLED_S_MAX:
                 raise BrokenError(f"no reference run went on for {span(STALLED_S_MAX)}")
             if time.monotonic() - said_s > PROGRESS_S and changed_s > said_s:
-                said_s = time.monotonic()
-                self._stage.say("compare", "reference runs: " + ", ".join(
+                said_s, before = time.monotonic(), said
+                said = "reference runs: " + ", ".join(
                     f"{job.name} {len(self._losses(job.name))}" for job in self._jobs
-                    if job.process is not None and not job.needs))
+                    if job.process is not None and not job.needs)
+                if said != before:
+                    self._stage.say("compare", said)
         self._stage.say("compare", f"with {len(ORDERS)} reference runs of each task: undisturbed, "
                                    "same seed, one process, stock Megatron loop: "
                                    f"{span(time.monotonic() - began_s)} in all")

@@ -223,7 +223,7 @@ async def test_a_dry_run_is_applied_if_nothing_has_changed(site: Site) -> None:
                                         If_Match=check)
         assert (status, answer) == (200, {"seq": before + 1})
     records = await site.log.read(after=before, num_max=999)
-    requested = [record for record in records if record.source == "operator/apply"]
+    requested = [record for record in records if record.source.startswith("operator/apply.")]
     assert [(record.kind, record.source_seq) for record in requested] == [
         ("NodeDrained", 1), ("TaskWeightSet", 2), ("TaskSubmitted", 3)]
     assert {record.body.reason for record in requested[:2]} == {"a test"}
@@ -245,7 +245,7 @@ async def test_apply_is_refused_if_the_input_has_changed(site: Site) -> None:
     assert now != tried["input"]
     assert message == (f"the plan's input is {now} now, not {tried['input']}: what the "
                        "plan follows from has changed since; nothing was done")
-    assert hint.startswith("run it again without --apply")
+    assert hint.startswith("make the dry run again")
     assert site.coordinator.seq == before
 
 
