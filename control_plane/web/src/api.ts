@@ -104,6 +104,10 @@ export async function follow(after: number, take: (records: Schemas["LogRecord"]
       if (!data) continue
       if (event.includes("event: problem")) {
         const told = JSON.parse(data) as Schemas["Problem"]
+        if (told.status === 401) {
+          session.drop()
+          ended("The session has ended.")
+        }
         throw new Problem(told.status, told.detail, told.hint)
       }
       records.push(JSON.parse(data) as Schemas["LogRecord"])

@@ -82,9 +82,9 @@ async def test_no_call_is_missing_from_the_table(site: Site) -> None:
     """What the table does not have does not exist; without a token nobody learns that."""
     assert len({(route.method, route.path) for route in ROUTES}) == len(ROUTES)
     assert [route.path for route in ROUTES if route.role is None] == [
-        "/v1/health", "/livez", "/readyz"]
+        "/v1/health", "/livez", "/readyz", "/v1/sessions"]
     assert [route.path for route in ROUTES if route.method == "POST" and route.role == "view"] == [
-        "/v1/plan/dry-run"], "what else writes nothing?"
+        "/v1/plan/dry-run", "/v1/sessions/codes", "/v1/sessions/end"], "what else writes nothing?"
     await site.refused(404, "GET", "/v1/nowhere")
     await site.refused(405, "POST", "/v1/state")
     await site.refused(401, "GET", "/v1/nowhere", Authorization="")
