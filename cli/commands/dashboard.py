@@ -37,6 +37,7 @@ def view(path: Path, *, port: int, print_only: bool) -> None:
     else:
         log = open_log(StateDir(path.parent), None, path)
         cluster = archive.header(path).cluster
+    console.talk(f"{path}: folding the log")
     with foldable(path):
         records, state = list(log.read()), log.state()
         timeline = Timeline(state)
