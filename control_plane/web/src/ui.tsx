@@ -12,6 +12,10 @@ export function Time({ at_s, fraction = 0 }: { at_s: number; fraction?: number }
 export const Ago = ({ at_s, now_s }: { at_s: number; now_s: number }) =>
   <span title={`${time(at_s)} ${zone()}`}>{now_s - at_s < 1 ? "now" : `${span(now_s - at_s)} ago`}</span>
 
+/** Words of the API, in which commands are between backquotes. */
+export const Said = ({ text }: { text: string }) =>
+  <span>{text.split("`").map((part, number) => number % 2 ? <code>{part}</code> : part)}</span>
+
 /** A word with a colour and a sign: nothing is said by colour alone. */
 const SIGNS: Record<string, [string, string]> = {
   running: ["good", "●"], healthy: ["good", "●"], healed: ["good", "✓"], finished: ["good", "✓"],
@@ -29,7 +33,7 @@ export const Severity = ({ of }: { of: string }) => <span class={`severity ${of.
 
 export function Trouble({ problem }: { problem: Problem | undefined }) {
   if (!problem) return null
-  return <p class="trouble" role="alert">{problem.message}{problem.hint && <> — <code>{problem.hint}</code></>}</p>
+  return <p class="trouble" role="alert">{problem.message}{problem.hint && <> — <Said text={problem.hint} /></>}</p>
 }
 
 export const Section = ({ title, children, note }: { title: string; children: ComponentChildren; note?: ComponentChildren }) => {

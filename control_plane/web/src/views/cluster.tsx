@@ -7,7 +7,7 @@ import { count, percent, si, span } from "../format"
 import { Gantt, type Window } from "../gantt"
 import { useGet } from "../live"
 import { change, link } from "../route"
-import { Ago, Section, Severity, State, Table, Time, Trouble } from "../ui"
+import { Ago, Said, Section, Severity, State, Table, Time, Trouble } from "../ui"
 import type { ViewProps } from "./index"
 
 const OVER = new Set(["finished", "failed", "cancelled"])
@@ -32,7 +32,7 @@ function Needs({ state, at, now_s, mayAct }: { state: Schemas["View"]; at: strin
     <ul class="needs">{state.needs.slice(0, 50).map(one => <li>
       <strong>{one.why}</strong>
       {one.since_s > 0 && <> <Ago at_s={one.since_s} now_s={now_s} /></>}
-      <br /><code>{one.do}</code>
+      <br /><Said text={one.do} />
       {one.incident > 0 && <> <a href={link("incident", one.incident, { at })}>inc-{one.incident}</a></>}
       {one.task > 0 && <> <a href={link("task", one.task, { at })}>task {one.task}</a></>}
       {mayAct && <NeedActs need={one} />}

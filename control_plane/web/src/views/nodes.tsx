@@ -15,17 +15,12 @@ export function wordOf(node: Node): string {
   return node.health
 }
 
-const label = (node: Node, key: string): string => {
-  const found = Object.entries(node.labels as Record<string, unknown>).find(([name]) => name === key || name.endsWith(`/${key}`))
-  return typeof found?.[1] === "string" ? found[1] : ""
-}
-
 export function Nodes({ state, at, of, now_s, mayAct }: ViewProps) {
   const names = new Map(state.tasks.map(one => [one.id, one.name]))
   const places = new Map<string, Node[]>()
   const byName = new Intl.Collator("en", { numeric: true }).compare
   for (const node of [...state.nodes].sort((a, b) => byName(a.id, b.id))) {
-    const place = [label(node, "switch"), label(node, "rack")].filter(Boolean).join(" / ") || "no rack or switch given"
+    const place = [node.labels.switch, node.labels.rack].filter(Boolean).join(" / ") || "no rack or switch given"
     places.set(place, [...places.get(place) ?? [], node])
   }
   const rows = of ? state.nodes.filter(one => one.id === of)
@@ -46,12 +41,9 @@ export function Nodes({ state, at, of, now_s, mayAct }: ViewProps) {
         { name: "Host", cell: one => one.host },
         { name: "Slots", right: true, cell: one => `${one.slots.filter(slot => slot.task).length} / ${one.num_slots}` },
         { name: "Tasks", cell: one => [...new Set(one.slots.filter(slot => slot.task).map(slot => names.get(slot.task) ?? slot.task))].join(", ") },
-        { name: "Quarantine", cell: one => one.quarantine
-          ? <>{String((one.quarantine as { why?: string }).why ?? "")} {Number((one.quarantine as { until_s?: number }).until_s ?? 0) > 0 &&
-            <>until <Time at_s={Number((one.quarantine as { until_s?: number }).until_s)} /></>}</> : "" },
+        { name: "Quarantine", cell: one => one.quarantine && <>{one.quarantine.why} until <Time at_s={one.quarantine.until_s} /></> },
         { name: "Drain", cell: one => one.drained ? one.drain_reason || "drained" : "" },
-        { name: "Why", cell: one => [one.sick_why, ...one.checks.map(check => check as { health: string; why?: string; name?: string })
-          .filter(check => check.health !== "healthy").map(check => `${check.name ?? ""} ${check.why ?? ""}`.trim()),
+        { name: "Why", cell: one => [one.sick_why, ...one.checks.map(check => `${check.check}: ${check.why}`),
           ...one.slots.filter(slot => slot.out).map(slot => `slot ${slot.index} out: ${slot.out_why}`)].filter(Boolean).join("; ") },
       ]} />
     </Section>
