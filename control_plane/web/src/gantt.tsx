@@ -14,7 +14,7 @@ const LABELS: Record<string, string> = {
   used: "steps", redone: "steps again", transition: "transition", rebuild: "rebuild", decision: "decision",
   detection: "detection", waiting: "free, a task waits", idle: "free", unavailable: "out",
 }
-const HATCHED = new Set(["rebuild", "detection", "decision", "unavailable"])
+const HATCHED = new Set(["redone", "rebuild", "detection", "decision", "unavailable"])
 const ROW_PX = 26, GAP_PX = 5, AXIS_PX = 22, MARKS_PX = 18
 export const WINDOW_S_MIN = 1
 const STEPS_S = [1e-3, 1e-2, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 3 * 3600, 12 * 3600, 86400, 7 * 86400, 30 * 86400, 90 * 86400]
