@@ -1,5 +1,6 @@
 /** Small parts that several views show. */
 import type { ComponentChildren } from "preact"
+import { useEffect, useMemo, useState } from "preact/hooks"
 import type { Problem } from "./api"
 import { span, time, zone, isUtc } from "./format"
 
@@ -41,6 +42,22 @@ export const Section = ({ title, children, note }: { title: string; children: Co
   return <section aria-labelledby={id}><h2 id={id}>{title}{note && <small> {note}</small>}</h2>{children}</section>
 }
 
+/** A long list that is drawn in parts, one a frame, so that input is answered in between. */
+export function Growing<T>({ items, draw, part = 60 }: { items: T[]; draw: (item: T) => ComponentChildren; part?: number }) {
+  const [num, setNum] = useState(part)
+  const parts = useMemo((): ComponentChildren[] => [], [items])
+  for (let from = parts.length * part; from < Math.min(num, items.length); from += part) {
+    parts.push(<>{items.slice(from, from + part).map(draw)}</>)
+  }
+  useEffect(() => {
+    if (num >= items.length) return
+    let timer = 0
+    const frame = requestAnimationFrame(() => { timer = window.setTimeout(() => { setNum(num + part) }) })
+    return () => { cancelAnimationFrame(frame); clearTimeout(timer) }
+  }, [num, items.length])
+  return <>{parts}</>
+}
+
 export interface Column<R> { name: string; cell: (row: R) => ComponentChildren; right?: boolean }
 
 /** A table that scrolls sideways on narrow screens; of many rows it shows the first `max`. */
@@ -51,8 +68,8 @@ export function Table<R>({ label, columns, rows, empty, max = 200 }: {
   return <div class="scroll" role="region" aria-label={label} tabIndex={0}>
     <table>
       <thead><tr>{columns.map(one => <th scope="col" class={one.right ? "right" : ""}>{one.name}</th>)}</tr></thead>
-      <tbody>{rows.slice(0, max).map(row =>
-        <tr>{columns.map(one => <td class={one.right ? "right" : ""}>{one.cell(row)}</td>)}</tr>)}</tbody>
+      <tbody><Growing items={rows.slice(0, max)} draw={row =>
+        <tr>{columns.map(one => <td class={one.right ? "right" : ""}>{one.cell(row)}</td>)}</tr>} /></tbody>
     </table>
     {rows.length > max && <p class="empty">and {rows.length - max} more</p>}
   </div>

@@ -2,7 +2,7 @@
 import { NodeActs } from "../acts"
 import type { Schemas } from "../api"
 import { link } from "../route"
-import { Ago, Section, State, Table, Time } from "../ui"
+import { Ago, Growing, Section, State, Table, Time } from "../ui"
 import type { ViewProps } from "./index"
 
 type Node = Schemas["NodeView"]
@@ -29,7 +29,7 @@ export function Nodes({ state, at, of, now_s, mayAct }: ViewProps) {
     <Section title="Map" note="by switch and rack; ■ a slot with a rank, □ a free one, ✕ one that is out">
       {state.nodes.length === 0 && <p class="empty">No node has joined.</p>}
       {[...places].map(([place, nodes]) => <div class="rack"><h3>{place}</h3>
-        <ul class="map">{nodes.map(node => <NodeCell node={node} at={at} names={names} />)}</ul></div>)}
+        <ul class="map"><Growing items={nodes} draw={node => <NodeCell node={node} at={at} names={names} />} /></ul></div>)}
     </Section>
     <Section title={of ? `Node ${of}` : "All nodes"}>
       {of && <p><a href={link("nodes", "", { at })}>all nodes</a></p>}
