@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts demo-slurm test test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web web-types test-web screenshots wheel clean
+.PHONY: help setup demo demo-hosts demo-slurm test test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,7 +32,7 @@ $(STAMP): constraints.txt pyproject.toml
 	echo "setup    1 of 2: torch, the largest part"; \
 	$(PIP) install -c constraints.txt setuptools torch==2.13.0; \
 	echo "setup    2 of 2: all other packages, after $$(( $$(date +%s) - begin )) s"; \
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[train,dev,draw,kubernetes,web]'; \
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[train,dev,draw,kubernetes]'; \
 	touch $@; \
 	echo "setup    $$($(BIN)/python -c 'import torch; print("torch", torch.__version__)')," \
 		"done in $$(( $$(date +%s) - begin )) s, once"
@@ -184,13 +184,10 @@ NPM = PATH="$(abspath $(NODE))/bin:$$PATH" node "$(abspath $(NODE))/lib/node_mod
 $(WEB)/node_modules/.package-lock.json: $(WEB)/package-lock.json $(STAMP)
 	@$(NPM) ci --silent
 
-web: setup $(WEB)/node_modules/.package-lock.json ## build the dashboard's page (control_plane/web/dist)
-	@$(NPM) run --silent build
-
-web-types: setup types $(WEB)/node_modules/.package-lock.json ## write the page's types from the OpenAPI document
+web: setup $(WEB)/node_modules/.package-lock.json ## build the dashboard's page (control_plane/web/dist), its types from the API's
 	@mkdir -p build && $(BIN)/python -c 'import sys; from unicron.control_plane.api import openapi, routes; \
 		sys.stdout.buffer.write(openapi.document(routes.ROUTES))' > build/openapi.json
-	@$(NPM) run --silent types
+	@$(NPM) run --silent build
 
 test-web: setup types web ## the dashboard in a real browser, on a real cluster (installs Debian's chromium)
 	@tests/browser/install.sh
