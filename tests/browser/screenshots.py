@@ -10,7 +10,7 @@ from browser.page import ROOT, Page, browsing, viewing
 LOG = ROOT / "build" / "demo" / "log.jsonl"
 FOLDER = ROOT / "build" / "screenshots"
 LOOKS: dict[str, dict[str, bool]] = {"light": {}, "dark": {"dark": True}, "phone": {"phone": True}}
-HEIGHT_PX_MAX = 1500
+HEIGHT_PX_MAX = 1150
 
 
 def main() -> None:
@@ -35,14 +35,17 @@ def main() -> None:
 
 
 def views(page: Page) -> dict[str, str]:
-    """A name for each view, and its address: of the incident with the most tasks, its moment."""
+    """A name for each view, and its address: of the newest incident, also as a past moment."""
     page.go("cluster")
     page.wait_text("Newest incidents")
     links = [str(one.get_attribute("href")).partition("#/")[2] for one in
-             page.browser.find_elements("css selector", "nav a, main a")]
-    found = {link.partition("/")[0].partition("?")[0]: link for link in links}
-    incident = found.get("incident", "incident")
-    return {**found, "history": f"cluster?at={incident.partition('/')[2]}"}
+             (*page.browser.find_elements("css selector", "main a"),
+              *page.browser.find_elements("css selector", "nav a"))]
+    found: dict[str, str] = {}
+    for link in links:
+        found.setdefault(link.partition("/")[0].partition("?")[0], link)
+    incident = int(found.get("incident", "incident/1").partition("/")[2] or 1)
+    return {**found, "history": f"cluster?at={incident}"}
 
 
 def shoot(page: Page, file: Path, *, phone: bool) -> None:
