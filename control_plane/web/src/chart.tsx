@@ -1,7 +1,7 @@
 /** A line chart (uPlot), in the colours of the page. */
 import { useEffect, useRef } from "preact/hooks"
 import uPlot from "uplot"
-import { colours } from "./colours"
+import { colours, useDark } from "./colours"
 import "uplot/dist/uPlot.min.css"
 
 export interface Line { label: string; colour: string; format: (value: number) => string }
@@ -17,6 +17,7 @@ interface Props {
 }
 
 export function Chart({ label, x, lines, values, isTime = false, marks = [], height = 180 }: Props) {
+  const isDark = useDark()
   const place = useRef<HTMLDivElement>(null)
   useEffect(() => {
     const node = place.current!
@@ -45,6 +46,6 @@ export function Chart({ label, x, lines, values, isTime = false, marks = [], hei
     const seen = new ResizeObserver(() => { plot.setSize({ width: node.clientWidth, height }) })
     seen.observe(node)
     return () => { seen.disconnect(); plot.destroy() }
-  }, [x, values, marks.length])
+  }, [x, values, marks.length, isDark])
   return <div class="chart" ref={place} role="img" aria-label={label} />
 }

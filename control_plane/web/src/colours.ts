@@ -1,3 +1,18 @@
+import { useEffect, useState } from "preact/hooks"
+
+const DARK = matchMedia("(prefers-color-scheme: dark)")
+
+/** Whether the page is dark at present: a canvas is drawn again when that changes. */
+export function useDark(): boolean {
+  const [isDark, set] = useState(DARK.matches)
+  useEffect(() => {
+    const tell = () => { set(DARK.matches) }
+    DARK.addEventListener("change", tell)
+    return () => { DARK.removeEventListener("change", tell) }
+  }, [])
+  return isDark
+}
+
 /** The page's colours for canvases: `light-dark()` is resolved by the style of an element. */
 export function colours(node: HTMLElement): (name: string) => string {
   const found = new Map<string, string>()

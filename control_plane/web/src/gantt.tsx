@@ -1,7 +1,7 @@
 /** What slots did over time, a row for each task: drawn on a canvas, from a year to a second. */
 import { useEffect, useRef, useState } from "preact/hooks"
 import type { Schemas } from "./api"
-import { colours } from "./colours"
+import { colours, useDark } from "./colours"
 import { digits, isUtc, span, time, zone } from "./format"
 
 type Timeline = Schemas["TimelineAnswer"]
@@ -33,6 +33,7 @@ export function Gantt({ data, window: shown, at_s, onWindow, onPick }: Props) {
   const [under, setUnder] = useState<{ x: number; text: string } | null>(null)
   const drag = useRef<{ x: number; window: Window; moved: boolean } | null>(null)
   const rows = [...data.rows, { task: 0, name: "free", spans: data.free }]
+  useDark()
   const height = MARKS_PX + rows.length * (ROW_PX + GAP_PX) + AXIS_PX
   const gutter = Math.min(130, width * 0.28)
   const length_s = shown.to_s - shown.from_s
@@ -49,11 +50,7 @@ export function Gantt({ data, window: shown, at_s, onWindow, onPick }: Props) {
     return () => { seen.disconnect() }
   }, [])
   useEffect(() => {
-    const scheme = matchMedia("(prefers-color-scheme: dark)")
-    const redraw = () => { if (width) draw(canvas.current!, rows, data.incidents, shown, at_s, width, height, gutter) }
-    redraw()
-    scheme.addEventListener("change", redraw)
-    return () => { scheme.removeEventListener("change", redraw) }
+    if (width) draw(canvas.current!, rows, data.incidents, shown, at_s, width, height, gutter)
   })
   useEffect(() => {
     const wheel = (event: WheelEvent) => {
