@@ -177,9 +177,8 @@ def _sim(rows: Sequence[Row], about: About) -> str:
 
 def _web(rows: Sequence[Row], about: About) -> str:
     lines = [(f"`{one.metric}`", f"{_spread(one, '.3g')} {one.unit}", f"{web.GOALS[one.metric]:g}")
-             for one in rows]
-    return (f"{about['cores']} cores, load {about['load_1min']:.1f}; "
-            f"{about['interactions']} interactions.\n\n"
+             for one in rows if one.metric in web.GOALS]
+    return (f"{about['cores']} cores.\n\n"
             + _lines("| metric | measured | goal at most |", lines))
 
 

@@ -71,7 +71,7 @@ def test_every_block_is_rendered_from_its_bench_rows(name: str, tmp_path: Path) 
                "iterations_lost", "grow_pause_s", "fault_moved_bytes", "fault_least_bytes",
                "grow_moved_bytes", "grow_least_bytes", *figures.settlement.UNITS,
                figures.memory.METRIC, *figures.hosts.UNITS, *figures.scale.UNITS,
-               *figures.slurm.UNITS, "worst_s")
+               *figures.slurm.UNITS, *figures.web.GOALS, "worst_s")
     systems = ("unicron", "unicron_mirrored", "unicron_sharded", *figures.POLICIES)
     rows = [row(case, system, metric, 0.125, 5) for case in figures.BLOCKS[name].cases
             for system in systems for metric in metrics]
