@@ -7,20 +7,18 @@ ranks under the key `ranks`. Of a folder, all such files are read.
 from __future__ import annotations
 
 import io
-import json
-import os
 import pickle
 import re
 import resource
-import stat
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+from msgspec import Meta, Struct
 
 from ...events.errors import UsageError
-from .flight_recorder import Dump, Job, NotADump, read
+from .flight_recorder import Dump, Job, read
 
 FILE_BYTES_MAX = 256 << 20
 """A dump has about 1 KB per entry, 10 KB with stacks; torch keeps 2,000 entries."""
@@ -28,31 +26,39 @@ MEMORY_TIMES_MAX = 128
 """Memory of a dump's values for each byte of its pickle; the worst byte makes an empty dict."""
 MEMORY_BYTES_FREE = 256 << 20
 FILES_NUM_MAX = 100_000
-RANK_CHARS_MAX = 9
 JOBS_NUM_MAX = 3
 """Maximum number of jobs that the error about several jobs names."""
 OTHER_FILES = (".error.json",)
 """Endings of other files in the folder of Unicron's dumps: these are torch's error files."""
 HINT = "give the files that torch's flight recorder wrote, one per rank, or their folder"
-_NAMED = re.compile(r"(\d+)(?:\.(?:json|pickle|pkl))?$")
+_NAMED = re.compile(r"(\d{1,9})(?:\.(?:json|pickle|pkl))?$")
+_Rank = Annotated[int, Meta(ge=0, lt=10**9)]
+
+
+class _File(Struct):
+    """What a file says about the ranks of its dumps."""
+
+    rank: _Rank | None = None
+    """Unicron's dumps name their rank."""
+    ranks: dict[_Rank, object] = {}
+    """The dumps of all ranks, if they are in this file."""
 
 
 def read_files(paths: Iterable[Path]) -> list[Dump]:
     """Read all dumps, sorted by rank. A file that is named twice is read once. Raises UsageError if
     a file is invalid, if the dumps are of several jobs, or if a rank has two dumps."""
-    read_dumps: list[tuple[Dump, Path]] = []
-    for path, is_inside in _distinct(_files(paths)):
+    files: dict[Path, tuple[Path, str]] = {}
+    for path, hint in _files(paths):
+        files.setdefault(path.resolve(), (path, hint))
+    dumps: list[tuple[Dump, Path]] = []
+    for path, hint in files.values():
         try:
-            dumps = _read_file(path)
+            dumps += ((dump, path) for dump in _read_file(path))
         except UsageError as error:
-            if is_inside:
-                raise UsageError(str(error), "leave it out: give the other files, without their "
-                                 "folder") from None
-            raise
-        read_dumps += ((dump, path) for dump in dumps)
-    _refuse_several_jobs(read_dumps)
+            raise UsageError(str(error), hint or error.hint) from None
+    _refuse_several_jobs(dumps)
     found: dict[int, tuple[Dump, Path]] = {}
-    for dump, path in read_dumps:
+    for dump, path in dumps:
         if dump.rank in found:
             raise UsageError(
                 f"rank {dump.rank} is there twice: in {found[dump.rank][1]} and in {path}",
@@ -62,19 +68,17 @@ def read_files(paths: Iterable[Path]) -> list[Dump]:
     return [found[rank][0] for rank in sorted(found)]
 
 
-def _refuse_several_jobs(dumps_of: Iterable[tuple[Dump, Path]]) -> None:
+def _refuse_several_jobs(dumps: Iterable[tuple[Dump, Path]]) -> None:
     """Raise UsageError for several jobs: their ranks would be reported as missing or behind."""
-    jobs: dict[Job, list[Path]] = {}
-    for path, dumps in groupby(dumps_of, key=itemgetter(1)):  # the dumps of a file are of one job
-        job = next((dump.job for dump, _ in dumps if dump.job.world), None)
-        if job is not None:
-            jobs.setdefault(job, []).append(path)
+    jobs: dict[Job, Path] = {}
+    for dump, path in dumps:
+        if dump.job.world:
+            jobs.setdefault(dump.job, path)
     if len(jobs) > 1:
-        parts = [f"{_job_name(job)} ({files[0]}{_and_more(len(files) - 1)})"
-                 for job, files in list(jobs.items())[:JOBS_NUM_MAX]]
+        parts = [f"{_job_name(job)} (as {path})"
+                 for job, path in list(jobs.items())[:JOBS_NUM_MAX]]
         raise UsageError(
-            f"these dumps are of {len(jobs)} jobs, or of several attempts: {', '.join(parts)}"
-            f"{_and_more(len(jobs) - JOBS_NUM_MAX)}",
+            f"these dumps are of {len(jobs)} jobs, or of several attempts: {', '.join(parts)}",
             "give only the files of one of them, written at one time: the folder may also have "
             "older ones (ls -lt)")
 
@@ -84,23 +88,11 @@ def _job_name(job: Job) -> str:
     return f"task {job.task} generation {job.generation}, {num}" if job.task else num
 
 
-def _and_more(num: int) -> str:
-    return f" and {num} more" if num > 0 else ""
-
-
-def _distinct(files: Iterable[tuple[Path, bool]]) -> Iterator[tuple[Path, bool]]:
-    seen: set[Path] = set()
-    for path, is_inside in files:
-        if (real := path.resolve()) not in seen:
-            seen.add(real)
-            yield path, is_inside
-
-
-def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
-    """Yield each file, and whether its folder was given instead of the file."""
+def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield each file, and the hint at an error in it if its folder was given instead."""
     for path in paths:
         if not path.is_dir():
-            yield path, False
+            yield path, ""
             continue
         inside = sorted(one for one in path.iterdir()
                         if one.is_file() and (_NAMED.search(one.name) or one.suffix == ".json")
@@ -109,90 +101,50 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
             raise UsageError(f"{path}: no dump in this folder", HINT)
         if len(inside) > FILES_NUM_MAX:
             raise UsageError(f"{path}: {len(inside)} files; at most {FILES_NUM_MAX}", HINT)
-        yield from ((one, True) for one in inside)
+        hint = "leave it out: give the other files, without their folder"
+        yield from ((one, hint) for one in inside)
 
 
 def _read_file(path: Path) -> list[Dump]:
     document = _document(path)
     try:
-        ranks = _field(document, "ranks")
-        if isinstance(ranks, Mapping):
-            return _read_all(cast(Mapping[str, Any], ranks))
-        return [read(_rank_of(path, document), document)]
-    except NotADump as error:
+        file = msgspec.convert(document, _File, strict=False)
+        if file.ranks:
+            return [read(rank, one) for rank, one in file.ranks.items()]
+        dump = read(file.rank or 0, document)
+    except ValueError as error:
         raise UsageError(f"{path}: not a flight-recorder dump: {error}", HINT) from None
-
-
-def _field(document: object, key: str) -> object:
-    return cast(Mapping[str, Any], document).get(key) if isinstance(document, Mapping) else None
-
-
-def _read_all(ranks: Mapping[str, Any]) -> list[Dump]:
-    dumps: list[Dump] = []
-    for name, one in ranks.items():
-        if not str(name).isdecimal() or len(str(name)) > RANK_CHARS_MAX:
-            raise NotADump(f"`ranks` names {str(name)[:40]!r}, which is not a rank")
-        try:
-            dumps.append(read(int(name), one))
-        except NotADump as error:
-            raise NotADump(f"rank {name}: {error}") from None
-    if not dumps:
-        raise NotADump("`ranks` is empty")
-    return dumps
-
-
-def _rank_of(path: Path, document: object) -> int:
-    """The rank that the dump names (Unicron's dumps do), else the rank in the file name."""
-    rank = _field(document, "rank")
-    if isinstance(rank, int) and rank >= 0:
-        return rank
+    if file.rank is not None:
+        return [dump]
     named = _NAMED.search(path.name)
     if named is None:
-        read(0, document)  # if the document is not a dump, raise that error
         raise UsageError(f"{path}: its name does not end in a rank",
                          "name each file after its rank, as torch does: nccl_trace_rank_7")
-    return int(named[1])
+    return [dump._replace(rank=int(named[1]))]
 
 
 def _document(path: Path) -> object:
+    if path.exists() and not path.is_file():  # a FIFO without a writer would block for ever
+        raise UsageError(f"{path}: not a regular file", HINT)
     try:
-        with open(path, "rb", opener=_open) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UsageError(f"{path}: not a regular file", HINT)
+        with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}", HINT) from None
     if len(data) > FILE_BYTES_MAX:
         raise UsageError(f"{path}: longer than {FILE_BYTES_MAX >> 20} MiB",
                          "give one file per rank")
-    if not data.strip():
-        raise UsageError(f"{path}: empty", "the rank may have exited while it wrote: leave it out")
     try:
-        return _unpickled(data) if data[:1] == b"\x80" else json.loads(data)
-    except RecursionError:
-        raise UsageError(f"{path}: not a flight-recorder dump: nested too deep", HINT) from None
+        return _unpickled(data) if data[:1] == b"\x80" else msgspec.json.decode(data)
     except _ImportRefused as error:
         raise UsageError(f"{path}: refused: it would load {error}",
                          "a flight-recorder dump holds plain values only; do not trust this "
                          "file") from None
     except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, TypeError,
-            AttributeError, MemoryError, OverflowError) as error:
-        raise UsageError(f"{path}: cut off, or not a flight-recorder dump: {_in_words(error)}",
-                         HINT) from None
-
-
-def _open(path: str, flags: int) -> int:
-    """Open without blocking: a FIFO without a writer would block forever."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _in_words(error: Exception) -> str:
-    """A plain message for an error of Python's JSON or pickle reader."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"no JSON from line {error.lineno}, column {error.colno} on"
-    if isinstance(error, UnicodeDecodeError):
-        return "neither a pickle nor text in UTF-8"
-    return "its pickle cannot be read to the end"
+            AttributeError, MemoryError, OverflowError, RecursionError) as error:
+        raise UsageError(f"{path}: cut off, or not a flight-recorder dump: "
+                         f"{str(error) or type(error).__name__}",
+                         "if the rank exited while it wrote this file, leave it out") from None
 
 
 def _unpickled(data: bytes) -> object:
@@ -203,7 +155,7 @@ def _unpickled(data: bytes) -> object:
     except OSError:
         return _PlainUnpickler(io.BytesIO(data)).load()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = pages * os.sysconf("SC_PAGE_SIZE") + len(data) * MEMORY_TIMES_MAX + MEMORY_BYTES_FREE
+    most = pages * resource.getpagesize() + len(data) * MEMORY_TIMES_MAX + MEMORY_BYTES_FREE
     if soft in (resource.RLIM_INFINITY, -1) or soft > most:
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     try:

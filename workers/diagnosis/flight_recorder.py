@@ -12,13 +12,13 @@ torch writes one dump per rank (for NCCL since torch 2.5, for gloo since 2.10).
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import Annotated, NamedTuple
 
-Json = Mapping[str, Any]
+import msgspec
+from msgspec import Meta, Struct
 
 DIMENSIONS_NUM_MAX = 64
 """Maximum number of tensor dimensions in torch."""
@@ -96,149 +96,133 @@ class Dump(NamedTuple):
     job: Job
 
 
+# --- A dump as torch writes it: gloo's JSON has some of the numbers as text ---
+_Whole = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class _Entry(Struct):
+    process_group: tuple[str, ...] = ()
+    """Its name and description; (): it belongs to no group."""
+    collective_seq_id: _Whole = 0
+    p2p_seq_id: _Whole = 0
+    op_id: _Whole = -1
+    record_id: _Whole = 0
+    pg_id: _Whole = -1
+    profiling_name: str = ""
+    is_p2p: bool = False
+    state: str = ""
+    retired: bool = False
+    time_created_ns: _Whole = 0
+    time_discovered_started_ns: _Whole | None = None
+    input_sizes: list[list[_Whole]] = []
+    input_dtypes: list[str] = []
+
+    @property
+    def group(self) -> str:
+        return _group_name(*self.process_group[:2])
+
+    @property
+    def is_done(self) -> bool:
+        return self.state == "completed" or (
+            self.retired and self.profiling_name.startswith("gloo"))
+
+
+class _Group(Struct):
+    desc: str = ""
+    ranks: str = ""
+
+
+class _Status(Struct):
+    last_enqueued_collective: _Whole = -1
+    last_completed_collective: _Whole = -1
+
+
+class _Document(Struct):
+    entries: list[_Entry]
+    pg_config: dict[str, _Group] = {}
+    pg_status: dict[_Whole, _Status] = {}
+    dumped_ns: _Whole = 0
+    task: _Whole = 0
+    generation: _Whole = 0
+
+
 def read(rank: int, document: object) -> Dump:
     """Parse the dump of one rank. Linear in its entries. Raises NotADump."""
-    if not isinstance(document, Mapping) or not isinstance(
-            cast(Json, document).get("entries"), Sequence):
-        raise NotADump("it has no list `entries`")
-    dump = cast(Json, document)
     try:
-        return _read(rank, dump)
-    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise NotADump(f"it is malformed: {type(error).__name__} {error}") from None
+        return _read(rank, msgspec.convert(document, _Document, strict=False))
+    except (ValueError, RecursionError) as error:
+        raise NotADump(str(error)) from None
 
 
-def _read(rank: int, dump: Json) -> Dump:
-    # Some entries belong to no process group.
-    entries = sorted((entry for entry in dump["entries"] if entry.get("process_group")),
-                     key=lambda entry: _whole(entry.get("record_id", 0)))
-    newest = _newest(entries)
-    entries = [entry for entry in entries
-               if _whole(entry.get("pg_id", -1)) == newest[_group(entry)]]
-    config = _table(dump.get("pg_config"))
-    config.pop("", None)  # gloo has a group without a name
-    members = {_group_name(name, str(one.get("desc", ""))): found for name, one in config.items()
-               if (found := _ranks(one.get("ranks")))}
-    mixed = frozenset(_group(entry) for entry in entries
-                      if entry.get("is_p2p") or _seq(entry) != _whole(entry.get("op_id", -1)))
-    entered: dict[str, int] = {}
-    completed: dict[str, int] = {}
-    ended: dict[str, Json] = {}
+def _read(rank: int, dump: _Document) -> Dump:
+    entries = sorted((entry for entry in dump.entries if entry.process_group),
+                     key=lambda entry: entry.record_id)
+    newest: dict[str, int] = {}
     for entry in entries:
-        group, seq = _group(entry), _seq(entry)
+        newest[entry.group] = max(newest.get(entry.group, -1), entry.pg_id)
+    entries = [entry for entry in entries if entry.pg_id == newest[entry.group]]
+    config = {name: one for name, one in dump.pg_config.items() if name}  # gloo has one without
+    members = {_group_name(name, one.desc): found for name, one in config.items()
+               if (found := msgspec.json.decode(one.ranks or "[]", type=tuple[_Whole, ...]))}
+    entered: dict[str, int] = {}
+    ended: dict[str, _Entry] = {}
+    for entry in entries:
+        group, seq = entry.group, entry.collective_seq_id
         entered[group] = max(entered.get(group, 0), seq)
-        if _is_done(entry) and not entry.get("is_p2p") and seq > completed.get(group, 0):
-            completed[group], ended[group] = seq, entry
-    status = _status(_table(dump.get("pg_status")), config, newest)
-    pending = tuple(_op(entry, members) for entry in entries if not _is_done(entry)
-                    and not str(entry.get("profiling_name", "")).endswith(":coalesced"))
+        last = ended[group].collective_seq_id if group in ended else 0
+        if entry.is_done and not entry.is_p2p and seq > last:
+            ended[group] = entry
+    world = next((ranks for group, ranks in members.items() if group.endswith(" default_pg")), ())
     return Dump(
-        rank=rank, members=members, entered=entered, completed=completed, status=status,
-        pending=pending, ended=tuple(_op(entry, members) for entry in ended.values()), mixed=mixed,
-        records_starts=any(
-            entry.get("time_discovered_started_ns") or entry.get("state") == "started"
-            for entry in entries),
-        dumped_ns=_whole(dump.get("dumped_ns") or 0), job=_job(dump, config))
+        rank=rank, members=members, entered=entered,
+        completed={group: entry.collective_seq_id for group, entry in ended.items()},
+        status=_status(dump.pg_status, config, newest),
+        pending=tuple(_op(entry, members) for entry in entries if not entry.is_done
+                      and not entry.profiling_name.endswith(":coalesced")),
+        ended=tuple(_op(entry, members) for entry in ended.values()),
+        mixed=frozenset(entry.group for entry in entries
+                        if entry.is_p2p or entry.collective_seq_id != entry.op_id),
+        records_starts=any(entry.time_discovered_started_ns or entry.state == "started"
+                           for entry in entries),
+        dumped_ns=dump.dumped_ns,
+        job=Job(tuple(sorted(world)), dump.task, dump.generation) if world else Job())
 
 
-def _job(dump: Json, config: Mapping[str, Json]) -> Job:
-    """The job: its ranks are in the default group, task and generation in Unicron's own fields."""
-    worlds = [found for one in config.values() if one.get("desc") == "default_pg"
-              and (found := _ranks(one.get("ranks")))]
-    if not worlds:
-        return Job()
-    return Job(tuple(sorted(worlds[0])), _whole(dump.get("task") or 0),
-               _whole(dump.get("generation") or 0))
-
-
-def _table(value: object) -> dict[str, Json]:
-    """The mapping with its keys as text: in torch's pickles they may be numbers."""
-    return {str(key): one for key, one in cast(Mapping[object, Json], value or {}).items()}
-
-
-def _group_name(name: str, desc: str) -> str:
+def _group_name(name: str, desc: str = "") -> str:
     return f"{name} {desc}" if desc not in ("", "undefined") else name
 
 
-def _group(entry: Json) -> str:
-    name, *desc = entry["process_group"]
-    return _group_name(str(name), str(desc[0]) if desc else "")
-
-
-def _seq(entry: Json) -> int:
-    return _whole(entry["collective_seq_id"])
-
-
-def _ranks(text: object) -> tuple[int, ...]:
-    """The ranks in a list. torch writes the list as text."""
-    found: object = json.loads(text) if isinstance(text, str) else text
-    return tuple(_whole(one) for one in cast(Iterable[int], found or ()))
-
-
-def _newest(entries: Iterable[Json]) -> dict[str, int]:
-    newest: dict[str, int] = {}
-    for entry in entries:
-        group = _group(entry)
-        newest[group] = max(newest.get(group, -1), _whole(entry.get("pg_id", -1)))
-    return newest
-
-
-def _status(status: Mapping[str, Json], config: Mapping[str, Json],
+def _status(status: Mapping[int, _Status], config: Mapping[str, _Group],
             newest: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """Group -> (entered, completed), for each group number that can be mapped to a name."""
     named = {number: group for group, number in newest.items()}
-    if (len(status) == len(config)
-            and all(name.isdigit() for name in config) and all(one.isdigit() for one in status)):
-        pairs = zip(sorted(map(int, status)), sorted(config, key=int), strict=True)
-        guessed = {number: _group_name(name, str(config[name].get("desc", "")))
-                   for number, name in pairs}
+    if len(status) == len(config) and all(name.isdecimal() for name in config):
+        guessed = {number: _group_name(name, config[name].desc) for number, name in
+                   zip(sorted(status), sorted(config, key=int), strict=True)}
         if all(guessed.get(number, group) == group for number, group in named.items()):
             named = {**guessed, **named}
-    found: dict[str, tuple[int, int]] = {}
-    for number, one in status.items():
-        group = named.get(int(number)) if number.lstrip("-").isdigit() else None
-        if group is not None:
-            found[group] = (max(_whole(one.get("last_enqueued_collective", -1)), 0),
-                            max(_whole(one.get("last_completed_collective", -1)), 0))
-    return found
+    return {named[number]: (max(one.last_enqueued_collective, 0),
+                            max(one.last_completed_collective, 0))
+            for number, one in status.items() if number in named}
 
 
-def _is_done(entry: Json) -> bool:
-    return entry.get("state") == "completed" or bool(
-        entry.get("retired") and str(entry.get("profiling_name", "")).startswith("gloo"))
+def _op(entry: _Entry, members: Mapping[str, Sequence[int]]) -> Op:
+    name = entry.profiling_name.partition(":")[2] or "?"
+    op = Op(entry.group, entry.collective_seq_id, name, entry.time_created_ns, entry.record_id,
+            entry.state == "started")
+    ends = _ENDS.search(name) if entry.is_p2p else None
+    if ends is None:
+        return op._replace(tensors=_tensors(entry, name))
+    ranks = members.get(op.group, ())
+    one, other = (ranks[index] if index < len(ranks) else index
+                  for index in (int(ends[2]), int(ends[3])))
+    source, target = (one, other) if ends[1] == "send" else (other, one)
+    return op._replace(name=ends[1], seq=entry.p2p_seq_id, source=source, target=target)
 
 
-def _op(entry: Json, members: Mapping[str, tuple[int, ...]]) -> Op:
-    group, name = _group(entry), str(entry.get("profiling_name", "?")).partition(":")[2]
-    source = target = -1
-    ends = _ENDS.search(name) if entry.get("is_p2p") else None
-    if ends is not None:
-        indices = int(ends[2]), int(ends[3])
-        ranks = members.get(group, ())
-        one, other = (ranks[index] if index < len(ranks) else index for index in indices)
-        source, target = (one, other) if ends[1] == "send" else (other, one)
-        name = ends[1]
-    return Op(group=group, name=name or "?", at_ns=_whole(entry.get("time_created_ns") or 0),
-              seq=_whole(entry.get("p2p_seq_id", 0)) if ends else _seq(entry),
-              order=_whole(entry.get("record_id", 0)), source=source, target=target,
-              has_started=entry.get("state") == "started",
-              tensors=_tensors(entry, name) if source < 0 else "")
-
-
-def _tensors(entry: Json, name: str) -> str:
+def _tensors(entry: _Entry, name: str) -> str:
     """Number of elements and data types of the input; NCCL and gloo ignore the shape."""
     if not any(word in name for word in _SAME_INPUT) or "sparse" in name:
         return ""
-    sizes, dtypes = entry.get("input_sizes") or (), entry.get("input_dtypes") or ()
-    return ", ".join(f"{math.prod(map(_whole, size[:DIMENSIONS_NUM_MAX]))} {dtype}"
-                     for size, dtype in zip(sizes, dtypes, strict=False))
-
-
-def _whole(value: object) -> int:
-    """Accept a 64-bit integer, as torch writes it. JSON also allows longer ones, inf and NaN."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} where a whole number belongs")
-    found = int(cast(int, value))
-    if not -1 << 63 <= found < 1 << 64:
-        raise ValueError("a number of more than 64 bits")
-    return found
+    return ", ".join(f"{math.prod(size[:DIMENSIONS_NUM_MAX])} {dtype}"
+                     for size, dtype in zip(entry.input_sizes, entry.input_dtypes, strict=False))
