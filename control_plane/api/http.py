@@ -129,7 +129,7 @@ class HttpApi:
         self._metrics = metrics
         self._tokens, self._address = tokens, address
         self._identities, self._certificate = identities, certificate
-        self.sessions, self._timeline, self._file = Sessions(), timeline, file
+        self.sessions, self._timeline, self._file = Sessions(once=not file), timeline, file
         self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, address.names)}
         self._what_ifs = WhatIfs()
         self._writing = asyncio.Lock()
@@ -173,7 +173,7 @@ class HttpApi:
         """
         leading = self._coordinator.leading
         if CALLER not in call.request or not may(call.caller.role, "view"):
-            return {"ok": leading}
+            return {"ok": leading, "file": self._file} if self._file else {"ok": leading}
         return {"ok": leading, "cluster": self._address.cluster, "epoch": self._coordinator.epoch,
                 "seq": self._coordinator.seq, "leader": leading, "pid": os.getpid(),
                 "follows": self._coordinator.leader_url, "file": self._file}

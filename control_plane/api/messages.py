@@ -181,9 +181,10 @@ TimelineAnswer = TypedDict("TimelineAnswer", {
     "first_seq": int, "first_s": float, "read_seq": int, "read_s": float, "last_seq": int,
     "from_s": float, "to_s": float, "num_tasks": int, "rows": list[Row], "free": list[Span],
     "incidents": list[Mark]})
+Generation = TypedDict("Generation", {"at_s": float, "iteration": int, "layout": str})
 Curves = TypedDict("Curves", {
     "name": str, "iterations": list[int], "losses": list[float | None],
-    "step_s": list[float | None], "layouts": list[tuple[float, int, str]]})
+    "step_s": list[float | None], "layouts": list[Generation]})
 LogRecord = TypedDict("LogRecord", {
     "seq": int, "epoch": int, "at_s": float, "kind": str, "v": int, "source": str,
     "source_seq": int, "occurred_s": float, "cause": int, "incident": int,

@@ -9,7 +9,6 @@ from msgspec import Struct
 
 from ...events.records.types import Body
 from ...events.spec.job import JobSpec
-from ..history.history import IncidentHistory
 from ..state.cluster import ClusterState
 from ..state.incident import Incident
 from . import messages as m
@@ -18,7 +17,7 @@ from .dry_run import Change, DryRunResult
 from .http import HttpApi, Operation, number
 from .messages import Nothing, Page, Written
 from .requests import Reason
-from .timeline_answer import curves, found, window
+from .timeline_answer import curves, window
 from .tokens import Role
 from .usage_answer import History
 from .view import node_view, task_view
@@ -96,9 +95,6 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/tasks/{task}/curves", "view", HttpApi.of_timeline(
         lambda of, call, _: curves(of, number(call.of))), None, m.Curves,
           "Loss, iteration time and layouts of a task"),
-    Route("GET", "/v1/incidents/{incident}/phases", "view", HttpApi.of_timeline(
-        lambda of, call, _: found(of.past.incidents, number(call.of))), None, IncidentHistory,
-          "When an incident reached which phase"),
     Route("GET", "/v1/incidents/{incident}/facts", "view", HttpApi.facts, None, m.IncidentFacts,
           "What broke, what was decided and why, what it cost, what is left to do",
           query=m.Moment),

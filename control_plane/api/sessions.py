@@ -24,19 +24,22 @@ KEPT_NUM_MAX = 1_000
 class Sessions:
     """The codes and sessions of one control plane. Each is its token with another role and end."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.time, *, once: bool = True) -> None:
+        """`once`: a code ends when it is used, and soon; else with the process."""
+        self._clock, self._once = clock, once
         self._codes: dict[str, Token] = {}
         self._sessions: dict[str, Token] = {}
 
     def code(self, caller: Token, role: Role) -> tuple[str, Token]:
         """A code for a session with that role, if the caller's is not lower."""
         return self._keep(self._codes, caller, role if may(caller.role, role) else "view",
-                          CODE_S_MAX)
+                          CODE_S_MAX if self._once else SESSION_S_MAX)
 
     def exchange(self, code: str) -> tuple[str, Token]:
         """The secret of a new session, and the session. Raises Refusal."""
-        asked = self._codes.pop(_hash(code), None)
+        asked = self._codes.get(_hash(code))
+        if self._once:
+            self._codes.pop(_hash(code), None)
         if asked is None or asked.expires_s <= self._clock():
             raise Refusal(401, "the code was used before, or is older than "
                           f"{CODE_S_MAX:g} s", "unicron open")

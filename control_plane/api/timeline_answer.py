@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import groupby
-from typing import TypeVar
 
 from ..history.timeline import Timeline
 from .messages import Curves, Mark, TimelineAnswer, TimelineQuery
 from .requests import Refusal
-
-T = TypeVar("T")
 
 
 def window(of: Timeline, query: TimelineQuery, last_seq: int = 0, now_s: float = 0.0
@@ -48,15 +44,12 @@ def _marks(of: Timeline, query: TimelineQuery, from_s: float, to_s: float) -> li
 
 def curves(of: Timeline, task: int) -> Curves:
     """Raises Refusal if the log has no such task."""
-    past, step_s = found(of.past.tasks, task), of.step_s[task]
+    if task not in of.past.tasks:
+        raise Refusal(404, f"there is no task {task} in the log", "GET /v1/timeline")
+    past, step_s = of.past.tasks[task], of.step_s[task]
     iterations = sorted({*past.losses, *step_s})
-    return {"name": past.name, "iterations": iterations, "layouts": of.layouts[task],
+    return {"name": past.name, "iterations": iterations, "layouts": [
+                {"at_s": at_s, "iteration": iteration, "layout": layout}
+                for at_s, iteration, layout in of.layouts[task]],
             "losses": [past.losses.get(one) for one in iterations],
             "step_s": [step_s.get(one) for one in iterations]}
-
-
-def found(items: Mapping[int, T], key: int) -> T:
-    """The task or the incident. Raises Refusal if the log has none of that number."""
-    if key not in items:
-        raise Refusal(404, f"there is no {key} in the log", "GET /v1/timeline")
-    return items[key]

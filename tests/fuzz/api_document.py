@@ -24,8 +24,8 @@ nodes = "n1"
 name = "ana"
 
 [checks.positive_data_acceptance]
-# What a document cannot say: there is such a task, and it is in a state that allows the request.
-expected-statuses = [200, 400, 403, 404, 409, 410, 412, 413, 422]
+# What a document cannot say: there is such a task, its state allows the request, a code is valid.
+expected-statuses = [200, 400, 401, 403, 404, 409, 410, 412, 413, 422]
 
 [checks.missing_required_header]
 expected-statuses = [400, 428]

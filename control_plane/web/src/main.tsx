@@ -39,19 +39,24 @@ function Login({ why, onEnter }: { why: string; onEnter: () => void }) {
   const [text, setText] = useState("")
   const [problem, setProblem] = useState<Problem>()
   const [leader, setLeader] = useState("")
+  const [file, setFile] = useState("")
   useEffect(() => {
-    fetch("/v1/health").then(reply => { setLeader(reply.headers.get("Unicron-Follows") ?? "") }, () => undefined)
+    fetch("/v1/health").then(async reply => {
+      setLeader(reply.headers.get("Unicron-Follows") ?? "")
+      setFile((await reply.json() as Schemas["Health"]).file ?? "")
+    }).catch(() => undefined)
   }, [])
   return <main class="login">
     <h1>Unicron</h1>
     {why && <p class="trouble" role="alert">{why}</p>}
     {leader && <p class="banner">This control plane follows <a href={leader}>{leader}</a>, which leads.</p>}
-    <p>Run <code>unicron open</code> in a terminal. It opens this page with a code that works once.</p>
+    {file ? <p>This is the log {file}: open the address that <code>unicron view</code> has printed.</p>
+      : <p>Run <code>unicron open</code> in a terminal. It opens this page with a code that works once.</p>}
     <form onSubmit={event => {
       event.preventDefault()
       enter(text).then(onEnter, (error: unknown) => { setProblem(error as Problem) })
     }}>
-      <label>Or paste the address that it printed <input value={text} autocomplete="off" spellcheck={false}
+      <label>Or paste the address that it printed <input value={text} autofocus autocomplete="off" spellcheck={false}
         onInput={event => { setText(event.currentTarget.value) }} /></label>
       <button type="submit">Enter</button>
     </form>
@@ -72,6 +77,7 @@ function Frame({ mine, onLeave }: { mine: Session; onLeave: () => void }) {
   }, [])
   const entry = VIEWS[route.view]
   const name = health?.cluster ?? ""
+  useEffect(() => { scrollTo(0, 0) }, [route.view, route.of])
   useEffect(() => { document.title = `${entry?.title ?? "Not found"}${route.of && ` ${route.of}`} · ${name} · Unicron` })
   // Drawn again with a new state, address or zone, not with each record.
   const view = useMemo(() => state && entry && <entry.component state={state} at={at} of={route.of} query={route.query}
@@ -93,7 +99,7 @@ function Frame({ mine, onLeave }: { mine: Session; onLeave: () => void }) {
       {health?.follows && <p class="banner">This control plane follows {health.follows}, which leads.
         It shows the same; requests go to the leader: <code>unicron open</code></p>}
     </div>
-    <main id="main" tabIndex={-1}>
+    <main id="main" tabIndex={-1} aria-busy={busy} class={busy && state ? "busy" : ""}>
       <h1>{entry?.title ?? "There is no such view"}{route.of && ` ${route.of}`}</h1>
       <Trouble problem={problem} />
       {!state && !problem && <p class="empty">reading…</p>}
@@ -113,7 +119,7 @@ function Lost() {
 function Moment({ at, state, busy }: { at: string; state: Schemas["View"] | undefined; busy: boolean }) {
   const last = Math.max(useLive().seq, state?.cluster.seq ?? 0)
   const [pulled, setPulled] = useState<number>()
-  const seq = pulled ?? state?.cluster.seq ?? last
+  const seq = pulled ?? (/^\d+$/.test(at) ? Number(at) : state?.cluster.seq ?? last)
   const incidents = state?.incidents.map(one => one.id) ?? []
   const go = (to: number | undefined) => { change({ at: to === undefined ? undefined : Math.min(Math.max(to, 1), last) }) }
   useEffect(() => {

@@ -30,10 +30,10 @@ export function Incident({ state, at, of, query, mayAct }: ViewProps) {
         <Decision facts={facts} at={at} />
         <Cost facts={facts} />
       </div>
-      <Plans facts={facts} at={at} />
+      <Plans facts={facts} />
       <Effects facts={facts} />
       <WhatIf tasks={state.tasks} at_s={facts.detected_s} />
-      <Records facts={facts} at={at} filter={query.filter ?? ""} />
+      <Records facts={facts} filter={query.filter ?? ""} />
     </>}
   </>
 }
@@ -51,10 +51,7 @@ function Head({ facts, at }: { facts: Facts; at: string }) {
 }
 
 /** A record, as a link to that moment. */
-const Seq = ({ seq }: { seq: number }) => <a href="#" title="Show that moment" onClick={event => {
-  event.preventDefault()
-  change({ at: seq })
-}}>{seq}</a>
+const Seq = ({ seq }: { seq: number }) => <a href={link("cluster", "", { at: seq })} title="The cluster at that moment">{seq}</a>
 
 const WORDS: Record<string, string> = {
   detect: "until it was known", decide: "until it was decided", rebuild: "until the ranks were connected again",
@@ -135,11 +132,14 @@ function Cost({ facts }: { facts: Facts }) {
   </Section>
 }
 
+/** The last record before the first evidence. */
+const before = (facts: Facts) => Math.max(Math.min(facts.id, ...facts.evidence.map(one => one.seq), ...facts.timeline.map(one => one.seq)) - 1, 1)
+
 const slots = (of: Record<string, number>) => Object.entries(of).map(([name, num]) => `${name} ${num}`).join(", ")
 
-function Plans({ facts, at }: { facts: Facts; at: string }) {
+function Plans({ facts }: { facts: Facts }) {
   return <Section title="Plan that followed">
-    {facts.plans.length === 0 && <p>The same slots: nothing was to be planned.</p>}
+    {facts.plans.length === 0 && <p>{facts.outcome === "open" ? "No plan so far." : "The same slots: nothing was to be planned."}</p>}
     {facts.plans.map(one => <article>
       <p><b>{one.trigger}</b>: {count(one.num_slots)} slots: {Object.entries(one.slots).map(([name, [before, after]]) =>
         before === after ? `${name} ${after}` : `${name} ${before} → ${after}`).join(", ")}: WAF {si(one.waf, "FLOP/s")}
@@ -154,8 +154,9 @@ function Plans({ facts, at }: { facts: Facts; at: string }) {
       ]} />
     </article>)}
     {facts.waits.map(one => <p>{one["task"]} waits: {one["waits"]}{facts.computed_by > 0 && <small> (computed now, by decider version {facts.computed_by})</small>}</p>)}
-    {facts.plans.length > 0 && <p><a href={link("cluster", "", { at: facts.plans[0]!.seq - 1 })}>The cluster just before</a>
-      {at === "" && <>, <a href={link("cluster", "", { at: facts.plans.at(-1)!.seq })}>and after the plan</a></>}</p>}
+    <p>The cluster <a href={link("cluster", "", { at: before(facts) })}>just before</a>
+      {facts.plans.length > 0 && <>, <a href={link("cluster", "", { at: facts.plans.at(-1)!.seq })}>after the plan</a></>}
+      {facts.outcome !== "open" && facts.timeline.length > 0 && <>, <a href={link("cluster", "", { at: facts.timeline.at(-1)!.seq })}>when it was over</a></>}</p>
   </Section>
 }
 
@@ -172,7 +173,7 @@ function Effects({ facts }: { facts: Facts }) {
   </Section>
 }
 
-function Records({ facts, at, filter }: { facts: Facts; at: string; filter: string }) {
+function Records({ facts, filter }: { facts: Facts; filter: string }) {
   const [typed, setTyped] = useState(filter)
   const words = typed.toLowerCase().split(/\s+/).filter(Boolean)
   const shown = facts.timeline.filter(one => {
@@ -188,7 +189,7 @@ function Records({ facts, at, filter }: { facts: Facts; at: string; filter: stri
       { name: "+ time", right: true, cell: one => span(one.after_s) },
       { name: "Who", cell: one => one.who },
       { name: "What", cell: one => <>{one.other && <b>[{one.name}] </b>}<span class="kind">{one.kind}</span> {one.what}</> },
-      { name: "Record", right: true, cell: one => <a href={link("incident", facts.id, { at: one.seq === Number(at) ? undefined : one.seq, filter: typed })}>{one.seq}</a> },
+      { name: "Record", right: true, cell: one => <a href={link("cluster", "", { at: one.seq })} title="The cluster at that moment">{one.seq}</a> },
     ]} />
   </Section>
 }

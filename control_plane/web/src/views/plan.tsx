@@ -41,7 +41,7 @@ export function Shown({ result, at }: { result: Result; at: string }) {
     <Table label="Alternatives" rows={plan.alternatives} empty="No alternative." columns={[
       { name: "Alternative", cell: one => one.what },
       { name: "WAF", right: true, cell: one => si(one.waf, "FLOP/s") },
-      { name: "Behind", right: true, cell: one => percent(one.behind_share) },
+      { name: "Behind", right: true, cell: one => percent(one.behind_share || one.behind_flop / (plan.objective_flop || 1)) },
     ]} />
     <dl>
       <dt>all</dt><dd>{si(plan.waf, "FLOP/s")} on {plan.num_slots} slots; ideal {si(plan.ideal_waf, "FLOP/s")}</dd>

@@ -82,7 +82,7 @@ function Curves({ task, at_s }: { task: number; at_s: number | undefined }) {
   const faults = marks.filter(one => one.iteration !== null)
     .map(one => ({ x: one.iteration!, text: `inc-${one.id}` }))
   const shown = useMemo(() => {
-    const begun = data?.layouts.filter(([since_s]) => at_s === undefined || since_s <= at_s) ?? []
+    const begun = data?.layouts.filter(one => at_s === undefined || one.at_s <= at_s) ?? []
     return { x: data?.iterations ?? [], losses: [data?.losses ?? []], step_s: [data?.step_s ?? []], layouts: begun.reverse() }
   }, [data, at_s])
   const seconds = (value: number) => span(value)
@@ -92,17 +92,17 @@ function Curves({ task, at_s }: { task: number; at_s: number | undefined }) {
       {shown.x.length > 1 ? <Chart label={`Loss by iteration, ${faults.length} faults marked`} x={shown.x}
         values={shown.losses} marks={faults}
         lines={[{ label: "loss", colour: "use-used", format: value => value.toPrecision(4) }]} />
-        : <p class="empty">No iteration so far.</p>}
+        : <p class="empty">{data ? "No iteration so far." : "reading the log…"}</p>}
     </Section>
     {shown.x.length > 1 && <Section title="Iteration time">
       <Chart label={`Iteration time, ${faults.length} faults marked`} x={shown.x} values={shown.step_s} marks={faults}
         lines={[{ label: "time", colour: "use-detection", format: seconds }]} />
     </Section>}
     <Section title="Layouts over time">
-      <Table label="Layouts" rows={shown.layouts} empty="No layout so far." max={50} columns={[
-        { name: "Since", cell: ([since_s]) => <Time at_s={since_s} /> },
-        { name: "Iteration", right: true, cell: ([, iteration]) => count(iteration) },
-        { name: "Layout", cell: ([, , layout]) => layout },
+      <Table label="Layouts" rows={shown.layouts} empty={data ? "No layout so far." : "reading the log…"} max={50} columns={[
+        { name: "Since", cell: one => <Time at_s={one.at_s} /> },
+        { name: "Iteration", right: true, cell: one => count(one.iteration) },
+        { name: "Layout", cell: one => one.layout },
       ]} />
     </Section>
   </>
@@ -126,7 +126,7 @@ function Faults({ task, at, state }: { task: number; at: string; state: Schemas[
   const { data } = useGet("/v1/timeline", { task, buckets: 2000 })
   const rows = (data?.incidents ?? []).filter(one => one.at_s <= until_s).reverse()
   return <Section title="Faults and restarts">
-    <Table label="Faults" rows={rows} empty="No fault so far." columns={[
+    <Table label="Faults" rows={rows} empty={data ? "No fault so far." : "reading the log…"} columns={[
       { name: "Incident", cell: one => <a href={link("incident", one.id, { at })}>inc-{one.id}</a> },
       { name: "When", cell: one => <Time at_s={one.at_s} /> },
       { name: "Severity", cell: one => <Severity of={one.severity} /> },
