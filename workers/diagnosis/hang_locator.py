@@ -194,7 +194,7 @@ class WaitGraph:
     def sinks(self) -> list[set[int]]:
         """The strongly connected components without edges to other components: each rank that
         waits for no rank, and ranks that wait only for each other."""
-        ends = [rank for rank in {*self.edges, *self.waiters} if not self.edges.get(rank)]
+        ends = [rank for rank in sorted({*self.edges, *self.waiters}) if not self.edges.get(rank)]
         found = [{rank} for rank in ends]
         left = set(self.edges) - _reachable(self.waiters, ends)
         while left:
