@@ -26,6 +26,7 @@ AWAY_S = 2.0
 START_S_MAX, HEAL_S_MAX, RETURN_S_MAX, KILL_S_MAX = 120.0, 60.0, 120.0, 120.0
 FINISH_S_MAX = 900.0
 POLL_S = 0.001
+PHASE_S_MAX = 1.0
 
 
 class Player(Struct):
@@ -419,8 +420,10 @@ def _prepared(stage: Stage, body: Plain) -> str:
     others = [one for one in stage.trace.events
               if one["task"] == body["task"] and begin_s <= one["t"] <= end_s
               and (one["rank"], one["attempt"]) != (body["rank"], body["attempt"])]
-    # Any event counts: on a slow machine one iteration may take longer than the preparation.
-    stage.promise(bool(others), "a newcomer prepares while the others train")
+    # Any event counts: on a slow machine one iteration may take longer than the preparation, and a
+    # phase of it longer than a preparation of less than a second.
+    stage.promise(bool(others) or end_s - begin_s < PHASE_S_MAX,
+                  "a newcomer prepares while the others train")
     num = len({one["iteration"] for one in others if one["event"] == "step"})
     return (f"; prepared {span(end_s - begin_s)}, "
             + (f"{num} iterations trained meanwhile" if num else "in the midst of one iteration"))
