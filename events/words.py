@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any
 
 UNBROKEN = "\u00a0"
@@ -56,15 +57,15 @@ def count(value: int) -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """`rank 2`, `ranks 0 1 3`, `ranks 0-7`."""
+    """`rank 2`, `ranks 0 1 3`, `ranks 0-7 9`; `and 4 more` after ten words."""
     sorted_ = sorted(numbers)
-    if not sorted_:
-        return "no rank"
-    if len(sorted_) == 1:
-        return f"rank {sorted_[0]}"
-    if len(sorted_) > 2 and sorted_ == list(range(sorted_[0], sorted_[-1] + 1)):
-        return f"ranks {sorted_[0]}-{sorted_[-1]}"
-    return "ranks " + " ".join(map(str, sorted_))
+    words: list[str] = []
+    for _, run in groupby(enumerate(sorted_), key=lambda one: one[1] - one[0]):
+        found = [str(number) for _, number in run]
+        words += [f"{found[0]}-{found[-1]}"] if len(found) > 2 else found
+    more = f" and {len(words) - 10} more" if len(words) > 10 else ""
+    what = "ranks" if len(sorted_) > 1 else "rank" if sorted_ else "no rank"
+    return " ".join((what, *words[:10])) + more
 
 
 def command(words: str) -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ...events.errors import UsageError
 from ...workers.diagnosis.dump_files import read_files
-from ...workers.diagnosis.hang_locator import HangLocation, rank_ranges
+from ...workers.diagnosis.hang_locator import HangLocation
 from ...workers.diagnosis.hang_locator import locate as find
 from ..terminal import console
-from ..terminal.format import SCREEN_COLUMNS, clipped, command, labelled, number_of, table
+from ..terminal.format import SCREEN_COLUMNS, clipped, command, labelled, number_of, ranks, table
 
 ROWS_NUM_MAX = 20
 """Waiting ranks that are listed; the rest are counted."""
@@ -40,16 +40,16 @@ def screen(found: HangLocation) -> Iterator[str]:
     for one in found.suspects:
         yield ""
         yield from labelled(f"rank {one.rank}", one.why)
-        waits = f"; {rank_ranges(one.waited_by)} wait{'s' * (len(one.waited_by) == 1)} for it there"
+        waits = f"; {ranks(one.waited_by)} wait{'s' * (len(one.waited_by) == 1)} for it there"
         yield from labelled("", f"{one.state}, confidence {one.confidence}"
                             + waits * bool(one.waited_by and one.state == "not entered"))
     for stuck in found.stuck:
         yield ""
         yield from labelled("stuck", f"{stuck.collective} {stuck.seq} of {stuck.group}: "
-                            f"{rank_ranges(stuck.ranks)} are in it, and it does not end")
+                            f"{ranks(stuck.ranks)} are in it, and it does not end")
     if found.waiting:
         yield ""
-        rows = [[str(one.rank), rank_ranges(one.ranks, bare=True) or "-",
+        rows = [[str(one.rank), ranks(one.ranks).partition(" ")[2] if one.ranks else "-",
                  f"{one.collective} {one.seq}", clipped(one.group, GROUP_COLUMNS)]
                 for one in found.waiting[:ROWS_NUM_MAX]]
         for line in table(("RANK", "WAITS FOR", "IN", "OF"), rows, right=(0,)):
@@ -58,20 +58,19 @@ def screen(found: HangLocation) -> Iterator[str]:
             yield f"and {len(found.waiting) - ROWS_NUM_MAX} more that only wait"
     if found.missing and not found.suspects:
         yield ""
-        yield from labelled("hint:", f"no dump of {rank_ranges(found.missing)} was given: add it "
+        yield from labelled("hint:", f"no dump of {ranks(found.missing)} was given: add it "
                             "if there is one")
     elif found.verdict == "hang":
-        ranks = [one.rank for one in found.suspects]
-        says = (f"the logs of {rank_ranges(ranks)} say" if len(ranks) > 1 else
-                f"the log of {rank_ranges(ranks) if ranks else 'each rank'} says")
+        whose = ranks(one.rank for one in found.suspects) if found.suspects else "each rank"
         yield ""
-        yield from labelled("next", f"{command('unicron classify FILE')}: what {says}")
+        yield from labelled("next", f"{command('unicron classify FILE')}: what the log of {whose} "
+                            "says")
 
 
 def _verdict(found: HangLocation) -> str:
     of = f"of {number_of(found.num_ranks, 'rank')}"
     if found.suspects:
-        text = f"hang: {rank_ranges([one.rank for one in found.suspects])} {of}"
+        text = f"hang: {ranks(one.rank for one in found.suspects)} {of}"
     elif found.verdict == "hang":
         text = f"hang: the dumps do not show which {of} caused it"
     elif found.verdict == "network":
@@ -81,5 +80,5 @@ def _verdict(found: HangLocation) -> str:
     else:
         text = f"none: no rank waits for another, {number_of(found.num_ranks, 'rank')} in all"
     if found.missing:
-        text += f"; no dump of {rank_ranges(found.missing)}"
+        text += f"; no dump of {ranks(found.missing)}"
     return text

@@ -20,7 +20,7 @@ from ..cluster.local_cluster import START_S_MAX
 from ..cluster.state_dir import StateDir, default
 from ..files import job_file, megatron_command
 from ..terminal import console
-from ..terminal.format import Plain, span
+from ..terminal.format import Plain, listed, span
 from .names import chosen, pick
 from .request_outcome import outcome_of, plan_lines, view_before
 
@@ -168,10 +168,10 @@ def wait(state: StateDir, url: Urls, task: Sequence[str], until: str, timeout_s:
             console.show(found, [f"{x['name']} {x['state']}" for x in found], as_json=as_json)
             return
         if late:
-            name = left[0]["name"]
-            more = f" and {len(left) - 1} more" * (len(left) > 1)
-            raise UnicronError(f"{name}{more} not {until} after {span(timeout_s or 0.0)}, but "
-                            f"{left[0]['state']}", f"unicron status {name}{option_for(state)}")
+            names = [one["name"] for one in left]
+            raise UnicronError(
+                f"{listed(names, 1)} not {until} after {span(timeout_s or 0.0)}, but "
+                f"{left[0]['state']}", f"unicron status {names[0]}{option_for(state)}")
         time.sleep(WAIT_POLL_S)
 
 

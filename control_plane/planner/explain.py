@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from ...events.records.decisions import Allocation, Alternative, Binding, PlanChosen
+from ...events.words import listed
 from ..state.cluster import ClusterState
 from . import constraints
 from .alternative_names import (
@@ -40,7 +41,6 @@ from .planner import (
 from .problem import PlanProblem, TaskDemand, waf_of
 from .problem_of_state import PlanningSnapshot, digest
 
-NUM_NAMED_MAX = 3
 UNBOUND = (*LIMITS_BY_NAME, FLOORLESS, SPARELESS, ALPHALESS)
 """Names of plans that violate a limit of the problem, or that solve another problem."""
 
@@ -128,7 +128,7 @@ def without_each_limit(problem: PlanProblem, slots: Sequence[int]) -> tuple[Alte
     faulted = [demand.name for demand in problem.demands if demand.faulted]
     shrunk = best_among(problem, lambda one, x: x == one.now or (one.faulted and x < one.now))
     if faulted and shrunk is not None:
-        others.append((f"shrink only the faulted ({_listed(faulted)})", shrunk))
+        others.append((f"shrink only the faulted ({listed(faulted)})", shrunk))
     share = int(first_terms[every.vector(slots)].sum()) if problem.alpha else 0
     return with_distances(problem, alternatives(problem, plan, others, share),
                   objective_flop(problem, plan.slots))
@@ -172,7 +172,7 @@ def why(problem: PlanProblem, choice: Choice, others: Sequence[Alternative], bou
     """One sentence: the changes, and why the nearest alternative is worse."""
     names = {demand.task: demand.name for demand in problem.demands}
     short = [names[task] for task in constraints.below_floor(problem, choice.plan.slots)]
-    room = f"; no room for the floor of {_listed(short)}" if short else ""
+    room = f"; no room for the floor of {listed(short)}" if short else ""
     reason = f"{_reason(problem, choice, others, bound)}{room}"
     return f"{moves(choice.allocations, names)}: {reason}"
 
@@ -184,14 +184,9 @@ def moves(given: Sequence[Allocation], names: Mapping[int, str]) -> str:
         for x in given if x.slots != x.slots_before]
     if not changes:
         same = [names[x.task] for x in given if x.transition_s]
-        return f"{_listed(same)} go{'es' * (len(same) == 1)} on with as many" if same else (
+        return f"{listed(same)} go{'es' * (len(same) == 1)} on with as many" if same else (
             "no task moves")
-    return _listed(changes)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - NUM_NAMED_MAX
-    return ", ".join(names[:NUM_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+    return listed(changes)
 
 
 def _reason(problem: PlanProblem, choice: Choice, others: Sequence[Alternative],
@@ -235,7 +230,7 @@ def _by_priority(problem: PlanProblem, plan: Plan, most: Alternative) -> str:
     takes = [demand for demand, more in changes if more > 0 and demand.priority > least]
     if not takes:
         return ""
-    first, last = (_listed([f"{demand.name} ({demand.priority})" for demand in some])
+    first, last = (listed([f"{demand.name} ({demand.priority})" for demand in some])
                    for some in (takes, gives))
     return f"priority: {first} come{'s' * (len(takes) == 1)} before {last}; "
 

@@ -142,6 +142,8 @@ def test_figures():
     assert figures.scaled(8.06e9, "FLOP/s") == "8.06 GFLOP/s"
     assert figures.scaled(0, "B") == "0 B"
     assert figures.ranks([3, 0, 1]) == "ranks 0 1 3"
+    assert figures.ranks([3, 1, 2, 9]) == "ranks 1-3 9"
+    assert figures.ranks(range(0, 30, 2)) == "ranks 0 2 4 6 8 10 12 14 16 18 and 5 more"
     assert figures.ranks(range(4)) == "ranks 0-3"
     assert figures.ranks([]) == "no rank"
     assert figures.curve([1, 2, 3, 8], 4) == "▁▂▃█"

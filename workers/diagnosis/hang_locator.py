@@ -7,11 +7,12 @@ entered a collective that does not complete, no rank is named: it is the network
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 from typing import NamedTuple
 
 from ...events.words import clipped
+from ...events.words import ranks as in_words
 from .flight_recorder import Dump, Op
 
 # --- The wait-for graph between ranks, built from their dumps ---
@@ -345,7 +346,7 @@ def _judge_cycle(waits: WaitGraph, sink: set[int], found: dict[int, Suspect]) ->
                             for other, op in waits.edges[rank].items())
     op = waits.edges[waiter][target]
     for rank in sorted(sink.intersection(waits.not_entered(waiter, op) or [target])):
-        why = (f"waits in a circle with {rank_ranges(sink)}: {_did_not(waits, rank, op)}; "
+        why = (f"waits in a circle with {in_words(sink)}: {_did_not(waits, rank, op)}; "
                f"the ranks may enter their collectives in different orders")
         found[rank] = _behind(waits, rank)._replace(why=why, confidence="low")
 
@@ -375,7 +376,7 @@ def _behind(waits: WaitGraph, rank: int) -> Suspect:
         return _suspect(waits, rank, op, "not entered", "high", _did_not(waits, rank, op),
                         by or [waiter])
     why = (f"entered {_op_in_words(op, waits)}, but its kernel has not started; those of "
-           f"{rank_ranges(waits.started[op.key])} have")
+           f"{in_words(waits.started[op.key])} have")
     return _suspect(waits, rank, op, "not started", "high", why, by or [waiter])
 
 
@@ -385,7 +386,7 @@ def _did_not(waits: WaitGraph, rank: int, op: Op) -> str:
                 f"{op.target if rank == op.source else op.source} waits")
     entered = [one for one in waits.participants(op) if waits.has_entered(one, op)]
     behind = waits.behind(rank, op.group)
-    return (f"did not enter {_op_in_words(op, waits)}, which {rank_ranges(entered)} entered; it is "
+    return (f"did not enter {_op_in_words(op, waits)}, which {in_words(entered)} entered; it is "
             f"{behind} behind there, its last is {waits.entered(rank, op.group)}")
 
 
@@ -393,7 +394,7 @@ def _stale(waits: WaitGraph, rank: int) -> Suspect:
     op, num, peers = waits.stale[rank]
     why = (f"does not see the end of {_op_in_words(op, waits)}, "
            + (f"nor of {num - 1} after it, " if num > 1 else "")
-           + f"which {rank_ranges(peers)} finished with it: its device no longer answers")
+           + f"which {in_words(peers)} finished with it: its device no longer answers")
     if behind := waits.behind(rank, op.group):
         why += f"; it is {behind} behind there"
     return _suspect(waits, rank, op, "not completed", "high" if num > 1 else "medium", why)
@@ -420,7 +421,7 @@ def _mismatched(waits: WaitGraph) -> dict[int, Suspect]:
                     f"{one.name} of {clipped(one.tensors, TENSORS_CHARS_MAX)}"
                     if op.name == theirs.name else one.name for one in (op, theirs))
                 why = (f"called {mine} as number {op.seq} of {op.group}, where "
-                       f"{rank_ranges(peers)} called {other}")
+                       f"{in_words(peers)} called {other}")
                 found.setdefault(rank, _suspect(waits, rank, op, "mismatched",
                                                 "high" if has_majority else "low", why, peers))
     return found
@@ -436,20 +437,4 @@ def _waiting(waits: WaitGraph, rank: int) -> WaitingRank:
 def _op_in_words(op: Op, waits: WaitGraph) -> str:
     if op.is_p2p:
         return f"{op.name} {op.source}->{op.target} of {op.group}"
-    ranks = rank_ranges(waits.participants(op), bare=True)
-    return f"{op.name} {op.seq} of {op.group} (ranks {ranks})"
-
-
-def rank_ranges(ranks: Collection[int], *, bare: bool = False) -> str:
-    """Write ranks 1, 2, 3, 5 as `ranks 1-3, 5`, or as `1-3, 5` if `bare`; cut after six runs."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    text = ", ".join(words[:6]) + (f" and {len(words) - 6} runs more" if len(words) > 6 else "")
-    if bare:
-        return text
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+    return f"{op.name} {op.seq} of {op.group} ({in_words(waits.participants(op))})"

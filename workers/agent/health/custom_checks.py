@@ -16,6 +16,7 @@ from msgspec import Struct
 from ....events.detached_thread import BlockingCalls, Late
 from ....events.errors import UsageError
 from ....events.records.reports import CheckHealth
+from ....events.words import listed
 from ...host import linux
 from ..processes.process import Process
 from ..processes.shim import CHECK, Shim
@@ -95,8 +96,7 @@ def skipped_files(skipped: Mapping[str, str]) -> Finding:
     if not reported:
         return Finding(FILES, "healthy")
     words = [f"{name} ({why})" for name, why in sorted(reported.items())]
-    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-    why = "".join(char if char.isprintable() else "?" for char in ", ".join(words[:3]) + more)
+    why = "".join(char if char.isprintable() else "?" for char in listed(words))
     return Finding(FILES, "unknown", f"not run: {why}"[:limits.REASON_CHARS_MAX], rule="check")
 
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from ....events.words import listed
+
 Dims = tuple[int, ...]
-KEYS_NUM = 3
 DIGEST_BYTES = 16
 SENDERS_NUM_MAX = 8
 """The most members from which one receiver takes shards of one list. More need more connections,
@@ -101,9 +102,7 @@ class Missing(Exception):
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.keys = tuple(keys)
-        more = len(self.keys) - KEYS_NUM
-        super().__init__(f"no holder is left of {', '.join(self.keys[:KEYS_NUM])}"
-                         + (f" and {more} more" if more > 0 else ""))
+        super().__init__(f"no holder is left of {listed(self.keys)}")
 
 
 def intersection(one: Region, other: Region) -> Region | None:
