@@ -812,7 +812,7 @@ def run_command(arguments: Sequence[str]) -> int:
         place = f"{error.filename}: " if error.filename else ""
         console.error(f"{place}{(error.strerror or str(error)).lower()}",
                   "check the path and its rights")
-        return EXIT_FAILED
+        return EXIT_USAGE if error.filename else EXIT_FAILED
     return code if isinstance(code, int) else EXIT_DONE
 
 

@@ -146,7 +146,7 @@ async def _serve(options: Options) -> int:
             if is_relayed:
                 await _relay(relay, options)
             pid = os.getpid()
-            _write(file, msgspec.json.encode({
+            write_private(file, msgspec.json.encode({
                 "url": url, "socket": socket, "token": token, "pid": pid,
                 "start_time": start_time(pid), "cluster": options.cluster,
                 "host": platform.node(),
@@ -271,24 +271,12 @@ def _secret(state: Path) -> bytes:
 
 
 def _made_once(path: Path, make: Callable[[], bytes]) -> bytes:
-    """The content of the file, also if several control planes want to make it. Raises UsageError.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not path.exists():
-            with suppress(FileExistsError):
-                write_private(path, make(), replaces=False)
-        return read_private(path)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write the file atomically, readable by its owner only. Raises UsageError."""
-    try:
-        write_private(path, data)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
+    """The content of the file, also if several control planes want to make it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not path.exists():
+        with suppress(FileExistsError):
+            write_private(path, make(), replaces=False)
+    return read_private(path)
 
 
 def _remove(path: Path, socket: str) -> None:

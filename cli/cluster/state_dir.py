@@ -53,14 +53,9 @@ class StateDir:
         return self.path / "agents" / node
 
     def create(self) -> None:
-        """Make the folders, for the owner only; existing ones keep their mode. Raises
-        UsageError."""
-        try:
-            for folder in (self.path, self.pids, self.logs, self.path / "agents"):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{self.path}: {(error.strerror or 'not usable').lower()}",
-                             "use --state to name a folder that you can write to") from None
+        """Make the folders, for the owner only; existing ones keep their mode. Raises OSError."""
+        for folder in (self.path, self.pids, self.logs, self.path / "agents"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def is_held(self) -> bool:
         """Whether an `up` holds the folder's lock."""

@@ -90,14 +90,10 @@ def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
 
 
 def webhook(path: Path) -> str:
-    """The URL in a file that only this user may read. Raises UsageError."""
+    """The URL in a file that only this user may read. Raises OSError and UsageError."""
     from ...control_plane.api.notifications import check_url
 
-    try:
-        return check_url(read_private(path).decode(errors="replace"))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}",
-                         "a file with the webhook's URL, and mode 0600") from None
+    return check_url(read_private(path).decode(errors="replace"))
 
 
 def agent(state: StateDir, *, url: Urls, node: str, slots: int, advertise: str, host: str,
@@ -182,14 +178,14 @@ def own_checks(folder: Path | None, every_s: float = 60.0, s_max: float = 30.0
                ) -> CheckOptions | None:
     """The user's own checks, with an absolute folder: the agent may restart in another directory.
 
-    Raises UsageError if the folder cannot be read.
+    Raises OSError if the folder cannot be read.
     """
     if folder is None:
         return None
-    from ...workers.agent.health.custom_checks import CheckOptions, check_folder
+    from ...workers.agent.health.custom_checks import CheckOptions, find_checks
 
     checks = CheckOptions(folder=folder.absolute(), every_s=every_s, s_max=s_max)
-    check_folder(checks.folder)
+    find_checks(checks.folder)
     return checks
 
 

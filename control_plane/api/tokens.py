@@ -67,7 +67,7 @@ def may(role: Role, needed: Role) -> bool:
 
 class Tokens:
     """The tokens of one control plane; only the leader writes the file. Raises UsageError if the
-    file is not one of tokens, or if others may read it."""
+    file is not one of tokens, or if others may read it, and OSError if it cannot be read."""
 
     def __init__(self, path: Path, *, owner: str, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
@@ -76,9 +76,6 @@ class Tokens:
             found = msgspec.json.decode(read_private(path), type=_File)
         except FileNotFoundError:
             found = _File()
-        except OSError as error:
-            raise UsageError(f"{path}: {error.strerror}",
-                             "use a folder of yours: --state") from None
         except msgspec.MsgspecError as error:
             raise UsageError(f"{path} is not a file of tokens: {error}",
                              "restore it, or remove it and create the tokens again") from None

@@ -45,8 +45,8 @@ class _File(Struct):
 
 
 def read_files(paths: Iterable[Path]) -> list[Dump]:
-    """Read all dumps, sorted by rank. A file that is named twice is read once. Raises UsageError if
-    a file is invalid, if the dumps are of several jobs, or if a rank has two dumps."""
+    """Read all dumps, sorted by rank. A file that is named twice is read once. Raises OSError, and
+    UsageError if a file is invalid, if the dumps are of several jobs, or if a rank has two."""
     files: dict[Path, tuple[Path, str]] = {}
     for path, hint in _files(paths):
         files.setdefault(path.resolve(), (path, hint))
@@ -126,11 +126,8 @@ def _read_file(path: Path) -> list[Dump]:
 def _document(path: Path) -> object:
     if path.exists() and not path.is_file():  # a FIFO without a writer would block for ever
         raise UsageError(f"{path}: not a regular file", HINT)
-    try:
-        with path.open("rb") as file:
-            data = file.read(FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}", HINT) from None
+    with path.open("rb") as file:
+        data = file.read(FILE_BYTES_MAX + 1)
     if len(data) > FILE_BYTES_MAX:
         raise UsageError(f"{path}: longer than {FILE_BYTES_MAX >> 20} MiB",
                          "give one file per rank")

@@ -267,7 +267,7 @@ def test_a_file_without_a_url_is_refused_without_what_it_has(text: str) -> None:
 
 def test_the_file_must_be_private(tmp_path: Path) -> None:
     path = tmp_path / "hook"
-    with pytest.raises(UsageError, match="hook: No such file"):
+    with pytest.raises(FileNotFoundError, match="hook"):
         serve.webhook(path)
     write_private(path, b"https://hooks.example/T0/secret\n")
     assert serve.webhook(path) == "https://hooks.example/T0/secret"

@@ -23,7 +23,6 @@ from unicron.workers.agent.health.custom_checks import (
     CheckResult,
     CheckRunner,
     CheckSchedule,
-    check_folder,
     find_checks,
     finding,
     skipped_files,
@@ -162,21 +161,13 @@ def test_which_files_are_checks(tmp_path: Path) -> None:
     assert len(find_checks(tmp_path)[0]) == CHECKS_NUM_MAX
 
 
-def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for name in ("none", "file"):
-        with pytest.raises(UsageError, match=rf"--checks .*{name}: no") as refused:
-            check_folder(tmp_path / name)
-        assert "detection.md" in refused.value.hint
-
-
 def test_the_cli_refuses_a_missing_folder_in_one_line(tmp_path: Path,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("agent", "up"):
         assert run_command([command, "--state", str(tmp_path / "s"), "--checks", "absent"]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert lines[0].endswith("absent: no such file or directory")
-        assert lines[1].startswith("hint: name a folder of executables")
+        assert lines[1].startswith("hint: check the path")
 
 
 def test_up_stores_the_absolute_folder_and_none_removes_it(tmp_path: Path) -> None:

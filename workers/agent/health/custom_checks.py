@@ -14,7 +14,6 @@ import structlog
 from msgspec import Struct
 
 from ....events.detached_thread import BlockingCalls, Late
-from ....events.errors import UsageError
 from ....events.records.reports import CheckHealth
 from ....events.words import listed
 from ...host import linux
@@ -24,7 +23,6 @@ from . import limits
 from .debounce import Debouncer
 from .finding import Finding
 
-HINT = "name a folder of executables: docs/guides/detection.md, Health of nodes"
 CODES: tuple[CheckHealth, ...] = ("healthy", "degraded", "unhealthy", "unknown")
 """The meaning of exit codes 0 to 3."""
 FILES = "checks/files"
@@ -49,16 +47,6 @@ class CheckResult(NamedTuple):
     code: int | None
     output: str
     why: str = ""
-
-
-def check_folder(folder: Path) -> None:
-    """Raises UsageError if the folder cannot be read."""
-    try:
-        with os.scandir(folder):
-            pass
-    except OSError as error:
-        raise UsageError(f"--checks {folder}: {(error.strerror or str(error)).lower()}",
-                         HINT) from None
 
 
 Listing = tuple[dict[str, Path], dict[str, str]]
