@@ -210,7 +210,7 @@ def test_a_stopped_leader_is_succeeded_and_fenced_when_it_wakes(server: Server, 
             assert int(headers["Unicron-Seq"]) >= view["cluster"]["seq"] > 0
             assert second.health() | {"pid": 0} == {
                 "ok": False, "leader": False, "cluster": cluster, "epoch": 1, "pid": 0,
-                "seq": first.health()["seq"], "follows": leader}
+                "seq": first.health()["seq"], "follows": leader, "file": ""}
             status, headers, answer = asked(second, "POST", "/v1/tasks", owner, JOB)
             assert (status, headers["Location"]) == (307, f"{leader}/v1/tasks")
             assert answer["detail"] == f"this control plane follows, {leader} leads"
