@@ -738,17 +738,14 @@ def simulate(
     log: Annotated[Path | None, typer.Option(
         "--log", metavar="FILE", help="Write the log of the policy `unicron`, as `export` "
         "does.")] = None,
-    print_trace: Annotated[bool, typer.Option(
-        "--print-trace", help="Do not simulate: print the cluster's fault trace, drawn or read, as "
-        "CSV.")] = False,
     output: Form = "text",
 ) -> None:
     """Simulate the WAF of each policy: the decider on a virtual clock, no cluster."""
     from .simulate import compare
 
     if recorded is not None:
-        if scenario is not None or log is not None or print_trace:
-            raise UsageError("--scenario, --log and --print-trace do not go with --from-log",
+        if scenario is not None or log is not None:
+            raise UsageError("--scenario and --log do not go with --from-log",
                              f"unicron simulate --from-log {recorded}")
         from .simulate import from_log
 
@@ -761,11 +758,6 @@ def simulate(
     if settings or policies:
         raise UsageError("--set and --policy go with --from-log",
                          "a scenario names its policies, and their constants")
-    if print_trace:
-        if log is not None or output != "text":
-            raise UsageError("--print-trace prints CSV, and plays nothing", "give it alone")
-        compare.print_trace(scenario)
-        return
     compare.simulate(scenario, log=log, as_json=console.structured(output))
 
 

@@ -22,7 +22,7 @@ from ...workers.training.dependencies.known_versions import Installed
 from ..cluster import local_cluster, processes
 from ..cluster.local_cluster import CONTROL_PLANE, UP, ClusterOptions
 from ..cluster.state_dir import StateDir, shown
-from ..files import policy_file
+from ..files import job_file
 from ..terminal import console
 
 PROBE_S_MAX = 20.0
@@ -169,7 +169,7 @@ def log_server(state: StateDir) -> Finding:
     if not url:
         return Finding("log", "note", "no server runs for this folder", "unicron up")
     try:
-        policy = policy_file.load(state.policy) if state.policy.exists() else Policy()
+        policy = job_file.load_policy(state.policy) if state.policy.exists() else Policy()
         settings = local_cluster.check_redis(url, options.cluster, state, policy)
     except UnicronError as error:
         return Finding("log", "missing", str(error), error.hint)

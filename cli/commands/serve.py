@@ -54,7 +54,7 @@ def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
     """Serve until a signal; without a Redis URL on a private server. Raises UsageError."""
     from ...control_plane import server
     from ...control_plane.service.server_certificate import ServerCertificate
-    from ..files import policy_file
+    from ..files import job_file
 
     redis_url = os.environ.get(REDIS_URL, "")
     remove_secrets(REDIS_URL)
@@ -75,7 +75,7 @@ def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
     shown = ServerCertificate(tls_cert, tls_key) if tls_cert and tls_key else None
     if is_open:
         port = port or HTTP_PORT
-    loaded = policy_file.load(policy) if policy is not None else Policy()
+    loaded = job_file.load_policy(policy) if policy is not None else Policy()
     _write_pid_file(state, name)
     segments = segments if not segments or is_url(segments) else str(Path(segments).absolute())
     write_json(state.log, {"cluster": cluster, "segments": segments})

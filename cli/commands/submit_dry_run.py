@@ -99,7 +99,8 @@ def page(spec: JobSpec, found: Choices, slots: str) -> list[str]:
         return [*lines, *fmt.labelled("layout", "none is searched: a command without model: lays "
                                                 "out its processes itself")]
     lines += fmt.labelled("memory", _memory(spec, found))
-    lines += fmt.labelled("copies", _copies(spec, found)) if _makes_copies(spec) else []
+    if spec.training is not None and spec.training.copy_every:
+        lines += fmt.labelled("copies", _copies(spec, found))
     timed = found.choices[0].iteration_s is not None
     lines += [] if timed else fmt.labelled("speed", "as modelled, relative to the first row")
     head = ("SLOTS", "LAYOUT", *(("ITERATION", "RATE", "OF EACH") if timed else ("SPEED",)),
@@ -131,10 +132,6 @@ def _memory(spec: JobSpec, found: Choices) -> str:
                else f"; not checked: the spec names no GPU, of which {in_gib(RESERVED_BYTES)} more "
                     "would be reserved")
     return f"as predicted for the fullest rank{against}; {kept}"
-
-
-def _makes_copies(spec: JobSpec) -> bool:
-    return spec.training is not None and spec.training.copy_every > 0
 
 
 def _has_node_copies(found: Choices) -> bool:

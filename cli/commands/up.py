@@ -160,9 +160,9 @@ def kept(path: Path | None) -> str | None:
 
 def _policy(path: Path | str) -> Policy:
     """The content of a policy file; an empty path means the defaults. Raises UsageError."""
-    from ..files import policy_file
+    from ..files import job_file
 
-    return policy_file.load(Path(path or os.devnull))
+    return job_file.load_policy(Path(path or os.devnull))
 
 
 def _policy_kept(path: str, state: StateDir) -> None:

@@ -1,4 +1,4 @@
-"""Reads a job file, which is strict YAML, into a checked job spec.
+"""Reads a job file or a policy file, which are strict YAML, into a checked spec or policy.
 
 The format differs from YAML 1.1 where YAML 1.1 is error-prone: no duplicate keys, `1e-3` is a
 number, `no` and `2026-01-01` are text, `010` is ten, and there are no aliases.
@@ -16,6 +16,7 @@ import yaml
 
 from ...events import object_storage
 from ...events.errors import SpecError, UsageError
+from ...events.spec import policy
 from ...events.spec.job import JobSpec, is_url, parse
 from . import megatron_command
 
@@ -102,6 +103,18 @@ def load(path: Path) -> JobSpec:
     except UsageError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
     return spec
+
+
+def load_policy(path: Path) -> policy.Policy:
+    """The policy in a YAML or JSON file; an empty file means the defaults. Raises UsageError."""
+    text = read_text(path, FILE_BYTES_MAX, "name a policy file, YAML", policy.DOCS)
+    try:
+        given: Any = read_yaml(text, policy.DOCS)
+        if not isinstance(given, dict | None):
+            raise SpecError("", "a policy is a mapping, for example silence_s_max: 5", policy.DOCS)
+        return policy.parse({**(given or {})})
+    except SpecError as error:
+        raise UsageError(f"{path}: {error}", error.hint) from None
 
 
 def shown_name(path: Path) -> str:

@@ -151,15 +151,6 @@ def _check_known(scenario: Scenario, happenings: list[ExternalEvent], trace: Pat
                              "`joined` event first")
 
 
-def print_trace(path: Path) -> None:
-    """Print the external events of a scenario as a trace file."""
-    try:
-        happenings = read(path)[1]
-    except SpecError as error:
-        raise UsageError(f"{path}: {error}", error.hint) from None
-    console.lines(trace_file.written(happenings))
-
-
 # --- as data ------------------------------------------------------------------------------------
 def as_data(scenario: Scenario, played: dict[str, RunResult]) -> Plain:
     """All results as JSON. FLOP are weighted; times are seconds from the start of the horizon."""

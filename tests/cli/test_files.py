@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicron.cli.files import job_file
+from unicron.cli.files.job_file import load_policy as read_policy
 from unicron.cli.files.job_file import read_large, read_yaml
-from unicron.cli.files.policy_file import load as read_policy
 from unicron.events import object_storage
 from unicron.events.errors import SpecError, UsageError
 from unicron.events.spec.policy import BOUNDS, Policy

@@ -347,7 +347,7 @@ def test_usage_errors_have_one_line_and_a_hint(
     assert not control_plane.posted
 
 
-@pytest.mark.parametrize("face", ["commands.plan", "files.policy_file"])
+@pytest.mark.parametrize("face", ["commands.plan", "files.job_file"])
 def test_a_screen_loads_no_planner(face: str) -> None:
     """Importing numpy takes 0.1 s, which commands that only show decisions must not spend."""
     subprocess.run([sys.executable, "-P", "-c", (

@@ -35,7 +35,7 @@ from unicron.cli.cluster import local_cluster, processes
 from unicron.cli.cluster.client import connect
 from unicron.cli.cluster.local_cluster import CONTROL_PLANE, ClusterOptions, LocalCluster
 from unicron.cli.cluster.state_dir import StateDir
-from unicron.cli.files import job_file, policy_file
+from unicron.cli.files import job_file
 from unicron.events.errors import SpecError, UsageError
 from unicron.events.log import archive
 from unicron.events.records import codec
@@ -105,7 +105,7 @@ def policies(folder: Path) -> Iterator[Case]:
         few = dict(rng.sample(sorted(plain.items()), rng.randint(0, 6)))
         path.write_bytes(text_of(rng, plain_of(rng, few)))
         with contextlib.suppress(UsageError):
-            policy_file.load(path)
+            job_file.load_policy(path)
 
     yield case
 

@@ -12,7 +12,7 @@ import pytest
 from cli_process import unicron
 from doc_scripts import script
 from unicron.cli.files import job_file
-from unicron.cli.files.policy_file import load as read_policy
+from unicron.cli.files.job_file import load_policy as read_policy
 from unicron.cli.simulate import compare
 from unicron.control_plane.simulation import scenario
 from unicron.events.spec.policy import Policy

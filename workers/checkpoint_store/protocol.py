@@ -262,11 +262,6 @@ def encode_sums(sums: Iterable[int]) -> bytes:
     return b"".join(code.to_bytes(SUM_BYTES, "big") for code in sums)
 
 
-def decode_sums(data: bytes) -> list[int]:
-    return [int.from_bytes(data[begin : begin + SUM_BYTES], "big")
-            for begin in range(0, len(data), SUM_BYTES)]
-
-
 def checksum_of(manifest: bytes, sums: bytes) -> str:
     """The checksum of a share, over its manifest and its pieces' checksums: `crc32:89abcdef`."""
     return f"{CHECKSUM}:{zlib.crc32(sums, zlib.crc32(manifest)):08x}"
@@ -382,7 +377,8 @@ class ShareReader:
         sent = receive(connection, Checksum).checksum
         if sent != (found := checksum_of(bytes(manifest), bytes(sums))):
             raise TransferError(f"its list of pieces was altered: received {found}, sent {sent}")
-        self._sums = decode_sums(bytes(sums))
+        self._sums = [int.from_bytes(sums[begin : begin + SUM_BYTES], "big")
+                      for begin in range(0, len(sums), SUM_BYTES)]
 
     def read(self, indices: Sequence[int]) -> Iterator[tuple[Piece, memoryview]]:
         """These pieces, each verified and in a buffer of its own."""

@@ -125,11 +125,13 @@ class CheckpointStore:
             self._without_checkpoint.discard(offer.task)
             whole = self._whole.get(offer.task, (0, 0))
             # A version that is not known to be whole is worth less than the one that is.
-            others = [one for one in there if not _is_same_share(one.offer, offer)]
+            others = [one for one in there if (one.offer.version, one.offer.num_shares) != (
+                offer.version, offer.num_shares)]
             kept = [one for one in others if one.offer.version == whole] or others
             kept = kept[1 - CHECKPOINTS_NUM_MAX :]
             self._stored = [one for one in self._stored if (one not in there or one in kept)
-                            and not self._is_outdated(one.offer)]
+                            # no newer version is whole
+                            and one.offer.version >= self._whole.get(one.offer.task, (0, 0))]
             self._stored.append(stored)
             is_first, self._is_new = self._is_new, False
         if is_first:
@@ -178,10 +180,6 @@ class CheckpointStore:
     def _same(self, offer: Offer) -> list[StoredCheckpoint]:
         return [one for one in self._of(offer.task) if one.offer.share == offer.share]
 
-    def _is_outdated(self, offer: Offer) -> bool:
-        """Whether a newer version is whole."""
-        return offer.version < self._whole.get(offer.task, (0, 0))
-
     def _check_generation(self, offer: Offer) -> None:
         newest = self._newest.get(offer.task, 0)
         if offer.generation < newest:
@@ -205,10 +203,6 @@ class CheckpointStore:
             raise StoreRefused(f"share of {offer.copy_bytes} bytes does not fit beside the "
                                f"{self.used_bytes} of {bytes_max} in use")
         return removed
-
-
-def _is_same_share(one: Offer, other: Offer) -> bool:
-    return (one.version, one.num_shares) == (other.version, other.num_shares)
 
 
 # --- Available memory of the machine, or of the container ---

@@ -228,14 +228,12 @@ WORDS = {"start_s": "start", "quiesce_s": "quiesce", "regroup_s": "regroup",
 
 def sentences(recording: Recording, played: Sequence[tuple[Choice, RunResult]]) -> list[str]:
     """Sentences about the log, then about the simulated runs."""
-    return [_horizon(recording), *_sizes(recording), _costs(recording), *_absent(recording),
+    length_s = recording.end_s - recording.began_s
+    horizon = (f"the horizon is {length_s:,.0f} s: from the time when all "
+               "tasks with slots trained until the last record; a task that ended in the log is "
+               "removed at that time in each choice")
+    return [horizon, *_sizes(recording), _costs(recording), *_absent(recording),
             *(line for choice, one in played for line in _notes_of(recording, choice, one))]
-
-
-def _horizon(recording: Recording) -> str:
-    return (f"the horizon is {recording.end_s - recording.began_s:,.0f} s: from the time when all "
-            "tasks with slots trained until the last record; a task that ended in the log is "
-            "removed at that time in each choice")
 
 
 def _sizes(recording: Recording) -> list[str]:

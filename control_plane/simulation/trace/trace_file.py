@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Iterator
-from io import StringIO
 
 from ....events.errors import SpecError, UsageError
 from ...incidents.severity import TABLE, row_of
@@ -98,13 +97,3 @@ def check_name(name: str, path: str) -> None:
     if not (name and len(name) <= NAME_CHARS_MAX and name.isprintable() and name == name.strip()):
         raise SpecError(path, f"{name[:SHOWN_CHARS_MAX]!r} names no node",
                         f"printable text, at most {NAME_CHARS_MAX} characters")
-
-
-def written(happenings: Iterable[ExternalEvent]) -> Iterator[str]:
-    """The lines of an equivalent CSV file."""
-    lines = StringIO()
-    rows = csv.writer(lines, lineterminator="\n")
-    rows.writerow(HEADER)
-    for one in happenings:
-        rows.writerow((f"{one.at_s:.3f}".rstrip("0").rstrip("."), one.node, one.event, one.cause))
-    yield from lines.getvalue().splitlines()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import trace_csv
 import yaml
 from bench.paper import evaluation
 from bench.paper.charts import COLOURS, INK, MUTED, OURS_COLOUR, Picture
@@ -29,7 +30,6 @@ from unicron.control_plane.incidents.severity import TABLE
 from unicron.control_plane.simulation.accounting import LOSSES
 from unicron.control_plane.simulation.policies import POLICIES
 from unicron.control_plane.simulation.run import Outcome
-from unicron.control_plane.simulation.trace import trace_file
 from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 
 # --- charts -------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def write(folder: Path, found: Evaluation, rows: list[Row]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.html").write_text(_page(folder, found, rows), encoding="utf-8")
     for name, trace in evaluation.TRACES.items():
-        drawn = trace_file.written(evaluation.events(trace, 1))
+        drawn = trace_csv.written(evaluation.events(trace, 1))
         (folder / f"{name}.csv").write_text("\n".join(drawn) + "\n", encoding="utf-8")
         scenario = replace(evaluation.scenario(name, tuple(POLICIES)), trace=f"{name}.csv")
         (folder / f"{name}.yaml").write_text(

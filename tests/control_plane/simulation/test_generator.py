@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import trace_csv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -54,7 +55,7 @@ EVERY_OPTION = Drawn(seed=7, mtbf_gpu_h=7200.0, causes="llama3", repair="superbe
 
 def test_the_same_seed_draws_the_same_bytes_everywhere() -> None:
     """The digest is of one machine; other mathematics libraries must give the same digest."""
-    text = "\n".join(trace_file.written(draw(EVERY_OPTION, NODES, 8, YEAR_S)))
+    text = "\n".join(trace_csv.written(draw(EVERY_OPTION, NODES, 8, YEAR_S)))
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "8c9ba99b4cdf1a56"
 
 
@@ -165,7 +166,7 @@ def test_a_simulated_cluster_ignores_no_drawn_event() -> None:
 
 def test_a_written_trace_is_read_back() -> None:
     drawn = draw(EVERY_OPTION, NODES, 8, YEAR_S)
-    assert trace_file.read("\n".join(trace_file.written(drawn)), "written") == drawn
+    assert trace_file.read("\n".join(trace_csv.written(drawn)), "written") == drawn
 
 
 def test_studies_equal_the_data_file() -> None:

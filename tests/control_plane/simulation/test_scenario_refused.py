@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 from unicron.cli.app import app
-from unicron.cli.files import policy_file
+from unicron.cli.files import job_file
 from unicron.cli.simulate import compare
 from unicron.events.errors import SpecError, UsageError
 from unicron.events.spec.policy import BOUNDS
@@ -170,14 +170,14 @@ def test_limits_have_the_same_bounds_as_a_policy_file(tmp_path: Path) -> None:
             path.write_text(yaml.safe_dump(plain(limits=limits)))
             policy.write_text(yaml.safe_dump(limits))
             with pytest.raises(UsageError) as theirs:
-                policy_file.load(policy)
+                job_file.load_policy(policy)
             check(path, str(theirs.value).removeprefix(f"{policy}: "))
 
 
 def test_the_command_raises_the_error(tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(yaml.safe_dump(plain(horizon_s=-1)))
-    for more in ([], ["--print-trace"], ["-o", "json"]):
+    for more in ([], ["-o", "json"]):
         done = CliRunner().invoke(app, ["simulate", "--scenario", str(path), *more])
         assert isinstance(done.exception, SpecError | UsageError)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import trace_csv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicron.control_plane.incidents.severity import TABLE
@@ -52,7 +53,7 @@ def test_the_trace_of_spot_nodes() -> None:
         lambda name: name == name.strip()),
     st.sampled_from([*EVENTS]), st.sampled_from([*TABLE])), max_size=8))
 def test_a_written_trace_reads_back_unchanged(happenings: list[ExternalEvent]) -> None:
-    text = "\n".join(trace_file.written(happenings))
+    text = "\n".join(trace_csv.written(happenings))
     assert told(text) == sorted(happenings, key=lambda one: one.at_s)
 
 
