@@ -240,7 +240,8 @@ class HttpApi:
         events = "text/event-stream" in request.headers.get("Accept", "")
         if (last := request.headers.get("Last-Event-ID")) is not None:
             after = number(last)
-        if after > (newest := (await self._coordinator.settled()).seq):
+        newest = (await self._coordinator.settled()).seq
+        if after > newest and self._coordinator.leading:  # a follower may be behind its client
             raise Refusal(404, f"after {after} is beyond the log", f"its last record is {newest}")
         write = _events if events else _lines
         response = web.StreamResponse(headers={
@@ -302,17 +303,18 @@ class HttpApi:
         shown = decode_state(encode_state(await self._state_at(call.query.at)))
         async with self._computing:
             await self._log.open_segments()
-            start = encode_state(await asyncio.to_thread(
-                self._nearest, max(self._log.first_seq - 1, of - FACTS_RECORDS_BEFORE)))
-            records, after, is_over = list[Record](), decode_state(start).seq, False
+            start = await asyncio.to_thread(
+                self._nearest, max(self._log.first_seq - 1, of - FACTS_RECORDS_BEFORE))
+            records, after, is_over = list[Record](), start.seq, False
             while after < shown.seq and not is_over:
-                is_over = any(isinstance(one.body, IncidentClosed) and one.body.of == of
-                              for one in records)
-                records += await self._log.read(
+                page = await self._log.read(
                     after=after, num_max=min(PAGE_RECORDS_MAX, shown.seq - after))
-                after = records[-1].seq
-            return await aside(partial(incident_facts.facts_at, of, records, start, shown,
-                                       shown.at_s if call.query.at else now_s))
+                is_over = any(isinstance(one.body, IncidentClosed) and one.body.of == of
+                              for one in records[-PAGE_RECORDS_MAX:])
+                records += page
+                after = page[-1].seq
+            return await aside(partial(incident_facts.facts_at, of, records, encode_state(start),
+                                       shown, shown.at_s if call.query.at else now_s))
 
     @staticmethod
     def of_timeline(make: Callable[[Timeline, Call[Any, None], Coordinator], object]) -> Operation:

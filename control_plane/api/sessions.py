@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from hashlib import sha256
 
 import msgspec
 
 from ...events.log.identity import new_secret
 from .requests import Refusal
-from .tokens import Role, Token, may
+from .tokens import Role, Token, hash_of, may
 
 CODE_S_MAX, SESSION_S_MAX = 60.0, 12 * 3600.0
 KEPT_NUM_MAX = 1_000
@@ -37,9 +36,9 @@ class Sessions:
 
     def exchange(self, code: str) -> tuple[str, Token]:
         """The secret of a new session, and the session. Raises Refusal."""
-        asked = self._codes.get(_hash(code))
+        asked = self._codes.get(hash_of(code))
         if self._once:
-            self._codes.pop(_hash(code), None)
+            self._codes.pop(hash_of(code), None)
         if asked is None or asked.expires_s <= self._clock():
             raise Refusal(401, "the code was used before, or is older than "
                           f"{CODE_S_MAX:g} s", "unicron open")
@@ -47,21 +46,17 @@ class Sessions:
 
     def find(self, secret: str) -> Token | None:
         """The session of that secret, also if it has expired."""
-        return self._sessions.get(_hash(secret))
+        return self._sessions.get(hash_of(secret))
 
     def end(self, secret: str) -> None:
         """End a session; without effect if there is none."""
-        self._sessions.pop(_hash(secret), None)
+        self._sessions.pop(hash_of(secret), None)
 
     def _keep(self, kept: dict[str, Token], of: Token, role: Role, life_s: float
               ) -> tuple[str, Token]:
         secret = new_secret()
-        kept[_hash(secret)] = one = msgspec.structs.replace(
+        kept[hash_of(secret)] = one = msgspec.structs.replace(
             of, role=role, expires_s=self._clock() + life_s)
         if len(kept) > KEPT_NUM_MAX:
             del kept[next(iter(kept))]
         return secret, one
-
-
-def _hash(secret: str) -> str:
-    return sha256(secret.encode(errors="surrogateescape")).hexdigest()

@@ -71,7 +71,7 @@ class Tokens:
 
     def __init__(self, path: Path, *, owner: str, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
-        self._owner = Token(name=OWNER, role="admin", sha256=_hash(owner), created_s=0.0)
+        self._owner = Token(name=OWNER, role="admin", sha256=hash_of(owner), created_s=0.0)
         try:
             found = msgspec.json.decode(read_private(path), type=_File)
         except FileNotFoundError:
@@ -105,11 +105,11 @@ class Tokens:
     def find(self, secret: str) -> Token | None:
         """The token of that secret, also if it has expired; None if there is none."""
         # A table of hashes: how long the search takes tells nothing about a secret.
-        return self._by_hash.get(_hash(secret))
+        return self._by_hash.get(hash_of(secret))
 
     def revoked_node(self, secret: str) -> str:
         """The node whose identity this was until it was revoked; "": of none."""
-        return self._revoked.get(_hash(secret), "")
+        return self._revoked.get(hash_of(secret), "")
 
     def revoked_nodes(self) -> set[str]:
         """The nodes whose identity was revoked, and that have no other one since."""
@@ -157,7 +157,7 @@ class Tokens:
         an agent of that name may be at work. Raises UsageError."""
         if not SECRET.match(secret):
             raise UsageError("identity: not a secret that an agent makes", "")
-        mine = self._by_hash.get(_hash(secret))
+        mine = self._by_hash.get(hash_of(secret))
         if mine is not None and (mine.role, mine.name) == ("node", node):
             return mine
         held = self._by_hash.get(caller.sha256)  # as it is now: it may have enrolled meanwhile
@@ -177,7 +177,7 @@ class Tokens:
         if mine is not None or self.revoked_node(secret):
             raise UsageError("identity: it was in use before", "")
         self._check_room()
-        new = Token(name=node, role="node", sha256=_hash(secret), created_s=self._clock())
+        new = Token(name=node, role="node", sha256=hash_of(secret), created_s=self._clock())
         if held.role == "join":
             held = msgspec.structs.replace(held, used=held.used + 1)
         self._keep({**self._by_hash, held.sha256: held, new.sha256: new})
@@ -203,7 +203,7 @@ class Tokens:
         """A token as `old`, in place of the one with its name, with a new secret."""
         secret, now_s = new_secret(), self._clock()
         token = msgspec.structs.replace(
-            old, sha256=_hash(secret), created_s=now_s, used=0,
+            old, sha256=hash_of(secret), created_s=now_s, used=0,
             expires_s=now_s + life_s if life_s else 0.0)
         kept = {key: one for key, one in self._by_hash.items() if one.name != old.name}
         self._keep({**kept, token.sha256: token})
@@ -244,5 +244,5 @@ async def share(tokens: Tokens, log: LeaderPort, epoch: int) -> set[str]:
     return tokens.revoked_nodes()
 
 
-def _hash(secret: str) -> str:
+def hash_of(secret: str) -> str:
     return hashlib.sha256(secret.encode(errors="surrogateescape")).hexdigest()

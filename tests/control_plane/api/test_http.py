@@ -316,6 +316,7 @@ async def test_bad_bodies_are_refused(site: Site) -> None:
         assert "Content-Type: application/json" in (await site.refusal(
             415, "POST", "/v1/freeze", {}, Content_Type=kind))[1]
     await site.refused(400, "GET", "/v1/log?after=-1")
+    assert "beyond the log" in await site.refused(404, "GET", "/v1/log?after=999999")
     await site.refused(400, "GET", "/v1/log?after=x")
     await site.refused(400, "GET", "/v1/log?follow=2")
     assert site.coordinator.seq == 2
