@@ -21,6 +21,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "tests" / "data" / "demo.jsonl"
 AXE = ROOT / "control_plane" / "web" / "node_modules" / "axe-core" / "axe.min.js"
 UNICRON = Path(sys.executable).parent / "unicron"
 WAIT_S_MAX = 60.0

@@ -13,14 +13,13 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from browser.page import Cable, Page, browsing, opened, viewing
+from browser.page import DEMO, Cable, Page, browsing, opened, viewing
 from real_cluster import RealCluster, running
 from selenium.webdriver.common.keys import Keys
 from twins import small
 from unicron.events.log import archive
 from unicron.events.records.codec import from_plain, to_plain
 
-DEMO = Path(__file__).parents[1] / "data" / "demo.jsonl"
 HOSTILE = ["<img src=x onerror=document.title='taken'>", "<script>document.title='taken'</script>",
            "\"><svg onload=document.title='taken'>", "javascript:document.title='taken'",
            "{{7*7}} ${7*7}", "\u202egnp.exe", "a" * 300, "'; DROP TABLE nodes; --"]
@@ -42,16 +41,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
 @pytest.fixture
 def page() -> Iterator[Page]:
     with browsing() as found:
-        yield found
-        assert found.errors() == []
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Page]:
-    """The demo's log, with everything else down."""
-    with viewing(DEMO) as url, browsing() as found:
-        found.open(url)
-        found.wait_text("inc-33")
         yield found
         assert found.errors() == []
 

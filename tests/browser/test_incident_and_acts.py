@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from browser.page import Page, browsing, opened, viewing
+from browser.page import Page, browsing, opened
 from real_cluster import RealCluster, running
 from twins import small
-
-DEMO = Path(__file__).parents[1] / "data" / "demo.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +28,6 @@ def page(cluster: RealCluster) -> Iterator[Page]:
     with browsing() as found:
         found.open(opened(cluster.state.path))
         found.wait_text("Needs a person")
-        yield found
-        assert found.errors() == []
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Page]:
-    with viewing(DEMO) as url, browsing() as found:
-        found.open(url)
-        found.wait_text("inc-33")
         yield found
         assert found.errors() == []
 
