@@ -235,6 +235,9 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     backward pass, in buckets of about `bucket_params` parameters; 0: Megatron's default, 40
     million. `kept_sum`: each rank keeps a copy of its local gradients during a reduction, 4 bytes a
     parameter; without it, a fault during a reduction redoes the iteration from its start.
+    `reproducible` bitwise: gradients are summed exactly, in integers of `reproducible_bits`, so
+    that a run through faults ends with the bits of the run without; what cannot do so trains with
+    rounding, or with `required` is refused.
     `parallel`: the layouts that the planner may choose from; default: data-parallel only.
     """
 
@@ -254,6 +257,8 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     overlap: bool = False
     bucket_params: int = 0
     kept_sum: bool = True
+    reproducible: Literal["rounding", "bitwise", "required"] = "rounding"
+    reproducible_bits: Literal[64, 32] = 64
     parallel: Parallel = field(default_factory=Parallel)
 
     @property
@@ -440,6 +445,7 @@ def _check_train(train: Train, slots: Slots) -> None:
         need_count(getattr(train, name), f"train.{name}", least=0)
     need(train.overlap or not train.bucket_params, "train.bucket_params",
          "without overlap there is one bucket", "write overlap: true, or leave it out")
+    _check_reproducible(train)
     need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")
     _check_output(train.output, "train.output")
     _check_loss_scale(train.precision, train.loss_scale, train.dynamic_loss_scale)
@@ -457,6 +463,16 @@ def _check_train(train: Train, slots: Slots) -> None:
          "must be above 0")
     need(0 <= optimizer.warmup_iterations < train.iterations, "train.optimizer.warmup_iterations",
          "must be at least 0 and below train.iterations")
+
+
+def _check_reproducible(train: Train) -> None:
+    is_exact = train.reproducible != "rounding"
+    need(not is_exact or len(train.parallel.tensor) == 1, "train.reproducible",
+         f"{train.reproducible} keeps the tensor-parallel size, but train.parallel.tensor names "
+         f"{len(train.parallel.tensor)}: another size computes other bits",
+         "name one size there, or leave reproducible out")
+    need(is_exact or train.reproducible_bits == 64, "train.reproducible_bits",
+         "has no effect with reproducible: rounding", "write reproducible: bitwise")
 
 
 def _check_writable(spec: JobSpec) -> None:

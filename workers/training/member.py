@@ -228,7 +228,7 @@ class Member:
             share = MemberAssignment(kept=(), todo=(), dealt=())
         if not self.communicators.woken:
             resume = partial(self.iteration.take, step_version, share, order.generation,
-                             begun=settlement.begun)
+                             begun=settlement.begun, redone=settlement.redone)
             if self.recovery.is_staged_next:
                 self.resume_iteration = resume
             else:

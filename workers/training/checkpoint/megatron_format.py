@@ -23,7 +23,7 @@ from ..process.history import History
 from ..recovery import state_shards
 from ..recovery.regions import State, kind_of
 from ..recovery.resharding import Region, Shard
-from ..recovery.state_shards import STACKED, StackedName
+from ..recovery.state_shards import EXPONENT, STACKED, StackedName
 from .folder import OLD, PARTIAL
 from .saver import Content
 from .share import name_of, own_share
@@ -47,6 +47,8 @@ def translated(state: State, names: Mapping[str, StackedName], master: str) -> S
     found: State = {}
     prefixes = {**PREFIXES, "master": master}
     for (key, _, region), tensor in state.items():
+        if key.startswith(f"{EXPONENT}."):
+            continue  # Megatron has no exact sums
         name = name_of(key)
         at = names[name]
         ahead = (1,) * len(at.offset)

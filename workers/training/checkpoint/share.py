@@ -17,9 +17,10 @@ from ..model.trainee import TrainingModel
 from ..model.training_state import MOMENTS
 from ..recovery.regions import State, cut, kind_of, shape_of
 from ..recovery.resharding import Region, Shard, intersection
+from ..recovery.state_shards import EXPONENT
 
 _FIRST_MOMENT = f"optimizer.{MOMENTS[0]}"
-_KINDS = ("model", "buffer", "master", *(f"optimizer.{moment}" for moment in MOMENTS))
+_KINDS = ("model", "buffer", EXPONENT, "master", *(f"optimizer.{moment}" for moment in MOMENTS))
 
 
 def own_share(trainee: TrainingModel, saving: Collection[int] | None = None) -> State:
@@ -36,7 +37,8 @@ def own_share(trainee: TrainingModel, saving: Collection[int] | None = None) -> 
     groups: dict[tuple[int, ...], State] = {}
     replicated = _replicated(trainee.shards) if axes.tp > 1 else set()
     for shard, tensor, replicas in _held(trainee):
-        splits = range(axes.tp) if name_of(shard.key) in replicated else (at.tp,)
+        is_everywhere = shard.key.startswith(f"{EXPONENT}.") or name_of(shard.key) in replicated
+        splits = range(axes.tp) if is_everywhere else (at.tp,)
         places = {position_of(axes, Coordinates(tp=tp, pp=at.pp, dp=dp))
                   for tp in splits for dp in replicas}
         groups.setdefault(tuple(sorted(places & alive)), {})[shard] = tensor
@@ -99,7 +101,7 @@ def _held(trainee: TrainingModel) -> Iterator[tuple[Shard, Tensor, Sequence[int]
         name = name_of(shard.key)
         if shard.key.startswith("model.") and named[name].requires_grad:
             params.setdefault(name, []).append(shard)
-        elif shard.key.startswith(("model.", "buffer.")):
+        elif shard.key.startswith(("model.", "buffer.", f"{EXPONENT}.")):
             yield shard, tensor, everywhere
     for shard, tensor in shards.items():
         if not shard.key.startswith(("master.", "optimizer.")):

@@ -29,6 +29,7 @@ from ..communicators.process_groups import groups_for_building
 from ..dependencies import private_megatron
 from ..dependencies.private_megatron import buffers_of, set_gradient
 from . import architecture
+from .exact_sum import ExactSum, part_tied_uses
 from .experts import Experts
 from .optimizers import as_previous_rank, chained, parts, prepare, without_collectives
 from .random_draws import Draw, global_name, seed_of, without_initialisation
@@ -60,10 +61,21 @@ class TrainingModel:
     """Whether its memory has been freed (`release`)."""
     is_gathered: bool = True
     """False: the parameters beside this member's shard are not yet gathered after the step."""
+    exact: ExactSum | None = field(init=False, default=None)
+    """The local sum of gradients in integers, with `reproducible: bitwise`."""
     experts: Experts = field(init=False)
 
     def __post_init__(self) -> None:
         self.experts = Experts(self.modules, self.device)
+        if self.train.reproducible == "rounding":
+            return
+        params = [param for _, param in self.named_parameters() if param.requires_grad]
+        number = {id(param): index for index, param in enumerate(params)}
+        exact = self.exact = ExactSum(
+            params, self.buffers, self.device, bits=self.train.reproducible_bits,
+            num_summands=self.train.num_micro_batches * self.axes.tp)
+        for module in self.modules:
+            part_tied_uses(module, lambda weight, gradient: exact.add(number[id(weight)], gradient))
 
     @property
     def replica_size(self) -> int:
@@ -73,6 +85,11 @@ class TrainingModel:
     def is_plain(self) -> bool:
         """True for a whole replica with the whole optimizer."""
         return is_fully_replicated(self.axes, self.train.parallel)
+
+    @property
+    def has_barrier(self) -> bool:
+        """True if a step needs values of other members beside the reduced gradients."""
+        return self.exact is not None or not self.is_plain
 
     @property
     def is_sharded(self) -> bool:
@@ -151,6 +168,8 @@ class TrainingModel:
                                 for gradients in self.gradients])
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
+        if self.exact is not None:
+            self.exact.clear()
         self.experts.clear()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -178,6 +197,8 @@ class TrainingModel:
         """Free the memory of the gradients, which no longer count. `clear` allocates it again."""
         for _, param in self.named_parameters():
             param.grad = None
+        if self.exact is not None:
+            self.exact.release()
         self.set_gradients([torch.empty_like(gradients, device="meta")
                             for gradients in self.gradients])
 

@@ -38,6 +38,8 @@ class Settlement(Struct, frozen=True, kw_only=True):
     """The parts that members hold in one layout, by place; together they are the whole state."""
     gate: tuple[float, ...] = ()
     """The step barrier's result, for the members that still have to step."""
+    redone: int = 0
+    """How often the iteration was begun anew (Claim)."""
 
 
 def assign_micro_batches(num_micro_batches: int, num_replicas: int, dp: int) -> tuple[int, ...]:
@@ -56,7 +58,10 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
     members = [replica(axes, dp) for dp in range(axes.dp)]
     continuing = [dp for dp, places in enumerate(members)
                   if all(_has_sum(claims[place], place, state, axes) for place in places)]
-    kept = _kept(claims, members, continuing)
+    redone = max((claim.redone for claim in claims
+                  if claim.step_version == state.step_version), default=0)
+    kept = _kept(claims, members, [dp for dp in continuing if all(
+        claims[place].redone == redone for place in members[dp])])
     begun = any(claims[place].begun for place, holder in state.holders.items() if not holder.steps)
     if not begun:
         assert not any(kept), "kept micro-batches of an iteration that has not begun"
@@ -78,7 +83,7 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
     return Settlement(step_version=state.step_version, begun=begun,
                       shares=tuple(share(place) for place in range(len(claims))),
                       holders={place: holder.held for place, holder in state.holders.items()},
-                      gate=state.gate)
+                      gate=state.gate, redone=redone)
 
 
 def find_receivers(settlement: Settlement, claims: Sequence[Claim], axes: Axes,

@@ -3,7 +3,8 @@
 The regions come from Megatron's sharded metadata for checkpoints. The master copy and the moments
 of a parameter have the region of the parameter. If Megatron's distributed optimizer holds only a
 flat range of the parameter, they have the regions that make up this range. Names are those of the
-whole model: `model.X`, `master.X`, `optimizer.exp_avg.X`, `buffer.X`.
+whole model: `model.X`, `master.X`, `optimizer.exp_avg.X`, `buffer.X`; and with exact sums
+`exponent.X`, one number for each parameter, equal on all its holders.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ..model.training_state import MOMENTS
 from .regions import State, cut, kind_of, torch_dtype
 from .resharding import Dims, Region, Shard, flat_range, intersection
 
+EXPONENT = "exponent"
 Stacking = Mapping[str, bool]
 """Megatron's metadata of a sharded state: how it names the layers."""
 UNSTACKED: Stacking = {"non_homogeneous_layers": True}
@@ -80,6 +82,12 @@ def list_shards(trainee: TrainingModel) -> State:
                 _add(found, "master", main.data, begin, local)
             for moment in MOMENTS:
                 _add(found, f"optimizer.{moment}", moments[moment], begin, local)
+    if trainee.exact is not None:
+        one = Region((0,), (1,))
+        for index, param in enumerate(trainee.exact.params):
+            key = f"{EXPONENT}.{locals_[id(param)].mapped[0].key}"
+            exponent = trainee.exact.exponents[index:index + 1]
+            found[Shard(key, kind_of(exponent, one.shape), one)] = exponent
     return found
 
 

@@ -71,7 +71,9 @@ class Claim(Struct, frozen=True, kw_only=True):
     whether all members have. `reduced` is then what its part adds to the barrier's result; empty if
     the optimizer is sharded. `gate` is that result, kept until the member trains in another
     generation or receives another state. `stale`: it has stepped its shard of the optimizer, but
-    not gathered the other parameters. `versions` are those of the libraries that compute.
+    not gathered the other parameters. `versions` are those of the libraries that compute. `redone`:
+    how often this iteration was begun anew after an overflow of exact sums; sums of different
+    counts cannot be added.
     """
 
     step_version: int = NO_STATE
@@ -88,6 +90,7 @@ class Claim(Struct, frozen=True, kw_only=True):
     stale: bool = False
     reduced: tuple[float, ...] = ()
     versions: str = ""
+    redone: int = 0
 
 
 class StateHolder(NamedTuple):

@@ -6,6 +6,7 @@ it. The reduction overlaps with the last backward (overlapped_reduction.py), or 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,7 @@ from ..model.trainee import TrainingModel
 from ..process.control_thread import Abandoned, Control, Interrupted
 from ..process.exit_report import verdict_of
 from ..process.trace import Marks, Note
+from .exact_reduction import ExactBarrier, ExactReduction
 from .losses import Losses
 from .overlapped_reduction import BucketLauncher, GradientBackup
 
@@ -113,10 +115,12 @@ class Stats(NamedTuple):
 
 
 class StepBarrier(NamedTuple):
-    """Values over all gradients that a step needs if a member has only a part (`step_barrier`)."""
+    """Values over all gradients that a step needs if a member has only a part (`step_barrier`).
+    `num_overflows`: the parameters whose exact sum does not count; the iteration runs again."""
 
     norm_square: float
     num_not_finite: float = 0.0
+    num_overflows: float = 0.0
 
 
 class Reduction:
@@ -139,9 +143,12 @@ class Reduction:
         self._note = note
         self._marks = marks
         self._hooks = PhaseHooks(trainee, note)
-        self._backup = GradientBackup(trainee)
-        self._buckets = (BucketLauncher(trainee.bucket_groups, self._backup, note)
-                         if trainee.train.overlap else None)
+        self.exact = (None if trainee.exact is None else
+                      ExactReduction(trainee, trainee.exact, communicators))
+        self._backup = self.exact or GradientBackup(trainee)
+        self._buckets = (BucketLauncher(
+            trainee.bucket_groups, self._backup, note,
+            None if self.exact is None else self.exact.launch) if trainee.train.overlap else None)
 
     def begin(self, mine: Stats, losses: Losses) -> None:
         """Launch the stats before the last backward, which then launches the buckets. Does nothing
@@ -192,7 +199,7 @@ class Reduction:
             found = self._run_overlapped(self._buckets, mine, losses)
         if isinstance(found, str):
             self.undo()
-        elif self._trainee.is_plain:
+        elif not self._trainee.has_barrier:
             self.done()
         return found
 
@@ -221,6 +228,20 @@ class Reduction:
                 return StepBarrier(*mine.tolist()), 1.0
             *values, found = torch.cat((mine, scale.detach().reshape(1).double())).tolist()
             return StepBarrier(*values), found
+
+        self._note("gate")
+        return self.run_collectively(exchange)
+
+    def exact_barrier(self, mine: ExactBarrier, scale: Tensor | None = None
+                      ) -> tuple[StepBarrier, float] | Outcome:
+        """As `step_barrier`, with exact sums."""
+        def exchange() -> tuple[StepBarrier, float]:
+            values = torch.tensor(mine.values, device=self._trainee.device)
+            dist.all_reduce(values)
+            self._note("passed")
+            found = ExactBarrier.of(values.tolist())
+            return (StepBarrier(found.norm_square, found.num_not_finite, found.num_overflows),
+                    1.0 if scale is None else scale.item())
 
         self._note("gate")
         return self.run_collectively(exchange)
@@ -257,11 +278,16 @@ class Reduction:
         def wait_all() -> tuple[Stats, RouterSums]:
             self._until_computed()
             self._marks.wait_begins()
-            stats = Stats(*reduction.wait_all(self._note, check_active))
-            with self._hooks.reduction([], check_active):
-                # Megatron records the end of all buckets, and then adds up over the ranks of a
-                # replica what these share: tied embeddings, norms in sequence parallelism.
-                finalize_model_grads(self._trainee.ddps, None, pg_collection=groups)
+            stats = _read(reduction.wait_all(self._note, check_active))
+            if self.exact is not None:
+                for group in self._trainee.bucket_groups:
+                    self.exact.finish(group)
+                self._finish_exact(self.exact, check_active)
+            else:
+                with self._hooks.reduction([], check_active):
+                    # Megatron records the end of all buckets, and then adds up over the ranks of a
+                    # replica what these share: tied embeddings, norms in sequence parallelism.
+                    finalize_model_grads(self._trainee.ddps, None, pg_collection=groups)
             check_active()
             sums = self._trainee.experts.reduced(groups)
             check_active()
@@ -327,12 +353,13 @@ class Reduction:
         stops = self._control.pending_quiesce(self._communicators.generation) is not None
         mine = mine._replace(num_stopping=float(stops))
         values = on_device(mine, self._trainee.device)
-        losses.write(values)
-        return values
+        losses.write_num_tokens(values[1])
+        return torch.cat((values, losses.by_micro_batch(self._trainee.train.num_micro_batches,
+                                                        self._trainee.device)))
 
     def _stats(self, values: Tensor, world: Any) -> Stats:
         dist.all_reduce(values, group=world)
-        return Stats(*values.tolist())
+        return _read(values.tolist())
 
     def _reduce(self, own_stats: Tensor, groups: Any, world: Any, complete: list[bool],
                 check_active: Callable[[], None]) -> tuple[Stats, RouterSums]:
@@ -347,10 +374,10 @@ class Reduction:
         if not self._backup.is_kept:
             self._keep_all()  # the local gradients are lost from here on, not before
         check_active()
-        with self._hooks.reduction(complete, check_active):
-            # A member that mirrors a shard needs the gradients of two shards.
-            whole = {"force_all_reduce": True} if self._trainee.mirror is not None else {}
-            finalize_model_grads(self._trainee.ddps, None, pg_collection=groups, **whole)
+        if self.exact is not None:
+            self._reduce_exactly(self.exact, complete, check_active)
+        else:
+            self._reduce_buckets(groups, complete, check_active)
         check_active()
         sums = self._trainee.experts.reduced(groups)
         if self._trainee.device.type == "cuda":
@@ -359,6 +386,36 @@ class Reduction:
         check_active()
         self._note("reduced")
         return stats, sums
+
+    def _reduce_buckets(self, groups: Any, complete: list[bool], check_active: Callable[[], None]
+                        ) -> None:
+        """Megatron's own reduction."""
+        with self._hooks.reduction(complete, check_active):
+            # A member that mirrors a shard needs the gradients of two shards.
+            whole = {"force_all_reduce": True} if self._trainee.mirror is not None else {}
+            finalize_model_grads(self._trainee.ddps, None, pg_collection=groups, **whole)
+
+    def _reduce_exactly(self, exact: ExactReduction, complete: list[bool],
+                        check_active: Callable[[], None]) -> None:
+        for index, group in enumerate(self._trainee.bucket_groups):
+            self._note("bucket", index)
+            check_active()
+            complete.append(False)
+            for work in exact.launch(group):
+                work.wait()
+            check_active()
+            exact.finish(group)
+            self._note("bucket_done", index)
+            complete[-1] = True
+        self._finish_exact(exact, check_active)
+
+    def _finish_exact(self, exact: ExactReduction, check_active: Callable[[], None]) -> None:
+        def embedding_begins() -> None:
+            self._note("embedding")
+            check_active()
+
+        exact.finish_replica(embedding_begins)
+        check_active()
 
     def _until_computed(self) -> None:
         if self._trainee.device.type == "cuda":
@@ -374,6 +431,13 @@ def _check_of(communicators: Communicators) -> Callable[[], None]:
             raise RuntimeError("the generation ended meanwhile")
 
     return check_active
+
+
+def _read(values: Sequence[float]) -> Stats:
+    """The stats, and the loss sum from the loss of each micro-batch: `fsum` rounds once, so that it
+    does not depend on the order."""
+    num = len(Stats())
+    return Stats(*values[:num])._replace(loss_sum=math.fsum(values[num:]))
 
 
 def on_device(values: Sequence[float], device: torch.device) -> Tensor:

@@ -29,6 +29,7 @@ from ..process.trace import Event, Marks, Trace
 from ..recovery.settlement import MemberAssignment, Settlement, assign_micro_batches
 from ..recovery.state_sources import NO_STATE, Claim, HeldState
 from . import forward_backward
+from .exact_reduction import ExactBarrier
 from .gradient_reduction import Outcome, Reduction, Stats, StepBarrier, on_device
 from .losses import Losses
 from .optimizer_step import gather, scale_of, step, step_barrier
@@ -75,6 +76,8 @@ class Iteration:
         self.num_others_saving = 0
         self.is_ready = False
         """Whether it has entered the step barrier, but not stepped: it has the reduced sum."""
+        self.redone = 0
+        """How often the members have begun this iteration anew after an overflow of exact sums."""
         self.is_stuck = False
         """Whether an abandoned pass still waits in a detached thread and holds the model."""
         self._was_saving = False
@@ -107,6 +110,8 @@ class Iteration:
         self._use_model(trainee)
         trainee.clear()
         trainee.experts.take(sums)
+        if trainee.exact is not None and before.exact is not None:
+            trainee.exact.take_over(before.exact)
         for (_, old), (_, new) in zip(before.named_parameters(), trainee.named_parameters(),
                                       strict=True):
             new.main_grad.copy_(old.main_grad)
@@ -141,12 +146,12 @@ class Iteration:
                      owned=self.owned, assigned_in=self.assigned_in, begun=self.begun,
                      trained_in=self.trained_in, ready=self.is_ready, gate=tuple(self._gate or ()),
                      held=held_by(self.trainee), stale=not self.trainee.is_gathered,
-                     reduced=self._reduced_part())
+                     reduced=self._reduced_part(), redone=self.redone)
 
     def _reduced_part(self) -> tuple[float, ...]:
         """What this member's part of the model adds to the step barrier, whichever of its holders
         survive; empty without the reduced sum of a whole part."""
-        if not self.is_ready or self.trainee.is_sharded:
+        if not self.is_ready or self.trainee.is_sharded or self.trainee.exact is not None:
             return ()
         return StepBarrier(*step_barrier(self.trainee, dp=0).tolist())
 
@@ -155,7 +160,7 @@ class Iteration:
         self._undo()
         self._clear()
         self.step_version = step_version
-        self.owned, self.begun, self._gate = (), False, None
+        self.owned, self.begun, self._gate, self.redone = (), False, None, 0
 
     def finish_step(self, settlement: Settlement, share: MemberAssignment) -> None:
         """If the settlement says so, take the step for which this member is ready."""
@@ -166,14 +171,14 @@ class Iteration:
             self._undo()
         self.reduction.free()  # a recovery needs memory of its own
 
-    def take(self, step_version: int, share: MemberAssignment, generation: int, *, begun: bool
-             ) -> None:
+    def take(self, step_version: int, share: MemberAssignment, generation: int, *, begun: bool,
+             redone: int = 0) -> None:
         """Resume from a settlement, with the local gradients that it keeps."""
         if (step_version != self.step_version or sorted(self.done) != list(share.kept)
                 or not self.trainee.has_gradients):
             assert not share.kept
             self._clear()
-        self.step_version = step_version
+        self.step_version, self.redone = step_version, redone
         self.owned = tuple(sorted((*share.kept, *share.todo)))
         self.assigned_in = generation
         # A member that is assigned a part of a begun iteration has begun it too.
@@ -200,25 +205,38 @@ class Iteration:
                                "boundary" if self.is_read_after(self.step_version) else "usual")
         if self.trained_in != generation:
             self.trained_in, self._gate = generation, None
-        todo = [item for item in self.owned if item not in self.done]
         self.trainee.scale_auxiliary_losses()
-        outcome = self._expect_gather(will_pass=bool(todo))
-        if outcome is None:
-            outcome = self._pass(todo)
-            if outcome is not None and not self.trainee.is_gathered:
-                self._end_gather()
-        return outcome or self._reduce_and_step()
+        while True:
+            todo = [item for item in self.owned if item not in self.done]
+            if self.trainee.exact is not None:
+                self.trainee.exact.begin(scale_of(self.trainee.optimizer), self.redone)
+            outcome = self._expect_gather(will_pass=bool(todo))
+            if outcome is None:
+                outcome = self._pass(todo)
+                if outcome is not None and not self.trainee.is_gathered:
+                    self._end_gather()
+            outcome = outcome or self._reduce_and_step()
+            if outcome is not None:
+                return outcome
 
     def run_as_standby(self, iteration: int) -> Outcome:
         """Run the iteration as a standby member: only the collectives of all members."""
         self.marks.pulse.begin(self._communicators.generation, iteration, "first")
-        stats = self.reduction.meet(self._stats())
-        if isinstance(stats, str):
-            return stats
-        if not is_fully_replicated(self._communicators.axes, self.trainee.train.parallel):
-            gate = self.reduction.step_barrier(on_device(StepBarrier(0.0), self.trainee.device))
-            if isinstance(gate, str):
-                return gate
+        while True:
+            stats = self.reduction.meet(self._stats())
+            if isinstance(stats, str):
+                return stats
+            if self.trainee.exact is not None:
+                found = self.reduction.exact_barrier(ExactBarrier(0, 0))
+            elif not is_fully_replicated(self._communicators.axes, self.trainee.train.parallel):
+                found = self.reduction.step_barrier(
+                    on_device(StepBarrier(0.0), self.trainee.device))
+            else:
+                break
+            if isinstance(found, str):
+                return found
+            if not found[0].num_overflows:
+                break
         self.marks.pulse.finish()
         return self._boundary(stats)
 
@@ -306,7 +324,8 @@ class Iteration:
         self.marks.note(event)
 
     # --- reduction and step ---
-    def _reduce_and_step(self) -> Outcome:
+    def _reduce_and_step(self) -> Outcome | None:
+        """Reduce and step. None if the iteration must run again, with larger exponents."""
         stats = self.reduction.run(self._stats(), self.losses)
         if isinstance(stats, str):
             self._raise_if_rejected(self.reduction.why)
@@ -319,13 +338,20 @@ class Iteration:
                 log.warning(f"the loss is {loss}", rank=self.trace.rank,
                             iteration=self.step_version, micro_batch=item)
         gate, scale = None, 1.0
-        if not self.trainee.is_plain:
-            mine = step_barrier(self.trainee)
-            self.is_ready = True
-            found = self.reduction.step_barrier(mine, scale_of(self.trainee.optimizer))
+        if self.trainee.has_barrier:
+            found = self._pass_barrier()
             if isinstance(found, str):
                 return found
             gate, scale = found
+            if gate.num_overflows:
+                self._redo(gate)
+                return None
+            if gate.num_not_finite and scale_of(self.trainee.optimizer) is None and (
+                    self.trainee.exact is not None):
+                raise UsageError(
+                    f"a gradient of iteration {self.step_version} is NaN or infinite, which an "
+                    "exact sum cannot hold", "correct the data or lower the learning rate; with "
+                    "train.reproducible: rounding the step is taken with it")
         self._step(gate, scale)
         axes = self._communicators.axes
         self.owned = assign_micro_batches(self.trainee.train.num_micro_batches, axes.dp,
@@ -339,6 +365,27 @@ class Iteration:
                 return failed
         self.marks.pulse.finish()
         return self._boundary(stats)
+
+    def _pass_barrier(self) -> tuple[StepBarrier, float] | Outcome:
+        scale = scale_of(self.trainee.optimizer)
+        if self.reduction.exact is not None:
+            exact = self.reduction.exact.barrier()
+            self.is_ready = True
+            return self.reduction.exact_barrier(exact, scale)
+        mine = step_barrier(self.trainee)
+        self.is_ready = True
+        return self.reduction.step_barrier(mine, scale)
+
+    def _redo(self, gate: StepBarrier) -> None:
+        """The exact sum of some micro-batch was out of range, on any member: run the iteration
+        again from its start, with larger exponents."""
+        self.redone += 1
+        log.warning("a gradient is far above that of the last iteration, which is done again",
+                    iteration=self.step_version, num_parameters=int(gate.num_overflows),
+                    times=self.redone)
+        self.is_ready = False
+        self.reduction.done()
+        self._clear_sums()
 
     def _gather(self) -> Outcome | None:
         """Gather the parameters that the other replicas have stepped. None if all arrived. If not,
@@ -396,9 +443,12 @@ class Iteration:
             self.reduction.done()
             step(self.trainee, stats.num_tokens, self._note, norm_square=gate.norm_square,
                  found_inf=gate.num_not_finite > 0, scale=scale)
+            if self.reduction.exact is not None and not gate.num_not_finite:
+                self.reduction.exact.stepped()
             self.is_ready = False
         self.trainee.experts.step(self.reduction.router_sums, self.trainee.train.num_micro_batches)
         self.step_version += 1
+        self.redone = 0
         self.history.add(self.step_version - 1,
                          stats.loss_sum / self.trainee.divisor(stats.num_tokens),
                          clock() - (self._began_s or clock()))

@@ -46,11 +46,23 @@ class Losses:
         if not self._items:
             return
         torch.sum(torch.stack(self._values), 0, out=sums[0])
-        known = sum(num for num in self._num_tokens if isinstance(num, int))
-        sums[1].fill_(known)
+        self.write_num_tokens(sums[1])
+
+    def write_num_tokens(self, sum_: Tensor) -> None:
+        """The number of tokens, which is exact in any order."""
+        sum_.fill_(sum(num for num in self._num_tokens if isinstance(num, int)))
         for num in self._num_tokens:
             if isinstance(num, Tensor):
-                sums[1].add_(num.detach().reshape(()))
+                sum_.add_(num.detach().reshape(()))
+
+    def by_micro_batch(self, num: int, device: torch.device) -> Tensor:
+        """The loss of each of the `num` micro-batches of an iteration, 0 for those of others."""
+        none = torch.zeros((), dtype=torch.float64, device=device)
+        values = [none] * num
+        for item, value in zip(self._items, self._values, strict=True):
+            if item >= 0:  # not padding
+                values[item] = value
+        return torch.stack(values)
 
     def not_finite(self) -> list[tuple[int, float]]:
         """The micro-batches whose loss is NaN or infinite, with it. Waits for the device."""

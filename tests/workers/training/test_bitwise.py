@@ -1,0 +1,69 @@
+"""`reproducible: bitwise`: a run through faults ends with the bits of the run without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import reference
+import torch
+from rank_driver import Drive, Driver
+from unicron.events.spec.model import Axes
+
+NUM_ITERATIONS, STRUCK = 5, 2
+MODEL = {"num_layers": 4, "hidden": 32, "num_heads": 4, "sequence": 32}
+BITWISE: dict[str, Any] = {"iterations": NUM_ITERATIONS, "model": MODEL, "reproducible": "bitwise"}
+
+
+def train(drive: Drive, axes: Axes, **changes: Any) -> dict[str, Any]:
+    driver = drive(**BITWISE | changes)
+    ranks = list(range(axes.dp * axes.pp * axes.tp))
+    driver.start(*ranks, axes=axes)
+    driver.form(ranks, axes=axes)
+    driver.finish(ranks)
+    return state(driver)
+
+
+def state(driver: Driver) -> dict[str, Any]:
+    return reference.read(driver.final_checkpoint())
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The names of what is not the same bits; times differ."""
+    assert one.keys() == other.keys()
+    return [name for name, value in one.items() if not name.startswith("numbers.step_s") and not (
+        torch.equal(value, other[name]) if isinstance(value, torch.Tensor)
+        else value == other[name])]
+
+
+PIPELINE, CHUNKS = {"pipeline": [1, 2]}, {"pipeline": [2], "chunks": 2}
+TENSOR = {"tensor": [2]}
+OVERLAPPED = {"overlap": True, "bucket_params": 10_000}
+FP16 = {"precision": "fp16", "dynamic_loss_scale": {"initial": 2.0**40, "hysteresis": 1}}
+LAYOUTS: dict[str, tuple[dict[str, Any], list[Axes]]] = {
+    "dropout": ({"dropout": 0.1}, [Axes(dp=3), Axes(), Axes(dp=2)]),
+    "pipeline": ({"parallel": PIPELINE}, [Axes(dp=3), Axes(pp=2), Axes(pp=2, dp=2)]),
+    "interleaved": ({"parallel": CHUNKS}, [Axes(pp=2, chunks=2), Axes(pp=2, chunks=2, dp=2)]),
+    "tensor": ({"parallel": TENSOR}, [Axes(tp=2), Axes(tp=2, dp=2)]),
+    "sharded": ({"parallel": PIPELINE | {"optimizer": "sharded"}},
+                [Axes(), Axes(dp=3), Axes(pp=2, dp=2)]),
+    "mirrored": ({"parallel": {"optimizer": "mirrored"}}, [Axes(), Axes(dp=3)]),
+    "overlapped": (OVERLAPPED, [Axes(dp=2), Axes(), Axes(dp=3)]),
+    "bf16": ({"precision": "bf16", "parallel": PIPELINE}, [Axes(dp=3), Axes(), Axes(pp=2)]),
+    "fp16": (FP16, [Axes(dp=2), Axes(dp=3)]),
+    "32 bits": ({"reproducible_bits": 32}, [Axes(), Axes(dp=3)]),
+    "per micro-batch": ({"loss": "per_micro_batch"}, [Axes(), Axes(dp=3)]),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_every_layout_trains_the_same_bits(drive: Drive, case: str) -> None:
+    changes, layouts = LAYOUTS[case]
+    one, *others = [train(drive, axes, **changes) for axes in layouts]
+    for axes, other in zip(layouts[1:], others, strict=True):
+        assert differing(other, one) == [], axes
+
+
+def test_the_comparison_finds_rounding(drive: Drive) -> None:
+    one, other = [train(drive, Axes(dp=dp), reproducible="rounding") for dp in (1, 3)]
+    assert any(name.startswith("model.") for name in differing(one, other))

@@ -1,0 +1,151 @@
+"""The exact local sum of gradients, in integers: it is the same in any order of micro-batches.
+
+The gradient of each micro-batch is rounded to a multiple of a power of two, the same for all
+elements of a parameter, and added as an integer. Integer addition is exact, so the sum of all
+members is the same bits for any assignment of micro-batches. docs/guides/reproducible.md has the
+reasons and the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HEADROOM_BITS = 10
+"""A micro-batch's gradient may be 2^10 times the largest element of the last reduced gradient."""
+FIRST_BITS = 9
+"""Before the first step: no element of a micro-batch's gradient is above 2^9."""
+USES_NUM_MAX = 2
+"""A tied embedding has two uses. The gradient of each is rounded on its own."""
+
+
+class ExactSum:
+    """The integers of one model part, beside Megatron's fp32 buffers, which receive the result.
+
+    `exponents` [parameters], int32, is state: for each parameter the power of two that no element
+    of a micro-batch's gradient may exceed, without the loss scale. If one does, the iteration runs
+    again with 2^10 times as much. `spans` has the place of each parameter: its buffer
+    and its elements there.
+    """
+
+    def __init__(self, params: Sequence[Any], buffers: Sequence[Any], device: torch.device, *,
+                 bits: int, num_summands: int) -> None:
+        self.params = tuple(params)
+        self.dtype = torch.int64 if bits == 64 else torch.int32
+        self.exponents = torch.full((len(params),), FIRST_BITS, dtype=torch.int32,
+                                    device=device)
+        number = {id(param): index for index, param in enumerate(params)}
+        found = {number[id(param)]: (at, slice(*buffer.param_index_map[param][:2]))
+                 for at, buffer in enumerate(buffers) for param in buffer.params}
+        self.spans = [found[index] for index in range(len(params))]
+        self._sizes = [buffer.grad_data.numel() for buffer in buffers]
+        self._device = device
+        self._range_bits = bits - 2 - (num_summands * USES_NUM_MAX - 1).bit_length()
+        self._flat: list[Tensor] = []
+        self._views: list[Tensor] = []
+        zeros = torch.zeros(len(params), device=device)
+        self._tops, self._scales = zeros.clone(), zeros.clone()
+        self._top_of, self._scale_of = self._tops.unbind(), self._scales.unbind()
+        for index, param in enumerate(params):
+            param.register_post_accumulate_grad_hook(partial(self._take, index))
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """The integers, as Megatron's buffers are laid out."""
+        return self._flat
+
+    @property
+    def tops(self) -> Tensor:
+        """By parameter: the largest element of a micro-batch's gradient; infinite if any element
+        is not finite."""
+        return torch.where(self._tops.isfinite(), self._tops, torch.inf)
+
+    @property
+    def bounds(self) -> Tensor:
+        """By parameter: what an element of a micro-batch's gradient may be at most."""
+        return power_of_two(self._limits).float()
+
+    def next_exponents(self, peaks: Tensor) -> Tensor:
+        """The exponents after a step whose reduced gradients have these largest elements."""
+        exponents = torch.frexp(peaks)[1] + HEADROOM_BITS - self._loss_exponent
+        return torch.where(peaks > 0, exponents, self.exponents).to(torch.int32)
+
+    def begin(self, loss_scale: Tensor | None, redone: int) -> None:
+        """Called before the micro-batches of an iteration, which has been begun `redone` times
+        before; again if the iteration goes on after a fault."""
+        self._loss_exponent = (0 if loss_scale is None else
+                               torch.frexp(loss_scale.detach().reshape(()))[1])
+        self._limits = self.exponents + HEADROOM_BITS * redone + self._loss_exponent
+        shift = (self._range_bits - self._limits).clamp(-126, 126)
+        self._scales.copy_(power_of_two(shift))
+        self.inverse_scales = power_of_two(-shift).unbind()
+
+    def clear(self) -> None:
+        """Zero the sum, which gets memory if it has none."""
+        if self._flat:
+            for flat in self._flat:
+                flat.zero_()
+        else:
+            self._flat = [torch.zeros(size, dtype=self.dtype, device=self._device)
+                          for size in self._sizes]
+            self._views = [self._flat[at][span] for at, span in self.spans]
+        self._tops.zero_()
+
+    def release(self) -> None:
+        """Free the memory of the sum."""
+        self._flat, self._views = [], []
+
+    def take_over(self, other: ExactSum) -> None:
+        """Copy the sum of another model of the same part."""
+        self.clear()
+        for mine, theirs in zip(self._views, other._views, strict=True):
+            mine.copy_(theirs)
+        self._tops.copy_(other._tops)
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add a micro-batch's gradient of parameter `index`, without a wait for the device."""
+        flat = gradient.reshape(-1).float()
+        top = self._top_of[index]
+        torch.maximum(top, largest(flat), out=top)
+        self._views[index].add_((flat * self._scale_of[index]).round_().to(self.dtype))
+
+    def _take(self, index: int, param: Any) -> None:
+        self.add(index, param.grad)
+        param.grad_added_to_main_grad = True  # Megatron then adds nothing
+
+
+def part_tied_uses(module: Any, add: Callable[[Any, Tensor], None]) -> None:
+    """Let the two uses of a tied embedding in one module give their gradients apart, as in a
+    pipeline. `add(weight, gradient)` gets that of the output layer."""
+    def before(layer: Any, args: Any, options: dict[str, Any]) -> Any:
+        weight = options.get("weight")
+        if weight is None or not (torch.is_grad_enabled() and weight.requires_grad):
+            return None
+
+        def took(gradient: Tensor) -> Tensor:
+            add(weight, gradient)
+            return torch.zeros_like(gradient)
+
+        other = weight.view_as(weight)
+        other.register_hook(took)
+        return args, {**options, "weight": other}
+
+    for part in module.modules():
+        if (getattr(part, "share_embeddings_and_output_weights", False)
+                and getattr(part, "pre_process", False) and getattr(part, "post_process", False)):
+            part.output_layer.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest absolute value; NaN if any is NaN. `aminmax` is ten times as fast as `abs`."""
+    low, high = torch.aminmax(values)
+    return torch.maximum(high, -low)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2^exponent in fp64, exactly, for integers from -1022 to 1023."""
+    return ((exponents.to(torch.int64) + 1023) << 52).view(torch.float64)
