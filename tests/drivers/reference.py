@@ -114,7 +114,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     history = History()
     num_iterations = train.iterations if num_iterations is None else num_iterations
 
-    for iteration in range(num_iterations):
+    def add_up(iteration: int) -> list[tuple[float, int]]:
         trainee.clear()
         sums: list[tuple[float, int]] = get_forward_backward_func()(
             forward_step_func=partial(_forward, trainee, words),
@@ -122,9 +122,16 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
             num_microbatches=len(items), seq_length=train.model.sequence,
             micro_batch_size=train.batch.micro, forward_only=False,
         )
-        stepped, _, _ = trainee.optimizer.step()
-        if stepped:
-            trainee.scheduler.step(train.batch.global_)
+        return sums
+
+    for iteration in range(num_iterations):
+        if trainee.exact is not None:
+            sums = _step_exactly(trainee, partial(add_up, iteration))
+        else:
+            sums = add_up(iteration)
+            stepped, _, _ = trainee.optimizer.step()
+            if stepped:
+                trainee.scheduler.step(train.batch.global_)
         loss = _loss(train, sums)
         history.add(iteration, loss, 0.0)
         if tell is not None:
@@ -135,6 +142,40 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     checkpoint.save(str(out / "final"), trainee, num_iterations, history)
     private_megatron.clear_globals()
     dist.destroy_process_group()
+
+
+def _step_exactly(trainee: TrainingModel, add_up: Callable[[], list[tuple[float, int]]]
+                  ) -> list[tuple[float, int]]:
+    """An iteration with exact sums, in one process and undisturbed: what `add_up` returns."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+    from unicron.workers.training.step.exact_reduction import ExactReduction
+    from unicron.workers.training.step.optimizer_step import scale_of, step
+
+    assert trainee.exact is not None
+    world: Any = SimpleNamespace(groups=SimpleNamespace(dp_cp=dist.group.WORLD, tp=dist.group.WORLD,
+                                                        embd=dist.group.WORLD))
+    reduction = ExactReduction(trainee, trainee.exact, world)
+    trainee.ddps[0].config.finalize_model_grads_func = None
+    redone = 0
+    while True:
+        trainee.exact.begin(scale_of(trainee.optimizer), redone)
+        sums = add_up()
+        for group in trainee.bucket_groups:
+            for work in reduction.launch(group):
+                work.wait()
+            reduction.finish(group)
+        reduction.finish_replica(lambda: None)
+        found = reduction.barrier()
+        if not found.num_overflows:
+            break
+        redone += 1
+    step(trainee, sum(number for _, number in sums), lambda event: None,
+         norm_square=found.norm_square, found_inf=found.num_not_finite > 0)
+    if not found.num_not_finite:
+        reduction.stepped()
+    return sums
 
 
 def _forward(trainee: TrainingModel, words: Text, iterator: Iterator[tuple[int, int]], ddp: Any

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from rank_driver import Drive, Driver
+from rank_driver import Drive, Driver, Twins
 from unicron.events.spec.model import Axes
 
 NUM_ITERATIONS, STRUCK = 5, 2
@@ -62,6 +62,60 @@ def test_every_layout_trains_the_same_bits(drive: Drive, case: str) -> None:
     one, *others = [train(drive, axes, **changes) for axes in layouts]
     for axes, other in zip(layouts[1:], others, strict=True):
         assert differing(other, one) == [], axes
+
+
+FAULTS: dict[str, tuple[dict[str, Any], Axes, str, Axes, list[int]]] = {
+    "data parallel": ({}, Axes(dp=3), "backward", Axes(dp=2), [0, 1]),
+    "in the reduction": ({"dropout": 0.1}, Axes(dp=3), "bucket", Axes(dp=2), [0, 1]),
+    "at the barrier": ({}, Axes(dp=3), "gate", Axes(dp=2), [0, 1]),
+    "without a kept sum": ({"kept_sum": False}, Axes(dp=3), "bucket", Axes(dp=2), [0, 1]),
+    "pipeline": ({"parallel": PIPELINE}, Axes(pp=2, dp=2), "gate", Axes(pp=2), [0, 2]),
+    "to another depth": ({"parallel": PIPELINE}, Axes(pp=2, dp=2), "backward", Axes(dp=3),
+                         [0, 1, 2]),
+    "overlapped": (OVERLAPPED, Axes(dp=3), "bucket", Axes(dp=2), [0, 1]),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_killed_rank_changes_no_bit(drive: Drive, twin: Twins, case: str) -> None:
+    changes, axes, event, after, left = FAULTS[case]
+    driver = drive(**BITWISE | changes)
+    ranks = list(range(axes.dp * axes.pp))
+    driver.start(*ranks, axes=axes)
+    driver.hold(ranks[-1], event, STRUCK)
+    driver.form(ranks, axes=axes)
+    driver.held(ranks[-1], STRUCK)
+    driver.kill(ranks[-1])
+    driver.quiesce(ranks[:-1], "now")
+    driver.form(left, axes=after)
+    driver.finish(left)
+    for apart in ("parallel", "overlap", "bucket_params", "kept_sum"):
+        changes = {name: value for name, value in changes.items() if name != apart}
+    assert twin(**BITWISE | changes).is_equal(driver.final_checkpoint())
+
+
+LOW = """
+from unicron.workers.training.model import exact_sum
+exact_sum.FIRST_BITS, exact_sum.HEADROOM_BITS = -3, 1
+"""
+"""Exponents so small that gradients are often out of range."""
+
+
+def test_a_gradient_out_of_range_repeats_the_iteration(drive: Drive) -> None:
+    found = []
+    for dp in (1, 3):
+        driver = drive(**BITWISE)
+        driver.patch = LOW
+        ranks = list(range(dp))
+        driver.start(*ranks)
+        driver.form(ranks)
+        driver.finish(ranks)
+        log = next(iter(driver.processes.values())).log.read_text()
+        found.append((state(driver), log.count("which is done again")))
+    (one, num), (other, other_num) = found
+    assert num == other_num
+    assert 1 <= num <= 20
+    assert differing(other, one) == []
 
 
 def test_the_comparison_finds_rounding(drive: Drive) -> None:
