@@ -61,8 +61,8 @@ ONLY_MUTANT ?=
 mutants: setup types ## faults planted in a copy of the tree: which tests see each (ONLY_MUTANT=03)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m mutants.run --only "$(ONLY_MUTANT)"
 
-fault-matrix: setup types ## faults at every point of training, a table (POINTS= FAULTS= VARIANTS=)
-	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m matrix.run --points "$(POINTS)" --faults "$(FAULTS)" --variants "$(VARIANTS)"
+fault-matrix: setup types ## faults at every point of training, a table (POINTS= FAULTS= VARIANTS= EXACT=1: bitwise)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m matrix.run --points "$(POINTS)" --faults "$(FAULTS)" --variants "$(VARIANTS)" $(if $(EXACT),--exact)
 
 N ?= 5
 comma := ,

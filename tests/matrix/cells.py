@@ -62,6 +62,16 @@ class Variant(NamedTuple):
         return "parallel" not in self.train
 
     @property
+    def is_exact(self) -> bool:
+        """True if its sums are exact. Then each layout has a gate."""
+        return "reproducible" in self.train
+
+    @property
+    def has_gate(self) -> bool:
+        """True if no rank steps before all have entered the gate."""
+        return self.is_exact or not self.is_plain
+
+    @property
     def newcomer(self) -> int:
         """The number of the rank that joins."""
         return num_positions(self.axes)
@@ -76,7 +86,7 @@ class Variant(NamedTuple):
     def rounds(self) -> bool:
         """True if it rounds to 16 bits in another way than a single process does."""
         precisions = {self.train.get("precision", "fp32"), *self.flags}
-        return not self.is_plain and bool(precisions & {"bf16", "fp16"})
+        return not self.is_plain and not self.is_exact and bool(precisions & {"bf16", "fp16"})
 
     @property
     def loses(self) -> bool:
@@ -201,6 +211,8 @@ BOTH_ZERO1 = {"parallel": BOTH["parallel"] | {"optimizer": "sharded"}}
 TENSOR_ZERO1 = {"parallel": TENSOR["parallel"] | {"optimizer": "sharded"}}
 TENSOR_MIRRORED = {"parallel": TENSOR["parallel"] | {"optimizer": "mirrored"}}
 BF16 = {"precision": "bf16"}
+GIVES = ("give", "receive")
+EXACT = {"reproducible": "bitwise"}
 OFTEN = {"copy_every": 1}
 BASE = Variant("base", {})
 VARIANTS = (
@@ -316,6 +328,19 @@ def cells() -> Iterator[Cell]:
             home = variant.name == point.home
             for fault in FAULTS if home else FAULTS[:1]:
                 yield Cell(point, fault, variant, _absent(point, variant))
+
+
+def exact_cells() -> Iterator[Cell]:
+    """The cells of tasks with exact sums, whose result must have the same bits. They keep the
+    tensor-parallel size, so those that change it are left out."""
+    for cell in cells():
+        variant = cell.variant
+        gives = variant.is_plain and cell.point.scene == "meeting" and cell.point.event in GIVES
+        if gives and not cell.absent:
+            cell = cell._replace(absent="a rank that is a step behind has a gate, and steps itself")
+        if "tensor" not in variant.train.get("parallel", {}):
+            yield cell._replace(variant=variant._replace(
+                name=f"{variant.name}, bitwise", train=variant.train | EXACT))
 
 
 def loop_cells() -> Iterator[Cell]:

@@ -94,7 +94,7 @@ def _whole_sum(play: Play, rank: int, newest: int) -> tuple[int, ...] | None:
 def _all_can_step(play: Play, newest: int) -> bool:
     """Whether no survivor has stepped beyond `newest`, but all members that train on have the
     reduced sum for it, of every part of the model: they then step without the lost ranks."""
-    if play.variant.optimizer != "whole" or play.variant.is_plain:
+    if play.variant.optimizer != "whole" or not play.variant.has_gate or play.variant.is_exact:
         return False
     there = [rank for rank in play.members if rank in play.struck and rank in play.claims
              and play.claims[rank].step_version == newest]

@@ -17,18 +17,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.recovery.rows import describe, stamp
-from matrix.cells import FAULTS, Cell, cells, loop_cells
+from matrix.cells import FAULTS, Cell, cells, exact_cells, loop_cells
 from matrix.table import table
 from matrix.trial import Trials, Verdict
 from nursery import Nursery
 
 FOLDER = Path("build/fault-matrix")
 FIGURES = Path("build/bench/fault-matrix.json")
+EXACT_FIGURES = FIGURES.with_stem("fault-matrix-bitwise")
 
 
 def main() -> None:
     """Run the selected cells, print the result, write the numbers."""
     options = _asked()
+    figures = EXACT_FIGURES if "bitwise" in options[0].variant.name else FIGURES
     began_s = time.monotonic()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -41,7 +43,7 @@ def main() -> None:
             verdicts.append(trials.run(cell))
             print(f"{number:4}/{len(options)}  {_line(verdicts[-1])}", flush=True)
     except (KeyboardInterrupt, SystemExit):
-        _write(verdicts, commit)
+        _write(figures, verdicts, commit)
         raise
     finally:
         nursery.close()
@@ -49,24 +51,24 @@ def main() -> None:
     counts = Counter(verdict.outcome for verdict in verdicts)
     print(f"\n{len(verdicts)} cells in {time.monotonic() - began_s:.0f} s: "
           + ", ".join(f"{counts[word]} {word}" for word in ("equal", "not equal", "not run")))
-    print(f"figures: {FIGURES}, {_write(verdicts, commit)} cells at this commit")
+    print(f"figures: {figures}, {_write(figures, verdicts, commit)} cells at this commit")
     sys.exit(1 if counts["not equal"] else 0)
 
 
-def _write(verdicts: Sequence[Verdict], commit: str) -> int:
+def _write(figures: Path, verdicts: Sequence[Verdict], commit: str) -> int:
     """Write the rows, with those of other cells that were run at the same commit; the number of
     cells. A run of a commit with changes counts for itself only."""
     kept: list[dict[str, object]] = []
-    stamped = FIGURES.with_suffix(".stamp")
-    if FIGURES.exists() and stamped.exists() and not commit.endswith("-dirty"):
+    stamped = figures.with_suffix(".stamp")
+    if figures.exists() and stamped.exists() and not commit.endswith("-dirty"):
         fresh = {verdict.cell.name for verdict in verdicts}
         if json.loads(stamped.read_text(encoding="utf-8"))["commit"] == commit:
-            kept = [row for row in json.loads(FIGURES.read_text(encoding="utf-8"))
+            kept = [row for row in json.loads(figures.read_text(encoding="utf-8"))
                     if row["case"] not in fresh]
     rows = kept + [row for verdict in verdicts for row in _figures(verdict)]
-    FIGURES.parent.mkdir(parents=True, exist_ok=True)
-    FIGURES.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    stamp(FIGURES, {"commit": commit})
+    figures.parent.mkdir(parents=True, exist_ok=True)
+    figures.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    stamp(figures, {"commit": commit})
     return len({row["case"] for row in rows})
 
 
@@ -74,8 +76,10 @@ def _asked() -> list[Cell]:
     parser = argparse.ArgumentParser(prog="make fault-matrix")
     for name in ("points", "faults", "variants"):
         parser.add_argument(f"--{name}", default="", help="beginnings, with commas between")
+    parser.add_argument("--exact", action="store_true",
+                        help="with reproducible: bitwise, where no bit may differ")
     args = parser.parse_args()
-    every = [*cells(), *loop_cells()]
+    every = [*exact_cells()] if args.exact else [*cells(), *loop_cells()]
     there = {"points": [cell.point.name for cell in every], "faults": list(FAULTS),
              "variants": [cell.variant.name for cell in every]}
     chosen = {key: _chosen(parser, key, getattr(args, key), names) for key, names in there.items()}

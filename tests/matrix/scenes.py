@@ -123,6 +123,9 @@ class Play:
     def _play_partial(self) -> None:
         """When the reduction is complete on some ranks, and the late one has no full bucket."""
         def others_come() -> None:
+            if self.variant.is_exact:  # they wait for the largest element of the late rank
+                self._come_to(self._others, "bucket_done", STRUCK)
+                return
             if self.variant.is_plain:
                 self._come_to(self._free, "reduce", STRUCK + 1)
                 return
@@ -164,9 +167,9 @@ class Play:
         generation has another layout, so that there is state to transfer.
         """
         self.driver.start(*self.there)
-        plain = self.variant.is_plain
-        late = (self.driver.hold(LATE, "bucket_done", STRUCK, bucket=0) if plain
-                else self.driver.hold(LATE, "passed", STRUCK))
+        has_gate = self.variant.has_gate
+        late = (self.driver.hold(LATE, "passed", STRUCK) if has_gate
+                else self.driver.hold(LATE, "bucket_done", STRUCK, bucket=0))
         self._form()
         self.driver.held(LATE, STRUCK)
         others = [rank for rank in self.members if rank != LATE]
@@ -177,10 +180,10 @@ class Play:
         assert {held[rank].step_version - held[LATE].step_version
                 for rank in self.members} == {0, 1}
         late.unlink()
-        has_stepped = not plain and self.point.event in AFTER_STEP
+        has_stepped = has_gate and self.point.event in AFTER_STEP
         self._arm({rank: newest if has_stepped else held[rank].step_version
                    for rank in self._at_point})
-        if not plain:
+        if not self.variant.is_plain:
             self._seat(self.variant.other, beside=True)
         self._meet()
         self._come()
@@ -255,7 +258,7 @@ class Play:
 
     def _step_without(self) -> None:
         """The others step if they can, and go as far into the next iteration as they can."""
-        if not self.variant.is_plain and self.point.event in BEFORE_GATE:
+        if self.variant.has_gate and self.point.event in BEFORE_GATE:
             self._come_to(self._others, "gate", STRUCK)
             return
         self._come_to(self._others, "done", STRUCK)
