@@ -26,7 +26,7 @@ from ...events.records.reports import IterationsLogged, OutageEnded, TaskProgres
 from ...events.records.types import Severity
 from ..history.usage import CAUSES, SAME_SLOTS, STEPPING, uses, uses_of_no_task
 from ..service.coordinator import Coordinator
-from ..state.cluster import ClusterState, decode_state, encode_state
+from ..state.cluster import ClusterState, decode_state, encode_state, live_tasks
 from ..state.task import Task
 from .needs import ENDED, What
 from .view import view
@@ -179,7 +179,7 @@ class Metrics(Collector):
                     self._rebuild_s.observe(max(state.at_s - opened_s, 0.0))
                 del self._down[key]
         if is_other or not all(isinstance(record.body, SAME_SLOTS) for record in records):
-            self._set(0, uses_of_no_task(state))
+            self._set(0, uses_of_no_task(state, live_tasks(state)))
             touched = {*state.tasks, *self._uses}
         for key in touched - {0}:
             task = state.tasks.get(key)

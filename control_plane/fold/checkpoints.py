@@ -81,7 +81,7 @@ def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpo
     here = [one for one in task.copies if one.node == node.name and one.share == copy.share]
     task.copies = [one for one in task.copies if one.node != node.name or one.share != copy.share]
     task.copies += [*here[1 - t.CHECKPOINTS_NUM_MAX :], copy]
-    if any(one.num_shares != copy.num_shares for one in task.copies):
+    if {one.num_shares for one in task.copies} != {copy.num_shares}:
         # Once a version is whole, no newer share replaces those of other numbers of shares.
         whole = next(iter(whole_checkpoints(task.copies)), None)
         if whole is not None and whole.generation == task.generation:

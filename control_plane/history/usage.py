@@ -7,6 +7,7 @@ those of both. A stretch begins with a report, never between a report and its de
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import fsum
 
 from msgspec import Struct, field
@@ -22,6 +23,7 @@ from ...events.records.reports import (
     RankStarted,
     Reconfigured,
     TaskProgressed,
+    TaskSubmitted,
 )
 from ..state.cluster import WORK_SPAN_S, ClusterState
 from ..state.task import Task
@@ -76,6 +78,8 @@ class UsageMeter:
         self._state, self._usage = state, Usage()
         self._rates: dict[int, tuple[int, dict[str, float]]] = {}
         """Since when a task's slots do what; task 0: the slots of no task, and the plan's WAF."""
+        self._live = dict.fromkeys(state.tasks)
+        """Tasks that have not ended, in order; one that has ended until the next look."""
         self._stopped: dict[int, tuple[str, float]] = {}
         """Tasks that stopped with the last report: what their slots did before, and how many."""
         self._note()
@@ -87,6 +91,8 @@ class UsageMeter:
         state, usage, body = self._state, self._usage, record.body
         at_us = _us(record.at_s)
         day, number = at_us // DAY_US, getattr(body, "task", 0)
+        if isinstance(body, TaskSubmitted):
+            self._live[record.seq] = None
         if not record.cause:
             self._stopped.clear()
         usage.count(day, "records", 1)
@@ -122,18 +128,18 @@ class UsageMeter:
     def _refresh(self, at_us: int) -> None:
         """Look at all tasks and nodes."""
         state = self._state
-        for key, task in state.tasks.items():
-            self._set(key, at_us, uses(state, task))
-        for key in [key for key in self._rates if key and key not in state.tasks]:
-            self._set(key, at_us, {})
-            del self._rates[key]
-        plan = state.plan
-        live = {key for key, task in state.tasks.items() if task.phase != "ended" and origin(
-            task.spec, task.throughput, task.modelled) != "nominal"}
-        earns = [one.waf for one in (*plan.allocations, *plan.kept) if one.task in live
+        for key in list(self._live):
+            task = state.tasks.get(key)
+            self._set(key, at_us, uses(state, task) if task is not None else {})
+            if task is None or task.phase == "ended":
+                del self._live[key], self._rates[key]
+        plan, tasks = state.plan, {key: state.tasks[key] for key in self._live}
+        earns = [one.waf for one in (*plan.allocations, *plan.kept)
+                 if (task := tasks.get(one.task)) is not None and origin(
+                     task.spec, task.throughput, task.modelled) != "nominal"
                  ] if plan is not None else []
         self._set(0, at_us, {
-            **uses_of_no_task(state),
+            **uses_of_no_task(state, tasks.values()),
             "planned": fsum(earns) / 1e6, "ideal": plan.ideal_waf / 1e6 if plan is not None else 0})
 
     def _set(self, key: int, at_us: int, by_use: dict[str, float]) -> None:
@@ -181,21 +187,21 @@ def uses(state: ClusterState, task: Task) -> dict[str, float]:
     return uses
 
 
-def uses_of_no_task(state: ClusterState) -> dict[str, float]:
-    """What the slots of no task do now."""
+def uses_of_no_task(state: ClusterState, tasks: Iterable[Task]) -> dict[str, float]:
+    """What the slots of no task do now; `tasks`: those that have not ended."""
     held: dict[str, set[int]] = {}
     waits = False
-    for task in state.tasks.values():
-        if task.phase != "ended":
-            waits = waits or not (task.target or task.ending or task.finished)
-            for seat in task.target:
-                held.setdefault(seat.slot.node, set()).add(seat.slot.index)
+    for task in tasks:
+        waits = waits or not (task.target or task.ending or task.finished)
+        for seat in task.target:
+            held.setdefault(seat.slot.node, set()).add(seat.slot.index)
     num_free = num_out = 0
     for name, node in state.nodes.items():
         mine = held.get(name, ())
         num = max(node.num_slots - len(mine), 0) if node.health != "left" else 0
-        out = num if not node.takes_tasks else len(
-            {*node.slots_disabled, *node.slots_unhealthy}.difference(mine))
+        out = 0 if node.takes_tasks else num
+        if node.takes_tasks and (node.slots_disabled or node.slots_unhealthy):
+            out = len({*node.slots_disabled, *node.slots_unhealthy}.difference(mine))
         num_free, num_out = num_free + num - out, num_out + out
     return {"waiting" if waits else "idle": num_free, "unavailable": num_out}
 
