@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
+import time
 import webbrowser
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from ...events.errors import UsageError
 from ..cluster.client import Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
+
+PART_RECORDS, SAY_S = 2_000, 5.0
 
 
 def open_page(state: StateDir, url: Urls, *, role: str, print_only: bool) -> None:
@@ -37,11 +41,18 @@ def view(path: Path, *, port: int, print_only: bool) -> None:
     else:
         log = open_log(StateDir(path.parent), None, path)
         cluster = archive.header(path).cluster
-    console.talk(f"{path}: folding the log")
+    console.talk(f"{path}: reading the log")
+    gc.disable()  # all of it stays in memory: a collection would look at each record, in vain
     with foldable(path):
         records, state = list(log.read()), log.state()
-        timeline = Timeline(state)
-        timeline.add(records)
+        timeline, said_s = Timeline(state), time.monotonic()
+        for begin in range(0, len(records), PART_RECORDS):
+            if time.monotonic() - said_s > SAY_S:
+                said_s = time.monotonic()
+                console.talk(f"{begin:,} of {len(records):,} records folded")
+            timeline.add(records[begin:begin + PART_RECORDS])
+    gc.freeze()
+    gc.enable()
     if not records:
         raise UsageError(f"{path} has no record", "export the log of a cluster that has run")
     console.talk(f"{len(records):,} records folded; the page needs this command: Ctrl-C ends it")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...control_plane.history.history import History, IncidentHistory
     from ...control_plane.history.node_losses import NodeLoss
 
-PHASE_WORDS = {"held": "paused", "stood": "stalled"}
+PHASE_WORDS = {"held": "paused", "stood": "stalled", "full": "regrow"}
 """The page's words for phases that have another name in the JSON."""
 BAR_COLUMNS = 40
 WHO_COLUMNS = 10

@@ -215,7 +215,7 @@ def screen(recording: Recording, played: Sequence[tuple[Choice, RunResult]], pat
 def _row(name: str, one: RunResult, against: float | None) -> list[str]:
     earnings = one.earnings
     full, down_s = earnings.flop + sum(earnings.lost_flop.values()), sum(earnings.down_s.values())
-    return [fmt.clipped(name, NAME_COLUMNS), fmt.scaled(earnings.flop, "FLOP"),
+    return [fmt.clipped(name, NAME_COLUMNS), fmt.scaled(round(earnings.flop), "FLOP"),
             _percent(earnings.flop, against), fmt.span(down_s),
             fmt.span(max(sum(earnings.lost_slot_s.values()), 0.0)),
             *(f"{100 * earnings.lost_flop[what] / full:.1f}" if full else "-" for what in LOSSES)]

@@ -42,6 +42,7 @@ from ..service.coordinator import Check, Coordinator
 from ..service.server_certificate import ServerCertificate
 from ..state.cluster import ClusterState, decode_state, encode_state, state_text
 from ..state.node import Node
+from ..state.task import Task
 from . import dry_run, incident_facts, messages, moments, openapi, pages, requests, usage_answer
 from .connections import Connection, error_answer, problem
 from .messages import ListQuery, Nothing, Page, Written
@@ -49,7 +50,7 @@ from .metrics import Metrics
 from .requests import Reason, Refusal
 from .sessions import Sessions
 from .tokens import Token, Tokens, may
-from .view import view
+from .view import state_in_words, view
 from .what_if import WhatIfs
 
 if TYPE_CHECKING:
@@ -197,9 +198,10 @@ class HttpApi:
         now_s = None if at else self._coordinator.now_s
         if call.query.explain and is_any_waiting(state):
             data = encode_state(state)
-            shown = await aside(lambda: view(decode_state(data), explain=True, now_s=now_s))
+            shown = await aside(lambda: view(decode_state(data), explain=True, now_s=now_s,
+                                             num_ended=call.query.ended))
         else:
-            shown = view(state, now_s=now_s)
+            shown = view(state, now_s=now_s, num_ended=call.query.ended)
         shown["cluster"] |= {"follows": "" if at else self._coordinator.leader_url,
                              "followers": [] if at else self._coordinator.followers,
                              "insecure": self._address.insecure,
@@ -218,6 +220,10 @@ class HttpApi:
         async def call(api: HttpApi, call: Call[ListQuery, None]) -> Page[Any]:
             state = await api._state_at(call.query.at)
             found = items(state)
+            if words := call.query.find.lower().split():
+                found = {name: one for name, one in found.items() if not isinstance(one, Task)
+                         or all(word in f"{one.id} {one.spec.name} {one.spec.team} "
+                                f"{state_in_words(state, one)}" for word in words)}
             return _page(sorted(found), key, call.query, lambda name: show(state, found[name]))
         return call
 

@@ -45,12 +45,18 @@ class Moment(Nothing, frozen=True):
     at: Annotated[str, Meta(description="A past moment: SEQ, or a time as RFC 3339")] = ""
 
 
+ALL = 1_000_000_000
+
+
 class StateQuery(Moment, frozen=True):
     explain: Annotated[bool, Meta(description="Also what each waiting task needs")] = False
+    ended: Annotated[int, Meta(ge=0, description="Of the ended tasks: so many, the newest")] = ALL
 
 
 class ListQuery(Moment, frozen=True):
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+    find: Annotated[str, Meta(description="Of tasks: words of id, name, team and state",
+                              max_length=100)] = ""
     cursor: Annotated[str, Meta(description="`next` of the page before", max_length=64)] = ""
 
 
@@ -73,6 +79,7 @@ class TimelineQuery(Nothing, frozen=True):
     buckets: Annotated[int, Meta(ge=1, le=2_000, description="Shorter spans are averaged")] = 400
     rows: Annotated[int, Meta(ge=1, le=1_000)] = 30
     task: Seq = 0
+    node: Annotated[str, Meta(description="Incidents of this node alone", max_length=64)] = ""
 
 
 class ReadyQuery(Nothing, frozen=True):
@@ -194,7 +201,7 @@ LogRecord = TypedDict("LogRecord", {
 Earned = TypedDict("Earned", {"at_s": float, "length_s": float, "flop": float})
 ClusterView = TypedDict("ClusterView", {
     "seq": int, "epoch": int, "at_s": float, "hash": str, "heart": int, "input": int,
-    "num_slots": int, "reports_lost": int, "num_open_orders": int, "computed_by": int,
+    "num_slots": int, "num_tasks": int, "reports_lost": int, "num_open_orders": int, "computed_by": int,
     "healing": str, "allow_inject": bool, "mtbf_gpu_s": float, "num_faults": int,
     "observed_slot_s": float, "earned": list[Earned], "follows": str, "followers": list[str],
     "insecure": bool, "ca": str})
@@ -281,7 +288,8 @@ IncidentFacts = TypedDict("IncidentFacts", {
 Loss = TypedDict("Loss", {
     "at_s": float, "what": str, "lost_waf_flop": float, "full_after_s": float | None})
 Played = TypedDict("Played", {
-    "choice": str, "accumulated_waf_flop": float, "difference_flop": float,
+    "choice": str, "policy": str, "weights": dict[str, float],
+    "fields": dict[str, bool | float | str], "accumulated_waf_flop": float, "difference_flop": float,
     "downtime_task_s": dict[str, float], "lost_slot_s": dict[str, float], "incidents": list[Loss]})
 WhatIfResult = TypedDict("WhatIfResult", {
     "began_s": float, "horizon_s": float, "recorded": Played, "choices": list[Played],

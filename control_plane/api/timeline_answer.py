@@ -33,7 +33,8 @@ def _marks(of: Timeline, query: TimelineQuery, from_s: float, to_s: float) -> li
     """The incidents; of those in one bucket the first, and how many."""
     within = sorted((one for one in of.past.incidents.values() if one.fault_s <= to_s
                      and (one.closed_s is None or one.closed_s >= from_s)
-                     and query.task in (0, one.task)), key=lambda one: one.fault_s)
+                     and query.task in (0, one.task)
+                     and query.node in ("", one.incident.node)), key=lambda one: one.fault_s)
     buckets = (list(near) for _, near in groupby(
         within, key=lambda one: (one.fault_s - from_s) * query.buckets // (to_s - from_s)))
     return [{"id": first.id, "at_s": first.fault_s, "until_s": first.closed_s, "task": first.task,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -27,24 +28,27 @@ from ..state.node import Node
 from ..state.task import Rank, Straggler, Task
 from ..throughput import table
 from ..throughput.transition_cost import transition
+from .messages import ALL
 from .needs import needs
 
 _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
            "quiescing": "running", "reconfiguring": "running"}
+Slow = list[tuple[int, Straggler]]
 
 
-def view(state: ClusterState, *, explain: bool = False, now_s: float | None = None
-         ) -> dict[str, Any]:
+def view(state: ClusterState, *, explain: bool = False, now_s: float | None = None,
+         num_ended: int = ALL) -> dict[str, Any]:
     """Cluster, nodes, tasks, incidents, plan, deadlines, and what needs a person at `now_s` (None:
     at the last record); times in seconds since 1970. `explain` adds what each waiting task needs.
-    It takes as long as a few plans: call it in a thread."""
+    It takes as long as a few plans: call it in a thread. `num_ended`: as `_shown_tasks`."""
     waits = explain_waiting(state) if explain else {}
+    slow = [task for task in state.tasks.values() if task.slow]
     shown: dict[str, Any] = {
         "cluster": {
             "seq": state.seq, "epoch": state.epoch, "at_s": state.at_s,
             "hash": state_hash(state), "heart": state.heart, "input": input_digest(state),
             "num_slots": sum(node.num_slots for node in state.nodes.values()
-                             if node.health == "healthy"),
+                             if node.health == "healthy"), "num_tasks": len(state.tasks),
             "reports_lost": state.reports_lost, "num_open_orders": len(state.orders),
             "computed_by": DECIDER_VERSION if waits else 0,
             "healing": state.held or "on", "allow_inject": state.policy.allow_inject,
@@ -53,9 +57,9 @@ def view(state: ClusterState, *, explain: bool = False, now_s: float | None = No
             "earned": [{"at_s": span * WORK_SPAN_S, "length_s": WORK_SPAN_S, "flop": flop}
                        for span, flop in sorted(state.earned.items())],
         },
-        "nodes": [node_view(state, state.nodes[name]) for name in sorted(state.nodes)],
+        "nodes": [node_view(state, state.nodes[name], slow) for name in sorted(state.nodes)],
         "tasks": [task_view(state, state.tasks[key], waits.get(key))
-                  for key in sorted(state.tasks)],
+                  for key in _shown_tasks(state, num_ended)],
         "incidents": [msgspec.to_builtins(state.incidents[key])
                       for key in sorted(state.incidents)],
         "outages": [msgspec.to_builtins(one) for one in state.outages],
@@ -67,6 +71,19 @@ def view(state: ClusterState, *, explain: bool = False, now_s: float | None = No
     }
     found = needs(shown, state.at_s if now_s is None else now_s)
     return shown | {"needs": msgspec.to_builtins(found)}
+
+
+def _shown_tasks(state: ClusterState, num_ended: int) -> list[int]:
+    """All tasks, or of those that have ended the newest, and failures that no later task of the
+    same name follows."""
+    keys = sorted(state.tasks)
+    if len(keys) <= num_ended:
+        return keys
+    last = {state.tasks[key].spec.name: key for key in keys}
+    ended = [key for key in keys if state.tasks[key].outcome]
+    hidden = {key for key in ended[:max(len(ended) - num_ended, 0)] if not (
+        (task := state.tasks[key]).outcome == "failed" and last[task.spec.name] == key)}
+    return [key for key in keys if key not in hidden]
 
 
 def state_in_words(state: ClusterState, task: Task) -> str:
@@ -81,10 +98,12 @@ def state_in_words(state: ClusterState, task: Task) -> str:
     return "degraded" if task.phase == "training" and task.slow else _PHASES[task.phase]
 
 
-def node_view(state: ClusterState, node: Node) -> dict[str, Any]:
-    """One node of the view."""
+def node_view(state: ClusterState, node: Node, tasks: Sequence[Task] | None = None
+              ) -> dict[str, Any]:
+    """One node of the view. `tasks`: those with slow ranks, if that is known."""
     slots: list[dict[str, Any]] = []
-    degraded, due = _slots_degraded(state, node), state.deadlines.get(f"replace/{node.name}")
+    slow = _slow_on(state.tasks.values() if tasks is None else tasks, node)
+    degraded, due = _slots_degraded(slow, node), state.deadlines.get(f"replace/{node.name}")
     for index in range(node.num_slots):
         occupant = node.occupants.get(index)
         slot: dict[str, Any] = {"index": index, "out": node.is_disabled(index),
@@ -98,7 +117,7 @@ def node_view(state: ClusterState, node: Node) -> dict[str, Any]:
                      "pid": rank.pid if rank is not None else 0}
         slots.append(slot)
     return {"id": node.name, "host": node.host, "pid": node.pid,
-            **_health(state, node), "drained": node.drained, "drain_reason": node.drain_reason,
+            **_health(state, node, slow), "drained": node.drained, "drain_reason": node.drain_reason,
             "down": bool(node.down_seq), "replaced_s": due.due_s if due is not None else None,
             "quarantine": msgspec.to_builtins(node.quarantine), "sick_why": node.unhealthy_why,
             "recovers": _recovers(state, node),
@@ -106,16 +125,16 @@ def node_view(state: ClusterState, node: Node) -> dict[str, Any]:
             "incarnation": node.incarnation,
             "accelerator": node.accelerator, "num_slots": node.num_slots,
             "labels": msgspec.to_builtins(node.labels), "slots": slots,
-            "degraded": _degraded(state, node.name)}
+            "degraded": _degraded(state, node.name, slow)}
 
 
-def _health(state: ClusterState, node: Node) -> dict[str, Any]:
+def _health(state: ClusterState, node: Node, slow: Slow) -> dict[str, Any]:
     """`contact`: heard, unreachable, lost or left. `health`: healthy, degraded or unhealthy if the
     contact is heard, else the contact. `since_s`: since when."""
     if node.health != "healthy":
         return {"contact": node.health, "health": node.health, "since_s": node.since_s}
     word, since_s = "healthy", max(node.since_s, node.improved_s)
-    slow_s = [slow.since_s for _, slow in _slow_on(state, node)]
+    slow_s = [one.since_s for _, one in slow]
     priced = state.degraded.get(node.name)
     for name, also_s in (("degraded", slow_s), ("unhealthy", [])):
         said_s = [check.at_s for check in node.checks if check.health == name] + also_s
@@ -127,18 +146,18 @@ def _health(state: ClusterState, node: Node) -> dict[str, Any]:
     return {"contact": "heard", "health": word, "since_s": since_s}
 
 
-def _slow_on(state: ClusterState, node: Node) -> list[tuple[int, Straggler]]:
+def _slow_on(tasks: Iterable[Task], node: Node) -> Slow:
     """(slot, straggler) of the slow ranks on the node."""
-    return [(task.ranks[number].slot.index, slow) for task in state.tasks.values()
+    return [(task.ranks[number].slot.index, slow) for task in tasks
             for number, slow in task.slow.items()
             if number in task.ranks and task.ranks[number].slot.node == node.name]
 
 
-def _slots_degraded(state: ClusterState, node: Node) -> set[int]:
+def _slots_degraded(slow: Slow, node: Node) -> set[int]:
     """Slots of degraded checks (all slots if a check names none) and of slow ranks."""
     named = {index for check in node.checks if check.health == "degraded"
             for index in check.devices or range(node.num_slots)}
-    return named | {index for index, _ in _slow_on(state, node)}
+    return named | {index for index, _ in slow}
 
 
 def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
@@ -152,15 +171,13 @@ def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
             "from_s": max(due.due_s, last_s) if due is not None and not ill else None}
 
 
-def _degraded(state: ClusterState, name: str) -> dict[str, Any] | None:
+def _degraded(state: ClusterState, name: str, slow: Slow) -> dict[str, Any] | None:
     """The cost of a degraded node and its cause, once computed."""
     priced = state.degraded.get(name)
     if priced is None:
         return None
     share = priced.drain_waf / priced.now_waf if priced.now_waf else 0.0
-    node = state.nodes.get(name)
-    slow = [slow for _, slow in _slow_on(state, node)] if node is not None else []
-    since_s = min((one.since_s for one in slow), default=-1.0)
+    since_s = min((one.since_s for _, one in slow), default=-1.0)
     lasts = since_s < 0 or state.at_s - since_s >= LASTS_S
     return {**msgspec.to_builtins(priced), "drain_share": share, "lasts": lasts,
             "worth_draining": lasts and priced.drain_waf > 0 and share >= state.policy.gain_min}

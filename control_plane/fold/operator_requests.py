@@ -33,7 +33,7 @@ def task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -
         id=record.seq, spec=body.spec, weight=body.spec.weight, submitted_s=record.at_s,
         since_s=record.at_s, modelled=body.modelled,
         iteration_flops=iteration_flops(model) if model is not None else 0.0)
-    num_more = sum(task.phase != "ended" for task in state.tasks.values()) - PLAN_ALONE_NUM
+    num_more = len([0 for one in state.tasks.values() if one.phase != "ended"]) - PLAN_ALONE_NUM
     wait_s = min(PLAN_WAIT_S_MAX, PLAN_WAIT_S_PER_TASK * num_more)
     if state.at_s >= state.plan_s + wait_s:
         state.replan = f"task {body.spec.name} submitted"

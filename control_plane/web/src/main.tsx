@@ -1,6 +1,6 @@
 /** The frame: login, menu, the moment that is shown, the connection; the view is in the middle. */
 import { render } from "preact"
-import { useEffect, useMemo, useReducer, useState } from "preact/hooks"
+import { useEffect, useMemo, useReducer, useRef, useState } from "preact/hooks"
 import { get, onEnd, post, Problem, session, type Schemas, type Session } from "./api"
 import { count, isUtc, setUtc, span, time, zone } from "./format"
 import { live, useGet, useLive } from "./live"
@@ -10,6 +10,8 @@ import { Trouble } from "./ui"
 import { VIEWS } from "./views"
 
 const CLOCK_MS = 10_000
+/** Of the tasks that have ended, as many are in each state; the others are found by a filter. */
+const ENDED_NUM = 50
 
 /** The code in the address becomes a session; it is removed from the address before anything else. */
 async function enter(text: string): Promise<void> {
@@ -68,7 +70,7 @@ function Frame({ mine, onLeave }: { mine: Session; onLeave: () => void }) {
   const route = useRoute()
   const at = route.query.at ?? ""
   const [health, setHealth] = useState<Schemas["Health"]>()
-  const { data: state, problem, busy } = useGet("/v1/state", { at })
+  const { data: state, problem, busy } = useGet("/v1/state", { at, ended: ENDED_NUM })
   const [tick, again] = useReducer((n: number) => n + 1, 0)
   useEffect(() => {
     get("/v1/health").then(found => { setHealth(found); void live.run(found.seq ?? 0) }, () => { void live.run(0) })
@@ -77,7 +79,13 @@ function Frame({ mine, onLeave }: { mine: Session; onLeave: () => void }) {
   }, [])
   const entry = VIEWS[route.view]
   const name = health?.cluster ?? ""
-  useEffect(() => { scrollTo(0, 0) }, [route.view, route.of])
+  // After a link, focus is at the new view's heading: a reader reads it, and Tab goes on from there.
+  const shown = useRef("")
+  useEffect(() => {
+    scrollTo(0, 0)
+    if (shown.current) document.querySelector<HTMLElement>("h1")?.focus({ preventScroll: true })
+    shown.current = route.view
+  }, [route.view, route.of])
   useEffect(() => { document.title = `${entry?.title ?? "Not found"}${route.of && ` ${route.of}`} · ${name} · Unicron` })
   // Drawn again with a new state, address or zone, not with each record.
   const view = useMemo(() => state && entry && <entry.component state={state} at={at} of={route.of} query={route.query}
@@ -100,7 +108,7 @@ function Frame({ mine, onLeave }: { mine: Session; onLeave: () => void }) {
         It shows the same; requests go to the leader: <code>unicron open</code></p>}
     </div>
     <main id="main" tabIndex={-1} aria-busy={busy} class={busy && state ? "busy" : ""}>
-      <h1>{entry?.title ?? "There is no such view"}{route.of && ` ${route.of}`}</h1>
+      <h1 tabIndex={-1}>{entry?.title ?? "There is no such view"}{route.of && ` ${route.of}`}</h1>
       <Trouble problem={problem} />
       {!state && !problem && <p class="empty">reading…</p>}
       {view}
@@ -112,7 +120,8 @@ function Frame({ mine, onLeave }: { mine: Session; onLeave: () => void }) {
 function Lost() {
   const { connection, lostSince_ms, seq } = useLive()
   return connection !== "lost" ? null : <p class="banner">The connection is lost since {time(lostSince_ms / 1000)}.
-    What you see is from then. The page goes on from record {count(seq)} when the control plane answers.</p>
+    What you see is from then. The page goes on from record {count(seq)} when the control plane answers.
+    If another one leads now, <code>unicron open</code> finds it.</p>
 }
 
 /** The slider over the whole log. */

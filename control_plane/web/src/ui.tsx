@@ -2,7 +2,8 @@
 import type { ComponentChildren } from "preact"
 import { useEffect, useMemo, useState } from "preact/hooks"
 import type { Problem } from "./api"
-import { span, time, zone, isUtc } from "./format"
+import { count, span, time, zone, isUtc } from "./format"
+import { change } from "./route"
 
 /** A time in the chosen zone; its title has the other one. */
 export function Time({ at_s, fraction = 0 }: { at_s: number; fraction?: number }) {
@@ -60,17 +61,36 @@ export function Growing<T>({ items, draw, part = 60 }: { items: T[]; draw: (item
 
 export interface Column<R> { name: string; cell: (row: R) => ComponentChildren; right?: boolean }
 
-/** A table that scrolls sideways on narrow screens; of many rows it shows the first `max`. */
+/** A table that scrolls sideways on narrow screens; of many rows it shows the first `max`, and more on request. */
 export function Table<R>({ label, columns, rows, empty, max = 200 }: {
   label: string; columns: Column<R>[]; rows: R[]; empty: string; max?: number
 }) {
+  const [pages, setPages] = useState(1)
   if (!rows.length) return <p class="empty">{empty}</p>
-  return <div class="scroll" role="region" aria-label={label} tabIndex={0}>
-    <table>
-      <thead><tr>{columns.map(one => <th scope="col" class={one.right ? "right" : ""}>{one.name}</th>)}</tr></thead>
-      <tbody><Growing items={rows.slice(0, max)} draw={row =>
-        <tr>{columns.map(one => <td class={one.right ? "right" : ""}>{one.cell(row)}</td>)}</tr>} /></tbody>
-    </table>
-    {rows.length > max && <p class="empty">and {rows.length - max} more</p>}
-  </div>
+  const more = rows.length - pages * max
+  return <>
+    <div class="scroll" role="region" aria-label={label} tabIndex={0}>
+      <table>
+        <thead><tr>{columns.map(one => <th scope="col" class={one.right ? "right" : ""}>{one.name}</th>)}</tr></thead>
+        <tbody><Growing items={rows.slice(0, pages * max)} draw={row =>
+          <tr>{columns.map(one => <td class={one.right ? "right" : ""}>{one.cell(row)}</td>)}</tr>} /></tbody>
+      </table>
+    </div>
+    {more > 0 && <p class="empty">and {count(more)} more <button type="button"
+      onClick={() => { setPages(pages + 1) }}>Show {Math.min(more, max)}</button></p>}
+  </>
 }
+
+/** Whether a text has all words of a filter. */
+export const hasWords = (filter: string, text: string): boolean =>
+  filter.toLowerCase().split(/\s+/).every(word => text.toLowerCase().includes(word))
+
+/** The field of a filter, whose text is in the address. */
+export function Filter({ of, text }: { of: string; text: string }) {
+  return <p><label>Filter: {of} <input type="search" value={text} onInput={event => {
+    change({ filter: event.currentTarget.value })
+  }} /></label></p>
+}
+
+/** A word of the planner or the simulator, and what it means. */
+export const Meaning = ({ of }: { of: string }) => <small> ({of})</small>

@@ -2,12 +2,17 @@
 import { useEffect, useState } from "preact/hooks"
 import { get, post, Problem, type Schemas } from "./api"
 import { count, percent, si, span } from "./format"
-import { Section, Table, Trouble } from "./ui"
+import { Meaning, Section, Table, Trouble } from "./ui"
 
 type Answer = Schemas["WhatIfAnswer"]
 type Played = Schemas["Played"]
 const POLL_MS = 500
-const POLICIES = ["megatron", "spares", "shrink", "requeue"]
+const POLICIES: Record<string, string> = {
+  megatron: "the whole job starts again when its own node is repaired",
+  spares: "an idle node takes over, and the job restarts in its processes",
+  shrink: "the job goes on with its remaining replicas",
+  requeue: "the whole job starts again on free nodes, if there are enough",
+}
 const total = (of: Record<string, number>) => Object.values(of).reduce((sum, one) => sum + one, 0)
 
 /** `at_s`: the time of the incident whose loss is shown beside the totals. */
@@ -35,10 +40,10 @@ export function WhatIf({ tasks, at_s }: { tasks: Schemas["View"]["tasks"]; at_s:
   }
   return <Section title="What other choices would have done" note="the log so far, simulated again">
     <form class="what-if" onSubmit={event => { event.preventDefault(); start() }}>
-      <fieldset><legend>Policies</legend>{POLICIES.map(name => <label><input type="checkbox" checked={policies.includes(name)}
-        onChange={event => { setPolicies(event.currentTarget.checked ? [...policies, name] : policies.filter(one => one !== name)) }} /> {name}</label>)}</fieldset>
+      <fieldset><legend>Policies</legend>{Object.entries(POLICIES).map(([name, meaning]) => <label><input type="checkbox" checked={policies.includes(name)}
+        onChange={event => { setPolicies(event.currentTarget.checked ? [...policies, name] : policies.filter(one => one !== name)) }} /> {name}<Meaning of={meaning} /></label>)}</fieldset>
       <fieldset><legend>Spare</legend><label><input type="checkbox" checked={spare}
-        onChange={event => { setSpare(event.currentTarget.checked) }} /> keep a hot spare</label></fieldset>
+        onChange={event => { setSpare(event.currentTarget.checked) }} /> keep a hot spare<Meaning of="slots that the next fault needs stay free" /></label></fieldset>
       {names.length > 0 && <fieldset><legend>Weights</legend>{names.map(name => <label>{name} <input type="number" min="0" step="any"
         placeholder={String(tasks.find(one => one.name === name)!.weight)} value={weights[name] ?? ""}
         onInput={event => { setWeights({ ...weights, [name]: event.currentTarget.value }) }} /></label>)}</fieldset>}
@@ -62,26 +67,45 @@ function Progress({ answer }: { answer: Answer }) {
   return null
 }
 
+/** A choice in words: `unicron weight.alpha=2 policy.hot_spare=true`. */
+const words = (one: Played): string => [one.policy,
+  ...Object.entries(one.weights).map(([name, weight]) => `weight of ${name} ${weight}`),
+  ...Object.entries(one.fields).map(([name, value]) => name === "hot_spare" ? (value ? "with a hot spare" : "without a hot spare") : `${name} ${String(value)}`),
+].join(", ")
+
+const flop = (value: number) => si(Math.abs(value) < 1 ? 0 : value, "FLOP")
+
 function Result({ answer, result, at_s }: { answer: Answer; result: Schemas["WhatIfResult"]; at_s: number }) {
-  const nearest = (played: Played) => [...played.incidents].sort((a, b) =>
-    Math.abs(a.at_s + result.began_s - at_s) - Math.abs(b.at_s + result.began_s - at_s))[0]
+  const away_s = (number: number) => Math.abs(result.recorded.incidents[number]!.at_s + result.began_s - at_s)
+  const place = [...result.recorded.incidents.keys()].sort((a, b) => away_s(a) - away_s(b))[0]
+  /** What this incident lost: each choice has the same events. */
+  const loss = (played: Played) => place === undefined ? undefined : played.incidents[place]
   const rows: [string, Played][] = [["recorded", result.recorded],
-    ...result.choices.map((one, number): [string, Played] => [number === 0 ? "simulated, as recorded" : one.choice || "as recorded", one])]
-  const here = nearest(result.recorded)
+    ...result.choices.map((one, number): [string, Played] => [number === 0 ? "simulated, as recorded" : words(one), one])]
+  const here = loss(result.recorded)
   const simulated = result.choices[0]!.accumulated_waf_flop
   return <>
     <p>Until record {count(answer.last_seq)}, {span(result.horizon_s)} of training, in {span(answer.took_s)}.
       {here && <> This incident is {here.what}.</>}</p>
     <Table label="What other choices would have done" rows={rows} empty="" columns={[
       { name: "Choice", cell: ([name]) => name },
-      { name: "Earned", right: true, cell: ([, one]) => si(one.accumulated_waf_flop, "FLOP") },
+      { name: "Earned", right: true, cell: ([, one]) => flop(one.accumulated_waf_flop) },
       { name: "Against simulated", right: true, cell: ([name, one]) => name === "recorded" || !simulated ? "" :
         `${one.difference_flop > 0 ? "+" : ""}${percent(one.difference_flop / simulated)}` },
       { name: "Down", right: true, cell: ([, one]) => span(total(one.downtime_task_s)) },
       { name: "Slot time lost", right: true, cell: ([, one]) => span(Math.max(total(one.lost_slot_s), 0)) },
-      { name: "This incident lost", right: true, cell: ([, one]) => { const loss = nearest(one); return loss ? si(Math.max(loss.lost_waf_flop, 0), "FLOP") : "" } },
-      { name: "To full strength", right: true, cell: ([, one]) => { const loss = nearest(one); return !loss ? "" : loss.full_after_s === null ? "never" : span(loss.full_after_s) } },
+      { name: "This incident lost", right: true, cell: ([, one]) => flop(Math.max(loss(one)?.lost_waf_flop ?? 0, 0)) },
+      { name: "Time to full strength", right: true, cell: ([, one]) => {
+        const found = loss(one)
+        return !found ? "" : found.full_after_s !== null ? span(found.full_after_s)
+          : found.lost_waf_flop > 1 ? "not by the end" : "–"
+      } },
     ]} />
+    <p class="empty">Earned is by the declared, modelled or calibrated throughput, not measured as on the page of costs:
+      compare rows with each other. An incident loses what comes on top of earlier losses: 0 FLOP and “–” mean that
+      its tasks stood still already, or that it cost nothing. Full strength is what each task earned before; “not by
+      the end”: it was not reached before record {count(answer.last_seq)}.</p>
+    {result.evidence.filter(line => line.includes("longer than the horizon")).map(line => <p class="needs-line">{line}</p>)}
     <details><summary>What this rests on</summary><ul>{result.evidence.map(line => <li>{line}</li>)}</ul></details>
   </>
 }

@@ -27,8 +27,12 @@ export function Cluster({ state, at, query, now_s, recorded, mayAct }: ViewProps
 }
 
 function Needs({ state, at, now_s, mayAct }: { state: Schemas["View"]; at: string; now_s: number; mayAct: boolean }) {
+  const told = new Set(state.needs.map(one => one.node))
+  const fresh = state.nodes.filter(one => (one.contact === "lost" || one.contact === "unreachable") && !told.has(one.id))
   return <Section title="Needs a person">
-    {state.needs.length === 0 && <p class="calm"><span aria-hidden="true">✓</span> Nothing needs a person.</p>}
+    {state.needs.length === 0 && fresh.length === 0 && <p class="calm"><span aria-hidden="true">✓</span> Nothing needs a person.</p>}
+    {fresh.map(one => <p class="needs-line"><a href={link("nodes", one.id, { at })}>{one.id}</a> is {one.contact} since{" "}
+      {span(Math.max(now_s - one.since_s, 0))}: its agent may come back by itself; after 15 s it needs a person.</p>)}
     <ul class="needs">{state.needs.slice(0, 50).map(one => <li>
       <strong>{one.why}</strong>
       {one.since_s > 0 && <> <Ago at_s={one.since_s} now_s={now_s} /></>}
@@ -127,7 +131,8 @@ function Incidents({ state, names, at, now_s }: {
 
 function Tasks({ state, at }: { state: Schemas["View"]; at: string }) {
   const rows = [...state.tasks].sort((a, b) => Number(OVER.has(a.state)) - Number(OVER.has(b.state)) || a.id - b.id)
-  return <Section title="Tasks">
+  const more = state.cluster.num_tasks - rows.length
+  return <Section title="Tasks" note={<>{count(state.cluster.num_tasks)}; <a href={link("task", "", { at })}>find one</a></>}>
     <Table label="Tasks" rows={rows} max={50} empty="No task." columns={[
       { name: "Task", cell: one => <a href={link("task", one.id, { at })}>{one.name}</a> },
       { name: "State", cell: one => <State of={one.state} /> },
@@ -142,5 +147,6 @@ function Tasks({ state, at }: { state: Schemas["View"]; at: string }) {
       { name: "Lost", right: true, cell: one => one.iterations_lost ?? "?" },
       { name: "Why", cell: one => one.why },
     ]} />
+    {more > 0 && <p class="empty">{count(more)} that ended earlier are not in this list.</p>}
   </Section>
 }

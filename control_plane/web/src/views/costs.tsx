@@ -2,7 +2,7 @@
 import type { Schemas } from "../api"
 import { count, digits, percent, si, span } from "../format"
 import { useGet } from "../live"
-import { Section, Table, Trouble } from "../ui"
+import { Meaning, Section, Table, Trouble } from "../ui"
 import type { ViewProps } from "./index"
 
 type Day = Schemas["HistoryDay"]
@@ -22,7 +22,10 @@ export function Costs({ at }: ViewProps) {
         <dl>
           <dt>slot time</dt><dd>{digits(data.total.slot_s / HOUR_S)} slot-hours</dd>
           <dt>used</dt><dd>{percent(data.total.used_slot_s / (data.total.slot_s || 1))}</dd>
-          <dt>earned</dt><dd>{si(data.total.earned_flop, "FLOP")}, weighted; the plans {si(data.total.planned_flop, "FLOP")}, ideal {si(data.total.ideal_flop, "FLOP")}</dd>
+          <dt>earned</dt><dd>{si(data.total.earned_flop, "FLOP")}, weighted
+            <Meaning of="measured: the work of iterations that were finished for the first time" /></dd>
+          <dt>expected</dt><dd>by the plans {si(data.total.planned_flop, "FLOP")}, ideal {si(data.total.ideal_flop, "FLOP")}
+            <Meaning of="by the declared or modelled throughput, until it is measured" /></dd>
           <dt>faults</dt><dd>{count(data.total.faults)}{data.total.mtbf_slot_s && `, one each ${span(data.total.mtbf_slot_s)} of slot time`}</dd>
         </dl>
       </Section>
@@ -35,7 +38,7 @@ export function Costs({ at }: ViewProps) {
           ...causes.map(cause => ({ name: cause, right: true, cell: (one: Day) => hours(one.lost_slot_s[cause] ?? 0) })),
           { name: "Faults", right: true, cell: one => one.faults || "" },
           { name: "Incidents", cell: faults },
-          { name: "Earned", right: true, cell: one => si(one.earned_flop, "FLOP") },
+          { name: "Earned (measured)", right: true, cell: one => si(one.earned_flop, "FLOP") },
         ]} />
       </Section>
     </>}

@@ -1,11 +1,10 @@
 /** An incident: what broke, what Unicron did and why, what it cost, and what is left to do. */
-import { useState } from "preact/hooks"
 import { ActButton } from "../acts"
 import type { Schemas } from "../api"
 import { count, si, span } from "../format"
 import { useGet } from "../live"
-import { change, link } from "../route"
-import { Section, Severity, State, Table, Time, Trouble } from "../ui"
+import { link } from "../route"
+import { Filter, hasWords, Meaning, Section, Severity, State, Table, Time, Trouble } from "../ui"
 import { WhatIf } from "../what-if"
 import type { ViewProps } from "./index"
 import "./incident.css"
@@ -21,6 +20,7 @@ export function Incident({ state, at, of, query, mayAct }: ViewProps) {
   const facts = data && String(data.id) === id ? data : undefined
   return <>
     <Trouble problem={problem} />
+    {problem && <p><a href={link("cluster", "", { at })}>The newest incidents</a></p>}
     {!facts && !problem && <p class="empty">reading the log…</p>}
     {facts && <>
       <Head facts={facts} at={at} />
@@ -53,9 +53,10 @@ function Head({ facts, at }: { facts: Facts; at: string }) {
 /** A record, as a link to that moment. */
 const Seq = ({ seq }: { seq: number }) => <a href={link("cluster", "", { at: seq })} title="The cluster at that moment">{seq}</a>
 
+const NAMES: Record<string, string> = { held: "paused", stood: "stalled", full: "regrow" }
 const WORDS: Record<string, string> = {
   detect: "until it was known", decide: "until it was decided", rebuild: "until the ranks were connected again",
-  step: "until the first iteration", full: "until full size", held: "healing was paused", stood: "stalled",
+  step: "until the first iteration", full: "until it had all its slots again", held: "healing was paused", stood: "stalled",
   stopped: "stopped", silent: "the node was silent",
 }
 
@@ -64,7 +65,7 @@ function Bar({ facts }: { facts: Facts }) {
   return <Section title="How long it took" note={facts.cost.pause_s === null ? "it is not over" : `${span(facts.cost.pause_s)} pause`}>
     {facts.phases.length === 0 && <p class="empty">No phase is over yet.</p>}
     <ol class="phases">{facts.phases.map(one => <li class={one.name} style={{ flexGrow: Math.max(one.length_s / (total_s || 1), 0.02) }}>
-      <i aria-hidden="true" /> <b>{one.name === "held" ? "paused" : one.name === "stood" ? "stalled" : one.name}</b>
+      <i aria-hidden="true" /> <b>{NAMES[one.name] ?? one.name}</b>
       {" "}{one.bound && `${one.bound} `}{span(one.length_s)} <small>{WORDS[one.name] ?? ""}</small></li>)}</ol>
     {facts.began["why"] && <p class="empty">When it began: {facts.began["why"]}</p>}
   </Section>
@@ -145,7 +146,7 @@ function Plans({ facts }: { facts: Facts }) {
         before === after ? `${name} ${after}` : `${name} ${before} → ${after}`).join(", ")}: WAF {si(one.waf, "FLOP/s")}
         {one.ideal_waf > 0 && ` of ${si(one.ideal_waf, "FLOP/s")} with every slot`}
         {one.origins.length > 0 && `, throughput ${one.origins.join(" and ")}`} <small>record <Seq seq={one.seq} /></small></p>
-      {one.why && <p>Why: {one.why.replace(/^[^:]*: /, "")}; bound by {one.bound}</p>}
+      {one.why && <p>Why: {one.why.replace(/^[^:]*: /, "")}; bound by {one.bound} <Meaning of="what keeps it from earning more" /></p>}
       <Table label={`Rejected by plan ${one.seq}`} max={8} rows={one.beaten} empty="It had no alternative." columns={[
         { name: "Rejected", cell: other => other.what },
         { name: "Slots", cell: other => slots(other.slots) },
@@ -173,23 +174,20 @@ function Effects({ facts }: { facts: Facts }) {
   </Section>
 }
 
+/** On a phone they are shown on request: they are long. */
+const NARROW = matchMedia("(max-width: 480px)")
+
 function Records({ facts, filter }: { facts: Facts; filter: string }) {
-  const [typed, setTyped] = useState(filter)
-  const words = typed.toLowerCase().split(/\s+/).filter(Boolean)
-  const shown = facts.timeline.filter(one => {
-    const text = `${one.seq} ${one.who} ${one.kind} ${one.name} ${one.rank ?? ""} ${one.what}`.toLowerCase()
-    return words.every(word => text.includes(word))
-  })
+  const shown = facts.timeline.filter(one =>
+    hasWords(filter, `${one.seq} ${one.who} ${one.kind} ${one.name} ${one.rank ?? ""} ${one.what}`))
   return <Section title="Records" note={`${shown.length} of ${facts.timeline.length}`}>
-    <p><label>Filter: node, kind, task, word <input type="search" value={typed} onInput={event => {
-      setTyped(event.currentTarget.value)
-      change({ filter: event.currentTarget.value })
-    }} /></label></p>
+    <details open={!NARROW.matches}><summary>The log of this incident</summary>
+    <Filter of="node, kind, task, word" text={filter} />
     <Table label="Records of the incident" rows={shown} max={300} empty="No record has these words." columns={[
       { name: "+ time", right: true, cell: one => span(one.after_s) },
       { name: "Who", cell: one => one.who },
       { name: "What", cell: one => <>{one.other && <b>[{one.name}] </b>}<span class="kind">{one.kind}</span> {one.what}</> },
       { name: "Record", right: true, cell: one => <a href={link("cluster", "", { at: one.seq })} title="The cluster at that moment">{one.seq}</a> },
-    ]} />
+    ]} /></details>
   </Section>
 }

@@ -5,7 +5,7 @@ import { post, type Problem, type Schemas } from "../api"
 import { digits, percent, si, span } from "../format"
 import { useGet } from "../live"
 import { link } from "../route"
-import { Section, Table, Time, Trouble } from "../ui"
+import { Meaning, Section, Table, Time, Trouble } from "../ui"
 import type { ViewProps } from "./index"
 
 type Result = Schemas["DryRunResult"]
@@ -25,7 +25,9 @@ export function PlanPage({ state, at, mayAct }: ViewProps) {
 /** A plan's tasks and its alternatives, the best first. */
 export function Shown({ result, at }: { result: Result; at: string }) {
   const { plan, tasks } = result
-  if (!plan) return <p class="empty">No plan so far.</p>
+  if (!plan) return result.plan_seq === 0 ? <p class="empty">No plan so far.</p>
+    : <p>No plan is in force: every task has ended. The last one is record{" "}
+      <a href={link("plan", "", { at: result.plan_seq })}>{result.plan_seq}</a>, of <Time at_s={result.plan_s} />.</p>
   const best = plan.alternatives[0]
   return <>
     <p>{plan.why || plan.trigger}{best && <>; next: {best.what}, {si(best.waf, "FLOP/s")}</>}</p>
@@ -45,10 +47,10 @@ export function Shown({ result, at }: { result: Result; at: string }) {
     ]} />
     <dl>
       <dt>all</dt><dd>{si(plan.waf, "FLOP/s")} on {plan.num_slots} slots; ideal {si(plan.ideal_waf, "FLOP/s")}</dd>
-      <dt>bound by</dt><dd>{plan.bound || "–"}{result.more_slots > 0 && `; ${result.more_slots} slots more would earn ${si(result.more_waf, "FLOP/s")}`}</dd>
+      <dt>bound by</dt><dd>{plan.bound || "–"}<Meaning of="what keeps the plan from earning more" />{result.more_slots > 0 && `; ${result.more_slots} slots more would earn ${si(result.more_waf, "FLOP/s")}`}</dd>
       {plan.paid_back_s > 0 && <><dt>paid back in</dt><dd>{span(plan.paid_back_s)}</dd></>}
-      <dt>horizon</dt><dd>{span(plan.running_s)}</dd>
-      <dt>transition</dt><dd>{si(result.transition_flop, "FLOP")}</dd>
+      <dt>horizon</dt><dd>{span(plan.running_s)}<Meaning of="how long a plan is expected to last, until the next fault: so long it has to earn what its changes cost" /></dd>
+      <dt>transition</dt><dd>{si(result.transition_flop, "FLOP")}<Meaning of="what is not earned while tasks change" /></dd>
     </dl>
   </>
 }

@@ -6,19 +6,29 @@ import { Chart } from "../chart"
 import { count, digits, si, span } from "../format"
 import { useGet } from "../live"
 import { link } from "../route"
-import { Ago, Section, Severity, State, Table, Time, Trouble } from "../ui"
+import { Ago, Filter, Section, Severity, State, Table, Time, Trouble } from "../ui"
 import type { ViewProps } from "./index"
 
 type Task = Schemas["TaskView"]
 const GIB = 2 ** 30
 
-export function TaskPage({ state, at, of, now_s, recorded, mayAct }: ViewProps) {
-  const task = state.tasks.find(one => String(one.id) === of || one.name === of)
-  if (!of) return <Choice tasks={state.tasks} at={at} />
+export function TaskPage(props: ViewProps) {
+  return props.of ? <One {...props} /> : <Choice {...props} />
+}
+
+function One({ state, at, of, now_s, recorded, mayAct }: ViewProps) {
+  const here = state.tasks.find(one => String(one.id) === of || one.name === of)
+  // One that has ended is asked for: the state has only the newest of those.
+  const { data, problem } = useGet("/v1/tasks/{task}", { task: of, at }, Boolean(here) || !/^\d+$/.test(of))
+  const task = here ?? (data && String(data.id) === of ? data : undefined)
   const number = task?.id ?? Number(of)
+  if (!task && (problem || !Number.isInteger(number))) return <>
+    <p>There is no task {of} at this moment: it was not submitted yet, or left the state long ago.
+      {" "}<a href={link("task", "", { at, filter: of })}>Find a task</a></p>
+    {Number.isInteger(number) && <Faults task={number} at={at} state={state} />}
+  </>
   return <>
-    {task ? <><Summary task={task} now_s={now_s} /><Ranks task={task} at={at} /></>
-      : <p>The task is not in the state at this moment: it was not submitted yet, or left it long ago.</p>}
+    {task && <><Summary task={task} now_s={now_s} /><Ranks task={task} at={at} /></>}
     <Curves task={number} at_s={at ? state.cluster.at_s : undefined} />
     {task && <Holders task={task} />}
     <Faults task={number} at={at} state={state} />
@@ -27,12 +37,32 @@ export function TaskPage({ state, at, of, now_s, recorded, mayAct }: ViewProps) 
   </>
 }
 
-const Choice = ({ tasks, at }: { tasks: Task[]; at: string }) =>
-  <Table label="Tasks" rows={tasks} empty="No task." columns={[
-    { name: "Task", cell: one => <a href={link("task", one.id, { at })}>{one.name}</a> },
-    { name: "State", cell: one => <State of={one.state} /> },
-    { name: "Slots", right: true, cell: one => one.slots.now },
-  ]} />
+const PAGE_NUM = 100
+
+/** All tasks, in pages; a filter is answered by the control plane, which knows also those that ended earlier. */
+function Choice({ state, at, query }: ViewProps) {
+  const filter = query.filter ?? ""
+  const [cursors, setCursors] = useState([""])
+  useEffect(() => { setCursors([""]) }, [filter, at])
+  const { data, problem, busy } = useGet("/v1/tasks", { find: filter, limit: PAGE_NUM, cursor: cursors.at(-1), at })
+  return <Section title="Tasks" note={`${count(state.cluster.num_tasks)}, by number`}>
+    <Filter of="number, name, team, state" text={filter} />
+    <Trouble problem={problem} />
+    <div aria-busy={busy}><Table label="Tasks" rows={data?.items ?? []} empty={data ? "No task." : "reading the tasks…"} columns={[
+      { name: "Number", right: true, cell: one => one.id },
+      { name: "Task", cell: one => <a href={link("task", one.id, { at })}>{one.name}</a> },
+      { name: "State", cell: one => <State of={one.state} /> },
+      { name: "Team", cell: one => one.team },
+      { name: "Submitted", cell: one => <Time at_s={one.submitted_s} /> },
+      { name: "Slots", right: true, cell: one => one.slots.now },
+      { name: "Why", cell: one => one.why },
+    ]} /></div>
+    <p class="tools">
+      <button type="button" disabled={cursors.length === 1} onClick={() => { setCursors(cursors.slice(0, -1)) }}>Page before</button>
+      <button type="button" disabled={!data?.next} onClick={() => { setCursors([...cursors, data!.next]) }}>Next page</button>
+    </p>
+  </Section>
+}
 
 function Summary({ task, now_s }: { task: Task; now_s: number }) {
   const left = task.iterations - task.iteration
