@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from ...events.errors import UsageError
 from ...events.log.identity import SECRET, new_secret
-from ...events.log.port import LeaderPort
+from ...events.log.redis_streams import RedisLog
 from ...events.private_files import read_private, write_private
 from ...events.records.types import OWNER
 from ...events.spec import job
@@ -236,7 +236,7 @@ class Tokens:
         return found
 
 
-async def share(tokens: Tokens, log: LeaderPort, epoch: int) -> set[str]:
+async def share(tokens: Tokens, log: RedisLog, epoch: int) -> set[str]:
     """Take the tokens that former leaders have shared, or in an epoch of one's own share newer
     ones; returns the nodes whose identity was revoked. Raises LogError."""
     if not tokens.merge(await log.tokens(), writes=epoch > 0) and epoch:

@@ -16,7 +16,8 @@ from msgspec import Struct
 
 from ...events import errors
 from ...events.errors import Ambiguous, Conflict, LogError, Unavailable, UsageError
-from ...events.log.port import Batch, LogPort
+from ...events.log.port import Batch
+from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder
 from ...events.records.envelope import Record, Report
 from ...events.records.reports import DeadlineReached, TokenChanged
@@ -89,7 +90,7 @@ class Coordinator:
     it ends, nothing is lost: the intake's cursor moves only with the append.
     """
 
-    def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
+    def __init__(self, log: RedisLog, *, clock: Callable[[], float], nonce: str, code: str,
                  policy: Policy, jitter: random.Random | None = None,
                  limits: Limits | None = None, access: Access | None = None,
                  folder: Folder | None = None, observe: Observe | None = None) -> None:

@@ -9,7 +9,7 @@ import structlog
 
 from ...events.errors import CorruptLog, Fenced, Unavailable
 from ...events.log.identity import RESERVED_NAMES
-from ...events.log.port import LogPort
+from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder
 from ...events.object_storage import reason
 from ...events.process_io import Seldom
@@ -40,7 +40,7 @@ class Leader:
     that the log cannot be trusted.
     """
 
-    def __init__(self, log: LogPort, *, clock: Callable[[], float], nonce: str, code: str,
+    def __init__(self, log: RedisLog, *, clock: Callable[[], float], nonce: str, code: str,
                  policy: Policy, folder: Folder | None = None) -> None:
         """`folder`: where the segments and snapshots of the log are; None: nowhere."""
         self._folder = folder

@@ -10,7 +10,7 @@ import structlog
 
 from ...events.detached_thread import aside
 from ...events.errors import LogError, Unavailable, UsageError
-from ...events.log.port import LogPort
+from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder, SealedLog
 from ...events.object_storage import reason
 from ...events.process_io import Seldom
@@ -26,7 +26,7 @@ _logger = structlog.get_logger("control_plane")
 class Sealer:
     """Seals the log of a leader when its policy says so, and its state is what the log has."""
 
-    def __init__(self, log: LogPort, folder: Folder, leader: Leader,
+    def __init__(self, log: RedisLog, folder: Folder, leader: Leader,
                  state_is_settled: Callable[[], bool]) -> None:
         self._log, self._folder, self._leader = log, folder, leader
         self._is_settled = state_is_settled

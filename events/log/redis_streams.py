@@ -389,7 +389,11 @@ def _no_keys(node: str) -> bytes:
 
 
 class RedisLog:
-    """The log of one cluster on the server at `url`, with every port; connects at the first call.
+    """The log of one cluster on the server at `url`; connects at the first call.
+
+    A cluster has one log (single writer), one intake of reports (delivery at least once), one
+    stream of orders per node, and the latest heartbeats. Methods of the leader raise Conflict (also
+    if the server does not know its epoch any more), Fenced, Ambiguous, Unavailable.
 
     Each blocking reader has a connection of its own; all other calls share one. `keys` sign reports
     and orders and check them. With `identities`, the control plane gives each node a user of its
@@ -471,6 +475,7 @@ class RedisLog:
         return {**found, "appendfsync": pair[1].decode() if pair else ""}
 
     async def check_durable(self) -> None:
+        """Raises Unavailable while the server cannot keep records as the policy asks."""
         if why := durability.failure(await self.settings(), self._policy):
             raise Unavailable(why)
         await self._replicate()
@@ -497,7 +502,10 @@ class RedisLog:
     # --- the leader -----------------------------------------------------------------------------
     async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0,
                           above: int = 0) -> int:
-        """See LeaderPort. After a lost reply one epoch is unused."""
+        """Take the log: start a new epoch above all earlier ones and `above`, which fences older
+        leaders. For `lease_s` no other nonce can take it, unless it is released. Raises Leased
+        while another one has it, and notes `url` as that of a follower; UsageError if the leader
+        has another secret. After a lost reply one epoch is unused."""
         epoch, *leader = await self._run(
             START_EPOCH, self._keys("log", "epoch", "lease", "followers"),
             (nonce, round(1e3 * lease_s), url, self._secret, above))
@@ -510,18 +518,22 @@ class RedisLog:
         return int(epoch)
 
     async def renew(self, nonce: str, *, epoch: int, url: str, lease_s: float) -> list[str]:
+        """Extend the lease by `lease_s` from now; the URLs of the followers. Raises Fenced."""
         args = (nonce, round(1e3 * lease_s), url, self._secret, epoch)
         reply = await self._run(RENEW, self._keys("epoch", "lease", "followers"), args)
         _check_result(reply[:2], epoch, 0)
         return sorted(one.decode() for one in reply[2:])
 
     async def release(self, nonce: str, *, url: str, lease_s: float) -> None:
+        """End this nonce's lease. With `url`, only that follower can take the log for `lease_s`."""
         await self._run(RELEASE, self._keys("lease", "epoch"), (nonce, round(1e3 * lease_s), url))
 
     async def tokens(self) -> bytes:
+        """What `keep_tokens` has stored; empty if nothing."""
         return (await self._ask([("GET", *self._keys("tokens"))]))[0] or b""
 
     async def keep_tokens(self, tokens: bytes, *, epoch: int) -> None:
+        """Store the hashes of the tokens for the next leader. Raises Fenced."""
         reply = await self._run(KEEP_TOKENS, self._keys("epoch", "tokens"), (epoch, tokens))
         _check_result(reply, epoch, 0)
 
@@ -532,7 +544,9 @@ class RedisLog:
 
     async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
                      cursor: str, acked: Mapping[str, int]) -> None:
-        """See LeaderPort; O(records). Raises ValueError for a float that is not finite."""
+        """Append atomically if `epoch` is the current epoch and the last seq is `expect`; with it
+        send the orders, move the intake's cursor ("": not), publish `acked` (source -> source_seq)
+        to the agents. O(records). Raises ValueError for a float that is not finite."""
         wires: list[bytes] = []
         sends: list[tuple[int, str, tuple[bytes, bytes]]] = []
         for place, record in enumerate(records, start=1):
@@ -555,6 +569,7 @@ class RedisLog:
                 await self._replicate()
 
     async def cursor(self) -> str:
+        """The intake's cursor of the last append; "0-0" before the first."""
         (reply,) = await self._ask([("GET", *self._keys("cursor"))])
         return reply.decode() if reply else "0-0"
 
@@ -564,8 +579,8 @@ class RedisLog:
         return sign_order(self._keys_of(node), f"{epoch}-{order.seq}", wire, keys), keys
 
     async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:
-        """See LeaderPort. Those that are unreadable or not of their source are dropped, with a
-        warning."""
+        """Reports after `after`; if there are none, wait at most `wait_s`. Those that cannot be
+        read, or are not of their source, are dropped, with a warning."""
         keys, num = self._keys("moved", "inbox", "reports"), max(1, num_max)
         entries: list[_Entry] = await self._run(TAKE, keys, (after, num))
         if not entries and wait_s > 0:
@@ -682,7 +697,9 @@ class RedisLog:
 
     async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int,
                              acked: Mapping[str, int]) -> None:
-        """See LeaderPort. Raises Fenced."""
+        """Rebuild the order streams with ids of this epoch from the open orders of the fold, and
+        publish `acked`: after a takeover, or an append that stopped before its orders. Raises
+        Fenced."""
         if self._policy.replicas_min:
             await self._replicate()
         (known,) = await self._ask([("SMEMBERS", *self._keys("nodes"))])
@@ -728,7 +745,9 @@ class RedisLog:
 
     async def seal(self, records: Sequence[Record], *, epoch: int, open_orders: Iterable[int]
                    ) -> None:
-        """See LeaderPort. The stream keeps the records of the newest segment."""
+        """Write the records behind the sealed ones to a segment, then drop all before them from the
+        server, and all sealed orders but those in `open_orders` (seqs). Raises Fenced, Conflict,
+        OSError. The stream keeps the records of the newest segment."""
         folder, sealed = self._folder, self._segments
         assert folder is not None
         assert sealed is not None, "open_segments comes first"
@@ -804,7 +823,8 @@ class RedisLog:
 
     # --- agents ---------------------------------------------------------------------------------
     async def send(self, reports: Sequence[Report]) -> None:
-        """Append to the intake, in order. Raises ValueError for a float that is not finite."""
+        """Send reports in order, at least once: on Unavailable or Ambiguous the caller retries.
+        Raises ValueError for a float that is not finite."""
         wires = [sign_report(self._keys_of(report.source.rpartition("/")[0]),
                              codec.encode_report(report)) for report in reports]
         # A list, because an agent may append to it and can do nothing else with that right. With
@@ -815,12 +835,14 @@ class RedisLog:
                             repeatable=False)
 
     async def acked(self, source: str) -> int:
+        """The highest source_seq of this source that is in the log, 0 for none."""
         (reply,) = await self._ask([("HGET", *self._keys("acked"), source)])
         return int(reply or 0)
 
     async def orders(self, node: str, *, after: str, wait_s: float) -> list[SentOrder]:
-        """Orders for this node after `after`, at most ORDERS_NUM_MAX. An entry without the leader's
-        signature is dropped, with a warning. Raises CorruptLog."""
+        """Orders for this node after `after` ("0-0": all open ones), at most ORDERS_NUM_MAX; waits
+        at most `wait_s`. An entry without the leader's signature is dropped, with a warning. Raises
+        CorruptLog."""
         (key,), deadline_s = self._keys(f"orders:{node}"), time.monotonic() + wait_s
         while True:
             wait_s = max(0.0, deadline_s - time.monotonic())
@@ -845,7 +867,7 @@ class RedisLog:
         return signed
 
     async def beat(self, node: str, incarnation: int, num_spooled: int = 0) -> None:
-        """Record a heartbeat: an entry whose id is the server's time."""
+        """Send a heartbeat, an entry whose id is the server's time. `num_spooled` reports wait."""
         await self._ask([("XADD", *self._keys(f"beat:{node}"), "MAXLEN", BEATS_NUM_KEPT, "*",
                           "i", incarnation, "s", num_spooled)])
 

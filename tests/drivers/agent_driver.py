@@ -18,7 +18,6 @@ import msgspec
 from aiohttp import web
 from unicron.events.errors import Ambiguous, Unavailable
 from unicron.events.log.identity import SECRET_BYTES, Identities
-from unicron.events.log.port import LogPort
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records.envelope import Record, Report
 from unicron.events.records.orders import Order, StartRank, StopRank
@@ -137,7 +136,7 @@ def processes_with(text: str) -> list[str]:
 class Leader:
     """Appends reports to the log in source order, and issues orders. Decides nothing."""
 
-    def __init__(self, log: LogPort) -> None:
+    def __init__(self, log: RedisLog) -> None:
         self.log = log
         self.records: list[Record] = []
         self.epoch = 0
@@ -224,7 +223,7 @@ def start(shim: Shim, argv: Sequence[str], log_path: Path, marker: tuple[str, st
 class LocalNode:
     """A leader and an agent in this process, on one log. The agent's ranks are real processes."""
 
-    def __init__(self, log: LogPort, state_dir: Path, **changes: Any) -> None:
+    def __init__(self, log: RedisLog, state_dir: Path, **changes: Any) -> None:
         script = state_dir / "rank.py"
         script.write_text(RANK)
         self.leader = Leader(log)
@@ -250,7 +249,7 @@ class LocalNode:
 
 
 @asynccontextmanager
-async def local_node(log: LogPort, state_dir: Path, **changes: Any) -> AsyncGenerator[LocalNode]:
+async def local_node(log: RedisLog, state_dir: Path, **changes: Any) -> AsyncGenerator[LocalNode]:
     one = LocalNode(log, state_dir, **changes)
     leading = asyncio.create_task(one.leader.run())
     one.serving = asyncio.create_task(one.agent.run(one.stop))

@@ -1,4 +1,4 @@
-"""The log in memory: implements every port, for tests and the simulated cluster.
+"""The log in memory: as RedisLog, for tests and the simulated cluster.
 
 It never reads real time: the constructor takes the clock, and waits use the timers of the running
 loop, so a loop with virtual time can drive it.
@@ -60,7 +60,6 @@ class MemoryLog:
     # --- the leader -----------------------------------------------------------------------------
     async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0,
                           above: int = 0) -> int:
-        """See LeaderPort."""
         outcome = self._outcome("start_epoch")
         if outcome != "lost":
             holder, leader, until_s = self._lease
@@ -77,7 +76,6 @@ class MemoryLog:
         return self._reply(outcome, self._epoch)
 
     async def renew(self, nonce: str, *, epoch: int, url: str, lease_s: float) -> list[str]:
-        """See LeaderPort."""
         outcome = self._outcome("renew")
         if outcome != "lost":
             if epoch > self._epoch:
@@ -89,18 +87,15 @@ class MemoryLog:
             one for one, at_s in self._followers.items() if self._clock() - at_s <= 2.0))
 
     async def release(self, nonce: str, *, url: str, lease_s: float) -> None:
-        """See LeaderPort."""
         outcome = self._outcome("release")
         if outcome != "lost" and self._lease[0] == nonce:
             self._lease, self._nonce = ("", url, self._clock() + lease_s * bool(url)), ""
         self._reply(outcome, None)
 
     async def tokens(self) -> bytes:
-        """See LeaderPort."""
         return self._reply(self._outcome("tokens"), self._tokens)
 
     async def keep_tokens(self, tokens: bytes, *, epoch: int) -> None:
-        """See LeaderPort."""
         outcome = self._outcome("keep_tokens")
         if outcome != "lost":
             if epoch != self._epoch:
@@ -110,7 +105,7 @@ class MemoryLog:
 
     async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
                      cursor: str, acked: Mapping[str, int]) -> None:
-        """See LeaderPort. Raises ValueError for a float that is not finite."""
+        """Raises ValueError for a float that is not finite."""
         for place, record in enumerate(records, start=1):
             assert record.seq == expect + place, f"seq {record.seq} instead of {expect + place}"
             assert record.epoch == epoch, f"record of epoch {record.epoch} in epoch {epoch}"

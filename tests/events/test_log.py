@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from memory_log import MemoryLog, Outcome
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Leased, Unavailable, UsageError
-from unicron.events.log.port import LogPort
+from unicron.events.log.redis_streams import RedisLog
 from unicron.events.log.segments import Folder
 from unicron.events.records import reports
 from unicron.events.records.envelope import Record, Report
@@ -22,7 +22,7 @@ from unicron.events.records.orders import Quiesce, Resume
 from unicron.events.records.types import Body
 
 TEST_S_MAX = 30.0
-Open = Callable[[], AbstractAsyncContextManager[LogPort]]
+Open = Callable[[], AbstractAsyncContextManager[RedisLog]]
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -38,19 +38,19 @@ def opened(request: pytest.FixtureRequest) -> Open:
     log = MemoryLog(clock=time.monotonic)
 
     @asynccontextmanager
-    async def one() -> AsyncGenerator[LogPort]:
+    async def one() -> AsyncGenerator[RedisLog]:
         yield log
 
     return one
 
 
 @pytest.fixture
-def log(opened: Open) -> AbstractAsyncContextManager[LogPort]:
+def log(opened: Open) -> AbstractAsyncContextManager[RedisLog]:
     return opened()
 
 
 @pytest.fixture
-def agent(opened: Open) -> AbstractAsyncContextManager[LogPort]:
+def agent(opened: Open) -> AbstractAsyncContextManager[RedisLog]:
     """Another client of the same log."""
     return opened()
 
@@ -70,13 +70,13 @@ def report(source_seq: int, source: str = "n1/7") -> Report:
                   body=reports.NodeLeft(node="n1", incarnation=7, reason=f"r{source_seq}"))
 
 
-async def put(log: LogPort, *records: Record, cursor: str = "",
+async def put(log: RedisLog, *records: Record, cursor: str = "",
               acked: dict[str, int] | None = None) -> None:
     await log.append(records, epoch=records[0].epoch, expect=records[0].seq - 1, cursor=cursor,
                      acked=acked or {})
 
 
-async def test_an_empty_log(log: LogPort) -> None:
+async def test_an_empty_log(log: RedisLog) -> None:
     assert await log.last_seq() == 0
     assert await log.read(after=0, num_max=10) == []
     assert await log.cursor() == "0-0"
@@ -172,7 +172,7 @@ async def test_only_the_leader_keeps_tokens(opened: Open) -> None:
         assert await second.tokens() == b"some"
 
 
-async def test_a_wrong_seq_is_a_conflict_and_changes_nothing(log: LogPort) -> None:
+async def test_a_wrong_seq_is_a_conflict_and_changes_nothing(log: RedisLog) -> None:
     epoch = await log.start_epoch("x")
     await put(log, record(1, epoch), record(2, epoch))
     for seq in (1, 2, 4, 9):
@@ -184,7 +184,7 @@ async def test_a_wrong_seq_is_a_conflict_and_changes_nothing(log: LogPort) -> No
     assert await log.orders("n1", after="0-0", wait_s=0) == []
 
 
-async def test_append_is_atomic(log: LogPort, agent: LogPort) -> None:
+async def test_append_is_atomic(log: RedisLog, agent: RedisLog) -> None:
     epoch = await log.start_epoch("x")
     quiesce = record(2, epoch, Quiesce(nodes=("n1", "n2"), task=1, generation=1,
                                        mode="now", ranks=(0, 1)))
@@ -222,7 +222,7 @@ async def test_sealed_orders_that_are_closed_leave_the_server(
 
 
 async def test_rebuilt_orders_replace_all_streams_and_are_read_again(
-        log: LogPort, agent: LogPort) -> None:
+        log: RedisLog, agent: RedisLog) -> None:
     first = await log.start_epoch("a")
     batch = [order(1, first, "n1"), order(2, first, "n1", "n2"), order(3, first, "n3")]
     await put(log, *batch)
@@ -243,7 +243,7 @@ async def test_rebuilt_orders_replace_all_streams_and_are_read_again(
         assert await agent.orders(node, after="0-0", wait_s=0) == []
 
 
-async def test_reports_are_taken_in_order_behind_a_cursor(log: LogPort, agent: LogPort) -> None:
+async def test_reports_are_taken_in_order_behind_a_cursor(log: RedisLog, agent: RedisLog) -> None:
     sent = [report(number) for number in range(1, 8)]
     await agent.send([])
     await agent.send(sent[:5])
@@ -262,7 +262,7 @@ async def test_reports_are_taken_in_order_behind_a_cursor(log: LogPort, agent: L
 
 
 async def test_a_blocking_take_ends_with_a_report_or_a_timeout(
-        log: LogPort, agent: LogPort) -> None:
+        log: RedisLog, agent: RedisLog) -> None:
     start = time.monotonic()
     assert (await log.take(after="0-0", num_max=9, wait_s=0.3)).reports == ()
     assert time.monotonic() - start > 0.25
@@ -276,7 +276,7 @@ async def test_a_blocking_take_ends_with_a_report_or_a_timeout(
 
 
 async def test_blocking_orders_of_two_nodes_through_one_client(
-        log: LogPort, agent: LogPort) -> None:
+        log: RedisLog, agent: RedisLog) -> None:
     epoch = await log.start_epoch("x")
     one = asyncio.create_task(agent.orders("n1", after="0-0", wait_s=20.0))
     two = asyncio.create_task(agent.orders("n2", after="0-0", wait_s=20.0))
@@ -289,7 +289,7 @@ async def test_blocking_orders_of_two_nodes_through_one_client(
     assert [sent.record.seq for sent in await one] == [2]
 
 
-async def test_a_cancelled_wait_leaves_the_client_usable(log: LogPort) -> None:
+async def test_a_cancelled_wait_leaves_the_client_usable(log: RedisLog) -> None:
     for _ in range(3):
         waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=20.0))
         await asyncio.sleep(0.05)
@@ -300,7 +300,7 @@ async def test_a_cancelled_wait_leaves_the_client_usable(log: LogPort) -> None:
     assert len((await log.take(after="0-0", num_max=9, wait_s=5.0)).reports) == 1
 
 
-async def test_beats_keep_the_newest_incarnation(log: LogPort, agent: LogPort) -> None:
+async def test_beats_keep_the_newest_incarnation(log: RedisLog, agent: RedisLog) -> None:
     await agent.beat("n2", 1700000000001)
     await agent.beat("n1", 1700000000005)
     await asyncio.sleep(0.2)
@@ -314,7 +314,7 @@ async def test_beats_keep_the_newest_incarnation(log: LogPort, agent: LogPort) -
     assert two.age_s >= 0.19
 
 
-async def test_a_non_finite_number_is_refused(log: LogPort) -> None:
+async def test_a_non_finite_number_is_refused(log: RedisLog) -> None:
     epoch = await log.start_epoch("x")
     bad = reports.NodeUnreachable(node="n1", incarnation=1, silence_s=math.nan)
     with pytest.raises(ValueError, match="silence_s is nan"):
@@ -327,7 +327,7 @@ async def test_a_non_finite_number_is_refused(log: LogPort) -> None:
 
 async def test_two_leaders_race_and_nothing_is_lost_or_doubled(opened: Open) -> None:
 
-    async def lead(log: LogPort, name: str, acknowledged: list[tuple[int, int]]) -> None:
+    async def lead(log: RedisLog, name: str, acknowledged: list[tuple[int, int]]) -> None:
         epoch, seq = await log.start_epoch(name), await log.last_seq()
         while seq < 60:
             try:

@@ -12,7 +12,8 @@ from simulated.environment import Environment
 from simulated.rank import SimulatedRank
 from simulated.rank_monitor import WATCH_S, SimulatedRankMonitor
 from unicron.events.errors import Ambiguous, Unavailable
-from unicron.events.log.port import AgentPort, SentOrder
+from unicron.events.log.port import SentOrder
+from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Report
@@ -83,7 +84,7 @@ class SimulatedAgent:
     lost: unsent reports in the spool are lost too.
     """
 
-    def __init__(self, net: Environment, port: AgentPort, *, node: str, incarnation: int,
+    def __init__(self, net: Environment, port: RedisLog, *, node: str, incarnation: int,
                  num_slots: int, clock: Callable[[], float],
                  fall: Callable[[], None]) -> None:
         self.net, self.port, self._clock, self._fall = net, port, clock, fall

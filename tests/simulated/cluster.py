@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from simulated.agent import SimulatedAgent, SimulatedProcess
 from simulated.environment import Environment, Tempo
-from unicron.events.log.port import AgentPort
+from unicron.events.log.redis_streams import RedisLog
 
 
 class SimulatedCluster:
     """All simulated nodes. `port_of` makes a node's port to the log; `clock` is in seconds."""
 
-    def __init__(self, seed: int, *, port_of: Callable[[str], AgentPort],
+    def __init__(self, seed: int, *, port_of: Callable[[str], RedisLog],
                  clock: Callable[[], float], tempo: Tempo | None = None) -> None:
         self.net = Environment(seed, tempo or Tempo())
         self._port_of, self._clock = port_of, clock

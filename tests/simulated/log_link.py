@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 from unicron.events.errors import Ambiguous, Unavailable
-from unicron.events.log.port import AgentPort, SentOrder
+from unicron.events.log.port import SentOrder
+from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records.envelope import Report
 
 
@@ -30,9 +31,9 @@ NO_FAULTS = LinkFaults()
 
 
 class SimulatedLogLink:
-    """Wraps an AgentPort. `cut` makes the log unreachable; `link_faults` can be changed."""
+    """Wraps an RedisLog. `cut` makes the log unreachable; `link_faults` can be changed."""
 
-    def __init__(self, inner: AgentPort, rng: random.Random,
+    def __init__(self, inner: RedisLog, rng: random.Random,
                  link_faults: LinkFaults = NO_FAULTS) -> None:
         self._inner, self._rng = inner, rng
         self.link_faults = link_faults

@@ -19,7 +19,7 @@ from unicron.control_plane.state.cluster import ClusterState, state_hash
 from unicron.control_plane.state.task import Task
 from unicron.control_plane.throughput.layout_search import modelled
 from unicron.events.errors import Ambiguous, Conflict, Fenced, SpecError, Unavailable
-from unicron.events.log.port import AgentPort
+from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 from unicron.events.records.orders import StopRank
@@ -124,7 +124,7 @@ class World:
             if not (rank.stopped_s or news or late):
                 self.cluster.net.never(f"{order} ends a rank that has continued")
 
-    def _port_of(self, node: str) -> AgentPort:
+    def _port_of(self, node: str) -> RedisLog:
         if node not in self.links:
             self.links[node] = SimulatedLogLink(AgentLog(self.log, self.server),
                                          random.Random(f"{self.seed} {node}"))

@@ -12,7 +12,7 @@ from functools import partial
 import structlog
 
 from ...events.errors import Ambiguous, Unavailable
-from ...events.log.port import AgentPort
+from ...events.log.redis_streams import RedisLog
 from ...events.records.reports import (
     AGENT_STOPS,
     AgentRestarted,
@@ -61,7 +61,7 @@ class Agent:
     `drain_s_max`: how long a stopping agent waits for its ranks to leave; 0: it does not.
     """
 
-    def __init__(self, node: NodeConfig, port: AgentPort, clock: Callable[[], float], pid: int, *,
+    def __init__(self, node: NodeConfig, port: RedisLog, clock: Callable[[], float], pid: int, *,
                  spool: Spool, left: list[Spool], shim: Shim,
                  sources: HealthSources | None = None,
                  rejoin: Callable[[], Awaitable[None]] | None = None,

@@ -26,7 +26,7 @@ from unicron.control_plane.state.cluster import DECIDER_VERSION, ClusterState, s
 from unicron.events.errors import Fenced, NewerLog, Unavailable, UsageError
 from unicron.events.log import embedded_server
 from unicron.events.log.identity import SECRET_BYTES, Identities
-from unicron.events.log.port import Batch, Heartbeat, LogPort
+from unicron.events.log.port import Batch, Heartbeat
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import reports as r
 from unicron.events.records.codec import UnknownBody
@@ -61,7 +61,7 @@ def virtual_clock() -> float:
 
 
 @asynccontextmanager
-async def leading(log: LogPort, nonce: str = "a", *, clock: Callable[[], float] = virtual_clock,
+async def leading(log: RedisLog, nonce: str = "a", *, clock: Callable[[], float] = virtual_clock,
                   policy: Policy = POLICY, limits: Limits | None = None
                   ) -> AsyncIterator[Coordinator]:
     """A coordinator that leads. At the end it is cancelled, as if its process had died."""
@@ -77,7 +77,7 @@ async def leading(log: LogPort, nonce: str = "a", *, clock: Callable[[], float] 
         await asyncio.sleep(LEASE_S)
 
 
-async def until(log: LogPort, *kinds: str, s_max: float = 60.0) -> list[Record]:
+async def until(log: RedisLog, *kinds: str, s_max: float = 60.0) -> list[Record]:
     """The whole log, once it holds a record of each kind."""
     deadline = asyncio.get_running_loop().time() + s_max
     while True:
@@ -194,7 +194,7 @@ class StoppableLog(MemoryLog):
 
 
 @asynccontextmanager
-async def running(log: LogPort, nonce: str, access: Any = None
+async def running(log: RedisLog, nonce: str, access: Any = None
                   ) -> AsyncIterator[tuple[Coordinator, asyncio.Task[None]]]:
     """A coordinator that leads or follows; cancelled at the end."""
     made = Coordinator(log, clock=virtual_clock, nonce=nonce, code="test", policy=POLICY,

@@ -11,7 +11,7 @@ from typing import Protocol
 import structlog
 
 from ....events.errors import Ambiguous, LogError, Unavailable
-from ....events.log.port import AgentPort
+from ....events.log.redis_streams import RedisLog
 from ....events.records.types import Body
 from .log_link import LogLink, backoff_s
 from .spool import NO_SLOT, Spool
@@ -56,7 +56,7 @@ class _Channel:
 class Outbox:
     """Delivers `left`, the spools of earlier incarnations, then `spool`, this agent's own."""
 
-    def __init__(self, port: AgentPort, link: LogLink, spool: Spool,
+    def __init__(self, port: RedisLog, link: LogLink, spool: Spool,
                  left: Sequence[Spool] = ()) -> None:
         self._port = port
         self._link = link
