@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from msgspec import field
+
 from ..spec.job import JobSpec
 from ..spec.model import Modelled
 from ..spec.policy import Policy
@@ -366,7 +368,8 @@ class ReconfigureFailed(RankReport, frozen=True):
 class TaskProgressed(Body, frozen=True):
     """Finished iterations, reported by the first member: after Resume, then at most every second.
 
-    `losses[i]` and `step_s[i]` belong to iteration `first_iteration + i`.
+    `losses[i]` and `step_s[i]` belong to iteration `first_iteration + i`. `digests`: of the state
+    with which an iteration began, by iteration; 16 hex digits.
     """
 
     task: int
@@ -380,6 +383,7 @@ class TaskProgressed(Body, frozen=True):
     """Micro-batches in each optimizer step: always the whole global batch."""
     skipped: int = 0
     """Iterations so far that took no step because their gradient was not finite."""
+    digests: dict[int, str] = field(default_factory=dict[int, str])
 
 
 class LossNotFinite(Body, frozen=True):

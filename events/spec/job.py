@@ -237,7 +237,8 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     parameter; without it, a fault during a reduction redoes the iteration from its start.
     `reproducible` bitwise: gradients are summed exactly, in integers of `reproducible_bits`, so
     that a run through faults ends with the bits of the run without; what cannot do so trains with
-    rounding, or with `required` is refused.
+    rounding, or with `required` is refused. Bitwise, replicas compare the digests of their states
+    every `digest_every` iterations; 0: never.
     `parallel`: the layouts that the planner may choose from; default: data-parallel only.
     """
 
@@ -259,6 +260,7 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kept_sum: bool = True
     reproducible: Literal["rounding", "bitwise", "required"] = "rounding"
     reproducible_bits: Literal[64, 32] = 64
+    digest_every: int = 100
     parallel: Parallel = field(default_factory=Parallel)
 
     @property
@@ -441,7 +443,7 @@ def _check_train(train: Train, slots: Slots) -> None:
          f"{slots.max} ranks, but an iteration has {train.num_micro_batches} micro-batches",
          "raise train.batch.global, lower train.batch.micro or slots.max")
     need_count(train.iterations, "train.iterations")
-    for name in ("checkpoint_every", "copy_every", "bucket_params"):
+    for name in ("checkpoint_every", "copy_every", "bucket_params", "digest_every"):
         need_count(getattr(train, name), f"train.{name}", least=0)
     need(train.overlap or not train.bucket_params, "train.bucket_params",
          "without overlap there is one bucket", "write overlap: true, or leave it out")

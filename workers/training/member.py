@@ -112,7 +112,8 @@ class Member:
             OwnFormat(self.train.output, self.train.checkpoint_every, start.task, control.tell),
             *work.exports)]
         self.iteration.before_change = self._detach_snapshots
-        self.iteration.is_read_after = lambda at: at >= self.train.iterations or any(
+        self.iteration.is_read_after = lambda at: at >= self.train.iterations or (
+            self.iteration.is_checked(at)) or any(
             self._is_due(at, every) for every in (self.train.copy_every, *(
                 saver.every for saver in self.savers)))
         self.iteration.is_saving = lambda: any(
@@ -279,7 +280,8 @@ class Member:
                        self.iteration.run())
             if outcome in ("stepped", "boundary"):
                 at += 1
-                if clock() - self.reported_s >= PROGRESS_S and not self.control.is_behind:
+                if (clock() - self.reported_s >= PROGRESS_S and not self.control.is_behind
+                        and at < self.train.iterations):
                     self._report_progress()
                 self._take_due_checkpoints(at)
                 self._exit_if_too_many_abandoned(outcome)
@@ -287,6 +289,8 @@ class Member:
                 if not self.joined:  # `run_collectively` has left the generation
                     return False
         self.pulse.mark("boundary", OUTSIDE_CODE)
+        if outcome == "stepped":
+            outcome = self.iteration.check_end(is_standby=self.is_standby) or outcome
         self._report_progress()
         if outcome == "stepped":
             if not self.is_standby:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .digest import digest
+
 HEADROOM_BITS = 10
 """A micro-batch's gradient may be 2^10 times the largest element of the last reduced gradient."""
 FIRST_BITS = 9
@@ -29,7 +31,8 @@ class ExactSum:
     `exponents` [parameters], int32, is state: for each parameter the power of two that no element
     of a micro-batch's gradient may exceed, without the loss scale. If one does, the iteration runs
     again with 2^10 times as much. `spans` has the place of each parameter: its buffer
-    and its elements there.
+    and its elements there. If `is_checked`, `check` adds up the digests of all summands: it is then
+    the digest of the sum, unless its memory has changed.
     """
 
     def __init__(self, params: Sequence[Any], buffers: Sequence[Any], device: torch.device, *,
@@ -45,6 +48,8 @@ class ExactSum:
         self._sizes = [buffer.grad_data.numel() for buffer in buffers]
         self._device = device
         self._range_bits = bits - 2 - (num_summands * USES_NUM_MAX - 1).bit_length()
+        self.is_checked = False
+        self.check = torch.zeros((), dtype=torch.int64, device=device)
         self._flat: list[Tensor] = []
         self._views: list[Tensor] = []
         zeros = torch.zeros(len(params), device=device)
@@ -94,6 +99,15 @@ class ExactSum:
                           for size in self._sizes]
             self._views = [self._flat[at][span] for at, span in self.spans]
         self._tops.zero_()
+        self.check.zero_()
+
+    def digest(self) -> Tensor:
+        """The digest of the sum, on the device."""
+        return torch.stack([self._digest(*item) for item in enumerate(self._views)]).sum()
+
+    def _digest(self, index: int, integers: Tensor) -> Tensor:
+        shape = self.params[index].shape
+        return digest(integers.view(shape), (0,) * len(shape), index)
 
     def release(self) -> None:
         """Free the memory of the sum."""
@@ -105,13 +119,17 @@ class ExactSum:
         for mine, theirs in zip(self._views, other._views, strict=True):
             mine.copy_(theirs)
         self._tops.copy_(other._tops)
+        self.check.copy_(other.check)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a micro-batch's gradient of parameter `index`, without a wait for the device."""
         flat = gradient.reshape(-1).float()
         top = self._top_of[index]
         torch.maximum(top, largest(flat), out=top)
-        self._views[index].add_((flat * self._scale_of[index]).round_().to(self.dtype))
+        integers = (flat * self._scale_of[index]).round_().to(self.dtype)
+        self._views[index].add_(integers)
+        if self.is_checked:
+            self.check.add_(self._digest(index, integers))
 
     def _take(self, index: int, param: Any) -> None:
         self.add(index, param.grad)

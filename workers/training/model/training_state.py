@@ -46,6 +46,7 @@ class Numbers(Struct, kw_only=True):
     losses: list[float]
     step_s: list[float]
     auxiliary_losses: dict[str, float] = {}
+    digests: dict[int, str] = {}
 
 
 def tensors(trainee: TrainingModel) -> dict[str, Tensor]:
@@ -85,7 +86,7 @@ def numbers(trainee: TrainingModel, step_version: int, history: History) -> Numb
                      for scaler in _dynamic(trainee)],
         adam_step=_adam_step(trainee),
         first_loss=history.first, losses=list(history.losses), step_s=list(history.step_s),
-        auxiliary_losses=dict(trainee.experts.losses),
+        auxiliary_losses=dict(trainee.experts.losses), digests=dict(history.digests),
     )
 
 
@@ -103,7 +104,7 @@ def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
     trainee.scheduler.num_steps = new.scheduled_samples
     trainee.scheduler.step(0)
     trainee.experts.losses = dict(new.auxiliary_losses)
-    history.replace(new.first_loss, new.losses, new.step_s)
+    history.replace(new.first_loss, new.losses, new.step_s, new.digests)
     return new.step_version
 
 

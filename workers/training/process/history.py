@@ -19,6 +19,8 @@ class History:
         self.first = 0
         self.losses: list[float] = []
         self.step_s: list[float] = []
+        self.digests: dict[int, str] = {}
+        """By iteration: the digest of the state with which it began (step/corruption.py)."""
 
     @property
     def end(self) -> int:
@@ -32,14 +34,17 @@ class History:
 
     def add(self, iteration: int, loss: float, step_s: float) -> None:
         """Record `iteration`; discard earlier records of it and of later iterations."""
+        if iteration < self.end:
+            self.digests = {at: one for at, one in self.digests.items() if at <= iteration}
         if not self.first <= iteration <= self.end:
-            self.replace(iteration, [], [])
+            self.replace(iteration, [], [], self.digests)
         del self.losses[iteration - self.first :], self.step_s[iteration - self.first :]
         self.losses.append(loss)
         self.step_s.append(step_s)
 
-    def replace(self, first: int, losses: list[float], step_s: list[float]) -> None:
-        self.first, self.losses, self.step_s = first, losses, step_s
+    def replace(self, first: int, losses: list[float], step_s: list[float],
+                digests: dict[int, str] | None = None) -> None:
+        self.first, self.losses, self.step_s, self.digests = first, losses, step_s, digests or {}
 
     def tell(self, begin: int, *, task: int, generation: int, micro_batches: int,
              flops: float, skipped: int) -> Iterator[Body]:
@@ -58,7 +63,9 @@ class History:
                 yield TaskProgressed(task=task, generation=generation, first_iteration=begin,
                                      losses=losses, step_s=step_s,
                                      rate_flops=flops * len(losses) / max(math.fsum(step_s), 1e-9),
-                                     micro_batches=micro_batches, skipped=skipped)
+                                     micro_batches=micro_batches, skipped=skipped,
+                                     digests={at: self.digests[at] for at in range(begin, end + 1)
+                                              if at in self.digests})
             else:
                 text = repr(self.losses[end - self.first])
                 end += 1

@@ -35,19 +35,22 @@ LIMB_BITS, LIMBS_NUM = 40, 18
 
 class ExactBarrier(NamedTuple):
     """What a member adds to the step barrier, as integers: parameters with an element above its
-    bound, and with one that is not finite; then the limbs of the sum of squares."""
+    bound, and with one that is not finite; then the limbs of the sum of squares, and what the
+    members compare (corruption.py)."""
 
     num_overflows: int
     num_not_finite: int
     limbs: tuple[int, ...] = (0,) * LIMBS_NUM
+    checks: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, values: list[int]) -> ExactBarrier:
-        return cls(values[0], values[1], tuple(values[2:]))
+        end = 2 + LIMBS_NUM
+        return cls(values[0], values[1], tuple(values[2:end]), tuple(values[end:]))
 
     @property
     def values(self) -> list[int]:
-        return [self.num_overflows, self.num_not_finite, *self.limbs]
+        return [self.num_overflows, self.num_not_finite, *self.limbs, *self.checks]
 
     @property
     def norm_square(self) -> float:

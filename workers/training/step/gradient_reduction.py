@@ -138,6 +138,8 @@ class Reduction:
         """Whether the last failed reduction has left no local gradients (`train.kept_sum`)."""
         self.router_sums = trainee.experts.sums()
         """Those over all members, after a reduction."""
+        self.checks: tuple[int, ...] = ()
+        """Those of all members, after an exact barrier."""
         self._trainee = trainee
         self._control, self._communicators = control, communicators
         self._note = note
@@ -240,6 +242,7 @@ class Reduction:
             dist.all_reduce(values)
             self._note("passed")
             found = ExactBarrier.of(values.tolist())
+            self.checks = found.checks
             return (StepBarrier(found.norm_square, found.num_not_finite, found.num_overflows),
                     1.0 if scale is None else scale.item())
 

@@ -12,8 +12,11 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic as clock
+from typing import Literal
 
 import structlog
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ....events.errors import UsageError
@@ -29,6 +32,7 @@ from ..process.trace import Event, Marks, Trace
 from ..recovery.settlement import MemberAssignment, Settlement, assign_micro_batches
 from ..recovery.state_sources import NO_STATE, Claim, HeldState
 from . import forward_backward
+from .corruption import Checks, CorruptionError, Values, no_values
 from .exact_reduction import ExactBarrier
 from .gradient_reduction import Outcome, Reduction, Stats, StepBarrier, on_device
 from .losses import Losses
@@ -128,6 +132,7 @@ class Iteration:
 
     def _use_model(self, trainee: TrainingModel) -> None:
         self.trainee = trainee
+        self._checks = Checks(trainee)
         self.is_stuck = self.is_ready = False
         self.marks.passes = COLLECTIVE_CODE if trainee.replica_size > 1 else OWN_CODE
         self.reduction = Reduction(trainee, self._control, self._communicators, self._note,
@@ -161,6 +166,7 @@ class Iteration:
         self._clear()
         self.step_version = step_version
         self.owned, self.begun, self._gate, self.redone = (), False, None, 0
+        self._checks.forget(state=True)
 
     def finish_step(self, settlement: Settlement, share: MemberAssignment) -> None:
         """If the settlement says so, take the step for which this member is ready."""
@@ -179,6 +185,7 @@ class Iteration:
             assert not share.kept
             self._clear()
         self.step_version, self.redone = step_version, redone
+        self._checks.forget()
         self.owned = tuple(sorted((*share.kept, *share.todo)))
         self.assigned_in = generation
         # A member that is assigned a part of a begun iteration has begun it too.
@@ -206,11 +213,17 @@ class Iteration:
         if self.trained_in != generation:
             self.trained_in, self._gate = generation, None
         self.trainee.scale_auxiliary_losses()
+        exact, is_checked = self.trainee.exact, self.is_checked(self.step_version)
+        if is_checked:
+            self._checks.begin(self.step_version)
         while True:
             todo = [item for item in self.owned if item not in self.done]
-            if self.trainee.exact is not None:
-                self.trainee.exact.begin(scale_of(self.trainee.optimizer), self.redone)
+            if exact is not None:
+                exact.is_checked = is_checked
+                exact.begin(scale_of(self.trainee.optimizer), self.redone)
             outcome = self._expect_gather(will_pass=bool(todo))
+            if outcome is None and is_checked and not self.done:
+                outcome = self._probe()
             if outcome is None:
                 outcome = self._pass(todo)
                 if outcome is not None and not self.trainee.is_gathered:
@@ -227,7 +240,14 @@ class Iteration:
             if isinstance(stats, str):
                 return stats
             if self.trainee.exact is not None:
-                found = self.reduction.exact_barrier(ExactBarrier(0, 0))
+                is_checked = self.is_checked(iteration)
+                found = self.reduction.exact_barrier(ExactBarrier(0, 0, checks=no_values(
+                    self._communicators.axes) if is_checked else ()))
+                if is_checked and not isinstance(found, str) and (
+                        outcome := self._judge(found[0])) is not None:
+                    if outcome == "repeated":
+                        continue
+                    return outcome
             elif not is_fully_replicated(self._communicators.axes, self.trainee.train.parallel):
                 found = self.reduction.step_barrier(
                     on_device(StepBarrier(0.0), self.trainee.device))
@@ -256,8 +276,78 @@ class Iteration:
         self.is_stuck = self.is_stuck or self.reduction.was_abandoned
         return found
 
+    # --- silent data corruption (corruption.py) ---
+    def is_checked(self, step_version: int) -> bool:
+        """Whether the members compare their states in this iteration, before its step."""
+        every = self.trainee.train.digest_every if self.trainee.exact is not None else 0
+        return every > 0 and step_version > 0 and step_version % every == 0
+
+    def check_end(self, *, is_standby: bool) -> Outcome | None:
+        """After the last iteration: compare the states. None if all are well."""
+        if self.trainee.exact is None or not self.trainee.train.digest_every:
+            return None
+
+        def exchange() -> None:
+            values = torch.tensor(no_values(self._communicators.axes) if is_standby else
+                                  self._checks.values(self.step_version, has_sum=False),
+                                  device=self.trainee.device)
+            dist.all_reduce(values)
+            self.reduction.checks = tuple(values.tolist())
+
+        failed = self.beside(exchange)
+        if failed is not None:
+            return failed
+        return None if (outcome := self._judge(None)) == "repeated" else outcome
+
+    def _own_checks(self, exact: ExactBarrier) -> Values:
+        if not self.is_checked(self.step_version):
+            return ()
+        return self._checks.values(self.step_version, has_sum=self.trainee.train.kept_sum and not (
+            exact.num_overflows or exact.num_not_finite))
+
+    def _judge(self, gate: StepBarrier | None) -> Outcome | Literal["repeated"] | None:
+        """Compare what all members have told. Raises CorruptionError if this one is wrong; if
+        another is, the iteration has failed. "repeated": all run it again."""
+        axes = self._communicators.axes
+        verdict = self._checks.judge(self.reduction.checks, axes, probes_count=(
+            gate is not None and not gate.num_overflows))
+        own = self._communicators.place
+        for note in verdict.notes if own == 0 else ():
+            log.warning(note, iteration=self.step_version)
+        if own in verdict.wrong:
+            raise CorruptionError(f"silent data corruption in rank {self.trace.rank}, iteration "
+                                  f"{self.step_version}: {verdict.wrong[own]}")
+        if verdict.wrong:
+            self._undo()
+            if {coordinates(axes, place).dp for place in verdict.wrong} & {
+                    coordinates(axes, own).dp}:
+                self._clear_sums()
+            self.reduction.why = "; ".join(f"silent data corruption at position {place}: {why}"
+                                           for place, why in verdict.wrong.items())
+            return "failed"
+        if verdict.repeats:
+            log.warning("replicas differ in the gradient of a micro-batch: the iteration is done "
+                        "again", iteration=self.step_version)
+            return "repeated"
+        if self.step_version != NO_STATE:
+            self.history.digests[self.step_version] = verdict.digest
+        return None
+
+    def _probe(self) -> Outcome | None:
+        """Compute the gradient of one micro-batch, the same on all replicas, and its digest."""
+        exact, axes = self.trainee.exact, self.trainee.axes
+        if exact is None or axes.dp == 1:
+            return None
+        train = self.trainee.train
+        outcome = self._pass([self.step_version // train.digest_every % train.num_micro_batches],
+                             is_probe=True)
+        if outcome is None:
+            self._checks.probe = exact.digest()
+        self._clear_sums()
+        return outcome
+
     # --- passes ---
-    def _pass(self, todo: Sequence[int]) -> Outcome | None:
+    def _pass(self, todo: Sequence[int], *, is_probe: bool = False) -> Outcome | None:
         """Run the passes, with the other members of this replica. None when all are done. A unit is
         one micro-batch, and the members agree to continue (StopAgreement). In a pipeline a unit
         is all micro-batches: its first stage decides where they stop (pipeline.py)."""
@@ -268,7 +358,8 @@ class Iteration:
         for unit in units:
             if is_alone and self._must_stop():
                 return "quiesced"
-            run = partial(self._unit, unit, agreement, is_last=unit == units[-1])
+            run = partial(self._unit, unit, agreement, is_last=unit == units[-1],
+                          is_probe=is_probe)
             # A forward that gathers parameters waits for members of other replicas.
             found = run() if is_alone and self.trainee.is_gathered else (
                 self.reduction.run_collectively(
@@ -289,8 +380,8 @@ class Iteration:
     def _must_stop(self) -> bool:
         return self._control.pending_quiesce(self._communicators.generation) == "now"
 
-    def _unit(self, unit: tuple[int, ...], agreement: StopAgreement | None, *, is_last: bool
-              ) -> Passes:
+    def _unit(self, unit: tuple[int, ...], agreement: StopAgreement | None, *, is_last: bool,
+              is_probe: bool) -> Passes:
         """Run a unit, or less of it if any member has an order to stop. Raises RuntimeError."""
         if agreement is not None and self.trainee.axes.pp == 1:
             if agreement.answer():
@@ -303,8 +394,9 @@ class Iteration:
 
         return forward_backward.run(
             self.trainee, self._communicators.groups, self.step_version, unit, self._sample,
-            self._note_of, must_stop=self._must_stop, begin=begin if is_last else None,
-            backward=partial(self.reduction.backward, is_last=is_last))
+            self._note_of, must_stop=self._must_stop,
+            begin=begin if is_last and not is_probe else None,
+            backward=partial(self.reduction.backward, is_last=is_last and not is_probe))
 
     def _sample(self, item: int) -> Tensor:
         train = self.trainee.train
@@ -343,6 +435,11 @@ class Iteration:
             if isinstance(found, str):
                 return found
             gate, scale = found
+            if self.reduction.checks and (outcome := self._judge(gate)) is not None:
+                if outcome != "repeated":
+                    return outcome
+                self._begin_again()
+                return None
             if gate.num_overflows:
                 self._redo(gate)
                 return None
@@ -370,6 +467,7 @@ class Iteration:
         scale = scale_of(self.trainee.optimizer)
         if self.reduction.exact is not None:
             exact = self.reduction.exact.barrier()
+            exact = exact._replace(checks=self._own_checks(exact))
             self.is_ready = True
             return self.reduction.exact_barrier(exact, scale)
         mine = step_barrier(self.trainee)
@@ -383,6 +481,9 @@ class Iteration:
         log.warning("a gradient is far above that of the last iteration, which is done again",
                     iteration=self.step_version, num_parameters=int(gate.num_overflows),
                     times=self.redone)
+        self._begin_again()
+
+    def _begin_again(self) -> None:
         self.is_ready = False
         self.reduction.done()
         self._clear_sums()
