@@ -11,32 +11,83 @@ from rank_driver import Drive, Driver
 from unicron.events.records import reports as r
 from unicron.events.spec.model import Axes
 
-EVERY, STRUCK = 2, 4
 CHECKED: dict[str, Any] = {
-    "iterations": 7, "reproducible": "bitwise", "digest_every": EVERY,
+    "iterations": 7, "reproducible": "bitwise", "digest_every": 2,
     "model": {"num_layers": 2, "hidden": 32, "num_heads": 4, "sequence": 32}}
 DUE = [2, 4, 6, 7]
 """The iterations with a digest: every second one, and the end."""
+STRUCK = 4
 FLIPS = """
-from unicron.workers.training.step import iteration, corruption
-right = iteration.Iteration.{method}
-num = 0
-def flipping(self, *args, **options):
-    global num
-    found = right(self, *args, **options) if {after} else None
-    if self.step_version == {at} and num < {times}:
-        num += 1
-        trainee = self.trainee
-        flip({where})
-    return found if {after} else right(self, *args, **options)
+import torch
+from unicron.workers.training.model import exact_sum
+from unicron.workers.training.step import iteration
+class Flip:
+    left = {times}
 def flip(tensor):
-    import torch
-    bits = tensor.reshape(-1)[-1:].view({{4: torch.int32, 8: torch.int64}}[tensor.element_size()])
-    bits.bitwise_xor_(1 << 20)
-iteration.Iteration.{method} = flipping
+    if Flip.left:
+        Flip.left -= 1
+        kinds = {{4: torch.int32, 8: torch.int64}}
+        tensor.reshape(-1)[:1].view(kinds[tensor.element_size()]).bitwise_xor_(1 << 20)
+def shard(trainee, text):
+    return next(tensor for shard, tensor in trainee.shards.items() if text in shard.key)
+right_run, right_pass, right_add = (
+    iteration.Iteration._run, iteration.Iteration._pass, exact_sum.ExactSum.add)
+{body}
 """
-PARAMETER = "[value for key, value in trainee.shards.items() if 'model.' in key.key][3]"
-MOMENT = "[value for key, value in trainee.shards.items() if 'exp_avg_sq.' in key.key][3]"
+BEFORE_ITS_PASSES = """
+def passes(self, todo, **options):
+    if self.step_version == {at} and not options:
+        flip({what})
+    return right_pass(self, todo, **options)
+iteration.Iteration._pass = passes
+"""
+AFTER_ITS_PASSES = """
+def passes(self, todo, **options):
+    found = right_pass(self, todo, **options)
+    if self.step_version == {at} and not options:
+        flip({what})
+    return found
+iteration.Iteration._pass = passes
+"""
+IN_ITS_PASSES = """
+def run(self):
+    Flip.on = self.step_version == {at}
+    return right_run(self)
+def add(self, index, gradient):
+    if Flip.on and index == 3:
+        flip(gradient)
+    right_add(self, index, gradient)
+iteration.Iteration._run, exact_sum.ExactSum.add = run, add
+"""
+PARAMETER, MOMENT = (f"shard(self.trainee, {text!r})" for text in (
+    "model.decoder.layers.1", "optimizer.exp_avg_sq.decoder.layers.1"))
+SUM = "self.trainee.exact._views[3]"
+
+
+class Case(NamedTuple):
+    """A bit of rank 1 flips: when, in iteration `at`, where, and how often. `why`: what its report
+    says; "": nothing is wrong in the end."""
+
+    body: str
+    what: str
+    why: str
+    at: int = STRUCK
+    times: int = 1
+
+    @property
+    def patch(self) -> str:
+        return FLIPS.format(times=self.times, body=self.body.format(at=self.at, what=self.what))
+
+
+CHANGED, OTHER = "changed in memory, without a step", "differ from other replicas'"
+CASES = {
+    "parameter": Case(BEFORE_ITS_PASSES, PARAMETER, CHANGED),
+    "moment": Case(AFTER_ITS_PASSES, MOMENT, CHANGED),
+    "moment, long before": Case(AFTER_ITS_PASSES, MOMENT, OTHER, at=STRUCK - 1),
+    "sum of gradients": Case(AFTER_ITS_PASSES, SUM, "the sum of its gradients changed"),
+    "gradient, always": Case(IN_ITS_PASSES, "", "another gradient of a micro-batch", times=99),
+    "gradient, once": Case(IN_ITS_PASSES, "", ""),
+}
 
 
 def digests(driver: Driver) -> dict[int, str]:
@@ -44,18 +95,60 @@ def digests(driver: Driver) -> dict[int, str]:
             for at, digest in told.digests.items()}
 
 
-def trained(drive: Drive, axes: Axes, **changes: Any) -> tuple[dict[int, str], dict[str, Any]]:
-    driver = drive(**CHECKED | changes)
-    ranks = list(range(axes.dp * axes.pp * axes.tp))
-    driver.start(*ranks, axes=axes)
-    driver.form(ranks, axes=axes)
-    driver.finish(ranks)
+def result(driver: Driver) -> tuple[dict[int, str], dict[str, Any]]:
     return digests(driver), reference.read(driver.final_checkpoint())
 
 
-def test_x(drive):
-    one = trained(drive, Axes(dp=3))
-    print(one[0])
-    assert list(one[0]) == DUE
-    assert one[0] == trained(drive, Axes())[0]
-    assert one[0] == trained(drive, Axes(pp=2), parallel={"pipeline": [1,2]})[0]
+def start(driver: Driver, axes: Axes, patch: str = "") -> list[int]:
+    ranks = list(range(axes.dp * axes.pp * axes.tp))
+    driver.patch = patch
+    driver.launch(1, axes=axes)
+    driver.patch = ""
+    driver.launch(*(rank for rank in ranks if rank != 1), axes=axes)
+    for rank in ranks:
+        driver.processes[rank].ready = driver.wait(r.RankReady, rank, limit_s=90)
+    driver.form(ranks, axes=axes)
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: Any) -> Any:
+    from rank_driver import small_spec
+
+    folder = tmp_path_factory.mktemp("undisturbed")
+    driver = Driver(small_spec(folder / "out", **CHECKED), folder, nursery)
+    driver.start(0)
+    driver.form([0])
+    driver.finish([0])
+    found = result(driver)
+    driver.close()
+    return found
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    assert one[0] == other[0], "digests"
+    return all(torch.equal(value, other[1][name]) for name, value in one[1].items()
+               if isinstance(value, torch.Tensor)) and one[1].keys() == other[1].keys()
+
+
+def healed(driver: Driver, axes: Axes, case: Case) -> Any:
+    ranks = start(driver, axes, case.patch)
+    if case.why:
+        error = driver.wait(r.RankErrored, 1)
+        assert case.why in error.text
+        driver.processes[1].popen.wait(20)
+        others = [rank for rank in ranks if rank != 1]
+        driver.left_by_themselves(others)
+        driver.start(1, attempt=2, axes=axes)
+        reports = driver.form(ranks, axes=axes)
+        assert reports[1].origin == "peer"
+    for rank in ranks:  # `finish` would see the report of the one that ended
+        driver.wait(r.RankFinished, rank)
+        assert driver.processes[rank].popen.wait(20) == 0
+    return result(driver)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_flipped_bit_is_found_and_healed(drive: Drive, undisturbed: Any, name: str) -> None:
+    assert list(undisturbed[0]) == DUE
+    assert is_equal(healed(drive(**CHECKED), Axes(dp=3), CASES[name]), undisturbed)
