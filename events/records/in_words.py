@@ -239,7 +239,10 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "rates": lambda body: " ".join(
         f"{size}:{fmt.scaled(rate, 'FLOP/s').replace(' ', '')}"
         for size, rate in zip(body["sizes"], body["rates_flops"], strict=False)),
-    "rfc3339": fmt.rfc3339, "seats": lambda seats: " ".join(
+    "rfc3339": fmt.rfc3339,
+    "rounding": lambda body: (f"; not reproducible bit for bit: {body['rounding_why']}"
+                              if body.get("rounding_why") else ""),
+    "seats": lambda seats: " ".join(
         f"{seat['rank']}@{seat['slot']['node']}/{seat['slot']['index']}"
         for seat in seats) or "no seats",
     "sources": _sources, "span": fmt.span, "state source": _state_source, "status": status_in_words,
@@ -312,7 +315,8 @@ TEMPLATES = {
     "ReportsLost": "{node} lost {num_lost} reports",
     "OrderRefused": "{node} refused order {order}: {why}",
     "RankStarted": _RANK + " on {node}, pid {pid}",
-    "RankReady": _RANK + " at {endpoint}, {num_params:~ parameters}, {state_bytes:~B} of state",
+    "RankReady": _RANK + " at {endpoint}, {num_params:~ parameters}, {state_bytes:~B} of state"
+                         "{:rounding}",
     "InMemoryRecoveryDeclined": _RANK + " cannot heal in memory: {why}",
     "RankErrored": _RANK + " iteration {iteration}: {error}{:meaning}: {text:last line}",
     "RankExited": _RANK + " pid {pid}{:exit}",

@@ -241,13 +241,15 @@ class RankStarted(RankReport, frozen=True):
 
 
 class RankReady(RankReport, frozen=True):
-    """Model and data are ready, communicators are not. `endpoint`: the rank's store, host:port."""
+    """Model and data are ready, communicators are not. `endpoint`: the rank's store, host:port.
+    `rounding_why`: why the task's `reproducible: bitwise` cannot be kept; empty: it is."""
 
     endpoint: str
     num_params: int
     state_bytes: int
     iteration_flops: float
     data_digest: str
+    rounding_why: str = ""
 
 
 class RankErrored(RankReport, frozen=True):

@@ -90,16 +90,18 @@ def _check_output(output: str, path: str) -> None:
 
 # --- A custom training loop that recovers in memory: `loop:`, with `command:` and `heal:` ---
 
+Reproducible = Literal["rounding", "bitwise", "required"]
+
 
 class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the control plane needs to know about the loop of a command that has adopted Unicron.
 
     The script decides the rest (workers/training/adopt/adoption.py). `micro_batches` is the number
     of micro-batches of one iteration over all ranks; it never changes. `output`,
-    `checkpoint_every`, `copy_every` and `kept_sum` are as in `train:`. `parallel`: the layouts in
-    which the script can build its model. `model`: the GPT that it builds. The throughput is then
-    modelled, and a layout is only chosen if it fits into the GPU's memory. `micro_batch`, `zero1`
-    and `kept_sum` of the model follow from the other keys of the loop.
+    `checkpoint_every`, `copy_every`, `kept_sum` and `reproducible` are as in `train:`. `parallel`:
+    the layouts in which the script can build its model. `model`: the GPT that it builds. The
+    throughput is then modelled, and a layout is only chosen if it fits into the GPU's memory.
+    `micro_batch`, `zero1` and `kept_sum` of the model follow from the other keys of the loop.
     """
 
     micro_batches: int
@@ -108,6 +110,8 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checkpoint_every: int = 0
     copy_every: int = 10
     kept_sum: bool = True
+    reproducible: Reproducible = "rounding"
+    reproducible_bits: Literal[64, 32] = 64
     parallel: Parallel = field(default_factory=Parallel)
     model: MegatronModel | None = None
 
@@ -132,6 +136,7 @@ def _check_loop(loop: Loop, counts: Sequence[int], floor: int) -> None:
          f"{counts[-1]} ranks, but an iteration has {loop.micro_batches} micro-batches",
          "lower slots.max, or use smaller micro-batches")
     check_fits(loop.parallel, loop.micro_batches, counts, floor, "loop.parallel")
+    check_reproducible(loop, "loop")
     if loop.model is not None:
         _check_loop_model(loop.model, loop)
 
@@ -258,7 +263,7 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     overlap: bool = False
     bucket_params: int = 0
     kept_sum: bool = True
-    reproducible: Literal["rounding", "bitwise", "required"] = "rounding"
+    reproducible: Reproducible = "rounding"
     reproducible_bits: Literal[64, 32] = 64
     digest_every: int = 100
     parallel: Parallel = field(default_factory=Parallel)
@@ -447,7 +452,7 @@ def _check_train(train: Train, slots: Slots) -> None:
         need_count(getattr(train, name), f"train.{name}", least=0)
     need(train.overlap or not train.bucket_params, "train.bucket_params",
          "without overlap there is one bucket", "write overlap: true, or leave it out")
-    _check_reproducible(train)
+    check_reproducible(train, "train")
     need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")
     _check_output(train.output, "train.output")
     _check_loss_scale(train.precision, train.loss_scale, train.dynamic_loss_scale)
@@ -467,13 +472,14 @@ def _check_train(train: Train, slots: Slots) -> None:
          "must be at least 0 and below train.iterations")
 
 
-def _check_reproducible(train: Train) -> None:
-    is_exact = train.reproducible != "rounding"
-    need(not is_exact or len(train.parallel.tensor) == 1, "train.reproducible",
-         f"{train.reproducible} keeps the tensor-parallel size, but train.parallel.tensor names "
-         f"{len(train.parallel.tensor)}: another size computes other bits",
+def check_reproducible(work: Train | Loop, path: str) -> None:
+    """Raises SpecError if the layouts or the bits do not fit `reproducible`."""
+    is_exact = work.reproducible != "rounding"
+    need(not is_exact or len(work.parallel.tensor) == 1, f"{path}.reproducible",
+         f"{work.reproducible} keeps the tensor-parallel size, but {path}.parallel.tensor names "
+         f"{len(work.parallel.tensor)}: another size computes other bits",
          "name one size there, or leave reproducible out")
-    need(is_exact or train.reproducible_bits == 64, "train.reproducible_bits",
+    need(is_exact or work.reproducible_bits == 64, f"{path}.reproducible_bits",
          "has no effect with reproducible: rounding", "write reproducible: bitwise")
 
 

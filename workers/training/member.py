@@ -23,7 +23,7 @@ from .checkpoint import checkpoint, memory_checkpoint
 from .checkpoint.memory_checkpoint import StoreOrder
 from .checkpoint.saver import OwnFormat, Save, Saver, can_save
 from .communicators.communicators import ABORTED, Communicators
-from .model import cpu_device, training_state
+from .model import cpu_device, determinism, training_state
 from .model import trainee as model
 from .model.workload import Workload
 from .process.control_thread import Control, Interrupted
@@ -77,6 +77,8 @@ class Member:
         self.axes = Axes()
         self.stores = StoreOrder()
         self.rendezvous = ""
+        if self.train.reproducible != "rounding":
+            determinism.require()
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
         if torch.cuda.is_available():
             torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
@@ -150,7 +152,7 @@ class Member:
             **self._ids, endpoint=self.communicators.endpoint,
             num_params=self.size.num_params, state_bytes=self.size.state_bytes,
             iteration_flops=self.work.flops,
-            data_digest=self.digest))
+            data_digest=self.digest, rounding_why=self.work.rounding_why))
         self._note("ready")
         finished = False
         while not finished:
@@ -253,7 +255,7 @@ class Member:
         why = (f"rank {first.rank} on {first.node} has {claims[odd[0]].versions}, the other ranks "
                f"have {usual}{more}")
         if place in odd:
-            raise UsageError(why, "install the same versions on every node")
+            raise UsageError(why, "have the same on every node; OMP_NUM_THREADS sets the threads")
         raise RuntimeError(why)
 
     def _replica(self, place: int) -> frozenset[int]:

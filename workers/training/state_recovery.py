@@ -116,7 +116,7 @@ class StateRecovery:
 
     def claim(self) -> Claim:
         """The state that this member trains, and its staged state."""
-        claim = replace(self._iteration.claim(), versions=VERSIONS)
+        claim = replace(self._iteration.claim(), versions=_versions(self._iteration.trainee))
         if self._staged is None:
             return claim
         return replace(claim, staged=held_by(self._staged), staged_in=self._staged_in)
@@ -403,6 +403,16 @@ class StateRecovery:
             self._work.begin(trainee, part_builder(self._work, self._communicators,
                                                    trainee.device))
             self._begun = trainee
+
+
+def _versions(trainee: TrainingModel) -> str:
+    """What must be equal on all members: with exact sums also what else decides the bits."""
+    if trainee.exact is None:
+        return VERSIONS
+    kind = (torch.cuda.get_device_name() if trainee.device.type == "cuda" else
+            f"cpu {torch.backends.cpu.get_cpu_capability()}")
+    num = torch.get_num_threads()
+    return f"{VERSIONS}, {kind}, {num} thread{'s' * (num > 1)}"
 
 
 def part_builder(work: Workload, communicators: Communicators, device: torch.device) -> BuildPart:

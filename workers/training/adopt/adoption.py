@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 import structlog
 from msgspec import json
+from msgspec.structs import replace
 
 from ....events.errors import UsageError
 from ....events.records.reports import InMemoryRecoveryDeclined
-from ....events.spec.job import Loop
+from ....events.spec.job import Loop, Reproducible, check_reproducible
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import Parallel, coordinates, num_positions
 from ...ipc.pipe_protocol import FD, LOOP, PULSE, Adopted
@@ -35,6 +36,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from ..checkpoint.saver import Format  # noqa: E402
 from ..dependencies.known_versions import warn_unknown  # noqa: E402
 from ..member import Member  # noqa: E402
+from ..model import determinism  # noqa: E402
 from ..model.workload import Beginning  # noqa: E402
 from ..step.forward_backward import evaluate  # noqa: E402
 from .custom_loop import (  # noqa: E402
@@ -257,14 +259,15 @@ class Job:
 @contextmanager
 def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0,
           micro_batches: int = 0, samples: int = 1, sequence: int = 0, loss: Loss = "per_token",
-          seed: int = 1234, flops: float = 0.0, on_rebuild: OnRebuild | None = None,
+          reproducible: Reproducible | None = None, seed: int = 1234, flops: float = 0.0,
+          on_rebuild: OnRebuild | None = None,
           axes: Axes | None = None, check: Sequence[Callable[[], str]] = (),
           beginning: Beginning | None = None, exports: Sequence[Format] = (),
           falls_back: bool = True) -> Generator[Job]:
     """Train the model of `build`, with in-memory recovery if an agent has started this process.
 
     docs/guides/scripts.md has `build`, `sample`, `forward`, `iterations`, `micro_batches`,
-    `samples`, `sequence`, `loss` and `on_rebuild`. `seed`: together with the position of a
+    `samples`, `sequence`, `loss`, `reproducible` and `on_rebuild`. `seed`: together with the position of a
     micro-batch, it seeds the generators. `flops`: FLOPs of one iteration; 0 counts 6 for each
     parameter and micro-batch. `axes`: the layout of a replica, used without an agent only. `check`:
     functions that run at the start and return "" or the reason why in-memory recovery does not
@@ -282,6 +285,7 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
             if given not in (0, spec):
                 raise UsageError(f"loop.{name} is {spec} in the job file, and {given} in the "
                                  "script", "write the same, or leave it out of the script")
+        loop = _with_reproducible(loop, reproducible)
         return LoopWorkload(loop, build, sample, forward, samples_num=samples, sequence=sequence,
                             loss=loss, seed=seed, flops=flops, on_rebuild=on_rebuild,
                             beginning=beginning, exports=exports)
@@ -290,7 +294,8 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
         calls = {"build": build, "sample": sample, "forward": forward}
         if isinstance(sample, DataLoader):
             del calls["sample"]
-        check_values(calls, loss, {"samples": samples, "sequence": sequence})
+        check_values(calls, loss, {"samples": samples, "sequence": sequence},
+                     reproducible)
 
     with usage_errors_reported():
         driver: Driver
@@ -337,6 +342,8 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
     else:
         exit_report.member = member
         return member, made
+    if made.train.reproducible == "required":
+        determinism.decline("required", why)
     from_memory = falls_back and loop.copy_every > 0
     control.tell(InMemoryRecoveryDeclined(task=start.task, rank=start.rank, attempt=start.attempt,
                                           why=why, from_memory=from_memory))
@@ -349,6 +356,21 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
     gc.collect()  # free the first model before the second is built
     made = work(loop)
     return RestartOnlyDriver(made, os.environ, (control, start)), made
+
+
+def _with_reproducible(loop: Loop, asked: Reproducible | None) -> Loop:
+    """The loop with what the script asks for. Raises UsageError."""
+    if asked is None or asked == loop.reproducible:
+        return loop
+    if loop.reproducible != "rounding":
+        raise UsageError(f"loop.reproducible is {loop.reproducible} in the job file, and {asked} "
+                         "in the script", "write the same, or leave it out of the script")
+    if loop.model is not None:
+        raise UsageError(f"reproducible is {asked} in the script only, but layouts are computed "
+                         "from the job file", f"write loop: {{reproducible: {asked}}} there")
+    found = replace(loop, reproducible=asked)
+    check_reproducible(found, "loop")
+    return found
 
 
 def _loop_without_agent(iterations: int, micro_batches: int, replica: Axes) -> Loop:

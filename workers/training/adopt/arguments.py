@@ -15,6 +15,7 @@ from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 from ....events.errors import UsageError
+from ....events.spec.job import Reproducible
 from ...ipc.pipe_protocol import FD
 from ..rank import connect_agent, preload
 
@@ -71,13 +72,17 @@ def preload_checked() -> None:
             raise
 
 
-def check_values(calls: Mapping[str, Any], loss: str, counts: Mapping[str, Any]) -> None:
+def check_values(calls: Mapping[str, Any], loss: str, counts: Mapping[str, Any],
+                 reproducible: str | None) -> None:
     """Raise UsageError for an argument of a wrong type or value."""
     for name, given in calls.items():
         if not callable(given):
             raise UsageError(f"adopt: {name} is {given!r}, not a function", "give a function")
     if loss not in get_args(Loss):
         raise UsageError(f"adopt: loss is {loss!r}", f"give {' or '.join(get_args(Loss))}")
+    if reproducible not in (None, *get_args(Reproducible)):
+        raise UsageError(f"adopt: reproducible is {reproducible!r}",
+                         f"give {', '.join(get_args(Reproducible))}")
     for name, given in counts.items():
         if not isinstance(given, int) or given < (name == "samples"):
             raise UsageError(f"adopt: {name} is {given!r}, not a valid number", "give an integer")

@@ -33,7 +33,7 @@ from ....events.spec.support import RECOVERED, ROWS, Row
 from ..communicators.process_groups import groups_for_building
 from ..dependencies.private_megatron import divide_no_gradients, publish_globals
 from ..dependencies.private_torch import is_compiled
-from ..model import cpu_device, experts, optimizers
+from ..model import cpu_device, determinism, experts, optimizers
 from ..model.random_draws import EMBEDDING, Draw
 from ..model.trainee import Size, TrainingModel
 from ..model.workload import Beginning, BuildPart
@@ -127,6 +127,29 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
         or _any(loop.optimizer, "use_precision_aware_optimizer")),
 }
 
+
+def _is_of_transformer_engine(loop: BuiltLoop) -> bool:
+    return any(kind.__module__.startswith("transformer_engine") for module in loop.modules
+               for part in module.modules() for kind in type(part).__mro__)
+
+
+NOT_BITWISE: Mapping[str, Callable[[BuiltLoop], bool]] = {
+    "a mixture of experts": lambda loop: _any(loop.config, "num_moe_experts"),
+    "gradient_accumulation_fusion: a kernel adds to the gradient": lambda loop: _any(
+        loop.config, "gradient_accumulation_fusion"),
+    "defer_embedding_wgrad_compute: a kernel adds to the gradient": lambda loop: _any(
+        loop.config, "defer_embedding_wgrad_compute"),
+    "cross_entropy_loss_fusion: its kernel is not deterministic": lambda loop: _any(
+        loop.config, "cross_entropy_loss_fusion"),
+    "gradients that are averaged over tensor-parallel ranks": lambda loop: any(
+        getattr(param, "average_gradients_across_tp_domain", False)
+        for module in loop.modules for param in module.parameters()),
+    "Transformer Engine without deterministic_mode=True in the TransformerConfig": lambda loop: (
+        _is_of_transformer_engine(loop) and not _any(loop.config, "deterministic_mode")),
+}
+"""What cannot keep the promise of `reproducible: bitwise`. All members decide alike, from what the
+script builds. What `job.step()` cannot heal in memory cannot keep it either."""
+
 Build = Callable[[Any, Axes, int], tuple[Sequence[Any], Any, Any]]
 """(groups, axes, place) -> model chunks in Megatron's DDP, the optimizer, the schedule."""
 Sample = Callable[[int, int], Any] | DataLoader[Any]
@@ -136,6 +159,7 @@ Forward = Callable[[Any, Any], tuple[Any, Any]]
 forward_step, the output and a function of it that returns these two first. A pipeline needs this:
 a chunk sends its output to the next one."""
 
+RESTARTS = "after a fault all its processes start again"
 STAGE_SEEDS_APART = 100
 """The difference between the seeds of two pipeline stages in Megatron-LM."""
 
@@ -245,12 +269,14 @@ class LoopWorkload:
         self.train = Train(
             iterations=loop.iterations, output=loop.output, copy_every=loop.copy_every,
             checkpoint_every=loop.checkpoint_every, parallel=loop.parallel, seed=seed, loss=loss,
-            kept_sum=loop.kept_sum,
+            kept_sum=loop.kept_sum, reproducible=loop.reproducible,
+            reproducible_bits=loop.reproducible_bits,
             model=Model(sequence=sequence),
             batch=Batch(global_=loop.micro_batches * samples_num, micro=samples_num))
         self.flops = flops
         self.beginning, self.exports = beginning, exports
         self._described = loop.model
+        self.rounding_why = ""
         self.digest = ""
         self.made: Any = None
         """The result of `on_rebuild` for the current generation."""
@@ -305,6 +331,13 @@ class LoopWorkload:
         precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
         train = replace(self.train, precision=precision, parallel=parallel,
                         overlap=ddps[0].ddp_config.overlap_grad_reduce)
+        why = "; ".join(what for what, applies in NOT_BITWISE.items() if applies(
+            _built_loop(ddps, optimizer, train))) if self.heals else RESTARTS
+        if why and train.reproducible != "rounding":
+            if why != self.rounding_why:
+                determinism.decline(train.reproducible, why)
+            self.rounding_why = why
+            train = replace(train, reproducible="rounding", reproducible_bits=64)
         return LoopTrainingModel(train, device, Draw(train.seed), axes, place, modules, ddps,
                                  optimizer, scheduler, torch.empty(0), call=self._forward)
 
@@ -460,13 +493,16 @@ def _check_rows(ddps: Sequence[Any], optimizer: Any, train: Train, error: type[N
                 ) -> None:
     """Raises `error` if rows of the support table apply: for NotTrainable those that cannot be
     trained, else those that can, but not recovered."""
-    found = unsupported(BuiltLoop(
-        ddps[0].config, ddps[0].ddp_config, optimizers.chained(optimizer)[0].config,
-        train.parallel, [_inner(ddp) for ddp in ddps]))
+    found = unsupported(_built_loop(ddps, optimizer, train))
     if rows := [row for row in found if (error is NotRecoverable) == (
             row.loop.grade != "refused" and not row.loop.own_loop)]:
         raise error("; ".join(f"{row.what}: {row.loop.why}" for row in rows),
                     "unicron doctor --support lists what a loop may contain")
+
+
+def _built_loop(ddps: Sequence[Any], optimizer: Any, train: Train) -> BuiltLoop:
+    return BuiltLoop(ddps[0].config, ddps[0].ddp_config, optimizers.chained(optimizer)[0].config,
+                     train.parallel, [_inner(ddp) for ddp in ddps])
 
 
 def _unpack(built: Any) -> tuple[list[Any], Any, Any]:

@@ -18,6 +18,7 @@ from ....events.records.reports import InMemoryRecoveryDeclined
 from ...ipc.pipe_protocol import FD, Adopted
 from ..checkpoint.process_state import meshes_of
 from ..checkpoint.restart_memory import RestartMemory
+from ..model import determinism
 from ..rank import connect_agent
 from .arguments import usage_errors_reported
 
@@ -67,6 +68,7 @@ def keep_in_memory(why: str) -> Generator[OwnLoop]:
         if not loop.copy_every:
             raise UsageError("loop.copy_every is 0: no state is stored in memory",
                              "give loop.copy_every, or leave `heal` out")
+        determinism.decline(loop.reproducible, why)
         if not start.declined:
             control.tell(Adopted(pid=os.getpid()))
             control.tell(InMemoryRecoveryDeclined(

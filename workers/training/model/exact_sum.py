@@ -131,6 +131,16 @@ class ExactSum:
         if self.is_checked:
             self.check.add_(self._digest(index, integers))
 
+    def negate(self) -> None:
+        """From now on gradients are subtracted, or added again."""
+        self._scales.neg_()
+
+    def left(self) -> list[int]:
+        """The parameters whose sum is not zero, apart from those with a gradient out of range."""
+        is_left = torch.stack([view.any() for view in self._views]) & (self.tops <= self.bounds)
+        found: list[int] = is_left.nonzero().flatten().tolist()
+        return found
+
     def _take(self, index: int, param: Any) -> None:
         self.add(index, param.grad)
         param.grad_added_to_main_grad = True  # Megatron then adds nothing

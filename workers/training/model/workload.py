@@ -45,10 +45,12 @@ class Beginning(Protocol):
 
 class Workload(Protocol):
     """What a member trains. `flops`: of one iteration. `beginning`: where training begins, if not
-    at the initial weights. `exports`: further formats of checkpoints (saver.Format)."""
+    at the initial weights. `exports`: further formats of checkpoints (saver.Format).
+    `rounding_why`: why `reproducible: bitwise` is not kept, once a model is built; "": it is."""
 
     train: Train
     flops: float
+    rounding_why: str = ""
     beginning: Beginning | None = None
     exports: Sequence[Any] = ()
 

@@ -180,10 +180,14 @@ class Reduction:
             yield
 
     def give_up(self) -> None:
-        """The passes have failed, and the local gradients are lost: end the begun reduction."""
-        if self._buckets is not None and self._buckets.current is not None:
+        """The passes have failed, or do not count: the local gradients are lost. End the reduction
+        if it has begun."""
+        if self._buckets is None:
+            return
+        if self._buckets.current is not None:
             self._end(self._buckets)
             self._backup.drop()
+        self._buckets.reset()  # a pipeline's last backward may have counted its gradients
 
     def _end(self, buckets: BucketLauncher) -> None:
         assert buckets.current is not None

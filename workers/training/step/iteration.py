@@ -21,9 +21,11 @@ from torch import Tensor
 
 from ....events.errors import UsageError
 from ....events.spec.parallelism import coordinates, is_fully_replicated
+from ....events.words import listed
 from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, ProgressWriter
 from ..communicators.communicators import Communicators
 from ..dependencies.private_megatron import set_gathered, take_gather_works
+from ..model.exact_sum import ExactSum
 from ..model.trainee import TrainingModel
 from ..model.workload import Samples
 from ..process.control_thread import Control
@@ -80,6 +82,8 @@ class Iteration:
         self.num_others_saving = 0
         self.is_ready = False
         """Whether it has entered the step barrier, but not stepped: it has the reduced sum."""
+        self._is_tested = False
+        """Whether this process has compared two runs of a micro-batch (`_test`)."""
         self.redone = 0
         """How often the members have begun this iteration anew after an overflow of exact sums."""
         self.is_stuck = False
@@ -210,7 +214,8 @@ class Iteration:
         self.marks.pulse.begin(generation, self.step_version,
                                "first" if self.trained_in != generation else
                                "boundary" if self.is_read_after(self.step_version) else "usual")
-        if self.trained_in != generation:
+        is_first = self.trained_in != generation
+        if is_first:
             self.trained_in, self._gate = generation, None
         self.trainee.scale_auxiliary_losses()
         exact, is_checked = self.trainee.exact, self.is_checked(self.step_version)
@@ -224,6 +229,8 @@ class Iteration:
             outcome = self._expect_gather(will_pass=bool(todo))
             if outcome is None and is_checked and not self.done:
                 outcome = self._probe()
+            if outcome is None and is_first and todo and exact is not None:
+                is_first, outcome = False, self._test(exact, todo[0])
             if outcome is None:
                 outcome = self._pass(todo)
                 if outcome is not None and not self.trainee.is_gathered:
@@ -375,6 +382,48 @@ class Iteration:
             self.done.extend(unit[:found.num_done])
             if found.num_done < len(unit):
                 return "quiesced"
+        return None
+
+    def _test(self, exact: ExactSum, item: int) -> Outcome | None:
+        """In the first iteration of a process, it and its replica run a micro-batch twice: added and
+        then subtracted, its gradient must leave nothing. Raises UsageError if it does."""
+        is_alone = self.trainee.replica_size == 1
+        if is_alone and (self._is_tested or self._must_stop()):
+            return None
+
+        def left() -> list[int] | None:
+            groups = self._communicators.groups
+            if not is_alone:
+                agreement = StopAgreement(groups.mp, self.trainee.device)
+                agreement.ask(must_stop=not self._is_tested)
+                if not agreement.answer():
+                    return None
+            for _ in range(2):
+                forward_backward.run(
+                    self.trainee, groups, self.step_version, (item,), self._sample,
+                    lambda event, item: self.marks.note(event),
+                    backward=partial(self.reduction.backward, is_last=False))
+                exact.negate()
+            return exact.left()
+
+        found = left() if is_alone and self.trainee.is_gathered else (
+            self.reduction.run_collectively(
+                left, frozenset() if is_alone else self._communicators.replica))
+        if found is None:
+            return None
+        if isinstance(found, str):
+            self.is_stuck = self.reduction.was_abandoned
+        self.reduction.give_up()
+        self._clear_sums()
+        if isinstance(found, str):
+            return found
+        self.trainee.is_gathered = self._is_tested = True
+        if found:
+            names = [name for name, param in self.trainee.named_parameters() if param.requires_grad]
+            raise UsageError(
+                f"rank {self.trace.rank}: run twice, micro-batch {item} of iteration "
+                f"{self.step_version} gives other gradients of {listed([names[one] for one in found])}",
+                "a kernel is not deterministic: replace it, or set reproducible: rounding")
         return None
 
     def _must_stop(self) -> bool:
