@@ -267,11 +267,11 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
     """Train the model of `build`, with in-memory recovery if an agent has started this process.
 
     docs/guides/scripts.md has `build`, `sample`, `forward`, `iterations`, `micro_batches`,
-    `samples`, `sequence`, `loss`, `reproducible` and `on_rebuild`. `seed`: together with the position of a
-    micro-batch, it seeds the generators. `flops`: FLOPs of one iteration; 0 counts 6 for each
-    parameter and micro-batch. `axes`: the layout of a replica, used without an agent only. `check`:
-    functions that run at the start and return "" or the reason why in-memory recovery does not
-    support this loop. `beginning`: the state of which training begins, if it is newer than the
+    `samples`, `sequence`, `loss`, `reproducible` and `on_rebuild`. `seed`: together with the
+    position of a micro-batch, it seeds the generators. `flops`: FLOPs of one iteration; 0 counts 6
+    for each parameter and micro-batch. `axes`: the layout of a replica, used without an agent only.
+    `check`: functions that run at the start and return "" or the reason why in-memory recovery does
+    not support this loop. `beginning`: the state of which training begins, if it is newer than the
     task's own; `exports`: further checkpoints to write. Both need an agent.
 
     If in-memory recovery does not support the loop, a warning gives the reason, and a fault

@@ -20,7 +20,7 @@ def require() -> None:
     os.environ.update(VARIABLES)
     os.environ.setdefault("NCCL_ALGO", "Ring")  # tensor-parallel ranks add up activations in fp
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def decline(asked: Reproducible, why: str) -> None:

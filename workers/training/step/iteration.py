@@ -385,8 +385,8 @@ class Iteration:
         return None
 
     def _test(self, exact: ExactSum, item: int) -> Outcome | None:
-        """In the first iteration of a process, it and its replica run a micro-batch twice: added and
-        then subtracted, its gradient must leave nothing. Raises UsageError if it does."""
+        """In the first iteration of a process, it and its replica run a micro-batch twice: added
+        and then subtracted, its gradient must leave nothing. Raises UsageError if it does."""
         is_alone = self.trainee.replica_size == 1
         if is_alone and (self._is_tested or self._must_stop()):
             return None
@@ -419,10 +419,11 @@ class Iteration:
             return found
         self.trainee.is_gathered = self._is_tested = True
         if found:
-            names = [name for name, param in self.trainee.named_parameters() if param.requires_grad]
+            names = {id(param): name for name, param in self.trainee.named_parameters()}
+            differ = listed([names[id(exact.params[index])] for index in found])
             raise UsageError(
                 f"rank {self.trace.rank}: run twice, micro-batch {item} of iteration "
-                f"{self.step_version} gives other gradients of {listed([names[one] for one in found])}",
+                f"{self.step_version} gives other gradients of {differ}",
                 "a kernel is not deterministic: replace it, or set reproducible: rounding")
         return None
 
