@@ -110,7 +110,7 @@ def changed_example(folder: Path, changes: Iterable[tuple[str, str]], example: P
 
 def drive_loop(folder: Path, nursery: Nursery, words: Sequence[str], *, iterations: int,
                micro_batches: int, slots_max: int = 4, script: Path = EXAMPLE, copy_every: int = 0,
-               **parallel: Any) -> Driver:
+               reproducible: str = "rounding", **parallel: Any) -> Driver:
     """A driver whose ranks run the example, or `script`, with these arguments."""
     if parallel.get("optimizer") == "sharded" and "--sharded" not in words:
         words = [*words, "--sharded"]
@@ -120,7 +120,8 @@ def drive_loop(folder: Path, nursery: Nursery, words: Sequence[str], *, iteratio
         "apiVersion": "unicron/v1", "name": "own", "slots": {"min": 1, "max": slots_max},
         "command": argv, "heal": "in-memory",
         "loop": {"micro_batches": micro_batches, "iterations": iterations, "parallel": parallel,
-                 "copy_every": copy_every, "output": str(folder / "out")}})
+                 "copy_every": copy_every, "reproducible": reproducible,
+                 "output": str(folder / "out")}})
     driver = Driver(spec, folder, nursery)
     driver.patch = SCRIPT.format(argv=argv)
     return driver

@@ -243,6 +243,16 @@ def read(folder: Path | str) -> dict[str, Any]:
             for key in stored.keys}
 
 
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The names of what is not the same bits; times differ."""
+    import torch
+
+    assert one.keys() == other.keys()
+    return [name for name, value in one.items() if not name.startswith("numbers.step_s") and not (
+        torch.equal(value, other[name]) if isinstance(value, torch.Tensor)
+        else value == other[name])]
+
+
 def _ratio(gap: float, whole: float) -> float:
     """The relative gap; a loss without tokens is 0, and every gap from 0 is infinite."""
     if whole:

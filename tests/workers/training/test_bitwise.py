@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import reference
-import torch
 from rank_driver import Drive, Driver, Twins
+from reference import differing
 from unicron.events.spec.model import Axes
 
 NUM_ITERATIONS, STRUCK = 5, 2
@@ -26,14 +26,6 @@ def train(drive: Drive, axes: Axes, **changes: Any) -> dict[str, Any]:
 
 def state(driver: Driver) -> dict[str, Any]:
     return reference.read(driver.final_checkpoint())
-
-
-def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The names of what is not the same bits; times differ."""
-    assert one.keys() == other.keys()
-    return [name for name, value in one.items() if not name.startswith("numbers.step_s") and not (
-        torch.equal(value, other[name]) if isinstance(value, torch.Tensor)
-        else value == other[name])]
 
 
 PIPELINE, CHUNKS = {"pipeline": [1, 2]}, {"pipeline": [2], "chunks": 2}
