@@ -201,7 +201,8 @@ LogRecord = TypedDict("LogRecord", {
 Earned = TypedDict("Earned", {"at_s": float, "length_s": float, "flop": float})
 ClusterView = TypedDict("ClusterView", {
     "seq": int, "epoch": int, "at_s": float, "hash": str, "heart": int, "input": int,
-    "num_slots": int, "num_tasks": int, "reports_lost": int, "num_open_orders": int, "computed_by": int,
+    "num_slots": int, "num_tasks": int, "reports_lost": int, "num_open_orders": int,
+    "computed_by": int,
     "healing": str, "allow_inject": bool, "mtbf_gpu_s": float, "num_faults": int,
     "observed_slot_s": float, "earned": list[Earned], "follows": str, "followers": list[str],
     "insecure": bool, "ca": str})
@@ -289,7 +290,8 @@ Loss = TypedDict("Loss", {
     "at_s": float, "what": str, "lost_waf_flop": float, "full_after_s": float | None})
 Played = TypedDict("Played", {
     "choice": str, "policy": str, "weights": dict[str, float],
-    "fields": dict[str, bool | float | str], "accumulated_waf_flop": float, "difference_flop": float,
+    "fields": dict[str, bool | float | str], "accumulated_waf_flop": float,
+    "difference_flop": float,
     "downtime_task_s": dict[str, float], "lost_slot_s": dict[str, float], "incidents": list[Loss]})
 WhatIfResult = TypedDict("WhatIfResult", {
     "began_s": float, "horizon_s": float, "recorded": Played, "choices": list[Played],
