@@ -118,7 +118,8 @@ def node_view(state: ClusterState, node: Node, tasks: Sequence[Task] | None = No
         slots.append(slot)
     return {"id": node.name, "host": node.host, "pid": node.pid,
             **_health(state, node, slow), "drained": node.drained,
-            "drain_reason": node.drain_reason, "down": bool(node.down_seq), "replaced_s": due.due_s if due is not None else None,
+            "drain_reason": node.drain_reason, "down": bool(node.down_seq),
+            "replaced_s": due.due_s if due is not None else None,
             "quarantine": msgspec.to_builtins(node.quarantine), "sick_why": node.unhealthy_why,
             "recovers": _recovers(state, node),
             "checks": [msgspec.to_builtins(check) for check in node.checks],
