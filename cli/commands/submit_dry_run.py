@@ -122,7 +122,9 @@ def _memory(spec: JobSpec, found: Choices) -> str:
     """What the numbers of memory are, and against what they are checked."""
     if found.choices[0].memory_bytes is None:
         return "unknown: write loop.model, and layouts are checked against the GPU's memory"
-    kept = ("KEPT SUM is the part that holds a copy of the rank's own gradients, 4 bytes a "
+    exact = spec.training is not None and spec.training.reproducible != "rounding"
+    kept = ("KEPT SUM is the part of the integers in which bitwise sums gradients" if exact else
+            "KEPT SUM is the part that holds a copy of the rank's own gradients, 4 bytes a "
             "parameter: if a fault interrupts their sum over the ranks, no micro-batch is run again"
             if found.choices[0].kept_bytes
             else "a fault while gradients are summed redoes the iteration (kept_sum: false)"

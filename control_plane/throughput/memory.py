@@ -80,7 +80,7 @@ class Memory(Struct, frozen=True, kw_only=True):
     optimizer: float
     activations: float
     kept: float
-    """The accumulated local gradient that recovery keeps."""
+    """The local sum of gradients that recovery keeps, or exact sums need."""
     reserved: float = RESERVED_BYTES
     """What is no tensor; 0 where no GPU is named."""
 
@@ -129,7 +129,15 @@ def _stage(model: MegatronModel, layout: Layout, *, first: bool = True,
     return Memory(weights=WEIGHT_BYTES * held, gradients=GRADIENT_BYTES * held,
                   optimizer=OPTIMIZER_BYTES * states,
                   activations=_activations(model, layout, first=first, last=last),
-                  kept=KEPT_BYTES * held if model.kept_sum else 0.0)
+                  kept=_sum_bytes(model) * held)
+
+
+def _sum_bytes(model: MegatronModel) -> float:
+    """Bytes per parameter of the local sum beside Megatron's gradients. An exact sum needs no copy,
+    but overlapped with the backward each bucket is reduced in one."""
+    if not model.exact_sum_bits:
+        return KEPT_BYTES if model.kept_sum else 0
+    return model.exact_sum_bits / 8 * (1 + (model.overlap and model.kept_sum))
 
 
 def _activations(model: MegatronModel, layout: Layout, *, first: bool, last: bool) -> float:

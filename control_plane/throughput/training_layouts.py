@@ -35,12 +35,13 @@ def megatron_model(train: Train) -> MegatronModel:
 
 def described(train: Train | Loop) -> MegatronModel | None:
     """The model for the analytical model, with the sum that recovery keeps; None: not described."""
+    bits = 0 if train.reproducible == "rounding" else train.reproducible_bits
     if isinstance(train, Train):
-        return replace(megatron_model(train), kept_sum=train.kept_sum)
+        return replace(megatron_model(train), kept_sum=train.kept_sum, exact_sum_bits=bits)
     if train.model is None:
         return None
     return replace(train.model, micro_batch=train.model.global_batch // train.micro_batches,
-                   kept_sum=train.kept_sum)
+                   kept_sum=train.kept_sum, exact_sum_bits=bits)
 
 
 def layout_on(train: Train | Loop, model: MegatronModel, axes: Axes) -> Layout:

@@ -151,6 +151,8 @@ def _check_loop_model(model: MegatronModel, loop: Loop) -> None:
          f"is {model.micro_batch}, but {model.global_batch} samples in {loop.micro_batches} "
          f"micro-batches make {micro}", "leave it out")
     need(not model.kept_sum, "loop.model.kept_sum", "is loop.kept_sum", "write it there")
+    need(not model.exact_sum_bits, "loop.model.exact_sum_bits", "follows from loop.reproducible",
+         "write it there")
     need(model.recompute != "any", "loop.model.recompute",
          "is missing: the script decides it, not the layout search",
          "write none, selective or full, as the script does")

@@ -30,7 +30,8 @@ class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     is the width of one. `dropout` above 0 stores masks. `flash_attention` does not write the scores
     to memory. `overlap` reduces gradients during the backward pass. `kept_sum` counts the memory of
     in-memory recovery: a rank's local gradients until their reduction has succeeded. For a task, it
-    follows from `train.kept_sum` or `loop.kept_sum`.
+    follows from `train.kept_sum` or `loop.kept_sum`, and `exact_sum_bits`, that of exact sums, from
+    `reproducible`.
     """
 
     NOT_KEYS: ClassVar[dict[str, str]] = dict.fromkeys(
@@ -58,6 +59,7 @@ class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     overlap: bool = True
     recompute: Recompute = "any"
     kept_sum: bool = False
+    exact_sum_bits: Literal[0, 32, 64] = 0
 
     @property
     def num_groups(self) -> int:
