@@ -1,0 +1,79 @@
+"""`replay --diff A B --digests`: two runs, or a run and its past, compared by their digests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+from cli_process import refused, unicron
+from unicron.events.log import archive
+from unicron.events.records.reports import TaskProgressed, TaskSubmitted
+
+PAST = Path(__file__).parents[1] / "golden" / "release-0.3.0.jsonl"
+Digests = dict[int, str]
+
+
+def log_with(path: Path, *digests: Digests) -> str:
+    """A log whose first reports of progress have these digests, one after the other."""
+    given = iter(digests)
+    records = list(archive.read(PAST))
+    first = next(record.body.task for record in records
+                 if isinstance(record.body, TaskProgressed))
+    for at, record in enumerate(records):
+        body = record.body
+        if isinstance(body, TaskProgressed) and body.task == first:
+            records[at] = msgspec.structs.replace(
+                record, body=msgspec.structs.replace(body, digests=next(given, {})))
+    archive.write(path, records, cluster="c", code="0")
+    return str(path)
+
+
+def name_of(path: str) -> str:
+    records = list(archive.read(Path(path)))
+    task = next(record.body.task for record in records
+                if isinstance(record.body, TaskProgressed) and record.body.digests)
+    return next(record.body.spec.name for record in records
+                if isinstance(record.body, TaskSubmitted) and record.seq == task)
+
+
+def compare(*args: str) -> tuple[int, str, dict[str, object]]:
+    result = unicron("replay", *args, "--digests")
+    return result.returncode, result.stdout, json.loads(
+        unicron("replay", *args, "--digests", "-o", "json").stdout)
+
+
+def test_two_runs_are_compared_by_iteration(tmp_path: Path) -> None:
+    calm = log_with(tmp_path / "calm.jsonl", {2: "aa", 4: "bb"}, {6: "cc"})
+    healed = log_with(tmp_path / "healed.jsonl", {2: "aa"}, {4: "bb", 6: "cc", 8: "dd"})
+    name = name_of(calm)
+    code, told, data = compare("--diff", calm, healed)
+    assert (code, told) == (0, f"task {name}: 3 digests are equal\n")
+    assert data["equal"] is True
+    broken = log_with(tmp_path / "broken.jsonl", {2: "aa", 4: "b0"}, {6: "c0"})
+    code, told, data = compare("--diff", calm, broken)
+    assert (code, told) == (1, f"task {name}: iteration 4 is the first that began with another "
+                            "state, after 1 equal digest: bb, b0\n")
+    assert data["tasks"] == [{"what": f"task {name}", "num_compared": 2, "iteration": 4,
+                              "digests": ["bb", "b0"]}]
+
+
+def test_a_run_is_compared_with_its_own_past(tmp_path: Path) -> None:
+    again = log_with(tmp_path / "again.jsonl", {2: "aa", 4: "bb"}, {4: "bb"})
+    name = name_of(again)
+    assert compare(again, "--diff", name, name)[:2] == (0, f"task {name}: 2 digests are equal\n")
+    other = log_with(tmp_path / "other.jsonl", {2: "aa", 4: "bb"}, {4: "b0"})
+    code, told, _ = compare(other, "--diff", name, name)
+    assert (code, "iteration 4" in told) == (1, True)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    without = log_with(tmp_path / "without.jsonl")
+    some = log_with(tmp_path / "some.jsonl", {2: "aa"})
+    late = log_with(tmp_path / "late.jsonl", {4: "aa"})
+    for args, words in (
+            (("--diff", some, without), "no task with digests has the same name"),
+            (("--diff", some, late), "no digest of the same iteration"),
+            ((some, "--diff", "nobody", "nobody"), "no task 'nobody' with digests"),
+            ((some,), "--digests is for --diff")):
+        refused(unicron("replay", *args, "--digests"), words)
