@@ -11,8 +11,8 @@ import secrets
 import socket
 import time
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -265,10 +265,14 @@ class HttpApi:
             else:
                 page = await self._log.read(after=after, num_max=PAGE_RECORDS_MAX)
                 await response.prepare(request)
+                kept = deque[Record](maxlen=call.query.newest)
                 while page:
-                    await response.write(write([one for one in page if not call.query.requests
-                                                or isinstance(one.body, types.OperatorRequest)]))
+                    found = [one for one in page if not call.query.requests
+                             or isinstance(one.body, types.OperatorRequest)]
+                    kept.extend(found)
+                    await response.write(write(found if not call.query.newest else []))
                     page = await self._log.read(after=page[-1].seq, num_max=PAGE_RECORDS_MAX)
+                await response.write(write(kept))
         except (LogError, Refusal) as error:
             if not response.prepared:
                 raise
@@ -668,11 +672,11 @@ def _status_of(error: UnicronError) -> tuple[int, str, str]:
         "training goes on; try again in a moment" if status == 503 else "")
 
 
-def _lines(records: Sequence[Record]) -> bytes:
+def _lines(records: Iterable[Record]) -> bytes:
     return b"".join(msgspec.json.encode(codec.to_plain(one)) + b"\n" for one in records)
 
 
-def _events(records: Sequence[Record]) -> bytes:
+def _events(records: Iterable[Record]) -> bytes:
     """Server-sent events; without a record a comment, so that the connection is seen to live."""
     return b"".join(b"id: %d\ndata: %b\n\n" % (one.seq, msgspec.json.encode(codec.to_plain(one)))
                     for one in records) or b":\n\n"

@@ -64,6 +64,7 @@ class LogQuery(Nothing, frozen=True):
     after: Seq = 0
     follow: Annotated[bool, Meta(description="Go on with new records, as events always")] = False
     requests: Annotated[bool, Meta(description="Only those of operators; not as events")] = False
+    newest: Annotated[int, Meta(ge=0, le=10_000, description="So many; 0: all. Not as events")] = 0
 
 
 class HistoryQuery(Nothing, frozen=True):

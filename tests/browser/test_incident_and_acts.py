@@ -126,7 +126,19 @@ def test_of_two_operators_the_second_sees_what_has_changed(cluster: RealCluster,
     page.go(f"incident/{incident}")
     press(page, f"Drain {node}")
     page.wait_text("of WAF")
-    cluster.client().post(f"/v1/tasks/{task}/weight", {"weight": 5, "reason": "I was first"})
+    with browsing() as other:
+        other.open(opened(cluster.state.path))
+        other.wait_text("Needs a person")
+        other.go(f"task/{task}")
+        press(other, f"Set the weight of task {task}")
+        other.wait(lambda: other.find("dialog input[type=number]").get_attribute("value") == "1",
+                   "the weight")
+        other.find("dialog input[type=number]").send_keys("\b5")
+        other.wait_text("Only the ratio")
+        say(other, "I was first")
+        do(other, f"Set the weight of task {task}")
+        assert other.errors() == []
+    assert body(cluster, begun, "TaskWeightSet").reason == "I was first"
     say(page, "I am second")
     press(page, f"Drain {node}", "dialog")
     page.wait_text("something has changed since")

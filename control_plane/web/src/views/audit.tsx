@@ -6,25 +6,27 @@ import { Section, Table, Time, Trouble } from "../ui"
 import type { ViewProps } from "./index"
 
 type Record = Schemas["LogRecord"]
+const PAGE_NUM = 200
 const HIDDEN = new Set(["who", "role", "reason", "spec"])
 
 export function Audit({ state, at }: ViewProps) {
   const [rows, setRows] = useState<Record[]>()
   const [problem, setProblem] = useState<Problem>()
+  const [num, setNum] = useState(PAGE_NUM)
   useEffect(() => {
     const stop = new AbortController()
-    lines({ requests: 1 }, stop.signal).then(setRows, (error: unknown) => { if (!stop.signal.aborted) setProblem(error as Problem) })
+    lines({ requests: 1, newest: num }, stop.signal).then(setRows, (error: unknown) => { if (!stop.signal.aborted) setProblem(error as Problem) })
     const end = live.listen(() => {
       const last = live.recent.filter(one => "who" in (one.body as object))
       setRows(before => before && [...before, ...last.filter(one => one.seq > (before.at(-1)?.seq ?? 0))])
     })
     return () => { stop.abort(); end() }
-  }, [])
+  }, [num])
   const shown = rows?.filter(one => !at || one.seq <= state.cluster.seq).reverse()
   return <Section title="Requests" note="by whose token, and why">
     <Trouble problem={problem} />
     {!shown && !problem && <p class="empty">reading the log…</p>}
-    {shown && <Table label="Requests" rows={shown} empty="Nobody has asked for anything." max={500} columns={[
+    {shown && <Table label="Requests" rows={shown} empty="Nobody has asked for anything." max={num} columns={[
       { name: "Record", right: true, cell: one => one.seq },
       { name: "When", cell: one => <Time at_s={one.at_s} /> },
       { name: "Who", cell: one => `${text(one, "who") || "–"} ${text(one, "role") && `(${text(one, "role")})`}` },
@@ -33,6 +35,7 @@ export function Audit({ state, at }: ViewProps) {
         .map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : String(value)}`).join(", ") || subject(one) },
       { name: "Reason", cell: one => text(one, "reason") },
     ]} />}
+    {shown && shown.length >= num && <button type="button" onClick={() => { setNum(num + PAGE_NUM) }}>Show older ones</button>}
   </Section>
 }
 
