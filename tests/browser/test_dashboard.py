@@ -23,6 +23,8 @@ from unicron.events.records.codec import from_plain, to_plain
 HOSTILE = ["<img src=x onerror=document.title='taken'>", "<script>document.title='taken'</script>",
            "\"><svg onload=document.title='taken'>", "javascript:document.title='taken'",
            "{{7*7}} ${7*7}", "\u202egnp.exe", "a" * 300, "'; DROP TABLE nodes; --"]
+LOST = DEMO.parents[1] / "golden" / "heart-20.jsonl"
+"""Its node n2 is lost."""
 WORDS = ("host", "why", "reason", "team", "log_path", "accelerator")
 LOOKS = {"light": {}, "dark": {"dark": True}, "phone": {"phone": True}}
 
@@ -268,6 +270,63 @@ def test_the_keyboard_alone_reaches_everything(demo: Page) -> None:
             document.activeElement.innerText || document.activeElement.ariaLabel)"""))
     for one in ("INPUT:History: record", "A:inc-33", "A:alpha", "BUTTON:All", "A:Cluster"):
         assert one in seen, seen
+
+
+def test_focus_follows_a_link(demo: Page) -> None:
+    demo.go("cluster")
+    demo.wait_text("inc-33")
+    demo.find("a[href='#/incident/33']").send_keys(Keys.ENTER)
+    demo.wait(lambda: demo.run("return document.activeElement.textContent") == "Incident 33",
+              "the heading has the focus")
+
+
+def test_wrong_addresses_lead_on(demo: Page) -> None:
+    for view, link in (("incident/77", "The newest incidents"), ("task/99", "Find a task"),
+                       ("task/nobody", "Find a task"), ("nowhere", "The cluster")):
+        demo.go(view)
+        demo.wait(lambda link=link: [one for one in demo.browser.find_elements(
+            "css selector", "main a") if one.text == link], link)
+
+
+def test_a_node_has_its_incidents(demo: Page) -> None:
+    demo.go("nodes/n2")
+    demo.wait(lambda: "inc-33" in demo.find("[aria-label='Incidents of this node']").text, "inc-33")
+    demo.go("nodes/n1")
+    demo.wait_text("No incident so far.")
+
+
+def test_a_plan_that_is_no_longer_in_force_is_named(demo: Page) -> None:
+    demo.go("plan")
+    demo.wait_text("No plan is in force: every task has ended. The last one is record 7")
+    demo.go("plan?at=7")
+    demo.wait_text("how long a plan is expected to last")
+
+
+def test_a_phone_shows_the_records_on_request(demo: Page) -> None:
+    demo.look_like(phone=True)
+    demo.go("incident/33")
+    demo.browser.refresh()
+    demo.wait_text("The log of this incident")
+    rows = "[aria-label='Records of the incident']"
+    assert not demo.find(rows).is_displayed()
+    demo.run("[...document.querySelectorAll('summary')].at(-1).click()")
+    demo.wait(lambda: demo.find(rows).is_displayed(), "they are shown")
+    demo.look_like()
+    demo.browser.refresh()
+    demo.wait_text("Effect on each task")
+    assert demo.find(rows).is_displayed()
+
+
+def test_a_node_that_was_just_lost_is_told_before_it_needs_a_person(page: Page) -> None:
+    lost = next(one.seq for one in archive.read(LOST) if one.kind == "NodeUnreachable") + 1
+    with viewing(LOST) as url:
+        page.open(url)
+        page.wait_text("Newest incidents")
+        page.go(f"cluster?at={lost}")
+        page.wait_text("its agent may come back by itself")
+        assert "Nothing needs a person" not in page.text
+        page.go(f"nodes?at={lost}")
+        page.wait(lambda: "✕✕" in page.find(".node.lost").text, "no rank is drawn there")
 
 
 def test_names_are_never_interpreted(tmp_path: Path, page: Page) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from browser.page import Page, browsing, opened
 from real_cluster import RealCluster, running
+from selenium.common.exceptions import StaleElementReferenceException
 from twins import small
 
 
@@ -34,14 +36,18 @@ def page(cluster: RealCluster) -> Iterator[Page]:
 
 def press(page: Page, label: str, within: str = "main") -> None:
     """Click the button with that text, as soon as it can be clicked."""
-    def click() -> bool:
-        for one in page.browser.find_elements("css selector", f"{within} button"):
+    page.wait(lambda: click(page, label, within), f"a button {label!r}")
+
+
+def click(page: Page, label: str, within: str) -> bool:
+    """Whether there was such a button that could be clicked."""
+    for one in page.browser.find_elements("css selector", f"{within} button"):
+        with suppress(StaleElementReferenceException):  # drawn again meanwhile
             if one.text == label and one.is_enabled():
                 page.run("arguments[0].scrollIntoView({block: 'center'})", one)
                 one.click()
                 return True
-        return False
-    page.wait(click, f"a button {label!r}")
+    return False
 
 
 def say(page: Page, reason: str) -> None:
@@ -53,8 +59,7 @@ def do(page: Page, label: str) -> None:
     """Press it in the dialog; again if a measured throughput has just changed the plan's input."""
     press(page, label, "dialog")
     def over() -> bool:
-        if "Do it all the same" in page.text:
-            press(page, "Do it all the same", "dialog")
+        click(page, "Do it all the same", "dialog")
         return "of the log. What follows" in page.text
     page.wait(over, "it is in the log")
     press(page, "Close", "dialog")
