@@ -203,10 +203,9 @@ Earned = TypedDict("Earned", {"at_s": float, "length_s": float, "flop": float})
 ClusterView = TypedDict("ClusterView", {
     "seq": int, "epoch": int, "at_s": float, "hash": str, "heart": int, "input": int,
     "num_slots": int, "num_tasks": int, "reports_lost": int, "num_open_orders": int,
-    "computed_by": int,
-    "healing": str, "allow_inject": bool, "mtbf_gpu_s": float, "num_faults": int,
-    "observed_slot_s": float, "earned": list[Earned], "follows": str, "followers": list[str],
-    "insecure": bool, "ca": str})
+    "computed_by": int, "healing": str, "allow_inject": bool, "mtbf_gpu_s": float,
+    "num_faults": int, "observed_slot_s": float, "earned": list[Earned], "follows": str,
+    "followers": list[str], "insecure": bool, "ca": str})
 SlotView = TypedDict("SlotView", {
     "index": int, "out": bool, "out_why": str, "degraded": bool, "task": int, "rank": int | None,
     "pid": int})
@@ -292,8 +291,8 @@ Loss = TypedDict("Loss", {
 Played = TypedDict("Played", {
     "choice": str, "policy": str, "weights": dict[str, float],
     "fields": dict[str, bool | float | str], "accumulated_waf_flop": float,
-    "difference_flop": float,
-    "downtime_task_s": dict[str, float], "lost_slot_s": dict[str, float], "incidents": list[Loss]})
+    "difference_flop": float, "downtime_task_s": dict[str, float],
+    "lost_slot_s": dict[str, float], "incidents": list[Loss]})
 WhatIfResult = TypedDict("WhatIfResult", {
     "began_s": float, "horizon_s": float, "recorded": Played, "choices": list[Played],
     "evidence": list[str]})

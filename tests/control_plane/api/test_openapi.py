@@ -131,6 +131,28 @@ async def test_lists_are_paged(site: Site) -> None:
     assert ([one["name"] for one in page["items"]], page["next"]) == (["t0", "t1"], "t1")
 
 
+@real
+async def test_older_ended_tasks_are_left_out_and_found(site: Site) -> None:
+    await site.tell(NodeJoined(node="n0", incarnation=9, host="h", pid=1, num_slots=1))
+    ids = [(await site.ask("POST", "/v1/tasks", {
+        **JOB, "name": f"j{number}", "train": {"iterations": 3, "output": f"/o{number}"}}
+        ))[1]["task"] for number in range(4)]
+    for task in ids[1:3]:
+        await site.ask("POST", f"/v1/tasks/{task}/cancel", {"reason": "not needed"})
+    for ended, names in (("", "0123"), ("?ended=2", "0123"), ("?ended=1", "023"),
+                         ("?ended=0", "03")):
+        _, state = await site.ask("GET", f"/v1/state{ended}")
+        assert [one["name"] for one in state["tasks"]] == [f"j{number}" for number in names]
+        assert state["cluster"]["num_tasks"] == 4
+    for words, names in (("J1", "1"), ("cancelled j", "12"), (str(ids[3]), "3"), ("j1+j2", "")):
+        _, page = await site.ask("GET", f"/v1/tasks?find={words}")
+        assert [one["name"] for one in page["items"]] == [f"j{number}" for number in names], words
+    headers = {"Authorization": "Bearer secret"}
+    async with site.client.get(site.url + "/v1/log?requests=1&newest=2", headers=headers) as reply:
+        last = [json.loads(line) async for line in reply.content]
+    assert [one["body"]["task"] for one in last] == ids[1:3]
+
+
 # --- streams -------------------------------------------------------------------------------------
 async def event(reply: Any) -> dict[str, str]:
     """The next server-sent event; a comment has the field ""."""
