@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..communicators.communicators import Communicators
+from ..dependencies.private_megatron import set_gathered
 from ..model.exact_sum import ExactSum, largest, power_of_two
 from ..model.optimizers import ranges
 from ..model.trainee import TrainingModel
@@ -143,6 +144,7 @@ class ExactReduction:
 
     def finish(self, group: Any) -> None:
         """Write the sums of a reduced bucket group to Megatron's buffers, and free the copy."""
+        set_gathered(group, is_gathered=False)  # as at the end of Megatron's own reduction
         late = {*self._tied, *self._split}
         for bucket in group.buckets:
             reduced = self._reduced.pop(id(bucket))
