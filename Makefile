@@ -37,8 +37,8 @@ $(STAMP): constraints.txt pyproject.toml
 	echo "setup    $$($(BIN)/python -c 'import torch; print("torch", torch.__version__)')," \
 		"done in $$(( $$(date +%s) - begin )) s, once"
 
-demo: setup types ## train a real model, break it, watch it heal (KEEP=1: leave it running; ITERATIONS=128)
-	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m demo.main $(if $(KEEP),--keep) $(ITERATIONS:%=--iterations %)
+demo: setup types ## train a real model, break it, watch it heal (KEEP=1: leave it running; ITERATIONS=128; EXACT=1: bit for bit)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m demo.main $(if $(KEEP),--keep) $(ITERATIONS:%=--iterations %) $(if $(EXACT),--exact)
 
 demo-hosts: setup types ## train on three hosts that die and lose cables (needs root; CASES=a,b)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m hosts.demo $(CASES:%=--cases %)
@@ -72,8 +72,8 @@ CASES ?=
 ROUNDS ?= 100
 SEED ?= 4
 PICTURE ?= build/chaos-training
-chaos-training: setup types ## one training through faults at random (ROUNDS=100 SEED=4 PICTURE=folder)
-	@$(BIN)/python tests/drivers/chaos_training.py --rounds $(ROUNDS) --seed $(SEED) --picture $(PICTURE)
+chaos-training: setup types ## one training through faults at random (ROUNDS=100 SEED=4 PICTURE=folder EXACT=1: bitwise)
+	@$(BIN)/python tests/drivers/chaos_training.py --rounds $(ROUNDS) --seed $(SEED) --picture $(PICTURE) $(if $(EXACT),--exact)
 
 fuzz: setup types ## random input to all that reads input of others (SEED=4 CASES=10000 AREAS=a,b ONLY=area:number)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m fuzz.main --seed $(SEED) \
@@ -133,8 +133,8 @@ bench-log: setup types ## the log: appends, replay, past moments, takeovers, kil
 chaos-log: setup types ## the log's server, leader or both killed under load: lost and doubled records (KILLS=200)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.log.chaos $(KILLS:%=-n %)
 
-bench-overhead: setup types ## an undisturbed iteration over one of Megatron's own loop (N=24 launches a case)
-	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.overhead.main $(if $(filter-out file,$(origin N)),-n $(N))
+bench-overhead: setup types ## an undisturbed iteration over one of Megatron's own loop (N=24 launches a case, CASES=a,b)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.overhead.main $(if $(filter-out file,$(origin N)),-n $(N)) $(CASES:%=--cases %)
 
 bench-web: setup types web ## the dashboard on a log of 8,000 slots and 100,000 records, in a browser (N=5)
 	@tests/browser/install.sh

@@ -40,10 +40,11 @@ CHECKPOINT_EVERY_NUM = 8
 recovery of the demo reads a checkpoint."""
 
 
-def demo(*, keep: bool, num_iterations: int) -> int:
-    """Run the demo; 0 if every check passed. Raises UsageError before it starts a process."""
+def demo(*, keep: bool, num_iterations: int, exact: bool = False) -> int:
+    """Run the demo, bit for bit with `exact`; 0 if every check passed. Raises UsageError before it
+    starts a process."""
     _check()
-    players = [_player(name, num_iterations) for name in NUM_SLOTS]
+    players = [_player(name, num_iterations, exact=exact) for name in NUM_SLOTS]
     stage = Stage(FOLDER)
     kept = False
     stage.open()
@@ -71,12 +72,13 @@ def _check() -> None:
                              "make setup, or pip install 'unicron[train]'") from None
 
 
-def _player(name: str, num_iterations: int) -> Player:
+def _player(name: str, num_iterations: int, *, exact: bool = False) -> Player:
     """The example's task, with its output in the demo's folder and alpha's length as given."""
     spec = job_file.load(EXAMPLES / f"demo-{name}.yaml")
     assert spec.train is not None
     train = msgspec.structs.replace(spec.train, output=str((FOLDER / name).absolute()),
-                                    checkpoint_every=CHECKPOINT_EVERY_NUM)
+                                    checkpoint_every=CHECKPOINT_EVERY_NUM,
+                                    reproducible="bitwise" if exact else "rounding")
     if name == "alpha":
         train = msgspec.structs.replace(train, iterations=num_iterations)
     return Player(spec=msgspec.structs.replace(spec, train=train), num_slots=NUM_SLOTS[name])
@@ -163,13 +165,15 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave the cluster running")
     parser.add_argument("--iterations", type=int, default=128, metavar="N",
                         help="of the task that finishes, at least 100")
+    parser.add_argument("--exact", action="store_true",
+                        help="with reproducible: bitwise, where no bit may differ")
     options = parser.parse_args()
     if options.iterations < 100:
         print("error: ITERATIONS must be at least 100: the faults need so many\n"
               "hint: make demo ITERATIONS=128", file=sys.stderr)
         return 2
     try:
-        return demo(keep=options.keep, num_iterations=options.iterations)
+        return demo(keep=options.keep, num_iterations=options.iterations, exact=options.exact)
     except UnicronError as error:
         console.error(str(error), error.hint)
         return error.exit_code

@@ -28,13 +28,14 @@ from chaos_faults import Striker, draw
 from nursery import Nursery
 from rank_twin import Twin
 from real_cluster import RealCluster, running
-from reference import NOISE_TIMES_MAX, read, tolerance
+from reference import NOISE_TIMES_MAX, NUM_ORDERS, read, tolerance
 from unicron.control_plane.history.history import History, history
 from unicron.events.records.codec import from_plain
 from unicron.events.spec.job import parse
 
 FOLDER = Path("build/chaos-training")
 FIGURES = Path("build/bench/chaos-training.json")
+EXACT_FIGURES = FIGURES.with_stem("chaos-training-bitwise")
 ITERATIONS_PER_FAULT = 10
 NODES_NUM, RANKS_NUM = 3, 4
 POLICY = {"silence_s_max": 2.0, "stopped_s_max": 1.0, "replace_after_s": 10.0, "restarts_max": 1000}
@@ -55,10 +56,12 @@ class Struck(NamedTuple):
 class Run:
     """The training run and its faults."""
 
-    def __init__(self, cluster: RealCluster, seed: int, rounds: int) -> None:
+    def __init__(self, cluster: RealCluster, seed: int, rounds: int, *, is_exact: bool) -> None:
         self.cluster = cluster
         self.iterations = rounds * ITERATIONS_PER_FAULT
         self.spec = _spec(cluster.path / "out", self.iterations)
+        if is_exact:
+            self.spec["train"]["reproducible"] = "bitwise"
         self.script = draw(seed, rounds, self.iterations)
         self.faults: list[Struck] = []
         self.load = 0.0
@@ -132,17 +135,18 @@ def main() -> None:
     print(f"seed {options.seed}: {options.rounds} faults in "
           f"{options.rounds * ITERATIONS_PER_FAULT} iterations")
     with running(FOLDER.resolve(), NODES_NUM, POLICY) as cluster:
-        run = Run(cluster, options.seed, options.rounds)
+        run = Run(cluster, options.seed, options.rounds, is_exact=options.exact)
         run.train()
         losses = cluster.losses(run.task)
         past = history(map(from_plain, cluster.client().records(0, follow=False)))
         cluster.verify()
         run.say("every decision made again from the log: VERIFIED")
     lasted_s = time.monotonic() - run.began_s
-    run.say("the twin trains undisturbed, in three orders of summing")
+    run.say("the twin trains undisturbed, in several orders of summing")
     nursery = Nursery(FOLDER / "zygote.log")
     try:
-        twin = Twin(parse(run.spec), FOLDER / "twin", nursery, TWIN_S_MAX)
+        twin = Twin(parse(run.spec), FOLDER / "twin", nursery, TWIN_S_MAX,
+                    num_orders=2 if options.exact else NUM_ORDERS)
     finally:
         nursery.close()
     sys.exit(_judge(run, losses, past, twin, lasted_s, options.picture))
@@ -172,7 +176,8 @@ def _judge(run: Run, losses: list[float], past: History, twin: Twin, lasted_s: f
         "fault_to_step_max": (max(lasted), "s"), "lasted": (lasted_s, "s"),
         "load": (run.load, f"on {os.cpu_count()} cores"),
     }
-    equal = (twin.allows(gap) and loss_rel <= tolerance([twin.noise[0]])
+    loss_rel_max = 0.0 if twin.is_exact else tolerance([twin.noise[0]])
+    equal = (twin.allows(gap) and loss_rel <= loss_rel_max
              and len(losses) == run.iterations and not figures["iterations_lost"][0]
              and not figures["checkpoints_read"][0])
     print()
@@ -182,9 +187,11 @@ def _judge(run: Run, losses: list[float], past: History, twin: Twin, lasted_s: f
                                         f"max {max(took):.2f} s" if took else ""))
     for name, (value, unit) in figures.items():
         print(f"  {name.replace('_', ' '):24} {value:.4g} {unit}".rstrip())
-    print(f"  tolerance                {NOISE_TIMES_MAX} x the noise of summing in another order")
+    print("  tolerance                " + (
+        "none: bit for bit" if twin.is_exact else
+        f"{NOISE_TIMES_MAX} x the noise of summing in another order"))
     print("EQUAL" if equal else "NOT EQUAL")
-    _write(run, figures, equal, picture)
+    _write(run, EXACT_FIGURES if twin.is_exact else FIGURES, figures, equal, picture)
     picture.mkdir(parents=True, exist_ok=True)
     files = [picture / f"chaos-training.{ending}" for ending in ("svg", "png")]
     chaos_picture.draw(
@@ -195,15 +202,16 @@ def _judge(run: Run, losses: list[float], past: History, twin: Twin, lasted_s: f
     return 0 if equal else 1
 
 
-def _write(run: Run, figures: dict[str, tuple[float, str]], equal: bool, picture: Path) -> None:
+def _write(run: Run, file: Path, figures: dict[str, tuple[float, str]], equal: bool,
+           picture: Path) -> None:
     """Write the rows. For README's figure, also write the caption for `make figures`."""
     case = f"chaos, {len(run.faults)} faults"
     rows: list[dict[str, Any]] = [
         {"case": case, "system": "unicron", "metric": name, "value": value, "unit": unit, "n": 1}
         for name, (value, unit) in {**figures, "equal": (int(equal), "")}.items()]
-    FIGURES.parent.mkdir(parents=True, exist_ok=True)
-    FIGURES.write_text(json.dumps(rows, indent=1) + "\n")
-    stamp(FIGURES, {"text": _caption(run, figures, equal)} if picture == Path("docs") else {})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(rows, indent=1) + "\n")
+    stamp(file, {"text": _caption(run, figures, equal)} if picture == Path("docs") else {})
 
 
 def _caption(run: Run, figures: dict[str, tuple[float, str]], equal: bool) -> str:
@@ -245,6 +253,8 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=100, help="how many faults")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--picture", type=Path, default=FOLDER, help="the folder for the picture")
+    parser.add_argument("--exact", action="store_true",
+                        help="with reproducible: bitwise, where no bit may differ")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")

@@ -8,6 +8,7 @@ import pytest
 import reference
 from rank_driver import Drive, Driver, Twins
 from reference import differing
+from unicron.events.records import reports as r
 from unicron.events.spec.model import Axes
 
 NUM_ITERATIONS, STRUCK = 5, 2
@@ -108,6 +109,46 @@ def test_a_gradient_out_of_range_repeats_the_iteration(drive: Drive) -> None:
     assert num == other_num
     assert 1 <= num <= 20
     assert differing(other, one) == []
+
+
+DIVERGES = """
+from unicron.workers.training.model import exact_sum
+from unicron.workers.training.step import iteration
+exact_sum.HEADROOM_BITS, iteration.IN_A_ROW_NUM_MAX = -2, 2
+"""
+
+
+def test_gradients_out_of_range_in_each_iteration_end_the_task(drive: Drive) -> None:
+    driver = drive(**BITWISE)
+    driver.patch = DIVERGES
+    driver.start(0)
+    driver.reconfigure([0])
+    driver.reconfigured([0])
+    driver.resume([0])
+    told = driver.wait(r.RankErrored, 0)
+    assert "in each of the last 2 iterations" in told.text
+    assert "diverges" in told.text
+
+
+def test_a_checkpoint_without_exponents_is_refused(drive: Drive) -> None:
+    first = drive(**BITWISE | {"reproducible": "rounding", "checkpoint_every": 2})
+    first.start(0)
+    first.form([0])
+    first.finish([0])
+    saved = next(one for one in first.told(r.CheckpointSaved) if not one.final)
+    driver = drive(**BITWISE, output=first.work.output)
+    driver.start(0, attempt=2)
+    driver.reconfigure([0], checkpoint=saved.path)
+    assert "has no exponents of exact sums" in driver.wait(r.RankErrored, 0).text
+
+
+def test_a_gradient_that_is_not_finite_ends_the_task(drive: Drive) -> None:
+    driver = drive(**BITWISE | {"optimizer": {"lr": 1e30, "clip_grad": 0.0}})
+    driver.start(0, 1)
+    driver.reconfigure([0, 1])
+    driver.reconfigured([0, 1])
+    driver.resume([0, 1])
+    assert "which an exact sum cannot hold" in driver.wait(r.RankErrored, 0).text
 
 
 def test_the_comparison_finds_rounding(drive: Drive) -> None:

@@ -17,6 +17,7 @@ from ....events.spec.job import is_url
 from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
+from ..recovery.state_shards import EXPONENT
 from . import share_files
 from .folder import Folder
 from .share import whole_share
@@ -93,6 +94,10 @@ def load(folder: str, trainee: TrainingModel, history: History) -> int:
                              f"set train.precision: {saved}, or name another checkpoint")
         numbers = _numbers(folder, plain)
         want = trainee.shards if trainee.shards is not None else whole_share(trainee)
+        if any(shard.key.startswith(EXPONENT) and shard.key not in stored.kinds for shard in want):
+            raise UsageError(f"{folder} has no exponents of exact sums: it was written with "
+                             "reproducible: rounding",
+                             "name another checkpoint, or leave reproducible out")
         stored.check(want)
         stored.read(want)
     except Damaged as error:

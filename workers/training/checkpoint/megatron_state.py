@@ -22,6 +22,7 @@ from torch import Tensor
 from ....events.errors import UsageError
 from ..dependencies.private_torch import tensor_of_pickle
 from ..model import training_state
+from ..model.exact_sum import FIRST_BITS
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..recovery import state_shards
@@ -145,7 +146,10 @@ class MegatronState:
         names = state_shards.stacked_names(trainee)
         weights = {shard: tensor for shard, tensor in trainee.shards.items()
                    if shard.key.startswith(("model.", "buffer."))}
-        rest = {shard: tensor for shard, tensor in trainee.shards.items() if shard not in weights}
+        rest = {shard: tensor for shard, tensor in trainee.shards.items()
+                if shard.key.startswith(("master.", "optimizer."))}
+        if trainee.exact is not None:  # Megatron has none: they are those of a first iteration
+            trainee.exact.exponents.fill_(FIRST_BITS)
         try:
             if self._stored is None:
                 self._stored = StoredState(self.path)
