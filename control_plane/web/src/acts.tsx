@@ -204,7 +204,9 @@ function arrow<V>(before: V, after: V, show: (value: V) => string): string {
 const QUIET = /^(TaskProgressed|IterationsLogged|MemoryCheckpoint|Checkpoint|Order|Earned|Straggler|Notified)/
 
 function Since({ found }: { found: Record[] }) {
-  const shown = found.filter(one => !QUIET.test(one.kind))
+  const asked = (one: Record) => Number(Boolean((one.body as { who?: string }).who))
+  // What people asked for comes first, then what was measured; the newest at the top.
+  const shown = found.filter(one => !QUIET.test(one.kind)).reverse().sort((a, b) => asked(b) - asked(a))
   return <div role="alert">
     <p><strong>Not done: something has changed since the costs were shown.</strong> Below is what it would cost now.</p>
     <Table label="What has changed" rows={shown} max={8} empty="No record of weight came since." columns={[
