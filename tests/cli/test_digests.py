@@ -54,7 +54,7 @@ def test_two_runs_are_compared_by_iteration(tmp_path: Path) -> None:
     code, told, data = compare("--diff", calm, broken)
     assert (code, told) == (1, f"task {name}: iteration 4 is the first that began with another "
                             "state, after 1 equal digest: bb, b0\n")
-    assert data["tasks"] == [{"what": f"task {name}", "num_compared": 2, "iteration": 4,
+    assert data["tasks"] == [{"tasks": [name, name], "num_compared": 2, "iteration": 4,
                               "digests": ["bb", "b0"]}]
 
 
@@ -74,6 +74,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     for args, words in (
             (("--diff", some, without), "no task with digests has the same name"),
             (("--diff", some, late), "no digest of the same iteration"),
-            ((some, "--diff", "nobody", "nobody"), "no task 'nobody' with digests"),
+            ((some, "--diff", "nobody", "nobody"), "no task with digests has the name nobody"),
             ((some,), "--digests is for --diff")):
         refused(unicron("replay", *args, "--digests"), words)

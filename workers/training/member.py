@@ -114,10 +114,7 @@ class Member:
             OwnFormat(self.train.output, self.train.checkpoint_every, start.task, control.tell),
             *work.exports)]
         self.iteration.before_change = self._detach_snapshots
-        self.iteration.is_read_after = lambda at: at >= self.train.iterations or (
-            self.iteration.is_checked(at)) or any(
-            self._is_due(at, every) for every in (self.train.copy_every, *(
-                saver.every for saver in self.savers)))
+        self.iteration.is_read_after = self._is_read_after
         self.iteration.is_saving = lambda: any(
             saver.is_saving(self.generation) for saver in self.savers)
         self.digest = words.digest
@@ -381,6 +378,11 @@ class Member:
     def _is_due(self, at: int, every: int) -> bool:
         """Whether a checkpoint is due after `at` iterations. The end has a save of its own."""
         return every > 0 and at % every == 0 and at < self.train.iterations
+
+    def _is_read_after(self, at: int) -> bool:
+        return at >= self.train.iterations or any(self._is_due(at, every) for every in (
+            self.train.copy_every, self.iteration.digest_every,
+            *(saver.every for saver in self.savers)))
 
     def _all_positions(self) -> tuple[int, ...]:
         return tuple(range(num_positions(self.axes)))

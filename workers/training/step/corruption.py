@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import structlog
 import torch
 
 from ....events.spec.model import Axes
@@ -18,9 +19,7 @@ from ....events.spec.parallelism import Coordinates, coordinates, num_positions,
 from ..model.trainee import TrainingModel
 from ..recovery.state_digest import counted, replicated, shard_digests
 
-CHANGED, SUM_CHANGED, HAS_PROBE, REPEATS = 1, 2, 4, 8
-Values = tuple[int, ...]
-"""The digest of the state, and for each position a _Slot. Members add up theirs as int64."""
+log = structlog.get_logger()
 
 
 class CorruptionError(RuntimeError):
@@ -28,26 +27,17 @@ class CorruptionError(RuntimeError):
 
 
 class _Slot(NamedTuple):
-    """The digests of what other replicas have too, and of the probe: the gradient of the
-    micro-batch that all replicas compute."""
+    """Whether its state or its sum changed in memory, the digest of what other replicas have too,
+    and that of the probe, the gradient of the micro-batch that all replicas compute (0: none)."""
 
-    flags: int = 0
+    changed: int = 0
+    sum_changed: int = 0
     state: int = 0
     probe: int = 0
 
 
-class Verdict(NamedTuple):
-    """`wrong`: by position, why this member must end. `repeats`: run the iteration again, to
-    confirm. `notes`: differences that prove nothing about any member."""
-
-    digest: str
-    wrong: dict[int, str]
-    repeats: bool
-    notes: list[str]
-
-
-def no_values(axes: Axes) -> Values:
-    """What a standby member adds."""
+def no_values(axes: Axes) -> tuple[int, ...]:
+    """What a standby member adds: the digest of the state, and a _Slot for each position."""
     return (0,) * (1 + len(_Slot()) * num_positions(axes))
 
 
@@ -56,96 +46,85 @@ class Checks:
 
     def __init__(self, trainee: TrainingModel) -> None:
         self._trainee = trainee
-        self._recorded_at = -1
-        self._record = torch.zeros(())
-        self._first: dict[int, int] = {}
-        self.probe: torch.Tensor | None = None
+        self._record: tuple[int, torch.Tensor] | None = None
+        self.forget()
 
     def forget(self, *, state: bool = False) -> None:
-        """A new generation, in which no probe is confirmed; with `state`, of another state."""
-        self._first, self.probe = {}, None
-        if state:
-            self._recorded_at = -1
+        """A new generation begins; with `state`, with another state."""
+        self._first: dict[int, int] = {}
+        self.probe: torch.Tensor | None = None
+        self._record = None if state else self._record
 
     def begin(self, step_version: int) -> None:
         """Record the digest of the state of a new iteration; do nothing if that has been done."""
-        if self._recorded_at != step_version and self._trainee.is_gathered:
-            self._recorded_at, self._record = step_version, shard_digests(self._trainee)
+        if self._trainee.is_gathered and (self._record is None or self._record[0] != step_version):
+            self._record = step_version, shard_digests(self._trainee)
 
-    def values(self, step_version: int, *, has_sum: bool) -> Values:
-        """What this member adds. `has_sum`: the local sum is as it was before its reduction. Waits
-        for the device."""
-        trainee, exact = self._trainee, self._trainee.exact
-        found = shard_digests(trainee)
+    def values(self, step_version: int, *, has_sum: bool) -> tuple[int, ...]:
+        """What this member adds. `has_sum`: the local sum is as before its reduction. Waits for the
+        device."""
+        trainee, exact, found = self._trainee, self._trainee.exact, shard_digests(self._trainee)
         zero = found.new_zeros(())
-        is_changed = (found != self._record).any() if self._recorded_at == step_version else zero
-        is_sum_changed = exact.digest() != exact.check if has_sum and exact is not None else zero
-        device = found.device
-        total, state, probe, changed, sum_changed = torch.stack([value.long() for value in (
-            found[torch.tensor(list(counted(trainee)), device=device)].sum(),
-            found[torch.tensor(replicated(trainee), device=device)].sum(),
-            zero if self.probe is None else self.probe, is_changed, is_sum_changed)]).tolist()
-        flags = (CHANGED * changed + SUM_CHANGED * sum_changed
-                 + HAS_PROBE * (self.probe is not None) + REPEATS * bool(self._first))
-        values = list(no_values(trainee.axes))
-        begin = 1 + trainee.place * len(_Slot())
-        values[begin:begin + len(_Slot())] = _Slot(flags, state, probe)
-        return total, *values[1:]
+        record = self._record[1] if self._record and self._record[0] == step_version else found
+        total, *slot = torch.stack([value.long() for value in (
+            found[torch.tensor(list(counted(trainee)), device=found.device)].sum(),
+            (found != record).any(),
+            exact.digest() != exact.check if has_sum and exact is not None else zero,
+            found[torch.tensor(replicated(trainee), device=found.device)].sum(),
+            zero if self.probe is None else self.probe)]).tolist()
+        values = [total, *no_values(trainee.axes)[1:]]
+        begin = 1 + trainee.place * len(slot)
+        values[begin:begin + len(slot)] = slot
+        return tuple(values)
 
-    def judge(self, values: Sequence[int], axes: Axes, *, probes_count: bool = True) -> Verdict:
-        """The verdict on the sums of all members. `probes_count` False: the iteration is repeated
-        for another reason."""
+    def judge(self, values: Sequence[int], axes: Axes, *, has_probes: bool
+              ) -> tuple[dict[int, str], bool]:
+        """The verdict on the sums of all members: by position, why it must end; and whether all run
+        the iteration again, to confirm. A difference that proves nothing is logged."""
         size = len(_Slot())
         slots = [_Slot(*values[at:at + size]) for at in range(1, len(values), size)]
         wrong = {place: "its parameters or its optimizer's state changed in memory, without a step"
-                 if slot.flags & CHANGED else "the sum of its gradients changed in memory"
-                 for place, slot in enumerate(slots) if slot.flags & (CHANGED | SUM_CHANGED)}
-        notes: list[str] = []
-        for part in _parts(axes):
+                 if slot.changed else "the sum of its gradients changed in memory"
+                 for place, slot in enumerate(slots) if slot.changed or slot.sum_changed}
+        parts = [[position_of(axes, Coordinates(tp=tp, pp=pp, dp=dp)) for dp in range(axes.dp)]
+                 for pp in range(axes.pp) for tp in range(axes.tp)]
+        for part in parts:
             states = {place: slots[place].state for place in part if place not in wrong}
-            for place in _odd(states):
-                wrong[place] = "its parameters or its optimizer's state differ from other replicas'"
+            wrong |= dict.fromkeys(
+                _odd(states), "its parameters or its optimizer's state differ from other replicas'")
             if len(set(states.values())) > 1 and not _odd(states):
-                notes.append(f"the states of the members at positions {part} differ, and nothing "
-                             "tells which is wrong")
-        probes = {place: slot.probe for place, slot in enumerate(slots)
-                  if slot.flags & HAS_PROBE} if probes_count and not wrong else {}
-        differing = [part for part in _parts(axes)
-                     if len({probes[place] for place in part if place in probes}) > 1]
-        repeats = bool(differing) and not any(slot.flags & REPEATS for slot in slots)
-        if differing and not repeats:
-            wrong = self._wrong_twice(probes, differing, axes)
+                log.warning("replicas have different states, and nothing tells which is wrong",
+                            positions=part)
+        probes = [{place: slots[place].probe for place in part if slots[place].probe}
+                  for part in parts] if has_probes and not wrong else []
+        differing = [part for part in probes if len(set(part.values())) > 1]
+        first, self._first = self._first, {}
+        if differing and not first:
+            self._first = {place: probe for part in probes for place, probe in part.items()}
+        elif differing:
+            wrong = _wrong_twice(first, differing, axes)
             if not wrong:
-                notes.append(f"the gradients of one micro-batch at positions {differing} differ "
-                             "twice, and nothing tells which is wrong")
-        self._first = probes if repeats else {}
-        return Verdict(f"{values[0] & (1 << 64) - 1:016x}", wrong, repeats, notes)
-
-    def _wrong_twice(self, probes: Mapping[int, int], differing: Sequence[Sequence[int]],
-                     axes: Axes) -> dict[int, str]:
-        """The members that differ from most replicas in both probes; without a majority, one that
-        differs from itself. If several of a replica do, any of them may be the cause."""
-        suspects: list[int] = []
-        for part in differing:
-            now = {place: probes[place] for place in part if place in probes}
-            first = {place: self._first.get(place, value) for place, value in now.items()}
-            changed = [place for place in now if now[place] != first[place]]
-            odd = _odd(now)
-            suspects += set(odd) & set(_odd(first)) if odd else changed * (len(changed) == 1)
-        replicas = Counter(coordinates(axes, place).dp for place in suspects)
-        return {place: "it computes another gradient of a micro-batch than other replicas, twice"
-                for place in suspects if replicas[coordinates(axes, place).dp] == 1}
+                log.warning("replicas twice computed different gradients of one micro-batch, and "
+                            "nothing tells which is wrong", positions=list(map(list, differing)))
+        return wrong, bool(self._first)
 
 
-def _parts(axes: Axes) -> list[list[int]]:
-    """The positions that hold the same part of the model, for each part."""
-    return [[position_of(axes, Coordinates(tp=tp, pp=pp, dp=dp)) for dp in range(axes.dp)]
-            for pp in range(axes.pp) for tp in range(axes.tp)]
+def _wrong_twice(first: Mapping[int, int], differing: Sequence[Mapping[int, int]], axes: Axes
+                 ) -> dict[int, str]:
+    """The members that differ from most replicas in both probes; without a majority, the one that
+    differs from itself. If several of a replica do, any of them may be the cause."""
+    suspects: list[int] = []
+    for now in differing:
+        before = {place: first.get(place, value) for place, value in now.items()}
+        changed = [place for place in now if now[place] != before[place]]
+        odd = _odd(now)
+        suspects += set(odd) & set(_odd(before)) if odd else changed * (len(changed) == 1)
+    replicas = Counter(coordinates(axes, place).dp for place in suspects)
+    return {place: "it computes another gradient of a micro-batch than other replicas, twice"
+            for place in suspects if replicas[coordinates(axes, place).dp] == 1}
 
 
 def _odd(values: Mapping[int, int]) -> list[int]:
     """The places whose value is not that of more than half of them; none without such a value."""
-    if not values:
-        return []
-    (value, num), = Counter(values.values()).most_common(1)
-    return [place for place, own in values.items() if own != value] if 2 * num > len(values) else []
+    usual = [value for value, num in Counter(values.values()).items() if 2 * num > len(values)]
+    return [place for place, value in values.items() if usual and value != usual[0]]

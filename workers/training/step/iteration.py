@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic as clock
-from typing import Literal
 
 import structlog
 import torch
@@ -34,7 +33,7 @@ from ..process.trace import Event, Marks, Trace
 from ..recovery.settlement import MemberAssignment, Settlement, assign_micro_batches
 from ..recovery.state_sources import NO_STATE, Claim, HeldState
 from . import forward_backward
-from .corruption import Checks, CorruptionError, Values, no_values
+from .corruption import Checks, CorruptionError, no_values
 from .exact_reduction import ExactBarrier
 from .gradient_reduction import Outcome, Reduction, Stats, StepBarrier, on_device
 from .losses import Losses
@@ -223,7 +222,7 @@ class Iteration:
         if is_first:
             self.trained_in, self._gate = generation, None
         self.trainee.scale_auxiliary_losses()
-        exact, is_checked = self.trainee.exact, self.is_checked(self.step_version)
+        exact, is_checked = self.trainee.exact, self._is_checked(self.step_version)
         if is_checked:
             self._checks.begin(self.step_version)
         while True:
@@ -252,14 +251,14 @@ class Iteration:
             if isinstance(stats, str):
                 return stats
             if self.trainee.exact is not None:
-                is_checked = self.is_checked(iteration)
                 found = self.reduction.exact_barrier(ExactBarrier(0, 0, checks=no_values(
-                    self._communicators.axes) if is_checked else ()))
-                if is_checked and not isinstance(found, str) and (
-                        outcome := self._judge(found[0])) is not None:
-                    if outcome == "repeated":
+                    self._communicators.axes) if self._is_checked(iteration) else ()))
+                if not isinstance(found, str) and self.reduction.checks:
+                    outcome = self._judge(has_probes=not found[0].num_overflows)
+                    if outcome == "stepped":
                         continue
-                    return outcome
+                    if outcome is not None:
+                        return outcome
             elif not is_fully_replicated(self._communicators.axes, self.trainee.train.parallel):
                 found = self.reduction.step_barrier(
                     on_device(StepBarrier(0.0), self.trainee.device))
@@ -289,16 +288,16 @@ class Iteration:
         return found
 
     # --- silent data corruption (corruption.py) ---
-    def is_checked(self, step_version: int) -> bool:
+    @property
+    def digest_every(self) -> int:
+        return 0 if self.trainee.exact is None else self.trainee.train.digest_every
+
+    def _is_checked(self, step_version: int) -> bool:
         """Whether the members compare their states in this iteration, before its step."""
-        every = self.trainee.train.digest_every if self.trainee.exact is not None else 0
-        return every > 0 and step_version > 0 and step_version % every == 0
+        return self.digest_every > 0 and step_version > 0 and step_version % self.digest_every == 0
 
     def check_end(self, *, is_standby: bool) -> Outcome | None:
         """After the last iteration: compare the states. None if all are well."""
-        if self.trainee.exact is None or not self.trainee.train.digest_every:
-            return None
-
         def exchange() -> None:
             values = torch.tensor(no_values(self._communicators.axes) if is_standby else
                                   self._checks.values(self.step_version, has_sum=False),
@@ -306,43 +305,31 @@ class Iteration:
             dist.all_reduce(values)
             self.reduction.checks = tuple(values.tolist())
 
-        failed = self.beside(exchange)
-        if failed is not None:
-            return failed
-        return None if (outcome := self._judge(None)) == "repeated" else outcome
+        if not self.digest_every:
+            return None
+        return self.beside(exchange) or self._judge(has_probes=False)
 
-    def _own_checks(self, exact: ExactBarrier) -> Values:
-        if not self.is_checked(self.step_version):
-            return ()
-        return self._checks.values(self.step_version, has_sum=self.trainee.train.kept_sum and not (
-            exact.num_overflows or exact.num_not_finite))
-
-    def _judge(self, gate: StepBarrier | None) -> Outcome | Literal["repeated"] | None:
-        """Compare what all members have told. Raises CorruptionError if this one is wrong; if
-        another is, the iteration has failed. "repeated": all run it again."""
-        axes = self._communicators.axes
-        verdict = self._checks.judge(self.reduction.checks, axes, probes_count=(
-            gate is not None and not gate.num_overflows))
-        own = self._communicators.place
-        for note in verdict.notes if own == 0 else ():
-            log.warning(note, iteration=self.step_version)
-        if own in verdict.wrong:
+    def _judge(self, *, has_probes: bool) -> Outcome | None:
+        """Compare what all members have told. "failed": one of them is wrong, and if it is this
+        one, CorruptionError is raised. "stepped": all must run the iteration again."""
+        axes, own = self._communicators.axes, self._communicators.place
+        wrong, repeats = self._checks.judge(self.reduction.checks, axes, has_probes=has_probes)
+        if own in wrong:
             raise CorruptionError(f"silent data corruption in rank {self.trace.rank}, iteration "
-                                  f"{self.step_version}: {verdict.wrong[own]}")
-        if verdict.wrong:
+                                  f"{self.step_version}: {wrong[own]}")
+        if wrong:
             self._undo()
-            if {coordinates(axes, place).dp for place in verdict.wrong} & {
-                    coordinates(axes, own).dp}:
+            if coordinates(axes, own).dp in {coordinates(axes, place).dp for place in wrong}:
                 self._clear_sums()
             self.reduction.why = "; ".join(f"silent data corruption at position {place}: {why}"
-                                           for place, why in verdict.wrong.items())
+                                           for place, why in wrong.items())
             return "failed"
-        if verdict.repeats:
+        if repeats:
             log.warning("replicas differ in the gradient of a micro-batch: the iteration is done "
                         "again", iteration=self.step_version)
-            return "repeated"
+            return "stepped"
         if self.step_version != NO_STATE:
-            self.history.digests[self.step_version] = verdict.digest
+            self.history.digests[self.step_version] = f"{self.reduction.checks[0] % 2**64:016x}"
         return None
 
     def _probe(self) -> Outcome | None:
@@ -490,11 +477,13 @@ class Iteration:
             if isinstance(found, str):
                 return found
             gate, scale = found
-            if self.reduction.checks and (outcome := self._judge(gate)) is not None:
-                if outcome != "repeated":
+            if self.reduction.checks:
+                outcome = self._judge(has_probes=not gate.num_overflows)
+                if outcome == "stepped":
+                    self._begin_again()
+                    return None
+                if outcome is not None:
                     return outcome
-                self._begin_again()
-                return None
             if gate.num_overflows:
                 self._redo(gate)
                 return None
@@ -522,7 +511,10 @@ class Iteration:
         scale = scale_of(self.trainee.optimizer)
         if self.reduction.exact is not None:
             exact = self.reduction.exact.barrier()
-            exact = exact._replace(checks=self._own_checks(exact))
+            if self._is_checked(self.step_version):
+                exact = exact._replace(checks=self._checks.values(self.step_version, has_sum=(
+                    self.trainee.train.kept_sum and not exact.num_overflows
+                    and not exact.num_not_finite)))
             self.is_ready = True
             return self.reduction.exact_barrier(exact, scale)
         mine = step_barrier(self.trainee)
