@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import sys
 import time
@@ -42,7 +41,6 @@ def view(path: Path, *, port: int, print_only: bool) -> None:
         log = open_log(StateDir(path.parent), None, path)
         cluster = archive.header(path).cluster
     console.talk(f"{path}: reading the log")
-    gc.disable()  # all of it stays in memory: a collection would look at each record, in vain
     with foldable(path):
         records, state = list(log.read()), log.state()
         timeline, said_s = Timeline(state), time.monotonic()
@@ -51,8 +49,6 @@ def view(path: Path, *, port: int, print_only: bool) -> None:
                 said_s = time.monotonic()
                 console.talk(f"{begin:,} of {len(records):,} records folded")
             timeline.add(records[begin:begin + PART_RECORDS])
-    gc.freeze()
-    gc.enable()
     if not records:
         raise UsageError(f"{path} has no record", "export the log of a cluster that has run")
     console.talk(f"{len(records):,} records folded; the page needs this command: Ctrl-C ends it")

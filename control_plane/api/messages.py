@@ -45,12 +45,12 @@ class Moment(Nothing, frozen=True):
     at: Annotated[str, Meta(description="A past moment: SEQ, or a time as RFC 3339")] = ""
 
 
-ALL = 1_000_000_000
+TASKS_NUM_MAX = 1_000_000_000
 
 
 class StateQuery(Moment, frozen=True):
     explain: Annotated[bool, Meta(description="Also what each waiting task needs")] = False
-    ended: Annotated[int, Meta(ge=0, description="Of the ended tasks: so many, the newest")] = ALL
+    ended: Annotated[int, Meta(ge=0, description="Of ended tasks the newest")] = TASKS_NUM_MAX
 
 
 class ListQuery(Moment, frozen=True):

@@ -28,7 +28,7 @@ from ..state.node import Node
 from ..state.task import Rank, Straggler, Task
 from ..throughput import table
 from ..throughput.transition_cost import transition
-from .messages import ALL
+from .messages import TASKS_NUM_MAX
 from .needs import needs
 
 _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
@@ -37,7 +37,7 @@ Slow = list[tuple[int, Straggler]]
 
 
 def view(state: ClusterState, *, explain: bool = False, now_s: float | None = None,
-         num_ended: int = ALL) -> dict[str, Any]:
+         num_ended: int = TASKS_NUM_MAX) -> dict[str, Any]:
     """Cluster, nodes, tasks, incidents, plan, deadlines, and what needs a person at `now_s` (None:
     at the last record); times in seconds since 1970. `explain` adds what each waiting task needs.
     It takes as long as a few plans: call it in a thread. `num_ended`: as `_shown_tasks`."""
