@@ -10,6 +10,7 @@ import torch
 from rank_driver import Drive, Driver
 from unicron.events.records import reports as r
 from unicron.events.spec.model import Axes
+from unicron.workers.training.step.corruption import Checks
 
 CHECKED: dict[str, Any] = {
     "iterations": 7, "reproducible": "bitwise", "digest_every": 2,
@@ -60,7 +61,7 @@ def add(self, index, gradient):
 iteration.Iteration._run, exact_sum.ExactSum.add = run, add
 """
 PARAMETER, MOMENT = (f"shard(self.trainee, {text!r})" for text in (
-    "model.decoder.layers.1", "optimizer.exp_avg_sq.decoder.layers.1"))
+    "model.decoder.layers.", "optimizer.exp_avg_sq.decoder.layers."))
 SUM = "self.trainee.exact._views[3]"
 
 
@@ -148,7 +149,74 @@ def healed(driver: Driver, axes: Axes, case: Case) -> Any:
     return result(driver)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("parameter", "moment, long before", "gradient, always")
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in CASES])
 def test_a_flipped_bit_is_found_and_healed(drive: Drive, undisturbed: Any, name: str) -> None:
     assert list(undisturbed[0]) == DUE
-    assert is_equal(healed(drive(**CHECKED), Axes(dp=3), CASES[name]), undisturbed)
+    driver = drive(**CHECKED)
+    assert is_equal(healed(driver, Axes(dp=3), CASES[name]), undisturbed)
+    if name.startswith("gradient"):
+        assert "the iteration is done again" in (driver.folder / "0-1.log").read_text()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["parameter", "sum of gradients"])
+def test_of_two_replicas_the_one_that_differs_from_itself_is_wrong(
+        drive: Drive, undisturbed: Any, name: str) -> None:
+    assert is_equal(healed(drive(**CHECKED), Axes(dp=2), CASES[name]), undisturbed)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "optimizer"), [
+    ("parameter", "whole"), ("moment", "mirrored"), ("gradient, once", "whole")])
+def test_a_flipped_bit_in_a_pipeline(drive: Drive, undisturbed: Any, name: str, optimizer: str
+                                     ) -> None:
+    """Rank 1 has a stage of one of the two replicas."""
+    parallel = {"pipeline": [2], "optimizer": optimizer}
+    assert is_equal(healed(drive(**CHECKED, parallel=parallel), Axes(pp=2, dp=2), CASES[name]),
+                    undisturbed)
+
+
+@pytest.mark.thorough
+def test_without_evidence_no_rank_ends(drive: Drive, undisturbed: Any) -> None:
+    """Two replicas differ since before the record: either may be wrong."""
+    case = CASES["moment, long before"]._replace(why="")
+    driver = drive(**CHECKED)
+    healed(driver, Axes(dp=2), case)
+    assert "nothing tells which is wrong" in (driver.folder / "0-1.log").read_text()
+    assert not driver.told(r.RankErrored)
+
+
+def test_digests_depend_neither_on_layout_nor_on_sharding(drive: Drive, undisturbed: Any) -> None:
+    driver = drive(**CHECKED, parallel={"optimizer": "sharded", "pipeline": [2]})
+    ranks = start(driver, Axes(pp=2, dp=2))
+    driver.finish(ranks)
+    assert digests(driver) == undisturbed[0]
+
+
+
+def verdict(*slots: tuple[int, int, int, int], checks: Checks | None = None
+            ) -> tuple[list[int], bool]:
+    wrong, repeats = (checks or Checks(None)).judge(  # type: ignore[arg-type]
+        [0, *(value for slot in slots for value in slot)], Axes(dp=len(slots)), has_probes=True)
+    return sorted(wrong), repeats
+
+
+def test_verdicts() -> None:
+    """By member: whether its state and its sum changed, its state, its probe."""
+    well = (0, 0, 5, 7)
+    assert verdict(well, well, well) == ([], False)
+    assert verdict(well, (1, 0, 6, 8), well) == ([1], False)
+    assert verdict(well, (0, 1, 5, 7)) == ([1], False)
+    assert verdict(well, well, (0, 0, 6, 7)) == ([2], False)
+    assert verdict(well, (0, 0, 6, 7)) == ([], False), "either may be wrong"
+    assert verdict(well, (0, 0, 5, 0)) == ([], False), "it has no probe"
+    for first, second, wrong in (
+            ([7, 8, 7], [7, 9, 7], [1]), ([7, 8, 7], [7, 7, 7], []), ([7, 8, 7], [7, 7, 8], []),
+            ([7, 8], [7, 9], [1]), ([7, 8], [7, 8], []), ([7, 8], [6, 9], [])):
+        checks = Checks(None)  # type: ignore[arg-type]
+        assert verdict(*((0, 0, 5, probe) for probe in first), checks=checks) == ([], True)
+        assert verdict(*((0, 0, 5, probe) for probe in second), checks=checks) == (wrong, False)
