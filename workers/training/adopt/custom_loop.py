@@ -324,22 +324,27 @@ class LoopWorkload:
             parallel = replace(
                 parallel, optimizer="sharded" if optimizers.is_sharded(optimizer) else "whole")
             disable_overlap(ddps, optimizer)
+        exactly = self._exactly(_built_loop(ddps, optimizer, self.train))
         optimizers.prepare(ddps, optimizer)
         experts.prepare(ddps, per_token=self.train.loss == "per_token")
         modules = [_inner(ddp) for ddp in ddps]
         config = ddps[0].config
         precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
-        train = replace(self.train, precision=precision, parallel=parallel,
+        train = replace(self.train, precision=precision, parallel=parallel, **exactly,
                         overlap=ddps[0].ddp_config.overlap_grad_reduce)
-        why = "; ".join(what for what, applies in NOT_BITWISE.items() if applies(
-            _built_loop(ddps, optimizer, train))) if self.heals else RESTARTS
-        if why and train.reproducible != "rounding":
-            if why != self.rounding_why:
-                determinism.decline(train.reproducible, why)
-            self.rounding_why = why
-            train = replace(train, reproducible="rounding", reproducible_bits=64)
         return LoopTrainingModel(train, device, Draw(train.seed), axes, place, modules, ddps,
                                  optimizer, scheduler, torch.empty(0), call=self._forward)
+
+    def _exactly(self, built: BuiltLoop) -> dict[str, Any]:
+        """What of `train` changes if what was built cannot be `bitwise`. Raises UsageError."""
+        why = "; ".join(what for what, applies in NOT_BITWISE.items() if applies(built)) if (
+            self.heals) else RESTARTS
+        if not why or self.train.reproducible == "rounding":
+            return {}
+        if why != self.rounding_why:
+            determinism.decline(self.train.reproducible, why)
+        self.rounding_why = why
+        return {"reproducible": "rounding", "reproducible_bits": 64}
 
     def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
         """Counted from the shards of this part. The layers of other pipeline stages count like
