@@ -156,8 +156,6 @@ class ExactReduction:
                     self._late[index] = integers.clone()
                 else:
                     self._write(index, integers)
-        if self._trainee.gathers_in_forward:
-            set_gathered(group, is_gathered=False)  # as Megatron at the end of its own reduction
 
     def finish_replica(self, embedding_begins: Callable[[], None]) -> None:
         """Add up what the ranks of a replica share, in integers too: the tied embedding's two uses,
