@@ -38,7 +38,7 @@ from .versions import Interface
 from ..adopt.adoption import Declined, Job, adopt  # before megatron  # isort: skip
 from ..adopt.arguments import Loss  # isort: skip
 from ..dependencies.private_megatron import make_tensorboard_writer  # isort: skip
-from ..model import cpu_device  # isort: skip
+from ..model import cpu_device, determinism  # isort: skip
 from . import own_loop  # isort: skip
 from ..checkpoint.checkpoint import check_output  # isort: skip
 from .checkpoints import Checkpoints, eval_batch, num_evaluations  # isort: skip
@@ -51,6 +51,8 @@ START_ERRORS = (AssertionError, AttributeError, FileNotFoundError, ImportError, 
 OF_THE_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel",
                  "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
 """Arguments that follow the layout; a config of Megatron-LM has the same names."""
+NOT_DETERMINISTIC = ("cross_entropy_loss_fusion", "num_experts", "use_flash_attn")
+"""Arguments with which `reproducible: bitwise` declines, once the model is built."""
 NOT_SET_UP = ("exit_signal_handler", "exit_signal_handler_for_training", "otel_enabled",
               "use_persistent_ckpt_worker")
 """Arguments for which Megatron-LM would install handlers or start processes before training."""
@@ -146,6 +148,10 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
         return Start(interface, None, {}, why)
     for line in arguments.named(given):
         _say(line)
+    if loop.reproducible != "rounding" and not any(
+            getattr(args, name, None) for name in NOT_DETERMINISTIC):
+        determinism.require()
+        args.deterministic_mode, args.gradient_accumulation_fusion = True, False
     original = {name: getattr(args, name) for name in (
         "wandb_project", interface.gloo_argument, "calculate_per_token_loss", *NOT_SET_UP)
         if hasattr(args, name)}
