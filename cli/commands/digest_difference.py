@@ -31,8 +31,9 @@ def diff(logs: Sequence[Log], a: str, b: str, *, as_json: bool) -> None:
     for x, y in names:
         num, at, digests = _compared(one[x], other[y])
         rows.append({"tasks": [x, y], "num_compared": num, "iteration": at, "digests": digests})
-        lines.append(f"task {x}: {number_of(num, 'digest')} are equal" if at is None else
-                     f"task {x}: iteration {at} is the first that began with another state, after "
+        what = f"task {x}" if x == y else f"tasks {x} and {y}"
+        lines.append(f"{what}: {number_of(num, 'digest')} are equal" if at is None else
+                     f"{what}: iteration {at} is the first that began with another state, after "
                      f"{number_of(num - 1, 'equal digest')}: {', '.join(digests)}")
     is_equal = all(row["iteration"] is None for row in rows)
     console.show({"equal": is_equal, "tasks": rows}, lines, as_json=as_json)
