@@ -73,7 +73,7 @@ ROUNDS ?= 100
 SEED ?= 4
 PICTURE ?= build/chaos-training
 chaos-training: setup types ## one training through faults at random (ROUNDS=100 SEED=4 PICTURE=folder EXACT=1: bitwise)
-	@$(BIN)/python tests/drivers/chaos_training.py --rounds $(ROUNDS) --seed $(SEED) --picture $(PICTURE) $(if $(EXACT),--exact)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m chaos_training --rounds $(ROUNDS) --seed $(SEED) --picture $(PICTURE) $(if $(EXACT),--exact)
 
 fuzz: setup types ## random input to all that reads input of others (SEED=4 CASES=10000 AREAS=a,b ONLY=area:number)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m fuzz.main --seed $(SEED) \
