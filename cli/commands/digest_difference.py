@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ...events.errors import UsageError
 from ...events.records.reports import TaskProgressed, TaskSubmitted
@@ -27,7 +28,7 @@ def diff(logs: Sequence[Log], a: str, b: str, *, as_json: bool) -> None:
         raise UsageError("no task with digests has " + (
             f"the same name in {a} and {b}" if len(logs) > 1 else f"the name {a} or {b}"),
             f"there are {listed(list(dict.fromkeys((*one, *other)))) or 'none'}; {HINT}")
-    rows, lines = [], list[str]()
+    rows, lines = list[dict[str, Any]](), list[str]()
     for x, y in names:
         num, at, digests = _compared(one[x], other[y])
         rows.append({"tasks": [x, y], "num_compared": num, "iteration": at, "digests": digests})

@@ -17,6 +17,7 @@ from .resharding import parts as split
 CHUNK_NUM_MAX = 1 << 16
 """Elements that are read at once: they then stay in a core's cache."""
 OF_OPTIMIZER = ("master", "optimizer")
+"""Kinds of tensors that are sharded with the optimizer."""
 
 
 def shard_digests(trainee: TrainingModel) -> Tensor:
@@ -43,9 +44,3 @@ def counted(trainee: TrainingModel) -> Iterator[bool]:
             yield tensor.untyped_storage().data_ptr() in own  # not the mirror of another's
         else:
             yield not trainee.at.dp
-
-
-def replicated(trainee: TrainingModel) -> list[bool]:
-    """For each shard, whether the other replicas hold it too."""
-    return [not (trainee.is_sharded and shard.key.startswith(OF_OPTIMIZER))
-            for shard in trainee.shards]

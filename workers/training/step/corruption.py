@@ -17,7 +17,7 @@ import torch
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import Coordinates, coordinates, num_positions, position_of
 from ..model.trainee import TrainingModel
-from ..recovery.state_digest import counted, replicated, shard_digests
+from ..recovery.state_digest import OF_OPTIMIZER, counted, shard_digests
 
 log = structlog.get_logger()
 
@@ -65,12 +65,14 @@ class Checks:
         device."""
         trainee, exact, found = self._trainee, self._trainee.exact, shard_digests(self._trainee)
         zero = found.new_zeros(())
+        replicated = [not (trainee.is_sharded and shard.key.startswith(OF_OPTIMIZER))
+                      for shard in trainee.shards]
         record = self._record[1] if self._record and self._record[0] == step_version else found
         total, *slot = torch.stack([value.long() for value in (
             found[torch.tensor(list(counted(trainee)), device=found.device)].sum(),
             (found != record).any(),
             exact.digest() != exact.check if has_sum and exact is not None else zero,
-            found[torch.tensor(replicated(trainee), device=found.device)].sum(),
+            found[torch.tensor(replicated, device=found.device)].sum(),
             zero if self.probe is None else self.probe)]).tolist()
         values = [total, *no_values(trainee.axes)[1:]]
         begin = 1 + trainee.place * len(slot)
