@@ -452,9 +452,6 @@ def plan(
     check: Annotated[int | None, typer.Option(
         "--check", min=0, metavar="INPUT", help="The input that the dry run printed: if it has "
         "changed since, nothing is done.")] = None,
-    offline: Annotated[Path | None, typer.Option(
-        "--offline", metavar="FILE", help="Plan for this YAML file, without a cluster; "
-        "-: standard input.")] = None,
     seq: Annotated[int | None, typer.Option(
         "--seq", min=1, metavar="N", help="The plan that was in force after record N of the "
         "log.")] = None,
@@ -462,23 +459,15 @@ def plan(
     state: State = None, url: Url = None, ca: Ca = None, output: Form = "text",
 ) -> None:
     """Show which task gets how many GPUs, why, and the alternatives; or a dry run."""
-    from .commands.plan import PlanOptions
+    from .commands import plan as commands_plan
 
     if len(slots or ()) > 1:
         raise UsageError("--with is given more than once", "give the sum of them")
-    asked = PlanOptions(without=tuple(without or ()), slots=slots[0] if slots else None,
-                  weights=tuple(weight or ()), submit=submit,
-                  apply=apply, check=check, seq=seq, reason=reason)
-    if offline is not None:
-        from .commands import plan_offline
-
-        if asked != PlanOptions() or url or state is not None:
-            raise UsageError("--offline goes with -o alone", "unicron plan --offline FILE")
-        plan_offline.plan(offline, as_json=console.structured(output))
-        return
-    from .commands import plan as plan_live
-
-    plan_live.plan(folder(state), url, asked, as_json=console.structured(output))
+    asked = commands_plan.PlanOptions(
+        without=tuple(without or ()), slots=slots[0] if slots else None,
+        weights=tuple(weight or ()), submit=submit, apply=apply, check=check, seq=seq,
+        reason=reason)
+    commands_plan.plan(folder(state), url, asked, as_json=console.structured(output))
 
 
 RankArg = Annotated[int | None, typer.Argument(

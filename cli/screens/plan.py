@@ -74,16 +74,6 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
         f"{typed} --apply --check {found['input']}{option}"))]
 
 
-def offline(found: Plain, path: str) -> list[str]:
-    """The plan of a file."""
-    plan = found["plan"]
-    slots = fmt.number_of(plan["num_slots"], "slot")
-    took = fmt.span(found["took_s"])
-    return [_head(f"unicron plan --offline {path}", f"{slots}, exact, {took}"),
-            *_gain(found), "", *_changes(found), "", *_alternatives(plan), "",
-            *_constraints(found)]
-
-
 # --- Parts of the pages. ---
 def _head(typed: str, note: str) -> str:
     width = fmt.SCREEN_COLUMNS - len(note) - 2

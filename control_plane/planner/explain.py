@@ -48,24 +48,18 @@ UNBOUND = (*LIMITS_BY_NAME, FLOORLESS, SPARELESS, ALPHALESS)
 def plan_record(state: ClusterState, snapshot: PlanningSnapshot, choice: Choice) -> PlanChosen:
     problem = snapshot.problem
     most = {demand.task: state.tasks[demand.task].spec.slots.max for demand in problem.demands}
-    return replace(record_of(problem, choice, most), trigger=state.replan, kept=kept(snapshot),
-                   ideal_waf=ideal_waf(snapshot.all_demands, snapshot.num_slots_all),
-                   input=digest(state, snapshot))
-
-
-def record_of(problem: PlanProblem, choice: Choice, most: Mapping[int, int]) -> PlanChosen:
-    """The record without the fields that need the cluster state. `most`: slots.max by task."""
     plan = choice.plan
     objective = objective_flop(problem, plan.slots)
     others = with_distances(problem, choice.alternatives, objective)
     bound, bound_tasks = binding_constraint(problem, choice, most)
     return PlanChosen(
-        trigger="", num_slots=problem.num_slots, allocations=choice.allocations,
+        trigger=state.replan, num_slots=problem.num_slots, allocations=choice.allocations,
         waf=plan.waf, objective=plan.objective, alternatives=others, objective_flop=objective,
         transition_flop=transition_flop(problem, plan.slots), running_s=problem.running_s,
         binding=bound, bound_tasks=bound_tasks, why=why(problem, choice, others, bound),
         below_floor=tuple(constraints.below_floor(problem, plan.slots)), hot_spare=choice.spare,
-        alpha=problem.alpha)
+        alpha=problem.alpha, kept=kept(snapshot), input=digest(state, snapshot),
+        ideal_waf=ideal_waf(snapshot.all_demands, snapshot.num_slots_all))
 
 
 def kept(snapshot: PlanningSnapshot) -> tuple[Allocation, ...]:
