@@ -380,11 +380,8 @@ def replay(
     incident: Annotated[str | None, typer.Option(
         "--incident", metavar="ID", help="Show this incident's page.")] = None,
     diff: Annotated[tuple[str, str] | None, typer.Option(
-        "--diff", metavar="A B", help="Compare two files, or two moments (SEQ or TIME) of FILE or "
-        "--live.", show_default=False)] = None,
-    digests: Annotated[bool, typer.Option(
-        "--digests", help="With --diff, compare the tasks' digests alone: of two files, or of two "
-        "tasks A and B of FILE or --live.")] = False,
+        "--diff", metavar="A B", help="Compare the digests of the tasks of two files, or of two "
+        "tasks of FILE or --live.", show_default=False)] = None,
 ) -> None:
     """Fold a log to its final state; needs no server and no torch."""
 

@@ -1,33 +1,26 @@
-"""`replay --diff`: the first record and the fields of the state in which logs or moments differ."""
+"""Where two runs differ by their digests, and where this version decides otherwise than a log."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile, zip_longest
 from typing import Any, cast
 
-import msgspec
-
-from ...control_plane.api.moments import time_s
-from ...control_plane.decide.replay import Different, replay
-from ...control_plane.fold.fold import fold
-from ...control_plane.state.cluster import ClusterState
+from ...control_plane.decide.replay import Different
 from ...events.errors import UnicronError, UsageError
-from ...events.records.codec import decode_record, to_plain
-from ...events.records.envelope import Record
-from ...events.records.in_words import line
+from ...events.records.reports import TaskProgressed, TaskSubmitted
 from ..terminal import console
 from ..terminal import format as fmt
 from .offline import Log
 
-FIELDS_NUM_MAX = 10
 FIELD_LENGTH_MAX = 98
 DECISIONS_NUM_MAX = 20
+HINT = "with train.reproducible: bitwise a task has digests every train.digest_every iterations"
 Difference = tuple[str, Any, Any]
 """A field by its path, as `tasks.4.phase`, and both values; None: it is absent."""
-LogDifference = tuple[Record | None, Record | None, int, list[Difference]]
-"""The first records that differ (None: a log has none), and after which seq the states do."""
+Run = dict[int, list[str]]
+"""A task's digests by iteration, in the order of the log. An iteration that ran again has several,
+equal if nothing went wrong."""
 
 
 class DifferError(UnicronError):
@@ -35,68 +28,52 @@ class DifferError(UnicronError):
 
 
 def diff(logs: Sequence[Log], a: str, b: str, *, as_json: bool) -> None:
-    """Compare two logs or moments named `a` and `b`. Raises DifferError, UsageError, NewerLog."""
-    found = _of_logs(*logs) if len(logs) > 1 else _of_moments(logs[0], a, b)
-    if found is None:
-        console.show({"equal": True}, [f"{a} and {b} are equal"], as_json=as_json)
-        return
-    *records, seq, fields = found
-    one, other = (to_plain(record) if record is not None else None for record in records)
-    lines = ["the first record that differs", *(
-        f"  {name:<{max(len(a), len(b))}}  {line(record) if record else 'has no record there'}"
-        for name, record in ((a, one), (b, other)))]
-    lines += [in_words(next(differences(one, other)))] if one and other else []
-    lines += ["", f"the state after seq {seq}, {fmt.number_of(len(fields), 'difference')}",
-              *map(in_words, fields[:FIELDS_NUM_MAX])]
-    if (left := len(fields) - FIELDS_NUM_MAX) > 0:
-        lines.append(f"  and {left} more: -o json has all")
-    console.show({"equal": False, "a": one, "b": other, "state_seq": seq, "fields": fields}, lines,
-                 as_json=as_json)
-    raise DifferError(f"{a} and {b} differ", "unicron explain SEQ [FILE] shows what a record "
-                      "rests on")
+    """Compare the tasks of two logs by name, of one name the newest; or of one log the tasks `a`
+    and `b`, which may be the same. Raises DifferError, UsageError."""
+    one, other = _runs(logs[0]), _runs(logs[-1])
+    names = ([(name, name) for name in one if name in other] if len(logs) > 1 else
+             [(a, b)] if a in one and b in one else [])
+    if not names:
+        raise UsageError("no task with digests has " + (
+            f"the same name in {a} and {b}" if len(logs) > 1 else f"the name {a} or {b}"),
+            f"there are {fmt.listed(list(dict.fromkeys((*one, *other)))) or 'none'}; {HINT}")
+    rows, lines = list[dict[str, Any]](), list[str]()
+    for x, y in names:
+        num, at, digests = _compared(one[x], other[y])
+        rows.append({"tasks": [x, y], "num_compared": num, "iteration": at, "digests": digests})
+        what = f"task {x}" if x == y else f"tasks {x} and {y}"
+        lines.append(f"{what}: {fmt.number_of(num, 'digest')} are equal" if at is None else
+                     f"{what}: iteration {at} is the first that began with another state, after "
+                     f"{fmt.number_of(num - 1, 'equal digest')}: {', '.join(digests)}")
+    is_equal = all(row["iteration"] is None for row in rows)
+    console.show({"equal": is_equal, "tasks": rows}, lines, as_json=as_json)
+    if not is_equal:
+        raise DifferError(f"{a} and {b} differ", "the cause is between the last equal digest and "
+                          "that iteration; unicron incident shows what failed")
 
 
-def _of_logs(a: Log, b: Log) -> LogDifference | None:
-    """Fold both up to the first difference of their states. None: the logs are equal."""
-    one, other, found = a.state(), b.state(), None
-    for x, y in zip_longest(a.read(), b.read()):
-        for state, record in ((one, x), (other, y)):
-            if record is not None:
-                fold(state, record)
-        if found is None and x != y:
-            found = x, y
-        if found is not None and (fields := _of_states(one, other)):
-            return *found, max(one.seq, other.seq), fields
-    return None if found is None else (*found, max(one.seq, other.seq), [])
+def _runs(log: Log) -> dict[str, Run]:
+    """The tasks with digests, by name."""
+    names = {seq: task.spec.name for seq, task in log.state().tasks.items()}
+    runs: dict[int, Run] = {}
+    for record in log.read():
+        if isinstance(record.body, TaskSubmitted):
+            names[record.seq] = record.body.spec.name
+        elif isinstance(record.body, TaskProgressed):
+            for at, digest in record.body.digests.items():
+                runs.setdefault(record.body.task, {}).setdefault(at, []).append(digest)
+    return {names.get(task, str(task)): run for task, run in runs.items()}
 
 
-def _of_moments(log: Log, a: str, b: str) -> LogDifference | None:
-    one, other = _at(log, a), _at(log, b)
-    if one.seq == other.seq:
-        return None
-    first = next(record for record in log.read() if record.seq > min(one.seq, other.seq))
-    return (first if one.seq > other.seq else None, first if other.seq > one.seq else None,
-            max(one.seq, other.seq), _of_states(one, other))
-
-
-def _at(log: Log, moment: str) -> ClusterState:
-    """The state after the last record until that moment."""
-    if moment.isdecimal():
-        return log.up_to(int(moment)).fold()
-    at_s = time_s(moment)
-    if at_s is None:
-        raise UsageError(f"{moment!r} is no moment of a log",
-                         "a seq, or a time as 2026-11-20T03:20:07.402Z")
-    until_s = at_s + 0.001  # commands print a record's time in whole milliseconds
-    return replay(takewhile(lambda record: record.at_s < until_s, log.read()), log.state())
-
-
-def _of_states(a: ClusterState, b: ClusterState) -> list[Difference]:
-    """The fields that differ, in the order of ClusterState, but seq and time."""
-    plain = [{**msgspec.to_builtins(state, str_keys=True), "seq": 0, "at_s": 0.0,
-              "orders": {seq: to_plain(decode_record(wire)) for seq, wire in state.orders.items()}}
-             for state in (a, b)]
-    return list(differences(plain[0], plain[1]))
+def _compared(one: Run, other: Run) -> tuple[int, int | None, list[str]]:
+    """How many iterations were compared; the first that differs, and its digests."""
+    both = sorted(one.keys() & other.keys())
+    if not both:
+        raise UsageError("the two runs have no digest of the same iteration", HINT)
+    for num, at in enumerate(both, 1):
+        if len(found := list(dict.fromkeys((*one[at], *other[at])))) > 1:
+            return num, at, found
+    return len(both), None, []
 
 
 def differences(a: Any, b: Any, field: str = "") -> Iterator[Difference]:

@@ -77,31 +77,29 @@ def foldable(path: Path | None) -> Generator[None]:
 
 def replay(state: StateDir, url: Urls, path: Path | None, *, live: bool, until: int | None,
            verify: bool, as_json: bool, incident: str | None = None,
-           diff: tuple[str, str] | None = None, digests: bool = False) -> None:
+           diff: tuple[str, str] | None = None) -> None:
     """Print the final state, an incident, or a difference. Raises UsageError, CorruptError,
     DifferError."""
     if diff is not None and (verify or until is not None or incident is not None):
         raise UsageError("--diff goes with no other option than --live", "give one of them")
-    if digests and diff is None:
-        raise UsageError("--digests is for --diff", "unicron replay --diff A B --digests")
     if (path is None) == (not live) and (diff is None or live):
         raise UsageError("name either an exported file or --live",
                          "unicron replay FILE, or unicron replay --live")
     if diff is not None and path is None and not live:
         for name in diff:
             if not Path(name).exists():
-                raise UsageError(f"--diff {name}: no such file", "--live for two moments of the "
+                raise UsageError(f"--diff {name}: no such file", "--live for two tasks of the "
                                  "cluster; unicron replay FILE --diff A B for those of a file")
     if incident is not None and verify:
         raise UsageError("--incident and --verify do not go together", "give one of the two")
 
     with foldable(path):
         if diff is not None:
-            from . import digest_difference, log_difference
+            from . import log_difference
 
             logs = ([open_log(state, url, path)] if path is not None or live
                     else [open_log(state, url, Path(name)) for name in diff])
-            (digest_difference if digests else log_difference).diff(logs, *diff, as_json=as_json)
+            log_difference.diff(logs, *diff, as_json=as_json)
             return
         log = open_log(state, url, path).up_to(until)
         if incident is not None:

@@ -16,7 +16,6 @@ from unicron.cli.cluster.local_cluster import ClusterOptions, LocalCluster
 from unicron.cli.cluster.processes import last_output
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands.up import UpOptions
-from unicron.cli.terminal.format import rfc3339
 from unicron.events.errors import UsageError
 from unicron.events.log import archive
 from unicron.events.records import codec
@@ -326,51 +325,6 @@ def test_another_decider_version_is_named_with_what_it_would_decide():
     data = json.loads(unicron("replay", str(PAST), "--verify", "-o", "json").stdout)
     assert (data["ok"], data["different"][0]["seq"]) == (True, int(seq))
     assert data["different"][0]["now"]["body"]["place"] == 0
-
-
-def test_two_moments_of_a_log(tmp_path):
-    result = unicron("replay", str(PAST), "--diff", "4", "9")
-    assert result.returncode == 1
-    fifth, *_ = [record for record in archive.read(PAST) if record.seq == 5]
-    lines = result.stdout.splitlines()
-    assert lines[1:3] == ["  4  has no record there", f"  9  {line(codec.to_plain(fifth))}"]
-    data = json.loads(unicron("replay", str(PAST), "--diff", "9", "4", "-o", "json").stdout)
-    assert (data["a"]["seq"], data["b"], data["state_seq"]) == (5, None, 9)
-    assert lines[4] == f"the state after seq 9, {len(data['fields'])} differences"
-    assert data["fields"][0][0] in lines[5]
-    # a time as it is printed: the record of that millisecond is in it
-    at = lines[2].split()[2]
-    assert unicron("replay", str(PAST), "--diff", at, at).returncode == 0
-    until = json.loads(unicron("replay", str(PAST), "--diff", "0", at, "-o", "json").stdout)
-    assert until["state_seq"] == max(
-        record.seq for record in archive.read(PAST) if rfc3339(record.at_s) <= at) >= 5
-    for moment, words in (("9999", "the log ends at seq"), ("noon", "is no moment of a log")):
-        refused(unicron("replay", str(PAST), "--diff", "1", moment), words)
-    refused(unicron("replay", str(PAST), "--diff", "1", "2", "--verify"), "no other option")
-
-
-def test_two_logs(tmp_path):
-    """The first record that differs need not change the state; the first that does is named."""
-    records = list(archive.read(PAST))
-    seqs = [record.seq for record in records if isinstance(record.body, r.TaskProgressed)][:2]
-    for seq, changes in zip(seqs, ({"losses": (9.0,)}, {"rate_flops": 7.0}), strict=True):
-        body = msgspec.structs.replace(records[seq - 1].body, **changes)
-        records[seq - 1] = msgspec.structs.replace(records[seq - 1], body=body)
-    path = tmp_path / "b.jsonl"
-    archive.write(path, records, cluster="c", code="0")
-    result = unicron("replay", "--diff", str(PAST), str(path), "-o", "json")
-    data = json.loads(result.stdout)
-    assert result.returncode == 1
-    assert data["a"]["seq"] == data["b"]["seq"] == seqs[0]
-    assert data["b"]["body"]["losses"] == [9.0]
-    assert seqs[0] <= data["state_seq"] <= seqs[1]
-    assert all(a != b for _, a, b in data["fields"])
-    equal = unicron("replay", "--diff", str(path), str(path))
-    assert (equal.returncode, equal.stdout) == (0, f"{path} and {path} are equal\n")
-    archive.write(tmp_path / "c.jsonl", records[:-1], cluster="c", code="0")
-    shorter = unicron("replay", "--diff", str(path), str(tmp_path / "c.jsonl")).stdout
-    assert f"{tmp_path / 'c.jsonl'}  has no record there" in shorter
-    refused(unicron("replay", "--diff", str(path), str(tmp_path / "no.jsonl")), "no.jsonl")
 
 
 def test_explain_shows_what_a_decision_rests_on_and_what_followed():

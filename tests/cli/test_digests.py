@@ -1,4 +1,4 @@
-"""`replay --diff A B --digests`: two runs, or a run and its past, compared by their digests."""
+"""`replay --diff A B`: two runs, or a run and its past, compared by their digests."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def name_of(path: str) -> str:
 
 
 def compare(*args: str) -> tuple[int, str, dict[str, object]]:
-    result = unicron("replay", *args, "--digests")
+    result = unicron("replay", *args)
     return result.returncode, result.stdout, json.loads(
-        unicron("replay", *args, "--digests", "-o", "json").stdout)
+        unicron("replay", *args, "-o", "json").stdout)
 
 
 def test_two_runs_are_compared_by_iteration(tmp_path: Path) -> None:
@@ -75,5 +75,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
             (("--diff", some, without), "no task with digests has the same name"),
             (("--diff", some, late), "no digest of the same iteration"),
             ((some, "--diff", "nobody", "nobody"), "no task with digests has the name nobody"),
-            ((some,), "--digests is for --diff")):
-        refused(unicron("replay", *args, "--digests"), words)
+            (("--diff", some, "nowhere"), "--diff nowhere: no such file"),
+            ((some, "--diff", "a", "b", "--verify"), "no other option")):
+        refused(unicron("replay", *args), words)
