@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import ROUND_CEILING, Context, Decimal
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from math import fsum
 
 from msgspec import Struct
@@ -22,19 +22,17 @@ from .planner import Plan, allowed_candidates, plan_of, solve
 from .problem import PlanProblem, TaskDemand, waf_of
 from .problem_of_state import planning_snapshot
 from .solver import knapsack
-from .solver.candidates import IMPOSSIBLE, Candidates, LeaveOneOut
+from .solver.candidates import IMPOSSIBLE, Candidates
 
 # --- Price of a waiting task: what the others would lose, and the weight from which it runs ---
 
-WORK_NUM_MAX = 5 << 22
-"""Limit of candidates times slots in `prices`: about 0.1 s and 100 MB."""
-_SLOTS_NUM, _SIZES_NUM = 1 << 12, 4
-"""For WORK_NUM_MAX: a candidate's fixed cost, in slots; a row's memory, in candidates."""
-VECTORS_NUM_MAX = 1 << 13
-"""Limit of priced tasks times all tasks: each price takes a solve, about 1 ms at the limit."""
-
 LIMITED_WORK_NUM_MAX = 1 << 24
 """Limit of states times candidates, summed over all searches under limits: about 30 ms."""
+SOLVES_WORK_NUM_MAX = 1 << 17
+"""Limit of candidates of `prices`, summed over its solves, one for each size of a waiting task:
+up to 0.6 s where all candidates tie."""
+_ROW_NUM = 1 << 10
+"""Fixed cost of a solve, in candidates."""
 CANDIDATE_NUM = 8192
 """Fixed cost of a candidate in a search, in states."""
 
@@ -56,34 +54,48 @@ def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
     It holds once the plan is carried out and every task is healthy: then `choose_plan` gives the
     task slots from `times` its present weight on. Hysteresis (`gain_min`) is a cost of change.
 
-    If there are too many, the first tasks are priced, and none if no single weight decides.
+    If there are too many, the first tasks are priced, and none if no single weight decides. A task
+    that no weight can run has no price.
     """
-    if not has_prices(problem) or _is_too_large(problem):
+    if not has_prices(problem):
         return {}
-    after = tuple(replace(demand, now=slots, faulted=False)
-                  for demand, slots in zip(problem.demands, plan.slots, strict=True))
-    num_slots, rows = problem.num_slots, allowed_candidates(replace(problem, demands=after))
-    pairs = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
-    options = {i: sizes for i, (begin, end) in enumerate(pairwise(rows.starts.tolist()))
-               if plan.slots[i] == 0
-               and (sizes := [x for x in pairs[begin:end] if 0 < x[0] <= num_slots and x[1] > 0])}
-    if not options:
-        return {}
-    if problem.limits is not None:
-        return _limited(replace(problem, demands=after), rows, plan, options)
-    options = dict(islice(options.items(), VECTORS_NUM_MAX // rows.num))
-    others = LeaveOneOut(rows, num_slots)
-    found: dict[int, Price] = {}
-    for i, sizes in options.items():
-        rest = partial(others.without, i)
-        _, chosen = max((rest(num_slots - size) + gain, size) for size, gain in sizes)
-        best = knapsack.best(_with_size(rows, i, chosen), num_slots)
-        assert best is not None, "it is one of the sizes that fit"
-        runs = plan_of(after, best)
+    after = replace(problem, demands=tuple(
+        replace(demand, now=slots, faulted=False)
+        for demand, slots in zip(problem.demands, plan.slots, strict=True)))
+    num, rows, limits = problem.num_slots, allowed_candidates(after), after.limits
+    solve_rows = knapsack.best if limits is None else partial(
+        constraints.within_limits, limits=limits)
+    (work, left), found = _price_work(after), dict[int, Price]()
+    for i, (begin, end) in enumerate(pairwise(rows.starts.tolist())):
+        gain_of = {0: 0, **{size: gain for size, gain in zip(
+            rows.sizes[begin:end].tolist(), rows.gains[begin:end].tolist(), strict=True)
+            if 0 < size <= num and gain > 0}}
+        if plan.slots[i] or len(gain_of) == 1:
+            continue
+        left -= len(gain_of) * work
+        if left < 0:
+            break
+        # By size of the row, 0 included: the best plan in which the row has that size.
+        free = {size: solve_rows(_with_size(rows, i, size), num) for size in gain_of}
+        runs = [(one[1], size, one[0]) for size, one in free.items() if size and one is not None]
+        if not runs:
+            continue
+        value, _, slots = max(runs)
+        best = plan_of(after.demands, (slots, value))
+        rest = {num - size: one[1] - gain_of[size] if one is not None else IMPOSSIBLE
+                for size, one in free.items()}
         found[problem.demands[i].task] = Price(
-            cost_waf=max(plan.waf - runs.waf, 0.0), plan=runs,
-            times=_times(sizes, num_slots, rest))
+            cost_waf=max(plan.waf - best.waf, 0.0), plan=best,
+            times=_times(list(gain_of.items())[1:], num, rest.__getitem__))
     return found
+
+
+def _price_work(problem: PlanProblem) -> tuple[int, int]:
+    """(the work of one solve, its limit over all of them)."""
+    if problem.limits is not None:
+        return work_under_limits(problem), LIMITED_WORK_NUM_MAX
+    return (_ROW_NUM + sum(len(demand.sizes) + 1 for demand in problem.demands),
+            SOLVES_WORK_NUM_MAX)
 
 
 def _with_size(rows: Candidates, row: int, size: int) -> Candidates:
@@ -100,44 +112,8 @@ def exceeds_work_limit(problem: PlanProblem) -> bool:
     """True if `prices` leaves out tasks, since pricing all tasks would take too long."""
     if not has_prices(problem):
         return False
-    num = len(problem.demands)
-    work = 0 if problem.limits is None else work_under_limits(problem) * sum(
-        len(demand.sizes) + 1 for demand in problem.demands if not demand.now)
-    return (_is_too_large(problem) or num > VECTORS_NUM_MAX // max(num, 1)
-            or work > LIMITED_WORK_NUM_MAX)
-
-
-def _is_too_large(problem: PlanProblem) -> bool:
-    """True if the problem is too large for even one price."""
-    num_sizes = sum(len(demand.sizes) + 1 for demand in problem.demands)
-    return (num_sizes * (problem.num_slots + _SLOTS_NUM)
-            + _SIZES_NUM * len(problem.demands) * problem.num_slots) > WORK_NUM_MAX
-
-
-def _limited(after: PlanProblem, rows: Candidates, plan: Plan,
-             options: Mapping[int, Sequence[tuple[int, int]]]) -> dict[int, Price]:
-    """`prices` under limits: one search per size. A task that no weight can run has no price."""
-    limits, left, found = after.limits, LIMITED_WORK_NUM_MAX, dict[int, Price]()
-    assert limits is not None
-    for i, sizes in options.items():
-        left -= (len(sizes) + 1) * work_under_limits(after)
-        if left < 0:
-            break
-        # By size of the row, 0 included: the best plan in which the row has that size.
-        free = {size: constraints.within_limits(_with_size(rows, i, size), after.num_slots, limits)
-                for size in (0, *(size for size, _ in sizes))}
-        runs = [(one[1], one[0]) for size, _ in sizes if (one := free[size]) is not None]
-        if not runs:
-            continue
-        value, slots = max(runs)
-        best, num = plan_of(after.demands, (slots, value)), after.num_slots
-        gain_of = {0: 0, **dict(sizes)}
-        rest = {num - size: one[1] - gain_of[size] if one is not None else IMPOSSIBLE
-                for size, one in free.items()}
-        found[after.demands[i].task] = Price(
-            cost_waf=max(plan.waf - best.waf, 0.0), plan=best,
-            times=_times(sizes, num, rest.__getitem__))
-    return found
+    work, most = _price_work(problem)
+    return work * sum(len(demand.sizes) + 1 for demand in problem.demands if not demand.now) > most
 
 
 def work_under_limits(problem: PlanProblem) -> int:

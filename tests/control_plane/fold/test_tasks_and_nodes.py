@@ -170,7 +170,7 @@ def test_prices_that_would_take_too_long_are_left_out(
         d: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     d.running(spec(throughput={2: 20.0, 4: 30.0}))
     task = d.submit(spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2}))
-    monkeypatch.setattr(pending, "WORK_NUM_MAX", 0)
+    monkeypatch.setattr(pending, "SOLVES_WORK_NUM_MAX", 0)
     assert waits_of(d, task) == WaitExplanation(
         why="the plan has better use for the slots", needs="more slots" + pending.NOT_PRICED)
 

@@ -74,7 +74,7 @@ def test_the_next_best_equals_brute_force(found: list[Row], capacity: int) -> No
 def test_the_tables_have_every_optimum(found: list[Row], capacity: int) -> None:
     flat = candidates_of(found)
     before, after = (
-        candidates.tables(flat, capacity, range(flat.num)),
+        plain_program.tables(flat, capacity, range(flat.num)),
         plain_program.suffixes(flat, capacity))
     for r, j in itertools.product(range(len(found) + 1), range(capacity + 1)):
         for table, part in ((before, found[:r]), (after, found[r:])):
@@ -139,7 +139,7 @@ def test_among_ties_the_next_best_differs_in_a_size(found: list[Row], capacity: 
     if solved is None:
         return
     chosen = flat.slots(solved.vector)
-    others = candidates.LeaveOneOut(flat, capacity)
+    others = plain_program.LeaveOneOut(flat, capacity)
     best = [value + gain for i, row in enumerate(found) for size, gain in row
             if size != chosen[i] and size <= capacity
             and (value := others.without(i, capacity - size)) > candidates.IMPOSSIBLE // 2]

@@ -293,7 +293,7 @@ def test_of_many_waiting_tasks_only_the_first_have_prices(monkeypatch: pytest.Mo
     plan = planner.choose_plan(problem).plan
     every = pending.prices(problem, plan)
     assert list(every) == [2, 3, 4, 5]
-    monkeypatch.setattr(pending, "VECTORS_NUM_MAX", 2 * len(found) + 1)
+    monkeypatch.setattr(pending, "_price_work", lambda _: (1, 5))
     assert pending.prices(problem, plan) == {i: every[i] for i in (2, 3)}
 
 
