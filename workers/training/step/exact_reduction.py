@@ -136,8 +136,9 @@ class ExactReduction:
             if self._is_scattered:
                 size = num // members.size()
                 part = reduced[members.rank() * size:(members.rank() + 1) * size]
-                works.append(dist.reduce_scatter_tensor(part, reduced, group=members,
-                                                        async_op=True))
+                # Its successor in torch 2.13 is not in 2.11.
+                works.append(dist.reduce_scatter_tensor(  # pyright: ignore[reportDeprecated]
+                    part, reduced, group=members, async_op=True))
             else:
                 works.append(dist.all_reduce(reduced, group=members, async_op=True))
         return works
