@@ -9,8 +9,9 @@ from typing import Any
 
 import megatron_trial
 import pytest
-from megatron_trial import CASES, DECLINED, ITERATIONS, LONG, MANDATORY, SAVED, TRIP
+from megatron_trial import BITWISE, CASES, DECLINED, ITERATIONS, LONG, MANDATORY, SAVED, TRIP
 from real_cluster import RealCluster, running
+from reference import differing, read
 
 
 @pytest.fixture(scope="module", params=megatron_trial.clones(), ids=lambda folder: folder.name)
@@ -31,6 +32,18 @@ def test_a_killed_rank_changes_no_printed_loss(
     assert (incident.iterations_lost, incident.ckpt_read) == (0, False)
     for place, line in stock_lines.items():
         assert healed.lines[place] == pytest.approx(line, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", BITWISE)
+def test_in_bitwise_a_killed_rank_changes_no_bit(
+        cluster: RealCluster, clone: Path, tmp_path: Path, name: str) -> None:
+    case = BITWISE[name]
+    healed = megatron_trial.struck(cluster, clone, case, tmp_path / "struck")
+    calm = case._replace(slots=max(case.parallel.get("tensor", [1])), faults=())
+    undisturbed = megatron_trial.struck(cluster, clone, calm, tmp_path / "calm")
+    assert healed.lines.keys() == undisturbed.lines.keys()
+    assert len(healed.incidents) == 1
+    assert differing(*(read(tmp_path / run / "latest") for run in ("struck", "calm"))) == []
 
 
 def test_its_checkpoints_are_continued_and_its_own_loop_continues_ours(

@@ -60,13 +60,14 @@ class Fault(NamedTuple):
 
 class Case(NamedTuple):
     """`words`: arguments beside `model`. In fp32 Megatron-LM's own loop trains without them: they
-    change no result."""
+    change no result. `loop`: further keys of the job's loop."""
 
     slots: int
     parallel: Mapping[str, Any]
     words: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = (Fault(),)
     model: Sequence[str] = WORDS
+    loop: Mapping[str, Any] = {}
 
 
 USUAL = ("--sequence-parallel", "--recompute-granularity", "full", "--recompute-method", "uniform",
@@ -89,6 +90,13 @@ MANDATORY = Case(
     (*TRIP.words, *USUAL, "--bf16", "--accumulate-allreduce-grads-in-fp32",
      "--use-distributed-optimizer", "--overlap-param-gather"), ())
 """The flags of the usual job, over TP 2 x PP 2 x DP 2."""
+EXACT = {"reproducible": "required"}
+BITWISE = {
+    "DP 3": Case(3, {}, loop=EXACT),
+    "TP 2 x DP 2, usual job": Case(4, {"tensor": [2], "optimizer": "sharded"}, (
+        *USUAL, "--bf16", "--accumulate-allreduce-grads-in-fp32", "--use-distributed-optimizer",
+        "--overlap-param-gather"), loop=EXACT)}
+"""Trained bit for bit, with a killed rank and on the fewest ranks without a fault."""
 
 
 DECLINED = {
@@ -155,7 +163,8 @@ def job(clone: Path, case: Case, output: Path, *words: str, iterations: int = IT
                         str(clone / "pretrain_gpt.py"), *case.model, *words],
             "heal": "in-memory",
             "loop": {"micro_batches": MICRO_BATCHES, "iterations": iterations,
-                     "output": str(output), "parallel": dict(case.parallel), "copy_every": 2}}
+                     "output": str(output), "parallel": dict(case.parallel), "copy_every": 2,
+                     **case.loop}}
 
 
 def struck(cluster: RealCluster, clone: Path, case: Case, output: Path) -> Healed:
