@@ -117,7 +117,9 @@ REFUSED: list[tuple[Any, str]] = [
     *((train(checkpoint_every=value), "train.checkpoint_every") for value in (-1, 2**31)),
     *((train(bucket_params=value, overlap=True), "train.bucket_params") for value in (-1, 2**31)),
     (train(bucket_params=1), "train.bucket_params"), (train(overlap="yes"), "train.overlap"),
-    (train(kept_sum=4), "train.kept_sum"),
+    (train(kept_sum=4), "train.kept_sum"), (train(reproducible="exact"), "train.reproducible"),
+    (train(reproducible="bitwise", parallel={"tensor": [1, 2]}), "train.reproducible"),
+    (train(reproducible_bits=32), "train.reproducible_bits"),
     *((train(seed=value), "train.seed") for value in (-1, 2**53, 10**30)),
     *((train(output=value), "train.output") for value in (
         "", "a\0b", 3, "s3://", "file:///", "memory://run", "simplecache::s3://bucket/run",
@@ -231,6 +233,11 @@ HINTED: list[tuple[dict[str, Any], str, str]] = [
      "did you mean loop.parallel.pipeline?"),
     (parallel(zero1=True), "train.parallel.zero1: is not a field",
      "did you mean optimizer: sharded?"),
+    (loop({}, reproducible="bitwise", parallel={"tensor": [1, 2]}),
+     "loop.reproducible: bitwise keeps the tensor-parallel size, but loop.parallel.tensor names 2: "
+     "another size computes other bits", "name one size there, or leave reproducible out"),
+    (loop({}, reproducible_bits=32), "loop.reproducible_bits: has no effect with reproducible: "
+     "rounding", "write reproducible: bitwise"),
     (loop({}, zero1=True), "loop.zero1: is not a field",
      "did you mean loop.parallel.optimizer: sharded?"),
     (command(zero1=True), "zero1: is not a field",
