@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
-from multiprocessing import get_context
+from contextlib import nullcontext
 from pathlib import Path
-from signal import SIG_DFL, SIGINT, signal
 from typing import NamedTuple
 
 import typer
@@ -38,7 +34,7 @@ LOSS_LEGEND = ("DETECT: until a fault is reported. TRANSIT: in transition to tra
                "without slots. SUB: on fewer or slower slots. AGAIN: recomputed")
 
 
-# --- runs in parallel, one per core ---
+# --- runs, one after the other ---
 class RunSpec(NamedTuple):
     """The input of one run. `log`: the file for its log; `cluster`: the cluster in the log."""
 
@@ -56,37 +52,17 @@ class RunResult(NamedTuple):
     took_s: float
 
 
-_stages: Sequence[RunSpec] = ()
-"""The runs of the current call. Workers are forks: the functions of a policy need no pickling."""
-
-
 def play(stages: Sequence[RunSpec]) -> list[RunResult]:
     """Simulate each run; results in the same order. A terminal on stderr shows a progress bar."""
-    global _stages
-    num = min(len(os.sched_getaffinity(0)), len(stages))
-    with ExitStack() as stack:
-        bar = stack.enter_context(typer.progressbar(
-            length=len(stages), label="simulating", file=sys.stderr, width=0,
-            hidden=not sys.stderr.isatty()))
-        found: list[RunResult] = []
-        _stages = stages
-        pool = None if num < 2 else stack.enter_context(ProcessPoolExecutor(
-            num, mp_context=get_context("fork"), initializer=signal,
-            initargs=(SIGINT, SIG_DFL)))
-        each = map(_play, range(len(stages))) if pool is None else pool.map(
-            _play, range(len(stages)))
-        for one in each:
-            found.append(one)
-            bar.update(1)
-        return found
+    with typer.progressbar(stages, label="simulating", file=sys.stderr, width=0,
+                           hidden=not sys.stderr.isatty()) as bar:
+        return [_play(stage) for stage in bar]
 
 
-def _play(number: int) -> RunResult:
-    stage = _stages[number]
+def _play(stage: RunSpec) -> RunResult:
     began_s = time.perf_counter()
-    with ExitStack() as stack:
-        writer = None if stage.log is None else stack.enter_context(archive.create(
-            stage.log, cluster=stage.cluster, code=__version__))
+    with nullcontext() if stage.log is None else archive.create(
+            stage.log, cluster=stage.cluster, code=__version__) as writer:
         run = Run(stage.run_input, stage.policy, writer.add if writer else None)
         outcome = run.play()
     return RunResult(outcome, run.engine.num_records, time.perf_counter() - began_s)
