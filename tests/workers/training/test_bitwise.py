@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -49,7 +50,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[Axes]]] = {
 }
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+QUICK = ("pipeline", "sharded", "fp16", "data parallel", "to another depth")
+"""The cases that `make test` runs too."""
+
+
+def _cases(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.thorough])
+            for name in names]
+
+
+@pytest.mark.parametrize("case", _cases(LAYOUTS))
 def test_every_layout_trains_the_same_bits(drive: Drive, case: str) -> None:
     changes, layouts = LAYOUTS[case]
     one, *others = [train(drive, axes, **changes) for axes in layouts]
@@ -69,7 +79,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Axes, str, Axes, list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("case", FAULTS)
+@pytest.mark.parametrize("case", _cases(FAULTS))
 def test_a_killed_rank_changes_no_bit(drive: Drive, twin: Twins, case: str) -> None:
     changes, axes, event, after, left = FAULTS[case]
     driver = drive(**BITWISE | changes)
