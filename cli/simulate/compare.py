@@ -72,7 +72,7 @@ def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
     """`unicron simulate --scenario`. Raises UsageError for an invalid file."""
     if log is not None and log.exists():
         raise UsageError(f"{log} exists", "name a new file")
-    scenario, stages = load(path, whole=log is not None)
+    scenario, stages = load(path)
     if log is not None and OURS not in stages:
         raise UsageError(f"--log writes the log of policy {OURS}, which {path} does not name",
                          f"add {OURS}: {{}} to policies:")
@@ -82,14 +82,13 @@ def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
     console.show(as_data(scenario, played), screen(scenario, played, path, log), as_json=as_json)
 
 
-def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, RunSpec]]:
-    """The scenario and its runs by policy. `whole`: slots not condensed. Raises UsageError."""
+def load(path: Path) -> tuple[Scenario, dict[str, RunSpec]]:
+    """The scenario and its runs by policy. Raises UsageError."""
     try:
         scenario, happenings = read(path)
         policies = {name: scenarios.policy(scenario, name) for name in scenario.policies}
-        return scenario, {name: RunSpec(one, scenarios.run_input(
-            scenario, one, happenings, condense=not (whole and name == OURS)))
-            for name, one in policies.items()}
+        return scenario, {name: RunSpec(one, scenarios.run_input(scenario, one, happenings))
+                          for name, one in policies.items()}
     except SpecError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
 

@@ -126,12 +126,6 @@ class WafAccount:
         for task in self.waf:
             self.settle(at_s, task)
 
-    def scale_slots(self, num: int) -> None:
-        """Convert slot-seconds to GPU-seconds, with `num` GPUs per slot."""
-        self.slot_s *= num
-        self.full_slots = {task: num * slots for task, slots in self.full_slots.items()}
-        self.lost_slot_s = {why: num * one_s for why, one_s in self.lost_slot_s.items()}
-
     def _changed(self, at_s: float) -> None:
         if self.curve and self.curve[-1][0] == at_s:
             self.curve.pop()

@@ -48,7 +48,6 @@ class RunInput(NamedTuple):
     horizon_s: float
     limits: r.Policy
     iterations_s: Mapping[str, float] = {}
-    gpus_per_slot: int = 1
 
 
 class Outcome(NamedTuple):
@@ -98,7 +97,6 @@ class Run:
             engine.call_later(one.at_s, partial(self._on_event, one))
         engine.run(began_s + run_input.horizon_s)
         self.account.end(engine.now_s)
-        self.account.earnings.scale_slots(run_input.gpus_per_slot)
         return Outcome(self.account.earnings, began_s, self.account.transitions, self.counts,
                        self.ignored, late)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -27,43 +26,6 @@ from .run import RunInput
 from .trace.external_event import ExternalEvent
 from .trace.generator import DrawnTrace
 from .trace.trace_file import check_name
-
-# --- Slot aggregation: a simulated slot represents several GPUs if the result is the same. ---
-#
-# If all sizes of tasks and the slots of a node are multiples of some number of GPUs, no plan splits
-# a group of that many. A device failure then takes the whole group, until the node is drained,
-# which is immediate. A task that heals in memory is placed on two nodes if possible. So if such a
-# task can be smaller than two groups, slots are not aggregated.
-
-
-def gpus_per_slot(num_slots: int, every: Sequence[JobSpec]) -> int:
-    """The number of GPUs per simulated slot, for nodes of `num_slots`; 1 without aggregation."""
-    found = slots_divisor(num_slots, every)
-    alone = any(spec.training is not None and spec.slots.counts[0] < 2 * found for spec in every)
-    return 1 if alone else found
-
-
-def slots_divisor(num_slots: int, every: Sequence[JobSpec]) -> int:
-    """The greatest common divisor of all sizes of tasks and of a node's slots."""
-    found = num_slots
-    for slots in (spec.slots for spec in every):
-        step = slots.multiple_of if slots.max > slots.min and not slots.sizes else 0
-        found = math.gcd(found, slots.min, step, slots.floor, *slots.sizes)
-    return max(found, 1)
-
-
-def aggregate_job(spec: JobSpec, by: int) -> JobSpec:
-    """The same task, with `by` GPUs per slot."""
-    slots, rates = spec.slots, dict[int, float]()
-    for size in slots.counts:
-        below = [one for one in spec.throughput if one <= size]
-        if below:
-            rates[size // by] = spec.throughput[max(below)]
-    scaled = replace(slots, min=slots.min // by, max=slots.counts[-1] // by,
-                     floor=slots.floor // by, multiple_of=max(slots.multiple_of // by, 1),
-                     sizes=tuple(size // by for size in slots.sizes))
-    return replace(spec, slots=scaled, throughput=rates)
-
 
 DOCS = "see docs/guides/simulate.md"
 NODES_NUM_MAX = 100_000
@@ -106,7 +68,7 @@ class SimulatedTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`policies`: by policy name, the constants to change. `trace` is a drawn trace, or the path of
     a file relative to the scenario. An iteration takes `iteration_s` at a task's largest size.
-    `limits` are fields of the policy file. `whole_nodes`: each node has one task at most."""
+    `limits` are fields of the policy file."""
 
     api_version: str = field(name="apiVersion")
     name: str
@@ -116,7 +78,6 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trace: str | DrawnTrace
     horizon_s: float
     iteration_s: float = 10.0
-    whole_nodes: bool = False
     limits: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -235,24 +196,14 @@ def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
         found, quarantine_faults=COUNT_NUM_MAX, restarts_max=COUNT_NUM_MAX)
 
 
-def run_input(scenario: Scenario, chosen: Policy, happenings: Sequence[ExternalEvent] = (), *,
-           condense: bool = True) -> RunInput:
-    """The input of a run, with slots aggregated where the result is the same. Raises SpecError."""
+def run_input(scenario: Scenario, chosen: Policy, happenings: Sequence[ExternalEvent] = ()
+              ) -> RunInput:
+    """The input of a run. Raises SpecError."""
     tasks = [_job(scenario, number, chosen) for number in range(len(scenario.tasks))]
-    num_slots = scenario.cluster.slots
-    by = gpus_per_slot(num_slots, tasks) if condense else 1
-    if scenario.whole_nodes:
-        by = num_slots
-        need(slots_divisor(num_slots, tasks) == by, "whole_nodes",
-             f"needs sizes that are multiples of {by}, a node's slots",
-             f"write multiple_of: {by} in each task's slots")
-    bounds = limits(chosen, scenario.limits, scenario.iteration_s)
     return RunInput(
-        slots=dict.fromkeys(scenario.cluster.names, num_slots // by),
-        tasks=tuple(aggregate_job(spec, by) for spec in tasks),
+        slots=dict.fromkeys(scenario.cluster.names, scenario.cluster.slots), tasks=tuple(tasks),
         iteration_s=scenario.iteration_s, events=happenings, horizon_s=scenario.horizon_s,
-        limits=replace(bounds, mtbf_gpu_s=bounds.mtbf_gpu_s / by),  # slots fail `by` times as often
-        gpus_per_slot=by)
+        limits=limits(chosen, scenario.limits, scenario.iteration_s))
 
 
 def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:

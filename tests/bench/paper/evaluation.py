@@ -8,6 +8,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any, NamedTuple
 
+from condensed import condensed
 from msgspec.structs import replace
 from unicron.control_plane.decide.decide import decisions
 from unicron.control_plane.incidents.severity import TABLE
@@ -122,7 +123,7 @@ def scenario(name: str, policies: Sequence[str]) -> Scenario:
         api_version=API_VERSION, name=name,
         cluster=Cluster(nodes=NODES_NUM, slots=NODE_SLOTS_NUM), tasks=tasks(5),
         policies={policy: {} for policy in policies}, trace="",
-        horizon_s=TRACES[name].horizon_s, whole_nodes=True, limits={"floor": True})
+        horizon_s=TRACES[name].horizon_s, limits={"floor": True})
 
 
 # --- the runs: policies on both traces, allocation rules on the cases, other constants ---
@@ -259,7 +260,8 @@ def _trace_runs(case: str, seed: int, systems: tuple[str, ...], change: Change |
 
 def _runs(base: Scenario, case: str, seed: int = 0, changed: str = "",
           drawn: Sequence[ExternalEvent] = ()) -> list[EvaluationRun]:
-    return [EvaluationRun(case, name, seed, changed, chosen, run_input(base, chosen, drawn))
+    return [EvaluationRun(case, name, seed, changed, chosen,
+                          condensed(run_input(base, chosen, drawn), NODE_SLOTS_NUM))
             for name in base.policies
             for chosen in [policy(base, name) if name in POLICIES else replace(
                 SYSTEMS[name], costs=replace(SYSTEMS[name].costs, **base.policies[name]))]]

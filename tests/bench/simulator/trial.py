@@ -8,6 +8,7 @@ import sys
 import time
 
 from bench.simulator.cluster import scenario
+from condensed import condensed
 from unicron.control_plane.simulation import scenario as scenarios
 from unicron.control_plane.simulation.run import Run
 from unicron.control_plane.simulation.trace import generator
@@ -17,11 +18,10 @@ def main(case: str, policy: str) -> None:
     """Simulate and time it. The printed number of events is the number of records."""
     parsed = scenarios.parse(scenario(case, [policy]))
     assert not isinstance(parsed.trace, str)
-    parsed = scenarios.with_nodes(parsed, ())
     happenings = generator.draw(parsed.trace.drawn, parsed.cluster.names, parsed.cluster.slots,
                                 parsed.horizon_s)
     chosen = scenarios.policy(parsed, policy)
-    ground = scenarios.run_input(parsed, chosen, happenings)
+    ground = condensed(scenarios.run_input(parsed, chosen, happenings), parsed.cluster.slots)
     began_s = time.process_time()
     run = Run(ground, chosen)
     run.play()

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scenarios import DAY_S, DEVICE, EXAMPLE, HAPPENINGS, NODE, PROCESS, lost, plain, two_tasks
+from scenarios import DAY_S, EXAMPLE, HAPPENINGS, NODE, PROCESS, lost, plain, two_tasks
 from unicron.cli.simulate import compare as command
 from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.simulation import policies, scenario
 from unicron.control_plane.simulation.run import Outcome, Run
 from unicron.control_plane.simulation.trace.external_event import ExternalEvent
-from unicron.events.errors import SpecError, UsageError
+from unicron.events.errors import UsageError
 from unicron.events.records.decisions import PlanChosen
 from unicron.events.records.envelope import Record
 
@@ -206,48 +206,6 @@ def test_memory_checkpoints_are_lost_with_their_nodes() -> None:
         8e12 * (at_s % costs.copy_s), abs=8e12 * 10)
 
 
-@pytest.mark.parametrize("policy", policies.POLICIES)
-def test_aggregation_to_one_slot_per_node_changes_little(policy: str) -> None:
-    given = scenario.parse(plain(
-        cluster={"nodes": 6, "slots": 4}, tasks=[{
-            "name": "a", "slots": {"min": 8, "max": 24, "multiple_of": 4},
-            "throughput": {size: 1e12 * size ** 0.9 for size in range(4, 25)}}]))
-    chosen = scenario.policy(given, policy)
-    happenings = [
-        *lost("n1", DAY_S, DAY_S + 4 * 3600), *lost("n4", DAY_S + 3600, 2 * DAY_S),
-        ExternalEvent(3 * DAY_S, "n2", "fault", PROCESS),
-        ExternalEvent(4 * DAY_S, "n3", "fault", HANG)]
-    device = [ExternalEvent(5 * DAY_S, "n0", "fault", DEVICE), ExternalEvent(
-        5.5 * DAY_S, "n0", "repaired")]
-    few, whole, few_too, whole_too = (
-        Run(scenario.run_input(given, chosen, told, condense=condense), chosen).play()
-        for told in (happenings, device) for condense in (True, False))
-    assert few.earnings.flop == pytest.approx(whole.earnings.flop, rel=1e-6)
-    # Without aggregation the other ranks of a slot remain members while one rank restarts.
-    assert few.earnings.slot_s == pytest.approx(whole.earnings.slot_s, rel=1e-4)
-    for why, flop in whole.earnings.lost_flop.items():
-        assert few.earnings.lost_flop[why] == pytest.approx(flop, abs=1e-6 * whole.earnings.flop)
-    assert few.counts["StartRank"] <= whole.counts["StartRank"] / 3
-    # A faulty device alone is disabled for a moment before its whole node is.
-    assert few_too.earnings.flop == pytest.approx(whole_too.earnings.flop, rel=1e-3)
-
-
-def test_the_aggregation_factor_divides_all_sizes() -> None:
-    for sizes, by, healing in (
-            ({"min": 8, "max": 32, "multiple_of": 8}, 4, 4), ({"min": 2, "max": 8}, 1, 1),
-            ({"min": 6, "max": 6}, 2, 2), ({"min": 4, "max": 12, "sizes": [4, 8, 12]}, 4, 1),
-            ({"min": 4, "max": 12, "multiple_of": 4, "floor": 8}, 4, 1)):
-        given = scenario.parse(plain(cluster={"nodes": 8, "slots": 4}, tasks=[{
-            "name": "a", "slots": sizes, "throughput": {1: 1e12, 12: 5e12}}]))
-        found = scenario.run_input(given, scenario.policy(given, "megatron"))
-        assert found.gpus_per_slot == by, sizes
-        # Policies that heal place ranks on parts of nodes, which aggregation cannot represent.
-        heals = scenario.run_input(given, scenario.policy(given, "unicron"))
-        assert heals.gpus_per_slot == healing, sizes
-        assert found.slots["n0"] == 4 // by
-        assert found.limits.mtbf_gpu_s == 2000 * 3600 / by
-
-
 def test_a_task_without_slots_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     heavy, light = ({"name": name, "weight": weight, "slots": {"min": 1, "max": 8},
                      "throughput": {size: 1e12 * size for size in range(1, 9)}}
@@ -280,16 +238,3 @@ def test_faults_after_the_horizon_are_counted(tmp_path: Path, capsys: Any) -> No
     (tmp_path / "trace.csv").write_text("at_s,node,event,cause\n864000,n1,left,\n")
     command.simulate(path, log=None, as_json=False)
     assert "\nlate" not in capsys.readouterr().out
-
-
-def test_whole_nodes_needs_sizes_of_whole_nodes() -> None:
-    for by, grain in ((4, 4), (2, 0)):
-        given = scenario.parse(plain(cluster={"nodes": 8, "slots": 4}, whole_nodes=True, tasks=[{
-            "name": "a", "slots": {"min": 4, "max": 12, "multiple_of": by},
-            "throughput": {4: 1e12, 12: 5e12}}]))
-        if grain:
-            assert (
-                scenario.run_input(given, scenario.policy(given, "unicron")).gpus_per_slot == grain)
-        else:
-            with pytest.raises(SpecError, match="whole_nodes: needs sizes"):
-                scenario.run_input(given, scenario.policy(given, "unicron"))
