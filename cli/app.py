@@ -386,15 +386,6 @@ def replay(
     """Fold a log to its final state; needs no server and no torch."""
 
 
-@calls(app, "commands.explain.explain")
-def explain(
-    seq: Annotated[int, typer.Argument(min=1, metavar="SEQ", help="For example 41.")],
-    path: Annotated[Path | None, typer.Argument(
-        metavar="FILE", help="An exported log [the cluster's].", show_default=False)] = None,
-) -> None:
-    """Show what a record rests on, what a plan was preferred to, and what followed."""
-
-
 @calls(app, "commands.replay.export", TARGET)
 def export(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; must not exist.")],

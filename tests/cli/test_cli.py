@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -29,7 +28,7 @@ from unicron.events.records.reports import EpochStarted, PolicySet
 from unicron.events.spec.policy import Policy
 
 COMMANDS = ("up", "down", "agent", "control-plane", "submit", "status", "tail", "cancel", "logs",
-            "replay", "explain", "export", "doctor", "set-weight", "drain", "undrain",
+            "replay", "export", "doctor", "set-weight", "drain", "undrain",
             "lift", "freeze", "unfreeze",
             "inject", "incident", "plan", "locate", "classify", "token")
 JOB = """\
@@ -327,35 +326,6 @@ def test_another_decider_version_is_named_with_what_it_would_decide():
     assert data["different"][0]["now"]["body"]["place"] == 0
 
 
-def test_explain_shows_what_a_decision_rests_on_and_what_followed():
-    log = {record.seq: record for record in archive.read(PAST)}
-
-    def explained(kind: str) -> dict[str, Any]:
-        seq = next(seq for seq, record in log.items() if record.kind == kind)
-        data = json.loads(unicron("explain", str(seq), str(PAST), "-o", "json").stdout)
-        assert data["record"] == codec.to_plain(log[seq])
-        return data
-
-    opened = explained("IncidentOpened")
-    assert {one["seq"] for one in opened["basis"]} >= set(opened["record"]["body"]["evidence"])
-    assert opened["why"].startswith("by the rule: ")
-    assert opened["followed"][-1]["kind"] == "IncidentClosed"
-    assert {one["incident"] for one in opened["followed"]} == {opened["record"]["seq"]}
-    plan = explained("PlanChosen")
-    assert plan["plan"]["beaten"]
-    assert {one["cause"] for one in plan["followed"]} == {plan["record"]["cause"]}
-    order = explained("Reconfigure")
-    answers = [one for one in order["followed"] if one["kind"] == "Reconfigured"]
-    assert {one["body"]["generation"] for one in answers} == {1}
-    assert len(answers) == len(order["record"]["body"]["members"])
-    result = unicron("explain", str(plan["record"]["seq"]), str(PAST))
-    assert "  rejected" in result.stdout
-    seq = opened["record"]["seq"]
-    assert (f"next: unicron replay {PAST} --incident {seq}"
-            in unicron("explain", str(seq), str(PAST)).stdout)
-    refused(unicron("explain", "9999", str(PAST)), "no record 9999")
-
-
 def test_a_log_of_a_later_version_names_the_version_that_is_needed(log):
     records = [*archive.read(log)]
     epoch = EpochStarted(nonce="ab", code="9.0", heart=99)
@@ -367,7 +337,7 @@ def test_a_log_of_a_later_version_names_the_version_that_is_needed(log):
                       cluster="c", code="9.0")
         assert [*archive.read(path)][1].body == unknown
     assert unicron("replay", str(log.with_name("True.jsonl"))).returncode == 0
-    for words in (("replay",), ("replay", "--verify"), ("explain", "2")):
+    for words in (("replay",), ("replay", "--verify")):
         refused(unicron(*words, str(path)), "seq 2: Later (version 1) needs Unicron 9.0")
 
 

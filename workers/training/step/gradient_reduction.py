@@ -148,9 +148,8 @@ class Reduction:
         self.exact = (None if trainee.exact is None else
                       ExactReduction(trainee, trainee.exact, communicators))
         self._backup = self.exact or GradientBackup(trainee)
-        self._buckets = (BucketLauncher(
-            trainee.bucket_groups, self._backup, note,
-            None if self.exact is None else self.exact.launch) if trainee.train.overlap else None)
+        self._buckets = (BucketLauncher(trainee.bucket_groups, self._backup, note)
+                         if trainee.train.overlap else None)
 
     def begin(self, mine: Stats, losses: Losses) -> None:
         """Launch the stats before the last backward, which then launches the buckets. Does nothing

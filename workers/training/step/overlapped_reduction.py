@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 from ..dependencies import private_megatron
 from ..model.trainee import TrainingModel
 from ..process.trace import Note
+from .exact_reduction import ExactReduction
 
 # --- Backup of the local gradients while Megatron reduces its buffers in place ---
 #
@@ -75,17 +76,6 @@ class GradientBackup:
         self._copies = []
         self._saved.clear()
         return self.is_kept
-
-
-class Backup(Protocol):
-    """What keeps the local gradients while they are reduced."""
-
-    is_kept: bool
-
-    def keep(self, group: Any) -> None: ...
-    def drop(self) -> None: ...
-    def free(self) -> None: ...
-    def restore(self) -> bool: ...
 
 
 def _part(bucket: Any, buffer: Tensor) -> Tensor:
@@ -180,14 +170,12 @@ def _wait_abandoned(works: Works, group: Any) -> None:
 class BucketLauncher:
     """Launches Megatron's bucket groups when it is their turn in the current reduction."""
 
-    def __init__(self, groups: Sequence[Any], backup: Backup, note: Note,
-                 launch: Callable[[Any], Works] | None = None) -> None:
-        """`launch`: launches the reduction of a bucket group; None: Megatron's own."""
+    def __init__(self, groups: Sequence[Any], backup: GradientBackup | ExactReduction,
+                 note: Note) -> None:
         self.current: OverlappedReduction | None = None
         self._groups = groups
         self._backup = backup
         self._note = note
-        self._launch_own = launch
         self._starts = [group.start_grad_sync for group in groups]
         for index, group in enumerate(groups):
             group.start_grad_sync = partial(self._ready, index)
@@ -209,8 +197,8 @@ class BucketLauncher:
         self._note("bucket", bucket)
         group = self._groups[bucket]
         self._backup.keep(group)
-        if self._launch_own is not None:
-            return self._launch_own(group)
+        if isinstance(self._backup, ExactReduction):
+            return self._backup.launch(group)
         self._starts[bucket]()
         return private_megatron.reduction_works(group)
 
