@@ -1,7 +1,5 @@
 """The command table of `unicron`: options and help; each command imports its code when called."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

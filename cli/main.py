@@ -1,7 +1,5 @@
 """Entry point of `unicron`: handles Ctrl-C also while the CLI is being imported."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

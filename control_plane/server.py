@@ -1,7 +1,5 @@
 """The control plane process: Redis connection, leadership and HTTP, from start to a clean stop."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import platform

@@ -4,8 +4,6 @@ An executor does not fit: the interpreter joins its threads at exit, so a proces
 block until an old collective, a hanging driver or a large plan returns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import weakref

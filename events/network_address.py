@@ -4,8 +4,6 @@ An endpoint is `HOST:PORT`, with an IPv6 address in brackets: `[fd00::1]:20000`.
 where a server is are endpoints in one URL: `redis+sentinel://HOST:PORT,HOST:PORT/NAME`.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import struct

@@ -6,8 +6,6 @@ driver may raise anything, including errors of its transport: every error that i
 raised as Unreachable.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Files that hold secrets: only their owner may read them."""
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile

@@ -1,7 +1,5 @@
 """Standard streams, log lines and signals of every Unicron process."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Environment variables with secrets, which a process removes before it starts others."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 

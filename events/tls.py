@@ -3,8 +3,6 @@
 The digest is the SHA-256 of the authority's certificate (DER).
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import socket

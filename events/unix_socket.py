@@ -1,7 +1,5 @@
 """Addresses of unix sockets whose path may be longer than the operating system allows."""
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path

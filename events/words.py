@@ -1,7 +1,5 @@
 """Values as words: times, lengths, sizes, counts, lists of names, commands to type."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence

@@ -4,8 +4,6 @@ The processes outlive the command that started them; a later command finds them 
 events/log/embedded_server.py writes the pid file of the server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import secrets

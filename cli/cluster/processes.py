@@ -1,7 +1,5 @@
 """Detached processes: identity by pid file, start, wait, stop."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

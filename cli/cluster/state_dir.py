@@ -1,7 +1,5 @@
 """The state folder of a cluster on this machine: its paths and its lock."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

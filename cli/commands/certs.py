@@ -1,7 +1,5 @@
 """`certs`: a small authority and the control plane's certificate, made by the openssl command."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import secrets

@@ -1,7 +1,5 @@
 """`unicron classify`: the status and severity of each line of a log, and how Unicron handles it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`open` shows the cluster in a browser; `view` shows an exported log, or a state folder."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

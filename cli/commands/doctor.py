@@ -1,7 +1,5 @@
 """`doctor`: what this machine provides, one line each, and a hint where something is missing."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

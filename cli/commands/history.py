@@ -1,7 +1,5 @@
 """`history`: by day, what slots were used for and lost to."""
 
-from __future__ import annotations
-
 from ..cluster.client import DRY_RUN_S_MAX, Urls
 from ..cluster.state_dir import StateDir
 from ..terminal import console

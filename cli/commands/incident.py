@@ -1,7 +1,5 @@
 """`incident`: print the facts of an incident (control_plane/api/incident_facts.py), or list all."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

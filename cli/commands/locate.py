@@ -1,7 +1,5 @@
 """`unicron locate`: which ranks a hung job waits for, from its flight-recorder dumps."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where two runs differ by their digests, and where this version decides otherwise than a log."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """`logs`: the output of a task's ranks, from files on this host or by the agents of their nodes."""
 
-from __future__ import annotations
-
 import codecs
 import time
 from bisect import bisect_left

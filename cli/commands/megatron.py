@@ -1,7 +1,5 @@
 """`unicron megatron`: becomes the process that runs a script of Megatron-LM."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

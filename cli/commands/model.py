@@ -1,7 +1,5 @@
 """`unicron model`: what a checkpoint's model is, text that it generates, its export."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

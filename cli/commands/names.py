@@ -1,7 +1,5 @@
 """Tasks and nodes by name, id and pattern."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 

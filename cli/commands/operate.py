@@ -1,7 +1,5 @@
 """Operator requests to a running cluster: the request, the resulting plan, and the next command."""
 
-from __future__ import annotations
-
 import getpass
 import math
 import os

@@ -1,7 +1,5 @@
 """`unicron plan` for a running cluster: the present plan, dry runs, and applying a dry run."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import time

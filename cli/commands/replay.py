@@ -1,7 +1,5 @@
 """`export` writes the log to a file. `replay` folds a log without a server or torch."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The decisions that follow from one operator request: their records, and as text."""
 
-from __future__ import annotations
-
 from msgspec import Struct
 
 from ...control_plane.planner.alternative_names import hidden

@@ -1,7 +1,5 @@
 """`log`: the sealed part of the log, in its folder: what it has, verify, restore, prune."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -1,7 +1,5 @@
 """`slurm`: a cluster on nodes of Slurm. The scripts of deploy/slurm use most of these commands."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`unicron submit --dry-run`: the layouts of a job, and the plan that would follow."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import textwrap

@@ -1,7 +1,5 @@
 """`tail`: the log over HTTP, one record per line."""
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """`submit`, `cancel` and `wait`; finding a task by name or id."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import time

@@ -1,7 +1,5 @@
 """`token`: create, list, rotate and revoke the tokens of a running cluster."""
 
-from __future__ import annotations
-
 import getpass
 import secrets
 import shlex

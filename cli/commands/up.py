@@ -6,8 +6,6 @@ with a backoff. SIGINT or SIGTERM: stop the agents, the control plane and the se
 After a SIGKILL of `up` all other processes go on.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

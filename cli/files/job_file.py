@@ -4,8 +4,6 @@ The format differs from YAML 1.1 where YAML 1.1 is error-prone: no duplicate key
 number, `no` and `2026-01-01` are text, `010` is ten, and there are no aliases.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

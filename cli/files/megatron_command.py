@@ -3,8 +3,6 @@
 Only what the rank's own check would refuse at its start (workers/training/megatron_lm) is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The status screen of the cluster: what needs an operator, incidents, failures, totals, tasks."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The screens of the nodes: slots, quarantine, failed checks, disabled slots."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from ...control_plane.api import needs

@@ -1,7 +1,5 @@
 """The pages of plans: the present plan, a dry run, and what constrains a plan."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

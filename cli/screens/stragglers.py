@@ -1,7 +1,5 @@
 """Stragglers on the screens: the tasks they slow, the cost, and the command to drain them."""
 
-from __future__ import annotations
-
 from ...control_plane.api.needs import worth_draining
 from ...control_plane.incidents.stragglers import FAULT_RATIO
 from ...control_plane.planner.alternative_names import percent

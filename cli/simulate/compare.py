@@ -1,7 +1,5 @@
 """`unicron simulate`: what each policy earns in a scenario, and what each kind of loss costs."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`unicron simulate --from-log`: a recorded log, simulated with other choices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Output streams: data on stdout, messages on stderr."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

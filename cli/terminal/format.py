@@ -1,7 +1,5 @@
 """Formats values as text: times, sizes, rates, counts, layouts."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Lengths of time and past moments, as people type them."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -4,8 +4,6 @@ A dry run folds the reports of the change into a copy of the state and runs the 
 change leads to the same plan when it is carried out, as long as the plan's input is the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any

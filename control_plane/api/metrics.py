@@ -1,8 +1,6 @@
 """GET /metrics: what the state is now, and what happened since this process began, for Prometheus.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter as Sums
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Moments of the log, as people write them: a seq, or a time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime

@@ -3,8 +3,6 @@
 Commands in texts are between backquotes. The screens print them with the options of the user.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Any, Literal

@@ -5,8 +5,6 @@ there is never a storm. What was told is in the log (PersonNotified), so that th
 not tell it again; only what a leader sent just before its end may come twice.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Iterable

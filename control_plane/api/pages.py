@@ -1,7 +1,5 @@
 """The dashboard's page and its assets, as `make web` built them from control_plane/web."""
 
-from __future__ import annotations
-
 import mimetypes
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The HTTP API and the pages over a log that has ended: `unicron view`."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import signal

@@ -1,7 +1,5 @@
 """Operators' requests: turn a JSON body into a report, or refuse it."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """The calls of the HTTP API, in one table: the router and the OpenAPI document are made from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 

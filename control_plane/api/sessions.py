@@ -4,8 +4,6 @@ Both are in the memory of the control plane that leads, as hashes, and end with 
 what its token can, at most as an operator, and ends when the token does.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What the calls that read the timeline answer."""
 
-from __future__ import annotations
-
 from itertools import groupby
 
 from ..history.timeline import Timeline

@@ -4,8 +4,6 @@ They are in a file of the state folder and, for the next leader, on the log's se
 log. The identity of a node is a token as well, named as the node.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import time

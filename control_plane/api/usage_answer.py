@@ -1,7 +1,5 @@
 """GET /v1/history: what slots were used for and lost to, by UTC day."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

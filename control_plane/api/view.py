@@ -1,7 +1,5 @@
 """The state as plain data: GET /v1/state, `unicron status`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

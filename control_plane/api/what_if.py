@@ -1,8 +1,6 @@
 """What other weights, policy fields and policies would have earned: `unicron simulate --from-log`
 on the log so far, in a process of its own, one at a time."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import tempfile

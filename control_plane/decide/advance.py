@@ -1,7 +1,5 @@
 """The decider's single entry: folds one report and returns the records that follow from it."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from ...events.records.codec import decode_record

@@ -1,7 +1,5 @@
 """The decisions that follow from a report that has just been folded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 

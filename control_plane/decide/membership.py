@@ -5,8 +5,6 @@ shape of a replica stays the same, each rank keeps its part of the model. Otherw
 groups, then replicas, are on one node if possible, the copies of each part on many nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Each member sends its share of the state to the stores of two other nodes. So a 
 restored from other nodes, and no node has more than a few shares of a task.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain

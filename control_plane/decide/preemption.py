@@ -1,7 +1,5 @@
 """Preemption: a task that loses its slots writes a checkpoint before its processes end."""
 
-from __future__ import annotations
-
 from ...events.records.types import Seat
 from ..state.cluster import ClusterState
 from ..state.members import has_layouts, is_complete, is_standby, position_of

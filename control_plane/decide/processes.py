@@ -1,7 +1,5 @@
 """The orders that start or stop one process, and the conditions for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace

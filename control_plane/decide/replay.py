@@ -1,7 +1,5 @@
 """Replay: folds a log to its state, and recomputes and compares every decision."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

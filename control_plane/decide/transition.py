@@ -4,8 +4,6 @@
 level-triggered: a second call yields nothing, so a new leader needs no special case.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The fold of a task's stored state: checkpoints on disk and in memory."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from ...events.records import orders as o

@@ -1,7 +1,5 @@
 """The fold of deadlines: mark what timed out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ...events.records.envelope import Record

@@ -1,7 +1,5 @@
 """The fold of decisions and orders."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from ...events.records import decisions as d

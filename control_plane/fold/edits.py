@@ -1,7 +1,5 @@
 """State changes that several record handlers share."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from ...events.records.envelope import Record

@@ -5,8 +5,6 @@ fold never plans or gives orders. It marks in the state (a fault, a timed-out ra
 plan) what `decide` acts upon.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fold of a generation's members: collectives, leaving it, coming up in it, finishing."""
 
-from __future__ import annotations
-
 from ...events.records import reports as r
 from ...events.records.envelope import Record
 from ..incidents.severity import OF_DEVICES, TABLE, last_line, network_status

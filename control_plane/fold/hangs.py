@@ -1,7 +1,5 @@
 """The fold of stalls: stalled ranks, ranks that continue, and hangs that time out."""
 
-from __future__ import annotations
-
 from ...events.records import reports as r
 from ...events.records.envelope import Record
 from ...events.records.statuses import NCCL_TIMEOUT, TASK_HANG

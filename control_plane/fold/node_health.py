@@ -1,7 +1,5 @@
 """The fold of node health: checks, device errors, quarantine."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from ...events.records.decisions import IncidentEscalated, IncidentOpened, NodeQuarantined

@@ -1,7 +1,5 @@
 """The fold of nodes: joined, left, unreachable, reachable, lost reports, refused orders."""
 
-from __future__ import annotations
-
 from ...events.records import reports as r
 from ...events.records.envelope import Record
 from ...events.records.statuses import EXITED_ABNORMALLY

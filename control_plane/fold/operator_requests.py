@@ -1,7 +1,5 @@
 """The fold of operator requests."""
 
-from __future__ import annotations
-
 from ...events.records import reports as r
 from ...events.records.envelope import Record
 from ...events.spec.job import WEIGHT_RATIO_MAX

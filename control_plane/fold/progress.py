@@ -1,7 +1,5 @@
 """The fold of progress: finished iterations, as ranks report them or a command logs them."""
 
-from __future__ import annotations
-
 from ...events.records.envelope import Record
 from ...events.records.reports import IterationsLogged, LossNotFinite, TaskProgressed
 from ...events.spec.job import RATE_FLOPS_MAX

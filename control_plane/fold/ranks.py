@@ -1,7 +1,5 @@
 """The fold of one process: start, ready, stop, error, exit."""
 
-from __future__ import annotations
-
 from ...events.records import reports as r
 from ...events.records.envelope import Record
 from ...events.records.statuses import EXITED_ABNORMALLY, OTHER_SOFTWARE

@@ -1,7 +1,5 @@
 """The fold of step times: stragglers, and those slow enough to be a fault."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from ...events.records import reports as r

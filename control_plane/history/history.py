@@ -4,8 +4,6 @@ Times are from the leader's clock (`at_s`). The time of a fault is from the repo
 `occurred_s` of its first evidence. The time of a hang is when the hang began.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ A record names the incident of the affected task only. A plan with the same caus
 other tasks until they step again, are found by cause and by placement.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Literal

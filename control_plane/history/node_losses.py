@@ -1,7 +1,5 @@
 """Nodes that were lost or rebooted, each with the incidents of all its tasks as one event."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Literal
 

@@ -4,8 +4,6 @@ One pass of the fold makes them, each new record extends them. Copies of the sta
 any past moment is few records behind one.
 """
 
-from __future__ import annotations
-
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict

@@ -5,8 +5,6 @@ in a collective that it has not entered. If all ranks are in collectives, the ne
 most are in their own work, they share a cause (a file system, a machine), and none is faulty.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from msgspec import Struct

@@ -1,7 +1,5 @@
 """The life cycle of incidents: opened, escalated, closed, each with a reason."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ...events.records.decisions import IncidentClosed, IncidentEscalated, IncidentOpened

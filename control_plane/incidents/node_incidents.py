@@ -1,7 +1,5 @@
 """Incidents of a node alone: device errors that failed no rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ...events.records.decisions import IncidentClosed, IncidentEscalated, IncidentOpened

@@ -4,8 +4,6 @@ A suspect's lease (service/leases.py) is shorter. Without a lease a node is unre
 only if a second source confirms it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ..state.cluster import ClusterState

@@ -1,7 +1,5 @@
 """Quarantine: a node with repeated faults gets no tasks for a time."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The root cause of a task's faults, from all evidence."""
 
-from __future__ import annotations
-
 from msgspec import Struct
 
 from ...events.records.types import Severity

@@ -1,7 +1,5 @@
 """The severity of error statuses, and how each is handled (our reading of the paper's table)."""
 
-from __future__ import annotations
-
 from ...events.records import statuses as s
 from ...events.records.reports import RankExited
 from ...events.records.types import Severity

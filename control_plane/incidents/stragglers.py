@@ -4,8 +4,6 @@ A rank is compared with its own past, and with peers of its generation that have
 micro-batches. So an uneven assignment of micro-batches makes no straggler.
 """
 
-from __future__ import annotations
-
 from statistics import median
 
 from ..state.task import Rank, StepTime, Straggler, Task

@@ -1,7 +1,5 @@
 """Free slots by node, rack and switch, during a placement."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 

@@ -3,8 +3,6 @@
 docs/ARCHITECTURE.md, "Placement", has the rules and their order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 

@@ -4,8 +4,6 @@ If a seat of a command changes, all its processes restart. So if a command chang
 have precedence over the slots that it could keep. An unchanged command stays where it is.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple

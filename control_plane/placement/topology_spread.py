@@ -4,8 +4,6 @@ It is a flow from tasks through racks to nodes, with one seat less than the task
 each edge. Each task that violates it needs one cheapest augmenting path, if there is any.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush

@@ -1,7 +1,5 @@
 """Names of alternative plans, why they were not chosen, and number formats."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations

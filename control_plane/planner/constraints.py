@@ -3,8 +3,6 @@
 A dynamic programme over slots and moves. docs/decisions/limits-of-plans.md has the rules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

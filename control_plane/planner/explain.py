@@ -4,8 +4,6 @@
 the problem when they are requested.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -3,8 +3,6 @@
 docs/decisions/hot-spares.md has the value that each plan is compared by.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

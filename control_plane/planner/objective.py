@@ -11,8 +11,6 @@ The objective is computed in floats (`objective_values`), then rounded once to i
 (`rows`). So the order of summation cannot change the plan. All FLOP in this module are weighted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """Explains waiting tasks: the reason, the blocking limit, and the weight that would run them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from decimal import ROUND_CEILING, Context, Decimal
 from functools import partial

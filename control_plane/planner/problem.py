@@ -1,7 +1,5 @@
 """The planner's problem: demand, value and transition cost of each task, and limits of a plan."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Builds the planner's problem from the cluster's state, in the same way for all dry runs."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 

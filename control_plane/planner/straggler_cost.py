@@ -1,7 +1,5 @@
 """Cost of a degraded node, and the gain of draining it. Reported only; no decision uses it."""
 
-from __future__ import annotations
-
 import math
 
 from ...events.records.decisions import StragglerCostEstimated

@@ -1,7 +1,5 @@
 """How many connections a server has, and which one ends at the limit."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from asyncio.sslproto import SSLProtocol

@@ -1,7 +1,5 @@
 """The coordinator: the asyncio service that reads the intake, runs the decider and appends."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -1,7 +1,5 @@
 """The leader of the log: one epoch, the folded state, and atomic appends."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 

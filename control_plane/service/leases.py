@@ -1,7 +1,5 @@
 """Leases of the nodes: heartbeats become NodeUnreachable and NodeReachable reports."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from msgspec import Struct

@@ -1,8 +1,6 @@
 """Outages of the control plane, its leader and the log's server, from the first sign to a record.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 """The sealer: moves the log from the server's memory to segment files, each with a snapshot and
 figures."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The control plane's certificate: read from its files, and again when they change."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -3,8 +3,6 @@
 Each connection at its port is passed on byte by byte; with a certificate, its TLS ends here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl

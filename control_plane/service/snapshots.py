@@ -4,8 +4,6 @@ A snapshot is never trusted more than the log: one that is damaged, or of anothe
 state, is passed over for the one before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec

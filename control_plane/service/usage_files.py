@@ -5,8 +5,6 @@ also when segments are pruned: a reader may have listed the older one. Without a
 that is damaged or of another schema, the log is counted again.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import suppress

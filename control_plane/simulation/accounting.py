@@ -1,7 +1,5 @@
 """WAF accounting: what a cluster earned, what it lost and why, and the cost of each fault."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Literal

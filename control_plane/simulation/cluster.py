@@ -1,7 +1,5 @@
 """The simulated cluster: nodes carry out orders, and each step takes its simulated time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

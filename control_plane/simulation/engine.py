@@ -1,7 +1,5 @@
 """Virtual time: an event queue that runs the decider; the next event is the earliest one due."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from math import inf

@@ -1,7 +1,5 @@
 """One simulated run: one policy over a scenario, from the first node to the horizon."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """A scenario: a cluster, tasks, external events, and the policies to compare."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

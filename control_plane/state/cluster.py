@@ -1,7 +1,5 @@
 """The cluster state: plain data, changed by the fold alone."""
 
-from __future__ import annotations
-
 import hashlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterable

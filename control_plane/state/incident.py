@@ -1,7 +1,5 @@
 """Faults and incidents in the state: a fault is observed, decide turns it into an incident."""
 
-from __future__ import annotations
-
 from msgspec import Struct, field
 
 from ...events.records.types import Origin, Severity, Slot

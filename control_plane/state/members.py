@@ -1,7 +1,5 @@
 """Queries on a task's members: who has answered, who is unreachable, which state they hold."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Whole in-memory checkpoints: those of which stores have every share, as far as is reported."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

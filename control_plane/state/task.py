@@ -1,7 +1,5 @@
 """Tasks in the state: ranks, checkpoints, and what was observed of the ranks."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from msgspec import Struct, field

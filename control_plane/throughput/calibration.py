@@ -1,7 +1,5 @@
 """Calibration: times of undisturbed iterations correct the modelled T(t, x)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from statistics import median
 

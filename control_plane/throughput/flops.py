@@ -4,8 +4,6 @@ They are counted as in Megatron: a multiply-add is two FLOPs, and attention scor
 although half of them are masked. Norms and other element-wise work do not count.
 """
 
-from __future__ import annotations
-
 from msgspec import Struct
 
 from ...events.spec.model import MegatronModel

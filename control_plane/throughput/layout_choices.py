@@ -1,7 +1,5 @@
 """Layout, time, memory and limit of one job by number of slots, computed from the spec alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from msgspec import Struct

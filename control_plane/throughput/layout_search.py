@@ -4,8 +4,6 @@ Of each shape only those dp are tried that lower the number of micro-batches of 
 another dp would shorten only the optimizer step.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Layouts: how Megatron can distribute one model over GPUs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Literal

@@ -5,8 +5,6 @@ Weights, gradients and optimizer state are counted as in Megatron's `theoretical
 "Reducing Activation Recomputation in Large Transformer Models" (2022), equations 1 to 6.
 """
 
-from __future__ import annotations
-
 from msgspec import Struct
 
 from ...events.spec.model import Gpu, MegatronModel

@@ -1,7 +1,5 @@
 """Bytes of a task's state that a process elsewhere has to receive or read."""
 
-from __future__ import annotations
-
 from ...events.records.types import CHECKPOINTS_NUM_MAX
 from ...events.spec.job import JobSpec, Train
 from ...events.spec.model import Axes

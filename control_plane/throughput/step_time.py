@@ -4,8 +4,6 @@ docs/guides/throughput-model.md describes it. It uses no power, exponent or loga
 the result has the same bits on every machine.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray

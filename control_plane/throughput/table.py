@@ -1,7 +1,5 @@
 """T(t, x): the achieved FLOP/s of a task on x slots."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from typing import Literal
 

@@ -4,8 +4,6 @@ A `train:` spec names no GPU: the shape is that of an A100, and memory is not ch
 may describe its model and its GPU; of another loop only micro-batches and bubbles count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import lru_cache
 

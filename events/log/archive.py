@@ -6,8 +6,6 @@ an edited, dropped, swapped or duplicated record is detected at its position, an
 by its missing footer. The chain detects accidents and careless edits; it is not a signature.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

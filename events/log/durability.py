@@ -1,7 +1,5 @@
 """Whether a server keeps what the log acknowledges as the policy asks: from its own settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ..spec.policy import DURABILITIES, Policy

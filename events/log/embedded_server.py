@@ -8,8 +8,6 @@ that a stopped server leaves free could be taken by a process that collects pass
 while a sync runs. Batches make `always` affordable (measured: 162 k against 258 k records/s).
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

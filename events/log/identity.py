@@ -8,8 +8,6 @@ predecessor, and carries out orders that are still open. The password is the inc
 a new agent takes away its predecessor's access to the server.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import re

@@ -1,7 +1,5 @@
 """What calls of the log return, and the port of its readers."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from msgspec import Struct

@@ -4,8 +4,6 @@ Only the connection and the parser of redis-py are used. Its client retries auto
 would write an append twice if the reply was lost. Here every call states what a lost reply means.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import math

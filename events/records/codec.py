@@ -5,8 +5,6 @@ its raw bytes, so an older Unicron can pass on a log of a newer one unchanged. S
 msgspec, 1.7 M encodes and 2.3 M decodes a second.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The bodies of decisions other than orders: incidents, plans, placements."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from msgspec import Struct

@@ -1,7 +1,5 @@
 """The envelope of records and reports, and the registry of record kinds."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 from msgspec import Struct

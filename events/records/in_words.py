@@ -4,8 +4,6 @@ Works on the plain data of `codec.to_plain`, so records of unknown kinds (of a n
 printed too.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import string

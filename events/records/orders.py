@@ -4,8 +4,6 @@ An order states a complete target and is addressed to nodes. Its id is its seq. 
 order of a lower epoch or generation. Repeated delivery of an order is harmless.
 """
 
-from __future__ import annotations
-
 from ..spec.job import JobSpec
 from ..spec.model import Axes
 from .types import (

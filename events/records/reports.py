@@ -1,7 +1,5 @@
 """The bodies of reports: what happened (past participles)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from msgspec import field

@@ -3,8 +3,6 @@
 Source: Unicron paper, section 3 (rows and severities as we read them; docs/guides/detection.md).
 """
 
-from __future__ import annotations
-
 LOST_CONNECTION = "lost connection"
 EXITED_ABNORMALLY = "exited abnormally"
 CONNECTION_REFUSED = "connection refused"

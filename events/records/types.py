@@ -1,7 +1,5 @@
 """Types shared by several record bodies: slots, seats, members, labels, checkpoint stores."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Literal

@@ -1,7 +1,5 @@
 """The job spec: strict parsing, validation and normalisation."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

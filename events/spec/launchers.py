@@ -1,7 +1,5 @@
 """Launchers as a command: torchrun and srun, which an agent starts once for each slot."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Literal

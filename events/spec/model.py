@@ -1,7 +1,5 @@
 """The spec's `model:`: what determines the throughput of a command that trains with Megatron."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from msgspec import Struct

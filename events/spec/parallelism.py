@@ -1,7 +1,5 @@
 """Parallel layouts: the spec's `train.parallel`, and the positions of a layout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """The policy: every limit and prior of the decider."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

@@ -3,8 +3,6 @@
 docs/reference/support.md is generated from it, and a loop is checked against it when it starts.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from msgspec import Struct

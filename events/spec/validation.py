@@ -1,7 +1,5 @@
 """Checks of a spec, and its error messages: the path, the problem, a suggested key."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Collection, Iterator

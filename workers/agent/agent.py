@@ -1,7 +1,5 @@
 """The agent of one node: nine loops in one TaskGroup connect the log and the ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

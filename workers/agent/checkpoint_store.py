@@ -5,8 +5,6 @@ holds both for the next agent. So a node without checkpoints has no such process
 never changes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Runs the agent process: lock, join, signals, exit code."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Executes the node's orders: starts, stops and signals ranks, and reports what they do."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Reads parts of ranks' output for the control plane, so that operators need no shared folder."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import stat

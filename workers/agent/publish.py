@@ -5,8 +5,6 @@ If two agents publish to a URL at the same moment, it may name the older checkpo
 not affected: the log says which checkpoint is published.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json

@@ -16,8 +16,6 @@ Refused may replace each reply. A message is 4 bytes of length, big-endian, and 
 encrypted. The network between the nodes is trusted, as training trusts it with its tensors.
 """
 
-from __future__ import annotations
-
 import hmac
 import math
 import secrets

@@ -9,8 +9,6 @@ FIRST_CHECKPOINT_CODE. It exits with its agent.
 Environment: UNICRON_COPIES_BYTES_MAX (store.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

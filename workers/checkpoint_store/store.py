@@ -1,7 +1,5 @@
 """In-memory checkpoint store: the newest complete shares of each task, in bounded memory."""
 
-from __future__ import annotations
-
 import mmap
 import threading
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ matches, unless an ignore rule applies. The line with the deepest cause (rules/r
 because a watchdog, for example, only repeats another error; of equally deep ones the first.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import NamedTuple

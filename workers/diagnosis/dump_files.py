@@ -4,8 +4,6 @@ A file has the dump of one rank, which its name ends in (`nccl_trace_rank_7`), o
 ranks under the key `ranks`. Of a folder, all such files are read.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

@@ -10,8 +10,6 @@ torch writes one dump per rank (for NCCL since torch 2.5, for gloo since 2.10).
 - gloo never reports that a collective has completed. A retired one counts as complete.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

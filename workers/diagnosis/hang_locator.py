@@ -4,8 +4,6 @@ docs/guides/detection.md has the rules, and lists the signs of a stalled rank. I
 entered a collective that does not complete, no rank is named: it is the network or a device.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import inf

@@ -5,8 +5,6 @@ degraded. docs/guides/detection.md says how false alarms on a shared cluster are
 window doubles with each reported change. Memory and time per iteration are bounded.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """CPU wait: how long a thread has waited for a core, the second number of /proc/PID/schedstat."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

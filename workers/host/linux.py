@@ -1,7 +1,5 @@
 """Linux calls of the agent: death signals, adoption of orphans, the process table."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -3,8 +3,6 @@
 Source: "Control Group v2" and "Memory Resource Controller" (v1) in the kernel's documentation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

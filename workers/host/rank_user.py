@@ -1,7 +1,5 @@
 """The user that ranks run as, if an agent was started with `--run-as`: its checks, its rights."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pwd

@@ -6,8 +6,6 @@ agent. Without an agent for `gone_s` the shim kills all its descendants and ends
 the kernel kills its children. Why: docs/decisions/agent-restart.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import selectors

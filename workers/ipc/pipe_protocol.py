@@ -6,8 +6,6 @@ agent's successor sends or finds again has the same number. A closed pipe means 
 its shim are gone: the rank exits.
 """
 
-from __future__ import annotations
-
 import struct
 
 import msgspec

@@ -7,8 +7,6 @@ Layout: two places for the newest mark, written in turn, so that one is always c
 of the last finished iterations. A complete record begins and ends with the same counter.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct

@@ -1,7 +1,5 @@
 """Environment variables of torch that healing needs in every rank, unless the user sets others."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 NEEDED = {

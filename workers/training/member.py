@@ -1,7 +1,5 @@
 """The life cycle of a member: wait for orders, join a generation, recover state, train, leave."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext

@@ -9,8 +9,6 @@ UNICRON_TRACE_DIR (process/trace.py); UNICRON_BACKEND (communicators/communicato
 sets the interface variables of gloo and NCCL (agent/processes/launcher.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -5,8 +5,6 @@ old one, which is kept until the new one is complete. If no member holds a state
 part of an in-memory checkpoint or of the checkpoint on disk, or begins from the seed.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

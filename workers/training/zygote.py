@@ -5,8 +5,6 @@ it is ready, then forks a rank for each ForkRequest; the process PID, the shim, 
 with code 1 if an import has started a thread, and with its agent. docs/decisions/zygote.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

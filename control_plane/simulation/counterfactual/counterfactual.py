@@ -1,7 +1,5 @@
 """Counterfactual runs: the faults and requests of a log, simulated again with other choices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple

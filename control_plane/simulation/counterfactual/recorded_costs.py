@@ -1,7 +1,5 @@
 """Durations of the recovery steps and of iterations in a recorded log, as medians."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """WAF accounting of a recorded log, with the same classes as for a simulated run."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping

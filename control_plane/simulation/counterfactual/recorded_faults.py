@@ -1,7 +1,5 @@
 """Faults and requests of a recorded log, without their consequences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ the same for all policies. docs/guides/simulate.md says what each one does, and,
 constants", where each value is from.
 """
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from ....events.records import statuses as s

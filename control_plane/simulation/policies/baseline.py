@@ -4,8 +4,6 @@ Until the first fault these policies use Unicron's planner on all nodes but thei
 `allocate` assigns the slots of each task.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A policy: what decides after a fault, and how long its steps take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from msgspec import Struct, field

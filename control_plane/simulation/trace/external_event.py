@@ -1,7 +1,5 @@
 """External events: what happens to a cluster during a simulated run."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple, get_args
 
 from ....events.records.types import Body

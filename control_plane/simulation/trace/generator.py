@@ -5,8 +5,6 @@ guarantees, and times are rounded to milliseconds. Each quantity of each node ha
 stream. A fault of a node that is away is left out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random

@@ -1,7 +1,5 @@
 """Trace files: CSV (docs/guides/traces.md)."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Iterable, Iterator

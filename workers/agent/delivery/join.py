@@ -3,8 +3,6 @@
 An agent of another host exchanges its token, once, for an identity: a secret that it makes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -1,7 +1,5 @@
 """Calls to the log with time limits and retries; logs when the log becomes (un)reachable."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """Delivers spooled reports in order, at least once, those of earlier incarnations first."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress

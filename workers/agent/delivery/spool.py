@@ -11,8 +11,6 @@ agent restarts, its successor continues the file; the next incarnation only deli
 survives SIGKILL, but not a power cut. If the disk is full, reports are held in memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import struct
 from collections import Counter, deque

@@ -1,7 +1,5 @@
 """Runs a site's own health checks: executables in a folder; the exit code is the result."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Debounces health checks, and limits the rate of equal errors."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from ....events.records.reports import CheckHealth

@@ -1,7 +1,5 @@
 """The types of health findings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 

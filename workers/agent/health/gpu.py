@@ -1,7 +1,5 @@
 """Reads the node's GPUs by NVML: memory errors, NVLink, recovery actions, throttling, XIDs."""
 
-from __future__ import annotations
-
 import importlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Reads the node's health periodically and reports changes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -1,7 +1,5 @@
 """Reads device errors and OOM kills from the kernel log."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -3,8 +3,6 @@
 The only module that uses kubernetes_asyncio, which is loaded on demand.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

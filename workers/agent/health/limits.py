@@ -1,7 +1,5 @@
 """The limits of all health checks, with their sources."""
 
-from __future__ import annotations
-
 # --- periods and time limits --------------------------------------------------------------------
 GPU_EVERY_S, GPU_S_MAX = 10.0, 20.0
 NETWORK_EVERY_S, NETWORK_S_MAX = 5.0, 10.0

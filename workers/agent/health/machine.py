@@ -1,7 +1,5 @@
 """Checks the machine: disk, memory, and processes blocked in the kernel."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

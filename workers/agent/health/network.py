@@ -1,7 +1,5 @@
 """Checks the node's network ports in /sys/class: links, rates, errors."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Requests flight recorder dumps from the ranks of a task that seems to hang."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -9,8 +9,6 @@ have a prefix (torchrun's `[default7]:`), and may be of Megatron-DeepSpeed, GPT-
 Primus prints two times, `16601.3/17219.3`: the mean of this interval and of the whole run.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import deque

@@ -1,7 +1,5 @@
 """Reads from /proc what a stalled process does: one that holds its GIL could not answer itself."""
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

@@ -4,8 +4,6 @@ The monitor itself causes no false alarm: time in which it did not run, or a ran
 does not count. After PAUSE_S of such time every rank gets its full limit again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ....events.records.orders import StartRank

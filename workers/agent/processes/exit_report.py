@@ -1,7 +1,5 @@
 """Finds why a process ended, and builds RankExited, the report of it."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal

@@ -1,7 +1,5 @@
 """Starts ranks with their environment: forked from the zygote if possible, else by exec."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Counts OOM kills in the memory cgroups of this node's ranks."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import deque

@@ -1,7 +1,5 @@
 """The agent's end of the pipe to a rank (workers/ipc/pipe_protocol.py), on a socket pair."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Callable

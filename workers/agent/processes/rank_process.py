@@ -1,7 +1,5 @@
 """The agent's state of one attempt of a rank, without the secrets in what the rank prints."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal

@@ -1,7 +1,5 @@
 """The limits of what a rank may report: kinds, identity, values, size, rate."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Parses torch's error file and torchrun's failure summary."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

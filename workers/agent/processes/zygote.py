@@ -4,8 +4,6 @@ A rank that is started by exec needs seconds of CPU time to load them (measured:
 rank waits for the zygote. If it cannot be used, the agent starts ranks by exec.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import sys

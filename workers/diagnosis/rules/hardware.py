@@ -1,7 +1,5 @@
 """Rules for hardware faults: kernel, driver and CUDA messages, and NVIDIA XIDs."""
 
-from __future__ import annotations
-
 from ....events.records import statuses
 from .rule import DEVICE, HARDWARE, KILLED, rules
 

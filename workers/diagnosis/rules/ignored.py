@@ -1,7 +1,5 @@
 """Rules for harmless lines that look like errors: progress, teardown, boot, planned exits."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Rules for network errors and timeouts: NCCL, gloo, torch's store, network drivers."""
 
-from __future__ import annotations
-
 from ....events.records import statuses
 from .rule import CARRIER, FABRIC, RAISED, rules
 

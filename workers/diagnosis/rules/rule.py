@@ -1,7 +1,5 @@
 """One rule of the classifier: its words, its pattern, and the depth of the cause."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import NamedTuple

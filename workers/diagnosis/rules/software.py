@@ -1,7 +1,5 @@
 """Rules for software errors and exited processes: Python, filesystems, launchers."""
 
-from __future__ import annotations
-
 import re
 
 from ....events.records import statuses

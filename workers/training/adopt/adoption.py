@@ -4,8 +4,6 @@ Import this module before megatron. deploy/examples/loop.py is a complete exampl
 docs/guides/scripts.md has a shorter one, and lists what such a loop may contain.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence

@@ -3,8 +3,6 @@
 This module imports neither torch nor Megatron.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import os

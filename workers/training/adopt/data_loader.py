@@ -4,8 +4,6 @@ Its workers read ahead the batches of the micro-batches that this process is exp
 After a fault it may need others, and some again.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence

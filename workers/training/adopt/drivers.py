@@ -4,8 +4,6 @@ Without an agent, or if in-memory recovery does not support the loop, the same i
 fault then ends the processes, and the agent or launcher that started them restarts them.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

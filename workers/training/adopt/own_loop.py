@@ -4,8 +4,6 @@ For models that `job.step()` cannot train: in FSDP, or with context parallelism.
 processes of the task start again, in the same number. docs/guides/scripts.md has an example.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

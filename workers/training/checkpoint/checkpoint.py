@@ -4,8 +4,6 @@ A folder is a path or an fsspec URL (folder.py). share_files.py has the format, 
 the checkpoints of a task in parts.
 """
 
-from __future__ import annotations
-
 import os
 
 import msgspec

@@ -4,8 +4,6 @@ At a path, a partial folder is renamed when the checkpoint is complete. At a URL
 rename, names differ by attempt, and `.metadata` comes last: a folder without it is partial.
 """
 
-from __future__ import annotations
-
 import shutil
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path

@@ -5,8 +5,6 @@ A folder has `iter_0000010` for each checkpoint, and the iteration of the newest
 (`fully_reshardable`), so that Megatron-LM reads it in any layout.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path

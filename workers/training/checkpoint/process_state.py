@@ -4,8 +4,6 @@ Tensors become shards of one dimension, for the share of an in-memory checkpoint
 msgpack. A class is never named in it: what cannot be encoded is refused.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BytesIO

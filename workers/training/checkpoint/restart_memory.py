@@ -5,8 +5,6 @@ has stored (process_state.py) of the newest whole version. Otherwise the task co
 checkpoint on disk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple

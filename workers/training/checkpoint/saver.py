@@ -3,8 +3,6 @@
 docs/ARCHITECTURE.md, "Checkpoints", has the rules. Any error but those of a write ends the process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time

@@ -3,8 +3,6 @@
 Pure: it depends only on the layout, the member's place in it, and the places that save.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from math import prod
 

@@ -6,8 +6,6 @@ the folder too. An index is written when the data is durable, so it shows that t
 written its share.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

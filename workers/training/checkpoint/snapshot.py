@@ -3,8 +3,6 @@
 Before the state changes, the main thread calls `detach`. docs/ARCHITECTURE.md, "Checkpoints".
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Generator
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing that a checkpoint contains is executed: of pickles only torch's metadata classes are read.
 """
 
-from __future__ import annotations
-
 import io
 import pathlib
 import pickle

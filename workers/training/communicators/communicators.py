@@ -7,8 +7,6 @@ an `except`: tracebacks keep references to groups. The result of a collective is
 returned before `interrupt` began.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import socket

@@ -5,8 +5,6 @@ ends, every handle is removed, and its slot is recorded with its role (`dp`, `tp
 next generation's group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from types import MethodType

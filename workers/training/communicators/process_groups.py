@@ -4,8 +4,6 @@ Megatron's initialize_model_parallel makes about twenty groups, most of them wit
 gloo takes 10 ms to destroy each (measured: 160 ms per rebuild, 20 ms with this module).
 """
 
-from __future__ import annotations
-
 import copy
 import datetime
 from typing import Any

@@ -1,7 +1,5 @@
 """Finds the sockets of a generation and interrupts the threads that wait on them."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

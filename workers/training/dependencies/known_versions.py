@@ -4,8 +4,6 @@ A version that lacks a private part cannot train: wrong input. One that has all 
 never run with Unicron, is a warning. `python -m` of this module prints both for `unicron doctor`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata

@@ -5,8 +5,6 @@ that its own code alone uses. Each function that reaches one says so by `reaches
 tests/house/test_house.py holds that no other file has one of these names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from types import FunctionType

@@ -4,8 +4,6 @@ Every part is in all the versions of known_versions.py, if its function does not
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

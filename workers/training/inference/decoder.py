@@ -1,7 +1,5 @@
 """The GPT that Unicron trains, in plain torch. Its parameters have Megatron's names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writes a model as a folder of Hugging Face's transformers: it is a GPT-2 with bytes as tokens."""
 
-from __future__ import annotations
-
 import json
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Finds the checkpoint of a task, and reads its model without the optimizer's state."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from math import prod

@@ -5,8 +5,6 @@ A test reads the loops of a clone, and compares; it has the arguments that work
 (tests/drivers/megatron_arguments.py).
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple

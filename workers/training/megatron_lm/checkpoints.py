@@ -3,8 +3,6 @@
 Its own functions use collectives of all ranks, which a fault would leave half-done.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Megatron-LM compiles it on rank 0; here the first process of a node does, before communicators are.
 """
 
-from __future__ import annotations
-
 import fcntl
 import importlib
 import importlib.util

@@ -4,8 +4,6 @@
 the user before training ends the task: it would be the same at each start.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

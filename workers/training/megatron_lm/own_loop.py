@@ -1,7 +1,5 @@
 """Megatron-LM's own loop, for arguments that cannot be healed in place: it restarts from memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any

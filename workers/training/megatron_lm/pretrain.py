@@ -7,8 +7,6 @@ It uses Megatron-LM's parser, globals, model setup and datasets, and the script'
 generation.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import io

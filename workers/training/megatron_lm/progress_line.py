@@ -1,7 +1,5 @@
 """Megatron-LM's progress line, validation lines and TensorBoard scalars, from Unicron's values."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import sys

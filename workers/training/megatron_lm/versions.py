@@ -1,7 +1,5 @@
 """The interfaces of Megatron-LM's releases, as far as they differ for pretrain.py."""
 
-from __future__ import annotations
-
 import runpy
 import typing
 from collections.abc import Mapping

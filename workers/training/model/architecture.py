@@ -1,7 +1,5 @@
 """What a trained model is: `config.json`, saved beside its weights. Needs no Megatron."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import msgspec

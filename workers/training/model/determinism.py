@@ -1,7 +1,5 @@
 """Deterministic kernels, for `reproducible: bitwise`: each gives the same bits at each call."""
 
-from __future__ import annotations
-
 import os
 
 import structlog

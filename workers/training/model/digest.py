@@ -6,8 +6,6 @@ index there and the tensor's name. So one element with other bits always changes
 digest of a sum of integers is the sum of their digests.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ micro-batches in this member's gradients. Megatron would reduce them in place an
 during the reduction, where a fault would leave some of it done. Here the step changes the biases.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Access to the parts of Megatron's optimizer, and its preparation for recovery."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Random draws as a pure function of the position in training, independent of the rank."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Generator, Sequence

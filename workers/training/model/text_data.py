@@ -1,7 +1,5 @@
 """Training text as bytes, sampled at offsets that depend only on the seed."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

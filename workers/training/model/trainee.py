@@ -3,8 +3,6 @@
 All parts are stock megatron-core, except the core attention.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

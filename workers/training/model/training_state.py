@@ -6,8 +6,6 @@ the schedule. Not state, because derived from the spec and the iteration: the or
 random generators (random_draws.py), learning rate and weight decay (the schedule's position).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The workload of a member: the GPT of its spec, or a custom loop (adopt/custom_loop.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 

@@ -5,8 +5,6 @@ longer waits for other members. It ends the process if the agent is gone. An age
 read never blocks the rank: what the socket does not take, a temporary thread sends.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

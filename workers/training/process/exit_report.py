@@ -1,7 +1,5 @@
 """The exit report of a rank: the exception that ends it is classified and reported first."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

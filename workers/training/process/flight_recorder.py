@@ -4,8 +4,6 @@ A temporary thread writes the dump, also of a rank that hangs in a collective. A
 GIL or is stopped writes none, which is evidence too. Nothing here waits for a device or a peer.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

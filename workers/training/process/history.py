@@ -1,7 +1,5 @@
 """Loss and step time of finished iterations, kept by every member."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

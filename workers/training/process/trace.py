@@ -11,8 +11,6 @@ gradients of a tied embedding are added up. `gate` is the entry of the step barr
 exit; `staged` and `commit` are of a part of another layout.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import threading

@@ -1,7 +1,5 @@
 """The other members of a generation, as the state exchange uses them."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors of the state by their regions in the whole model. Needs no Megatron."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

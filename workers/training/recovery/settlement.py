@@ -4,8 +4,6 @@ Pure: every member computes the same settlement from the same claims, without a 
 docs/ARCHITECTURE.md, "Settlement", has the rules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from msgspec import Struct

@@ -1,7 +1,5 @@
 """The digest of the training state: equal in any layout, with any sharding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -7,8 +7,6 @@ whole model: `model.X`, `master.X`, `optimizer.exp_avg.X`, `buffer.X`; and with 
 `exponent.X`, one number for each parameter, equal on all its holders.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import BytesIO

@@ -3,8 +3,6 @@
 Pure. docs/ARCHITECTURE.md, "Settlement", has the rules.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

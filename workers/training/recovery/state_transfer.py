@@ -3,8 +3,6 @@
 Small tensors share a chunk, because messages are expensive. Threads compute the checksums.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ changed without a step, or if it differs from most replicas. Of gradients, one m
 replicas compute is compared; a member is wrong if it differs again when all repeat the iteration.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

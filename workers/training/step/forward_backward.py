@@ -4,8 +4,6 @@ Tensor-parallel members run each micro-batch together; pipeline stages run all m
 Megatron's own schedule (pipeline.py). This module waits only for other members of the same replica.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

@@ -4,8 +4,6 @@ The result counts only if the whole reduction is known to be good and no member 
 it. The reduction overlaps with the last backward (overlapped_reduction.py), or follows it.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Generator, Sequence

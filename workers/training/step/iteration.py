@@ -5,8 +5,6 @@ whole micro-batches; a failed reduction leaves them unchanged. The step starts o
 reduction is known to be good: a member with only a part knows it after the step barrier.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

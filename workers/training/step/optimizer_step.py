@@ -5,8 +5,6 @@ for another member, and none is interrupted. With a sharded optimizer, `gather` 
 for other members and can be repeated.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ Megatron's order differs in a member's first iteration, so a bucket waits for it
 same on all members. docs/decisions/overlapped-reduction.md has the rules.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ all stages complete the passes of exactly the micro-batches before the marker. S
 for the members of a replica without a pipeline.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
