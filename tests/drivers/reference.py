@@ -150,7 +150,7 @@ def _step_exactly(trainee: TrainingModel, add_up: Callable[[], list[tuple[float,
     from types import SimpleNamespace
 
     import torch.distributed as dist
-    from unicron.workers.training.step.exact_reduction import ExactReduction
+    from unicron.workers.training.step.exact_reduction import ExactReduction, norm_square_of
     from unicron.workers.training.step.optimizer_step import scale_of, step
 
     assert trainee.exact is not None
@@ -172,7 +172,7 @@ def _step_exactly(trainee: TrainingModel, add_up: Callable[[], list[tuple[float,
             break
         redone += 1
     step(trainee, sum(number for _, number in sums), lambda event: None,
-         norm_square=found.norm_square, found_inf=found.num_not_finite > 0)
+         norm_square=norm_square_of(found.limbs), found_inf=found.num_not_finite > 0)
     if not found.num_not_finite:
         reduction.stepped()
     return sums

@@ -76,10 +76,10 @@ class StartState(NamedTuple):
 
 class LogAccounting:
     """Folds a log record by record and accounts for its tasks. `tables`: the throughput by task for
-    the whole log. The horizon starts at `begin_s`, by default when all tasks with slots train."""
+    the whole log. The horizon starts when all tasks with slots train."""
 
     def __init__(self, faults: RecordedFaults, tables: Mapping[int, d.ThroughputSet],
-                 earnings: WafAccount, begin_s: float | None = None) -> None:
+                 earnings: WafAccount) -> None:
         self._history = History()
         self.state = self._history.state
         self.measured = RecordedCosts(self._history, tables)
@@ -87,7 +87,7 @@ class LogAccounting:
         self.began_s = -1.0
         self.start_state: StartState | None = None
         self.counts: Counter[str] = Counter()
-        self._tables, self._begin_s = tables, begin_s
+        self._tables = tables
         self._losses, self._behind_s = faults.losses[::-1], faults.behind_s
         self._marks_s = [one.at_s for one in faults.events if causes_loss(one)][::-1]
         self._unreported: dict[int, list[Key]] = {}
@@ -99,13 +99,14 @@ class LogAccounting:
             self._tables[task.id], 0.0, SavedState(0.0), SavedState(0.0))
         return job
 
-    def measure(self, records: Iterable[Record], end_s: float | None = None) -> Outcome:
-        """Account for the log until `end_s`, by default until the last record."""
+    def measure(self, records: Iterable[Record]) -> Outcome:
+        """Account for the log until its last record."""
         for record in records:
-            if end_s is not None and record.at_s > end_s:
-                break
             self.add(record)
-        last_s = self.state.at_s if end_s is None else end_s
+        return self.end(self.state.at_s)
+
+    def end(self, last_s: float) -> Outcome:
+        """The account until this time."""
         self._advance(last_s)
         self.account.end(last_s)
         return Outcome(self.account.earnings, self.began_s, self.account.transitions, self.counts,
@@ -133,7 +134,7 @@ class LogAccounting:
         self._update_progress(at_s, record)
         for number in changed:
             self.account.update(at_s, number)
-        if self.began_s < 0 and self._begin_s is None:
+        if self.began_s < 0:
             assigned = [task for task in self.state.tasks.values() if task.target]
             if assigned and all(task.phase == "training" for task in assigned):
                 self._begin(at_s)
@@ -149,14 +150,8 @@ class LogAccounting:
         self._marks_s = [one for one in self._marks_s if one > at_s]
         self.account.begin(at_s)
 
-    def _advance(self, at_s: float) -> None:
-        """Apply the losses and events until `at_s`; begin the horizon if `begin_s` has passed."""
-        if self.began_s < 0 and self._begin_s is not None and at_s > self._begin_s:
-            self._apply_until(self._begin_s)
-            self._begin(self._begin_s)
-        self._apply_until(at_s)
-
-    def _apply_until(self, until_s: float) -> None:
+    def _advance(self, until_s: float) -> None:
+        """Apply the losses and events until `until_s`."""
         while True:
             next_s = self._losses[-1].at_s if self._losses else until_s + 1
             while self._marks_s and self._marks_s[-1] <= min(next_s, until_s):

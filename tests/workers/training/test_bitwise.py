@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[Axes]]] = {
 }
 
 
-QUICK = ("pipeline", "sharded", "fp16", "data parallel", "to another depth")
+QUICK = ("pipeline", "sharded", "to another depth")
 """The cases that `make test` runs too."""
 
 
@@ -119,26 +119,6 @@ def test_a_gradient_out_of_range_repeats_the_iteration(drive: Drive) -> None:
     assert num == other_num
     assert 1 <= num <= 20
     assert differing(other, one) == []
-
-
-DIVERGES = """
-from unicron.workers.training.model.exact_sum import ExactSum
-from unicron.workers.training.step import iteration
-ExactSum.next_exponents = lambda self, peaks: self.exponents * 0 - 40
-iteration.IN_A_ROW_NUM_MAX = 2
-"""
-
-
-def test_gradients_out_of_range_in_each_iteration_end_the_task(drive: Drive) -> None:
-    driver = drive(**BITWISE)
-    driver.patch = DIVERGES
-    driver.start(0)
-    driver.reconfigure([0])
-    driver.reconfigured([0])
-    driver.resume([0])
-    told = driver.wait(r.RankErrored, 0)
-    assert "in each of the last 2 iterations" in told.text
-    assert "diverges" in told.text
 
 
 def test_a_checkpoint_without_exponents_is_refused(drive: Drive) -> None:

@@ -65,6 +65,7 @@ ExactSum.negate = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.thorough
 def test_a_fault_in_the_self_test_is_healed(drive: Drive, twin: Twins) -> None:
     driver, axes = drive(**BITWISE, parallel=PIPELINE), Axes(pp=2)
     driver.start(0)
@@ -150,6 +151,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert text in errored.text
 
 
+@pytest.mark.thorough
 def test_a_script_alone_may_ask_for_it(loops: Loops) -> None:
     driver = loops(argument="required")
     driver.processes[0].ready = driver.wait(r.RankReady, 0)

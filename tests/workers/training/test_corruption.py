@@ -149,7 +149,7 @@ def healed(driver: Driver, axes: Axes, case: Case) -> Any:
     return result(driver)
 
 
-QUICK = ("parameter", "moment, long before", "gradient, always")
+QUICK = ("parameter", "gradient, always")
 
 
 @pytest.mark.parametrize("name", [

@@ -30,9 +30,9 @@ class ExactSum:
 
     `exponents` [parameters], int32, is state: for each parameter the power of two that no element
     of a micro-batch's gradient may exceed, without the loss scale. If one does, the iteration runs
-    again with 2^10 times as much. `spans` has the place of each parameter: its buffer
-    and its elements there. If `is_checked`, `check` adds up the digests of all summands: it is then
-    the digest of the sum, unless its memory has changed.
+    again with 2^10 times as much. `spans`: each parameter's buffer and its elements there. If
+    `is_checked`, `check` adds up the digests of all summands: the digest of the sum, unless its
+    memory has changed.
     """
 
     def __init__(self, params: Sequence[Any], buffers: Sequence[Any], device: torch.device, *,
@@ -50,7 +50,8 @@ class ExactSum:
         self._range_bits = bits - 2 - (num_summands * USES_NUM_MAX - 1).bit_length()
         self.is_checked = False
         self.check = torch.zeros((), dtype=torch.int64, device=device)
-        self._flat: list[Tensor] = []
+        self.flat: list[Tensor] = []
+        """The integers, as Megatron's buffers are laid out."""
         self._views: list[Tensor] = []
         zeros = torch.zeros(len(params), device=device)
         self._tops, self._scales = zeros.clone(), zeros.clone()
@@ -59,14 +60,8 @@ class ExactSum:
             param.register_post_accumulate_grad_hook(partial(self._take, index))
 
     @property
-    def flat(self) -> list[Tensor]:
-        """The integers, as Megatron's buffers are laid out."""
-        return self._flat
-
-    @property
     def tops(self) -> Tensor:
-        """By parameter: the largest element of a micro-batch's gradient; infinite if any element
-        is not finite."""
+        """By parameter: a micro-batch's largest element; infinite if one is not finite."""
         return torch.where(self._tops.isfinite(), self._tops, torch.inf)
 
     @property
@@ -91,13 +86,13 @@ class ExactSum:
 
     def clear(self) -> None:
         """Zero the sum, which gets memory if it has none."""
-        if self._flat:
-            for flat in self._flat:
+        if self.flat:
+            for flat in self.flat:
                 flat.zero_()
         else:
-            self._flat = [torch.zeros(size, dtype=self.dtype, device=self._device)
+            self.flat = [torch.zeros(size, dtype=self.dtype, device=self._device)
                           for size in self._sizes]
-            self._views = [self._flat[at][span] for at, span in self.spans]
+            self._views = [self.flat[at][span] for at, span in self.spans]
         self._tops.zero_()
         self.check.zero_()
 
@@ -111,7 +106,7 @@ class ExactSum:
 
     def release(self) -> None:
         """Free the memory of the sum."""
-        self._flat, self._views = [], []
+        self.flat, self._views = [], []
 
     def take_over(self, other: ExactSum) -> None:
         """Copy the sum of another model of the same part."""

@@ -85,11 +85,6 @@ class TrainingModel:
         return is_fully_replicated(self.axes, self.train.parallel)
 
     @property
-    def has_barrier(self) -> bool:
-        """True if a step needs values of other members beside the reduced gradients."""
-        return self.exact is not None or not self.is_plain
-
-    @property
     def is_sharded(self) -> bool:
         """True if it steps only a shard of its parameters (Megatron's distributed optimizer)."""
         return self.train.parallel.optimizer != "whole"

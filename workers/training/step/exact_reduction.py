@@ -6,7 +6,7 @@ written to Megatron's buffers. So nothing must be restored after a failed reduct
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,20 +44,10 @@ class ExactBarrier(NamedTuple):
     limbs: tuple[int, ...] = (0,) * LIMBS_NUM
     checks: tuple[int, ...] = ()
 
-    @classmethod
-    def of(cls, values: list[int]) -> ExactBarrier:
-        end = 2 + LIMBS_NUM
-        return cls(values[0], values[1], tuple(values[2:end]), tuple(values[end:]))
 
-    @property
-    def values(self) -> list[int]:
-        return [self.num_overflows, self.num_not_finite, *self.limbs, *self.checks]
-
-    @property
-    def norm_square(self) -> float:
-        """The exact sum of squares, rounded once."""
-        return sum(limb << (LIMB_BITS * number) for number, limb in enumerate(self.limbs)) / (
-            1 << UNIT_BITS)
+def norm_square_of(limbs: Sequence[int]) -> float:
+    """The exact sum of squares, rounded once."""
+    return sum(limb << (LIMB_BITS * number) for number, limb in enumerate(limbs)) / (1 << UNIT_BITS)
 
 
 def limbs_of(total: int) -> tuple[int, ...]:
@@ -109,8 +99,7 @@ class ExactReduction:
         self._is_begun = True
 
     def drop(self) -> None:
-        self._reduced, self._late = {}, {}
-        self._is_begun = False
+        self._reduced, self._late, self._is_begun = {}, {}, False
 
     def free(self) -> None:
         """The copies are freed as soon as their result is known."""

@@ -25,7 +25,7 @@ from ..model.trainee import TrainingModel
 from ..process.control_thread import Abandoned, Control, Interrupted
 from ..process.exit_report import verdict_of
 from ..process.trace import Marks, Note
-from .exact_reduction import ExactBarrier, ExactReduction
+from .exact_reduction import LIMBS_NUM, ExactBarrier, ExactReduction, norm_square_of
 from .losses import Losses
 from .overlapped_reduction import BucketLauncher, GradientBackup
 
@@ -202,7 +202,7 @@ class Reduction:
             found = self._run_overlapped(self._buckets, mine, losses)
         if isinstance(found, str):
             self.undo()
-        elif not self._trainee.has_barrier:
+        elif self.exact is None and self._trainee.is_plain:
             self.done()
         return found
 
@@ -239,13 +239,14 @@ class Reduction:
                       ) -> tuple[StepBarrier, float] | Outcome:
         """As `step_barrier`, with exact sums."""
         def exchange() -> tuple[StepBarrier, float]:
-            values = torch.tensor(mine.values, device=self._trainee.device)
+            values = torch.tensor([*mine[:2], *mine.limbs, *mine.checks],
+                                  device=self._trainee.device)
             dist.all_reduce(values)
             self._note("passed")
-            found = ExactBarrier.of(values.tolist())
-            self.checks = found.checks
-            return (StepBarrier(found.norm_square, found.num_not_finite, found.num_overflows),
-                    1.0 if scale is None else scale.item())
+            overflows, not_finite, *rest = values.tolist()
+            self.checks = tuple(rest[LIMBS_NUM:])
+            gate = StepBarrier(norm_square_of(rest[:LIMBS_NUM]), not_finite, overflows)
+            return gate, 1.0 if scale is None else scale.item()
 
         self._note("gate")
         return self.run_collectively(exchange)
@@ -440,8 +441,7 @@ def _check_of(communicators: Communicators) -> Callable[[], None]:
 def _read(values: Sequence[float]) -> Stats:
     """The stats, and the loss sum from the loss of each micro-batch: `fsum` rounds once, so that it
     does not depend on the order."""
-    num = len(Stats())
-    return Stats(*values[:num])._replace(loss_sum=math.fsum(values[num:]))
+    return Stats(*values[:len(Stats())])._replace(loss_sum=math.fsum(values[len(Stats()):]))
 
 
 def on_device(values: Sequence[float], device: torch.device) -> Tensor:

@@ -43,9 +43,6 @@ log = structlog.get_logger()
 _REJECTED = re.compile(r"Unexpected result (\S+) \(message='(.*?)'\)")
 """What Megatron raises for a loss or a gradient that is not finite, if it is asked to check."""
 
-IN_A_ROW_NUM_MAX = 10
-"""A gradient that is 2^10 times the last one in so many iterations is beyond fp32."""
-
 
 class Iteration:
     """The current iteration of this member, and its progress in it. `step_version` is NO_STATE
@@ -88,8 +85,6 @@ class Iteration:
         """How often the members have begun this iteration anew after an overflow of exact sums."""
         self.is_stuck = False
         """Whether an abandoned pass still waits in a detached thread and holds the model."""
-        self._num_out_of_range = 0
-        """The iterations in a row that were begun anew for that reason."""
         self._was_saving = False
         self._reduced = Stats(0.0, 0.0)
         self._gate: StepBarrier | None = None
@@ -470,7 +465,7 @@ class Iteration:
                 log.warning(f"the loss is {loss}", rank=self.trace.rank,
                             iteration=self.step_version, micro_batch=item)
         gate, scale = None, 1.0
-        if self.trainee.has_barrier:
+        if self.trainee.exact is not None or not self.trainee.is_plain:
             found = self._pass_barrier()
             if isinstance(found, str):
                 return found
@@ -523,12 +518,6 @@ class Iteration:
         """The exact sum of some micro-batch was out of range, on any member: run the iteration
         again from its start, with larger exponents."""
         self.redone += 1
-        self._num_out_of_range += self.redone == 1
-        if self._num_out_of_range > IN_A_ROW_NUM_MAX:
-            raise UsageError(
-                f"in each of the last {IN_A_ROW_NUM_MAX} iterations up to {self.step_version} a "
-                "gradient was out of the range of an exact sum: the training diverges",
-                "lower the learning rate or correct the data")
         log.warning("a gradient is far above that of the last iteration, which is done again",
                     iteration=self.step_version, num_parameters=int(gate.num_overflows),
                     times=self.redone)
@@ -600,7 +589,6 @@ class Iteration:
             self.is_ready = False
         self.trainee.experts.step(self.reduction.router_sums, self.trainee.train.num_micro_batches)
         self.step_version += 1
-        self._num_out_of_range *= self.redone > 0
         self.redone = 0
         self.history.add(self.step_version - 1,
                          stats.loss_sum / self.trainee.divisor(stats.num_tokens),

@@ -57,8 +57,7 @@ class Losses:
 
     def by_micro_batch(self, num: int, device: torch.device) -> Tensor:
         """The loss of each of the `num` micro-batches of an iteration, 0 for those of others."""
-        none = torch.zeros((), dtype=torch.float64, device=device)
-        values = [none] * num
+        values = [torch.zeros((), dtype=torch.float64, device=device)] * num
         for item, value in zip(self._items, self._values, strict=True):
             if item >= 0:  # not padding
                 values[item] = value
