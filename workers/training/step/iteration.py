@@ -254,7 +254,7 @@ class Iteration:
                         return outcome
             elif not is_fully_replicated(self._communicators.axes, self.trainee.train.parallel):
                 found = self.reduction.step_barrier(
-                    on_device(StepBarrier(0.0), self.trainee.device))
+                    on_device((0.0, 0.0), self.trainee.device))  # as optimizer_step.step_barrier
             else:
                 break
             if isinstance(found, str):
