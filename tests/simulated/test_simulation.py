@@ -165,8 +165,9 @@ def test_an_hour_without_any_control_plane(bytes_max: int) -> None:
     (closed,) = [x.body for x in records if isinstance(x.body, IncidentClosed)]
     assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
     sources = {agent.source for agent in world.spooling}
-    logged = {x.body for x in records if x.source in sources}
-    missing = [x for agent in world.spooling for x in agent.said if x not in logged]
+    logged = [x.body for x in records if x.source in sources]
+    texts = set(map(repr, logged))  # a body with digests cannot be hashed
+    missing = [x for agent in world.spooling for x in agent.said if repr(x) not in texts]
     assert {DeviceErred, RankExited} <= {type(x) for x in logged}
     assert not [x for x in missing if isinstance(x, FAULTS)]
     assert any(isinstance(x, TaskProgressed) for x in missing) != fits
