@@ -91,7 +91,7 @@ class ExactSum:
                 flat.zero_()
         else:
             self.flat = [torch.zeros(size, dtype=self.dtype, device=self._device)
-                          for size in self._sizes]
+                         for size in self._sizes]
             self._views = [self.flat[at][span] for at, span in self.spans]
         self._tops.zero_()
         self.check.zero_()

@@ -18,6 +18,7 @@ from ..dependencies.private_megatron import set_gathered
 from ..model.exact_sum import ExactSum, largest, power_of_two
 from ..model.optimizers import ranges
 from ..model.trainee import TrainingModel
+from .optimizer_step import is_first_holder
 
 Works = list[Any]
 
@@ -187,7 +188,9 @@ class ExactReduction:
         """What this member adds to the step barrier. Waits for the device."""
         exponents = torch.frexp(self._peaks)[1]
         self._next_exponents = self._sums.next_exponents(self._peaks)
-        counted = [index for index in range(len(self._own)) if self._counts(index)]
+        counted = [index for index, param in enumerate(self._sums.params)
+                   if (self._is_scattered or not self._trainee.at.dp)
+                   and is_first_holder(self._trainee, param)]
         parts = self._parts()
         sums = [square_sums(parts[index], exponents[index]) for index in counted]
         is_finite = self._tops.isfinite() & self._peaks.isfinite()
@@ -202,13 +205,6 @@ class ExactReduction:
                     for index, whole, rest in zip(counted, pairs[::2], pairs[1::2], strict=True)
                     if whole or rest)
         return ExactBarrier(values[0], 0, limbs_of(total))
-
-    def _counts(self, index: int) -> bool:
-        """Whether this member counts its part of a parameter in the norm, as Megatron chooses."""
-        param, at = self._sums.params[index], self._trainee.at
-        if (at.dp and not self._is_scattered) or getattr(param, "shared", False):
-            return False
-        return not at.tp or getattr(param, "tensor_model_parallel", False)
 
     def stepped(self) -> None:
         """The optimizer has stepped with this reduced gradient."""

@@ -94,6 +94,13 @@ def gather(trainee: TrainingModel) -> None:
             ddp.start_param_sync(force_dispatch=True)
 
 
+def is_first_holder(trainee: TrainingModel, param: Any) -> bool:
+    """Whether no earlier rank of this replica has the parameter, or this part of it, too."""
+    if getattr(param, "shared", False):  # the first stage counts it
+        return False
+    return not trainee.at.tp or bool(getattr(param, "tensor_model_parallel", False))
+
+
 def _counted(trainee: TrainingModel, dp: int) -> Iterator[Tensor]:
     """The gradients that this member adds to the norm. Megatron chooses the same for its norm."""
     owned = ranges(trainee.optimizer)
@@ -101,9 +108,7 @@ def _counted(trainee: TrainingModel, dp: int) -> Iterator[Tensor]:
     if dp and not is_sharded:
         return
     for _, param in trainee.named_parameters():
-        if getattr(param, "shared", False):  # the first stage counts it
-            continue
-        if trainee.at.tp and not getattr(param, "tensor_model_parallel", False):
+        if not is_first_holder(trainee, param):
             continue
         if not is_sharded:
             yield param.main_grad
