@@ -96,9 +96,8 @@ def gather(trainee: TrainingModel) -> None:
 
 def is_first_holder(trainee: TrainingModel, param: Any) -> bool:
     """Whether no earlier rank of this replica has the parameter, or this part of it, too."""
-    if getattr(param, "shared", False):  # the first stage counts it
-        return False
-    return not trainee.at.tp or bool(getattr(param, "tensor_model_parallel", False))
+    is_split = getattr(param, "tensor_model_parallel", False)
+    return not getattr(param, "shared", False) and (not trainee.at.tp or bool(is_split))
 
 
 def _counted(trainee: TrainingModel, dp: int) -> Iterator[Tensor]:
