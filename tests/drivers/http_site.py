@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
+import structlog
 from memory_log import MemoryLog
 from unicron.control_plane.api.connections import ConnectionLimits, Listener
 from unicron.control_plane.api.http import Address, HttpApi
@@ -93,6 +95,8 @@ class Site:
 @asynccontextmanager
 async def serving(policy: Policy = POLICY,
                   limits: ConnectionLimits | None = None) -> AsyncIterator[Site]:
+    # Not to stdout: a command in this process may have redirected that.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
     log = MemoryLog(time.monotonic)
     metrics = Metrics()
     coordinator = Coordinator(log, clock=time.time, nonce="a", code="test", policy=policy,

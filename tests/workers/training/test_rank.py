@@ -379,7 +379,7 @@ def wrong(self, unit, *rest, **named):
     if struck and fault == "dropped":
         return Passes(1, Losses())
     if struck:
-        right(self, unit, *rest, is_last=False)
+        right(self, unit, *rest, is_last=False, is_probe=False)
     return right(self, unit, *rest, **named)
 Iteration._unit = wrong
 """
