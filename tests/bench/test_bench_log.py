@@ -43,6 +43,7 @@ def test_each_case_of_one_log_is_measured(
     assert any("at_1m, p99_s" in line and line.startswith("holds") for line in goals)
 
 
+@pytest.mark.thorough
 def test_the_history_of_a_year_is_measured(tmp_path: Path) -> None:
     rows = {one.metric: one.value for one in main.of_history(tmp_path, FEW)}
     assert rows.keys() == {"first_s", "file_mb", "answer_s", "again_s", "days"}
@@ -51,6 +52,7 @@ def test_the_history_of_a_year_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", takeover.CASES)
+@pytest.mark.thorough
 def test_a_takeover_is_measured(case: str, tmp_path: Path) -> None:
     rows = main.of_takeovers(case, tmp_path, 1)
     if why := takeover.why_not(case):
@@ -58,6 +60,7 @@ def test_a_takeover_is_measured(case: str, tmp_path: Path) -> None:
     assert all(one.value is not None and 0.2 < one.value < 30 for one in rows)
 
 
+@pytest.mark.thorough
 def test_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     lost, doubled, note = chaos.chaos(tmp_path, 2, seed=3)
     assert (lost, doubled) == (0, 0), note

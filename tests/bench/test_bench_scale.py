@@ -15,6 +15,7 @@ from unicron.events.records.envelope import Record
 
 
 @pytest.mark.parametrize(("case", "num_ranks"), [("agents_64", 2), ("agents_4096", 1)])
+@pytest.mark.thorough
 def test_a_trial_goes_through_all_phases(
         case: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"QUIET_S": 3.0, "SETTLE_S": 0.1, "NUM_FAULTS": 2}.items():

@@ -107,6 +107,7 @@ def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.thorough
 def test_up_locks_its_folder_and_adopts_what_runs(cluster):
     first = cluster.up()
     assert first.returncode == 0, first.stderr
@@ -147,6 +148,7 @@ def test_up_locks_its_folder_and_adopts_what_runs(cluster):
 
 
 @pytest.mark.parametrize("by_signal", [False, True])
+@pytest.mark.thorough
 def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_signal):
     state = StateDir(tmp_path / "state")
     state.create()
@@ -368,6 +370,7 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
     assert {name for name, mode in modes.items() if mode & 0o077} == set(), modes
 
 
+@pytest.mark.thorough
 def test_many_tasks_of_a_second_terminal(cluster, tmp_path):
     job = "apiVersion: unicron/v1\nname: {}\ncommand: [sleep, '600']\n"
     for name in ("nap-1", "nap-2"):
@@ -451,6 +454,7 @@ def terminal(cluster: Cluster, *arguments: str, rows: int, columns: int) -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can hide a folder from one process")
+@pytest.mark.thorough
 def test_output_on_another_host_is_read_by_its_agent(cluster, tmp_path):
     """The command line runs in a mount namespace in which the state folder is empty."""
     assert cluster.up().returncode == 0
@@ -484,6 +488,7 @@ def test_output_on_another_host_is_read_by_its_agent(cluster, tmp_path):
     assert line.endswith("the agent of n1 does not answer")
 
 
+@pytest.mark.thorough
 def test_a_folder_with_checkpoints_of_another_task_is_not_overwritten(cluster, tmp_path):
     assert cluster.up().returncode == 0
     output, job = tmp_path / "out", str(tmp_path / "job.yaml")

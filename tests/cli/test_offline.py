@@ -164,6 +164,7 @@ def test_a_pruned_log_is_read_from_its_beginning_on(state: Path, tmp_path: Path)
     assert unicron(copy, "log", "verify").returncode != 0
 
 
+@pytest.mark.thorough
 def test_a_pruned_log_is_restored(state: Path, tmp_path: Path) -> None:
     copy = tmp_path / "state"
     shutil.copytree(state, copy)
@@ -244,6 +245,7 @@ def test_a_wrong_segment_is_one_line_in_every_reader(
         assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.thorough
 def test_a_server_that_comes_back_empty_is_refused_while_ranks_run_on(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text("seal_records: 10\nseal_s: 1\n")
     (tmp_path / "job.yaml").write_text(JOB.replace("NAME", "long").replace(

@@ -178,7 +178,8 @@ def test_commands_trust_a_file_or_a_digest(site: TlsSite) -> None:
     assert local.returncode == 0, local.stderr
 
 
-@pytest.mark.parametrize("command", ["status", "agent"])
+@pytest.mark.parametrize("command", [
+    "status", pytest.param("agent", marks=pytest.mark.thorough)])
 def test_what_is_wrong_with_a_server_is_one_line(
         site: TlsSite, foreign: Pair, tmp_path: Path, command: str) -> None:
     digest, state = site.pair.digest, ("--state", str(tmp_path / "s"))

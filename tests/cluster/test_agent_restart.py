@@ -11,6 +11,7 @@ import pytest
 from twins import Twins, small
 
 
+@pytest.mark.thorough
 def test_agents_restart_under_a_training_task(cluster: Any, tmp_path: Path,
                                               twins: Twins) -> None:
     begun = cluster.seq()

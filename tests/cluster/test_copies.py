@@ -66,6 +66,7 @@ def test_a_task_whose_ranks_all_die_recovers_from_a_copy(
     cluster.verify()
 
 
+@pytest.mark.thorough
 def test_a_task_on_a_lost_node_recovers_from_the_stores_of_other_nodes(
         three: Any, tmp_path: Path) -> None:
     cluster, job = three, small("moved", tmp_path, slots=(1, 1), copy_every=EVERY)

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from unicron.control_plane.decide.replay import replay, verify
 from unicron.control_plane.state.cluster import state_hash
 
@@ -20,6 +21,7 @@ The second and third kind of a round are appended after the crash before them.
 """
 
 
+@pytest.mark.thorough
 def test_the_control_plane_may_die_after_any_record(cluster: Any, spec: Callable[..., Any]) -> None:
     begun = cluster.seq()
     task = cluster.submit(spec("steady", iterations=2000))

@@ -191,6 +191,7 @@ def test_a_script_that_declines_trains_as_a_command(cluster: RealCluster, script
         NOT_A_NUMBER["gradient"], "data-parallel communication collective: nan, in micro-batch 1 "
                                   "of iteration 2", marks=pytest.mark.thorough)],
     ids=["data", "loss", "gradient"])
+@pytest.mark.thorough
 def test_data_that_any_process_refuses_end_the_task(
         cluster: RealCluster, tmp_path: Path, changes: list[tuple[str, str]], line: str) -> None:
     """Rank 1 meets it, then the rank that takes its micro-batch: nothing is started again for it

@@ -19,6 +19,7 @@ from unicron.events.records.envelope import Record
 from unicron.events.spec.policy import Policy
 from unicron.workers.diagnosis.step_time import WARM_UP_NUM
 
+pytestmark = pytest.mark.thorough  # each fault alone is in other files
 PAUSE_S_MAX = 30.0
 """Below the deadline of one minute for dead or unreachable ranks, so no deadline was awaited."""
 

@@ -147,6 +147,7 @@ def test_an_identity_survives_control_plane_and_server(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize(("node", "off_s"), [("h2", -3_600.0), ("h3", 3_600.0)])
+@pytest.mark.thorough
 def test_a_clock_that_is_an_hour_off(hosts: Hosts, node: str, off_s: float) -> None:
     """Expiry goes by the control plane's clock, silence by the server's; a signature has no time.
     """
@@ -195,6 +196,7 @@ def test_a_revoked_node_is_out_at_once_and_for_good(hosts: Hosts) -> None:
     cluster.verify()
 
 
+@pytest.mark.thorough
 def test_a_stopped_agent_first_drains_its_node(hosts: Hosts) -> None:
     """Its ranks leave before it does, also at a second SIGTERM, and the next agent has tasks again
     at once, unless an operator has drained the node."""

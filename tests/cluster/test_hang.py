@@ -93,6 +93,7 @@ def test_a_hung_rank_is_ended_and_the_others_finish_the_iteration(
     assert len(cluster.told(after, "IncidentOpened")) == 1, cluster.tail(after)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_far_too_slow_is_ended(story: Story) -> None:
     cluster, task, victim = story.cluster, story.task, 3
     cluster.wait_paced(task, NUM)

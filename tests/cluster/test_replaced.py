@@ -86,6 +86,7 @@ def test_a_stale_generation_publishes_nothing_and_is_ended(
     cluster.cancel(task)
 
 
+@pytest.mark.thorough
 def test_a_task_that_lost_both_its_nodes_resumes_from_its_checkpoint(
         three: Any, tmp_path: Path) -> None:
     cluster = three

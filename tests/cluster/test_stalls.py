@@ -56,7 +56,7 @@ def alone(patient: RealCluster) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("then", [
-    "gil", pytest.param("loop", marks=pytest.mark.thorough), "stop"])
+    "gil", *(pytest.param(then, marks=pytest.mark.thorough) for then in ("loop", "stop"))])
 def test_a_stalled_rank_is_distinguished_from_those_that_wait(
         patient: RealCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], then: str
         ) -> None:
@@ -100,6 +100,7 @@ def page_names_the_dumps(cluster: RealCluster, task: int, capsys: pytest.Capture
     assert [x["rank"] for x in answer["suspects"]] == [VICTIM], answer
 
 
+@pytest.mark.thorough
 def test_a_rank_stalled_in_an_overlapped_reduction_is_reported(
         patient: RealCluster, tmp_path: Path) -> None:
     cluster = patient

@@ -81,6 +81,7 @@ def test_a_killed_leader_is_succeeded(standby: Standby) -> None:
     standby.hold_untouched()
 
 
+@pytest.mark.thorough
 def test_a_stopped_leader_is_succeeded_and_ends_when_it_wakes(standby: Standby) -> None:
     leader, begun_s = standby.leader(), time.time()
     os.kill(leader.pid, signal.SIGSTOP)

@@ -22,6 +22,7 @@ PORTS = (21000, 21999)
 """The range that the kernel of each host gives ports from, for a firewall."""
 
 
+@pytest.mark.thorough
 def test_a_task_trains_over_ipv6(tmp_path: Path) -> None:
     if why := network_namespaces.why_not():
         pytest.skip(why)

@@ -379,8 +379,9 @@ minimum of `make test` is 1."""
 
 
 @pytest.mark.usefixtures("silence")
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(("row", "fault"), [
+    pytest.param(row, fault, marks=[pytest.mark.thorough] * ((place + number) % len(FAULTS) > 1))
+    for place, row in enumerate(ROWS) for number, fault in enumerate(FAULTS)])
 def test_a_second_fault_is_healed_from_every_row(
         request: pytest.FixtureRequest, row: str, fault: str) -> None:
     """All invariants of the simulation hold, and the fault occurred at this row."""

@@ -179,6 +179,7 @@ def mixed(draw: st.DrawFn, number: int, slots: Sequence[Slot]) -> Task:
 
 @given(clusters(mixed, each_max=4, tasks_max=4, count_max=8))
 @settings(max_examples=1000, deadline=None, derandomize=True)
+@pytest.mark.thorough
 def test_the_spread_of_other_tasks_splits_no_group(case: Case) -> None:
     """Where all groups that change fit whole beside the seats that stay, they are whole."""
     tasks, counts, slots, where = case

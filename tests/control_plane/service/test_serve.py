@@ -255,6 +255,7 @@ def test_a_leader_that_stops_lets_the_follower_lead_at_once(server: Server, tmp_
         assert second.note()["socket"] == str(second.file.with_suffix(".sock"))
 
 
+@pytest.mark.thorough
 def test_a_follower_with_another_secret_is_refused(server: Server, tmp_path: Path) -> None:
     with control_plane(tmp_path / "a", server.url, cluster="serve-5") as first:
         first.wait_leading()
@@ -265,6 +266,7 @@ def test_a_follower_with_another_secret_is_refused(server: Server, tmp_path: Pat
         assert first.health()["leader"]
 
 
+@pytest.mark.thorough
 def test_a_taken_port_fences_no_leader(server: Server, tmp_path: Path) -> None:
     with control_plane(tmp_path / "a", server.url, cluster="serve-3") as first:
         port = int(first.wait_leading() and first.note()["url"].rpartition(":")[2])
@@ -303,6 +305,7 @@ def test_killed_around_an_append(server: Server, tmp_path: Path) -> None:
             assert policies == 1, "the policy is in the log once"
 
 
+@pytest.mark.thorough
 def test_switches_apply_to_one_start_only(server: Server, tmp_path: Path) -> None:
     limits = '{"silence_s_max": 7}'
     for policy, switches in (("", ("allow_inject",)), (limits, ("observe",)), ("", ())):

@@ -86,6 +86,7 @@ async def test_a_rank_finds_no_secret_of_its_agent(plane: PlaneStub, tmp_path: P
     assert CANARY not in text
 
 
+@pytest.mark.thorough
 async def test_ranks_die_with_their_node_and_the_next_agent_clears_up(
         plane: PlaneStub, tmp_path: Path) -> None:
     first = plane.agent()
@@ -140,6 +141,7 @@ async def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
     assert plane.said().count("the log is unreachable") == 2, plane.said()
 
 
+@pytest.mark.thorough
 async def test_an_agent_asks_where_the_log_is_when_it_is_unreachable(
         plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
     """The server moves with its data; the agent's reports follow it."""
@@ -486,6 +488,7 @@ async def _pause(pid: int, meanwhile: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("who", ["agent", "server"])
+@pytest.mark.thorough
 async def test_an_agent_or_server_that_stops_for_a_while_loses_nothing(
         plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path, who: str) -> None:
     agent = plane.agent()

@@ -94,6 +94,7 @@ async def test_ranks_are_forked_as_children_of_the_shim(plane: PlaneStub, tmp_pa
         assert Path(started.log_path).read_text() == exited.tail
 
 
+@pytest.mark.thorough
 async def test_a_zygote_that_exits_is_replaced_and_the_shims_end_ends_all(
         plane: PlaneStub, tmp_path: Path) -> None:
     async with joined(plane) as shim:

@@ -270,6 +270,7 @@ def run(folder: Path, name: str, num: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_the_same_script_trains_without_an_agent(tmp_path: Path) -> None:
     one, two = run(tmp_path, "one", 1), run(tmp_path, "two", 2)
     assert [line["iteration"] for line in two] == list(range(5))

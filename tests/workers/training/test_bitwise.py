@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[Axes]]] = {
 }
 
 
-QUICK = ("pipeline", "sharded", "to another depth")
+QUICK = ("pipeline", "to another depth")
 """The cases that `make test` runs too."""
 
 

@@ -81,7 +81,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], Axes, Axes, str]] = {
                     Axes(pp=2, chunks=2, dp=2), "stage"),
 }
 """Flags, keys of the job file, an undisturbed layout, and one in which a rank dies at an event."""
-QUICK = ("whole", "sharded")
+QUICK = ("sharded",)
 
 
 @pytest.mark.parametrize("case", [

@@ -72,6 +72,7 @@ def test_each_process_of_a_start_and_a_restart_builds_once(
     assert [num_built(driver, rank) for rank in ranks] == [1, 1, 1, 2]
 
 
+@pytest.mark.thorough
 def test_each_process_of_a_growth_builds_once(drive: Drive, twin: Twins) -> None:
     """The shape of a replica stays. The newcomers build their parts before they are members."""
     driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)
@@ -95,6 +96,7 @@ def test_a_wrong_expectation_costs_a_second_build(drive: Drive, twin: Twins) -> 
     assert [num_built(driver, rank) for rank in range(2)] == [2, 2]
 
 
+@pytest.mark.thorough
 def test_restarted_ranks_without_any_state_begin_from_the_seed(drive: Drive, twin: Twins) -> None:
     """A restarted process draws no weights, since it usually receives its state. Here it must."""
     driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)

@@ -193,7 +193,8 @@ def driver(tmp_path: Path, nursery: Nursery, script: Path) -> Iterator[Driver]:
     made.close()
 
 
-@pytest.mark.parametrize("script", [[], DISTRIBUTED], indirect=True, ids=["random", "distributed"])
+@pytest.mark.parametrize("script", [[], pytest.param(DISTRIBUTED, marks=pytest.mark.thorough)],
+                         indirect=True, ids=["random", "distributed"])
 def test_a_killed_rank_changes_no_loss(script: Path, nursery: Nursery, driver: Driver) -> None:
     ((code, output),) = fork(nursery, script, words(0), 1)
     assert code == 0, output

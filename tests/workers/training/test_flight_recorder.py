@@ -86,6 +86,7 @@ def test_a_stopped_rank_is_named_by_its_missing_dump(drive: Callable[..., Driver
     assert {one.rank for one in found.waiting} == {1, 2}
 
 
+@pytest.mark.thorough
 def test_dump_requests_harm_no_healthy_rank(drive: Callable[..., Driver], tmp_path: Path) -> None:
     driver = drive(iterations=30)
     driver.start(*RANKS)

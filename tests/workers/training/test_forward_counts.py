@@ -35,7 +35,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (
+    name != "pp2dp2 with chunks")) for name in CASES])
 def test_an_intact_pipeline_keeps_what_it_began(drive: Drive, twin: Twins, name: str) -> None:
     case = CASES[name]
     axes, num_ranks = case.axes, num_positions(case.axes)

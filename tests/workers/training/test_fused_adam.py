@@ -94,6 +94,7 @@ def test_a_newcomer_receives_its_state(loops: Loops, undisturbed: Path, package:
     finish(driver, [1], undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_lost_shard_comes_from_memory(loops: Loops, undisturbed: Path) -> None:
     driver = loops("transformer_engine", tensor=[1, 2], optimizer="sharded", copy_every=EVERY)
     driver.keepers = [LocalKeeper("n1")]

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[Axes, list[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.thorough] * (
-    case == "data-parallel")) for case in CASES])  # the overlapped one is data-parallel, too
+    case in ("data-parallel", "pipeline"))) for case in CASES])
 def test_a_healed_iteration_reads_as_often_as_stock(tmp_path: Path, nursery: Nursery, case: str
                                                     ) -> None:
     axes, flags, parallel = CASES[case]

@@ -94,6 +94,7 @@ def test_an_unknown_version_is_a_warning_in_one_line(monkeypatch: pytest.MonkeyP
                     "0.18, 0.19 and 0.20")]
 
 
+@pytest.mark.thorough
 def test_the_check_imports_nothing_that_a_rank_does_not(tmp_path: Path) -> None:
     done = run(tmp_path, "-c", """
 import sys

@@ -180,6 +180,7 @@ def trained(folder: Path, nursery: Nursery, axes: Axes, optimizer: str) -> Path:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (
     name == "megatron-7b")) for name in JOBS])  # the other job has pipelines, too
+@pytest.mark.thorough
 def test_a_small_run_in_the_same_axes_equals_one_rank(
         tmp_path: Path, nursery: Nursery, name: str) -> None:
     optimizer = loop_of(name)[0].parallel.optimizer

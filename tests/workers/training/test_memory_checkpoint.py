@@ -362,6 +362,7 @@ def test_all_ranks_die_and_resume_from_the_last_checkpoint(driver: Any, twin: Tw
     assert twin(0.0).is_equal(driver.final_checkpoint())
 
 
+@pytest.mark.thorough
 def test_an_altered_checkpoint_is_skipped_for_the_next(driver: Any, drive: Drive) -> None:
     driver.start(0)
     hold_in(driver, 1)
@@ -483,6 +484,7 @@ def test_a_store_that_does_not_answer_delays_no_iteration(
     assert driver.told(r.MemoryCheckpointStored) == []
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_under_way_outlives_its_generation(driver: Any) -> None:
     driver.start(0, 1)
     path = driver.hold(0, "copy_mid", 3)
@@ -520,6 +522,7 @@ def test_the_stores_may_change_during_training(driver: Any) -> None:
     assert max(one.offer.step_version for one in driver.keepers[0].stored(TASK)) == 3
 
 
+@pytest.mark.thorough
 def test_an_in_memory_checkpoint_stalls_less_than_an_iteration(drive: Drive) -> None:
     """An in-memory checkpoint stalls the main thread for less than an iteration.
 
@@ -591,6 +594,7 @@ def test_no_store_is_asked_after_the_limit_or_the_next_order(
     assert silent.num_asked() == [0, 0, 0]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_restores_its_state_obeys_the_next_order(
         drive: Callable[..., Any], silent: SilentStores) -> None:
     driver = drive()

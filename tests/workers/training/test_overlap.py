@@ -41,10 +41,12 @@ KILLED = {
 }
 RAISING = {"entering the third bucket of four"}
 AS_IN_BASE = {
+    "inside backward", "before the reduction", "token count", "reduction whole",
     "scaling", "unscale, found-inf", "norm", "clip", "before the optimizer step",
     "inside the optimizer step", "after the optimizer step", "schedule update", "iteration done",
 }
-"""At these points the reduction is complete, as in the base variant that test_points.py covers."""
+"""At these points the reduction is complete, or has not begun, as in the base variant that
+test_points.py covers."""
 PEER = """
 import sys, time
 import torch.distributed as dist
@@ -126,6 +128,7 @@ def test_survivors_with_different_complete_buckets_agree(three: Any, twin: Twins
     assert forwards(three, [0, 2], STRUCK) == list(range(12)), "no micro-batch runs twice"
 
 
+@pytest.mark.thorough
 def test_a_launch_that_fails_is_reported_after_the_backward(three: Any, twin: Twins) -> None:
     """No process dies: the same members form again, and no micro-batch remains to be run."""
     three.hold(1, "bucket", STRUCK, then="fail", bucket=1)
@@ -188,6 +191,7 @@ def test_a_quiesce_before_the_reduction_starts_none(three: Any, twin: Twins) -> 
     finish(three, [0, 1, 2], twin(0.0))
 
 
+@pytest.mark.thorough
 def test_a_boundary_quiesce_in_the_last_backward(three: Any, twin: Twins) -> None:
     """The order comes too late for the stats of this iteration, so all stop after the next one."""
     here = three.hold(1, "bucket", STRUCK, bucket=1)

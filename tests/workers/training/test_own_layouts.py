@@ -121,6 +121,7 @@ def test_a_rank_of_the_largest_layout_builds_its_own_part_only(
                 if line.startswith("built")] == layouts
 
 
+@pytest.mark.thorough
 def test_chunks_equal_one_rank(tmp_path: Path, nursery: Nursery) -> None:
     interleaved = {"pipeline": [1, 2], "chunks": 2}
     made: list[Driver] = []
@@ -148,12 +149,12 @@ CASES = {
 }
 
 
-AS_IN_REPLICAS = {"tp2dp2_to_tp2", "pp2dp2_to_pp2", "pp2dp2_to_dp3", "dp4_to_tp2_beside"}
-"""Cases that test_replicas.py covers with a task that has no custom loop."""
+QUICK = ("tp2dp2_to_dp3", "pp2dp2_in_the_first")
+"""What `make test` runs: test_replicas.py has the other cases with tasks without a custom loop."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (
-    name in AS_IN_REPLICAS)) for name in CASES])
+    name not in QUICK)) for name in CASES])
 def test_training_continues_after_a_lost_rank(loops: Loops, undisturbed: Driver, name: str) -> None:
     case = CASES[name]
     driver = loops(**ANY)
@@ -162,6 +163,7 @@ def test_training_continues_after_a_lost_rank(loops: Loops, undisturbed: Driver,
     finish(driver, list(case.members), undisturbed)
 
 
+@pytest.mark.thorough
 def test_shards_of_a_loop_move_to_another_layout(loops: Loops, undisturbed: Driver) -> None:
     ranks = [0, 1, 2, 3]
     driver = loops("--sharded", **ANY, optimizer="sharded")
@@ -199,7 +201,8 @@ def dies_evaluating(driver: Driver, others: int) -> None:
 
 
 @pytest.mark.parametrize(("before", "left", "after"), [
-    (Axes(dp=3), [0, 2], Axes(dp=2)), (TP2DP2, [2, 3], Axes(tp=2))], ids=["dp3", "tp2dp2"])
+    (Axes(dp=3), [0, 2], Axes(dp=2)),
+    pytest.param(TP2DP2, [2, 3], Axes(tp=2), marks=pytest.mark.thorough)], ids=["dp3", "tp2dp2"])
 def test_an_evaluation_in_which_a_rank_dies_is_repeated(
         loops: Loops, undisturbed: Driver, before: Axes, left: list[int], after: Axes) -> None:
     driver = loops(**ANY)

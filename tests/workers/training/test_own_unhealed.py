@@ -86,6 +86,7 @@ def test_loops_without_in_memory_recovery_train_by_a_launcher(
 
 @pytest.mark.parametrize(("change", "same"), [
     ("no minimum", "as it is"), ("no minimum, no warm-up", "no warm-up")])
+@pytest.mark.thorough
 def test_an_optimizer_without_min_lr_has_that_of_the_schedule(run: Run, tmp_path: Path, change: str,
                                                               same: str) -> None:
     found = []
@@ -99,6 +100,7 @@ def test_an_optimizer_without_min_lr_has_that_of_the_schedule(run: Run, tmp_path
     assert len(found[0]) == 4
 
 
+@pytest.mark.thorough
 def test_another_optimizer_trains(run: Run, tmp_path: Path, undisturbed: list[float]) -> None:
     assert run(tmp_path, "sgd", 1)[0][0] == 0
     found = losses(tmp_path)

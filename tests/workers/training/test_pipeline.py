@@ -36,7 +36,8 @@ CASES: dict[str, tuple[Train, Axes, int, int]] = {
 """What is trained, and where; the group before which it stops, and the micro-batches before it."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.thorough] * (
+    case.split(",")[0] in ("pp2", "chunks") and "middle" not in case)) for case in CASES])
 def test_a_stopped_pipeline_has_the_sum_of_what_it_began(case: str) -> None:
     train, axes, num_groups, num_done = CASES[case]
     ends: list[Any] = worlds.run(axes.tp * axes.pp, world_work.stopped, train, axes, NUM_ITEMS,

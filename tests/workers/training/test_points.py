@@ -1,6 +1,7 @@
 """A fault at every point of a task's life: the survivors finish the iteration and lose nothing.
 
-Each point runs once, with the faults in rotation. `make fault-matrix` runs all cells.
+Each point runs once, with the faults in rotation; `make test` runs two of five, in which each fault
+is. `make fault-matrix` runs all cells.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from matrix import run
-from matrix.cells import FAULTS, Cell, cells, eight, loops_once, once
+from matrix.cells import BASE, FAULTS, Cell, cells, eight, loops_once, once
 from matrix.judge import complaints
 from matrix.scenes import Play
 from matrix.trial import Trials
@@ -33,7 +34,9 @@ def trials(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> Trials:
 
 @pytest.mark.parametrize("cell", [
     *(pytest.param(cell, id=cell.name, marks=[pytest.mark.thorough] * (
-        cell.variant.name in COVERED and cell.fault == FAULTS[0])) for cell in once()),
+        (cell.variant.name in COVERED and cell.fault == FAULTS[0])
+        or (cell.variant is BASE and number % 5 not in {0, 3})))
+      for number, cell in enumerate(once())),
     *(pytest.param(cell, id=cell.name, marks=[pytest.mark.thorough] * (
         cell.variant.name not in USUAL_LOOPS)) for cell in loops_once()),
     *(pytest.param(cell, id=cell.name, marks=pytest.mark.thorough) for cell in eight())])

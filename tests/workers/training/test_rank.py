@@ -140,6 +140,7 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(drive: Drive, tw
     assert twin(0.0).is_equal(driver.final_checkpoint(3))
 
 
+@pytest.mark.thorough
 def test_survivors_quiesce_without_an_order(drive: Drive, twin: Twins) -> None:
     """A survivor whose collective fails reports CollectiveFailed and Quiesced, and then waits."""
     driver = drive()
@@ -205,6 +206,7 @@ DistributedDataParallel.scale_gradients = slow
 """
 
 
+@pytest.mark.thorough
 def test_a_member_quiesced_while_it_scales_keeps_its_sum(drive: Drive, twin: Twins) -> None:
     """Rank 0 dies while rank 1 scales gradients for seconds, as with a big model on few cores."""
     driver = drive()
@@ -356,6 +358,7 @@ History.add = add
 """
 
 
+@pytest.mark.thorough
 def test_a_newcomer_receives_half_a_million_losses(drive: Drive) -> None:
     driver = drive(iterations=10_000)
     driver.patch = REMEMBERS_MUCH

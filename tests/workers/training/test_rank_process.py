@@ -188,6 +188,7 @@ def test_a_late_reduction_starts_nothing_in_the_next_generation(
     assert twin(0.0).is_equal(driver.final_checkpoint())
 
 
+@pytest.mark.thorough
 def test_buckets_of_the_previous_iteration_are_not_reported(drive: Drive) -> None:
     driver = drive()
     driver.start(0, 1, 2)
@@ -292,6 +293,7 @@ control.REPLACE_ABANDONED_NUM = 0
 """
 
 
+@pytest.mark.thorough
 def test_members_with_too_many_abandoned_exit_one_by_one_and_never_the_last(
         drive: Drive, twin: Twins) -> None:
     """All members reach the limit together, because each stop abandons a collective on each."""

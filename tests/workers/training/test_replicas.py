@@ -35,9 +35,9 @@ def finish(driver: Any, ranks: list[int], twin: Any) -> None:
     assert gap.param_rel < 1e-5
 
 
-@pytest.mark.parametrize("axes", [
-    pytest.param(Axes(tp=2), marks=pytest.mark.thorough),  # TP2DP2 covers it
-    pytest.param(Axes(pp=2), marks=pytest.mark.thorough), TP2DP2, PP2DP2, Axes(pp=3)],
+@pytest.mark.parametrize("axes", [PP2DP2, *(
+    pytest.param(axes, marks=pytest.mark.thorough)
+    for axes in (Axes(tp=2), Axes(pp=2), TP2DP2, Axes(pp=3)))],
                          ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}")
 def test_an_undisturbed_task_equals_the_twin(drive: Drive, twin: Twins, axes: Axes) -> None:
     driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)
@@ -47,8 +47,8 @@ def test_an_undisturbed_task_equals_the_twin(drive: Drive, twin: Twins, axes: Ax
     finish(driver, ranks, twin(iterations=NUM_ITERATIONS, model=MODEL))
 
 
-AS_OTHERS = {"tp2dp2_to_dp3", "pp2dp2_to_pp2"}
-"""Cases that test_own_layouts.py and test_forward_counts.py have, too."""
+AS_OTHERS = set(CASES) - {"tp2dp2_to_pp3", "tp2dp2_stepping"}
+"""Cases like those that test_own_layouts.py, test_points.py and test_forward_counts.py have."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (

@@ -262,6 +262,7 @@ PATH = all_pairs(WHOLE)
 @pytest.mark.parametrize("path", [
     PATH[:len(PATH) // 2 + 1], pytest.param(PATH[len(PATH) // 2:], marks=pytest.mark.thorough)],
     ids=["first half", "second half"])
+@pytest.mark.thorough
 def test_every_layout_takes_over_from_every_other(path: list[Layout]) -> None:
     assert len(set(pairwise(PATH))) == len(WHOLE) * (len(WHOLE) - 1)
     assert set(path) == set(WHOLE), "each half gives and takes every layout"

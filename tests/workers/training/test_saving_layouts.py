@@ -53,7 +53,8 @@ def resumed(drive: Drive, driver: Any, path: str, layout: str, ranks: list[int],
     return final
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.thorough] * (
+    name in ("pp2", "zero1"))) for name in LAYOUTS])
 def test_each_member_writes_its_share_and_another_layout_reads_it(
         drive: Drive, twin: Twins, layout: str) -> None:
     driver, axes = started(drive, layout, checkpoint_every=5)
@@ -71,6 +72,7 @@ def test_each_member_writes_its_share_and_another_layout_reads_it(
 
 
 @pytest.mark.parametrize("layout", ["tp2dp2", "mirrored"])
+@pytest.mark.thorough
 def test_members_that_leave_save_in_parts(drive: Drive, twin: Twins, layout: str) -> None:
     driver, axes = started(drive, layout)
     driver.form(RANKS, axes=axes)
@@ -102,9 +104,9 @@ def test_the_rest_saves_after_a_fault(
     assert twin(0.0).is_equal(resumed(drive, driver, saved.path, layout, RANKS, axes))
 
 
-@pytest.mark.parametrize(("event", "lost"), [
-    ("saving", 0), ("save_mid", 3), pytest.param("saving", 3, marks=pytest.mark.thorough),
-    pytest.param("save_mid", 0, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("event", "lost"), [("save_mid", 3), *(
+    pytest.param(*case, marks=pytest.mark.thorough)
+    for case in (("saving", 0), ("saving", 3), ("save_mid", 0)))])
 def test_a_fault_in_the_middle_of_a_save_leaves_the_one_before_in_force(
         drive: Drive, twin: Twins, event: str, lost: int) -> None:
     driver, axes = started(drive, "tp2dp2", checkpoint_every=2)

@@ -95,6 +95,7 @@ def test_a_gather_in_the_next_forward(loops: Loops, undisturbed: Path, axes: Axe
 @pytest.mark.parametrize("axes", [
     Axes(dp=3), pytest.param(TP2DP2, marks=pytest.mark.thorough), PP2DP2],
     ids=["dp3", "tp2dp2", "pp2dp2"])
+@pytest.mark.thorough
 def test_a_gather_that_breaks_off_loses_nothing(
         loops: Loops, undisturbed: Path, axes: Axes) -> None:
     """Rank 1 is held before its forward, so the others wait for its parameters."""

@@ -98,7 +98,7 @@ def strike_and_replace(driver: Any) -> None:
 
 
 @pytest.mark.parametrize("variant", [pytest.param(name, marks=[pytest.mark.thorough] * (
-    name == "bf16-scaled")) for name in VARIANTS])
+    name in ("bf16", "bf16-scaled", "fp16"))) for name in VARIANTS])
 def test_a_rank_is_replaced_in_every_precision(drive: Drive, twin: Twins, variant: str) -> None:
     changes = SMALL | VARIANTS[variant]
     driver = drive(**changes)
@@ -131,6 +131,7 @@ def test_a_rank_is_replaced_with_either_loss(
     assert differs, "the loss makes a difference"
 
 
+@pytest.mark.thorough
 def test_a_bf16_task_resumes_exactly_from_a_checkpoint(drive: Drive) -> None:
     changes = SMALL | BF16
     driver = drive(**changes, checkpoint_every=4)
