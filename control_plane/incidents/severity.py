@@ -25,10 +25,11 @@ TABLE: dict[str, Severity] = {
     s.LINK_FLAPPING: "SEV3",
     s.TASK_HANG: "SEV2",
     # not in the paper's table
+    s.SILENT_CORRUPTION: "SEV2",
     s.WRONG_INPUT: "SEV2",
 }
 OF_DEVICES = frozenset((s.ILLEGAL_MEMORY_ACCESS, s.ECC_ERRORS, s.INVALID_DMA_MAPPING, s.CUDA_ERRORS,
-                        s.NVLINK_ERRORS, s.GPU_DRIVER_ERRORS))
+                        s.NVLINK_ERRORS, s.GPU_DRIVER_ERRORS, s.SILENT_CORRUPTION))
 """Statuses that concern the reporting rank's own device: never indirect evidence."""
 HANDLING: dict[Severity, tuple[str, str, str]] = {
     "SEV3": ("reattempt in place: the communicators are built again, every process lives",

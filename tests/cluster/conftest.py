@@ -59,9 +59,10 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
 @pytest.fixture
 def spec(tmp_path: Path) -> Callable[..., Spec]:
     """A small GPT whose iterations last long enough to inject a fault inside one."""
-    def make(name: str, *, dropout: float = 0.0, iterations: int = 40) -> Spec:
+    def make(name: str, *, dropout: float = 0.0, iterations: int = 40,
+             reproducible: str = "rounding") -> Spec:
         return small(
-            name, tmp_path / "out", iterations=iterations,
+            name, tmp_path / "out", iterations=iterations, reproducible=reproducible,
             model={"num_layers": 3, "hidden": 128, "num_heads": 4, "sequence": 128,
                    "dropout": dropout},
             batch={"global": 48, "micro": 4},

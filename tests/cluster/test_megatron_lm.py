@@ -9,9 +9,18 @@ from typing import Any
 
 import megatron_trial
 import pytest
-from megatron_trial import BITWISE, CASES, DECLINED, ITERATIONS, LONG, MANDATORY, SAVED, TRIP
+from megatron_trial import (
+    BITWISE,
+    CASES,
+    DECLINED,
+    EXACT_TRIP,
+    ITERATIONS,
+    LONG,
+    MANDATORY,
+    SAVED,
+    TRIP,
+)
 from real_cluster import RealCluster, running
-from reference import differing, read
 
 
 @pytest.fixture(scope="module", params=megatron_trial.clones(), ids=lambda folder: folder.name)
@@ -37,13 +46,17 @@ def test_a_killed_rank_changes_no_printed_loss(
 @pytest.mark.parametrize("name", BITWISE)
 def test_in_bitwise_a_killed_rank_changes_no_bit(
         cluster: RealCluster, clone: Path, tmp_path: Path, name: str) -> None:
-    case = BITWISE[name]
-    healed = megatron_trial.struck(cluster, clone, case, tmp_path / "struck")
-    calm = case._replace(slots=max(case.parallel.get("tensor", [1])), faults=())
-    undisturbed = megatron_trial.struck(cluster, clone, calm, tmp_path / "calm")
-    assert healed.lines.keys() == undisturbed.lines.keys()
+    healed, differing = megatron_trial.bits_of(cluster, clone, BITWISE[name], tmp_path)
     assert len(healed.incidents) == 1
-    assert differing(*(read(tmp_path / run / "latest") for run in ("struck", "calm"))) == []
+    assert differing == []
+
+
+def test_in_bitwise_a_round_trip_ends_with_the_same_bits(
+        cluster: RealCluster, clone: Path, tmp_path: Path) -> None:
+    healed, differing = megatron_trial.bits_of_round_trip(cluster, clone, EXACT_TRIP, tmp_path,
+                                                          random.Random(1))
+    assert len(healed.incidents) == 3
+    assert differing == []
 
 
 def test_its_checkpoints_are_continued_and_its_own_loop_continues_ours(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from real_cluster import RealCluster
-from reference import orders, tolerance
+from reference import differing, orders, read, tolerance
 from unicron.workers.training.model import cpu_device
 
 ITERATIONS, MICRO_BATCHES, STRUCK, VICTIM = 12, 6, 3, 1
@@ -97,6 +97,7 @@ BITWISE = {
         *USUAL, "--bf16", "--accumulate-allreduce-grads-in-fp32", "--use-distributed-optimizer",
         "--overlap-param-gather"), loop=EXACT)}
 """Trained bit for bit, with a killed rank and on the fewest ranks without a fault."""
+EXACT_TRIP = TRIP._replace(loop=EXACT)
 
 
 DECLINED = {
@@ -291,6 +292,37 @@ def round_trip(cluster: RealCluster, clone: Path, case: Case, folder: Path, draw
     assert min(map(int, filter(str.isdecimal, last))) == SAVED + 1, last
     _unsum(last)
     return healed._replace(lines=first | healed.lines | last, state=folder / "last")
+
+
+def bits_of(cluster: RealCluster, clone: Path, case: Case, folder: Path
+            ) -> tuple[Healed, list[str]]:
+    """Train a case of BITWISE through its faults, and without any on the fewest ranks. Returns the
+    first run, and the tensors of the two last states that are not equal bit for bit."""
+    healed = struck(cluster, clone, case, folder / "struck")
+    struck(cluster, clone, _calm(case), folder / "calm")
+    return healed, _differing(folder)
+
+
+def bits_of_round_trip(cluster: RealCluster, clone: Path, case: Case, folder: Path,
+                       draw: random.Random) -> tuple[Healed, list[str]]:
+    """The same from a checkpoint that Megatron-LM's own loop saves, with three random faults."""
+    words = ("--load", str(folder / "before"))
+    stock(clone, case, "--save", words[1], "--save-interval", str(LONG),
+          "--exit-interval", str(LOADED))
+    healed = struck_at_random(cluster, clone, case, folder / "struck", draw, *words,
+                              iterations=SAVED)
+    calm, after = _calm(case), cluster.seq()
+    _ended(cluster, cluster.submit(job(clone, calm, folder / "calm", *calm.words, *words,
+                                       iterations=SAVED)), after, [])
+    return healed, _differing(folder)
+
+
+def _calm(case: Case) -> Case:
+    return case._replace(slots=max(case.parallel.get("tensor", [1])), faults=())
+
+
+def _differing(folder: Path) -> list[str]:
+    return differing(*(read(folder / run / "latest") for run in ("struck", "calm")))
 
 
 def saving(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import unicron
 from rank_driver import Driver
 from unicron.events.errors import UsageError
@@ -19,6 +20,7 @@ from unicron.events.records.statuses import (
     CONNECTION_RESET,
     ILLEGAL_MEMORY_ACCESS,
     OTHER_SOFTWARE,
+    SILENT_CORRUPTION,
     WRONG_INPUT,
 )
 from unicron.workers.diagnosis.classifier import classify
@@ -30,6 +32,7 @@ from unicron.workers.training.process.exit_report import (
     bounded,
     verdict_of,
 )
+from unicron.workers.training.step.corruption import CorruptionError
 
 CUDA = " CUDA error: an illegal memory access was encountered "
 LINE = "ConnectionRefusedError: [Errno 111] Connection refused"
@@ -166,6 +169,30 @@ def test_the_innermost_cause_decides(fail: Callable[[], None]) -> None:
     verdict = verdict_of(caught(fail))
     assert (verdict.status, verdict.second_hand) == (CONNECTION_REFUSED, False)
     assert "Connection refused" in verdict.line
+
+
+def test_silent_corruption_is_that_of_the_rank_that_raises_it() -> None:
+    def corrupt() -> None:
+        raise CorruptionError("silent data corruption in rank 1, iteration 30: its state changed")
+
+    def told() -> None:
+        raise RuntimeError("silent data corruption at position 1: its state changed")
+
+    assert verdict_of(caught(corrupt)).status == SILENT_CORRUPTION
+    assert verdict_of(caught(told)).status == OTHER_SOFTWARE
+
+
+def test_an_operator_without_a_deterministic_kernel_is_wrong_input() -> None:
+    def put() -> None:
+        torch.use_deterministic_algorithms(True)
+        try:
+            torch.zeros(4).put_(torch.tensor([1, 1]), torch.ones(2))
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    verdict = verdict_of(caught(put))
+    assert (verdict.status, verdict.rule) == (WRONG_INPUT, "not-deterministic")
+    assert "put_" in verdict.line
 
 
 def test_a_suppressed_cause_does_not_count() -> None:

@@ -39,6 +39,9 @@ MACHINE_RULES = (
         ("overheated", "critical temperature|thermal shutdown",
          r"critical temperature reached|thermal shutdown"),
     )),
+    *rules(statuses.SILENT_CORRUPTION, HARDWARE, (
+        ("silent-corruption", "corruptionerror: silent data corruption"),
+    )),
     *rules(statuses.ECC_ERRORS, HARDWARE, (
         ("ecc-uncorrectable", "ecc|uncorrectable",
          r"[sd]ram uncorrectable\s{0,40}: ?[1-9]|uncorrectable (?:\w{1,8} )?(?:memory"

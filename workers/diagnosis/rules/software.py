@@ -26,6 +26,8 @@ ENDED_RULES = (
 PROCESS_RULES = (
     *rules(statuses.WRONG_INPUT, FABRIC, (
         ("wrong-input", "unicron.events.errors.usageerror"),
+        ("not-deterministic", "does not have a deterministic implementation",
+         r"runtimeerror: .{1,200}does not have a deterministic implementation"),
     )),
     *rules(statuses.OTHER_SOFTWARE, FABRIC, (
         ("disk-full", "no space left|quota|enospc",
