@@ -1,8 +1,8 @@
 """Where two runs differ by their digests, and where this version decides otherwise than a log."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 from ...control_plane.decide.replay import Different
 from ...events.errors import UnicronError, UsageError
@@ -13,9 +13,7 @@ from .offline import Log
 
 FIELD_LENGTH_MAX = 98
 DECISIONS_NUM_MAX = 20
-HINT = "with train.reproducible: bitwise a task has digests every train.digest_every iterations"
-Difference = tuple[str, Any, Any]
-"""A field by its path, as `tasks.4.phase`, and both values; None: it is absent."""
+HINT = "with train.reproducible: bitwise a task has digests every digest_every iterations"
 Run = dict[int, list[str]]
 """A task's digests by iteration, in the order of the log. An iteration that ran again has several,
 equal if nothing went wrong."""
@@ -74,36 +72,15 @@ def _compared(one: Run, other: Run) -> tuple[int, int | None, list[str]]:
     return len(both), None, []
 
 
-def differences(a: Any, b: Any, field: str = "") -> Iterator[Difference]:
-    """The values that differ in two pieces of plain data."""
-    one, other = _items(a), _items(b)
-    if one is not None and other is not None:
-        for name in dict.fromkeys((*one, *other)):
-            yield from differences(one.get(name), other.get(name), f"{field}.{name}".lstrip("."))
-    elif a != b:
-        yield field, a, b
-
-
-def _items(value: Any) -> Mapping[Any, Any] | None:
-    """The items of a mapping or list by key or index; None for a single value."""
-    if isinstance(value, list | tuple):
-        return dict(enumerate(cast(list[Any], value)))
-    return cast(dict[str, Any], value) if isinstance(value, dict) else None
-
-
-def in_words(one: Difference) -> str:
-    """`  tasks.4.phase: "training", "idle"`."""
-    field, a, b = one
-    return fmt.clipped(f"  {field}: {json.dumps(a)}, {json.dumps(b)}", FIELD_LENGTH_MAX)
-
-
 def decisions(found: Sequence[Different]) -> list[str]:
     """The first decisions that this version makes otherwise, each with the first other field."""
     rows: list[list[str]] = []
     for one in found[:DECISIONS_NUM_MAX]:
         kinds = [record["kind"] if record else "-" for record in (one.recorded, one.now)]
-        what = next(differences(one.recorded["body"], one.now["body"]), None) if (
-            one.recorded and one.now and kinds[0] == kinds[1]) else None
-        rows.append([str(one.seq), *kinds, in_words(what).strip() if what is not None else ""])
+        recorded, now = ((record or {}).get("body", {}) for record in (one.recorded, one.now))
+        what = next((f"{name}: {json.dumps(recorded[name])}, {json.dumps(now[name])}"
+                     for name in recorded if name in now and kinds[0] == kinds[1]
+                     and recorded[name] != now[name]), "")
+        rows.append([str(one.seq), *kinds, fmt.clipped(what, FIELD_LENGTH_MAX)])
     return ["", *fmt.table(("SEQ", "RECORDED", "NOW", "FIRST FIELD"), rows, right=(0,)),
             *["... (-o json has more)"] * (len(found) > len(rows))]

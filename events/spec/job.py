@@ -96,9 +96,10 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     The script decides the rest (workers/training/adopt/adoption.py). `micro_batches` is the number
     of micro-batches of one iteration over all ranks; it never changes. `output`,
-    `checkpoint_every`, `copy_every`, `kept_sum` and `reproducible` are as in `train:`. `parallel`:
-    the layouts in which the script can build its model. `model`: the GPT that it builds. The
-    throughput is then modelled, and a layout is only chosen if it fits into the GPU's memory.
+    `checkpoint_every`, `copy_every`, `kept_sum`, `reproducible` and what belongs to it are as in
+    `train:`. `parallel`: the layouts in which the script can build its model. `model`: the GPT that
+    it builds. The throughput is then modelled, and a layout is only chosen if it fits into the
+    GPU's memory.
     `micro_batch`, `zero1` and `kept_sum` of the model follow from the other keys of the loop.
     """
 
@@ -110,6 +111,7 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kept_sum: bool = True
     reproducible: Reproducible = "rounding"
     reproducible_bits: Literal[64, 32] = 64
+    digest_every: int = 100
     parallel: Parallel = field(default_factory=Parallel)
     model: MegatronModel | None = None
 
@@ -448,7 +450,7 @@ def _check_train(train: Train, slots: Slots) -> None:
          f"{slots.max} ranks, but an iteration has {train.num_micro_batches} micro-batches",
          "raise train.batch.global, lower train.batch.micro or slots.max")
     need_count(train.iterations, "train.iterations")
-    for name in ("checkpoint_every", "copy_every", "bucket_params", "digest_every"):
+    for name in ("checkpoint_every", "copy_every", "bucket_params"):
         need_count(getattr(train, name), f"train.{name}", least=0)
     need(train.overlap or not train.bucket_params, "train.bucket_params",
          "without overlap there is one bucket", "write overlap: true, or leave it out")
@@ -481,6 +483,7 @@ def check_reproducible(work: Train | Loop, path: str) -> None:
          "name one size there, or leave reproducible out")
     need(is_exact or work.reproducible_bits == 64, f"{path}.reproducible_bits",
          "has no effect with reproducible: rounding", "write reproducible: bitwise")
+    need_count(work.digest_every, f"{path}.digest_every", least=0)
 
 
 def _check_writable(spec: JobSpec) -> None:

@@ -238,6 +238,8 @@ HINTED: list[tuple[dict[str, Any], str, str]] = [
      "another size computes other bits", "name one size there, or leave reproducible out"),
     (loop({}, reproducible_bits=32), "loop.reproducible_bits: has no effect with reproducible: "
      "rounding", "write reproducible: bitwise"),
+    (loop({}, digest_every=-1), "loop.digest_every: must be at least 0",
+     "see docs/reference/job-spec.md"),
     (loop({}, zero1=True), "loop.zero1: is not a field",
      "did you mean loop.parallel.optimizer: sharded?"),
     (command(zero1=True), "zero1: is not a field",

@@ -270,7 +270,7 @@ class LoopWorkload:
             iterations=loop.iterations, output=loop.output, copy_every=loop.copy_every,
             checkpoint_every=loop.checkpoint_every, parallel=loop.parallel, seed=seed, loss=loss,
             kept_sum=loop.kept_sum, reproducible=loop.reproducible,
-            reproducible_bits=loop.reproducible_bits,
+            reproducible_bits=loop.reproducible_bits, digest_every=loop.digest_every,
             model=Model(sequence=sequence),
             batch=Batch(global_=loop.micro_batches * samples_num, micro=samples_num))
         self.flops = flops
