@@ -147,7 +147,6 @@ def test_an_identity_survives_control_plane_and_server(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize(("node", "off_s"), [("h2", -3_600.0), ("h3", 3_600.0)])
-@pytest.mark.thorough
 def test_a_clock_that_is_an_hour_off(hosts: Hosts, node: str, off_s: float) -> None:
     """Expiry goes by the control plane's clock, silence by the server's; a signature has no time.
     """
