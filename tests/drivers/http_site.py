@@ -119,6 +119,7 @@ async def serving(policy: Policy = POLICY,
         await asyncio.wait_for(leading, 60)
         await listener.stop()
         folder.cleanup()
+        structlog.reset_defaults()
 
 
 Test = Callable[[Site], Coroutine[Any, Any, None]]
