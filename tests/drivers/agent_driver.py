@@ -31,7 +31,7 @@ from unicron.workers.agent.processes.process import Process
 from unicron.workers.agent.processes.shim import Shim
 from unicron.workers.host import linux
 
-LIMIT_S = 40.0
+LIMIT_S = 75.0
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 

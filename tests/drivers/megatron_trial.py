@@ -306,9 +306,10 @@ def bits_of(cluster: RealCluster, clone: Path, case: Case, folder: Path
 def bits_of_round_trip(cluster: RealCluster, clone: Path, case: Case, folder: Path,
                        draw: random.Random) -> tuple[Healed, list[str]]:
     """The same from a checkpoint that Megatron-LM's own loop saves, with three random faults."""
-    words = ("--load", str(folder / "before"))
-    stock(clone, case, "--save", words[1], "--save-interval", str(LONG),
+    before = str(folder / "before")
+    stock(clone, case, "--save", before, "--save-interval", str(LONG),
           "--exit-interval", str(LOADED))
+    words = ("--load", before, "--exit-interval", str(SAVED))
     healed = struck_at_random(cluster, clone, case, folder / "struck", draw, *words,
                               iterations=SAVED)
     calm, after = _calm(case), cluster.seq()
