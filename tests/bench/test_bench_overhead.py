@@ -10,6 +10,10 @@ from bench.overhead import main
 LIMIT_S = 240.0
 
 
+def test_the_example_is_changed(tmp_path: Path) -> None:
+    assert "ROWS, SAMPLES = 512, 64, 2" in main.trained(tmp_path, 64).read_text()
+
+
 @pytest.mark.thorough
 def test_each_pair_has_an_iteration_of_both(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

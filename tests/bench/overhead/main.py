@@ -98,13 +98,18 @@ def main() -> None:
     finish(rows, options.out, began_s, [*lines, WHY], launches=options.n)
 
 
+def trained(folder: Path, sequence: int) -> Path:
+    """The script that is measured: the example with a larger model, and without evaluations."""
+    return changed_example(folder, [
+        ("5, 4\n", "10**9, 4\n"), ("hidden_size=32", "hidden_size=256"),
+        ("VOCABULARY, SEQUENCE, ROWS, SAMPLES = 64, 16, 2",
+         f"VOCABULARY, SEQUENCE, ROWS, SAMPLES = 512, {sequence}, {ROWS}")])
+
+
 def measured(folder: Path, num: int, sequence: int, **loop: Any) -> list[tuple[float, float]]:
     """CPU seconds of all ranks in each pair: Unicron's, stock's."""
     total, ranks = WARM_UP + num, [0, 1]
-    script = changed_example(folder, [
-        ("5, 4\n", "10**9, 4\n"), ("hidden_size=32", "hidden_size=256"),
-        ("VOCABULARY, SEQUENCE, ROWS = 64, 16, 2",
-         f"VOCABULARY, SEQUENCE, ROWS = 512, {sequence}, {ROWS}")])
+    script = trained(folder, sequence)
     os.environ.update(HUGE_PAGES)
     with closing(Nursery(folder / "zygote.log")) as nursery:
         driver = drive_loop(folder, nursery, [], iterations=total, micro_batches=MICRO_BATCHES,
