@@ -201,7 +201,11 @@ def _loss(train: Train, sums: Sequence[tuple[float, int]]) -> float:
     """The loss of an iteration, from the loss sum and the token count of each micro-batch."""
     if train.loss == "per_token":
         return math.fsum(part for part, _ in sums) / max(sum(number for _, number in sums), 1)
-    return math.fsum(part / max(number, 1) for part, number in sums) / len(sums)
+    import torch
+
+    # In float32, as the loss that is differentiated.
+    return math.fsum((torch.tensor(part) / max(number, 1) / len(sums)).item()
+                     for part, number in sums)
 
 
 def compare(one: Path | str, other: Path | str) -> Difference:
