@@ -44,7 +44,8 @@ def doctor(state: StateDir, *, only_support: bool, as_json: bool) -> int:
     if only_support:
         return print_support(as_json=as_json)
     checks: tuple[Callable[[], Finding], ...] = (
-        _python, _torch, _megatron, _gpus, variables, _server, lambda: log_server(state),
+        _python, _torch, lambda: _installed("megatron", "megatron-core"), _gpus, variables,
+        _server, lambda: log_server(state),
         _loopback, lambda: _folder(state), lambda: _ranks(state), lambda: _running(state))
     findings = [check() for check in checks]
     missing = any(one.grade == "missing" for one in findings)
@@ -104,10 +105,6 @@ def _installed(what: str, package: str) -> Finding:
     if found.problem:
         return Finding(what, "missing", found.problem, known_versions.HINT)
     return Finding(what, "note", found.version, found.warning)
-
-
-def _megatron() -> Finding:
-    return _installed("megatron", "megatron-core")
 
 
 def _torch() -> Finding:

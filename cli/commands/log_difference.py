@@ -1,22 +1,36 @@
 """Where two runs differ by their digests, and where this version decides otherwise than a log."""
 
-import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from ...control_plane.decide.replay import Different
 from ...events.errors import UnicronError, UsageError
 from ...events.records.reports import TaskProgressed, TaskSubmitted
+from ...events.spec.job import JobSpec
 from ..terminal import console
 from ..terminal import format as fmt
 from .offline import Log
 
-FIELD_LENGTH_MAX = 98
 DECISIONS_NUM_MAX = 20
-HINT = "with train.reproducible: bitwise a task has digests every digest_every iterations"
-Run = dict[int, list[str]]
-"""A task's digests by iteration, in the order of the log. An iteration that ran again has several,
-equal if nothing went wrong."""
+HINT = "with reproducible: bitwise a task has digests every digest_every iterations; 0: none"
+NOT_THE_RESULT = frozenset(("output", "checkpoint_every", "copy_every", "kept_sum", "parallel",
+                            "digest_every"))
+"""Keys in which two jobs may differ and train the same."""
+
+
+class Run(NamedTuple):
+    """A task. An iteration that ran again has several digests, equal if nothing went wrong."""
+
+    spec: JobSpec
+    digests: dict[int, list[str]]
+
+    @property
+    def work(self) -> dict[str, Any]:
+        """What it trains: the keys of `train` or `loop` that decide the result."""
+        work = msgspec.to_builtins(self.spec.train or self.spec.loop, str_keys=True)
+        return {key: value for key, value in work.items() if key not in NOT_THE_RESULT}
 
 
 class DifferError(UnicronError):
@@ -25,62 +39,80 @@ class DifferError(UnicronError):
 
 def diff(logs: Sequence[Log], a: str, b: str, *, as_json: bool) -> None:
     """Compare the tasks of two logs by name, of one name the newest; or of one log the tasks `a`
-    and `b`, which may be the same. Raises DifferError, UsageError."""
+    and `b`, by name or number, which may be the same. Raises DifferError, UsageError."""
     one, other = _runs(logs[0]), _runs(logs[-1])
-    names = ([(name, name) for name in one if name in other] if len(logs) > 1 else
-             [(a, b)] if a in one and b in one else [])
-    if not names:
-        raise UsageError("no task with digests has " + (
-            f"the same name in {a} and {b}" if len(logs) > 1 else f"the name {a} or {b}"),
-            f"there are {fmt.listed(list(dict.fromkeys((*one, *other)))) or 'none'}; {HINT}")
-    rows, lines = list[dict[str, Any]](), list[str]()
-    for x, y in names:
-        num, at, digests = _compared(one[x], other[y])
-        rows.append({"tasks": [x, y], "num_compared": num, "iteration": at, "digests": digests})
+    lines = list[str]()
+    if len(logs) == 1:
+        pairs = [(a, _named(one, a), b, _named(one, b))]
+    else:
+        of = [{run.spec.name: run for run in runs.values() if run.digests} for runs in (one, other)]
+        pairs = [(name, run, name, of[1][name]) for name, run in of[0].items() if name in of[1]]
+        if not pairs:
+            raise UsageError(f"no task with digests has the same name in {a} and {b}",
+                             f"there are {fmt.listed([*of[0], *of[1]]) or 'none'}; {HINT}")
+        lines += [f"not in both logs: {fmt.listed(alone)}"
+                  for alone in [sorted(of[0].keys() ^ of[1].keys())] if alone]
+    rows = list[dict[str, Any]]()
+    for x, run, y, against in pairs:
         what = f"task {x}" if x == y else f"tasks {x} and {y}"
-        lines.append(f"{what}: {fmt.number_of(num, 'digest')} are equal" if at is None else
-                     f"{what}: iteration {at} is the first that began with another state, after "
-                     f"{fmt.number_of(num - 1, 'equal digest')}: {', '.join(digests)}")
+        both, at, digests = _compared(run, against, what)
+        rows.append({"tasks": [x, y], "compared": both, "iteration": at, "digests": digests})
+        lines.append(f"{what}: {fmt.number_of(len(both), 'equal digest')}, of iterations "
+                     f"{both[0]} to {both[-1]}" if at is None else
+                     f"{what}: iteration {at} is the first compared that began with another state, "
+                     f"after {fmt.number_of(len(both) - 1, 'equal digest')}: {', '.join(digests)}")
+        if others := [key for key in run.work if run.work[key] != against.work.get(key)]:
+            lines.append(f"{what}: the jobs differ in {', '.join(others)}")
     is_equal = all(row["iteration"] is None for row in rows)
     console.show({"equal": is_equal, "tasks": rows}, lines, as_json=as_json)
     if not is_equal:
-        raise DifferError(f"{a} and {b} differ", "the cause is between the last equal digest and "
-                          "that iteration; unicron incident shows what failed")
+        raise DifferError(f"{a} and {b} differ", "the cause is between the last equal digest, or "
+                          "the start, and that iteration: a fault (unicron incident), another job, "
+                          "other data or software")
 
 
 def _runs(log: Log) -> dict[str, Run]:
-    """The tasks with digests, by name."""
-    names = {seq: task.spec.name for seq, task in log.state().tasks.items()}
-    runs: dict[int, Run] = {}
+    """The training tasks, by number, as text."""
+    runs = {str(seq): Run(task.spec, {}) for seq, task in log.state().tasks.items()}
     for record in log.read():
         if isinstance(record.body, TaskSubmitted):
-            names[record.seq] = record.body.spec.name
-        elif isinstance(record.body, TaskProgressed):
+            runs[str(record.seq)] = Run(record.body.spec, {})
+        elif isinstance(record.body, TaskProgressed) and (run := runs.get(str(record.body.task))):
             for at, digest in record.body.digests.items():
-                runs.setdefault(record.body.task, {}).setdefault(at, []).append(digest)
-    return {names.get(task, str(task)): run for task, run in runs.items()}
+                run.digests.setdefault(at, []).append(digest)
+    return runs
 
 
-def _compared(one: Run, other: Run) -> tuple[int, int | None, list[str]]:
-    """How many iterations were compared; the first that differs, and its digests."""
-    both = sorted(one.keys() & other.keys())
+def _named(runs: dict[str, Run], word: str) -> Run:
+    found = [seq for seq, run in runs.items() if word in (seq, run.spec.name)]
+    if not found:
+        names = list(dict.fromkeys(run.spec.name for run in runs.values()))
+        raise UsageError(f"the log has no task {word}", f"it has {fmt.listed(names) or 'none'}")
+    if len(found) > 1:
+        raise UsageError(f"the log has {len(found)} tasks {word}: {fmt.listed(found)}",
+                         "give the number of one")
+    if not runs[found[0]].digests:
+        raise UsageError(f"task {word} has no digests", HINT)
+    return runs[found[0]]
+
+
+def _compared(run: Run, against: Run, what: str) -> tuple[list[int], int | None, list[str]]:
+    """The iterations that were compared; the first that differs, and its digests."""
+    one, other = run.digests, against.digests
+    both = [at for at in sorted(one.keys() & other.keys()) if run is not against or one[at][1:]]
     if not both:
-        raise UsageError("the two runs have no digest of the same iteration", HINT)
+        raise UsageError(f"{what}: no iteration with a digest " + (
+            "ran again" if run is against else "is in both"), HINT)
     for num, at in enumerate(both, 1):
         if len(found := list(dict.fromkeys((*one[at], *other[at])))) > 1:
-            return num, at, found
-    return len(both), None, []
+            return both[:num], at, found
+    return both, None, []
 
 
 def decisions(found: Sequence[Different]) -> list[str]:
-    """The first decisions that this version makes otherwise, each with the first other field."""
-    rows: list[list[str]] = []
-    for one in found[:DECISIONS_NUM_MAX]:
-        kinds = [record["kind"] if record else "-" for record in (one.recorded, one.now)]
-        recorded, now = ((record or {}).get("body", {}) for record in (one.recorded, one.now))
-        what = next((f"{name}: {json.dumps(recorded[name])}, {json.dumps(now[name])}"
-                     for name in recorded if name in now and kinds[0] == kinds[1]
-                     and recorded[name] != now[name]), "")
-        rows.append([str(one.seq), *kinds, fmt.clipped(what, FIELD_LENGTH_MAX)])
-    return ["", *fmt.table(("SEQ", "RECORDED", "NOW", "FIRST FIELD"), rows, right=(0,)),
-            *["... (-o json has more)"] * (len(found) > len(rows))]
+    """The first decisions that this version makes otherwise."""
+    rows = [[str(one.seq), *(record["kind"] if record else "-"
+                             for record in (one.recorded, one.now))]
+            for one in found[:DECISIONS_NUM_MAX]]
+    return ["", *fmt.table(("SEQ", "RECORDED", "NOW"), rows, right=(0,)),
+            "-o json has each decision as a whole" + ", and the others" * (len(found) > len(rows))]

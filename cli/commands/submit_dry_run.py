@@ -120,8 +120,10 @@ def _memory(spec: JobSpec, found: Choices) -> str:
     """What the numbers of memory are, and against what they are checked."""
     if found.choices[0].memory_bytes is None:
         return "unknown: write loop.model, and layouts are checked against the GPU's memory"
-    exact = spec.training is not None and spec.training.reproducible != "rounding"
-    kept = ("KEPT SUM is the part of the integers in which bitwise sums gradients" if exact else
+    work = spec.training
+    kept = (f"reproducible: {work.reproducible}: KEPT SUM is the part of the integers of "
+            f"{work.reproducible_bits} bits in which gradients are summed; a digest of the state "
+            f"every {work.digest_every} iterations" if work and work.reproducible != "rounding" else
             "KEPT SUM is the part that holds a copy of the rank's own gradients, 4 bytes a "
             "parameter: if a fault interrupts their sum over the ranks, no micro-batch is run again"
             if found.choices[0].kept_bytes

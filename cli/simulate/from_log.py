@@ -206,8 +206,7 @@ def screen(recording: Recording, played: Sequence[tuple[Choice, RunResult]], pat
                           "strength earns. " + LOSS_LEGEND)
     for number, line in enumerate(counterfactual.sentences(recording, played)):
         lines += fmt.labelled("evidence" if not number else "", line)
-    return [*lines, *fmt.labelled("best", _best(played)), *fmt.labelled("next", fmt.command(
-        _next(recording, played, path)))]
+    return [*lines, *fmt.labelled("best", _best(played))]
 
 
 def _row(name: str, one: RunResult, against: float | None) -> list[str]:
@@ -272,11 +271,3 @@ def _best(played: Sequence[tuple[Choice, RunResult]]) -> str:
         return f"{names[winner]} and {names[beaten]} earn the same"
     return (f"{names[winner]}: {100 * (first / second - 1):.2f} % more than {names[beaten]}"
             if second > 0 else names[winner])
-
-
-def _next(recording: Recording, played: Sequence[tuple[Choice, RunResult]], path: Path) -> str:
-    """The next command: a first choice to try, or the verification of the log."""
-    if len(played) < 2:
-        return (f"unicron simulate --from-log {path} --policy megatron "
-                f"--set weight.{next(iter(recording.names.values()))}=2")
-    return f"unicron replay {path} --verify"

@@ -479,7 +479,7 @@ def check_reproducible(work: Train | Loop, path: str) -> None:
     is_exact = work.reproducible != "rounding"
     need(not is_exact or len(work.parallel.tensor) == 1, f"{path}.reproducible",
          f"{work.reproducible} keeps the tensor-parallel size, but {path}.parallel.tensor names "
-         f"{len(work.parallel.tensor)}: another size computes other bits",
+         f"{len(work.parallel.tensor)} sizes: another size computes other bits",
          "name one size there, or leave reproducible out")
     need(is_exact or work.reproducible_bits == 64, f"{path}.reproducible_bits",
          "has no effect with reproducible: rounding", "write reproducible: bitwise")

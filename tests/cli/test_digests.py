@@ -37,6 +37,11 @@ def name_of(path: str) -> str:
                 if isinstance(record.body, TaskSubmitted) and record.seq == task)
 
 
+def number_of(path: str) -> str:
+    return str(next(record.body.task for record in archive.read(Path(path))
+                    if isinstance(record.body, TaskProgressed) and record.body.digests))
+
+
 def compare(*args: str) -> tuple[int, str, dict[str, object]]:
     result = unicron("replay", *args)
     return result.returncode, result.stdout, json.loads(
@@ -48,20 +53,22 @@ def test_two_runs_are_compared_by_iteration(tmp_path: Path) -> None:
     healed = log_with(tmp_path / "healed.jsonl", {2: "aa"}, {4: "bb", 6: "cc", 8: "dd"})
     name = name_of(calm)
     code, told, data = compare("--diff", calm, healed)
-    assert (code, told) == (0, f"task {name}: 3 digests are equal\n")
+    assert (code, told) == (0, f"task {name}: 3 equal digests, of iterations 2 to 6\n")
     assert data["equal"] is True
     broken = log_with(tmp_path / "broken.jsonl", {2: "aa", 4: "b0"}, {6: "c0"})
     code, told, data = compare("--diff", calm, broken)
-    assert (code, told) == (1, f"task {name}: iteration 4 is the first that began with another "
-                            "state, after 1 equal digest: bb, b0\n")
-    assert data["tasks"] == [{"tasks": [name, name], "num_compared": 2, "iteration": 4,
+    assert (code, told) == (1, f"task {name}: iteration 4 is the first compared that began with "
+                            "another state, after 1 equal digest: bb, b0\n")
+    assert data["tasks"] == [{"tasks": [name, name], "compared": [2, 4], "iteration": 4,
                               "digests": ["bb", "b0"]}]
 
 
 def test_a_run_is_compared_with_its_own_past(tmp_path: Path) -> None:
     again = log_with(tmp_path / "again.jsonl", {2: "aa", 4: "bb"}, {4: "bb"})
     name = name_of(again)
-    assert compare(again, "--diff", name, name)[:2] == (0, f"task {name}: 2 digests are equal\n")
+    assert compare(again, "--diff", name, name)[:2] == (
+        0, f"task {name}: 1 equal digest, of iterations 4 to 4\n")
+    assert compare(again, "--diff", number_of(again), name)[0] == 0
     other = log_with(tmp_path / "other.jsonl", {2: "aa", 4: "bb"}, {4: "b0"})
     code, told, _ = compare(other, "--diff", name, name)
     assert (code, "iteration 4" in told) == (1, True)
@@ -73,8 +80,10 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     late = log_with(tmp_path / "late.jsonl", {4: "aa"})
     for args, words in (
             (("--diff", some, without), "no task with digests has the same name"),
-            (("--diff", some, late), "no digest of the same iteration"),
-            ((some, "--diff", "nobody", "nobody"), "no task with digests has the name nobody"),
+            (("--diff", some, late), "no iteration with a digest is in both"),
+            ((some, "--diff", "nobody", name_of(some)), "the log has no task nobody"),
+            ((some, "--diff", name_of(some), name_of(some)), "with a digest ran again"),
+            ((without, "--diff", name_of(some), name_of(some)), "has no digests"),
             (("--diff", some, "nowhere"), "--diff nowhere: no such file"),
             ((some, "--diff", "a", "b", "--verify"), "no other option")):
         refused(unicron("replay", *args), words)

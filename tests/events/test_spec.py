@@ -234,8 +234,8 @@ HINTED: list[tuple[dict[str, Any], str, str]] = [
     (parallel(zero1=True), "train.parallel.zero1: is not a field",
      "did you mean optimizer: sharded?"),
     (loop({}, reproducible="bitwise", parallel={"tensor": [1, 2]}),
-     "loop.reproducible: bitwise keeps the tensor-parallel size, but loop.parallel.tensor names 2: "
-     "another size computes other bits", "name one size there, or leave reproducible out"),
+     "loop.reproducible: bitwise keeps the tensor-parallel size, but loop.parallel.tensor names 2 "
+     "sizes: another size computes other bits", "name one size there, or leave reproducible out"),
     (loop({}, reproducible_bits=32), "loop.reproducible_bits: has no effect with reproducible: "
      "rounding", "write reproducible: bitwise"),
     (loop({}, digest_every=-1), "loop.digest_every: must be at least 0",

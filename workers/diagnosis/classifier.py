@@ -89,17 +89,13 @@ def _deepest(text: str) -> tuple[Verdict, int]:
     best, best_depth = NOTHING, len(RULES)
     for pieces in _messages(text):
         # A rule may match only in a later piece, so the best verdict of all pieces counts.
-        found, depth = min(map(_line_verdict, pieces), key=lambda one: (one[1], _order(one[0])))
+        found, depth = min(map(_line_verdict, pieces), key=lambda one: (
+            one[1], _ORDER.get(one[0].rule, -1)))  # -1: not in RULES, as an XID
         if found.rule and depth < best_depth:
             best, best_depth = found, depth
             if depth == HARDWARE:
                 break
     return best, best_depth
-
-
-def _order(verdict: Verdict) -> int:
-    """The index in RULES of the verdict's rule; -1 if it is not there, as for an XID."""
-    return _ORDER.get(verdict.rule, -1)
 
 
 def _messages(text: str) -> Iterator[list[str]]:
