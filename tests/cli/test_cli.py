@@ -317,8 +317,8 @@ def test_another_decider_version_is_named_with_what_it_would_decide():
     result = unicron("replay", str(PAST), "--verify")
     assert result.returncode == 1
     assert "written by decider version 16" in result.stdout
-    row = next(line for line in result.stdout.splitlines() if "place: -1, 0" in line)
-    seq, recorded, now, *_ = row.split()
+    rows = [line.split() for line in result.stdout.splitlines()]
+    seq, recorded, now = rows[rows.index(["SEQ", "RECORDED", "NOW"]) + 1]
     assert (recorded, now) == ("StartRank", "StartRank")
     assert result.stderr.startswith("error: this version would decide otherwise")
     data = json.loads(unicron("replay", str(PAST), "--verify", "-o", "json").stdout)
