@@ -27,7 +27,7 @@ from reference import (
     state_folder,
     tolerance,
 )
-from unicron.cli.terminal.format import Plain, span, table
+from unicron.cli.terminal.format import Plain, number_of, span, table
 
 from .acts import Player
 from .stage import BrokenError, Stage
@@ -149,8 +149,8 @@ class ReferenceRuns:
                     if job.process is not None and not job.needs)
                 if said != before:
                     self._stage.say("compare", said)
-        num = len(_orders(self._players[0]))
-        self._stage.say("compare", f"with {num} reference runs of each task: undisturbed, "
+        runs = number_of(len(_orders(self._players[0])), "reference run")
+        self._stage.say("compare", f"with {runs} of each task: undisturbed, "
                                    "same seed, one process, stock Megatron loop: "
                                    f"{span(time.monotonic() - began_s)} in all")
         self._judge()
