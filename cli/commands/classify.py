@@ -18,6 +18,8 @@ from ..terminal import format as fmt
 
 LINE_BYTES_MAX = 1 << 20
 """Of a longer line this many bytes of its beginning and of its end are classified, as text."""
+FAULT_LINES_NUM_MAX = 200_000
+"""The page ends behind so many lines of a fault, so that an endless repetition takes no time."""
 KEYS = ("text", "event", "msg", "message", "log", "error", "exception")
 """Keys that hold the message of a JSON object; without them, the line is used."""
 INDENT_COLUMNS = 10
@@ -75,8 +77,12 @@ def screen(verdicts: Iterator[tuple[str, Verdict]]) -> Iterator[str]:
         group = groups.setdefault((verdict.status, verdict.rule),
                                   Group(_severity(verdict), verdict, num_lines))
         group.num_lines += 1
+        if num_faults == FAULT_LINES_NUM_MAX:
+            break
     yield (f"{fmt.number_of(num_lines, 'line')}: {fmt.count(num_faults)} of a fault, "
            f"{fmt.count(num_lines - num_faults)} that mean nothing")
+    if num_faults == FAULT_LINES_NUM_MAX:
+        yield from fmt.labelled("left out", "what follows: -o json classifies all of it")
     if not groups:
         return
     found = sorted(groups.values(), key=lambda one: (one.severity, one.first))

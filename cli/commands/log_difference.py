@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from ...control_plane.decide.replay import Different
 from ...events.errors import UnicronError, UsageError
 from ...events.records.reports import TaskProgressed, TaskSubmitted
@@ -15,9 +13,9 @@ from .offline import Log
 
 DECISIONS_NUM_MAX = 20
 HINT = "with reproducible: bitwise a task has digests every digest_every iterations; 0: none"
-NOT_THE_RESULT = frozenset(("output", "checkpoint_every", "copy_every", "kept_sum", "parallel",
-                            "digest_every"))
-"""Keys in which two jobs may differ and train the same."""
+KEYS = ("model", "batch", "micro_batches", "iterations", "seed", "data", "precision", "loss",
+        "loss_scale", "dynamic_loss_scale", "optimizer", "reproducible", "reproducible_bits")
+"""Of `train` or `loop`: what decides the result."""
 
 
 class Run(NamedTuple):
@@ -25,12 +23,6 @@ class Run(NamedTuple):
 
     spec: JobSpec
     digests: dict[int, list[str]]
-
-    @property
-    def work(self) -> dict[str, Any]:
-        """What it trains: the keys of `train` or `loop` that decide the result."""
-        work = msgspec.to_builtins(self.spec.train or self.spec.loop, str_keys=True)
-        return {key: value for key, value in work.items() if key not in NOT_THE_RESULT}
 
 
 class DifferError(UnicronError):
@@ -40,12 +32,11 @@ class DifferError(UnicronError):
 def diff(logs: Sequence[Log], a: str, b: str, *, as_json: bool) -> None:
     """Compare the tasks of two logs by name, of one name the newest; or of one log the tasks `a`
     and `b`, by name or number, which may be the same. Raises DifferError, UsageError."""
-    one, other = _runs(logs[0]), _runs(logs[-1])
-    lines = list[str]()
+    runs, lines = [_runs(log) for log in logs], list[str]()
     if len(logs) == 1:
-        pairs = [(a, _named(one, a), b, _named(one, b))]
+        pairs = [(a, _named(runs[0], a), b, _named(runs[0], b))]
     else:
-        of = [{run.spec.name: run for run in runs.values() if run.digests} for runs in (one, other)]
+        of = [{run.spec.name: run for run in some.values() if run.digests} for some in runs]
         pairs = [(name, run, name, of[1][name]) for name, run in of[0].items() if name in of[1]]
         if not pairs:
             raise UsageError(f"no task with digests has the same name in {a} and {b}",
@@ -61,8 +52,9 @@ def diff(logs: Sequence[Log], a: str, b: str, *, as_json: bool) -> None:
                      f"{both[0]} to {both[-1]}" if at is None else
                      f"{what}: iteration {at} is the first compared that began with another state, "
                      f"after {fmt.number_of(len(both) - 1, 'equal digest')}: {', '.join(digests)}")
-        if others := [key for key in run.work if run.work[key] != against.work.get(key)]:
-            lines.append(f"{what}: the jobs differ in {', '.join(others)}")
+        one, other = run.spec.training, against.spec.training
+        if keys := [key for key in KEYS if getattr(one, key, 0) != getattr(other, key, 0)]:
+            lines.append(f"{what}: the jobs differ in {', '.join(keys)}")
     is_equal = all(row["iteration"] is None for row in rows)
     console.show({"equal": is_equal, "tasks": rows}, lines, as_json=as_json)
     if not is_equal:

@@ -6,11 +6,13 @@ import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from unicron.cli.app import run_command
+from unicron.cli.commands import classify as classify_command
 from unicron.control_plane.incidents.severity import HANDLING
 
 DATA = Path(__file__).parents[1] / "data"
@@ -144,6 +146,35 @@ def test_head_and_tail_of_a_very_long_line_are_classified(tmp_path: Path, capsys
     assert run_command(["classify", path, "-o", "json"]) == 0
     told = capsys.readouterr()
     assert [json.loads(line)["status"] for line in told.out.splitlines()] == ["CUDA errors", "none"]
+
+
+def test_the_page_ends_behind_very_many_faults(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(classify_command, "FAULT_LINES_NUM_MAX", 3)
+    path = written(tmp_path, "fine\n" + "CUDA error: x\n" * 3 + "NVRM: Xid (PCI:0): 79\nfine\n")
+    assert run_command(["classify", path]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("4 lines: 3 of a fault, 1 that mean nothing\n")
+    told = " ".join(page.partition("\n\n")[0].split())
+    assert told.endswith("left out what follows: -o json classifies all of it")
+    assert "xid-79" not in page
+    assert run_command(["classify", path, "-o", "json"]) == 0
+    assert len(answers(capsys)) == 6
+
+
+@pytest.mark.thorough
+def test_a_flood_of_fault_lines_is_bounded(tmp_path: Path, capsys: Capture) -> None:
+    """1.3 million lines took more than a minute, with nothing on the screen."""
+    num = 400_000
+    path = written(tmp_path, b"".join(b"RuntimeError: CUDA error: unknown error %d, node n%d\n" % (
+        number, number % 64) for number in range(num)))
+    begun_s = time.process_time()
+    assert run_command(["classify", path]) == 0
+    assert time.process_time() - begun_s < 10
+    page = capsys.readouterr().out
+    most = classify_command.FAULT_LINES_NUM_MAX
+    assert page.startswith(f"{most} lines: {most:,} of a fault")
+    assert "left out   what follows" in page
 
 
 @pytest.mark.parametrize("name", ["none", ".", "none/inside"])

@@ -63,6 +63,21 @@ def test_two_runs_are_compared_by_iteration(tmp_path: Path) -> None:
                               "digests": ["bb", "b0"]}]
 
 
+def test_other_jobs_are_named(tmp_path: Path) -> None:
+    calm = log_with(tmp_path / "calm.jsonl", {2: "aa"})
+    records = list(archive.read(Path(calm)))
+    for at, record in enumerate(records):
+        body = record.body
+        if isinstance(body, TaskSubmitted) and body.spec.train is not None:
+            train = msgspec.structs.replace(body.spec.train, seed=99, copy_every=3)
+            records[at] = msgspec.structs.replace(record, body=msgspec.structs.replace(
+                body, spec=msgspec.structs.replace(body.spec, train=train)))
+    archive.write(tmp_path / "other.jsonl", records, cluster="c", code="0")
+    code, told, _ = compare("--diff", calm, str(tmp_path / "other.jsonl"))
+    assert (code, told.splitlines()[1:]) == (
+        0, [f"task {name_of(calm)}: the jobs differ in seed"])
+
+
 def test_a_run_is_compared_with_its_own_past(tmp_path: Path) -> None:
     again = log_with(tmp_path / "again.jsonl", {2: "aa", 4: "bb"}, {4: "bb"})
     name = name_of(again)
