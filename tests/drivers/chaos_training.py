@@ -28,7 +28,7 @@ from chaos_faults import Striker, draw
 from nursery import Nursery
 from rank_twin import Twin
 from real_cluster import RealCluster, running
-from reference import NOISE_TIMES_MAX, NUM_ORDERS, read, tolerance
+from reference import NOISE_TIMES_MAX, read, tolerance
 from unicron.control_plane.history.history import History, history
 from unicron.events.records.codec import from_plain
 from unicron.events.spec.job import parse
@@ -145,8 +145,7 @@ def main() -> None:
     run.say("the twin trains undisturbed, in several orders of summing")
     nursery = Nursery(FOLDER / "zygote.log")
     try:
-        twin = Twin(parse(run.spec), FOLDER / "twin", nursery, TWIN_S_MAX,
-                    num_orders=2 if options.exact else NUM_ORDERS)
+        twin = Twin(parse(run.spec), FOLDER / "twin", nursery, TWIN_S_MAX)
     finally:
         nursery.close()
     sys.exit(_judge(run, losses, past, twin, lasted_s, options.picture))
