@@ -18,7 +18,6 @@ from ..files import job_file, megatron_command
 from ..screens import plan as plan_screen
 from ..terminal import console
 from ..terminal import format as fmt
-from ..terminal.format import Plain, labelled
 from .tasks import check_files, check_output, option_for, slots_in_words
 
 OF_ITS_STATE = (409, 422)
@@ -44,7 +43,8 @@ def dry_run(state: StateDir, url: Urls, path: Path, *, as_json: bool) -> None:
         console.lines(page(spec, found, slots_in_words(spec.slots)))
     plan, refused, hint = None, "", ""
     try:
-        plan = _plan(client, spec) if client is not None else None
+        if client is not None:
+            plan = client.dry_run({"submit": msgspec.to_builtins(spec, str_keys=True)})
     except Refused as error:
         if error.status not in OF_ITS_STATE:
             raise
@@ -55,13 +55,13 @@ def dry_run(state: StateDir, url: Urls, path: Path, *, as_json: bool) -> None:
     if plan is None:
         told = (f"this cluster would refuse the job now: {refused} ({hint})" if refused else
                 "no cluster runs here: with one, the plan that would follow is shown too")
-        console.lines(["", *labelled("plan", told)])
+        console.lines(["", *fmt.labelled("plan", told)])
         return
-    typed = f"--submit {shlex.quote(str(path))}"
-    console.lines(["", *plan_screen.dry_run(plan, typed, option=option_for(state))])
+    console.lines(["", *plan_screen.dry_run(
+        plan, f"--submit {shlex.quote(str(path))}", option=option_for(state))])
 
 
-def _print_json(found: Choices, plan: Plain | None = None, plan_refused: str = "") -> None:
+def _print_json(found: Choices, plan: fmt.Plain | None = None, plan_refused: str = "") -> None:
     """`plan_refused`: why the cluster has no plan with this job."""
     console.data({**msgspec.to_builtins(found), "plan": plan, "plan_refused": plan_refused})
 
@@ -78,11 +78,6 @@ def _client(state: StateDir, url: Urls) -> Client | None:
     return client
 
 
-def _plan(client: Client, spec: JobSpec) -> Plain:
-    change: Plain = {"submit": msgspec.to_builtins(spec, str_keys=True)}
-    return client.dry_run(change)
-
-
 # --- The page of the layouts. ---
 UNKNOWN, INDENT = "-", " " * 7
 
@@ -97,6 +92,12 @@ def page(spec: JobSpec, found: Choices, slots: str) -> list[str]:
         return [*lines, *fmt.labelled("layout", "none is searched: a command without model: lays "
                                                 "out its processes itself")]
     lines += fmt.labelled("memory", _memory(spec, found))
+    if (work := spec.training) is not None and work.reproducible != "rounding":
+        lines += fmt.labelled("sums", (
+            f"reproducible: {work.reproducible}; a digest of the state every {work.digest_every} "
+            f"iterations; tensor parallel stays {work.parallel.tensor[0]}" + (
+                "" if work.parallel.tensor == (1,) else
+                ", so slots beyond a multiple of it train nothing")))
     if spec.training is not None and spec.training.copy_every:
         lines += fmt.labelled("copies", _copies(spec, found))
     timed = found.choices[0].iteration_s is not None
@@ -121,9 +122,8 @@ def _memory(spec: JobSpec, found: Choices) -> str:
     if found.choices[0].memory_bytes is None:
         return "unknown: write loop.model, and layouts are checked against the GPU's memory"
     work = spec.training
-    kept = (f"reproducible: {work.reproducible}: KEPT SUM is the part of the integers of "
-            f"{work.reproducible_bits} bits in which gradients are summed; a digest of the state "
-            f"every {work.digest_every} iterations" if work and work.reproducible != "rounding" else
+    kept = (f"KEPT SUM is the part of the integers of {work.reproducible_bits} bits in which "
+            "gradients are summed" if work and work.reproducible != "rounding" else
             "KEPT SUM is the part that holds a copy of the rank's own gradients, 4 bytes a "
             "parameter: if a fault interrupts their sum over the ranks, no micro-batch is run again"
             if found.choices[0].kept_bytes

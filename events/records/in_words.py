@@ -126,7 +126,8 @@ def _progress(body: Plain) -> str:
         return str(first)
     last = f"-{first + num - 1}" if num > 1 else ""
     return (f"{first}{last} loss {body['losses'][-1]:.4f}, "
-            f"{fmt.span(median(body['step_s']))} each, {fmt.scaled(body['rate_flops'], 'FLOP/s')}")
+            f"{fmt.span(median(body['step_s']))} each, {fmt.scaled(body['rate_flops'], 'FLOP/s')}"
+            + "".join(f", digest of {i} {x}" for i, x in body.get("digests", {}).items()))
 
 
 def _where(body: Plain) -> str:

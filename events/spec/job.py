@@ -481,9 +481,10 @@ def check_reproducible(work: Train | Loop, path: str) -> None:
          f"{work.reproducible} keeps the tensor-parallel size, but {path}.parallel.tensor names "
          f"{len(work.parallel.tensor)} sizes: another size computes other bits",
          "name one size there, or leave reproducible out")
-    need(is_exact or work.reproducible_bits == 64, f"{path}.reproducible_bits",
-         "has no effect with reproducible: rounding", "write reproducible: bitwise")
     need_count(work.digest_every, f"{path}.digest_every", least=0)
+    for name, default in (("reproducible_bits", 64), ("digest_every", 100)):
+        need(is_exact or getattr(work, name) == default, f"{path}.{name}",
+             "has no effect with reproducible: rounding", "write reproducible: bitwise")
 
 
 def _check_writable(spec: JobSpec) -> None:

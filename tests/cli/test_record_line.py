@@ -57,6 +57,13 @@ def test_a_failed_collective_shows_the_librarys_message(
     assert lines == f"task 1 rank 3.1 iteration 12: {words}"
 
 
+def test_progress_shows_the_digests_of_a_reproducible_task() -> None:
+    body = {"task": 1, "first_iteration": 29, "losses": [2.0, 1.5], "step_s": [1.0, 1.0],
+            "rate_flops": 2e9, "digests": {"30": "00ff"}}
+    assert essentials("TaskProgressed", body).endswith(" loss 1.5000, 1.0 s each, 2 GFLOP/s, "
+                                                       "digest of 30 00ff")
+
+
 def test_a_record_of_a_newer_version_is_shown_with_all_its_fields() -> None:
     """Its fields may be others than those of the version that this code knows."""
     assert "first_iteration=3" in line({

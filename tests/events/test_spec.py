@@ -120,6 +120,7 @@ REFUSED: list[tuple[Any, str]] = [
     (train(kept_sum=4), "train.kept_sum"), (train(reproducible="exact"), "train.reproducible"),
     (train(reproducible="bitwise", parallel={"tensor": [1, 2]}), "train.reproducible"),
     (train(reproducible_bits=32), "train.reproducible_bits"),
+    (train(digest_every=10), "train.digest_every"),
     *((train(seed=value), "train.seed") for value in (-1, 2**53, 10**30)),
     *((train(output=value), "train.output") for value in (
         "", "a\0b", 3, "s3://", "file:///", "memory://run", "simplecache::s3://bucket/run",

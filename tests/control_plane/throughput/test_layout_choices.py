@@ -191,6 +191,20 @@ def test_a_row_says_what_a_lost_rank_costs(changes: dict[str, Any], words: tuple
         assert row.node_copies_bytes == choices(parse(spec)).copies_bytes / 2
 
 
+@pytest.mark.parametrize(("size", "cost"), [(1, False), (4, True)])
+def test_the_page_says_what_keeping_the_tensor_parallel_size_costs(size: int, cost: bool) -> None:
+    spec = loop({"num_layers": 2}, {"min": 8, "max": 8}, tensor=[size])
+    spec["loop"] |= {"reproducible": "bitwise", "digest_every": 10}
+    job = parse(spec)
+    text = " ".join("\n".join(submit_dry_run.page(job, choices(job), "8")).split())
+    assert ("sums reproducible: bitwise; a digest of the state every 10 iterations; "
+            f"tensor parallel stays {size}") in text
+    assert (", so slots beyond a multiple of it train nothing" in text) == cost
+    del spec["loop"]["reproducible"], spec["loop"]["digest_every"]
+    job = parse(spec)
+    assert "sums " not in "".join(submit_dry_run.page(job, choices(job), "8"))
+
+
 @pytest.mark.parametrize(("changes", "words"), [
     ({"tensor": [3]}, "3 does not divide num_heads 32"),
     ({"tensor": [1]}, "no layout of loop.parallel fits into 79.2 GiB")])
