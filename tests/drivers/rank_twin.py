@@ -40,36 +40,15 @@ sys.exit(bool(failed))
 """Trains `spec` into `folder` in `num_orders` summation orders, three at once; not a rank."""
 
 
-class Twin:
-    """The reference run, and the noise of summing its micro-batches in another order.
-
-    A task with exact sums has none. Its reference run is trained in two orders whatever
-    `num_orders` is, and these must be equal.
-    """
-
-    def __init__(self, spec: JobSpec, folder: Path, nursery: Nursery, limit_s: float = TWIN_S,
-                 num_orders: int = NUM_ORDERS) -> None:
-        self.is_exact = spec.train is not None and spec.train.reproducible != "rounding"
-        num_orders = 2 if self.is_exact else num_orders
-        asked = (f"spec, folder = {msgspec.json.encode(spec)!r}, {str(folder)!r}\n"
-                 f"drivers, num_orders = {str(Path(__file__).parent)!r}, {num_orders}{TWINS}")
-        folder.mkdir(parents=True, exist_ok=True)
-        log = folder / "log"
-        with log.open("wb") as output, open(os.devnull, "rb") as nothing:
-            trains = nursery.fork({**os.environ, "OMP_NUM_THREADS": "1", "UNICRON_RANK": "twin",
-                                   PATCH: asked}, output.fileno(), nothing.fileno())
-        try:
-            assert trains.wait(limit_s) == 0, log.read_text()
-        finally:
-            trains.kill()
-        self.path = folder / "0" / "final"
-        noises = [self.difference(folder / str(number) / "final")
-                  for number in range(1, num_orders)]
-        assert not self.is_exact or all(map(self.allows, noises)), noises
-        self.noise = [max(getattr(noise, name) for noise in noises) for name in self.names]
-        print(f"noise of reordering: {dict(zip(self.names, self.noise, strict=True))}")
+class Reference:
+    """The final state of an undisturbed run, for comparisons. `noise`: the gaps that summing in
+    another order makes; with exact sums none is allowed."""
 
     names = ("loss_rel", "param_rel")
+
+    def __init__(self, path: Path, *, is_exact: bool) -> None:
+        self.path, self.is_exact = path, is_exact
+        self.noise = [0.0 for _ in self.names]
 
     def difference(self, path: Path) -> Difference:
         return compare(path, self.path)
@@ -85,3 +64,33 @@ class Twin:
             return not (found.loss_rel or found.param_rel or found.optimizer_rel)
         return all(getattr(found, name) <= tolerance([noise])
                    for name, noise in zip(self.names, self.noise, strict=True))
+
+
+class Twin(Reference):
+    """The reference run in one process, and the noise of summing in another order.
+
+    A task with exact sums has none. Its reference run is trained in two orders whatever
+    `num_orders` is, and these must be equal.
+    """
+
+    def __init__(self, spec: JobSpec, folder: Path, nursery: Nursery, limit_s: float = TWIN_S,
+                 num_orders: int = NUM_ORDERS) -> None:
+        super().__init__(folder / "0" / "final", is_exact=(
+            spec.train is not None and spec.train.reproducible != "rounding"))
+        num_orders = 2 if self.is_exact else num_orders
+        asked = (f"spec, folder = {msgspec.json.encode(spec)!r}, {str(folder)!r}\n"
+                 f"drivers, num_orders = {str(Path(__file__).parent)!r}, {num_orders}{TWINS}")
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / "log"
+        with log.open("wb") as output, open(os.devnull, "rb") as nothing:
+            trains = nursery.fork({**os.environ, "OMP_NUM_THREADS": "1", "UNICRON_RANK": "twin",
+                                   PATCH: asked}, output.fileno(), nothing.fileno())
+        try:
+            assert trains.wait(limit_s) == 0, log.read_text()
+        finally:
+            trains.kill()
+        noises = [self.difference(folder / str(number) / "final")
+                  for number in range(1, num_orders)]
+        assert not self.is_exact or all(map(self.allows, noises)), noises
+        self.noise = [max(getattr(noise, name) for noise in noises) for name in self.names]
+        print(f"noise of reordering: {dict(zip(self.names, self.noise, strict=True))}")

@@ -97,11 +97,16 @@ class Variant(NamedTuple):
     def other(self) -> Axes:
         """A layout of as many ranks, or one fewer, in which each has another part of the state."""
         num = num_positions(self.axes)
-        return Axes(dp=num if self.axes.dp < num else num - 1)
+        return self._data_parallel(num if self.axes.dp < num else num - 1)
 
     def left(self, num_ranks: int) -> Axes:
         """The layout after the fault, with this number of ranks."""
-        return self.after.get(num_ranks, Axes(dp=num_ranks))
+        return self.after.get(num_ranks, self._data_parallel(num_ranks))
+
+    def _data_parallel(self, num_ranks: int) -> Axes:
+        """The data-parallel layout. Exact sums keep the tensor-parallel size."""
+        size = self.axes.tp if self.is_exact else 1
+        return Axes(tp=size, dp=num_ranks // size)
 
 
 class Point(NamedTuple):
@@ -335,17 +340,31 @@ def cells() -> Iterator[Cell]:
 
 def exact_cells() -> Iterator[Cell]:
     """The cells of tasks with exact sums, whose result must have the same bits. They keep the
-    tensor-parallel size, so those that change it are left out."""
+    tensor-parallel size: one of its replicas is needed after the fault."""
     for cell in cells():
-        variant = cell.variant
-        gives = variant.is_plain and cell.point.scene == "meeting" and cell.point.event in GIVES
-        if gives and not cell.absent:
-            cell = cell._replace(absent="a rank that is a step behind has a gate, and steps itself")
+        variant, parallel = cell.variant, cell.variant.train.get("parallel", {})
+        if "tensor" in parallel:
+            if variant.axes.dp == 1 or variant.name == "tp2dp2 to tp2":  # now the same as tp2dp2
+                continue
+            parallel = parallel | {"tensor": [variant.axes.tp]}
+        if not cell.absent:
+            cell = cell._replace(absent=_never_comes(cell.point, variant))
         if cell.point.skips:
             cell = cell._replace(point=cell.point._replace(train=EXACT_OVERFLOWS))
-        if "tensor" not in variant.train.get("parallel", {}):
-            yield cell._replace(variant=variant._replace(
-                name=f"{variant.name}, bitwise", train=variant.train | EXACT))
+        yield cell._replace(variant=variant._replace(
+            name=f"{variant.name}, bitwise",
+            train=variant.train | EXACT | ({"parallel": parallel} if parallel else {})))
+
+
+def _never_comes(point: Point, variant: Variant) -> str:
+    """Why a point is never met with exact sums, though it is without."""
+    gives = point.scene == "meeting" and point.event in GIVES
+    if gives and variant.is_plain:
+        return "a rank that is a step behind has a gate, and steps itself"
+    keeps = variant.axes.tp > 1 and variant.axes.pp == 1
+    if keeps and (gives or (point.event in ("staged", "commit") and variant.optimizer == "whole")):
+        return "a rank keeps its part of the model"
+    return ""
 
 
 def loop_cells() -> Iterator[Cell]:

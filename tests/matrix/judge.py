@@ -8,13 +8,13 @@ from pathlib import Path
 
 from matrix.cells import ITERATIONS, STRUCK
 from matrix.scenes import Play
-from rank_twin import Twin
+from rank_twin import Reference
 from reference import read
 from unicron.events.records.reports import CheckpointSaved, TaskProgressed
 from unicron.events.spec.parallelism import coordinates, replica, shape
 
 
-def complaints(play: Play, twin: Twin) -> Iterator[str]:
+def complaints(play: Play, twin: Reference) -> Iterator[str]:
     """Every difference between the run and an undisturbed one."""
     yield from _agreement(play)
     yield from _work(play)

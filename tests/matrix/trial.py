@@ -16,9 +16,10 @@ from matrix.judge import complaints, final
 from matrix.scenes import Play
 from nursery import Nursery
 from rank_driver import Driver, small_spec
-from rank_twin import Twin
+from rank_twin import Reference, Twin
 from unicron.events.records.reports import CheckpointSaved
 from unicron.events.spec.job import JobSpec
+from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import num_positions
 
 NUM_ORDERS, NUM_ORDERS_FP16 = 5, 9
@@ -43,7 +44,7 @@ class Trials:
 
     def __init__(self, folder: Path, nursery: Nursery) -> None:
         self.folder, self.nursery = folder, nursery
-        self._twins: dict[str, Twin] = {}
+        self._twins: dict[str, Reference] = {}
 
     def run(self, cell: Cell) -> Verdict:
         """Run and judge a cell. Failures are returned, not raised."""
@@ -73,7 +74,7 @@ class Trials:
                        tuple(getattr(found, name) for name in Twin.names), tuple(twin.noise),
                        time.monotonic() - began_s)
 
-    def twin(self, cell: Cell) -> Twin:
+    def twin(self, cell: Cell) -> Reference:
         """The reference run of the cell. Cells with the same training share one run."""
         what, rounds = cell.train(), cell.variant.rounds
         for apart in ("checkpoint_every", "copy_every", "parallel"):
@@ -83,15 +84,23 @@ class Trials:
             # The initial weights of a loop depend on its largest layout.
             what["parallel"] = {name: sizes for name, sizes in
                                 cell.train().get("parallel", {}).items() if name != "optimizer"}
-        key = json.dumps([what, cell.variant.name if rounds else ""], sort_keys=True)
+        size = cell.variant.axes.tp if cell.variant.is_exact else 1
+        key = json.dumps([what, cell.variant.name if rounds else "", size], sort_keys=True)
         if key not in self._twins:
             folder = self.folder / f"twin-{len(self._twins)}"
             shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
+            if size > 1:  # another tensor-parallel size computes other bits
+                self._twins[key] = Reference(self._undisturbed(
+                    cell.variant, what, Axes(tp=size), folder), is_exact=True)
+                return self._twins[key]
             fp16 = "fp16" in (what.get("precision"), *cell.variant.flags)
             twin = Twin(self._reference(cell.variant, what, folder), folder, self.nursery,
                         num_orders=NUM_ORDERS_FP16 if fp16 else NUM_ORDERS)
             if rounds:
-                self._undisturbed(cell.variant, what, twin, folder / "undisturbed")
+                found = twin.difference(self._undisturbed(
+                    cell.variant, what, cell.variant.axes, folder / "undisturbed"))
+                twin.noise = [max(noise, getattr(found, name))
+                              for name, noise in zip(twin.names, twin.noise, strict=True)]
             self._twins[key] = twin
         return self._twins[key]
 
@@ -115,19 +124,16 @@ class Trials:
         plain = Variant("reference", {}, flags=tuple(what["flags"]), points=variant.points)
         return self._driver(plain, {"parallel": what["parallel"]}, folder).spec
 
-    def _undisturbed(self, variant: Variant, what: dict[str, Any], twin: Twin, folder: Path
-                     ) -> None:
-        """Add the gap between the layout without faults and the reference run to the noise."""
+    def _undisturbed(self, variant: Variant, what: dict[str, Any], axes: Axes, folder: Path
+                     ) -> Path:
+        """The final checkpoint of the task in this layout, without faults."""
         folder.mkdir()
         driver = self._driver(variant, what | {"parallel": variant.train["parallel"]}, folder)
-        ranks = list(range(num_positions(variant.axes)))
+        ranks = list(range(num_positions(axes)))
         try:
             driver.start(*ranks)
-            driver.form(ranks, axes=variant.axes)
+            driver.form(ranks, axes=axes)
             driver.finish(ranks)
-            saved = driver.told(CheckpointSaved)[-1]
-            found = twin.difference(folder / "out" / saved.path)
+            return folder / "out" / driver.told(CheckpointSaved)[-1].path
         finally:
             driver.close()
-        twin.noise = [max(noise, getattr(found, name))
-                      for name, noise in zip(twin.names, twin.noise, strict=True)]
