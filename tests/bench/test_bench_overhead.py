@@ -11,7 +11,8 @@ LIMIT_S = 240.0
 
 
 def test_the_example_is_changed(tmp_path: Path) -> None:
-    assert "ROWS, SAMPLES = 512, 64, 2" in main.trained(tmp_path, 64).read_text()
+    script = main.trained(tmp_path, main.CASES["overhead_128_tokens"]).read_text()
+    assert "ROWS, SAMPLES = 512, 64, 2" in script
 
 
 @pytest.mark.thorough
@@ -20,7 +21,7 @@ def test_each_pair_has_an_iteration_of_both(
     monkeypatch.setattr(main, "LIMIT_S", LIMIT_S)
     for name in main.HUGE_PAGES:
         monkeypatch.setenv(name, "")  # set again as before at the end
-    pairs = main.measured(tmp_path, 4, 64)
+    pairs = main.measured(tmp_path, main.CASES["overhead_128_tokens"]._replace(num_pairs=4))
     assert len(pairs) == 4
     # Both run the same passes, so neither takes a small part of the other.
     assert all(0.3 < unicron_s / stock_s < 3 for unicron_s, stock_s in pairs)

@@ -15,7 +15,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.recovery.rows import Row, finish, interval
 from loop_driver import changed_example, drive_loop
@@ -34,15 +34,25 @@ LAUNCHES_NUM, WARM_UP = 24, 3
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """The ranks' memory is of huge pages, where the machine has them: with small ones, two launches of
 the same processes differ by several per cent."""
-ROWS = 2
 EXACT = {"reproducible": "bitwise"}
-CASES: dict[str, tuple[int, dict[str, Any], float, int]] = {
-    "overhead": (512, {}, RATIO_MAX, 8), "overhead_128_tokens": (64, {}, math.inf, 8),
-    "bitwise_int64": (2048, EXACT, 1.05, 4),
-    "bitwise_int32": (2048, EXACT | {"reproducible_bits": 32}, 1.02, 4)}
-"""Case -> length of a sequence, options of the loop, goal, pairs of iterations in a launch.
-Micro-batches of real jobs have 2,048 tokens or more. Most of the cost depends on the size of the
-model, not on the tokens."""
+
+
+class Case(NamedTuple):
+    """Micro-batches of `rows` sequences of `length` tokens, options of the loop, the goal, and the
+    pairs of iterations in a launch. Micro-batches of real jobs have 2,048 tokens or more. Most of
+    the cost depends on the size of the model, not on the tokens."""
+
+    rows: int
+    length: int
+    loop: dict[str, Any] = {}  # noqa: RUF012
+    ratio_max: float = math.inf
+    num_pairs: int = 8
+
+
+CASES = {
+    "overhead": Case(2, 512, ratio_max=RATIO_MAX), "overhead_128_tokens": Case(2, 64),
+    "bitwise_int64": Case(8, 512, EXACT, 1.05, 4),
+    "bitwise_int32": Case(8, 512, EXACT | {"reproducible_bits": 32}, 1.02, 4)}
 WHY = """\
 Why this is valid: each rank runs an iteration of Unicron's loop and one of Megatron's own schedule
 and optimizer by turns, in one process, with the same model, batches, groups and memory; which of
@@ -78,11 +88,11 @@ def main() -> None:
     began_s = time.monotonic()
     rows, lines = [], []
     for case in options.cases.split(","):
-        sequence, loop, ratio_max, num_pairs = CASES[case]
+        ratio_max = CASES[case].ratio_max
         ratios, stock_s = list[float](), list[float]()
         for _ in range(options.n):
             with tempfile.TemporaryDirectory(prefix="unicron-overhead-") as folder:
-                pairs = measured(Path(folder), num_pairs, sequence, **loop)
+                pairs = measured(Path(folder), CASES[case])
             ratios.append(median(unicron / stock for unicron, stock in pairs))
             stock_s.append(median(stock for _, stock in pairs))
         low, high = interval(ratios)
@@ -99,22 +109,21 @@ def main() -> None:
     finish(rows, options.out, began_s, [*lines, WHY], launches=options.n)
 
 
-def trained(folder: Path, sequence: int) -> Path:
+def trained(folder: Path, case: Case) -> Path:
     """The script that is measured: the example with a larger model, and without evaluations."""
     return changed_example(folder, [
         ("5, 4\n", "10**9, 4\n"), ("hidden_size=32", "hidden_size=256"),
         ("VOCABULARY, SEQUENCE, ROWS, SAMPLES = 64, 16, 2",
-         f"VOCABULARY, SEQUENCE, ROWS, SAMPLES = 512, {sequence}, {ROWS}")])
+         f"VOCABULARY, SEQUENCE, ROWS, SAMPLES = 512, {case.length}, {case.rows}")])
 
 
-def measured(folder: Path, num: int, sequence: int, **loop: Any) -> list[tuple[float, float]]:
+def measured(folder: Path, case: Case) -> list[tuple[float, float]]:
     """CPU seconds of all ranks in each pair: Unicron's, stock's."""
-    total, ranks = WARM_UP + num, [0, 1]
-    script = trained(folder, sequence)
+    total, ranks = WARM_UP + case.num_pairs, [0, 1]
     os.environ.update(HUGE_PAGES)
     with closing(Nursery(folder / "zygote.log")) as nursery:
         driver = drive_loop(folder, nursery, [], iterations=total, micro_batches=MICRO_BATCHES,
-                            script=script, **loop)
+                            script=trained(folder, case), **case.loop)
         driver.patch = MEASURE.format(
             folders=FOLDERS, folder=str(folder), num=total) + driver.patch
         try:
