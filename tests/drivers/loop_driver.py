@@ -110,7 +110,8 @@ def changed_example(folder: Path, changes: Iterable[tuple[str, str]], example: P
 
 def drive_loop(folder: Path, nursery: Nursery, words: Sequence[str], *, iterations: int,
                micro_batches: int, slots_max: int = 4, script: Path = EXAMPLE, copy_every: int = 0,
-               reproducible: str = "rounding", **parallel: Any) -> Driver:
+               reproducible: str = "rounding", reproducible_bits: int = 64,
+               **parallel: Any) -> Driver:
     """A driver whose ranks run the example, or `script`, with these arguments."""
     if parallel.get("optimizer") == "sharded" and "--sharded" not in words:
         words = [*words, "--sharded"]
@@ -121,7 +122,7 @@ def drive_loop(folder: Path, nursery: Nursery, words: Sequence[str], *, iteratio
         "command": argv, "heal": "in-memory",
         "loop": {"micro_batches": micro_batches, "iterations": iterations, "parallel": parallel,
                  "copy_every": copy_every, "reproducible": reproducible,
-                 "output": str(folder / "out")}})
+                 "reproducible_bits": reproducible_bits, "output": str(folder / "out")}})
     driver = Driver(spec, folder, nursery)
     driver.patch = SCRIPT.format(argv=argv)
     return driver

@@ -95,6 +95,7 @@ def main() -> None:
                 pairs = measured(Path(folder), CASES[case])
             ratios.append(median(unicron / stock for unicron, stock in pairs))
             stock_s.append(median(stock for _, stock in pairs))
+            print(f"{case}: launch {len(ratios)} of {options.n}: {ratios[-1]:.4f}", flush=True)
         low, high = interval(ratios)
         rows += [Row(case, SYSTEM, metric, value, unit, len(ratios)) for metric, value, unit in (
             ("iteration_ratio", median(ratios), "x"), ("iteration_ratio_low", low, "x"),
