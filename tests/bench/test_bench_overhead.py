@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from bench.overhead import main
+from loop_driver import drive_loop
+from nursery import Nursery
 
 LIMIT_S = 240.0
 
@@ -13,6 +16,16 @@ LIMIT_S = 240.0
 def test_the_example_is_changed(tmp_path: Path) -> None:
     script = main.trained(tmp_path, main.CASES["overhead_128_tokens"]).read_text()
     assert "ROWS, SAMPLES = 512, 64, 2" in script
+
+
+def test_each_case_is_a_valid_job(tmp_path: Path) -> None:
+    with closing(Nursery(tmp_path / "zygote.log")) as nursery:
+        for name, case in main.CASES.items():
+            driver = drive_loop(tmp_path / name, nursery, [], iterations=2,
+                                micro_batches=main.MICRO_BATCHES, **case.loop)
+            driver.close()
+            assert driver.spec.loop is not None
+            assert {key: getattr(driver.spec.loop, key) for key in case.loop} == case.loop
 
 
 @pytest.mark.thorough
