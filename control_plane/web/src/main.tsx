@@ -41,19 +41,19 @@ function Login({ why, onEnter }: { why: string; onEnter: () => void }) {
   const [text, setText] = useState("")
   const [problem, setProblem] = useState<Problem>()
   const [leader, setLeader] = useState("")
-  const [file, setFile] = useState("")
+  const [file, setFile] = useState<string>()  // undefined until the server has said which one it is
   useEffect(() => {
     fetch("/v1/health").then(async reply => {
       setLeader(reply.headers.get("Unicron-Follows") ?? "")
       setFile((await reply.json() as Schemas["Health"]).file ?? "")
-    }).catch(() => undefined)
+    }).catch(() => { setFile("") })
   }, [])
   return <main class="login">
     <h1>Unicron</h1>
     {why && <p class="trouble" role="alert">{why}</p>}
     {leader && <p class="banner">This control plane follows <a href={leader}>{leader}</a>, which leads.</p>}
     {file ? <p>This is the log {file}: open the address that <code>unicron view</code> has printed.</p>
-      : <p>Run <code>unicron open</code> in a terminal. It opens this page with a code that works once.</p>}
+      : file === "" && <p>Run <code>unicron open</code> in a terminal. It opens this page with a code that works once.</p>}
     <form onSubmit={event => {
       event.preventDefault()
       enter(text).then(onEnter, (error: unknown) => { setProblem(error as Problem) })
