@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import many_tasks
@@ -11,8 +10,6 @@ from browser.page import Page, browsing, viewing
 from unicron.events.log import archive
 
 NUM = 10_000
-OPEN_S_MAX = 20.0
-"""Many times what it takes on a quiet machine."""
 ANSWER_MB_MAX = 1.0
 ELEMENTS_NUM_MAX = 4_000
 
@@ -22,12 +19,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     file = tmp_path_factory.mktemp("many") / "log.jsonl"
     archive.write(file, many_tasks.records(NUM), cluster="many", code="test")
     with viewing(file) as url, browsing() as found:
-        began_s = time.monotonic()
         found.open(url)
         found.wait_text("Newest incidents")
         found.wait_text("10,000")
-        print(f"10,000 tasks: open in {time.monotonic() - began_s:.2f} s")
-        assert time.monotonic() - began_s < OPEN_S_MAX
         yield found
         assert found.errors() == []
 
