@@ -191,7 +191,7 @@ web: setup $(WEB)/node_modules/.package-lock.json ## build the dashboard's page 
 
 test-web: setup types web ## the dashboard in a real browser, on a real cluster (installs Debian's chromium)
 	@tests/browser/install.sh
-	@$(BOUND) $(if $(BOUND),$(TEST_S_MAX)) $(BIN)/pytest tests/browser
+	@$(BOUND) $(if $(BOUND),$(TEST_S_MAX)) $(BIN)/python tests/suite.py --web
 
 LOG ?= build/demo/log.jsonl
 screenshots: setup types web ## the dashboard's views, light, dark and phone, from the demo's log (LOG=file)

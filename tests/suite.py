@@ -1,10 +1,12 @@
 """Runs the tests in four concurrent lanes; three of them mostly wait.
 
 `make test` skips tests marked `thorough` and tries a quarter of each property's examples.
-`make test-thorough` runs everything and writes its counts to docs/guides/test-runs.md. A few tests
-that failed are run once more, alone: if they pass, the load was the cause; they are named, and do
-not fail the run. Otherwise the exit status is 1. Output of failed lanes is printed; all output is
-in build/tests.
+`make test-thorough` runs everything and writes its counts to docs/guides/test-runs.md.
+`make test-web` runs the tests of the dashboard, in a lane of its own.
+
+A few tests that failed are run once more, alone: if they pass, the load was the cause; they are
+named, and do not fail the run. Otherwise the exit status is 1. Output of failed lanes is printed;
+all output is in build/tests.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ WITH_OTHERS = [f"{RANKS}/test_{name}.py" for name in ("checkpoint", "experts", "
 HOSTS = "tests/hosts/test_hosts.py"
 """Tests of ranks and hosts in another lane, so that no lane is much longer than the rest."""
 BROWSER = "tests/browser"
-"""Run by `make test-web`: it needs a browser, and the page that npm builds."""
 OF_RANKS = [f"{RANKS}/{file.name}" for file in sorted((ROOT / RANKS).glob("test_*.py"))]
 PROGRAMS = ["tests/cli", "tests/workers/agent"]
 LANES = {
@@ -44,6 +45,8 @@ LANES = {
         *(file for file in OF_RANKS if file not in WITH_OTHERS)))],
 }
 """Lane -> arguments of its pytest, which runs one test at a time and at most six real ranks."""
+WEB_LANES = {"browser": [BROWSER]}
+"""They need a browser, and the page that npm builds."""
 POLL_S, STOP_S = 0.2, 50.0
 AGAIN_NUM_MAX = 3
 """If more tests fail, none is run again: then it was not the load."""
@@ -52,7 +55,7 @@ AGAIN_NUM_MAX = 3
 class Lane:
     """One pytest process, its output and its counts."""
 
-    def __init__(self, name: str, options: list[str]) -> None:
+    def __init__(self, name: str, words: list[str], options: list[str]) -> None:
         self.name = name
         self.output, self.counts_file = FOLDER / f"{name}.txt", FOLDER / f"{name}.xml"
         cache = ROOT / ".pytest_cache" / name
@@ -61,7 +64,7 @@ class Lane:
         self.began_s = time.monotonic()
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "pytest", *LANES[name], *options, "--durations=15",
+                [sys.executable, "-P", "-m", "pytest", *words, *options, "--durations=15",
                  f"--junitxml={self.counts_file}", "-o", "faulthandler_timeout=300",
                  "-o", f"cache_dir={cache}"],
                 cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -106,14 +109,17 @@ class Lane:
 def main() -> int:
     asks = argparse.ArgumentParser(description=__doc__)
     asks.add_argument("--thorough", action="store_true", help="everything, and write the page")
-    thorough = asks.parse_args().thorough
+    asks.add_argument("--web", action="store_true", help="the tests of the dashboard")
+    asked = asks.parse_args()
+    thorough = asked.thorough
     options = (["--hypothesis-profile=thorough"] if thorough else ["-m", "not thorough"])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     FOLDER.mkdir(parents=True, exist_ok=True)
     for file in FOLDER.glob("*.xml"):
         file.unlink()
     began_s, commit = time.monotonic(), _commit()
-    lanes = [Lane(name, options) for name in LANES]
+    lanes = [Lane(name, words, options)
+             for name, words in (WEB_LANES if asked.web else LANES).items()]
     try:
         well = _wait(lanes) or _pass_alone(lanes, options)
     except KeyboardInterrupt:
