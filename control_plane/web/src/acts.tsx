@@ -53,8 +53,8 @@ const ACTS: { [K in ActKind]: Entry } = {
   } },
   apply: { verb: "Apply", what: () => "this change", note: () => "" },
   freeze: { verb: "Freeze healing", what: () => "", path: () => "/v1/freeze", note: ({ cluster, tasks }) =>
-    `Training goes on, and no order is given: a task that fails stands until you unfreeze. ${cluster.num_faults
-      ? `So far a fault came each ${span(cluster.mtbf_gpu_s / Math.max(cluster.num_slots, 1))}; ` : ""}${
+    `Training goes on, and no order is given: a task that fails stands until you unfreeze. ${
+      `Plans expect a fault each ${span(cluster.mtbf_gpu_s / Math.max(cluster.num_slots, 1))}, and ${cluster.num_faults} came so far; `}${
       si(Math.max(0, ...tasks.map(one => one.waf)), "FLOP/s")} of WAF stand still if the largest task fails.` },
   unfreeze: { verb: "Unfreeze healing", what: () => "", change: () => ({ unfreeze: true }),
     note: () => "What was held back is decided and ordered at once." },
@@ -150,7 +150,7 @@ function Dialog({ kind, target, onClose }: { kind: ActKind; target: Target; onCl
     {seq > 0 ? <>
       <p role="status" class="calm">✓ It is record <a href={link("cluster", "", { at: seq })}
         onClick={() => { dialog.current!.close() }}>{count(seq)}</a> of the log. What follows comes behind it.</p>
-      <div class="tools"><button type="button" autofocus onClick={() => { dialog.current!.close() }}>Close</button></div>
+      <div class="tools"><button type="button" ref={focused} onClick={() => { dialog.current!.close() }}>Close</button></div>
     </> : <form onSubmit={event => { event.preventDefault(); if (may) void doIt() }}>
       {state && <p>{entry.note(state, of)}</p>}
       {kind === "weight" && <p><label>Weight <input type="number" min="0" step="any" required value={weight}
@@ -169,6 +169,9 @@ function Dialog({ kind, target, onClose }: { kind: ActKind; target: Target; onCl
   </dialog>
 }
 
+/** `autofocus` counts only when a dialog opens. */
+const focused = (button: HTMLElement | null) => { button?.focus() }
+
 /** What a dry run found: also of use beside a form. */
 export function Cost({ found }: { found: DryRun }) {
   const sum = (name: "waf" | "waf_before") => found.tasks.reduce((all, one) => all + one[name], 0)
@@ -180,7 +183,7 @@ export function Cost({ found }: { found: DryRun }) {
     {!found.planned && <p>No new plan follows: each task keeps its slots.</p>}
     {found.planned && found.plan && <>
       <p><strong>{gain ? `${gain > 0 ? "+" : "−"}${si(Math.abs(gain), "FLOP/s")} of WAF` : "The same WAF"}
-        {gain !== 0 && before > 0 && ` (${gain > 0 ? "+" : "−"}${percent(Math.abs(gain) / before)})`}</strong>; the changes cost
+        {gain !== 0 && before > 0 && ` (${gain > 0 ? "+" : "−"}${percent(Math.abs(gain) / before)})`}</strong>; the changes are expected to cost
         {" "}{si(found.transition_flop, "FLOP")}{found.num_plans === 1 && found.plan.paid_back_s
           ? `, earned back after ${span(found.plan.paid_back_s)}` : ""}. {found.plan.why}</p>
       <Table label="Tasks that change" rows={moved} max={20} empty="No task changes." columns={[
@@ -188,7 +191,7 @@ export function Cost({ found }: { found: DryRun }) {
         { name: "Slots", right: true, cell: one => arrow(one.slots_before, one.slots, String) },
         { name: "Layout", cell: one => arrow(one.layout_before, one.layout, String) },
         { name: "WAF", right: true, cell: one => arrow(one.waf_before, one.waf, value => si(value)) },
-        { name: "Pause", right: true, cell: one => one.pause_s ? span(one.pause_s) : "–" },
+        { name: "Expected pause", right: true, cell: one => one.pause_s ? span(one.pause_s) : "–" },
         { name: "", cell: one => one.waits },
       ]} />
       {moved.length > 0 && others > 0 && <p class="empty">{others} other {others === 1 ? "task stays" : "tasks stay"} as {others === 1 ? "it is" : "they are"}.</p>}

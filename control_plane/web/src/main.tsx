@@ -28,8 +28,8 @@ function App() {
     if (!code) return
     history.replaceState(null, "", "#/")
     dispatchEvent(new HashChangeEvent("hashchange"))
-    session.drop()
-    enter(code).then(() => { setMine(session.get()) }, (error: unknown) => { setMine(null); setWhy(String((error as Error).message)) })
+    // With a code that works no more, a session that still holds goes on.
+    enter(code).then(() => { setMine(session.get()) }, (error: unknown) => { setWhy(String((error as Error).message)) })
   }, [])
   if (!mine) return <Login why={why} onEnter={() => { setWhy(""); setMine(session.get()) }} />
   return <Frame mine={mine} onLeave={() => {
@@ -128,7 +128,7 @@ function Lost() {
 function Moment({ at, state, busy }: { at: string; state: Schemas["View"] | undefined; busy: boolean }) {
   const last = Math.max(useLive().seq, state?.cluster.seq ?? 0)
   const [pulled, setPulled] = useState<number>()
-  const seq = pulled ?? (/^\d+$/.test(at) ? Number(at) : state?.cluster.seq ?? last)
+  const seq = pulled ?? (/^\d+$/.test(at) ? Math.min(Number(at), last) : state?.cluster.seq ?? last)
   const incidents = state?.incidents.map(one => one.id) ?? []
   const go = (to: number | undefined) => { change({ at: to === undefined ? undefined : Math.min(Math.max(to, 1), last) }) }
   useEffect(() => {

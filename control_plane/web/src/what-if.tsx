@@ -15,8 +15,8 @@ const POLICIES: Record<string, string> = {
 }
 const total = (of: Record<string, number>) => Object.values(of).reduce((sum, one) => sum + one, 0)
 
-/** `at_s`: the time of the incident whose loss is shown beside the totals. */
-export function WhatIf({ tasks, at_s }: { tasks: Schemas["View"]["tasks"]; at_s: number }) {
+/** `at_s`, `seq`: when the incident was detected whose loss is shown beside the totals. */
+export function WhatIf({ tasks, at_s, seq }: { tasks: Schemas["View"]["tasks"]; at_s: number; seq: number }) {
   const [answer, setAnswer] = useState<Answer>()
   const [problem, setProblem] = useState<Problem>()
   const [weights, setWeights] = useState<Record<string, string>>({})
@@ -51,7 +51,7 @@ export function WhatIf({ tasks, at_s }: { tasks: Schemas["View"]["tasks"]; at_s:
     </form>
     <Trouble problem={problem} />
     <div role="status" aria-live="polite">{answer && <Progress answer={answer} />}</div>
-    {answer?.result && <Result answer={answer} result={answer.result} at_s={at_s} />}
+    {answer?.result && <Result answer={answer} result={answer.result} at_s={at_s} seq={seq} />}
   </Section>
 }
 
@@ -75,23 +75,26 @@ const words = (one: Played): string => [one.policy,
 
 const flop = (value: number) => si(Math.abs(value) < 1 ? 0 : value, "FLOP")
 
-function Result({ answer, result, at_s }: { answer: Answer; result: Schemas["WhatIfResult"]; at_s: number }) {
+function Result({ answer, result, at_s, seq }: { answer: Answer; result: Schemas["WhatIfResult"]; at_s: number; seq: number }) {
   const away_s = (number: number) => Math.abs(result.recorded.incidents[number]!.at_s + result.began_s - at_s)
-  const place = [...result.recorded.incidents.keys()].sort((a, b) => away_s(a) - away_s(b))[0]
+  const place = seq > answer.last_seq ? undefined
+    : [...result.recorded.incidents.keys()].sort((a, b) => away_s(a) - away_s(b))[0]
   /** What this incident lost: each choice has the same events. */
   const loss = (played: Played) => place === undefined ? undefined : played.incidents[place]
   const rows: [string, Played][] = [["recorded", result.recorded],
     ...result.choices.map((one, number): [string, Played] => [number === 0 ? "simulated, as recorded" : words(one), one])]
   const here = loss(result.recorded)
-  const simulated = result.choices[0]!.accumulated_waf_flop
+  const isWeighted = result.choices.some(one => Object.keys(one.weights).length > 0)
   return <>
-    <p>Until record {count(answer.last_seq)}, {span(result.horizon_s)} of training, in {span(answer.took_s)}.
-      {here && <> This incident is {here.what}.</>}</p>
+    <p>The last simulation, until record {count(answer.last_seq)}: {span(result.horizon_s)} of training, in {span(answer.took_s)}.
+      {here && <> This incident is {here.what}.</>}{seq > answer.last_seq && <> This incident came later: simulate again.</>}</p>
     <Table label="What other choices would have done" rows={rows} empty="" columns={[
       { name: "Choice", cell: ([name]) => name },
       { name: "Earned", right: true, cell: ([, one]) => flop(one.accumulated_waf_flop) },
-      { name: "Against simulated", right: true, cell: ([name, one]) => name === "recorded" || !simulated ? "" :
-        `${one.difference_flop > 0 ? "+" : ""}${percent(one.difference_flop / simulated)}` },
+      { name: "Against simulated", right: true, cell: ([name, one]) => {
+        const against = one.accumulated_waf_flop - one.difference_flop
+        return name === "recorded" || !against ? "" : `${one.difference_flop > 0 ? "+" : ""}${percent(one.difference_flop / against)}`
+      } },
       { name: "Down", right: true, cell: ([, one]) => span(total(one.downtime_task_s)) },
       { name: "Slot time lost", right: true, cell: ([, one]) => span(Math.max(total(one.lost_slot_s), 0)) },
       { name: "This incident lost", right: true, cell: ([, one]) => flop(Math.max(loss(one)?.lost_waf_flop ?? 0, 0)) },
@@ -102,7 +105,7 @@ function Result({ answer, result, at_s }: { answer: Answer; result: Schemas["Wha
       } },
     ]} />
     <p class="empty">Earned is by the declared, modelled or calibrated throughput, not measured as on the page of costs:
-      compare rows with each other. An incident loses what comes on top of earlier losses: 0 FLOP and “–” mean that
+      compare rows with each other.{isWeighted && " A row with other weights is compared with the simulated run counted by these weights."} An incident loses what comes on top of earlier losses: 0 FLOP and “–” mean that
       its tasks stood still already, or that it cost nothing. Full strength is what each task earned before; “not by
       the end”: it was not reached before record {count(answer.last_seq)}.</p>
     {result.evidence.filter(line => line.includes("longer than the horizon")).map(line => <p class="needs-line">{line}</p>)}

@@ -7,7 +7,7 @@ import type { ViewProps } from "./index"
 
 type Record = Schemas["LogRecord"]
 const PAGE_NUM = 200
-const HIDDEN = new Set(["who", "role", "reason", "spec"])
+const HIDDEN = new Set(["who", "role", "reason", "spec", "modelled"])
 
 export function Audit({ state, at }: ViewProps) {
   const [rows, setRows] = useState<Record[]>()
@@ -31,7 +31,7 @@ export function Audit({ state, at }: ViewProps) {
       { name: "When", cell: one => <Time at_s={one.at_s} /> },
       { name: "Who", cell: one => `${text(one, "who") || "–"} ${text(one, "role") && `(${text(one, "role")})`}` },
       { name: "What", cell: one => one.kind },
-      { name: "Of what", cell: one => Object.entries(one.body as object).filter(([name]) => !HIDDEN.has(name))
+      { name: "Of what", cell: one => Object.entries(one.body as object).filter(([name, value]) => !HIDDEN.has(name) && value !== null && value !== false && value !== "")
         .map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : String(value)}`).join(", ") || subject(one) },
       { name: "Reason", cell: one => text(one, "reason") },
     ]} />}

@@ -18,7 +18,7 @@ export function Cluster({ state, at, query, now_s, recorded, mayAct }: ViewProps
     <Needs state={state} at={at} now_s={now_s} mayAct={mayAct} />
     <div class="columns">
       <Waf state={state} />
-      <Leader state={state} now_s={now_s} past={recorded || Boolean(at)} mayAct={mayAct} />
+      <Leader state={state} at={at} now_s={now_s} past={recorded || Boolean(at)} mayAct={mayAct} />
     </div>
     <Slots at={at} at_s={at ? state.cluster.at_s : undefined} query={query} />
     <Incidents state={state} names={names} at={at} now_s={now_s} />
@@ -56,7 +56,8 @@ function Waf({ state }: { state: Schemas["View"] }) {
   const earned = useMemo(() => ({
     x: cluster.earned.map(one => one.at_s), values: [cluster.earned.map(one => one.flop / one.length_s)],
   }), [cluster.seq])
-  return <Section title="WAF" note="weighted achieved FLOP/s">
+  const origins = [...new Set(tasks.filter(one => live.has(one.id) && one.throughput).map(one => one.throughput!["origin"]))]
+  return <Section title="WAF" note={`weighted achieved FLOP/s${origins.length ? `; plan and ideal by ${origins.join(" and ")} throughput` : ""}`}>
     <table class="bars"><tbody>{rows.map(([name, value]) => <tr>
       <th scope="row">{name}</th>
       <td><meter min={0} max={most} value={value} aria-label={`WAF ${name}`} /></td>
@@ -68,10 +69,11 @@ function Waf({ state }: { state: Schemas["View"] }) {
   </Section>
 }
 
-function Leader({ state, now_s, past, mayAct }: { state: Schemas["View"]; now_s: number; past: boolean; mayAct: boolean }) {
+function Leader({ state, at, now_s, past, mayAct }: { state: Schemas["View"]; at: string; now_s: number; past: boolean; mayAct: boolean }) {
   const { cluster, nodes, tasks } = state
   const used = tasks.reduce((sum, one) => sum + one.slots.now, 0)
   const ill = nodes.filter(one => one.health !== "healthy" && one.health !== "left").length
+  const barred = nodes.filter(one => one.drained || one.quarantine)
   const mtbf_s = cluster.mtbf_gpu_s / Math.max(cluster.num_slots, 1)
   return <Section title="Control plane">
     <dl>
@@ -79,8 +81,9 @@ function Leader({ state, now_s, past, mayAct }: { state: Schemas["View"]; now_s:
       {!past && <><dt>followers</dt><dd>{cluster.followers.join(", ") || "none"}</dd></>}
       <dt>healing</dt><dd>{cluster.healing === "on" ? "on" : <State of="open" />}{cluster.healing !== "on" && ` ${cluster.healing}`}</dd>
       <dt>slots</dt><dd>{count(used)} of {count(cluster.num_slots)} have a rank</dd>
-      <dt>nodes</dt><dd>{count(nodes.length)}, {ill ? <strong>{ill} not healthy</strong> : "all healthy"}</dd>
-      <dt>MTBF</dt><dd>{cluster.num_faults ? `${span(mtbf_s)} of the cluster, ${cluster.num_faults} ${cluster.num_faults === 1 ? "fault" : "faults"}` : "no fault so far"}</dd>
+      <dt>nodes</dt><dd>{count(nodes.length)}, {ill ? <strong>{ill} not healthy</strong> : "all healthy"}{barred.length > 0 && <>, {count(barred.length)} drained or in quarantine:
+        {barred.slice(0, 3).map(one => <> <a href={link("nodes", one.id, { at })}>{one.id}</a></>)}{barred.length > 3 && " …"}</>}</dd>
+      <dt>MTBF</dt><dd>{span(mtbf_s)} of the cluster, as plans expect; {cluster.num_faults ? `${cluster.num_faults} ${cluster.num_faults === 1 ? "fault" : "faults"} so far` : "no fault so far"}</dd>
       <dt>log</dt><dd>record {count(cluster.seq)}, <Ago at_s={cluster.at_s} now_s={now_s} /></dd>
     </dl>
     {mayAct && <p class="acts"><ActButton kind={cluster.healing.startsWith("frozen") ? "unfreeze" : "freeze"} /></p>}

@@ -22,6 +22,7 @@ export function Incident({ state, at, of, query, mayAct }: ViewProps) {
     <Trouble problem={problem} />
     {problem && <p><a href={link("cluster", "", { at })}>The newest incidents</a></p>}
     {!facts && !problem && <p class="empty">reading the log…</p>}
+    <Neighbours of={Number(id)} ids={state.incidents.map(one => one.id)} at={at} />
     {facts && <>
       <Head facts={facts} at={at} />
       <Bar facts={facts} />
@@ -32,10 +33,18 @@ export function Incident({ state, at, of, query, mayAct }: ViewProps) {
       </div>
       <Plans facts={facts} />
       <Effects facts={facts} />
-      <WhatIf tasks={state.tasks} at_s={facts.detected_s} />
+      <WhatIf tasks={state.tasks} at_s={facts.detected_s} seq={facts.id} />
       <Records facts={facts} filter={query.filter ?? ""} />
     </>}
   </>
+}
+
+/** Links to the incidents before and after it, and its number, which the heading has only if the address has it. */
+function Neighbours({ of, ids, at }: { of: number; ids: number[]; at: string }) {
+  const to = (id: number | undefined, words: string) => id !== undefined && <> <a href={link("incident", id, { at })}>{words} inc-{id}</a></>
+  return <p class="tools">inc-{of}{of === Math.max(...ids) && ", the newest"}
+    {to(ids.filter(one => one < of).sort((a, b) => b - a)[0], "before it")}
+    {to(ids.filter(one => one > of).sort((a, b) => a - b)[0], "after it")}</p>
 }
 
 function Head({ facts, at }: { facts: Facts; at: string }) {
@@ -56,17 +65,19 @@ const Seq = ({ seq }: { seq: number }) => <a href={link("cluster", "", { at: seq
 const NAMES: Record<string, string> = { held: "paused", stood: "stalled", full: "regrow" }
 const WORDS: Record<string, string> = {
   detect: "until it was known", decide: "until it was decided", rebuild: "until the ranks were connected again",
-  step: "until the first iteration", full: "until it had all its slots again", held: "healing was paused", stood: "stalled",
+  step: "until the first iteration, which ends the pause", full: "until it had all slots of its plan, while it trained", held: "healing was paused", stood: "stalled",
   stopped: "stopped", silent: "the node was silent",
 }
 
 function Bar({ facts }: { facts: Facts }) {
   const total_s = facts.phases.reduce((sum, one) => sum + one.length_s, 0)
+  const longest_s = Math.max(...facts.phases.map(one => one.length_s))
   return <Section title="How long it took" note={facts.cost.pause_s === null ? "it is not over" : `${span(facts.cost.pause_s)} pause`}>
     {facts.phases.length === 0 && <p class="empty">No phase is over yet.</p>}
     <ol class="phases">{facts.phases.map(one => <li class={one.name} style={{ flexGrow: Math.max(one.length_s / (total_s || 1), 0.02) }}>
       <i aria-hidden="true" /> <b>{NAMES[one.name] ?? one.name}</b>
-      {" "}{one.bound && `${one.bound} `}{span(one.length_s)} <small>{WORDS[one.name] ?? ""}</small></li>)}</ol>
+      {" "}{one.bound && `${one.bound} `}{span(one.length_s)} <small>{WORDS[one.name] ?? ""}{
+        facts.phases.length > 1 && one.length_s === longest_s && " (the longest)"}</small></li>)}</ol>
     {facts.began["why"] && <p class="empty">When it began: {facts.began["why"]}</p>}
   </Section>
 }

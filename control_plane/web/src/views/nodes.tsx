@@ -39,7 +39,7 @@ export function Nodes({ state, at, of, query, now_s, mayAct }: ViewProps) {
       <Table label="Nodes" rows={rows} empty="No such node." max={of ? 1 : 100} columns={[
         { name: "Node", cell: one => <a href={link("nodes", one.id, { at })}>{one.id}</a> },
         { name: "State", cell: one => <State of={wordOf(one)} /> },
-        { name: "Since", cell: one => <Ago at_s={one.since_s} now_s={now_s} /> },
+        { name: "Health since", cell: one => <Ago at_s={one.since_s} now_s={now_s} /> },
         { name: "Host", cell: one => one.host },
         { name: "Slots", right: true, cell: one => `${one.slots.filter(slot => slot.task).length} / ${one.num_slots}` },
         { name: "Tasks", cell: one => [...new Set(one.slots.filter(slot => slot.task).map(slot => names.get(slot.task) ?? slot.task))].join(", ") },

@@ -14,7 +14,7 @@ export type Change = Partial<Schemas["Change"]>
 export function PlanPage({ state, at, mayAct }: ViewProps) {
   const { data, problem } = useGet("/v1/plan", { at })
   return <>
-    <Section title="In force" note={data && data.plan_s > 0 && <>since <Time at_s={data.plan_s} />, record {data.plan_seq}</>}>
+    <Section title="In force" note={data?.plan && data.plan_s > 0 && <>since <Time at_s={data.plan_s} />, record {data.plan_seq}</>}>
       <Trouble problem={problem} />
       {data && <Shown result={data} at={at} />}
     </Section>
@@ -37,7 +37,7 @@ export function Shown({ result, at }: { result: Result; at: string }) {
       { name: "Slots", right: true, cell: one => one.slots_before === one.slots ? one.slots : `${one.slots_before} → ${one.slots}` },
       { name: "Layout", cell: one => one.layout_before && one.layout_before !== one.layout ? `${one.layout_before} → ${one.layout}` : one.layout },
       { name: "WAF", right: true, cell: one => one.waf_before === one.waf ? si(one.waf) : `${si(one.waf_before)} → ${si(one.waf)}` },
-      { name: "Pause", right: true, cell: one => one.pause_s ? span(one.pause_s) : "" },
+      { name: "Expected pause", right: true, cell: one => one.pause_s ? span(one.pause_s) : "" },
       { name: "Why it waits", cell: one => one.waits },
     ]} />
     <Table label="Alternatives" rows={plan.alternatives} empty="No alternative." columns={[
@@ -70,6 +70,7 @@ function WhatIf({ state, mayAct }: { state: Schemas["View"]; mayAct: boolean }) 
   const send = async () => {
     setBusy(true)
     setProblem(undefined)
+    setTried(undefined)
     try {
       setTried((await post<Result>("/v1/plan/dry-run", change)).answer)
     } catch (error) {
