@@ -208,8 +208,9 @@ def _timeline(events: list[Plain]) -> list[str]:
             groups[-1].append(one)
         else:
             groups.append([one])
-    rows = [[_after(first["after_s"]), fmt.clipped(first["who"], WHO_COLUMNS),
-             _what([first, *others]), str(first["seq"])] for first, *others in groups]
+    rows = [["-" * (first["after_s"] < 0) + fmt.span(abs(first["after_s"])),
+             fmt.clipped(first["who"], WHO_COLUMNS), _what([first, *others]), str(first["seq"])]
+            for first, *others in groups]
     width = fmt.SCREEN_COLUMNS - max((len(row[0]) + len(row[1]) + len(row[3]) for row in rows),
                                      default=0) - 12
     for row in rows:
@@ -226,10 +227,6 @@ def _what(alike: Sequence[Plain]) -> str:
     who = f"{fmt.ranks(ranks)}, the first: " if len(ranks) > 1 else ""
     text = first["what"].removeprefix(f"task {first['task']} ")
     return f"{other}{times}{first['kind']} {who}{text}"
-
-
-def _after(after_s: float) -> str:
-    return f"-{fmt.span(-after_s)}" if after_s < 0 else fmt.span(after_s)
 
 
 def every(history: History, *, now_s: float, option: str = "") -> list[str]:

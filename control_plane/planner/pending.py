@@ -20,7 +20,7 @@ from .planner import Plan, allowed_candidates, plan_of, solve
 from .problem import PlanProblem, TaskDemand, waf_of
 from .problem_of_state import planning_snapshot
 from .solver import knapsack
-from .solver.candidates import IMPOSSIBLE, Candidates
+from .solver.candidates import IMPOSSIBLE
 
 # --- Price of a waiting task: what the others would lose, and the weight from which it runs ---
 
@@ -74,7 +74,8 @@ def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
         if left < 0:
             break
         # By size of the row, 0 included: the best plan in which the row has that size.
-        free = {size: solve_rows(_with_size(rows, i, size), num) for size in gain_of}
+        free = {size: solve_rows(rows.only((rows.row_of != i) | (rows.sizes == size)), num)
+                for size in gain_of}
         runs = [(one[1], size, one[0]) for size, one in free.items() if size and one is not None]
         if not runs:
             continue
@@ -94,10 +95,6 @@ def _price_work(problem: PlanProblem) -> tuple[int, int]:
         return work_under_limits(problem), LIMITED_WORK_NUM_MAX
     return (_ROW_NUM + sum(len(demand.sizes) + 1 for demand in problem.demands),
             SOLVES_WORK_NUM_MAX)
-
-
-def _with_size(rows: Candidates, row: int, size: int) -> Candidates:
-    return rows.only((rows.row_of != row) | (rows.sizes == size))
 
 
 def has_prices(problem: PlanProblem) -> bool:

@@ -62,11 +62,6 @@ def _by(body: Plain) -> str:
     return f"; by {who}, {body['role']}" if who not in ("", OWNER) else ""
 
 
-def _drained_earns(waf: float) -> str:
-    return (f"would earn {fmt.scaled(waf, 'FLOP/s')}" if waf >= 0 else
-            f"would cost {fmt.scaled(-waf, 'FLOP/s')}")
-
-
 def _meaning(body: Plain) -> str:
     """The status of the error in parentheses; empty if the status is unknown."""
     if not body.get("status"):
@@ -226,10 +221,11 @@ def _layout(order: Plain) -> str:
 
 FORMATS: dict[str, Callable[[Any], str]] = {
     "because": _because, "by": _by, "changes": _changes, "cost": _cost, "devices": _devices,
-    "drained": _drained_earns, "exit": _exit, "fault": _fault,
+    "drained": lambda waf: (
+        f"would {'earn' if waf >= 0 else 'cost'} {fmt.scaled(abs(waf), 'FLOP/s')}"),
+    "exit": _exit, "fault": _fault, "layout": _layout, "library error": _library_error,
     "first line": lambda text: _line_of(text, 0), "last line": lambda text: _line_of(text, -1),
-    "len": lambda value: str(len(value)), "layout": _layout,
-    "library error": _library_error,
+    "len": lambda value: str(len(value)),
     "labels": lambda labels: "".join(f", {key} {name}" for key, name in labels.items() if name),
     "loss": lambda loss: "" if loss is None else f" loss {loss:.4f}",
     "meaning": _meaning, "members": lambda members: fmt.ranks(member["rank"] for member in members),

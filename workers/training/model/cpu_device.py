@@ -177,10 +177,6 @@ class _Tracker:
         pass
 
 
-def _set_state(state: Tensor, *device: Any, **options: Any) -> None:
-    torch.set_rng_state(state)
-
-
 _is_installed = False
 
 
@@ -196,7 +192,8 @@ def install_stand_ins() -> None:
     from ..dependencies.private_megatron import replace_generators
 
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-    replace_generators(_Tracker(), lambda *device, **options: torch.get_rng_state(), _set_state)
+    replace_generators(_Tracker(), lambda *device, **options: torch.get_rng_state(),
+                       lambda state, *device, **options: torch.set_rng_state(state))
     random.CheckpointFunction.apply = _with_mode(random.CheckpointFunction.apply)
     WrappedTorchNorm.__new__ = _marked(WrappedTorchNorm.__new__)
     _stand_in_for_experts()

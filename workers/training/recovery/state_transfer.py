@@ -119,7 +119,8 @@ class _Transfer:
             raise RuntimeError("interrupted during the state exchange")
         for one, is_right in checked:
             if is_right:
-                _unpack(one.chunk, one.tensors)
+                for view, tensor in _views(one.chunk, one.tensors):
+                    tensor.copy_(view)
             else:
                 self._bad.add(one.place)
 
@@ -159,11 +160,6 @@ def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     for view, tensor in _views(chunk, tensors):
         view.copy_(tensor)
     return chunk
-
-
-def _unpack(chunk: Tensor, tensors: Sequence[Tensor]) -> None:
-    for view, tensor in _views(chunk, tensors):
-        tensor.copy_(view)
 
 
 def _seal(chunk: Tensor) -> Tensor:
