@@ -1,11 +1,14 @@
 """Where two runs differ by their digests, and where this version decides otherwise than a log."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from ...control_plane.decide.replay import Different
 from ...events.errors import UnicronError, UsageError
-from ...events.records.reports import TaskProgressed, TaskSubmitted
+from ...events.records.reports import RankReady, TaskProgressed, TaskSubmitted
 from ...events.spec.job import JobSpec
 from ..terminal import console
 from ..terminal import format as fmt
@@ -18,11 +21,14 @@ KEYS = ("model", "batch", "micro_batches", "iterations", "seed", "data", "precis
 """Of `train` or `loop`: what decides the result."""
 
 
-class Run(NamedTuple):
-    """A task. An iteration that ran again has several digests, equal if nothing went wrong."""
+@dataclass
+class Run:
+    """A task. An iteration that ran again has several digests, equal if nothing went wrong.
+    `why`: why it trained with rounding, although its job asks for exact sums."""
 
     spec: JobSpec
-    digests: dict[int, list[str]]
+    why: str = ""
+    digests: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
 
 
 class DifferError(UnicronError):
@@ -48,12 +54,12 @@ def diff(logs: Sequence[Log], a: str, b: str, *, as_json: bool) -> None:
         what = f"task {x}" if x == y else f"tasks {x} and {y}"
         both, at, digests = _compared(run, against, what)
         rows.append({"tasks": [x, y], "compared": both, "iteration": at, "digests": digests})
-        lines.append(f"{what}: {fmt.number_of(len(both), 'equal digest')}, of iterations "
+        lines.append(f"{what}: no iteration with a digest ran again" if not both else
+                     f"{what}: {fmt.number_of(len(both), 'equal digest')}, of iterations "
                      f"{both[0]} to {both[-1]}" if at is None else
                      f"{what}: iteration {at} is the first compared that began with another state, "
                      f"after {fmt.number_of(len(both) - 1, 'equal digest')}: {', '.join(digests)}")
-        one, other = run.spec.training, against.spec.training
-        if keys := [key for key in KEYS if getattr(one, key, 0) != getattr(other, key, 0)]:
+        if keys := list(_differing(run.spec.training, against.spec.training)):
             lines.append(f"{what}: the jobs differ in {', '.join(keys)}")
     is_equal = all(row["iteration"] is None for row in rows)
     console.show({"equal": is_equal, "tasks": rows}, lines, as_json=as_json)
@@ -63,12 +69,23 @@ def diff(logs: Sequence[Log], a: str, b: str, *, as_json: bool) -> None:
                           "other data or software")
 
 
+def _differing(a: object, b: object, keys: Sequence[str] = KEYS, within: str = "") -> Iterator[str]:
+    for key in keys:
+        one, other = getattr(a, key, None), getattr(b, key, None)
+        if isinstance(one, msgspec.Struct) and isinstance(other, type(one)):
+            yield from _differing(one, other, one.__struct_fields__, f"{within}{key}.")
+        elif one != other:
+            yield within + key
+
+
 def _runs(log: Log) -> dict[str, Run]:
     """The training tasks, by number, as text."""
-    runs = {str(seq): Run(task.spec, {}) for seq, task in log.state().tasks.items()}
+    runs = {str(seq): Run(task.spec, task.rounding_why) for seq, task in log.state().tasks.items()}
     for record in log.read():
         if isinstance(record.body, TaskSubmitted):
-            runs[str(record.seq)] = Run(record.body.spec, {})
+            runs[str(record.seq)] = Run(record.body.spec)
+        elif isinstance(record.body, RankReady) and (run := runs.get(str(record.body.task))):
+            run.why = record.body.rounding_why
         elif isinstance(record.body, TaskProgressed) and (run := runs.get(str(record.body.task))):
             for at, digest in record.body.digests.items():
                 run.digests.setdefault(at, []).append(digest)
@@ -83,18 +100,19 @@ def _named(runs: dict[str, Run], word: str) -> Run:
     if len(found) > 1:
         raise UsageError(f"the log has {len(found)} tasks {word}: {fmt.listed(found)}",
                          "give the number of one")
-    if not runs[found[0]].digests:
-        raise UsageError(f"task {word} has no digests", HINT)
-    return runs[found[0]]
+    run = runs[found[0]]
+    if not run.digests:
+        raise UsageError(f"task {word} has no digests" + (
+            f": it trained with rounding: {run.why}" if run.why else ""), HINT)
+    return run
 
 
 def _compared(run: Run, against: Run, what: str) -> tuple[list[int], int | None, list[str]]:
     """The iterations that were compared; the first that differs, and its digests."""
     one, other = run.digests, against.digests
     both = [at for at in sorted(one.keys() & other.keys()) if run is not against or one[at][1:]]
-    if not both:
-        raise UsageError(f"{what}: no iteration with a digest " + (
-            "ran again" if run is against else "is in both"), HINT)
+    if not both and run is not against:
+        raise UsageError(f"{what}: no iteration with a digest is in both", HINT)
     for num, at in enumerate(both, 1):
         if len(found := list(dict.fromkeys((*one[at], *other[at])))) > 1:
             return both[:num], at, found

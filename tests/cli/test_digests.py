@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from cli_process import refused, unicron
 from unicron.events.log import archive
-from unicron.events.records.reports import TaskProgressed, TaskSubmitted
+from unicron.events.records.reports import RankReady, TaskProgressed, TaskSubmitted
 
 PAST = Path(__file__).parents[1] / "golden" / "release-0.3.0.jsonl"
 Digests = dict[int, str]
@@ -69,13 +69,15 @@ def test_other_jobs_are_named(tmp_path: Path) -> None:
     for at, record in enumerate(records):
         body = record.body
         if isinstance(body, TaskSubmitted) and body.spec.train is not None:
-            train = msgspec.structs.replace(body.spec.train, seed=99, copy_every=3)
+            slower = msgspec.structs.replace(body.spec.train.optimizer, min_lr=1e-9)
+            train = msgspec.structs.replace(body.spec.train, seed=99, copy_every=3,
+                                            optimizer=slower)
             records[at] = msgspec.structs.replace(record, body=msgspec.structs.replace(
                 body, spec=msgspec.structs.replace(body.spec, train=train)))
     archive.write(tmp_path / "other.jsonl", records, cluster="c", code="0")
     code, told, _ = compare("--diff", calm, str(tmp_path / "other.jsonl"))
     assert (code, told.splitlines()[1:]) == (
-        0, [f"task {name_of(calm)}: the jobs differ in seed"])
+        0, [f"task {name_of(calm)}: the jobs differ in seed, optimizer.min_lr"])
 
 
 def test_a_run_is_compared_with_its_own_past(tmp_path: Path) -> None:
@@ -87,6 +89,22 @@ def test_a_run_is_compared_with_its_own_past(tmp_path: Path) -> None:
     other = log_with(tmp_path / "other.jsonl", {2: "aa", 4: "bb"}, {4: "b0"})
     code, told, _ = compare(other, "--diff", name, name)
     assert (code, "iteration 4" in told) == (1, True)
+    once = log_with(tmp_path / "once.jsonl", {2: "aa", 4: "bb"})
+    code, told, data = compare(once, "--diff", name, name)
+    assert (code, told) == (0, f"task {name}: no iteration with a digest ran again\n")
+    assert data["equal"] is True
+
+
+def test_a_task_that_declined_is_told_why(tmp_path: Path) -> None:
+    some = log_with(tmp_path / "some.jsonl", {2: "aa"})
+    records = [msgspec.structs.replace(record, body=msgspec.structs.replace(
+        record.body, rounding_why="a mixture of experts"))
+        if isinstance(record.body, RankReady) else record
+        for record in archive.read(Path(log_with(tmp_path / "without.jsonl")))]
+    archive.write(tmp_path / "declined.jsonl", records, cluster="c", code="0")
+    refused(unicron("replay", str(tmp_path / "declined.jsonl"), "--diff", name_of(some),
+                    name_of(some)),
+            "has no digests: it trained with rounding: a mixture of experts")
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
@@ -97,7 +115,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
             (("--diff", some, without), "no task with digests has the same name"),
             (("--diff", some, late), "no iteration with a digest is in both"),
             ((some, "--diff", "nobody", name_of(some)), "the log has no task nobody"),
-            ((some, "--diff", name_of(some), name_of(some)), "with a digest ran again"),
             ((without, "--diff", name_of(some), name_of(some)), "has no digests"),
             (("--diff", some, "nowhere"), "--diff nowhere: no such file"),
             ((some, "--diff", "a", "b", "--verify"), "no other option")):
