@@ -93,11 +93,12 @@ def page(spec: JobSpec, found: Choices, slots: str) -> list[str]:
                                                 "out its processes itself")]
     lines += fmt.labelled("memory", _memory(spec, found))
     if (work := spec.training) is not None and work.reproducible != "rounding":
-        lines += fmt.labelled("sums", (
-            f"reproducible: {work.reproducible}; a digest of the state every {work.digest_every} "
-            f"iterations; tensor parallel stays {work.parallel.tensor[0]}" + (
-                "" if work.parallel.tensor == (1,) else
-                ", so slots beyond a multiple of it train nothing")))
+        tensor = work.parallel.tensor[0]
+        lines += fmt.labelled("sums", "; ".join((
+            f"reproducible: {work.reproducible}" + ", if the script can" * bool(spec.command),
+            f"a digest of the state every {work.digest_every} iterations" if work.digest_every
+            else "no digests", f"tensor parallel stays {tensor}" + (
+                ", so slots beyond a multiple of it train nothing" if tensor > 1 else ""))))
     if spec.training is not None and spec.training.copy_every:
         lines += fmt.labelled("copies", _copies(spec, found))
     timed = found.choices[0].iteration_s is not None

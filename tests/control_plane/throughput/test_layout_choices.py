@@ -197,8 +197,8 @@ def test_the_page_says_what_keeping_the_tensor_parallel_size_costs(size: int, co
     spec["loop"] |= {"reproducible": "bitwise", "digest_every": 10}
     job = parse(spec)
     text = " ".join("\n".join(submit_dry_run.page(job, choices(job), "8")).split())
-    assert ("sums reproducible: bitwise; a digest of the state every 10 iterations; "
-            f"tensor parallel stays {size}") in text
+    assert ("sums reproducible: bitwise, if the script can; a digest of the state every 10 "
+            f"iterations; tensor parallel stays {size}") in text
     assert (", so slots beyond a multiple of it train nothing" in text) == cost
     del spec["loop"]["reproducible"], spec["loop"]["digest_every"]
     job = parse(spec)
