@@ -247,7 +247,8 @@ TaskView = TypedDict("TaskView", {
     "declined": str, "from_memory": bool, "withheld": str, "output": str, "checkpoint": str,
     "checkpoint_iteration": int, "unsaved": int, "unpublished": int, "copies": list[MemoryCopy],
     "copies_bytes": int, "copies_max": int, "no_copies": str, "copies_fit": bool,
-    "copy_every": int, "kept_sum": bool, "ranks": list[RankView]})
+    "copy_every": int, "kept_sum": bool, "reproducible": str, "rounding_why": str,
+    "ranks": list[RankView]})
 Deadline = TypedDict("Deadline", {"id": str, "due_s": float, "length_s": float})
 View = TypedDict("View", {
     "cluster": ClusterView, "nodes": list[NodeView], "tasks": list[TaskView],

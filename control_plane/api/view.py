@@ -215,7 +215,9 @@ def task_view(state: ClusterState, task: Task, waits: WaitExplanation | None = N
         "stands": stands, "stands_since_s": stands_since_s, "hang_after_s": spec.hang_after_s,
         "incident": task.incident, **msgspec.structs.asdict(waits),
         "declined": task.declined, "from_memory": task.restarts_from_memory,
-        "withheld": task.withheld,
+        "withheld": task.withheld, "rounding_why": task.rounding_why or (
+            task.declined and "after a fault all its processes start again"),
+        "reproducible": spec.training.reproducible if spec.training is not None else "rounding",
         "output": spec.training.output if spec.training is not None else "",
         "checkpoint": task.checkpoint_path,
         "checkpoint_iteration": task.saved_iteration, "unsaved": task.lost_with(),

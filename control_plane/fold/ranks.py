@@ -43,7 +43,7 @@ def rank_ready(state: ClusterState, record: Record, task: Task, rank: Rank,
     if awaited(task) == "processes":
         task.num_outstanding -= is_starting(task, rank)
     rank.state, rank.endpoint = "ready", body.endpoint
-    task.iteration_flops = body.iteration_flops
+    task.iteration_flops, task.rounding_why = body.iteration_flops, body.rounding_why
     state.orders.pop(rank.start_order, None)
     edits.clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
 

@@ -245,6 +245,8 @@ class Task(Struct, kw_only=True):
     reattempts: int = 0
     declined: str = ""
     """Why its processes cannot recover in memory, although the spec asks for it."""
+    rounding_why: str = ""
+    """Why its sums are rounded, although the spec asks for `reproducible: bitwise`."""
     restarts_from_memory: bool = False
     """Whether they start again from the state that they have stored in memory."""
     rounds: int = 0

@@ -401,6 +401,20 @@ def test_status_says_what_a_task_without_a_kept_sum_redoes(d: Driver, kept: bool
     assert kept != any(line.startswith("kept sum   none: a fault during") for line in lines)
 
 
+@pytest.mark.parametrize(("why", "told"), [
+    ("", "exact"), ("a mixture of experts", "rounded, not bit for bit: a mixture of experts")])
+def test_status_says_whether_the_sums_are_exact(d: Driver, why: str, told: str) -> None:
+    d.rounding_why = why
+    for asked in ("rounding", "bitwise"):
+        task = d.running(spec(name=asked, slots={"min": 1, "max": 2}, train={
+            "iterations": 50, "output": "/tmp/out", "reproducible": asked}))
+        (shown,) = (one for one in view(d.state)["tasks"] if one["id"] == task)
+        lines = task_screen.task_status(view(d.state), shown, history(d.log), now_s=d.now_s)
+        assert (f"sums       {told}" in lines) == (asked == "bitwise")
+    d.state.tasks[task].declined = "its optimizer is not Adam"
+    assert view(d.state)["tasks"][-1]["rounding_why"]
+
+
 def test_skipped_steps_are_shown(d: Driver, task: int) -> None:
     lines = "\n".join(task_screen.task_status(view(d.state), view(d.state)["tasks"][0],
                                               history(d.log), now_s=d.now_s))

@@ -60,6 +60,8 @@ class Driver:
         self.seqs: dict[str, int] = {}
         self.now_s = now_s
         self.pid = 4000
+        self.rounding_why = ""
+        """What ranks report from now on: why their sums are not exact."""
         self.steps: dict[int, int] = {}
         self.tell("leader/abc", r.EpochStarted(nonce="abc", code="1", heart=DECIDER_VERSION),
                   epoch=1)
@@ -181,7 +183,7 @@ class Driver:
         return new + self.tell(self.source(node), r.RankReady(
             task=order.task, rank=order.rank, attempt=order.attempt,
             endpoint=f"127.0.0.1:{self.pid}", num_params=1, state_bytes=12,
-            iteration_flops=1e9, data_digest="d"))
+            iteration_flops=1e9, data_digest="d", rounding_why=self.rounding_why))
 
     def save(self, task: int, rank: int) -> list[Record]:
         """The rank writes a checkpoint of its state; it is not published yet."""
