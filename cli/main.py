@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from types import FrameType
 
 from .terminal.console import open_streams
 
@@ -15,7 +16,7 @@ def main() -> None:
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
         if handled:  # no KeyboardInterrupt in the middle of an import
-            signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+            signal.signal(signal.SIGINT, _end)
         from .app import run_command
 
         if handled:
@@ -25,6 +26,10 @@ def main() -> None:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     sys.exit(code)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

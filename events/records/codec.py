@@ -154,10 +154,7 @@ def encode_record(record: Record) -> bytes:
 
 def decode_record(data: bytes) -> Record:
     """Raises msgspec.MsgspecError if malformed."""
-    return _record(_decode(_wire, data))
-
-
-def _record(wire: _Wire) -> Record:
+    wire = _decode(_wire, data)
     return Record(seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s, occurred_s=wire.occurred_s,
                   source=wire.source, source_seq=wire.source_seq, cause=wire.cause,
                   incident=wire.incident, body=_body(wire))

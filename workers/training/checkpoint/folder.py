@@ -82,13 +82,10 @@ def clear(output: str, generation: int) -> None:
         if is_url(output):
             _clear_url(Store(output), generation)
         else:
-            _clear_path(Path(output), generation)
-
-
-def _clear_path(folder: Path, generation: int) -> None:
-    for partial in (*folder.glob(f"gen-*/*{PARTIAL}"), *folder.glob(f"gen-*/*{OLD}")):
-        if _is_earlier(partial.parent.name, generation):
-            shutil.rmtree(partial, ignore_errors=True)
+            folder = Path(output)
+            for partial in (*folder.glob(f"gen-*/*{PARTIAL}"), *folder.glob(f"gen-*/*{OLD}")):
+                if _is_earlier(partial.parent.name, generation):
+                    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _clear_url(store: Store, generation: int) -> None:

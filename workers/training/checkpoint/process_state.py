@@ -144,8 +144,7 @@ class _Decoder:
             "size": lambda *sizes: torch.Size(sizes),
             "dict": lambda *items: {self.value(key): self.value(one) for key, one in items},
             "dtype": torch_dtype, "file": BytesIO, "int": int,
-            "array": lambda kind, shape, data: numpy.frombuffer(data, kind).reshape(shape).copy(),
-            "tensor": self._tensor, "dtensor": self._dtensor}
+            "array": _array, "tensor": self._tensor, "dtensor": self._dtensor}
 
     def value(self, plain: Any) -> Any:
         return self._kinds[plain[0]](*plain[1:]) if isinstance(plain, list) else plain
@@ -161,6 +160,10 @@ class _Decoder:
         return DTensor.from_local(
             self.value(local), mesh, [Replicate() if dim < 0 else Shard(dim) for dim in placements],
             run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+def _array(dtype: str, shape: list[int], data: bytes) -> Any:
+    return numpy.frombuffer(data, dtype=dtype).reshape(shape).copy()
 
 
 def _mesh_name(mesh: Any) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:

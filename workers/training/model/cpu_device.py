@@ -44,7 +44,8 @@ def prepare_device() -> torch.device:
     """The training device. Without CUDA, the first call prepares this thread for the CPU. Raises
     torch's error if this rank was given GPUs that CUDA cannot use."""
     global _mode
-    if _is_given_gpus():
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if torch.version.cuda is not None and given not in ("", "-1"):
         torch.cuda.init()  # type: ignore[no-untyped-call]
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -56,11 +57,6 @@ def prepare_device() -> torch.device:
         _mode = CudaAsCpu()
         _mode.__enter__()  # type: ignore[no-untyped-call]
     return CPU
-
-
-def _is_given_gpus() -> bool:
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return torch.version.cuda is not None and given not in ("", "-1")
 
 
 class InOrder:
@@ -110,7 +106,8 @@ def _answer_for_streams() -> None:
 def uncompiled() -> Generator[None]:
     """A context for the import of Megatron: without a GPU its fused kernels, which Unicron does not
     call, stay plain functions. To load the compiler takes 1.9 s of 5.5 s (measured)."""
-    if _host_has_gpu():
+    # Neither CUDA nor NVML is asked: both start threads, and a zygote must have none.
+    if torch.version.cuda is not None and any(map(os.path.exists, GPU_DRIVERS)):
         yield
         return
     compiler, torch.compile = torch.compile, _plain
@@ -118,11 +115,6 @@ def uncompiled() -> Generator[None]:
         yield
     finally:
         torch.compile = compiler
-
-
-def _host_has_gpu() -> bool:
-    """It asks neither CUDA nor NVML: both start threads, and a zygote must have none."""
-    return torch.version.cuda is not None and any(map(os.path.exists, GPU_DRIVERS))
 
 
 def _plain(model: Any = None, **options: Any) -> Any:
@@ -177,6 +169,10 @@ class _Tracker:
         pass
 
 
+def _set_state(state: Tensor, *device: Any, **options: Any) -> None:
+    torch.set_rng_state(state)
+
+
 _is_installed = False
 
 
@@ -192,8 +188,7 @@ def install_stand_ins() -> None:
     from ..dependencies.private_megatron import replace_generators
 
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-    replace_generators(_Tracker(), lambda *device, **options: torch.get_rng_state(),
-                       lambda state, *device, **options: torch.set_rng_state(state))
+    replace_generators(_Tracker(), lambda *device, **options: torch.get_rng_state(), _set_state)
     random.CheckpointFunction.apply = _with_mode(random.CheckpointFunction.apply)
     WrappedTorchNorm.__new__ = _marked(WrappedTorchNorm.__new__)
     _stand_in_for_experts()

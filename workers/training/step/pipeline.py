@@ -246,8 +246,7 @@ def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sa
     """Run one micro-batch in one chunk: a forward_step of Megatron's schedule."""
     skipped = stages.begin_forward()
     if skipped is not None:
-        return skipped, lambda output: (torch.zeros((), device=output.device),
-                                        torch.zeros((), dtype=torch.int), None)
+        return skipped, _loss_of_skipped
     item, is_last = next(items)
     trainee.draw.at(iteration, item)
     trainee.experts.count(counts=item != PADDING)
@@ -275,3 +274,7 @@ def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sa
     if out.requires_grad:
         out.register_hook(backward_begins)  # type: ignore[no-untyped-call, unused-ignore]
     return out, loss_of_output
+
+
+def _loss_of_skipped(skipped: Tensor) -> tuple[Tensor, Tensor, None]:
+    return torch.zeros((), device=skipped.device), torch.zeros((), dtype=torch.int), None
