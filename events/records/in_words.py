@@ -230,21 +230,18 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "loss": lambda loss: "" if loss is None else f" loss {loss:.4f}",
     "meaning": _meaning, "members": lambda members: fmt.ranks(member["rank"] for member in members),
     "ms": fmt.ms, "nodes": _nodes, "outage": outage, "plan": _plan, "progress": _progress,
-    "ranks": fmt.ranks,
+    "ranks": fmt.ranks, "rfc3339": fmt.rfc3339, "submitted": _submitted, "words": " ".join,
     "rates": lambda body: " ".join(
         f"{size}:{fmt.scaled(rate, 'FLOP/s').replace(' ', '')}"
         for size, rate in zip(body["sizes"], body["rates_flops"], strict=False)),
-    "rfc3339": fmt.rfc3339,
     "rounding": lambda body: (f"; not reproducible bit for bit: {body['rounding_why']}"
                               if body.get("rounding_why") else ""),
     "seats": lambda seats: " ".join(
         f"{seat['rank']}@{seat['slot']['node']}/{seat['slot']['index']}"
         for seat in seats) or "no seats",
     "sources": _sources, "span": fmt.span, "state source": _state_source, "status": status_in_words,
-    "submitted": _submitted,
     "took": lambda body: fmt.ms(body["down_s"] + body["up_s"] + body["settle_s"]),
     "where": _where, "window": lambda num: f" (of {fmt.count(num)})" if num else " (warming up)",
-    "words": " ".join,
 }
 
 

@@ -119,8 +119,7 @@ class _Transfer:
             raise RuntimeError("interrupted during the state exchange")
         for one, is_right in checked:
             if is_right:
-                for view, tensor in _views(one.chunk, one.tensors):
-                    tensor.copy_(view)
+                _unpack(one.chunk, one.tensors)
             else:
                 self._bad.add(one.place)
 
@@ -160,6 +159,11 @@ def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     for view, tensor in _views(chunk, tensors):
         view.copy_(tensor)
     return chunk
+
+
+def _unpack(chunk: Tensor, tensors: Sequence[Tensor]) -> None:
+    for view, tensor in _views(chunk, tensors):
+        tensor.copy_(view)
 
 
 def _seal(chunk: Tensor) -> Tensor:
