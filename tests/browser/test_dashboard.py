@@ -68,6 +68,10 @@ def test_the_url_of_open_lets_one_browser_in(cluster: RealCluster, page: Page) -
         other.open(url)
         other.wait_text("the code was used before")
         assert "alpha" not in other.text
+    page.open("about:blank")
+    page.open(url)
+    page.wait_text("alpha")
+    assert "code" not in page.url, "the old code does not end the session"
 
 
 def test_an_address_can_be_pasted_instead(cluster: RealCluster, page: Page) -> None:

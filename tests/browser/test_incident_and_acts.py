@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -110,6 +111,8 @@ def test_a_drain_goes_from_the_dialog_into_the_log(cluster: RealCluster, page: P
     do(page, f"Drain {node}")
     told = body(cluster, begun, "NodeDrained")
     assert (told.node, told.reason, told.role) == (node, "a trial of <b>fans</b>", "operate")
+    page.go("cluster")
+    page.wait_text(f"1 drained or in quarantine: {node}")
     page.go(f"nodes/{node}")
     page.wait_text("a trial of <b>fans</b>")
     press(page, f"Undrain {node}")
@@ -175,6 +178,12 @@ def test_other_choices_are_simulated_on_request(demo: Page) -> None:
     table = demo.find("[aria-label='What other choices would have done']").text
     assert [line.split()[0] for line in table.splitlines()[1:]] == [
         "recorded", "simulated,", "megatron"]
+    demo.find(".what-if input[type=number]").send_keys("4")
+    press(demo, "Simulate")
+    demo.wait_text("weight of alpha 4")
+    table = demo.find("[aria-label='What other choices would have done']").text
+    (ours,) = [line for line in table.splitlines() if line.startswith("unicron, weight")]
+    assert re.search(r"[ +-]0\.0 %", ours), "twice the weight earns twice, which is no gain"
     assert demo.axe() == []
 
 

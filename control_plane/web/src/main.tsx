@@ -13,6 +13,8 @@ const CLOCK_MS = 10_000
 /** Of the tasks that have ended, as many are in each state; the others are found by a filter. */
 const ENDED_NUM = 50
 
+const hasCode = () => location.hash.startsWith("#code=")
+
 /** The code in the address becomes a session; it is removed from the address before anything else. */
 async function enter(text: string): Promise<void> {
   const code = text.trim().replace(/^.*#code=/, "")
@@ -20,16 +22,16 @@ async function enter(text: string): Promise<void> {
 }
 
 function App() {
-  const [mine, setMine] = useState(session.get)
+  const [mine, setMine] = useState(() => hasCode() ? null : session.get())
   const [why, setWhy] = useState("")
   useEffect(() => {
     onEnd(text => { live.end(); setWhy(text); setMine(null) })
-    const code = /^#code=/.test(location.hash) ? location.hash : ""
-    if (!code) return
+    if (!hasCode()) return
+    const code = location.hash
     history.replaceState(null, "", "#/")
     dispatchEvent(new HashChangeEvent("hashchange"))
     // With a code that works no more, a session that still holds goes on.
-    enter(code).then(() => { setMine(session.get()) }, (error: unknown) => { setWhy(String((error as Error).message)) })
+    enter(code).catch((error: unknown) => { setWhy(String((error as Error).message)) }).finally(() => { setMine(session.get()) })
   }, [])
   if (!mine) return <Login why={why} onEnter={() => { setWhy(""); setMine(session.get()) }} />
   return <Frame mine={mine} onLeave={() => {
