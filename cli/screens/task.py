@@ -92,8 +92,8 @@ def task_status(view: Plain, task: Plain, history: History, *, now_s: float,
     if not task["kept_sum"] and task["state"] not in ENDED:
         lines += fmt.labelled("kept sum", "none: a fault during a gradient reduction redoes the "
                               "iteration from its start; none is lost")
-    if task["reproducible"] != "rounding":
-        why = task["rounding_why"]
+    why = task["rounding_why"]
+    if task["reproducible"] != "rounding" and (why or task["generation"]):
         lines += fmt.labelled("sums", f"rounded, not bit for bit: {why}" if why else "exact")
     if task["output"]:
         lines += fmt.labelled("output", task["output"])

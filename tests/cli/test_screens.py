@@ -411,6 +411,10 @@ def test_status_says_whether_the_sums_are_exact(d: Driver, why: str, told: str) 
         (shown,) = (one for one in view(d.state)["tasks"] if one["id"] == task)
         lines = task_screen.task_status(view(d.state), shown, history(d.log), now_s=d.now_s)
         assert (f"sums       {told}" in lines) == (asked == "bitwise")
+    d.state.tasks[task].generation = 0
+    (shown,) = (one for one in view(d.state)["tasks"] if one["id"] == task)
+    lines = task_screen.task_status(view(d.state), shown, history(d.log), now_s=d.now_s)
+    assert ("sums       exact" in lines) is False, "before its ranks are ready it is not known"
     d.state.tasks[task].declined = "its optimizer is not Adam"
     assert view(d.state)["tasks"][-1]["rounding_why"]
 

@@ -75,7 +75,7 @@ function Summary({ task, now_s }: { task: Task; now_s: number }) {
       <dt>layout</dt><dd>{task.layout_in_words || task.layout || "–"}</dd>
       <dt>sums</dt><dd>{task.reproducible === "rounding" ? "with rounding: a recovered run equals the undisturbed one to about 1e-7"
         : task.rounding_why ? <strong>with rounding, not bit for bit: {task.rounding_why}</strong>
-          : "exact: a recovered run has the bits of the undisturbed one"}</dd>
+          : task.generation ? "exact: a recovered run has the bits of the undisturbed one" : "not known before its ranks are ready"}</dd>
       <dt>progress</dt><dd>{count(task.iteration)}{task.iterations > 0 && <> of {count(task.iterations)}{" "}
         <progress max={task.iterations} value={task.iteration} aria-label="iterations" /></>}</dd>
       <dt>pace</dt><dd>{task.step_s ? `${span(task.step_s)} an iteration` : "–"}
