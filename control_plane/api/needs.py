@@ -15,8 +15,8 @@ from ..planner.alternative_names import percent
 
 Plain = dict[str, Any]
 What = Literal["healing", "unreachable", "lost", "disabled", "quarantined", "unhealthy", "degraded",
-               "suppressed", "declined", "not ready", "no copies", "stalled", "silent", "drained", "incident",
-               "failed"]
+               "suppressed", "declined", "not ready", "no copies", "stalled", "silent", "drained",
+               "incident", "failed"]
 ENDED = ("finished", "failed", "cancelled")
 NODES = "`unicron status nodes`"
 AWAY_S_MIN = 15.0

@@ -118,8 +118,8 @@ def rank_exited(state: ClusterState, record: Record, task: Task, body: r.RankExi
     member = any(m.rank == rank.rank and m.attempt == rank.attempt for m in task.members)
     edits.remove_process(state, task, rank)
     if is_recovery_unproven(task) and body.exit_code == 0 and not rank.stopping:
-        decline_recovery(state, record, task,
-                         f"rank {rank.rank} ended without having adopted Unicron")
+        decline_recovery(state, record, task, f"rank {rank.rank} ended " + (
+            "before it was ready" if task.adopted else "without having adopted Unicron"))
     if not task.heals_in_memory and body.exit_code == 0 and not rank.stopping:
         task.finished.append(rank.rank)
         return
