@@ -86,6 +86,12 @@ def test_a_late_script_is_taken_and_heals_in_place(
     else:
         for rank in (0, 1):
             hasty.wait_told(after, "RankAdopted", task=task, rank=rank)
+    if case == "before it is ready":  # a new agent and a new leader know that it has adopted
+        hasty.kill_agent("n2")
+        hasty.kill_control_plane()
+        hasty.start_agent("n2")
+        hasty.start_control_plane()
+        assert hasty.wait(told, "the new leader tells it, too")
     gate.touch()
 
     line = hasty.wait_held(task, VICTIM, 0.0)
