@@ -29,8 +29,8 @@ TYPED = re.compile(r"unicron [a-z][^,:]*")
 MIRRORS = {"sharded": "; with train.parallel.optimizer: mirrored, the loss of one rank loses none"}
 NONE = "no incidents: nothing has failed so far"
 HEAD = ("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST", "SLOT-S")
-PER_RANK = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
-            "StartRank", "StopRank", "RankExited")
+PER_RANK = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankAdopted",
+            "RankReady", "StartRank", "StopRank", "RankExited")
 """Kinds with one record per rank: consecutive records of a task share one line."""
 NODES_NUM_MAX = 4
 """Nodes that are listed; the rest are counted."""

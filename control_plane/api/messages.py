@@ -223,7 +223,7 @@ TaskSlots = TypedDict("TaskSlots", {
     "now": int, "target": int, "min": int, "max": int, "multiple_of": int, "sizes": list[int]})
 RankView = TypedDict("RankView", {
     "rank": int, "attempt": int, "node": str, "slot": int, "pid": int, "log_path": str,
-    "state": str, "has_state": bool, "part": str})
+    "state": str, "ordered_s": float, "has_state": bool, "part": str})
 SlowRank = TypedDict("SlowRank", {
     "rank": int, "node": str, "slot": int, "confirmed": bool, "ratio": float, "holds_up": float,
     "since_s": float})
@@ -244,8 +244,9 @@ TaskView = TypedDict("TaskView", {
     "iterations_lost": int | None, "slow": list[SlowRank], "slowdown": float,
     "slower_alike": float, "stands": str, "stands_since_s": float, "hang_after_s": float | None,
     "incident": int, "why": str, "needs": str, "cost_waf": float, "weight_from": float,
-    "declined": str, "from_memory": bool, "withheld": str, "output": str, "checkpoint": str,
-    "checkpoint_iteration": int, "unsaved": int, "unpublished": int, "copies": list[MemoryCopy],
+    "adopted": bool, "start_s_max": float, "declined": str, "from_memory": bool, "withheld": str,
+    "output": str, "checkpoint": str, "checkpoint_iteration": int, "unsaved": int,
+    "unpublished": int, "copies": list[MemoryCopy],
     "copies_bytes": int, "copies_max": int, "no_copies": str, "copies_fit": bool,
     "copy_every": int, "kept_sum": bool, "reproducible": str, "rounding_why": str,
     "ranks": list[RankView]})

@@ -15,8 +15,8 @@ from ..planner.alternative_names import percent
 
 Plain = dict[str, Any]
 What = Literal["healing", "unreachable", "lost", "disabled", "quarantined", "unhealthy", "degraded",
-               "suppressed", "declined", "no copies", "stalled", "silent", "drained", "incident",
-               "failed"]
+               "suppressed", "declined", "not ready", "no copies", "stalled", "silent", "drained",
+               "incident", "failed"]
 ENDED = ("finished", "failed", "cancelled")
 NODES = "`unicron status nodes`"
 AWAY_S_MIN = 15.0
@@ -215,6 +215,12 @@ def _task(task: Plain, now_s: float, unreachable: set[str]
     if task["declined"] and task["state"] not in ENDED:
         yield ("declined", f" starts again as a whole after a fault, since {task['declined']}",
                "logs TASK", 0.0)
+    if late := not_ready(task, now_s):
+        since_s = min(float(one["ordered_s"]) for one in late)
+        names = " ".join(str(one["rank"]) for one in late)
+        yield ("not ready", f" has adopted Unicron, but rank{'s' * (len(late) > 1)} {names} not "
+               f"ready after {span(now_s - since_s)} (start_s_max: {task['start_s_max']:g} s); "
+               "nothing is ended for that", "logs TASK", since_s)
     if not task["copies_fit"]:
         yield ("no copies", f" keeps no in-memory checkpoints: {task['no_copies']}", "status TASK",
                0.0)
@@ -236,6 +242,12 @@ def _task(task: Plain, now_s: float, unreachable: set[str]
         else:
             why = f": no iteration reported since it began {span(late_s)} ago"
         yield "silent", why, "logs TASK -f", now_s - late_s
+
+
+def not_ready(task: Plain, now_s: float) -> list[Plain]:
+    """The ranks of a script that has adopted Unicron which prepare longer than `start_s_max`."""
+    return [one for one in task["ranks"] if task["adopted"] and task["tier"] == "train"
+            and one["state"] == "started" and now_s - one["ordered_s"] > task["start_s_max"]]
 
 
 def lag_s(task: Plain, now_s: float) -> float:

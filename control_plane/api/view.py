@@ -214,6 +214,7 @@ def task_view(state: ClusterState, task: Task, waits: WaitExplanation | None = N
         "slow": _slow(task), "slowdown": slowdown(task), "slower_alike": uniform_slowdown(task),
         "stands": stands, "stands_since_s": stands_since_s, "hang_after_s": spec.hang_after_s,
         "incident": task.incident, **msgspec.structs.asdict(waits),
+        "adopted": task.adopted, "start_s_max": state.policy.start_s_max,
         "declined": task.declined, "from_memory": task.restarts_from_memory,
         "withheld": task.withheld, "rounding_why": task.rounding_why or (
             task.declined and "after a fault all its processes start again"),
@@ -307,7 +308,7 @@ def _rank(task: Task, rank: Rank) -> dict[str, Any]:
     return {"rank": rank.rank, "attempt": rank.attempt, "node": rank.slot.node,
             "slot": rank.slot.index, "pid": rank.pid, "log_path": rank.log_path,
             "state": "stopping" if rank.stopping else "stopped" if rank.is_stopped else rank.state,
-            "has_state": rank.has_state, "part": _part(task, rank)}
+            "ordered_s": rank.ordered_s, "has_state": rank.has_state, "part": _part(task, rank)}
 
 
 def _part(task: Task, rank: Rank) -> str:

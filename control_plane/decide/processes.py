@@ -29,7 +29,8 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, port: int, axes: Axe
     """The order that starts the seat's next process, at position `place` of the layout `axes`."""
     spec = task.spec
     host = state.nodes[task.target[0].slot.node].host if spec.command else ""
-    if task.declined and not task.restarts_from_memory:  # it is restarted as a plain command
+    if task.declined and not (task.restarts_from_memory or task.may_adopt):
+        # It is restarted as a plain command, without a pipe.
         spec = replace(spec, heal=None)
     return StartRank(
         nodes=(seat.slot.node,), task=task.id, rank=seat.rank,
@@ -37,7 +38,7 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, port: int, axes: Axe
         num_seats=len(task.target), host=host, port=port,
         checkpoint=task.checkpoint_path,
         incarnation=state.nodes[seat.slot.node].incarnation,
-        axes=axes if task.heals_in_memory else table.axes(
+        axes=axes if task.heals_in_memory or task.may_adopt else table.axes(
             task.spec, task.modelled, len(task.target)),
         place=place, declined=task.declined if task.restarts_from_memory else "",
         copies=recovery_sources(state, task, ()) if task.restarts_from_memory else ())

@@ -365,8 +365,9 @@ def _command(state: ClusterState, task: Task) -> Iterator[Body]:
     if not task.ranks:
         if all(slot_free(state, seat) for seat in task.target):
             port = rendezvous_port(task)  # once for all seats: the fold of StartRank counts a round
+            axes, places = expected_positions(task) if task.may_adopt else (None, {})
             for seat in task.target:
-                yield start_rank(state, task, seat, port)
+                yield start_rank(state, task, seat, port, axes, places.get(seat.rank, -1))
         return
     whole = all(number in task.ranks or number in task.finished for number in seats)
     moved = any(seats.get(rank.rank) != rank.slot for rank in task.ranks.values())

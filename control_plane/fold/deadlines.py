@@ -7,7 +7,7 @@ from ...events.records.reports import DeadlineReached
 from ...events.records.statuses import TASK_HANG
 from ..incidents.severity import network_status
 from ..state.cluster import ClusterState
-from ..state.members import count_outstanding, has_settled, unanswered
+from ..state.members import count_outstanding, has_settled, is_unreachable, unanswered
 from ..state.task import Rank, Task
 from .edits import (
     EXPIRED,
@@ -20,6 +20,7 @@ from .edits import (
     record_generation_failure,
     running_deadlines,
     schedule_estimate,
+    set_deadline,
 )
 from .hangs import command_hang_timed_out, hang_timed_out
 from .node_health import node_deadline_reached
@@ -27,10 +28,17 @@ from .ranks import decline_recovery, is_recovery_unproven
 
 
 def _late_rank(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    """A start takes longer than `start_s_max`. A script prepares for as long as it likes: its
+    process is only told about, and the task counts as a plain command until one adopts."""
     rank = find_rank(task, rest[0], rest[1])
-    if rank is not None and is_recovery_unproven(task):
-        decline_recovery(state, record, task, f"no process has adopted Unicron within "
-                                      f"{state.policy.start_s_max:g} s")
+    if rank is not None and task.heals_in_memory and task.spec.command and (
+            rank.state == "started" or is_unreachable(state, rank)):
+        if rank.state == "ordered":  # whether it runs is not known
+            set_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}",
+                         state.policy.start_s_max)
+        elif is_recovery_unproven(task) and not task.adopted:
+            decline_recovery(state, record, task, "no process has adopted Unicron within "
+                             f"{state.policy.start_s_max:g} s (start_s_max)")
     elif rank is not None and not rank.timeout_reason:
         rank.timeout_reason = "did not get ready in time"
         record_fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} {rank.timeout_reason}")

@@ -244,7 +244,7 @@ def start_ordered(state: ClusterState, record: Record, body: o.StartRank) -> Non
     if awaited(task) == "processes":
         task.num_outstanding += 1 - (old is not None and is_starting(task, old))
     task.ranks[body.rank] = Rank(rank=body.rank, attempt=body.attempt, slot=body.slot,
-                                 start_order=record.seq)
+                                 start_order=record.seq, ordered_s=record.at_s)
     task.attempts[body.rank] = body.attempt
     node.occupants[body.slot.index] = Occupant(body.task, body.rank, body.attempt)
     state.orders[record.seq] = encode_record(record)

@@ -171,7 +171,8 @@ HANDLERS: dict[type[t.Body], Handler] = {
         r.QuarantineLifted: node_health.quarantine_lifted,
         d.NodeQuarantined: node_health.node_quarantined}),
     **_of(_process, {
-        r.RankStarted: ranks.rank_started, r.RankReady: ranks.rank_ready,
+        r.RankStarted: ranks.rank_started, r.RankAdopted: ranks.rank_adopted,
+        r.RankReady: ranks.rank_ready,
         r.RankErrored: ranks.rank_errored, r.RankSuspended: ranks.rank_suspended,
         r.RankContinued: ranks.rank_continued, r.InMemoryRecoveryDeclined: ranks.recovery_declined,
         r.IterationsLogged: progress.iterations_logged}),

@@ -32,12 +32,29 @@ def _round_started(state: ClusterState, record: Record, task: Task) -> None:
         edits.end_pause(state, task)
 
 
+def rank_adopted(state: ClusterState, record: Record, task: Task, rank: Rank,
+                 body: r.RankAdopted) -> None:
+    """The script adopts Unicron. If the task became a plain command because none of its processes
+    had, it heals in memory after all."""
+    if task.may_adopt and not (task.finished or task.ending):
+        task.declined, task.logged = "", None
+        task.stalls.clear()
+        for one in task.ranks.values():
+            edits.clear_deadline(state, f"printed/{task.id}/{one.rank}/{one.attempt}")
+        edits.set_phase(state, task, "starting")
+        count_outstanding(task)
+    task.adopted = True
+
+
 def rank_ready(state: ClusterState, record: Record, task: Task, rank: Rank,
                body: r.RankReady) -> None:
     if rank.state not in ("ordered", "started"):
         return
+    if task.spec.command:
+        rank_adopted(state, record, task, rank, r.RankAdopted(
+            task=task.id, rank=rank.rank, attempt=rank.attempt))  # an older agent does not say it
     if not task.heals_in_memory:
-        rank.timeout_reason = "adopted Unicron too late"
+        rank.timeout_reason = "adopted Unicron, but another process of the task did not"
         count_outstanding(task)
         return
     if awaited(task) == "processes":
@@ -67,6 +84,8 @@ def decline_recovery(state: ClusterState, record: Record, task: Task, why: str) 
 def recovery_declined(state: ClusterState, record: Record, task: Task, rank: Rank,
                       body: r.InMemoryRecoveryDeclined) -> None:
     """Each process reports at its start that it declines; the first report counts."""
+    rank_adopted(state, record, task, rank, r.RankAdopted(
+        task=task.id, rank=rank.rank, attempt=rank.attempt))
     if is_recovery_unproven(task):
         task.restarts_from_memory = body.from_memory
         decline_recovery(state, record, task, body.why)
@@ -99,8 +118,8 @@ def rank_exited(state: ClusterState, record: Record, task: Task, body: r.RankExi
     member = any(m.rank == rank.rank and m.attempt == rank.attempt for m in task.members)
     edits.remove_process(state, task, rank)
     if is_recovery_unproven(task) and body.exit_code == 0 and not rank.stopping:
-        decline_recovery(state, record, task,
-                         f"rank {rank.rank} ended without having adopted Unicron")
+        decline_recovery(state, record, task, f"rank {rank.rank} ended " + (
+            "before it was ready" if task.adopted else "without having adopted Unicron"))
     if not task.heals_in_memory and body.exit_code == 0 and not rank.stopping:
         task.finished.append(rank.rank)
         return

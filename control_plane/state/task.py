@@ -155,6 +155,8 @@ class Rank(Struct, kw_only=True):
     slot: Slot
     state: RankState = "ordered"
     start_order: int = 0
+    ordered_s: float = 0.0
+    """When its start was ordered."""
     stop_orders: list[int] = field(default_factory=list[int])
     pid: int = 0
     log_path: str = ""
@@ -245,6 +247,8 @@ class Task(Struct, kw_only=True):
     reattempts: int = 0
     declined: str = ""
     """Why its processes cannot recover in memory, although the spec asks for it."""
+    adopted: bool = False
+    """Whether any process has ever reported that it has adopted Unicron."""
     rounding_why: str = ""
     """Why its sums are rounded, although the spec asks for `reproducible: bitwise`."""
     restarts_from_memory: bool = False
@@ -354,6 +358,11 @@ class Task(Struct, kw_only=True):
     def heals_in_memory(self) -> bool:
         """Whether its processes recover in memory; otherwise all restart together."""
         return self.spec.training is not None and not self.declined
+
+    @property
+    def may_adopt(self) -> bool:
+        """Whether it is a plain command only because no process has adopted Unicron so far."""
+        return bool(self.declined) and not self.adopted
 
     @property
     def saver(self) -> int:

@@ -307,6 +307,7 @@ TEMPLATES = {
     "ReportsLost": "{node} lost {num_lost} reports",
     "OrderRefused": "{node} refused order {order}: {why}",
     "RankStarted": _RANK + " on {node}, pid {pid}",
+    "RankAdopted": _RANK + " has adopted Unicron",
     "RankReady": _RANK + " at {endpoint}, {num_params:~ parameters}, {state_bytes:~B} of state"
                          "{:rounding}",
     "InMemoryRecoveryDeclined": _RANK + " cannot heal in memory: {why}",

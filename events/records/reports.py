@@ -238,6 +238,11 @@ class RankStarted(RankReport, frozen=True):
     log_path: str
 
 
+class RankAdopted(RankReport, frozen=True):
+    """The process of a command has adopted Unicron: it prepares, for however long, and then reports
+    RankReady or that it declines."""
+
+
 class RankReady(RankReport, frozen=True):
     """Model and data are ready, communicators are not. `endpoint`: the rank's store, host:port.
     `rounding_why`: why the task's `reproducible: bitwise` cannot be kept; empty: it is."""

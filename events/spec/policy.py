@@ -66,6 +66,9 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long the report of a root cause is awaited after a failed collective, before a retry in
     place; and how long paused members wait for members on unreachable nodes."""
     start_s_max: float = 180.0
+    """How long a rank of `train:` may take to be ready, and an agent to start a process. No process
+    of a script that heals in memory is ended for it. If none has adopted Unicron by then, the task
+    counts as a plain command until one does; else `unicron status` tells who is not ready."""
     quiesce_s_max: float = 60.0
     """How long a rank may take to quiesce `now`, including the rest of its micro-batch."""
     boundary_s_max: float = 600.0

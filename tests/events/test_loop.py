@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 from decider import Driver, at_rest, kinds, only, spec, task_of
+from unicron.control_plane.api.needs import needs
 from unicron.control_plane.api.view import view
+from unicron.control_plane.state.cluster import DECIDER_VERSION
 from unicron.control_plane.throughput.training_layouts import layout_of, speed
 from unicron.events.errors import SpecError
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
+from unicron.events.records.envelope import Record
 from unicron.events.records.reports import InMemoryRecoveryDeclined
 from unicron.events.spec.model import Axes
 
+LATE = "no process has adopted Unicron within 180 s (start_s_max)"
 LOOP = {"micro_batches": 4, "iterations": 9, "output": "/tmp/loop"}
 
 
@@ -113,12 +117,148 @@ def test_a_script_without_unicron_is_a_command_after_the_deadline(d: Driver) -> 
     assert task_of(d, task).phase == "starting"
     d.due(f"start/{task}/0/1")
     assert task_of(d, task).phase == "training"
-    assert task_of(d, task).declined == "no process has adopted Unicron within 180 s"
+    assert task_of(d, task).declined == LATE
     assert not any(name.startswith("start/") for name in d.state.deadlines)
-    # an adoption that comes now is too late: all ranks start again as a plain command
-    new = d.tell("n1/1", r.RankReady(task=task, rank=0, attempt=1, endpoint="h:1", num_params=1,
-                                     state_bytes=1, iteration_flops=1.0, data_digest=""))
-    assert "it adopted Unicron too late" in [x.body.why for x in only(o.StopRank, new)]
+    new = d.exit(task, 0, code=1)
+    assert kinds(new) == ["IncidentOpened", "StopRank", "StopRank", "StopRank"]
+    for number in (1, 2, 3):
+        last = d.exit(task, number, signal=15)
+    # The new processes get a pipe, too: they may adopt Unicron.
+    starts = [x.body for x in only(o.StartRank, last)]
+    assert [start.spec.heal for start in starts] == ["in-memory"] * 4
+    for start in starts:
+        last = _started(d, start)
+    assert kinds(last) == ["IncidentClosed"]
+    assert (task_of(d, task).phase, task_of(d, task).declined) == ("training", LATE)
+
+
+def _started(d: Driver, start: o.StartRank) -> list[Record]:
+    return d.tell(d.source(start.slot.node), r.RankStarted(
+        task=start.task, rank=start.rank, attempt=start.attempt, node=start.slot.node, pid=1,
+        log_path=""))
+
+
+def _adopted(d: Driver, task: int, rank: int) -> list[Record]:
+    process = task_of(d, task).ranks[rank]
+    return d.tell(d.source(process.slot.node), r.RankAdopted(
+        task=task, rank=rank, attempt=process.attempt))
+
+
+def _ready(d: Driver, task: int, *ranks: int) -> list[Record]:
+    """The decisions after the last of these ranks is ready."""
+    new: list[Record] = []
+    for rank in ranks:
+        process = task_of(d, task).ranks[rank]
+        new = d.tell(d.source(process.slot.node), r.RankReady(
+            task=task, rank=rank, attempt=process.attempt, endpoint=f"h:{rank}", num_params=1,
+            state_bytes=1, iteration_flops=1.0, data_digest=""))
+    return new
+
+
+def _trains_and_heals(d: Driver, task: int, ready: list[Record]) -> None:
+    """All ranks are ready: they form a generation, and a fault is healed in memory."""
+    assert kinds(ready) == ["Reconfigure"]
+    d.obey(ready)
+    assert (task_of(d, task).phase, task_of(d, task).generation) == ("training", 1)
+    d.progress(task)
+    assert not only(o.StopRank, d.log)
+    assert "Quiesce" in kinds(d.exit(task, 2))
+
+
+@pytest.mark.parametrize("says", [True, False])
+@pytest.mark.parametrize("takeover", [False, True])
+def test_a_script_that_adopts_late_is_taken(d: Driver, says: bool, takeover: bool) -> None:
+    """`says`: its agent reports the adoption. That of an older version reports RankReady only."""
+    task = _not_adopted(d, said=False)
+    d.due(f"start/{task}/0/1")
+    assert view(d.state)["tasks"][0]["tier"] == "command"
+    if takeover:
+        d.epoch += 1
+        d.tell("leader/def", r.EpochStarted(nonce="def", code="1", heart=DECIDER_VERSION),
+               epoch=d.epoch)
+    if says:
+        assert not kinds(_adopted(d, task, 1))
+    assert not kinds(_ready(d, task, 0))
+    assert (task_of(d, task).phase, task_of(d, task).declined) == ("starting", "")
+    assert view(d.state)["tasks"][0]["tier"] == "train"
+    _trains_and_heals(d, task, _ready(d, task, 1, 2, 3))
+
+
+def test_a_script_that_has_adopted_prepares_without_limit(d: Driver) -> None:
+    task = _not_adopted(d, said=False)
+    assert not kinds(_adopted(d, task, 1))
+    for rank in range(4):
+        assert not kinds(d.due(f"start/{task}/{rank}/1"))
+    assert (task_of(d, task).phase, task_of(d, task).declined) == ("starting", "")
+    assert not kinds(_ready(d, task, 0, 3))
+    (need,) = needs(view(d.state), d.now_s + 300.0)
+    assert need.what == "not ready"
+    assert need.why.startswith("alpha has adopted Unicron, but ranks 1 2 not ready after ")
+    assert need.why.endswith(" (start_s_max: 180 s); nothing is ended for that")
+    assert need.do == "`unicron logs alpha`"
+    _trains_and_heals(d, task, _ready(d, task, 1, 2))
+
+
+def test_a_rank_that_is_lost_while_others_prepare_is_started_again_alone(d: Driver) -> None:
+    task = _not_adopted(d, said=False)
+    _adopted(d, task, 0)
+    d.due(f"start/{task}/0/1")
+    _ready(d, task, 0, 1)
+    new = d.exit(task, 2)
+    assert kinds(new) == ["IncidentOpened", "StartRank"]
+    _started(d, only(o.StartRank, new)[0].body)
+    assert not kinds(d.due(f"start/{task}/2/2"))
+    assert task_of(d, task).declined == ""
+    _trains_and_heals(d, task, _ready(d, task, 3, 2))
+
+
+def test_a_process_of_the_second_round_that_adopts_is_taken(d: Driver) -> None:
+    """In the first round none adopts in time, and one fails: an incident is open meanwhile."""
+    task = _not_adopted(d, said=False)
+    d.due(f"start/{task}/0/1")
+    d.exit(task, 0, code=1)
+    for number in (1, 2, 3):
+        last = d.exit(task, number, signal=15)
+    for start in only(o.StartRank, last):
+        _started(d, start.body)
+    _adopted(d, task, 2)
+    d.obey(_ready(d, task, 0, 1, 2, 3))
+    d.progress(task)
+    assert (task_of(d, task).phase, task_of(d, task).generation) == ("training", 1)
+    assert task_of(d, task).incident == 0 or d.state.incidents[task_of(d, task).incident].outcome
+    assert "Quiesce" in kinds(d.exit(task, 2))
+
+
+def test_a_newcomer_of_a_script_prepares_without_limit(d: Driver) -> None:
+    task = d.submit(spec(train=None, command=["x"], heal="in-memory", loop=LOOP))
+    d.obey(d.log[-4:])
+    d.progress(task)
+    healed = d.exit(task, 2)
+    start = next(x.body for x in healed if isinstance(x.body, o.StartRank))
+    _started(d, start)
+    d.obey([x for x in healed if not isinstance(x.body, o.StartRank)])
+    assert not kinds(d.due(f"start/{task}/2/2"))
+    assert (task_of(d, task).phase, task_of(d, task).declined) == ("training", "")
+    assert "Quiesce" in kinds(_ready(d, task, 2))
+
+
+def test_a_process_that_never_starts_is_given_up_but_not_on_a_silent_node(d: Driver) -> None:
+    task = d.submit(spec(train=None, command=["x"], heal="in-memory", loop=LOOP))
+    on = {rank.rank: rank.slot.node for rank in task_of(d, task).ranks.values()}
+    first, other = (next(rank for rank in on if on[rank] == node) for node in ("n1", "n2"))
+    d.tell("leader/abc", r.NodeUnreachable(node="n1", incarnation=1, silence_s=9.0))
+    assert not kinds(d.due(f"start/{task}/{first}/1"))
+    assert f"start/{task}/{first}/1" in d.state.deadlines  # it may run
+    stops = only(o.StopRank, d.due(f"start/{task}/{other}/1"))
+    assert [stop.body.rank for stop in stops] == [other]
+
+
+def test_a_process_that_adopts_beside_one_that_has_ended_without_is_ended(d: Driver) -> None:
+    task = _not_adopted(d, said=False)
+    d.exit(task, 0, code=0)
+    new = _ready(d, task, 1)
+    assert "it adopted Unicron, but another process of the task did not" in [
+        stop.body.why for stop in only(o.StopRank, new)]
 
 
 def test_a_script_without_unicron_that_ends_is_a_command(d: Driver) -> None:

@@ -9,7 +9,7 @@ from math import inf
 
 from msgspec import Struct
 from simulated.environment import Environment
-from simulated.rank import SimulatedRank
+from simulated.rank import SimulatedRank, adoption_s
 from simulated.rank_monitor import WATCH_S, SimulatedRankMonitor
 from unicron.events.errors import Ambiguous, Unavailable
 from unicron.events.log.port import SentOrder
@@ -315,7 +315,7 @@ class SimulatedAgent:
         self.processes[order.slot.index] = process
         self.say(r.RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
                                node=self.node, pid=process.pid, log_path="/paper"))
-        if order.spec.train is None:
+        if order.spec.training is None or adoption_s(order.spec, self.net.rng) == inf:
             process.end = self.net.later(
                 self.net.draw(COMMAND_S), lambda: self._exit(process, exit_code=0, signal=None))
             if order.rank == order.num_seats - 1:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from math import inf
 
 from simulated.generation import first_digest, next_digest
+from simulated.rank import adoption_s
 from simulated.world import World
 from unicron.control_plane.decide.replay import verify
 from unicron.events.records import codec
@@ -40,9 +42,12 @@ def _check_models(world: World, records: list[Record]) -> None:
         cancelled = any(isinstance(r.body, TaskCancelRequested) and r.body.task == task.id
                         for r in records)
         assert task.outcome == "finished" or cancelled, f"task {task.id} {task.outcome} {task.why}"
-        train = task.spec.train
-        if train is not None and task.outcome == "finished":
-            digest, batch = first_digest(train.seed), tuple(range(train.num_micro_batches))
+        train = task.spec.training
+        if task.spec.loop is not None and task.outcome == "finished":
+            never = adoption_s(task.spec, world.rng) == inf
+            assert never or task.heals_in_memory, f"task {task.id} does not heal: {task.declined}"
+        if train is not None and task.heals_in_memory and task.outcome == "finished":
+            digest, batch = first_digest(train), tuple(range(train.num_micro_batches))
             for iteration in range(train.iterations):
                 digest = next_digest(digest, iteration, batch)
             _, path = world.cluster.net.latest[train.output]

@@ -11,6 +11,7 @@ from simulated.checkpoint_store import COPY_BYTES
 from unicron.events.records.orders import Reconfigure
 from unicron.events.records.reports import Reconfigured
 from unicron.events.records.types import Member, Origin, ReceivedState
+from unicron.events.spec.job import Loop, Train
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import coordinates, num_positions, replica
 from unicron.workers.training.recovery.settlement import assign_micro_batches, settle
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from simulated.rank import SimulatedRank
 
 
-def first_digest(seed: int) -> int:
+def first_digest(train: Train | Loop) -> int:
     """Digest of the parameters before the first step."""
-    return zlib.crc32(f"seed {seed}".encode())
+    return zlib.crc32(f"seed {getattr(train, 'seed', 0)}".encode())
 
 
 def next_digest(digest: int, iteration: int, batch: tuple[int, ...]) -> int:
@@ -256,4 +257,4 @@ class SimulatedGeneration:
         if self.checkpoint:
             path = self.checkpoint.removeprefix(train.output).lstrip("/")
             return self.net.files[train.output, path], "checkpoint", ""
-        return (0, first_digest(train.seed)), "seed", ""
+        return (0, first_digest(train)), "seed", ""

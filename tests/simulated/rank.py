@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from functools import partial
-from math import floor
+from math import floor, inf
 from statistics import fmean, median
 from typing import Literal
 
@@ -15,6 +16,7 @@ from simulated.generation import SimulatedGeneration, next_digest
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.types import Body, StoreEndpoint
+from unicron.events.spec.job import JobSpec
 from unicron.events.spec.parallelism import num_positions
 from unicron.workers.training.recovery.state_sources import NO_STATE, Claim, HeldState
 
@@ -95,15 +97,28 @@ INSTANT_S = 1e-9
 Phase = Literal["loading", "holding", "meeting", "settled", "computing", "reducing"]
 
 
+LONG_S = (15.0, 60.0)
+"""A long time to prepare; start_s_max is 20 s."""
+
+
+def adoption_s(spec: JobSpec, rng: random.Random) -> float:
+    """When a process adopts Unicron, after its start; below 0: a training task has none to adopt.
+    The scripts of some tasks adopt late, those of others never: then it is infinite."""
+    if spec.loop is None:
+        return -1.0
+    kind = random.Random(f"adopts {spec.name}").random()
+    return inf if kind < 0.15 else rng.uniform(*LONG_S if kind < 0.6 else (0.01, 1.0))
+
+
 class SimulatedRank:
     """One process of a training task. `say` takes what it reports."""
 
     def __init__(self, net: Environment, order: o.StartRank, node: str, pid: int,
                  say: Callable[[Body], None], end: Callable[[int], None]) -> None:
-        assert order.spec.train is not None
+        assert order.spec.training is not None
         self.net, self.node, self.pid, self.say, self._end = net, node, pid, say, end
         self.task, self.rank, self.attempt = order.task, order.rank, order.attempt
-        self.train, self.key = order.spec.train, (order.rank, order.attempt)
+        self.train, self.key = order.spec.training, (order.rank, order.attempt)
         self.endpoint = f"{node}.paper:{10_000 + pid}"
         self.phase: Phase = "loading"
         self.alive = True
@@ -138,7 +153,11 @@ class SimulatedRank:
         self._unread: list[o.Order] = []
         self._timer: asyncio.TimerHandle | None = None
         self._call: Callable[[], None] = self._ready
-        self._after(net.draw(net.tempo.load_s), self._ready)
+        adopt_s = adoption_s(order.spec, net.rng)
+        if adopt_s < 0:
+            self._after(net.draw(net.tempo.load_s), self._ready)
+        else:
+            self._after(adopt_s, self._adopt)
 
     # --- called by the agent -----------------------------------------------------------------
     def die(self) -> None:
@@ -351,6 +370,11 @@ class SimulatedRank:
     def _on_time(self) -> None:
         self._timer = None
         self._call()
+
+    def _adopt(self) -> None:
+        self.say(r.RankAdopted(task=self.task, rank=self.rank, attempt=self.attempt))
+        long = self.net.rng.random() < 0.2
+        self._after(self.net.draw(LONG_S if long else self.net.tempo.load_s), self._ready)
 
     def _ready(self) -> None:
         self.phase = "holding"

@@ -201,7 +201,7 @@ class Witness:
         version = told[0].step_version
         self._check(record, version >= self._best[task.id] or not self._whole[task.id],
                     f"from step {version}, a member had {self._best[task.id]}")
-        train = task.spec.train
+        train = task.spec.training
         assert train is not None
         at = {member.rank: place for place, member in enumerate(task.members)}
         axes = task.axes or Axes(dp=len(task.members))
@@ -281,8 +281,9 @@ class Witness:
                         "of a node is not healed without loss")
             self.counts["incidents of nodes"] += 1
             return
-        train = self.state.tasks[incident.task].spec.train
-        self._check(record, train is None or body.iterations_lost == self._lost[body.of],
+        train = self.state.tasks[incident.task].spec.training
+        lost = body.iterations_lost
+        self._check(record, train is None or lost in (None, self._lost[body.of]),
                     f"but {self._lost[body.of]} iterations were lost")
         told = self._from[body.of]
         self._check(record, body.ckpt_read == any(x.origin == "checkpoint" for x in told),

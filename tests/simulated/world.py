@@ -101,13 +101,20 @@ class World:
 
     def _appended(self, records: list[Record]) -> None:
         for record in records:
+            if isinstance(record.body, r.RankAdopted):
+                task = self.witness.state.tasks.get(record.body.task)
+                self.counts["late scripts taken"] += task is not None and task.may_adopt
             self.saw(record, self.witness.see(record))
 
     def saw(self, record: Record, row: str) -> None:
         """Called for each appended record, with its row of the transition table (or "")."""
         self.chaos.see(record)
-        if isinstance(record.body, StopRank) and record.body.why == f"it {STALLED}":
+        if not isinstance(record.body, StopRank):
+            return
+        if record.body.why == f"it {STALLED}":
             self._stands(record.body)
+        elif record.body.why == "it did not get ready in time":
+            self._prepares(record.body)
 
     def _stands(self, order: StopRank) -> None:
         """Check a rank that is ended as hung: it is stalled, or its agent cannot have reported yet
@@ -123,6 +130,18 @@ class World:
             self.counts["hung ranks ended"] += 1
             if not (rank.stopped_s or news or late):
                 self.cluster.net.never(f"{order} ends a rank that has continued")
+
+    def _prepares(self, order: StopRank) -> None:
+        """Check a rank that is ended because it was not ready: its process is no script's, unless
+        its agent cannot have reported its start."""
+        for agent, process in self.cluster.running():
+            told = process.order
+            if (told.task, told.rank, told.attempt) == (order.task, order.rank, order.attempt):
+                self.counts["late starts ended"] += 1
+                if told.spec.loop is not None and not any(
+                        isinstance(report.body, r.RankStarted) and report.body.task == order.task
+                        and report.body.rank == order.rank for report in agent.spool):
+                    self.cluster.net.never(f"{order} ends a script that prepares")
 
     def _port_of(self, node: str) -> RedisLog:
         if node not in self.links:
@@ -199,6 +218,25 @@ class World:
         data["train"] = train
         self.counts["tasks with layouts"] += 1
 
+    def _in_a_script(self, data: dict[str, Any], rng: random.Random) -> None:
+        """Let scripts train some tasks. They adopt Unicron soon, late or never."""
+        if rng.random() > 0.25 or self.only_leaders:
+            return
+        train = data["train"]
+        loop = {"micro_batches": train["batch"]["global"] // train["batch"]["micro"],
+                **{name: train[name] for name in (
+                    "iterations", "output", "checkpoint_every", "copy_every", "parallel")
+                   if name in train}}
+        made = {key: value for key, value in data.items() if key != "train"} | {
+            "command": ["python", "train.py"], "heal": "in-memory", "loop": loop}
+        try:
+            job.parse(made)
+        except SpecError:
+            return
+        del data["train"]
+        data.update(made)
+        self.counts["tasks in scripts"] += 1
+
     # --- operators -------------------------------------------------------------------------------
     async def write(self, key: str, body: Body) -> int:
         """Write as a client does: repeat the request with the same key until it is answered."""
@@ -253,6 +291,7 @@ class World:
                 "seed": rng.randint(1, 99), "checkpoint_every": rng.choice([0, 0, 3, 7]),
                 "copy_every": rng.choice([0, 1, 2, 5])}
             self._spread(data, random.Random(f"{self.seed} layouts {number}"))
+            self._in_a_script(data, random.Random(f"{self.seed} scripts {number}"))
         parsed = job.parse(data)
         return r.TaskSubmitted(spec=parsed, modelled=modelled(parsed.model, 8)
                                if parsed.model is not None else None)

@@ -438,10 +438,7 @@ class OrderExecutor:
                 rank.pipe.pause(FLOOD_PAUSE_S)
             return
         if isinstance(frame.body, Adopted):
-            if rank.process is not None and rank.process.follow(frame.body.pid):
-                self.watch.adopted(rank.order, frame.body.pid)
-                rank.note.followed = frame.body.pid
-                self._journal.note(*self._note(rank))
+            self._on_adopted(rank, frame.body.pid)
             return
         body = rank.redactor.body(frame.body)
         if isinstance(body, reports.RankErrored):
@@ -456,6 +453,19 @@ class OrderExecutor:
             rank.note.followed = 0
         self._report(body, rank.limits.occurred_s(frame.at_s), rank.order.slot.index,
                      self._note(rank))
+
+    def _on_adopted(self, rank: RankAttempt, pid: int) -> None:
+        """A process may say so twice: before it imports anything, and when it connects."""
+        if rank.process is None or not rank.process.follow(pid):
+            return
+        self.watch.adopted(rank.order, pid)
+        rank.note.followed = pid
+        if rank.note.has_adopted:
+            self._journal.note(*self._note(rank))
+            return
+        rank.note.has_adopted, order = True, rank.order
+        self._report(reports.RankAdopted(task=order.task, rank=order.rank, attempt=order.attempt),
+                     None, order.slot.index, self._note(rank))
 
     def _report_dropped(self, rank: RankAttempt, *, is_last: bool = False) -> None:
         if (dropped := rank.limits.take_dropped(is_last=is_last)) is not None:

@@ -15,7 +15,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
+from contextlib import suppress
 from typing import NoReturn, TextIO, cast
 
 import structlog
@@ -23,7 +25,7 @@ import structlog
 from ...events.process_io import LogStream
 from ...events.records.orders import StartRank
 from ..ipc import rank_variables
-from ..ipc.pipe_protocol import Frame, Unpacker
+from ..ipc.pipe_protocol import Adopted, Frame, Unpacker, pack
 from ..ipc.progress_page import ProgressWriter
 from .process.control_thread import EXIT_AGENT_GONE, RECEIVE_BYTES, Control
 from .process.exit_report import ExitReporter, exit_process
@@ -61,6 +63,15 @@ def run_rank(fd: int, pulse: int = -1) -> NoReturn:
     for _ in member.steps():
         pass
     exit_process(control, 0)
+
+
+def tell_adopted(fd: int) -> None:
+    """Say to the agent at socket `fd` that this process has adopted Unicron, before it connects:
+    what it imports and prepares until then may take minutes. Nothing else changes."""
+    # If the agent cannot take it now, `adopt` says it again.
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+        connection.send(pack(Frame(body=Adopted(pid=os.getpid()), at_s=time.time())),
+                        socket.MSG_DONTWAIT)
 
 
 def connect_agent(fd: int) -> tuple[Control, StartRank, ExitReporter]:

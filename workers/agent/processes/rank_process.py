@@ -63,6 +63,8 @@ class RankNote(Struct, kw_only=True):
     """Whether the last report says that the process is stopped."""
     is_stalled: bool = False
     """The same for stalls."""
+    has_adopted: bool = False
+    """Whether it is reported that the process has adopted Unicron."""
     is_ready: bool = False
     is_exit_reported: bool = False
     error: RankErrored | None = None

@@ -318,13 +318,15 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
              ) -> tuple[Driver, LoopWorkload]:
     """This process's member, or a restart-only driver if recovery does not support the loop."""
     control, start, exit_report = connect_agent(int(os.environ[FD]))
+    is_known = start.declined and falls_back
+    if not is_known:
+        control.tell(Adopted(pid=os.getpid()))
     warn_unknown()
     loop = start.spec.loop
     assert loop is not None, "an agent opens its pipe for a loop task only"
-    if start.declined and falls_back:
+    if is_known:
         made = work(loop)
         return RestartOnlyDriver(made, os.environ, (control, start)), made
-    control.tell(Adopted(pid=os.getpid()))
     validate()
     made = work(loop)
     try:

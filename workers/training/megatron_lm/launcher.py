@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ....events.errors import UsageError
 from ...ipc.pipe_protocol import FD
-from ..rank import connect_agent
+from ..rank import connect_agent, tell_adopted
 from . import versions
 
 PACKAGES = {"triton": "Megatron-LM imports triton also without a GPU"}
@@ -24,6 +24,7 @@ PACKAGES = {"triton": "Megatron-LM imports triton also without a GPU"}
 
 def main() -> None:
     """Run the script of the command line; UNICRON_FD is set."""
+    tell_adopted(int(os.environ[FD]))
     script = Path(sys.argv[1])
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(script.resolve().parent))  # as Python does for a script
