@@ -36,6 +36,7 @@ from .api.routes import ROUTES
 from .api.tokens import Tokens, share
 from .service import server_relay
 from .service.coordinator import Coordinator
+from .service.dead_letters import DeadLetters
 from .service.server_certificate import ServerCertificate
 
 CONNECT_S_MAX = 5.0
@@ -116,10 +117,11 @@ async def _serve(options: Options) -> int:
         token = _token(options.state)
         tokens = Tokens(options.state / "tokens.json", owner=token)
         metrics = Metrics()
+        letters = DeadLetters(options.state / "dead-letters.jsonl", metrics.reports_rejected.inc)
         coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
                                   code=__version__, policy=options.policy,
                                   access=partial(share, tokens, log), folder=folder,
-                                  observe=metrics.observe)
+                                  observe=metrics.observe, dead_letters=letters)
         advertised = options.advertise or options.listen
         address = Address(
             cluster=options.cluster, shared_password=options.shared_password,
@@ -143,9 +145,8 @@ async def _serve(options: Options) -> int:
         try:
             if is_relayed:
                 await _relay(relay, options)
-            pid = os.getpid()
             write_private(file, msgspec.json.encode({
-                "url": url, "socket": socket, "token": token, "pid": pid,
+                "url": url, "socket": socket, "token": token, "pid": (pid := os.getpid()),
                 "start_time": start_time(pid), "cluster": options.cluster,
                 "host": platform.node(),
                 "ca": options.certificate.ca if options.certificate else ""}))

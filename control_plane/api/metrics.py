@@ -91,6 +91,8 @@ class Metrics(Collector):
         self._outage_s = self._counter("outage_seconds", "Length of outages.", "what", whats)
         self.notifications = self._counter("notifications", "Messages to the webhook.", "result",
                                            ("sent", "failed"))
+        self.reports_rejected = self._counter(
+            "reports_rejected", "What the intake rejected, see dead-letters.jsonl.")
         of = self._histogram
         self._detection_s = of("detection", "From a fault to its first report in the log.")
         self._decision_s = of("decision", "From the first report of a fault to its incident.")

@@ -4,7 +4,13 @@ from typing import Literal
 
 from ...events.records.codec import decode_record
 from ...events.records.decisions import IncidentOpened
-from ...events.records.envelope import Record, Report, incident_of, order_nodes
+from ...events.records.envelope import (
+    Record,
+    Report,
+    incarnation_of,
+    incident_of,
+    order_nodes,
+)
 from ...events.records.reports import CheckpointPublished, OrderRefused, ReportsLost
 from ...events.records.types import Body, RankReport
 from ..fold.edits import find_orphan, find_rank
@@ -51,10 +57,10 @@ def _incident(state: ClusterState, body: Body) -> int:
 # --- Intake ---
 def accepts(state: ClusterState, report: Report) -> Literal["next", "duplicate", "later"]:
     """Classify a report by its source_seq (ARCHITECTURE, "Sources and acknowledgement")."""
-    node, _, incarnation = report.source.rpartition("/")
-    known, last = state.nodes.get(node), state.sources.get(report.source, 0)
-    old = known is not None and incarnation.isdecimal() and int(incarnation) < known.incarnation
-    if old and last == 0:
+    known = state.nodes.get(report.source.rpartition("/")[0])
+    incarnation, last = incarnation_of(report.source), state.sources.get(report.source, 0)
+    is_old = known is not None and incarnation is not None and incarnation < known.incarnation
+    if is_old and last == 0:
         return "duplicate"
     if report.source_seq <= last:
         return "duplicate"

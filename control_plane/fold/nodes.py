@@ -1,7 +1,7 @@
 """The fold of nodes: joined, left, unreachable, reachable, lost reports, refused orders."""
 
 from ...events.records import reports as r
-from ...events.records.envelope import Record
+from ...events.records.envelope import Record, incarnation_of
 from ...events.records.statuses import EXITED_ABNORMALLY
 from ...events.records.types import first_store_number
 from ..incidents.node_incidents import update_undecided
@@ -72,8 +72,9 @@ def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
     """Drop incarnations before `oldest`: only the previous agent may still have spooled reports."""
     own = f"{name}/"
     for source in [source for source in state.sources if source.startswith(own)] if oldest else ():
-        node, _, incarnation = source.rpartition("/")
-        if node == name and incarnation.isdecimal() and int(incarnation) < oldest:
+        incarnation = incarnation_of(source)
+        if (incarnation is not None and incarnation < oldest
+                and source.rpartition("/")[0] == name):
             del state.sources[source]
 
 

@@ -23,7 +23,8 @@ from ...events.records.types import Body
 from ...events.spec.policy import Policy
 from ..fold.edits import EXPIRED, LOSSES, expired_tasks, running_deadlines
 from ..state.cluster import ClusterState
-from .leader import LEASE_S, Leader
+from .dead_letters import DeadLetters
+from .leader import LEASE_S, Leader, Spoiled
 from .leases import Leases
 from .outages import LENGTH_S_MIN, SILENT_S_MAX, Outages
 from .sealer import Sealer
@@ -91,13 +92,15 @@ class Coordinator:
     def __init__(self, log: RedisLog, *, clock: Callable[[], float], nonce: str, code: str,
                  policy: Policy, jitter: random.Random | None = None,
                  limits: Limits | None = None, access: Access | None = None,
-                 folder: Folder | None = None, observe: Observe | None = None) -> None:
+                 folder: Folder | None = None, observe: Observe | None = None,
+                 dead_letters: DeadLetters | None = None) -> None:
         self._log, self._observe = log, observe
+        self._dead_letters = dead_letters or DeadLetters()
         self._folder = folder
         self._limits = limits or Limits()
         self._jitter = jitter or random.Random()
         self._leader = Leader(log, clock=clock, nonce=nonce, code=code, policy=policy,
-                              folder=folder)
+                              folder=folder, dead_letters=self._dead_letters)
         self._leases = Leases()
         self._outages = Outages()
         self._led_until_s: float | None = None
@@ -389,7 +392,7 @@ class Coordinator:
                     raise
                 self._logger.info("folding the log again", why=str(error))
                 await self._retry(self._recover)
-            except Unavailable:
+            except (Unavailable, Spoiled):
                 await self._retry(self._recover)
 
     async def _retry(self, call: Callable[[], Awaitable[None]]) -> None:
@@ -430,9 +433,10 @@ class Coordinator:
         if has_timed:
             # Timed events need an empty intake: a report in it may clear the deadline.
             batch, has_timed = await self._drain(batch)
+        self._dead_letters.keep(batch.rejected)
         writes = list(self._writes)
         if not batch.reports and not writes and not has_timed:
-            if batch.cursor != self._leader.position:  # all reports of the batch were dropped
+            if batch.cursor != self._leader.position:  # all entries of the batch were rejected
                 self._leader.position = batch.cursor
                 await self._trim()
             return
@@ -478,10 +482,11 @@ class Coordinator:
         more = await self._with_timeout(
             self._log.take(after=batch.cursor, num_max=num_max, wait_s=0.0),
             Unavailable("the intake does not answer"))
-        full = len(more.reports) >= num_max
+        full = more.num_entries >= num_max
         if full:
             self._wake.set()
-        return Batch(reports=batch.reports + more.reports, cursor=more.cursor), not full
+        return Batch(reports=batch.reports + more.reports, cursor=more.cursor,
+                     rejected=batch.rejected + more.rejected), not full
 
     def _publish(self, records: Sequence[Record]) -> None:
         """The log has these records: wake those that follow it."""

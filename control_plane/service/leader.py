@@ -1,46 +1,60 @@
 """The leader of the log: one epoch, the folded state, and atomic appends."""
 
 import asyncio
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 import structlog
+from msgspec.structs import replace
 
-from ...events.errors import CorruptLog, Fenced, Unavailable
+from ...events.errors import CorruptLog, Fenced, LogError, Unavailable
 from ...events.log.identity import RESERVED_NAMES
+from ...events.log.port import Rejected
 from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder
 from ...events.object_storage import reason
 from ...events.process_io import Seldom
+from ...events.records.codec import encode_record, encode_report
 from ...events.records.decisions import PlanChosen
 from ...events.records.envelope import Record, Report
-from ...events.records.reports import EpochStarted, OutageEnded, PolicySet
+from ...events.records.reports import EpochStarted, OutageEnded, PolicySet, ReportsLost
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
 from ..decide.advance import accepts, advance, is_foreign
 from ..fold.fold import fold
 from ..state.cluster import DECIDER_VERSION, SCHEMA, ClusterState, open_orders
 from . import snapshots
+from .dead_letters import DeadLetters
 
 PAGE_RECORDS_MAX = 1_000
 LEASE_S = 1.5
 """How long after its last sign of life a leader is succeeded. Renewed three times in that time."""
 FOREIGN_LOG_S = 1.0
+TRACE_LINES_NUM = 5
 
 _logger = structlog.get_logger("control_plane")
+
+
+class Spoiled(LogError):
+    """A report has left the state invalid: fold the log again. The report is passed over then."""
 
 
 class Leader:
     """Epoch, state and intake cursor of one control plane. The caller retries; see `recover`.
 
     Before it leads, `fold_along` follows the log of another leader, until `take_over` succeeds.
-    Every call may raise Conflict, Ambiguous or Unavailable: the state is then invalid, and
+    Every call may raise Conflict, Ambiguous, Unavailable or Spoiled: the state is then invalid, and
     `recover` folds the log again. Fenced means that a newer leader exists: stop. CorruptLog means
     that the log cannot be trusted.
     """
 
     def __init__(self, log: RedisLog, *, clock: Callable[[], float], nonce: str, code: str,
-                 policy: Policy, folder: Folder | None = None) -> None:
+                 policy: Policy, folder: Folder | None = None,
+                 dead_letters: DeadLetters | None = None) -> None:
         """`folder`: where the segments and snapshots of the log are; None: nowhere."""
+        self._dead_letters = dead_letters or DeadLetters()
+        self._unfit: dict[tuple[str, int], Report] = {}
+        """What is written in place of reports that raise, by (source, source_seq)."""
         self._folder = folder
         self._log, self._clock, self._code, self._policy = log, clock, code, policy
         self._offset_s = 0.0
@@ -188,22 +202,54 @@ class Leader:
         records: list[Record] = []
         acked: dict[str, int] = {}
         for report in reports:
-            if accepts(self.state, report) != "next" or self._refuses(report):
-                continue
-            began_s, made = self._clock(), advance(self.state, report, epoch=self.epoch, at_s=now_s)
+            began_s, made = self._clock(), self._decide(report, now_s)
             if any(isinstance(one.body, PlanChosen) for one in made):
                 self.plan_s = self._clock() - began_s
             records += made
-            if report.source != self.source and not report.source.startswith("operator/"):
+            if made and _is_of_agent(report):
                 acked[report.source] = report.source_seq
         if records:
             await self._log.append(records, epoch=self.epoch, expect=expect, cursor=cursor,
                                    acked=acked)
             self._last = records[-1]
+            self._unfit.clear()
         if cursor:
             self.position = cursor
         snapshots.remember(self.answers, records)
         return records
+
+    def _decide(self, report: Report, at_s: float) -> list[Record]:
+        """The records that follow from a report; none if it is dropped. A report of an agent that
+        raises is a dead letter, and one of its source is lost. Raises Spoiled if it has changed
+        the state before."""
+        try:
+            if accepts(self.state, report) != "next" or self._refuses(report):
+                return []
+        except Exception as error:  # one report must not end the control plane
+            if not _is_of_agent(report):
+                raise
+            self._reject(report, error)
+            return []
+        fit = self._unfit.get((report.source, report.source_seq), report)
+        try:
+            made = advance(self.state, fit, epoch=self.epoch, at_s=at_s)
+            for record in made:
+                encode_record(record)  # what the log cannot hold must not be in the state either
+            return made
+        except Exception as error:
+            if fit is not report or not _is_of_agent(report):
+                raise
+            self._reject(report, error)
+            self._unfit[report.source, report.source_seq] = replace(report, body=ReportsLost(
+                node=report.source.rpartition("/")[0], num_lost=1))
+            raise Spoiled(f"a report of {report.source} could not be decided on") from error
+
+    def _reject(self, report: Report, error: Exception) -> None:
+        why = f"{type(report.body).__name__} {report.source_seq} raises {error!r}"
+        _logger.error("a report raises, and is passed over", source=report.source, why=why,
+                      trace="".join(traceback.format_exception(error, limit=-TRACE_LINES_NUM)))
+        self._dead_letters.keep([Rejected(why=why, source=report.source,
+                                          data=encode_report(report))])
 
     def _refuses(self, report: Report) -> bool:
         if not is_foreign(self.state, report):
@@ -237,3 +283,7 @@ class Leader:
             self.state, self.answers = state, answers
         except OSError as error:
             raise Unavailable(f"{folder.where}: {reason(error)}") from None
+
+
+def _is_of_agent(report: Report) -> bool:
+    return report.source.partition("/")[0] not in RESERVED_NAMES

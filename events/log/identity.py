@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from ..records import orders, reports
 from ..records.codec import UnknownBody
-from ..records.envelope import Report
+from ..records.envelope import Report, incarnation_of
 from ..records.types import Body
 
 SECRET_BYTES = 32
@@ -99,8 +99,8 @@ def split_report(entry: bytes) -> tuple[bytes, bytes]:
 
 def report_error(keys: Keys, report: Report, signature: bytes, wire: bytes) -> str:
     """Why a report is not one of the node that its source names; "": it is."""
-    node, _, incarnation = report.source.rpartition("/")
-    if node in RESERVED_NAMES or not (incarnation.isascii() and incarnation.isdecimal()):
+    node = report.source.rpartition("/")[0]
+    if node in RESERVED_NAMES or incarnation_of(report.source) is None:
         return "its source is not a node"
     if not hmac.compare_digest(signature, _sign(keys(node), b"report", wire)):
         return "its signature is not the node's"

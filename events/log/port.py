@@ -9,6 +9,11 @@ from .identity import StoreKeys
 from .segments import SealedLog
 
 
+def key_prefix(cluster: str) -> str:
+    """What the names of all keys of a cluster on its server begin with."""
+    return f"{{unicron:{cluster}}}:"
+
+
 class Heartbeat(Struct, frozen=True):
     """The newest heartbeat of the newest incarnation of a node."""
 
@@ -20,11 +25,25 @@ class Heartbeat(Struct, frozen=True):
     """Reports that wait on the node."""
 
 
+class Rejected(Struct, frozen=True):
+    """What an agent, or somebody else, has sent, and why it is no report; `source`: as it says."""
+
+    why: str
+    source: str
+    data: bytes
+
+
 class Batch(Struct, frozen=True):
-    """Reports read from the intake, and the cursor to pass to the append of their records."""
+    """Reports read from the intake, what else was there, and the cursor to pass to the append of
+    their records."""
 
     reports: tuple[Report, ...]
     cursor: str
+    rejected: tuple[Rejected, ...] = ()
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.reports) + len(self.rejected)
 
 
 class SentOrder(Struct, frozen=True):

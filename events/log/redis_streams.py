@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import msgspec
@@ -36,14 +36,13 @@ from .identity import (
     StoreKeys,
     is_order_signed,
     password_hash,
-    report_error,
     sign_order,
     sign_report,
-    split_report,
     store_keys,
     user_name,
 )
-from .port import Batch, FilePart, FileRequest, Heartbeat, SentOrder
+from .intake import read_report
+from .port import Batch, FilePart, FileRequest, Heartbeat, Rejected, SentOrder, key_prefix
 from .segments import Folder, SealedLog, Segment
 
 # --- Lua scripts: each one is atomic on the server ---
@@ -239,9 +238,8 @@ BEATS_NUM_MAX = 256
 """Nodes whose heartbeats are read by one script: about 1 ms of the server (measured)."""
 USERS_NUM_MAX = 64
 """Users in one pipeline, so that appends pass between two of them."""
-SOURCE_CHARS_MAX = 100
 FORGED_LOG_S = 1.0
-"""Shortest time between two lines about reports or orders that are dropped."""
+"""Shortest time between two lines about orders that are dropped."""
 ORDERS_NUM_MAX = 1000
 """Orders in one reply; the caller continues after the last of these."""
 READ_NUM_MAX = 5000
@@ -256,6 +254,7 @@ TRANSIENT_CODES = ("OOM", "MISCONF", "BUSY", "NOREPLICAS", "READONLY", "CLUSTERD
 Command = tuple[bytes | str | int, ...]
 _Entry = tuple[bytes, list[bytes]]
 """The id and the fields of a stream's entry."""
+_file_parts = msgspec.msgpack.Decoder(FilePart)
 _logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
@@ -413,10 +412,10 @@ class RedisLog:
         self._cluster = cluster
         self._keys_of = keys
         self._identities = identities
-        self._forged_reports, self._forged_orders = Seldom(FORGED_LOG_S), Seldom(FORGED_LOG_S)
+        self._forged_orders = Seldom(FORGED_LOG_S)
         self._beat_ids: dict[str, bytes] = {}
         """By node: the newest heartbeat that `beats` has returned."""
-        self._prefix = f"{{unicron:{cluster}}}:"
+        self._prefix = key_prefix(cluster)
         self._link = _Link(url, ca)
         self._readers: dict[str, _Link] = {}
         self._read_to = (0, 0)
@@ -577,8 +576,8 @@ class RedisLog:
         return sign_order(self._keys_of(node), f"{epoch}-{order.seq}", wire, keys), keys
 
     async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:
-        """Reports after `after`; if there are none, wait at most `wait_s`. Those that cannot be
-        read, or are not of their source, are dropped, with a warning."""
+        """Reports after `after`; if there are none, wait at most `wait_s`. What is no
+        report of its source is in `rejected`."""
         keys, num = self._keys("moved", "inbox", "reports"), max(1, num_max)
         entries: list[_Entry] = await self._run(TAKE, keys, (after, num))
         if not entries and wait_s > 0:
@@ -586,25 +585,10 @@ class RedisLog:
             limit = f"{max(0.001, wait_s):.3f}"
             await self._block("inbox", ("BLMOVE", keys[1], keys[0], "LEFT", "RIGHT", limit), wait_s)
             entries = await self._run(TAKE, keys, (after, num))
-        reports: list[Report] = []
-        for entry, fields in entries:
-            after = entry.decode()
-            signature, wire = split_report(fields[1])
-            try:
-                report = codec.decode_report(wire)
-            except msgspec.MsgspecError as error:
-                self._drop_report("", f"it is unreadable: {error}")
-                continue
-            if why := report_error(self._keys_of, report, signature, wire):
-                self._drop_report(report.source, why)
-            else:
-                reports.append(report)
-        return Batch(reports=tuple(reports), cursor=after)
-
-    def _drop_report(self, source: str, why: str) -> None:
-        if num := self._forged_reports.due():
-            _logger.warning("dropped a report", why=why, source=source[:SOURCE_CHARS_MAX],
-                            num_since_last_line=num)
+        read = [read_report(self._keys_of, fields[1]) for _, fields in entries]
+        return Batch(reports=tuple(one for one in read if isinstance(one, Report)),
+                     rejected=tuple(one for one in read if isinstance(one, Rejected)),
+                     cursor=entries[-1][0].decode() if entries else after)
 
     async def beats(self, nodes: Sequence[str]) -> list[Heartbeat]:
         """The newest heartbeat of each of these nodes that has sent one since the last call."""
@@ -799,7 +783,7 @@ class RedisLog:
             num = min(READ_NUM_MAX, num_max - len(records))
             (entries,) = await self._ask([("XRANGE", *self._keys("log"), start, "+", "COUNT", num)])
             for entry, fields in entries:
-                record = _record(entry.decode(), fields[1], after + len(records) + 1)
+                record = codec.record_of_entry(entry.decode(), fields[1], after + len(records) + 1)
                 records.append(record)
                 start = f"({record.epoch}-{record.seq}"
                 self._read_to = (record.seq, record.epoch)
@@ -849,7 +833,8 @@ class RedisLog:
             command = ("XREAD", "COUNT", ORDERS_NUM_MAX, *block, "STREAMS", key, after)
             reply = await self._block(f"orders:{node}", command, wait_s)
             entries: list[_Entry] = reply[0][1] if reply else []
-            found = [SentOrder(record=_record(entry.decode(), fields[1]), cursor=entry.decode(),
+            found = [SentOrder(record=codec.record_of_entry(entry.decode(), fields[1]),
+                               cursor=entry.decode(),
                                store_keys=msgspec.msgpack.decode(fields[5], type=StoreKeys))
                      for entry, fields in entries if self._is_order(node, entry.decode(), fields)]
             if found or not entries:
@@ -880,9 +865,8 @@ class RedisLog:
         deadline_s = time.monotonic() + wait_s
         while (rest_s := deadline_s - time.monotonic()) > 0:
             found = await self._block(f"read:{node}", ("BLPOP", read, f"{rest_s:.3f}"), rest_s)
-            if found:
-                part = msgspec.msgpack.decode(found[1], type=FilePart)
-                if part.number == request.number:
+            with suppress(msgspec.MsgspecError):  # the node may have sent anything
+                if found and (part := codec.decode(_file_parts, found[1])).number == request.number:
                     return part
         raise Unavailable(f"the agent of {node} does not answer")
 
@@ -971,15 +955,3 @@ def _check_result(reply: Any, epoch: int, expect: int) -> None:
         raise Fenced(f"epoch {epoch} is over: {value} holds the log")
     if result == "conflict":
         raise Conflict(f"the log ends at {value}, expected {expect}")
-
-
-def _record(entry: str, wire: bytes, expect: int = 0) -> Record:
-    """Decode an entry; `expect` is the seq that the record must have."""
-    seq = expect or int(entry.partition("-")[2])
-    try:
-        record = codec.decode_record(wire)
-    except msgspec.MsgspecError as error:
-        raise CorruptLog(seq, f"entry {entry} is not a record: {error}") from None
-    if expect and (record.seq != expect or entry != f"{record.epoch}-{record.seq}"):
-        raise CorruptLog(seq, f"entry {entry} holds record {record.seq} of epoch {record.epoch}")
-    return record

@@ -80,11 +80,14 @@ _bodies: dict[str, msgspec.msgpack.Decoder[Body]] = {
 }
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
-    """Decode; turn Python's error for invalid UTF-8 into msgspec's DecodeError."""
+def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray) -> T:
+    """Decode what others have sent. Raises msgspec.MsgspecError for whatever is wrong with it: also
+    text that is not UTF-8, numbers that are too large, and data that is nested too deeply."""
     try:
         return decoder.decode(data)
-    except UnicodeDecodeError as error:
+    except (ValueError, OverflowError, RecursionError) as error:
+        if isinstance(error, msgspec.MsgspecError):
+            raise
         raise msgspec.DecodeError(str(error)) from None
 
 
@@ -110,12 +113,12 @@ def decode_body(kind: str, v: int, raw: bytes, *, ignorable: bool = False) -> Bo
     kind = FORMER_NAMES.get(kind, kind)
     current = VERSIONS.get(kind, 1)
     if kind not in KINDS or v > current:
-        msgspec.convert(_decode(_any, raw), dict)  # all that prints a record reads its fields
+        msgspec.convert(decode(_any, raw), dict)  # all that prints a record reads its fields
         return UnknownBody(kind=kind, version=v, raw=bytes(raw), ignorable=ignorable)
     if v == current:
-        body = _decode(_bodies[kind], raw)
+        body = decode(_bodies[kind], raw)
     else:
-        body = msgspec.convert(_upcast(kind, v, _decode(_any, raw)), KINDS[kind])
+        body = msgspec.convert(_upcast(kind, v, decode(_any, raw)), KINDS[kind])
     if (_DOUBLE.search(raw) or _FLOAT.search(raw)) and (where := not_finite(body)):
         raise msgspec.ValidationError(f"{kind}: {where}")
     return body
@@ -133,7 +136,7 @@ def encode_report(report: Report) -> bytes:
 
 def decode_report(data: bytes) -> Report:
     """Raises msgspec.MsgspecError if malformed."""
-    wire = _decode(_wire, data)
+    wire = decode(_wire, data)
     if not math.isfinite(wire.occurred_s):
         raise msgspec.ValidationError(f"occurred_s is {wire.occurred_s}")
     return Report(source=wire.source, source_seq=wire.source_seq, occurred_s=wire.occurred_s,
@@ -154,10 +157,23 @@ def encode_record(record: Record) -> bytes:
 
 def decode_record(data: bytes) -> Record:
     """Raises msgspec.MsgspecError if malformed."""
-    wire = _decode(_wire, data)
+    wire = decode(_wire, data)
     return Record(seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s, occurred_s=wire.occurred_s,
                   source=wire.source, source_seq=wire.source_seq, cause=wire.cause,
                   incident=wire.incident, body=_body(wire))
+
+
+def record_of_entry(entry: str, wire: bytes, expect: int = 0) -> Record:
+    """The record of the log's entry `<epoch>-<seq>`; `expect` is the seq that it must have, if not
+    0. Raises CorruptLog."""
+    seq = expect or int(entry.partition("-")[2])
+    try:
+        record = decode_record(wire)
+    except msgspec.MsgspecError as error:
+        raise CorruptLog(seq, f"entry {entry} is not a record: {error}") from None
+    if expect and (record.seq != expect or entry != f"{record.epoch}-{record.seq}"):
+        raise CorruptLog(seq, f"entry {entry} holds record {record.seq} of epoch {record.epoch}")
+    return record
 
 
 def _body(wire: _Wire) -> Body:

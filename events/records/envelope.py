@@ -1,5 +1,6 @@
 """The envelope of records and reports, and the registry of record kinds."""
 
+import re
 from types import ModuleType
 
 from msgspec import Struct
@@ -36,11 +37,14 @@ def _kinds(*modules: ModuleType) -> dict[str, type[Body]]:
 KINDS: dict[str, type[Body]] = _kinds(reports, orders, decisions)
 
 
+_INCARNATION = re.compile(r"[0-9]{1,16}")
+
+
 class Report(Struct, frozen=True, kw_only=True):
     """A body on its way to the log, sent at least once; (source, source_seq) is its identity.
 
-    `source` is `node/incarnation`, `operator/<request id>` or `leader/<nonce>`. `occurred_s` is
-    the reporter's clock, seconds since 1970.
+    `source` is `node/incarnation` (at most 16 digits), `operator/<request id>` or
+    `leader/<nonce>`. `occurred_s` is the reporter's clock, seconds since 1970.
     """
 
     source: str
@@ -75,6 +79,12 @@ class Record(Struct, frozen=True, kw_only=True, gc=False):
     @property
     def v(self) -> int:
         return VERSIONS.get(self.kind, 1)
+
+
+def incarnation_of(source: str) -> int | None:
+    """The incarnation in an agent's source, `node/incarnation`; None for another source."""
+    number = source.rpartition("/")[2]
+    return int(number) if _INCARNATION.fullmatch(number) else None
 
 
 def incident_of(body: Body) -> int:

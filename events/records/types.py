@@ -159,6 +159,9 @@ class MemoryCheckpoint(Struct, frozen=True, kw_only=True):
 
 # --- Numbers of checkpoint stores: the store processes of a node, in order of their start ---
 
+INTEGER_NUM_MAX = (1 << 53) - 1
+"""The largest integer of an agent's report: JSON and Lua hold it exactly, and the state can compute
+with it within 64 bits."""
 STORES_NUM_MAX = 1 << 10
 """Store processes that one incarnation of an agent may start, one after the other."""
 
@@ -166,5 +169,6 @@ STORES_NUM_MAX = 1 << 10
 def first_store_number(incarnation: int) -> int:
     """The number of the first store of an incarnation. Each incarnation has STORES_NUM_MAX numbers,
     all above those of earlier incarnations. This also holds for an incarnation that is only one
-    above the last, because a clock was set back."""
-    return incarnation * STORES_NUM_MAX
+    above the last, because a clock was set back. It fits into 64 bits, also where a log of an older
+    version has an incarnation that an agent had invented."""
+    return min(max(incarnation, 0), INTEGER_NUM_MAX) * STORES_NUM_MAX

@@ -1,4 +1,4 @@
-"""A record of each kind that a rank may send, made from its declaration."""
+"""A record of each kind that a rank or an agent may send, made from its declaration."""
 
 from __future__ import annotations
 
@@ -49,5 +49,9 @@ def _least(kind: inspect.Type) -> Any:
             return "x"
         case inspect.VarTupleType():
             return ()
+        case inspect.LiteralType():
+            return kind.values[0]
+        case inspect.UnionType():
+            return _least(kind.types[0])
         case _:
             raise msgspec.ValidationError(f"no value of {kind}")

@@ -92,9 +92,10 @@ PRIVATE_PARTS = ("workers/training/dependencies/private_torch.py",
 # no public list of a parser's arguments.
 NOT_PRIVATE = {"_replace", "_exit", "_actions"}
 # The only files that may catch Exception: third-party code there must not end the process, nor may
-# what only observes it.
+# what only observes it, nor what one agent sends.
 CATCH_ALL: tuple[str, ...] = (
-    "control_plane/api/metrics.py", "control_plane/service/sealer.py", "events/detached_thread.py",
+    "control_plane/api/metrics.py", "control_plane/service/leader.py",
+    "control_plane/service/sealer.py", "events/detached_thread.py", "events/log/intake.py",
     "events/object_storage.py")
 # A pragma for a type checker or linter at a line's end does not count as length, as in ruff.
 PRAGMA = re.compile(r"\s*# (pyright: |type: ignore|noqa)\S*.*$")

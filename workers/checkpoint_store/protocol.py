@@ -30,6 +30,7 @@ from msgspec import Struct
 
 from ...events import network_address
 from ...events.log.identity import StoreKey, store_key
+from ...events.records import codec
 
 TASK_BYTES = 8
 """Length of a task number between agent and store: the task ended, or lost its checkpoints."""
@@ -201,7 +202,7 @@ def receive(connection: socket.socket, *kinds: type[M], until_s: float = math.in
     data = bytearray(size)
     read_exactly(connection, memoryview(data), until_s)
     try:
-        message = _decoder.decode(data)
+        message = codec.decode(_decoder, data)
     except msgspec.MsgspecError as error:
         raise TransferError(f"invalid message: {error}") from None
     if isinstance(message, kinds):
@@ -268,7 +269,7 @@ def checksum_of(manifest: bytes, sums: bytes) -> str:
 def decode_manifest(data: bytes, data_bytes: int) -> Manifest:
     """The manifest of a share whose pieces have `data_bytes` bytes. Raises TransferError."""
     try:
-        manifest = _manifests.decode(data)
+        manifest = codec.decode(_manifests, data)
     except msgspec.MsgspecError as error:
         raise TransferError(f"invalid manifest: {error}") from None
     sizes = [piece.num_bytes for piece in manifest.pieces]

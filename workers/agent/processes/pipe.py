@@ -4,8 +4,6 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-import msgspec
-
 from ...ipc.pipe_protocol import FRAME_BYTES_MAX, Frame, Unpacker, pack, whole_bytes
 
 WAITING_BYTES_MAX = 64 << 20
@@ -102,7 +100,7 @@ class Pipe:
             return
         try:
             frames = self._unpacker.feed(data[:num_bytes])
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             self.close()
             self._on_broken(str(error))
             return
