@@ -57,8 +57,9 @@ def _healing(view: Plain) -> Iterator[Need]:
         yield Need(what="healing", do="`unicron unfreeze`",
                    why=f"healing is {healing}: faults are reported, not healed")
     elif healing != "on":
-        yield Need(what="healing", do="`unicron down; unicron up --act`", why="observing: all is "
-                   "decided and logged, nothing is done; to have it done")
+        yield Need(what="healing", why="observing: all is decided and logged, nothing is "
+                   "done; to have it done", do="`unicron down; unicron up --act`, which ends every "
+                   "rank")
 
 
 # --- nodes ---

@@ -36,8 +36,9 @@ async def _try(device: str) -> str:
         return f"it does not answer within {limits.TRIAL_S_MAX:g} s"
     finally:
         if process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.kill()
+            with suppress(ProcessLookupError, TimeoutError):
+                process.kill()  # without effect while it is blocked in the driver
+                await asyncio.wait_for(process.wait(), limits.CHECK_END_S_MAX)
     text = " ".join(output.decode("utf-8", "replace").split())[:limits.REASON_CHARS_MAX]
     if process.returncode == 0:
         return text
@@ -97,5 +98,7 @@ def _name_of(cuda: ctypes.CDLL, code: int) -> str:
 
 
 if __name__ == "__main__":
-    os.write(1, trial(sys.argv[1]).encode())
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what a library logs is no answer
+    os.write(answer, trial(sys.argv[1]).encode())
     os._exit(0)  # a driver that is broken may hang at the exit
