@@ -22,6 +22,7 @@ from .terminal.options import (
     NodesArg,
     Reason,
     Since,
+    SlotsArg,
     State,
     TaskArg,
     TasksArg,
@@ -486,8 +487,9 @@ def undrain(node: NodesArg, reason: Reason = "") -> None:
 
 
 @calls(app, "commands.operate.lift")
-def lift(node: NodesArg, reason: Reason = "") -> None:
-    """End the quarantine of nodes that failed repeatedly."""
+def lift(node: SlotsArg, reason: Reason = "") -> None:
+    """Give back what failed: slots as n1/0, after a check of the device, or all of a node and its
+    quarantine."""
 
 
 @calls(app, "commands.operate.ack")

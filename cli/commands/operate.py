@@ -5,20 +5,25 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from itertools import chain
+from urllib.parse import quote
 
 import msgspec
 
+from ...control_plane.api import needs
 from ...events.errors import UnicronError, UsageError
 from ..cluster.client import Client, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
-from ..terminal.format import Plain, number_of, span, way_to_act
-from .names import chosen, pick
+from ..terminal.format import Plain, listed, number_of, span, way_to_act
+from .names import SHOWN_NUM, chosen, is_pattern, pick
 from .request_outcome import Outcome, outcome_of, plan_lines
 from .tasks import incident_id, option_for
 
 POLL_S = 0.05
+LIFT_S_MAX = 60.0
+"""The agents of the nodes check devices before the answer."""
 WEIGHT, WEIGHT_HINT = "a weight is above 0", "for example unicron set-weight alpha 2"
 
 
@@ -75,10 +80,48 @@ def undrain(state: StateDir, url: Urls, node: Sequence[str], reason: str, *, as_
 
 
 def lift(state: StateDir, url: Urls, node: Sequence[str], reason: str, *, as_json: bool) -> None:
-    """End the quarantine of a node, or of several."""
-    view, nodes, names, followed = _node_request(state, url, node, "lift", reason)
-    head = f"{names}  quarantined no longer; the next fault is the first{_unhealthy_note(nodes)}"
+    """Give back slots, or all that keeps nodes out: their quarantines and slots."""
+    client = connect(state, url)
+    view: Plain = client.get("/v1/state")
+    names = _picked_slots(view["nodes"], node)
+    path = quote(",".join(names).replace("/", ":"), safe=":,")
+    answer = client.post(f"/v1/nodes/{path}/lift", {"reason": reason_or_user(reason)}, LIFT_S_MAX)
+    followed = outcome_of(client, int(answer["seq"]))
+    if as_json:
+        console.data(msgspec.structs.asdict(followed))
+        return
+    whole = [one for one in view["nodes"] if one["id"] in names]
+    now = {one["id"]: one for one in client.get("/v1/state")["nodes"]}
+    named = [now[name.partition("/")[0]] for name in names]
+    notes = [_unhealthy_note(whole)]
+    notes += [f"; slot {name} is usable when {one['id']} is: unicron {act} {one['id']}"
+              for name, one in zip(names, named, strict=True) if "/" in name
+              for act in ("lift",) * bool(one["quarantine"]) + ("undrain",) * one["drained"]]
+    notes += [f"; {one['id']} {found[0]}: to see why, unicron lift {one['id']}/SLOT"
+              for one in named if one["id"] in names and (found := needs.disabled(one))]
+    head = f"{','.join(names)}  may have tasks again; the next fault is the first{''.join(notes)}"
     _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
+
+
+def _picked_slots(nodes: list[Plain], words: Sequence[str]) -> list[str]:
+    """The nodes of names and patterns, and slots as n1/0 or of a pattern of names of slots that are
+    out. A slot of a node that is named as a whole is left out. Raises UsageError."""
+    found: list[str] = []
+    out = [f"{one['id']}/{slot['index']}" for one in nodes for slot in one["slots"] if slot["out"]]
+    for word in ",".join(words).split(","):
+        name, is_slot, digits = word.partition("/")
+        if not is_slot:
+            found += [one["id"] for one in pick_nodes(nodes, [word])]
+        elif is_pattern(word):
+            if not (like := [slot for slot in out if fnmatchcase(slot, word)]):
+                raise UsageError(f"no slot that is out has a name like {word!r}",
+                                 f"there is {listed(out, SHOWN_NUM)}" if out else
+                                 "unicron status nodes")
+            found += like
+        else:
+            found.append(f"{pick(nodes, name, 'node')['id']}/{digits}")
+    return [name for name in dict.fromkeys(found) if name.partition("/")[0] not in found
+            or "/" not in name]
 
 
 def ack(state: StateDir, url: Urls, incident: str, reason: str, *, as_json: bool) -> None:

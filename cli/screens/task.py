@@ -117,7 +117,8 @@ def _next(task: Plain, view: Plain, option: str) -> str:
     words = [f"unicron plan --without {node}{option}" for node in slow_nodes(task, view["nodes"])]
     words += [f"unicron logs {name}{follow}{option}", f"unicron tail{follow} --task {name}{option}"]
     if task["state"] == "waiting" and task["weight_from"]:
-        words.insert(0, f"unicron set-weight {name} {above(task['weight_from'])}{option}")
+        # a dry run: a weight takes slots from others, and it says which and for how long they stop
+        words.insert(0, f"unicron plan --weight {name}={above(task['weight_from'])}{option}")
     if task["withheld"]:
         words.insert(0, fmt.way_to_act(view["cluster"]["healing"], option))
     if task["incident"]:

@@ -32,7 +32,8 @@ COMPLETE_S_MAX = 0.7
 """A shell waits for the names no longer."""
 
 
-def _complete(what: str, key: str) -> Callable[[typer.Context, str], list[str]]:
+def _complete(what: str, names_of: Callable[[dict[str, Any]], list[str]]
+              ) -> Callable[[typer.Context, str], list[str]]:
     """Completes the names of the running cluster's `what`; if it does not answer, nothing."""
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         from ..cluster.client import connect
@@ -40,15 +41,21 @@ def _complete(what: str, key: str) -> Callable[[typer.Context, str], list[str]]:
         given: dict[str, Any] = ctx.params
         try:
             client = connect(folder(given.get("state")), given.get("url"))
-            names = {str(one[key]) for one in client.get("/v1/state", COMPLETE_S_MAX)[what]}
+            names = {name for one in client.get("/v1/state", COMPLETE_S_MAX)[what]
+                     for name in names_of(one)}
         except (UnicronError, OSError):
             return []
         return sorted(name for name in names if name.startswith(incomplete))
     return complete
 
 
-complete_tasks = _complete("tasks", "name")
-complete_nodes = _complete("nodes", "id")
+def _node_and_slots_out(node: dict[str, Any]) -> list[str]:
+    return [node["id"], *(f"{node['id']}/{slot['index']}" for slot in node["slots"] if slot["out"])]
+
+
+complete_tasks = _complete("tasks", lambda task: [task["name"]])
+complete_nodes = _complete("nodes", lambda node: [node["id"]])
+complete_slots = _complete("nodes", _node_and_slots_out)
 State = Annotated[Path | None, typer.Option(
     "--state", metavar="DIR", parser=_named, help="The cluster's folder on this machine "
     "[$UNICRON_STATE, else ~/.local/state/unicron].")]
@@ -70,6 +77,9 @@ TasksArg = Annotated[list[str], typer.Argument(
 NodesArg = Annotated[list[str], typer.Argument(
     metavar="NODE...", autocompletion=complete_nodes,
     help="Names, also with commas between, or patterns such as 'rack1-*'.")]
+SlotsArg = Annotated[list[str], typer.Argument(
+    metavar="NODE|NODE/SLOT...", autocompletion=complete_slots,
+    help="Nodes, or slots as n1/0; also with commas between, or patterns such as 'rack1-*'.")]
 Since = Annotated[float | None, typer.Option(
     "--since", parser=past_s, metavar="2h|TIME", help="Only what is as young, or younger than a "
     "time such as 2026-11-27T02:10:00Z.")]

@@ -54,7 +54,8 @@ class Change(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Task id, as text -> new weight."""
     undrain: tuple[str, ...] = ()
     lift: tuple[str, ...] = ()
-    """Nodes whose quarantines end."""
+    """Nodes whose quarantines end and whose slots return, or slots, as `n1/0`. A dry run assumes
+    that each device is found healthy."""
     cancel: tuple[str, ...] = ()
     """Ids of tasks to cancel; a dry run has them end at once."""
     unfreeze: bool = False
@@ -193,7 +194,7 @@ def _reports(state: ClusterState, change: Change, reason: str = "") -> Iterator[
     for task, weight in change.weights.items():
         yield requests.set_weight(state, requests.Weight(weight, reason), task)
     for make, names in ((requests.undrain, change.undrain), (requests.cancel, change.cancel),
-                        (requests.lift_quarantine, change.lift),
+                        (requests.lift, change.lift),
                         (requests.unfreeze, ("",) * change.unfreeze)):
         for name in names:
             yield make(state, requests.Reason(reason), name)

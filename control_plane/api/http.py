@@ -62,6 +62,8 @@ BODY_S_MAX = 10.0
 PAGE_RECORDS_MAX = 1_000
 FILE_S_MAX = 5.0
 """Time limit for a part of a file that a node's agent reads."""
+CHECK_S_MAX = 40.0
+"""Time limit for the check of devices by a node's agent, which has a limit for each of its own."""
 FACTS_RECORDS_BEFORE = 4_000
 """Records before an incident that are read for its facts: they tell of in-memory checkpoints."""
 FOLD_S_MAX = 30.0
@@ -346,20 +348,26 @@ class HttpApi:
 
     @staticmethod
     def write(make: Callable[[ClusterState, B, str], Body], answer: type[Struct] = Written,
-              ahead: Callable[[B], object] | None = None) -> Operation:
+              ahead: Callable[[B], object] | None = None,
+              checks_devices: bool = False) -> Operation:
         """A handler that writes a report for each comma-separated name in the path, in one append,
         and answers with the seq of the first, in each field of `answer`. Before the write, `ahead`
-        runs in a thread, so that it does not delay other writes."""
+        runs in a thread, and agents check the devices of slots that return, so that neither
+        delays other writes."""
         async def call(api: HttpApi, call: Call[Nothing, B]) -> Any:
             key = await _key(call.request)
             if ahead is not None:
                 await aside(partial(ahead, call.body))
+            names, answers = dict.fromkeys(call.of.split(",")), dict[str, str]()
+            if checks_devices and api._coordinator.answer(key) is None:
+                state = await api._coordinator.settled()
+                answers = await api._check_devices([make(state, call.body, x) for x in names])
             async with api._writing:
                 state = await api._coordinator.settled()
                 seq = api._coordinator.answer(key)
                 if seq is None:
-                    reports = [make(state, call.body, name)
-                               for name in dict.fromkeys(call.of.split(","))]
+                    reports = [requests.without_sick(make(state, call.body, name), answers)
+                               for name in names]
                     seq = await api._coordinator.write(key, *_signed(call.caller, reports))
             return dict.fromkeys(answer.__struct_fields__, seq)
         return call
@@ -378,6 +386,34 @@ class HttpApi:
             raise Refusal(404, f"the agent of {node} cannot read it: {part.error}", "")
         text, num = codecs.utf_8_decode(part.data, "replace")  # a cut character is for the next
         return {"text": text, "end": offset + num}
+
+    async def _check_devices(self, bodies: Iterable[Body]) -> dict[str, str]:
+        """What is wrong with each slot that shall return, by its name; "" for nothing. A slot
+        without a device is healthy. Raises Refusal if an agent does not answer."""
+        state, slots = await self._coordinator.settled(), defaultdict[str, set[int]](set)
+        for body in bodies:
+            if isinstance(body, reports.QuarantineLifted):
+                slots[body.node].update(body.slots)
+        with_device = [name for name in slots
+                       if slots[name] and state.nodes[name].accelerator != "cpu"]
+        found = await asyncio.gather(*(self._check_node(name, sorted(slots[name]))
+                                       for name in with_device))
+        whys = dict(zip(with_device, found, strict=True))
+        return {f"{name}/{slot}": whys[name].get(slot, "it was not checked")
+                if name in whys else "" for name in slots for slot in slots[name]}
+
+    async def _check_node(self, node: str, slots: list[int]) -> dict[int, str]:
+        what = ", ".join(f"{node}/{slot}" for slot in slots)
+        try:
+            async with self._reading[node]:
+                part = await self._log.check_devices(node, slots, wait_s=CHECK_S_MAX)
+        except LogError as error:
+            raise Refusal(503, f"the device of {what} was not checked: {error}",
+                          "unicron status nodes; nothing was done") from None
+        if part.error:
+            raise Refusal(503, f"the agent of {node} did not check {what}: {part.error}",
+                          "an agent of an older version cannot; nothing was done")
+        return msgspec.msgpack.decode(part.data, type=dict[int, str])
 
     async def plan(self, call: Call[messages.Moment, None]) -> web.Response:
         """The plan with its explanation."""
@@ -438,13 +474,19 @@ class HttpApi:
     async def apply(self, call: Call[Nothing, messages.Apply]) -> Written:
         """Carry out a dry run, if the plan's input has not changed since."""
         key, body, check = await _key(call.request), call.body, _checked_input(call.request)
-        reason = requests.one_line(body.reason)
+        reason, answers = requests.one_line(body.reason), dict[str, str]()
+
+        async def carried_out() -> list[Body]:
+            return await self._in_thread(
+                lambda data: dry_run.operator_requests(data, body.change, reason), check)
+
+        if body.change.lift and self._coordinator.answer(key) is None:
+            answers = await self._check_devices(await carried_out())
         async with self._writing:
             await self._coordinator.settled()
             seq = self._coordinator.answer(key)
             if seq is None:
-                bodies = await self._in_thread(
-                    lambda data: dry_run.operator_requests(data, body.change, reason), check)
+                bodies = [requests.without_sick(one, answers) for one in await carried_out()]
                 seq = await self._coordinator.write(key, *_signed(call.caller, bodies),
                                                     check=check)
         return Written(seq)

@@ -57,8 +57,9 @@ def _healing(view: Plain) -> Iterator[Need]:
         yield Need(what="healing", do="`unicron unfreeze`",
                    why=f"healing is {healing}: faults are reported, not healed")
     elif healing != "on":
-        yield Need(what="healing", do="`unicron down; unicron up --act`", why="observing: all is "
-                   "decided and logged, nothing is done; to have it done")
+        yield Need(what="healing", why="observing: all is decided and logged, nothing is "
+                   "done; to have it done", do="`unicron down; unicron up --act`, which ends every "
+                   "rank")
 
 
 # --- nodes ---
@@ -155,14 +156,15 @@ def named(slots: list[int]) -> str:
 
 
 def disabled(node: Plain) -> tuple[str, str] | None:
-    """Why slots are disabled until the agent joins again, without those that a check disabled, and
-    how to repair them; None if no slot is."""
+    """Why slots are disabled, without those that a check disabled, and how to give them back; None
+    if no slot is."""
     failed: list[int] = node["recovers"]["slots"] if node["recovers"] else []
     found: dict[int, str] = {slot["index"]: slot["out_why"] for slot in node["slots"]
                              if slot["out"] and slot["index"] not in failed}
     whys = "; ".join(dict.fromkeys(filter(None, found.values())))
-    return (f"{named([*found])} out{f' ({whys})' if whys else ''}", "repair, then start its agent "
-            f"again (under unicron up: kill {node['pid']})") if found else None
+    back = ",".join(f"{node['id']}/{index}" for index in found)
+    return (f"{named([*found])} out{f' ({whys})' if whys else ''}",
+            f"repair, then `unicron lift {back}`") if found else None
 
 
 def _wanted(tasks: list[Plain]) -> str:

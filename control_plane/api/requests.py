@@ -2,12 +2,13 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...events.errors import UsageError
 from ...events.network_address import is_loopback
@@ -15,6 +16,7 @@ from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.spec.job import WEIGHT_RATIO_MAX, JobSpec, is_url, parse
 from ...events.spec.model import Modelled
+from ..fold.edits import find_orphan
 from ..fold.node_health import RECOVERED_S
 from ..planner.problem_of_state import input_digest
 from ..state.cluster import ClusterState, live_tasks
@@ -138,11 +140,72 @@ def undrain(state: ClusterState, request: Reason, node: str) -> t.Body:
     return r.NodeUndrained(node=node, reason=one_line(request.reason))
 
 
-def lift_quarantine(state: ClusterState, request: Reason, node: str) -> t.Body:
-    """Lift the node's quarantine; its earlier faults no longer count."""
-    if _node(state, node).quarantine is None:
-        raise Refusal(409, f"node {node} is not quarantined", _undrain_hint(state, node))
-    return r.QuarantineLifted(node=node, reason=one_line(request.reason))
+def lift(state: ClusterState, request: Reason, name: str) -> r.QuarantineLifted:
+    """Lift what keeps a node out: its quarantine, and disabled slots that do not fail now. `name`:
+    a node, or one slot as n1/0, in a path n1:0. What took it out no longer counts."""
+    node, is_slot, digits = name.replace(":", "/").partition("/")
+    found, reason = _node(state, node), one_line(request.reason)
+    if is_slot:
+        slot = _disabled_slot(state, found, digits)
+        return r.QuarantineLifted(node=node, reason=reason, slots=(slot,), quarantine=False)
+    slots = tuple(index for index in found.slots_disabled
+                  if found.health == "healthy" and not _stays_out(state, found, index))
+    if found.quarantine is None and not slots:
+        for index in found.slots_disabled:
+            _disabled_slot(state, found, str(index))  # refuses, and says why
+        raise Refusal(409, f"node {node} is not quarantined, and no slot of it was taken out",
+                      _undrain_hint(state, node))
+    return r.QuarantineLifted(node=node, reason=reason, slots=slots,
+                              quarantine=found.quarantine is not None)
+
+
+def without_sick(body: t.Body, answers: Mapping[str, str]) -> t.Body:
+    """A lift without the slots that shall stay out. `answers`: by name of a slot, what its check
+    has found; "": it is healthy. Raises Refusal if nothing is left of the lift."""
+    if not isinstance(body, r.QuarantineLifted):
+        return body
+    whys = {name: answers.get(name, "it has failed just now")
+            for name in (f"{body.node}/{index}" for index in body.slots)}
+    slots = tuple(index for index in body.slots if not whys[f"{body.node}/{index}"])
+    for name, why in whys.items():
+        if why and not (slots or body.quarantine):
+            raise Refusal(409, f"{name} is still sick: {why}",
+                          f"repair it, then unicron lift {name}")
+    return replace(body, slots=slots)
+
+
+def _disabled_slot(state: ClusterState, node: Node, digits: str) -> int:
+    """The number of a slot that may be given back. Raises Refusal."""
+    index = int(digits) if digits.isdecimal() and len(digits) < 5 else -1
+    name = f"{node.name}/{digits[:20]}"
+    if not 0 <= index < node.num_slots:
+        raise Refusal(404, f"there is no slot {name}", _known_names(
+            (f"{node.name}/{number}" for number in range(node.num_slots)), "slot"))
+    if node.health != "healthy":
+        raise Refusal(409, f"node {node.name} is {node.health}: {name} cannot be given back now",
+                      "unicron status nodes")
+    if why := _stays_out(state, node, index):
+        raise Refusal(409, *why)
+    if index not in node.slots_disabled:
+        raise Refusal(409, f"{name} is not out", f"node {node.name} is quarantined: unicron lift "
+                      f"{node.name}" if node.quarantine is not None else "unicron status nodes")
+    return index
+
+
+def _stays_out(state: ClusterState, node: Node, index: int) -> tuple[str, str] | None:
+    """Why the slot cannot be used now, and what to do; None: it may be used."""
+    name = f"{node.name}/{index}"
+    if index in node.slots_unhealthy:
+        return (f"{name} is still sick: {node.unhealthy_why}",
+                f"repair it; it is used again {RECOVERED_S:g} s after the check says healthy"
+                + f", then unicron lift {name}" * (index in node.slots_disabled))
+    held = node.occupants.get(index)
+    task = state.tasks.get(held.task) if held is not None else None
+    orphan = find_orphan(task, held.rank, held.attempt) if task and held is not None else None
+    if orphan is None:
+        return None
+    return (f"{name} is still held by pid {orphan.pid} of a rank that could not be ended",
+            f"end it on {node.name} (kill -9 {orphan.pid}), then unicron lift {name}")
 
 
 def acknowledge(state: ClusterState, request: Reason, incident: str) -> t.Body:

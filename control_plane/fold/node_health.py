@@ -277,12 +277,36 @@ def node_quarantined(state: ClusterState, record: Record, node: Node,
 
 def quarantine_lifted(state: ClusterState, record: Record, node: Node,
                       body: QuarantineLifted) -> None:
-    node.node_faults = []
+    if body.quarantine:
+        node.node_faults = []
+        clear_deadline(state, f"quarantine/{node.name}")
+        if node.quarantine is not None:
+            node.quarantine = None
+            state.replan = f"the quarantine of {node.name} was lifted"
+    for index in body.slots:
+        if index in node.slots_disabled:
+            _give_back(state, node, index)
     update_undecided(state)
-    clear_deadline(state, f"quarantine/{node.name}")
-    if node.quarantine is not None:
-        node.quarantine = None
-        state.replan = f"the quarantine of {node.name} was lifted"
+
+
+def _give_back(state: ClusterState, node: Node, index: int) -> None:
+    """Enable a disabled slot, and forget what took it out: else that would count again at once."""
+    slot = Slot(node.name, index)
+    found = {one.incident for one in node.erred if index in (one.devices or (index,))}
+    found |= {one.id for one in state.incidents.values()
+              if any(strike.slot == slot for strike in one.strikes)}
+    node.node_faults = [one for one in node.node_faults if one.incident not in found]
+    node.slots_disabled = [other for other in node.slots_disabled if other != index]
+    node.disabled_why.pop(index, None)
+    for erred in node.erred:
+        erred.devices, was = tuple(x for x in erred.devices if x != index), erred.devices
+        if (was and not erred.devices) or not (was or node.slots_disabled):
+            clear_deadline(state, f"device/{node.name}/{erred.seq}")
+            node.erred = [one for one in node.erred if one is not erred]
+    for task in state.tasks.values():
+        task.disabled_slots = {rank: one for rank, one in task.disabled_slots.items()
+                               if one != slot}
+    state.replan = f"slot {node.name}/{index} was given back"
 
 
 def inherit(state: ClusterState, old: Node, new: Node) -> None:

@@ -103,6 +103,8 @@ def _confirms(state: ClusterState, erred: DeviceError, other: DeviceError) -> bo
 def _close(state: ClusterState, node: Node) -> Iterator[Body]:
     """Close the node's incident when no process runs on disabled slots."""
     if node.incident and not any(node.is_disabled(index) for index in node.occupants):
+        is_out = node.slots_disabled or node.slots_unhealthy
         yield IncidentClosed(of=node.incident, outcome="healed", pause_s=0.0, iterations_lost=0,
                              kept=0, dealt=0, ckpt_read=False,
-                             why=f"nothing runs there any more, {node.name} is to be repaired")
+                             why=f"nothing runs there any more, {node.name} is to be repaired"
+                             if is_out else f"{node.name} has all its slots again")

@@ -125,7 +125,7 @@ class Node(Struct, kw_only=True):
     fault_injected_s: float = -1.0
     """When a fault was injected into it; below 0: none was."""
     slots_disabled: list[int] = field(default_factory=list[int])
-    """Slots disabled by a hardware fault. They are enabled when the agent joins again."""
+    """Slots disabled by a fault, until an operator gives them back or the agent joins again."""
     disabled_why: dict[int, str] = field(default_factory=dict[int, str])
     """By disabled slot: the reason."""
     slots_unhealthy: list[int] = field(default_factory=list[int])

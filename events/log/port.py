@@ -1,5 +1,6 @@
 """What calls of the log return, and the port of its readers."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from msgspec import Struct
@@ -61,10 +62,13 @@ class FileRequest(Struct, frozen=True):
     number: str
     path: str
     offset: int
+    slots: tuple[int, ...] = ()
+    """Check the devices of these slots instead; `path` is empty then, which older agents refuse."""
 
 
 class FilePart(Struct, frozen=True):
-    """The answer: some bytes of the file from the offset on, none at its end; or an error."""
+    """The answer: some bytes of the file from the offset on, none at its end; or an error. Of a
+    check: msgpack of what is wrong with each slot's device, "" for nothing."""
 
     number: str
     data: bytes = b""
@@ -98,4 +102,8 @@ class ReaderPort(Protocol):
 
     async def ask_file(self, node: str, path: str, *, offset: int, wait_s: float) -> FilePart:
         """Let a node's agent read a part of a file, beside the log. Raises Unavailable."""
+        ...
+
+    async def check_devices(self, node: str, slots: Iterable[int], *, wait_s: float) -> FilePart:
+        """Let a node's agent check the devices of slots. Raises Unavailable."""
         ...

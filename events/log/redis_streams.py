@@ -858,8 +858,16 @@ class RedisLog:
     async def ask_file(self, node: str, path: str, *, offset: int, wait_s: float) -> FilePart:
         """Let a node's agent read a file from `offset` on. Only one call for a node at a time.
         Raises Unavailable if it does not answer within `wait_s`."""
+        return await self._ask_agent(node, FileRequest(
+            number=secrets.token_hex(8), path=path, offset=offset), wait_s)
+
+    async def check_devices(self, node: str, slots: Iterable[int], *, wait_s: float) -> FilePart:
+        """Let a node's agent check the devices of slots; as `ask_file`."""
+        return await self._ask_agent(node, FileRequest(
+            number=secrets.token_hex(8), path="", offset=0, slots=tuple(slots)), wait_s)
+
+    async def _ask_agent(self, node: str, request: FileRequest, wait_s: float) -> FilePart:
         asked, read = self._keys(f"asked:{node}", f"read:{node}")
-        request = FileRequest(number=secrets.token_hex(8), path=path, offset=offset)
         await self._ask([("DEL", asked, read), ("RPUSH", asked, msgspec.msgpack.encode(request)),
                          ("PEXPIRE", asked, math.ceil(1e3 * wait_s))])
         deadline_s = time.monotonic() + wait_s

@@ -211,6 +211,14 @@ def _fault(body: Plain) -> str:
     return f"stop {who} for {fmt.span(body['stop_s']) if body['stop_s'] else 'good'}"
 
 
+def _lifted(body: Plain) -> str:
+    slots = body.get("slots", ())
+    of = f"slot{'s' * (len(slots) > 1)} {' '.join(map(str, slots))} of " if slots else ""
+    back = [f"{of}{body['node']} given back"] if slots else []
+    lifted = [f"{body['node']} is no longer quarantined"] if body.get("quarantine", True) else []
+    return ", ".join(lifted + back)
+
+
 def _layout(order: Plain) -> str:
     """The layout, and the number of members without a position: `TP2xDP1 +1`."""
     num_members, known = len(order["members"]), order.get("axes")
@@ -223,7 +231,8 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "because": _because, "by": _by, "changes": _changes, "cost": _cost, "devices": _devices,
     "drained": lambda waf: (
         f"would {'earn' if waf >= 0 else 'cost'} {fmt.scaled(abs(waf), 'FLOP/s')}"),
-    "exit": _exit, "fault": _fault, "layout": _layout, "library error": _library_error,
+    "exit": _exit, "fault": _fault, "layout": _layout, "lifted": _lifted,
+    "library error": _library_error,
     "first line": lambda text: _line_of(text, 0), "last line": lambda text: _line_of(text, -1),
     "len": lambda value: str(len(value)),
     "labels": lambda labels: "".join(f", {key} {name}" for key, name in labels.items() if name),
@@ -344,7 +353,7 @@ TEMPLATES = {
                        "at first {normal_s:span}",
     "IncidentAcknowledged": "inc-{of} is known{reason:because}{:by}",
     "PersonNotified": "a message told what needs a person: {opened:len}, no longer: {over:len}",
-    "QuarantineLifted": "{node} is no longer quarantined{reason:because}{:by}",
+    "QuarantineLifted": "{:lifted}{reason:because}{:by}",
     "NodeQuarantined": "{node} until {until_s:rfc3339}: {why}",
     "StragglerCostEstimated": "{node} costs {cost_waf:~FLOP/s}, draining it {drain_waf:drained}: "
                               "{why}",

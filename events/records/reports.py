@@ -557,10 +557,16 @@ class StepTimeChanged(RankReport, frozen=True):
 
 # --- sent by an operator ------------------------------------------------------------------------
 class QuarantineLifted(OperatorRequest, frozen=True):
-    """The node may have tasks again, and its earlier faults are not counted any more."""
+    """The node may have tasks again, and its earlier faults are not counted any more.
+
+    `slots`: disabled slots that are given back; what took them out counts no more. `quarantine`
+    False: only these, and a quarantine stays.
+    """
 
     node: str
     reason: str = ""
+    slots: tuple[int, ...] = ()
+    quarantine: bool = True
 
 
 class IncidentAcknowledged(OperatorRequest, frozen=True):

@@ -78,9 +78,8 @@ def test_unreachable_nodes_need_an_operator():
     view_["needs"] = msgspec.to_builtins(needs(view_, now_s))
     lines = cluster.status(view_, cluster="demo", now_s=now_s)
     assert lines[1:6] == [
-        "NEEDS YOU  n1 slot 1 out (alpha, rank 1 failed): repair, then start its agent again "
-        "(under unicron",
-        f"           up: kill {view_['nodes'][0]['pid']}); unicron status nodes",
+        "NEEDS YOU  n1 slot 1 out (alpha, rank 1 failed): repair, then unicron lift n1/1;",
+        "           unicron status nodes",
         "NEEDS YOU  n2 unreachable for 75 s, its ranks go on: look at its machine and network;",
         "           unicron status nodes", ""]
     assert nodes.nodes(view_, now_s=now_s)[1] == "n1 Ax   n2 ??"

@@ -72,8 +72,8 @@ def test_a_disabled_slot_shows_its_reason_and_the_remedy(d: Driver) -> None:
         d.progress(task)
     told = needs_you(d)
     assert ("NEEDS YOU n3 slot 1 out (alpha, rank 5 failed 4 times without 10 new iterations in "
-            "between, its slot is taken out): repair, then start its agent again (under unicron "
-            "up: kill 1); unicron status nodes; alpha runs on 4 of 6") in told
+            "between, its slot is taken out): repair, then unicron lift n3/1; unicron status "
+            "nodes; alpha runs on 4 of 6") in told
     d.submit(spec(name="beta", slots={"min": 6, "max": 6}))
     assert "; beta waits for slots" in needs_you(d)
 
@@ -103,7 +103,7 @@ def test_slots_disabled_by_a_check_return_and_the_screens_say_when(d: Driver) ->
     row, _ = nodes(d)
     for word in ("unhealthy", " 30 s ", "slots 0 1 out"):
         assert word in row
-    for ask in (requests.lift_quarantine, requests.undrain):
+    for ask in (requests.lift, requests.undrain):
         with pytest.raises(Refusal) as refused:
             ask(d.state, requests.Reason(), "n2")
         assert "60 s after it says healthy" in refused.value.hint

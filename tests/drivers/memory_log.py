@@ -11,6 +11,7 @@ import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
+from msgspec import msgpack
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Leased, Unavailable
 from unicron.events.log.port import Batch, FilePart, Heartbeat, SentOrder
 from unicron.events.records import codec
@@ -39,6 +40,8 @@ class MemoryLog:
         self._clock = clock
         self.fault = fault
         self._records: list[Record] = []
+        self.devices: dict[str, dict[int, str]] = {}
+        """By node whose agent checks devices: what is wrong with that of a slot."""
         self._epoch, self._nonce = 0, ""
         self._lease = "", "", 0.0
         """The nonce and the URL of its holder, and when it ends."""
@@ -230,6 +233,13 @@ class MemoryLog:
     async def ask_file(self, node: str, path: str, *, offset: int, wait_s: float) -> FilePart:
         """No agent here reads files."""
         raise Unavailable(f"the agent of {node} does not answer")
+
+    async def check_devices(self, node: str, slots: Iterable[int], *, wait_s: float) -> FilePart:
+        """As the agent that `devices` plays: what is wrong with each slot's device."""
+        if node not in self.devices:
+            raise Unavailable(f"the agent of {node} does not answer")
+        return FilePart(number="1", data=msgpack.encode(
+            {slot: self.devices[node].get(slot, "") for slot in slots}))
 
     # --- agents ---------------------------------------------------------------------------------
     async def send(self, reports: Sequence[Report]) -> None:

@@ -217,7 +217,7 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
                 _log.warning("the control plane has another version", version=joined.version,
                              own=__version__, hint="one image for all; control planes first")
             serving = asyncio.create_task(
-                output_files.serve(log, node.name, (state_dir / "logs").resolve()))
+                output_files.serve(log, node.name, (state_dir / "logs").resolve(), node.devices))
             try:
                 await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
                             shim=shim, sources=sources,

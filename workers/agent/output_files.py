@@ -1,16 +1,19 @@
-"""Reads parts of ranks' output for the control plane, so that operators need no shared folder."""
+"""Answers the control plane: parts of ranks' output, and trials of devices."""
 
 import asyncio
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
+from msgspec import msgpack
 
 from ...events.errors import LogError, UsageError
 from ...events.log.port import FilePart, FileRequest
 from ...events.log.redis_streams import RedisLog
 from .delivery.log_link import backoff_s
+from .health.device_trial import try_devices
 
 WAIT_S = 5.0
 PART_BYTES_MAX = 1 << 16
@@ -18,20 +21,28 @@ PART_BYTES_MAX = 1 << 16
 _log = structlog.get_logger("agent")
 
 
-async def serve(log: RedisLog, node: str, folder: Path) -> None:
-    """Answer requests for files in `folder`, until cancelled. A lost answer is not repeated."""
+async def serve(log: RedisLog, node: str, folder: Path, devices: Sequence[str] = ()) -> None:
+    """Answer requests for files in `folder`, and for trials of the slots' devices, until cancelled.
+    A lost answer is not repeated."""
     num_failed = 0
     while True:
         try:
             request = await log.file_request(node, WAIT_S)
             if request is not None:
-                await log.send_file(node, await asyncio.to_thread(read_part, folder, request))
+                await log.send_file(node, await _answer(folder, devices, request))
             num_failed = 0
         except (LogError, UsageError) as error:
             if not num_failed:
                 _log.warning("cannot serve the output of ranks for now", why=str(error))
             await asyncio.sleep(backoff_s(num_failed))
             num_failed += 1
+
+
+async def _answer(folder: Path, devices: Sequence[str], request: FileRequest) -> FilePart:
+    if not request.slots:
+        return await asyncio.to_thread(read_part, folder, request)
+    found = await try_devices(devices, request.slots)
+    return FilePart(number=request.number, data=msgpack.encode(found))
 
 
 def read_part(folder: Path, request: FileRequest) -> FilePart:

@@ -40,9 +40,10 @@ const ACTS: { [K in ActKind]: Entry } = {
       : "No rank runs there."
   } },
   undrain: { verb: "Undrain", what: of => of, change: of => ({ undrain: names(of) }), note: () => "Tasks may use its slots again." },
-  lift: { verb: "Lift the quarantine of", what: of => of, change: of => ({ lift: names(of) }),
-    note: (state, of) => `Tasks may use its slots again, and its earlier faults no longer count. It was quarantined for: ${
-      state.nodes.filter(one => names(of).includes(one.id)).map(one => String(one.quarantine?.["why"] ?? "no reason")).join("; ")}` },
+  lift: { verb: "Lift", what: of => of, change: of => ({ lift: names(of) }),
+    note: (state, of) => `Tasks may use its slots again, after a check of their devices, and its earlier faults no longer count. It is out for: ${
+      state.nodes.filter(one => names(of).includes(one.id)).flatMap(one => [String(one.quarantine?.["why"] ?? ""),
+        ...one.slots.map(slot => slot.out_why)]).filter(Boolean).join("; ") || "no reason"}` },
   weight: { verb: "Set the weight of", what: of => `task ${of}`, change: (of, weight) => ({ weights: { [of]: weight } }),
     note: () => "Only the ratio to the weights of other tasks counts." },
   cancel: { verb: "Cancel", what: of => `task ${of}`, change: of => ({ cancel: [of] }), note: (state, of) => {
@@ -233,7 +234,7 @@ export function NeedActs({ need }: { need: Schemas["View"]["needs"][number] }) {
   return <span class="acts">
     {what === "healing" && need["why"]?.toString().includes("frozen") && <ActButton kind="unfreeze" />}
     {what === "drained" && node && <ActButton kind="undrain" of={node} />}
-    {what === "quarantined" && node && <ActButton kind="lift" of={node} />}
+    {(what === "quarantined" || what === "disabled") && node && <ActButton kind="lift" of={node} />}
     {(what === "degraded" || what === "unhealthy") && node && <ActButton kind="drain" of={node} />}
     {incident > 0 && <ActButton kind="ack" of={incident} />}
   </span>
@@ -243,7 +244,7 @@ export function NeedActs({ need }: { need: Schemas["View"]["needs"][number] }) {
 export function NodeActs({ node }: { node: Schemas["NodeView"] }) {
   return <span class="acts">
     <ActButton kind={node.drained ? "undrain" : "drain"} of={node.id} />
-    {node.quarantine && <ActButton kind="lift" of={node.id} />}
+    {(node.quarantine || node.slots.some(slot => slot.out_why)) && <ActButton kind="lift" of={node.id} />}
   </span>
 }
 

@@ -211,7 +211,7 @@ def test_many_unreachable_nodes_are_a_network_fault() -> None:
 # --- operators ------------------------------------------------------------------------------------
 def lift(d: Driver, node: str, reason: str = "a new cable") -> list[Record]:
     return d.tell(f"operator/{len(d.log)}",
-                  requests.lift_quarantine(d.state, requests.Reason(reason), node))
+                  requests.lift(d.state, requests.Reason(reason), node))
 
 
 def test_an_operator_lifts_the_quarantine(d: Driver) -> None:
@@ -232,7 +232,7 @@ def test_an_operator_lifts_the_quarantine(d: Driver) -> None:
 def test_a_wrong_lift_request_is_refused(d: Driver, node: str, body: Any, status: int,
                                          why: str) -> None:
     with pytest.raises(Refusal) as refused:
-        requests.lift_quarantine(d.state, requests.convert(body, requests.Reason), node)
+        requests.lift(d.state, requests.convert(body, requests.Reason), node)
     assert refused.value.status == status
     assert why in str(refused.value)
 

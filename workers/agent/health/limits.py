@@ -9,6 +9,9 @@ DISK_EVERY_S, DISK_S_MAX = 30.0, 20.0
 BLOCKED_EVERY_S, BLOCKED_S_MAX = 15.0, 10.0
 """This check reads one file for each process of the node: about 20 us each (measured)."""
 KERNEL_EVERY_S = 0.25
+TRIAL_S_MAX = 30.0
+"""A trial of a device before its slot is given back. It takes seconds: a driver without
+persistence mode first initialises the GPU (our choice)."""
 XID_WAIT_MS = 5000
 RETRY_S = 60.0
 """Time between two tries to open a driver that failed."""
