@@ -15,6 +15,7 @@ from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.records.decisions import Allocation, PlanChosen, StragglerCostEstimated
 from ...events.records.envelope import Record, Report
+from ...events.records.order_format import ORDER_FORMAT
 from ...events.records.types import Seat
 from ...events.spec.job import parse
 from ...events.spec.parallelism import layout_label
@@ -235,9 +236,10 @@ def _add_nodes(state: ClusterState, num: int) -> t.Body:
         part = min(each, num)
         num -= part
         if not num:
-            return r.NodeJoined(node=name, incarnation=1, host="", pid=0, num_slots=part)
+            return r.NodeJoined(node=name, incarnation=1, host="", pid=0, num_slots=part,
+                                order_format=ORDER_FORMAT)
         state.nodes[name] = Node(name=name, incarnation=1, host="", pid=0, num_slots=part,
-                                 accelerator="")
+                                 accelerator="", order_format=ORDER_FORMAT)
 
 
 # --- the result ---

@@ -1,18 +1,17 @@
 """The decisions that follow from a report that has just been folded."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.records.decisions import TaskPlaced
 from ...events.records.envelope import Record
-from ...events.records.types import Slot
 from ..fold.edits import LOSSES, task_of_deadline
 from ..incidents import node_incidents
 from ..placement import placement
 from ..planner import constraints, explain, hot_spare, pending, straggler_cost
-from ..planner.problem_of_state import planning_snapshot
+from ..planner.problem_of_state import PlanningSnapshot, planning_snapshot
 from ..state import members
 from ..state.cluster import ClusterState, live_tasks
 from ..state.members import is_pinned
@@ -121,7 +120,7 @@ def plan(state: ClusterState) -> Iterator[t.Body]:
     counts = choice.plan.slots
     open_tasks = [state.tasks[demand.task] for demand in snapshot.problem.demands]
     if not state.held:
-        yield from place(state, open_tasks, counts, snapshot.slots)
+        yield from place(state, open_tasks, counts, snapshot)
     short = constraints.below_floor(snapshot.problem, counts)
     by_quota = constraints.blocked_by_quota(snapshot.problem, short)
     for task, count in zip(open_tasks, counts, strict=True):
@@ -129,17 +128,18 @@ def plan(state: ClusterState) -> Iterator[t.Body]:
             continue
         if count == 0:
             yield from pending.record_waiting(
-                state, task, len(snapshot.slots), short.get(task.id, 0),
+                state, task, snapshot, short.get(task.id, 0),
                 by_quota=task.id in by_quota)
         elif state.held:  # it gets no seats while healing is paused
             yield from pending.record_reason(task, state.held)
 
 
 def place(state: ClusterState, tasks: list[Task], counts: tuple[int, ...],
-          slots: Sequence[Slot]) -> Iterator[t.Body]:
+          snapshot: PlanningSnapshot) -> Iterator[t.Body]:
     """Record the changed seats of all tasks. Tasks that do not grow come first."""
     labels = {name: node.labels for name, node in state.nodes.items()}
-    seats = placement.place(tasks, counts, slots, labels)
+    slots = snapshot.slots
+    seats = placement.place(tasks, counts, slots, labels, snapshot.unread)
     for task in sorted(tasks, key=lambda task: (len(seats[task.id]) > len(task.target), task.id)):
         if seats[task.id] != task.target:
             why = (placement.why_placed(task, seats[task.id], slots, labels) if seats[task.id]

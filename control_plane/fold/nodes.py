@@ -2,10 +2,11 @@
 
 from ...events.records import reports as r
 from ...events.records.envelope import Record, incarnation_of
+from ...events.records.order_format import needed_format
 from ...events.records.statuses import EXITED_ABNORMALLY
 from ...events.records.types import first_store_number
 from ..incidents.node_incidents import update_undecided
-from ..state.cluster import ClusterState
+from ..state.cluster import ClusterState, live_tasks
 from ..state.node import NUM_SLOTS_MAX, Node
 from . import edits
 from .node_health import inherit, update_unhealthy_slots
@@ -50,6 +51,7 @@ def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None
         num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX), accelerator=body.accelerator,
         since_s=record.at_s, keeper=body.keeper, keeper_start=first_store_number(body.incarnation),
         copies_bytes_max=max(body.copies_bytes_max, 0), labels=body.labels,
+        order_format=body.order_format,
         drained=old is not None and old.drained,
         drain_reason=old.drain_reason if old is not None else "",
     )
@@ -86,6 +88,10 @@ def agent_restarting(state: ClusterState, record: Record, node: Node,
 def agent_restarted(state: ClusterState, record: Record, node: Node,
                     body: r.AgentRestarted) -> None:
     node.pid, node.away_until_s = body.pid, record.at_s
+    if body.order_format != node.order_format:
+        node.order_format = body.order_format
+        if any(needed_format(task.spec) for task in live_tasks(state)):
+            state.replan = f"the agent of {node.name} reads order format {node.order_format}"
 
 
 def node_left(state: ClusterState, record: Record, node: Node, body: r.NodeLeft) -> None:

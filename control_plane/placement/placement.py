@@ -10,17 +10,36 @@ from ...events.records.types import Labels, Seat, Slot
 from ..state.memory_checkpoints import whole_checkpoints
 from ..state.task import Task
 from ..throughput.state_size import seat_bytes
-from . import tensor_groups
+from . import order_formats, tensor_groups
 from .free_slots import FreeSlots, domain, neighbours
+from .order_formats import Unread
 from .topology_spread import Taken, spread
 
 Where = Mapping[str, Labels]
 """Labels by node."""
 
 
-def place(tasks: Sequence[Task], counts: Sequence[int],
-          slots: Sequence[Slot], where: Where) -> dict[int, tuple[Seat, ...]]:
-    """The seats by task: `counts[i]` slots for task i. The counts must fit into `slots`."""
+def place(tasks: Sequence[Task], counts: Sequence[int], slots: Sequence[Slot], where: Where,
+          unread: Unread | None = None) -> dict[int, tuple[Seat, ...]]:
+    """The seats by task: `counts[i]` slots for task i. The counts must fit into `slots`, and those
+    of tasks in `unread` into what it leaves (order_formats.most_slots): these come first."""
+    found: dict[int, tuple[Seat, ...]] = {}
+    taken: set[Slot] = set()
+    limited = order_formats.pools(tasks, slots, unread or {})
+    for task, count in zip(tasks, counts, strict=True):
+        if (pool := limited.get(task.id)) is not None:
+            more = pool.free if count > len(pool.own) else ()
+            room = [slot for slot in (*pool.own, *more) if slot not in taken]
+            found |= _place([task], [count], sorted(room), where)
+            taken |= {seat.slot for seat in found[task.id]}
+    rest = [(task, count) for task, count in zip(tasks, counts, strict=True)
+            if task.id not in limited]
+    return found | _place([task for task, _ in rest], [count for _, count in rest],
+                          [slot for slot in slots if slot not in taken] if taken else slots, where)
+
+
+def _place(tasks: Sequence[Task], counts: Sequence[int],
+           slots: Sequence[Slot], where: Where) -> dict[int, tuple[Seat, ...]]:
     wanted = {task.id: count for task, count in zip(tasks, counts, strict=True)}
     usable = set(slots)
     taken = _claims(tasks, wanted, usable, where)

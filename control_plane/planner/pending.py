@@ -1,6 +1,6 @@
 """Explains waiting tasks: the reason, the blocking limit, and the weight that would run them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from decimal import ROUND_CEILING, Context, Decimal
 from functools import partial
 from itertools import pairwise
@@ -10,6 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...events.records.decisions import TaskWaiting
+from ...events.records.order_format import needed_format
 from ...events.records.types import Body
 from ...events.spec.job import WEIGHT_RATIO_MAX
 from ..state.cluster import ClusterState, live_tasks
@@ -18,7 +19,7 @@ from . import constraints
 from .alternative_names import slots_in_words
 from .planner import Plan, allowed_candidates, plan_of, solve
 from .problem import PlanProblem, TaskDemand, waf_of
-from .problem_of_state import planning_snapshot
+from .problem_of_state import PlanningSnapshot, planning_snapshot
 from .solver import knapsack
 from .solver.candidates import IMPOSSIBLE
 
@@ -227,6 +228,8 @@ def _within(problem: PlanProblem, demand: TaskDemand, slots: Sequence[int]) -> s
 NOT_CHOSEN = "the plan gives it no slots"
 """The reason in the log if the task would have enough slots in another plan."""
 NOT_PRICED = "; the weight is not computed: too many tasks and sizes"
+NAMES_NUM_MAX = 8
+"""Nodes that a reason names."""
 _SHOWN = Context(prec=3, rounding=ROUND_CEILING)
 
 
@@ -241,11 +244,11 @@ class WaitExplanation(Struct, frozen=True, kw_only=True):
     """The weight from which the plan gives the task slots; 0: too few slots, or not known."""
 
 
-def record_waiting(state: ClusterState, task: Task, num_slots: int, floor: int = 0, *,
-         by_quota: bool = False) -> Iterator[Body]:
-    """Record that the plan gives a task no slots. `num_slots`: slots that the plan may allocate.
+def record_waiting(state: ClusterState, task: Task, snapshot: PlanningSnapshot, floor: int = 0,
+                   *, by_quota: bool = False) -> Iterator[Body]:
+    """Record that the plan gives a task no slots.
     `floor`: a floor that is not granted. `by_quota`: only the quota of its team prevents it."""
-    why = _missing(state, task, num_slots, floor, by_quota=by_quota)[0] or NOT_CHOSEN
+    why = _missing(state, task, snapshot, floor, by_quota=by_quota)[0] or NOT_CHOSEN
     yield from record_reason(task, why)
 
 
@@ -280,7 +283,7 @@ def explain_waiting(state: ClusterState) -> dict[int, WaitExplanation]:
             if state.held:  # else TaskPlaced follows in the same batch
                 found[task.id] = WaitExplanation(why=state.held, needs="healing to be on")
             continue
-        why, needs = _missing(state, task, len(snapshot.slots), short.get(task.id, 0),
+        why, needs = _missing(state, task, snapshot, short.get(task.id, 0),
                               by_quota=task.id in by_quota)
         if why:
             found[task.id] = WaitExplanation(why=why, needs=needs)
@@ -303,10 +306,10 @@ def is_waiting(task: Task) -> bool:
     return not task.target and not task.ending and task.phase != "ended"
 
 
-def _missing(state: ClusterState, task: Task, num_slots: int, floor: int, *,
+def _missing(state: ClusterState, task: Task, snapshot: PlanningSnapshot, floor: int, *,
              by_quota: bool) -> tuple[str, str]:
     """(why no plan can run the task, what the task needs); both empty if a plan could run it."""
-    low = _smallest(task)
+    low, num_slots = _smallest(task), len(snapshot.slots)
     if low > state.num_slots_max:
         return ("too large",
                 f"{slots_in_words(low)}; the cluster has had at most {state.num_slots_max}")
@@ -315,6 +318,8 @@ def _missing(state: ClusterState, task: Task, num_slots: int, floor: int, *,
         return task.modelled.refused, "a larger slots.max, or a smaller model"
     if task.throughput is not None and not any(task.throughput.rates_flops):
         return "its throughput is 0 for every size", "a declared throughput above 0"
+    if snapshot.most.get(task.id, num_slots) < low <= num_slots:
+        return _unread(state, task, snapshot.unread[task.id])
     if 0 < floor <= num_slots:
         return _no_room(state, task, floor, by_quota=by_quota)
     if low <= num_slots:
@@ -328,6 +333,17 @@ def _missing(state: ClusterState, task: Task, num_slots: int, floor: int, *,
     away += [f"{' '.join(kept)} quarantined"] if kept else []
     out = f" ({', '.join(away)}: unicron status nodes)" if away else ""
     return "not enough slots", f"{slots_in_words(low)}; there are {num_slots}{out}"
+
+
+def _unread(state: ClusterState, task: Task, nodes: Collection[str]) -> tuple[str, str]:
+    """(which agents cannot read the task's orders, what the task needs)."""
+    names = sorted(name for name in nodes if state.nodes[name].takes_tasks)
+    one, known = len(names) == 1, {state.nodes[name].order_format for name in names}
+    shown = " ".join(names[:NAMES_NUM_MAX]) + f" and {len(names) - NAMES_NUM_MAX} more" * (
+        len(names) > NAMES_NUM_MAX)
+    return (f"the agent{'s' * (not one)} of {shown} read{'s' * one} order format "
+            f"{' '.join(map(str, sorted(known)))}, and this job needs {needed_format(task.spec)}",
+            f"{'a newer agent' if one else 'newer agents'} there, or other nodes with newer agents")
 
 
 def _not_chosen(state: ClusterState, problem: PlanProblem, task: Task, slots: Sequence[int],

@@ -8,6 +8,8 @@ from msgspec import Struct
 
 from ...events.records.types import Slot
 from ...events.spec.parallelism import shape
+from ..placement import order_formats
+from ..placement.order_formats import Unread
 from ..state.cluster import ClusterState, allocatable_slots, live_tasks
 from ..state.members import is_pinned, is_whole
 from ..state.task import Task
@@ -31,6 +33,10 @@ class PlanningSnapshot(Struct, frozen=True, kw_only=True):
     """The demand of each live task that is not ending; the plan may not change some of them."""
     num_slots_all: int
     """Slots of all nodes that have not left."""
+    unread: Unread
+    """Nodes whose agents cannot read the orders of a task that the plan may change."""
+    most: dict[int, int]
+    """By task in `unread`: the most slots that it may have."""
 
 
 def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnapshot:
@@ -52,7 +58,9 @@ def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnap
     free = tuple(slot for slot in slots if slot not in taken) if taken else tuple(slots)
     policy = state.policy
     usable = set(slots)
-    all_demands = {task.id: _demand(state, task, usable)
+    unread = order_formats.unread(state, open_tasks)
+    most = order_formats.most_slots(open_tasks, order_formats.pools(open_tasks, free, unread))
+    all_demands = {task.id: _demand(state, task, usable, most.get(task.id))
              for task in live_tasks(state) if not task.ending}
     spares = policy.hot_spare and not policy.alpha  # its price is in WAF
     problem = PlanProblem(
@@ -63,7 +71,8 @@ def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnap
         spare_slots=node_slots(state) if spares else 0)
     return PlanningSnapshot(problem=problem, slots=free, all_demands=tuple(all_demands.values()),
                   num_slots_all=sum(node.num_slots for node in state.nodes.values()
-                                    if node.health != "left"))
+                                    if node.health != "left"),
+                  unread=unread, most=most)
 
 
 def digest(state: ClusterState, snapshot: PlanningSnapshot) -> int:
@@ -85,9 +94,11 @@ def node_slots(state: ClusterState) -> int:
     return max(counts, key=lambda num: (counts[num], num), default=0)
 
 
-def _demand(state: ClusterState, task: Task, usable: set[Slot]) -> TaskDemand:
+def _demand(state: ClusterState, task: Task, usable: set[Slot], most: int | None) -> TaskDemand:
     table = task.throughput or throughput.table(task.id, task.spec, modelled=task.modelled)
     found = throughput.candidates(table, len(task.target), task.spec.slots.floor)
+    if most is not None:
+        found = [(size, rate) for size, rate in found if size <= most]
     fits = usable.issuperset([seat.slot for seat in task.target])
     faulted = bool(task.target) and not (fits and (not task.incident or is_whole(task)))
     weight = task.weight

@@ -107,6 +107,8 @@ class Node(Struct, kw_only=True):
     """Number of the current checkpoint store. In-memory checkpoints of earlier stores are lost."""
     copies_bytes_max: int = 0
     """The memory that its checkpoint store may take, as its agent reported; 0: not known."""
+    order_format: int = 0
+    """The format of the orders that its agent reads (events/records/order_format.py)."""
     labels: Labels = Labels()
     health: Health = "healthy"
     since_s: float = 0.0

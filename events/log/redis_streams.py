@@ -109,7 +109,9 @@ return {'done', ''}
 APPEND = _IDS + """
 -- KEYS log epoch cursor acked nodes [orders...]
 -- ARGV epoch expect cursor num_records num_acked num_orders part
---      [record]... [source source_seq]... [record_index orders_index signature keys]... [node]...
+--      [record]... [source source_seq]...
+--      [record_index orders_index copy signature keys]... [node]...
+-- copy: what the agent reads; empty: the record.
 -- part: `all`; or `log`, and when replicas have that, `rest`: what agents may act upon.
 local held = redis.call('HGET', KEYS[2], 'number')
 if held ~= ARGV[1] then return {'fenced', held or '0'} end
@@ -131,10 +133,11 @@ for _ = 1, acked do
   at = at + 2
 end
 for _ = 1, orders do
-  local index = tonumber(ARGV[at + 1])
+  local index, copy = tonumber(ARGV[at + 1]), ARGV[at + 3]
+  if copy == '' then copy = ARGV[7 + index] end
   redis.call('XADD', KEYS[5 + tonumber(ARGV[at + 2])], ARGV[1] .. '-' .. text(first + index),
-             'r', ARGV[7 + index], 's', ARGV[at + 3], 'k', ARGV[at + 4])
-  at = at + 4
+             'r', copy, 's', ARGV[at + 4], 'k', ARGV[at + 5])
+  at = at + 5
 end
 for i = at + 1, #ARGV do redis.call('SADD', KEYS[5], ARGV[i]) end
 return {'done', text(first + records)}
@@ -545,19 +548,21 @@ class RedisLog:
         send the orders, move the intake's cursor ("": not), publish `acked` (source -> source_seq)
         to the agents. O(records). Raises ValueError for a float that is not finite."""
         wires: list[bytes] = []
-        sends: list[tuple[int, str, tuple[bytes, bytes]]] = []
+        sends: list[tuple[int, str, bytes, tuple[bytes, bytes]]] = []
         for place, record in enumerate(records, start=1):
             assert record.seq == expect + place, f"record {record.seq} at {expect + place}"
             assert record.epoch == epoch, f"record of epoch {record.epoch} in {epoch}"
-            wires.append(codec.encode_record(record))
-            sends += [(place, node, self._sealed(node, record, epoch, wires[-1]))
-                      for node in order_nodes(record)]
-        names = dict.fromkeys(node for _, node, _ in sends)
+            wires.append(wire := codec.encode_record(record))
+            if to := order_nodes(record):
+                copy = codec.encode_order_copy(record, wire)
+                sends += [(place, node, copy if copy != wire else b"",
+                           self._sealed(node, record, epoch, copy)) for node in to]
+        names = dict.fromkeys(node for _, node, _, _ in sends)
         nodes = {node: index for index, node in enumerate(names, start=1)}
         keys = (*self._keys("log", "epoch", "cursor", "acked", "nodes"), *self._streams(nodes))
         args = (*wires, *(part for pair in acked.items() for part in pair),
-                *(part for place, node, sealed in sends
-                  for part in (place, nodes[node], *sealed)), *nodes)
+                *(part for place, node, copy, sealed in sends
+                  for part in (place, nodes[node], copy, *sealed)), *nodes)
         for part in ("log", "rest") if self._policy.replicas_min else ("all",):
             head = (epoch, expect, cursor, len(wires), len(acked), len(sends), part)
             _check_result(await self._run(APPEND, keys, (*head, *args), repeatable=False), epoch,
@@ -685,7 +690,7 @@ class RedisLog:
         if self._policy.replicas_min:
             await self._replicate()
         (known,) = await self._ask([("SMEMBERS", *self._keys("nodes"))])
-        sends = [(record, node, codec.encode_record(record))
+        sends = [(record, node, codec.encode_order_copy(record, codec.encode_record(record)))
                  for record in sorted(open_orders, key=lambda record: record.seq)
                  for node in order_nodes(record)]
         used = dict.fromkeys(node for _, node, _ in sends)
@@ -833,7 +838,8 @@ class RedisLog:
             command = ("XREAD", "COUNT", ORDERS_NUM_MAX, *block, "STREAMS", key, after)
             reply = await self._block(f"orders:{node}", command, wait_s)
             entries: list[_Entry] = reply[0][1] if reply else []
-            found = [SentOrder(record=codec.record_of_entry(entry.decode(), fields[1]),
+            found = [SentOrder(record=codec.record_of_entry(entry.decode(), fields[1],
+                                                            read=codec.decode_order_copy),
                                cursor=entry.decode(),
                                store_keys=msgspec.msgpack.decode(fields[5], type=StoreKeys))
                      for entry, fields in entries if self._is_order(node, entry.decode(), fields)]

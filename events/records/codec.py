@@ -15,6 +15,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
 from ..errors import CorruptLog
+from . import order_format
 from .envelope import FORMER_NAMES, IGNORABLE, KINDS, VERSIONS, Record, Report
 from .types import Body
 
@@ -52,6 +53,8 @@ class UnknownBody(Body, frozen=True):
     raw: bytes
     ignorable: bool = False
     """Whether it changes no state, as its writer has marked it."""
+    why: str = ""
+    """What cannot be decoded, of an order whose kind is known."""
 
 
 class _Wire(Struct, frozen=True, kw_only=True, gc=False):
@@ -70,6 +73,8 @@ class _Wire(Struct, frozen=True, kw_only=True, gc=False):
     incident: int = 0
     ignorable: bool | UnsetType = UNSET
     """Written only where it is true (see IGNORABLE). Versions before 0.3 do not read it."""
+    optional: tuple[tuple[str, ...], ...] | UnsetType = UNSET
+    """Of an order's copy: the paths of fields that an agent may ignore if it does not know them."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -155,20 +160,52 @@ def encode_record(record: Record) -> bytes:
                                  ignorable=_mark(record.body)))
 
 
+def encode_order_copy(record: Record, wire: bytes) -> bytes:
+    """The copy of an encoded order for the stream of an agent (order_format.py)."""
+    absent, optional = order_format.changes(record.body)
+    if not (absent or optional):
+        return wire
+    copy = _wire.decode(wire)
+    body = order_format.without(_any.decode(copy.body), absent)
+    return _encoder.encode(replace(copy, body=Raw(_encoder.encode(body)),
+                                   optional=tuple(optional) or UNSET))
+
+
+def decode_order_copy(data: bytes) -> Record:
+    """An order as an agent reads it, without the unknown fields that it may ignore. A body that the
+    agent cannot decode is an UnknownBody: the agent refuses this order, and goes on with others.
+    Raises msgspec.MsgspecError if the envelope is malformed."""
+    wire = decode(_wire, data)
+    raw = bytes(wire.body)
+    try:
+        if wire.optional is not UNSET:
+            unknown = order_format.unknown(wire.optional)
+            raw = _encoder.encode(order_format.without(decode(_any, raw), unknown))
+        body = decode_body(wire.kind, wire.v, raw)
+    except msgspec.MsgspecError as error:
+        body = UnknownBody(kind=wire.kind, version=wire.v, raw=raw, why=str(error))
+    return _record(wire, body)
+
+
 def decode_record(data: bytes) -> Record:
     """Raises msgspec.MsgspecError if malformed."""
     wire = decode(_wire, data)
+    return _record(wire, _body(wire))
+
+
+def _record(wire: _Wire, body: Body) -> Record:
     return Record(seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s, occurred_s=wire.occurred_s,
                   source=wire.source, source_seq=wire.source_seq, cause=wire.cause,
-                  incident=wire.incident, body=_body(wire))
+                  incident=wire.incident, body=body)
 
 
-def record_of_entry(entry: str, wire: bytes, expect: int = 0) -> Record:
+def record_of_entry(entry: str, wire: bytes, expect: int = 0,
+                    read: Callable[[bytes], Record] = decode_record) -> Record:
     """The record of the log's entry `<epoch>-<seq>`; `expect` is the seq that it must have, if not
-    0. Raises CorruptLog."""
+    0. `read`: decode_order_copy for an agent's stream. Raises CorruptLog."""
     seq = expect or int(entry.partition("-")[2])
     try:
-        record = decode_record(wire)
+        record = read(wire)
     except msgspec.MsgspecError as error:
         raise CorruptLog(seq, f"entry {entry} is not a record: {error}") from None
     if expect and (record.seq != expect or entry != f"{record.epoch}-{record.seq}"):

@@ -157,7 +157,8 @@ class NodeJoined(Body, frozen=True):
     `incarnation` is the start time of the agent in ms since 1970; the newest wins. `host` is the
     address of its ranks, `keeper` the endpoint of its checkpoint store ("": it has none), which may
     take `copies_bytes_max` bytes (0: not known). `labels` are the labels that the agent was started
-    with. `boot_id` is the kernel's, another after each boot ("": not known).
+    with. `boot_id` is the kernel's, another after each boot ("": not known). `order_format`: which
+    orders the agent reads (order_format.py; 0: those of release 0.3.0).
     """
 
     node: str
@@ -170,6 +171,7 @@ class NodeJoined(Body, frozen=True):
     labels: Labels = Labels()
     copies_bytes_max: int = 0
     boot_id: str = ""
+    order_format: int = 0
 
 
 class AgentRestarting(Body, frozen=True):
@@ -182,11 +184,13 @@ class AgentRestarting(Body, frozen=True):
 
 
 class AgentRestarted(Body, frozen=True):
-    """A new agent continues the incarnation: it has adopted the processes of the former one."""
+    """A new agent continues the incarnation: it has adopted the processes of the former one.
+    `order_format` as in NodeJoined."""
 
     node: str
     incarnation: int
     pid: int
+    order_format: int = 0
 
 
 class NodeLeft(Body, frozen=True):

@@ -11,6 +11,7 @@ from msgspec import Struct, msgpack
 
 from ...events.log.identity import StoreKeys
 from ...events.records import orders, reports
+from ...events.records.codec import UnknownBody
 from ...events.records.envelope import Record
 from ...events.records.types import Body
 from ..host import linux
@@ -180,6 +181,9 @@ class OrderExecutor:
                 # A later incarnation reads the order too; it must not inject the fault again.
                 if order.incarnation == self._node.incarnation:
                     self._inject_fault(order, record.seq)
+            case UnknownBody() as order:
+                self._refuse(record.seq, f"this agent does not know the order {order.kind}: "
+                             f"{order.why or 'its kind is newer'}; start a newer agent")
             case other:
                 self._refuse(record.seq, f"{type(other).__name__} is not an order")
 
