@@ -459,11 +459,12 @@ class OrderExecutor:
                      self._note(rank))
 
     def _on_adopted(self, rank: RankAttempt, pid: int) -> None:
-        """A process may say so twice: before it imports anything, and when it connects."""
-        if rank.process is None or not rank.process.follow(pid):
-            return
-        self.watch.adopted(rank.order, pid)
-        rank.note.followed = pid
+        """A process may say so twice: before it imports anything (0), and when it connects."""
+        if pid:
+            if rank.process is None or not rank.process.follow(pid):
+                return
+            self.watch.adopted(rank.order, pid)
+            rank.note.followed = pid
         if rank.note.has_adopted:
             self._journal.note(*self._note(rank))
             return

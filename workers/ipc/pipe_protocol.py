@@ -44,7 +44,8 @@ class WriteDump(Body, frozen=True):
 
 
 class Adopted(Body, frozen=True):
-    """From a custom loop: the pid of the process that trains, not of a shell around it."""
+    """From a custom loop: the pid of the process that trains, not of a shell around it: its end is
+    that of the rank. 0: a process that will adopt Unicron, but has not connected yet."""
 
     pid: int
 

@@ -70,8 +70,7 @@ def tell_adopted(fd: int) -> None:
     what it imports and prepares until then may take minutes. Nothing else changes."""
     # If the agent cannot take it now, `adopt` says it again.
     with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-        connection.send(pack(Frame(body=Adopted(pid=os.getpid()), at_s=time.time())),
-                        socket.MSG_DONTWAIT)
+        connection.send(pack(Frame(body=Adopted(pid=0), at_s=time.time())), socket.MSG_DONTWAIT)
 
 
 def connect_agent(fd: int) -> tuple[Control, StartRank, ExitReporter]:
