@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from ...events.errors import LogError, ServerError, UsageError
-from ...events.log import embedded_server
+from ...events.log import append_only_file, embedded_server
 from ...events.log.segments import Folder, SealedLog
 from ...events.object_storage import reason
 from ...events.records import codec
 from ...events.records.envelope import Record
+from ...events.spec.job import is_url
 from ..cluster import processes
 from ..cluster.client import (
     DRY_RUN_S_MAX,
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from ...control_plane.state.cluster import ClusterState
 
 PAGE_RECORDS_NUM = 5_000
-DATA_FOLDER = "appendonlydir"
+SEGMENTS = "UNICRON_SEGMENTS"
+"""Where the sealed log is, for commands that read it when nothing answers."""
 
 
 def connect_to_read(state: StateDir, url: Urls) -> Client:
@@ -124,9 +125,7 @@ class OfflineClient(Client):
         folder = folder_of(state)
         with _usage_errors(folder.where):
             sealed = SealedLog(folder)
-            with _server_of(state) as url:
-                rest = asyncio.run(_read_rest(url, folder.cluster, sealed.last)) if url else []
-            return cls(folder, sealed, rest)
+            return cls(folder, sealed, _read_rest(state, folder.cluster, sealed.last))
 
     @property
     def last(self) -> int:
@@ -216,14 +215,45 @@ def _usage_errors(where: str) -> Generator[None]:
 
 def folder_of(state: StateDir, where: str = "") -> Folder:
     """The folder `where` with the sealed log of a state folder's cluster; "": that of the control
-    plane that ran last, else `log` in the state folder."""
+    plane that ran last, else `log` in the state folder. Raises UsageError if the state folder is of
+    another user, or leads to another's files or to a URL: its sender would choose what is read."""
+    _check_owner(state.path)
     last = read_json(state.log) or {}
     cluster = [*running_here(state), read_json(state.cluster) or last][0].get("cluster", "default")
-    return Folder(where or last.get("segments") or state.path / "log", str(cluster))
+    where = where or os.environ.get(SEGMENTS, "")
+    if not where and (where := str(last.get("segments") or "")):
+        if is_url(where):
+            raise UsageError(f"{state.log} says that the log is at {where}, which is read only if "
+                             "you name it", f"if that is yours: export {SEGMENTS}={quote(where)}")
+        _check_owner(Path(where))
+    return Folder(where or state.path / "log", str(cluster))
 
 
-async def _read_rest(url: str, cluster: str, after: int) -> list[Record]:
-    """The records of the server that are not sealed."""
+def _check_owner(path: Path) -> None:
+    try:
+        owner = path.stat().st_uid
+    except OSError:
+        return  # there is nothing to read
+    if owner != os.geteuid():
+        raise UsageError(f"{path} belongs to user {owner}, not to {os.geteuid()}: who owns it "
+                         "chooses what is read",
+                         "look as that user, or let the owner export the log: unicron export FILE")
+
+
+def _read_rest(state: StateDir, cluster: str, after: int) -> list[Record]:
+    """The records that are not sealed: of the state folder's server if it runs, else of its files.
+    No server is started: it would execute what the files say."""
+    if (running := embedded_server.adopt(state.server)) is not None:
+        return asyncio.run(_read_server(running.url, cluster, after))
+    found = append_only_file.read(state.server, cluster, after)
+    if found.snapshot and not found.records:
+        console.talk(f"note: {found.snapshot} of the server is not read: only a server reads it. "
+                     f"Records after {after} may be there")
+    return found.records
+
+
+async def _read_server(url: str, cluster: str, after: int) -> list[Record]:
+    """The records after `after` that a server has."""
     from ...events.log.redis_streams import RedisLog
 
     log = RedisLog(url, cluster)
@@ -235,21 +265,3 @@ async def _read_rest(url: str, cluster: str, after: int) -> list[Record]:
     finally:
         await log.close()
     return records
-
-
-@contextmanager
-def _server_of(state: StateDir) -> Generator[str]:
-    """The URL of the state folder's server, which is not started: if it is down, that of a server
-    on a copy of its files. "": it has none."""
-    if (running := embedded_server.adopt(state.server)) is not None:
-        yield running.url
-    elif not (state.server / DATA_FOLDER).is_dir():
-        yield ""
-    else:
-        with tempfile.TemporaryDirectory(prefix="unicron-read-") as folder:
-            shutil.copytree(state.server / DATA_FOLDER, Path(folder) / "server" / DATA_FOLDER)
-            copy = embedded_server.start(Path(folder) / "server")
-            try:
-                yield copy.url
-            finally:
-                copy.stop(grace_s=0.0)

@@ -35,6 +35,7 @@ page. From a checkout, write `.venv/bin/unicron`.
 | variable | meaning |
 |---|---|
 | `UNICRON_STATE` | the cluster's folder on this machine; `--state` |
+| `UNICRON_SEGMENTS` | where the sealed log is, for reads when nothing answers; `log --segments` |
 | `UNICRON_URL` | the control plane; `--url` |
 | `UNICRON_TOKEN` | its token, when it runs elsewhere; here it is read from the folder |
 | `UNICRON_CA` | the authority of its certificate, a file or `sha256:DIGEST`; `--ca` |

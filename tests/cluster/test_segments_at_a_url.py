@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -44,7 +45,8 @@ def cluster(tmp_path: Path, bucket: Path) -> Iterator[RealCluster]:
 def test_a_log_in_an_object_store(cluster: RealCluster, bucket: Path) -> None:
     def unicron(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*program(*words), "--state", str(cluster.state.path)], text=True,
-                              capture_output=True, check=False, timeout=100.0)
+                              capture_output=True, check=False, timeout=100.0,
+                              env={**os.environ, "UNICRON_SEGMENTS": URL})
 
     def run(name: str) -> None:
         assert cluster.wait_ended(cluster.submit({**COMMAND, "name": name}))["state"] == "finished"

@@ -1,0 +1,148 @@
+"""Looking at a state folder that somebody else has made runs nothing, and asks nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_process import in_process
+
+from .test_local_cluster import Cluster, until
+
+NOBODY = 65534
+EVIL = """
+#include <stdio.h>
+__attribute__((constructor)) static void run(void) {
+  FILE *file = fopen("MARK", "w"); if (file) { fputs("it ran", file); fclose(file); } }
+int ValkeyModule_OnLoad(void) { return 0; }
+int RedisModule_OnLoad(void) { return 0; }
+"""
+LOOKS = (("view", "DIR", "--print"), ("status",), ("status", "--at", "3"), ("history",), ("tail",),
+         ("incident",), ("export", "OUT"), ("replay", "--live"), ("log", "status"))
+
+
+def look(folder: Path, words: tuple[str, ...], tmp_path: Path) -> Any:
+    named = {"DIR": str(folder), "OUT": str(tmp_path / "out.jsonl")}
+    if words[0] == "view":
+        return Cluster(tmp_path / "other")(*[named.get(word, word) for word in words])
+    return Cluster(folder)(*[named.get(word, word) for word in words])
+
+
+def copy(folder: Path, to: Path) -> None:
+    shutil.copytree(folder, to, ignore=shutil.ignore_patterns("*.sock", "*.shim"))
+
+
+def resp(*words: str) -> bytes:
+    return b"*%d\r\n" % len(words) + b"".join(
+        b"$%d\r\n%b\r\n" % (len(word.encode()), word.encode()) for word in words)
+
+
+@pytest.fixture(scope="module")
+def cluster_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a cluster whose processes were all killed; nothing of its log is sealed."""
+    cluster = Cluster(tmp_path_factory.mktemp("crashed") / "state")
+    try:
+        assert cluster.up().returncode == 0
+        until(lambda: json.loads(cluster("status", "-o", "json").stdout)["nodes"] != [])
+        seq = json.loads(cluster("status", "-o", "json").stdout)["cluster"]["seq"]
+        (cluster.state.path.parent / "seq").write_text(str(seq))
+        cluster.kill("up")
+        for pid in cluster.pids().values():
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not cluster.pids())
+        yield cluster.state.path
+    finally:
+        cluster("down")
+
+
+def test_ones_own_folder_is_read_after_a_crash(cluster_folder: Path, tmp_path: Path) -> None:
+    assert not list((cluster_folder / "log").glob("*.segment"))
+    copy(cluster_folder, tmp_path / "copy")
+    for folder in (cluster_folder, tmp_path / "copy"):
+        shown = look(folder, ("status", "-o", "json"), tmp_path)
+        seq = json.loads(shown.stdout)["cluster"]["seq"]
+        assert seq >= int((cluster_folder.parent / "seq").read_text())
+        lines = look(folder, ("tail", "-o", "jsonl"), tmp_path).stdout.splitlines()
+        assert [json.loads(line)["seq"] for line in lines] == list(range(1, seq + 1))
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_files_that_load_a_module_run_nothing(cluster_folder: Path, tmp_path: Path) -> None:
+    """Alone, or behind a good log; the module has a name in the files' folder."""
+    mark, folder = tmp_path / "mark", tmp_path / "state"
+    copy(cluster_folder, folder)
+    files = folder / "server" / "appendonlydir"
+    (tmp_path / "evil.c").write_text(EVIL.replace("MARK", str(mark)))
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(files / "evil.so"),
+                    str(tmp_path / "evil.c")], check=True, timeout=60)
+    (files / "evil.so").chmod(0o755)
+    evil = resp("SELECT", "0") + resp("MODULE", "LOAD", "appendonlydir/evil.so")
+    with next(files.glob("*.incr.aof")).open("ab") as file:
+        file.write(evil)
+    for words in LOOKS:
+        refused = look(folder, words, tmp_path)
+        assert not mark.exists(), words
+        assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
+        line, hint = refused.stderr.strip().splitlines()
+        assert "has the command MODULE" in line
+        assert hint == "hint: nothing was executed; do not start unicron up on this folder"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_the_folder_of_another_user_is_refused(cluster_folder: Path, tmp_path: Path) -> None:
+    for part in ("", "server/appendonlydir/appendonly.aof.manifest"):
+        folder = tmp_path / f"state{len(part)}"
+        copy(cluster_folder, folder)
+        os.chown(folder / part, NOBODY, NOBODY)
+        for words in LOOKS:
+            refused = look(folder, words, tmp_path)
+            assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
+            assert len(refused.stderr.strip().splitlines()) == 2, refused.stderr
+            assert ("is not a file of this user" if part else
+                    f"{folder} belongs to user {NOBODY}, not to 0") in refused.stderr
+            assert "let the owner export" in refused.stderr or "let its owner" in refused.stderr
+
+
+def test_a_url_that_a_folder_names_is_not_asked(cluster_folder: Path, tmp_path: Path) -> None:
+    folder, asked = tmp_path / "state", list[bytes]()
+    copy(cluster_folder, folder)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/log"
+
+        def listen() -> None:
+            while True:
+                try:
+                    link, _ = listener.accept()
+                except OSError:
+                    return
+                asked.append(link.recv(100))
+                link.close()
+
+        threading.Thread(target=listen, daemon=True).start()
+        (folder / "log.json").write_text(json.dumps({"cluster": "default", "segments": url}))
+        for words in LOOKS:
+            refused = look(folder, words, tmp_path)
+            assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
+            line, hint = refused.stderr.strip().splitlines()
+            assert f"says that the log is at {url}, which is read only if you name it" in line
+            assert hint == f"hint: if that is yours: export UNICRON_SEGMENTS={url}"
+    assert asked == []
+
+
+def test_segments_that_are_named_are_read(cluster_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    copy(cluster_folder, folder)
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "log.json").write_text(json.dumps({"cluster": "default", "segments": "s3://b/log"}))
+    shown = in_process(("log", "status", "-o", "json"), None, {
+        **Cluster(folder).environment(), "UNICRON_SEGMENTS": str(tmp_path / "elsewhere")})
+    assert json.loads(shown.stdout)["folder"] == str(tmp_path / "elsewhere"), shown
