@@ -292,10 +292,10 @@ def quarantine_lifted(state: ClusterState, record: Record, node: Node,
 def _give_back(state: ClusterState, node: Node, index: int) -> None:
     """Enable a disabled slot, and forget what took it out: else that would count again at once."""
     slot = Slot(node.name, index)
-    found = {one.incident for one in node.erred if index in (one.devices or (index,))}
-    found |= {one.id for one in state.incidents.values()
-              if any(strike.slot == slot for strike in one.strikes)}
-    node.node_faults = [one for one in node.node_faults if one.incident not in found]
+    known = [one.incident for one in node.erred if index in (one.devices or (index,))]
+    known += [one.id for one in state.incidents.values()
+              if any(strike.slot == slot for strike in one.strikes)]
+    node.node_faults = [one for one in node.node_faults if one.incident not in known]
     node.slots_disabled = [other for other in node.slots_disabled if other != index]
     node.disabled_why.pop(index, None)
     for erred in node.erred:

@@ -13,7 +13,7 @@ from .gpu import ABSENT_CODES, Gpu, code_of, load
 ARGV = (sys.executable, "-P", "-m", __name__)
 CUDA = "libcuda.so.1"
 TRIED_BYTES = 1 << 24
-PATTERN = 0x5A17C0DE
+PATTERN_CODE = 0x5A17C0DE
 """Any word that memory of zeros, or of ones, does not have."""
 
 
@@ -82,12 +82,12 @@ def used_by_cuda() -> str:
             ("cuDevicePrimaryCtxRetain", (ctypes.byref(context), device)),
             ("cuCtxSetCurrent", (context,)),
             ("cuMemAlloc_v2", (ctypes.byref(memory), ctypes.c_size_t(TRIED_BYTES))),
-            ("cuMemsetD32_v2", (memory, PATTERN, ctypes.c_size_t(num_words))),
+            ("cuMemsetD32_v2", (memory, PATTERN_CODE, ctypes.c_size_t(num_words))),
             ("cuMemcpyDtoH_v2", (words, memory, ctypes.c_size_t(TRIED_BYTES))),
             ("cuMemFree_v2", (memory,))):
         if code := getattr(cuda, name)(*args):
             return f"{name}: {_name_of(cuda, code)}"
-    wrong = sum(word != PATTERN for word in words)
+    wrong = sum(word != PATTERN_CODE for word in words)
     return f"{wrong} of {num_words} words of its memory are read back wrong" if wrong else ""
 
 
