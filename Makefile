@@ -21,6 +21,9 @@ help: ## list the verbs
 
 setup: $(STAMP) ## lay .venv and install everything, once (again when the pins change)
 
+# A checkout that was set up before has itself as the distribution `unicron`; it is `unicron-train` now,
+# and two would own one command.
+#
 # torch comes first and bare, so that pip's index alone decides which build it is: a CPU build, or
 # PyPI's CUDA build of the same version. Then the rest cannot change it.
 $(STAMP): constraints.txt pyproject.toml
@@ -29,6 +32,8 @@ $(STAMP): constraints.txt pyproject.toml
 	@begin=$$(date +%s); set -e; \
 	echo "setup    $(VENV) from $(PYTHON): fetches a few hundred MB, about 4 minutes the first time"; \
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	if $(PIP:-q=) list --editable --format freeze | grep -q '^unicron=='; then \
+		$(PIP) uninstall -y unicron; fi; \
 	echo "setup    1 of 2: torch, the largest part"; \
 	$(PIP) install -c constraints.txt setuptools torch==2.13.0; \
 	echo "setup    2 of 2: all other packages, after $$(( $$(date +%s) - begin )) s"; \
@@ -204,5 +209,5 @@ wheel: setup ## build the wheel into dist/
 	@ls dist
 
 clean: ## remove what was built, .venv included
-	rm -rf $(VENV) build dist .typing unicron.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist .typing *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,7 +5,10 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
+from pathlib import Path
 from typing import Any
+
+from .. import __version__
 
 UNBROKEN = "\u00a0"
 
@@ -69,6 +72,15 @@ def ranks(numbers: Iterable[int]) -> str:
 def command(words: str) -> str:
     """A command line that `labelled` does not break."""
     return words.replace(" ", UNBROKEN)
+
+
+def install(extra: str) -> str:
+    """The command that adds an extra of pyproject.toml to this installation. It names a checkout or
+    a wheel, since no package index has a release of Unicron."""
+    root = Path(__file__).resolve().parents[1]
+    if (root / "pyproject.toml").exists():
+        return f"pip install -e '.[{extra}]' in {root}"
+    return f"pip install '/path/to/unicron_train-{__version__}-py3-none-any.whl[{extra}]'"
 
 
 def acts(do: str, option: str) -> str:

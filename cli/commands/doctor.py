@@ -14,6 +14,7 @@ from ...events.errors import ServerError, UnicronError
 from ...events.log import durability, embedded_server
 from ...events.spec import support
 from ...events.spec.policy import Policy
+from ...events.words import install
 from ...workers.ipc import rank_variables
 from ...workers.training.dependencies import known_versions
 from ...workers.training.dependencies.known_versions import Installed
@@ -93,7 +94,7 @@ def _installed(what: str, package: str) -> Finding:
     version = known_versions.recorded_version(package)
     if not version:
         return Finding(what, "missing", "not installed",
-                       "train: tasks need it: make setup, or pip install unicron[train]")
+                       f"train: tasks need it: {install('train')}")
     if known_versions.is_known(package, version):
         return Finding(what, "ok", version)
     try:

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from ...events.errors import UsageError
+from ...events.words import install
 from ..terminal import console
 from ..terminal.format import count, labelled, number_of
 
@@ -13,7 +14,7 @@ try:
     from ...workers.training.inference import decoder, hugging_face, stored_model
 except ModuleNotFoundError as error:
     raise UsageError(f"this command needs {error.name}, which is not installed",
-                     "pip install torch safetensors") from None
+                     install("train")) from None
 
 
 def info(path: str, *, as_json: bool) -> None:

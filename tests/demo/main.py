@@ -23,6 +23,7 @@ from unicron.cli.files import job_file
 from unicron.cli.terminal import console
 from unicron.cli.terminal.format import lost_in_words
 from unicron.events.errors import UnicronError, UsageError
+from unicron.events.words import install
 
 from . import acts, proof
 from .acts import Player
@@ -69,7 +70,7 @@ def _check() -> None:
             metadata.version(package)
         except metadata.PackageNotFoundError:
             raise UsageError(f"{package} is not installed",
-                             "make setup, or pip install 'unicron[train]'") from None
+                             f"make setup, or {install('train')}") from None
 
 
 def _player(name: str, num_iterations: int, *, exact: bool = False) -> Player:

@@ -15,6 +15,7 @@ from pathlib import Path
 from bench.recovery.rows import Row
 from gpu.result import NotPossible, of
 from unicron.events.records.statuses import ILLEGAL_MEMORY_ACCESS
+from unicron.events.words import install
 from unicron.workers.agent.health import gpu as nvml
 from unicron.workers.agent.health.finding import DeviceError
 from unicron.workers.agent.health.gpu import Gpus
@@ -54,7 +55,7 @@ def devices() -> list[str]:
 def check(folder: Path, device: str) -> list[Row]:
     """Read the health of each GPU."""
     if nvml.load() is None:
-        raise NotPossible("nvidia-ml-py is not installed: pip install 'unicron[gpu]'")
+        raise NotPossible(f"nvidia-ml-py is not installed: {install('gpu')}")
     gpus, times_s = Gpus(devices()), list[float]()
     for _ in range(READS_NUM):
         began_s = time.monotonic()

@@ -110,8 +110,11 @@ UNITS = re.compile(
 # Words about how the text was made, not about Unicron. Spelled so that these lines do not match.
 FOREIGN = re.compile(r"(?<![\w.])/wor[k]/|/roo[t]/|\bissu[e] #?\d|\bhelper agen[t]|"
                      r"\b(this|that|another|earlier|previous|next|each) sessio[n]\b", re.IGNORECASE)
+# The distribution that PyPI calls unicron, which is another project's, as the target of an install.
+STRANGER = re.compile(r"\bunicron\[|\bpip\d? install[^\n`]*[\s'\"]unicron(?![\w./-])")
 SKIPPED = {".git", ".venv", ".typing", "build", "dist", "node_modules", "__pycache__",
-           "unicron.egg-info", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
+           "unicron.egg-info", "unicron_train.egg-info", ".mypy_cache", ".ruff_cache",
+           ".pytest_cache", ".hypothesis"}
 
 
 def files(root: Path, suffix: str = "") -> Iterator[tuple[str, Path]]:
@@ -470,7 +473,16 @@ def every_package_is_listed(root: Path) -> list[str]:
     return [f"pyproject and the tree disagree on {package}" for package in sorted(listed ^ there)]
 
 
-PROJECT = '[project]\ndependencies = ["leftpad>=1"]\n[tool.setuptools]\npackages = ["unicron"]\n'
+def the_distribution_is_our_own(root: Path) -> list[str]:
+    """Only the history names the one of another project."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    found = [] if project["name"] == "unicron-train" else [f"pyproject names {project['name']}"]
+    return found + [
+        f"{name} sends people to another project's unicron" for name, path in files(root)
+        if name != "CHANGELOG.md" and STRANGER.search(path.read_text("utf-8", errors="replace"))]
+
+
+PROJECT = '[project]\nname = "unicron-train"\n[tool.setuptools]\npackages = ["unicron"]\n'
 # Rule -> the smallest trees that violate it: path -> text.
 RULES: dict[Rule, list[dict[str, str]]] = {
     top_level_imports_point_down: [
@@ -524,7 +536,12 @@ RULES: dict[Rule, list[dict[str, str]]] = {
         {"tests/a.py": "P = 'from unicron" + ".cli import b'\n", "cli/a.py": "\n"}],
     the_root_holds_no_modules: [
         {"setup.py": "\n"}, {"tests/__init__.py": "\n"}, {"unicron/a.txt": "\n"}],
-    every_package_is_listed: [{"pyproject.toml": PROJECT, "events/__init__.py": "\n"}]}
+    every_package_is_listed: [{"pyproject.toml": PROJECT, "events/__init__.py": "\n"}],
+    the_distribution_is_our_own: [
+        {"pyproject.toml": PROJECT.replace("-train", "")},
+        *({"pyproject.toml": PROJECT, "docs/a.md": text} for text in (
+            "It needs `unicro" + "n[gpu]`.", "pip install -U unicro" + "n\n",
+            "python -m pip install 'unicro" + "n==0.3.0'"))]}
 VIOLATIONS = [(rule, tree) for rule, made in RULES.items() for tree in made]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from unicron.events import words
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_S_MAX = 120
@@ -31,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
          "--no-index", "-w", str(out), str(source)],
         check=True, timeout=BUILD_S_MAX, capture_output=True)
-    (built,) = out.glob("unicron-*.whl")
+    (built,) = out.glob("unicron_train-*.whl")
     return built
 
 
@@ -59,6 +61,24 @@ def test_the_wheel_holds_the_licence_and_the_command(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def test_the_hint_of_an_extra_installs_our_own_package(wheel: Path, tmp_path: Path) -> None:
+    """In a checkout it names that; beside an installed wheel it names the wheel."""
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(tmp_path), str(wheel)], check=True, timeout=BUILD_S_MAX,
+                   capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", "from unicron.events.words import install;"
+         "print(install('gpu'))"], check=True, timeout=BUILD_S_MAX, capture_output=True, text=True,
+        env={"PYTHONPATH": str(tmp_path)})
+    assert words.install("gpu") == f"pip install -e '.[gpu]' in {ROOT}"
+    assert done.stdout == f"pip install '/path/to/{wheel.name}[gpu]'\n"
+    report = tmp_path / "report.json"
+    subprocess.run([*pip, "--dry-run", "--ignore-installed", "--report", str(report),
+                    f"{wheel}[gpu]"], check=True, timeout=BUILD_S_MAX, capture_output=True)
+    (found,) = json.loads(report.read_text())["install"]
+    assert (found["metadata"]["name"], found["requested_extras"]) == ("unicron-train", ["gpu"])
+
+
 def test_the_version_imports_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     """With -S and -P neither the editable install nor the working directory can be imported."""
     code = (f"import sys; sys.path.insert(0, {str(wheel)!r}); import unicron;"
@@ -67,4 +87,4 @@ def test_the_version_imports_from_the_wheel(wheel: Path, tmp_path: Path) -> None
                           timeout=BUILD_S_MAX, capture_output=True, text=True)
     version, where = done.stdout.split()
     assert where.startswith(str(wheel))
-    assert wheel.name.startswith(f"unicron-{version}-")
+    assert wheel.name.startswith(f"unicron_train-{version}-")

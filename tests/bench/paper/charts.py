@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unicron.events.errors import UsageError
+from unicron.events.words import install
 
 INK, MUTED, GRID = "#1c2733", "#8593a1", "#e3e8ed"
 OURS_COLOUR = "#0b7a75"
@@ -36,7 +37,7 @@ def svg(picture: Picture, folder: Path) -> str:
         context: Any = vars(mpl)["rc_context"]  # its type is only partly known
     except ImportError:
         raise UsageError("charts are drawn by matplotlib, which is not installed",
-                         "pip install 'unicron[draw]'; or leave out --report") from None
+                         f"{install('draw')}, or leave out --report") from None
     with context({  # no date in the SVG; its ids follow from its name
             "svg.hashsalt": picture.name, "svg.fonttype": "none", "font.size": 9,
             "font.family": "DejaVu Sans", "text.color": INK, "axes.labelcolor": INK,

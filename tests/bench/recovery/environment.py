@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
         done = subprocess.run([str(PYTHON), "-P", "-c", asked], capture_output=True, text=True,
                               check=True, env=environment(system), timeout=60)
         found |= json.loads(done.stdout)
-    wanted = ("torch", "megatron-core", "unicron", *TORCHFT.values(), NVRX)
+    wanted = ("torch", "megatron-core", "unicron-train", *TORCHFT.values(), NVRX)
     return {name: found[name] for name in wanted if name in found}
 
 

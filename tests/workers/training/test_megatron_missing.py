@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import sys
 from importlib.util import find_spec
@@ -12,9 +13,11 @@ import pytest
 from megatron_trial import WORDS
 from nursery import Nursery
 from rank_driver import START_S, Driver
+from unicron.events.errors import UsageError
 from unicron.events.records.reports import RankErrored
 from unicron.events.records.statuses import WRONG_INPUT
 from unicron.events.spec.job import parse
+from unicron.workers.training.megatron_lm import launcher
 
 PACKAGES = ("triton", "pybind11", "six", "regex")
 LAUNCH = """
@@ -53,6 +56,26 @@ def clone(tmp_path: Path) -> Path:
     for folder, _, _ in os.walk(copy):
         Path(folder).chmod(0o755)
     return copy
+
+
+@pytest.mark.parametrize(("module", "hint"), [
+    ("sentencepiece", "{python} -m pip install sentencepiece"),
+    ("wandb.sdk", "{python} -m pip install wandb"),
+    # Packages of these names on PyPI are not the ones that bring the modules.
+    ("apex", "install it for {python} as its own project says"),
+    ("cv2", "install it for {python} as its own project says"),
+    ("my_tokenizer.words", "install it for {python} as its own project says")])
+def test_a_hint_names_only_packages_that_are_known(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, hint: str) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # as in a new process
+    if find_spec(module.partition(".")[0]) is not None:
+        pytest.skip(f"{module} is installed")
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(f"import {module}\n")
+    with pytest.raises(UsageError, match="a requirement of the script") as refused, \
+            launcher.start_failures_named(script):
+        runpy.run_path(str(script))
+    assert refused.value.hint == hint.format(python=sys.executable)
 
 
 @pytest.mark.parametrize(("package", "line"), [

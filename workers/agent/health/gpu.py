@@ -11,6 +11,7 @@ import structlog
 
 from ....events.records.reports import CheckHealth
 from ....events.records.statuses import ECC_ERRORS, GPU_DRIVER_ERRORS, NVLINK_ERRORS
+from ....events.words import install
 from ...diagnosis.classifier import classify
 from . import limits
 from .finding import DeviceError, Finding, Reading, worst
@@ -44,7 +45,7 @@ def load() -> Nvml | None:
         return importlib.import_module("pynvml")
     except ImportError:
         _log.warning("GPUs are monitored by kernel messages only: nvidia-ml-py is not installed",
-                     hint="pip install unicron[gpu]")
+                     hint=install("gpu"))
         return None
 
 

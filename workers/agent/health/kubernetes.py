@@ -18,6 +18,7 @@ from msgspec import MsgspecError, Raw, Struct, json
 from ....events.errors import UsageError
 from ....events.records.reports import CheckHealth
 from ....events.records.types import Labels
+from ....events.words import install
 from . import limits
 from .finding import Finding
 
@@ -143,7 +144,7 @@ async def _read(call: str, s_max: float, **given: Any) -> AsyncGenerator[bytes, 
         library: Any = import_module("kubernetes_asyncio")
     except ImportError:
         raise UsageError("--kubernetes needs the package kubernetes-asyncio",
-                         "pip install 'unicron[kubernetes]'") from None
+                         install("kubernetes")) from None
     logging.getLogger(library.__name__).addHandler(logging.NullHandler())  # it raises them too
     access = library.client.Configuration()
     try:

@@ -14,12 +14,13 @@ import structlog
 from msgspec import Struct
 
 from ....events.errors import UsageError
+from ....events.words import install
 from . import parts
 
 log = structlog.get_logger()
 NAMED_NUM_MAX = 3
 """Missing parts that a message names; it counts the rest."""
-HINT = "install the versions of constraints.txt, or pip install 'unicron[train]'"
+HINT = f"{install('train')} brings known versions"
 
 
 class _Dependency(NamedTuple):

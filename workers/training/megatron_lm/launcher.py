@@ -18,8 +18,11 @@ from ...ipc.pipe_protocol import FD
 from ..rank import connect_agent, tell_adopted
 from . import versions
 
-PACKAGES = {"triton": "Megatron-LM imports triton also without a GPU"}
-"""Packages that a script needs and that torch's CPU builds lack."""
+PACKAGES = {"PIL": "Pillow", "yaml": "PyYAML", **{name: name for name in (
+    "datasets", "einops", "nltk", "psutil", "pybind11", "regex", "sentencepiece", "six",
+    "tensorboard", "tiktoken", "tqdm", "transformers", "triton", "wandb")}}
+"""Modules that scripts of Megatron-LM import -> the package of each on PyPI. For any other module a
+package of its name may be a stranger's: `apex` on PyPI is not NVIDIA's."""
 
 
 def main() -> None:
@@ -84,9 +87,11 @@ def start_failures_named(script: Path) -> Generator[None]:
             raise UsageError(f"{error}: {script.parent} is not a clone of Megatron-LM",
                              "give the path of a script in the folder that has megatron/training"
                              ) from error
-        raise UsageError(f"{script.name} cannot be imported: {error}. "
-                         f"{PACKAGES.get(name, 'It is a requirement of the script')}",
-                         f"{sys.executable} -m pip install {name}") from error
+        why = ("Megatron-LM imports triton also without a GPU" if name == "triton" else
+               "It is a requirement of the script")
+        raise UsageError(f"{script.name} cannot be imported: {error}. {why}",
+                         f"{sys.executable} -m pip install {PACKAGES[name]}" if name in PACKAGES
+                         else f"install it for {sys.executable} as its own project says") from error
 
 
 def _is_connected() -> bool:
