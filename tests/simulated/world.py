@@ -219,8 +219,9 @@ class World:
         self.counts["tasks with layouts"] += 1
 
     def _in_a_script(self, data: dict[str, Any], rng: random.Random) -> None:
-        """Let scripts train some tasks. They adopt Unicron soon, late or never."""
-        if rng.random() > 0.25 or self.only_leaders:
+        """In some worlds scripts train half of the tasks: they adopt soon, late or never."""
+        has_scripts = random.Random(f"late {self.seed}").random() > 0.6
+        if not has_scripts or rng.random() > 0.5 or self.only_leaders:
             return
         train = data["train"]
         loop = {"micro_batches": train["batch"]["global"] // train["batch"]["micro"],
