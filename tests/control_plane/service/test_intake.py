@@ -48,8 +48,8 @@ Redis: Any = redis.Redis
 
 
 def joined(node: str = "n1", **changes: Any) -> r.NodeJoined:
-    return r.NodeJoined(**{"node": node, "incarnation": 1, "host": "h", "pid": 1, "num_slots": 2,
-                           **changes})
+    values: dict[str, Any] = {"incarnation": 1, "host": "h", "pid": 1, "num_slots": 2}
+    return r.NodeJoined(node=node, **(values | changes))
 
 
 def reported(body: Body, source: str = "n1/1", number: int = 1) -> Report:
@@ -174,7 +174,7 @@ def any_bytes(chance: random.Random, identities: Identities, number: int) -> byt
             for name, value in msgspec.to_builtins(body_of(kind)).items()}
     for name in body if chance.random() < 0.5 else ():
         if isinstance(body[name], int | float) and name not in fields:
-            body[name] = chance.choice([type(body[name])(2**52), -1, 0, 2**53 - 1])
+            body[name] = chance.choice([2**52, -1, 0, 2**53 - 1])
     sources = [f"{node}/1"] * 18 + ["n1/2", "n2/1", "/", f"{node}/" + "9" * 17]
     wire = encode({"kind": kind.__name__, "v": chance.choice([1, 1, 1, 1, 0, -1, 99]),
                    "body": body, "source": chance.choice(sources),
