@@ -433,10 +433,10 @@ class Coordinator:
         if has_timed:
             # Timed events need an empty intake: a report in it may clear the deadline.
             batch, has_timed = await self._drain(batch)
-        self._dead_letters.keep(batch.rejected)
         writes = list(self._writes)
         if not batch.reports and not writes and not has_timed:
             if batch.cursor != self._leader.position:  # all entries of the batch were rejected
+                self._dead_letters.keep(batch.rejected)
                 self._leader.position = batch.cursor
                 await self._trim()
             return
@@ -448,6 +448,7 @@ class Coordinator:
                       self._losses()),
                 cursor=batch.cursor),
             Ambiguous("the append was not acknowledged in time"))
+        self._dead_letters.keep(batch.rejected)  # only now: a turn that fails takes them again
         self._publish(records)
         self._outages.appended(records)
         self._committed.set()
