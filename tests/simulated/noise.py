@@ -103,10 +103,13 @@ class Noise:
 
     # --- people ----------------------------------------------------------------------------------
     async def lift(self) -> None:
-        kept = [node.name for node in self.world.witness.state.nodes.values() if node.quarantine]
+        nodes = self.world.witness.state.nodes.values()
+        kept = [QuarantineLifted(node=node.name, reason="a test") for node in nodes
+                if node.quarantine]
+        kept += [QuarantineLifted(node=node.name, reason="a test", slots=(index,), quarantine=False)
+                 for node in nodes for index in node.slots_disabled]
         if kept:
-            await self.world.ask("lift", QuarantineLifted(node=self.rng.choice(kept),
-                                                          reason="a test"))
+            await self.world.ask("lift", self.rng.choice(kept))
 
     # --- reports of an agent ---------------------------------------------------------------------
     def _node(self) -> str:
