@@ -15,7 +15,7 @@ from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.records.decisions import Allocation, PlanChosen, StragglerCostEstimated
 from ...events.records.envelope import Record, Report
-from ...events.records.order_format import ORDER_FORMAT
+from ...events.records.order_format import ORDER_FORMAT_VERSION
 from ...events.records.types import Seat
 from ...events.spec.job import parse
 from ...events.spec.parallelism import layout_label
@@ -237,9 +237,9 @@ def _add_nodes(state: ClusterState, num: int) -> t.Body:
         num -= part
         if not num:
             return r.NodeJoined(node=name, incarnation=1, host="", pid=0, num_slots=part,
-                                order_format=ORDER_FORMAT)
+                                order_format=ORDER_FORMAT_VERSION)
         state.nodes[name] = Node(name=name, incarnation=1, host="", pid=0, num_slots=part,
-                                 accelerator="", order_format=ORDER_FORMAT)
+                                 accelerator="", order_format=ORDER_FORMAT_VERSION)
 
 
 # --- the result ---

@@ -7,7 +7,7 @@ from functools import partial
 from ...events.records import orders as o
 from ...events.records import reports as r
 from ...events.records.envelope import Record
-from ...events.records.order_format import ORDER_FORMAT
+from ...events.records.order_format import ORDER_FORMAT_VERSION
 from ...events.records.statuses import CONNECTION_RESET
 from ...events.records.types import Body
 from ..state.task import Rank, Task
@@ -68,7 +68,7 @@ class SimulatedCluster:
         node.incarnation, node.up = node.incarnation + 1, True
         self.engine.report(node.source, r.NodeJoined(
             node=name, incarnation=node.incarnation, host=f"{name}.paper", pid=1,
-            num_slots=node.num_slots, order_format=ORDER_FORMAT))
+            num_slots=node.num_slots, order_format=ORDER_FORMAT_VERSION))
 
     def leave(self, name: str) -> None:
         """Stop the agent and its processes; the agent reports that the node leaves."""

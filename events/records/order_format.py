@@ -18,7 +18,7 @@ from ..spec.model import MegatronModel
 from .orders import StartRank
 from .types import Body
 
-ORDER_FORMAT = 1
+ORDER_FORMAT_VERSION = 1
 """The format that this tree's agents read (NodeJoined). 0: that of release 0.3.0. Raise it with the
 first field that is added to an order after a release."""
 

@@ -19,7 +19,7 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records import types as t
 from unicron.events.records.envelope import Record, Report
-from unicron.events.records.order_format import ORDER_FORMAT
+from unicron.events.records.order_format import ORDER_FORMAT_VERSION
 from unicron.events.spec.job import API_VERSION, JobSpec, parse
 
 T = TypeVar("T", bound=t.Body)
@@ -93,7 +93,7 @@ class Driver:
         return self.tell(f"{node}/{incarnation}", r.NodeJoined(
             node=node, incarnation=incarnation, host="127.0.0.1", pid=1, num_slots=slots,
             keeper=f"{node}:1", labels=labels, copies_bytes_max=copies_bytes_max,
-            boot_id=boot_id, order_format=ORDER_FORMAT))
+            boot_id=boot_id, order_format=ORDER_FORMAT_VERSION))
 
     def submit(self, job: JobSpec) -> int:
         name = f"operator/{len(self.seqs)}"

@@ -17,7 +17,7 @@ from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Report
-from unicron.events.records.order_format import ORDER_FORMAT
+from unicron.events.records.order_format import ORDER_FORMAT_VERSION
 from unicron.events.records.types import Body, first_store_number
 
 # --- A simulated command: it prints its progress and resumes from its own checkpoint. ---
@@ -108,7 +108,7 @@ class SimulatedAgent:
         self.say(r.NodeJoined(node=self.node, incarnation=self.incarnation, pid=self.net.next_pid(),
                               host=f"{self.node}.paper", num_slots=self.num_slots,
                               keeper=f"{self.node}.paper:1",
-                              boot_id=f"boot {self.incarnation}", order_format=ORDER_FORMAT))
+                              boot_id=f"boot {self.incarnation}", order_format=ORDER_FORMAT_VERSION))
         self.net.keepers.open(self.node, self._keeper_start)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._deliver(), name=f"{self.source} deliver")

@@ -11,7 +11,7 @@ import structlog
 
 from ...events.errors import Ambiguous, Unavailable
 from ...events.log.redis_streams import RedisLog
-from ...events.records.order_format import ORDER_FORMAT
+from ...events.records.order_format import ORDER_FORMAT_VERSION
 from ...events.records.reports import (
     AGENT_STOPS,
     AgentRestarted,
@@ -106,13 +106,13 @@ class Agent:
         if self._spool.last:
             self._spool.resume()
             self._outbox.put(AgentRestarted(node=node.name, incarnation=node.incarnation,
-                                            pid=self._pid, order_format=ORDER_FORMAT))
+                                            pid=self._pid, order_format=ORDER_FORMAT_VERSION))
         else:
             self._outbox.put(NodeJoined(
                 node=node.name, incarnation=node.incarnation, host=node.host, pid=self._pid,
                 num_slots=node.num_slots, accelerator="cuda" if node.devices else "cpu",
                 keeper=store.endpoint, labels=node.labels, copies_bytes_max=store.bytes_max,
-                boot_id=linux.boot_id(), order_format=ORDER_FORMAT))
+                boot_id=linux.boot_id(), order_format=ORDER_FORMAT_VERSION))
         async with asyncio.TaskGroup() as group:
             health = (HealthMonitor(node, self._sources, self._outbox.put, self._spool,
                                     self._shim) if self._sources else None)

@@ -26,7 +26,7 @@ from unicron.events.log.identity import only_key
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
-from unicron.events.records.order_format import ORDER_FORMAT
+from unicron.events.records.order_format import ORDER_FORMAT_VERSION
 from unicron.events.records.types import Body, Labels, Member, NodeStores
 from unicron.workers.agent.agent import BEAT_S, ORDERS_WAIT_S
 from unicron.workers.agent.delivery.join import join
@@ -100,7 +100,7 @@ class Agent:
         self._outbox.put(r.NodeJoined(
             node=self.name, incarnation=self._incarnation, host="127.0.0.1", pid=1,
             num_slots=self._options.num_slots, keeper=f"127.0.0.1:{self.name[1:]}",
-            order_format=ORDER_FORMAT))
+            order_format=ORDER_FORMAT_VERSION))
         try:
             async with asyncio.TaskGroup() as self._group:
                 for loop in (self._outbox.run(), self._beat(), self._follow()):
