@@ -248,6 +248,18 @@ def test_an_evaluation_that_all_had_begun_is_repeated() -> None:
     assert made.evaluate(lambda: 7) == 7
 
 
+def test_an_evaluation_is_not_repeated_after_a_rollback() -> None:
+    made = job(Script([None, 0, 1, -1, 1, 2], [True, False], ["", "2.1"]))
+    found = []
+    for _ in made:
+        made.step()
+        if made.iteration == 2:
+            found.append(made.evaluate(lambda: made.iteration))
+            if len(found) == 2:
+                break
+    assert found == [None, 2]
+
+
 def test_an_evaluation_unknown_to_a_newcomer_is_skipped() -> None:
     made = job(Script([None, 0, None, 1], [True, False], ["", ""]))
     called: list[int] = []

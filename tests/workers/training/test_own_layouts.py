@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_stores import LocalKeeper, named, whole_steps
 from loop_driver import changed_example, drive_loop
 from nursery import Nursery
 from rank_driver import WAIT_S, Driver
 from reference import compare
 from struck import PP2DP2, TP2DP2, Case, strike
+from unicron.events.records.reports import MemoryCheckpointStored
 from unicron.events.spec.model import Axes
 
-ITERATIONS, MICRO_BATCHES, STRUCK = 6, 6, 2
+ITERATIONS, MICRO_BATCHES, STRUCK, COPIED = 6, 6, 2, 3
 EVALUATED = 5
 """The number of iterations after which the example evaluates."""
 RELATIVE_MAX = 1e-5
@@ -215,6 +217,27 @@ def test_an_evaluation_in_which_a_rank_dies_is_repeated(
     reports = driver.form(left, axes=after)
     assert {one.step_version for one in reports.values()} == {EVALUATED}
     finish(driver, left, undisturbed)
+
+
+def test_an_evaluation_is_not_repeated_on_older_weights(loops: Loops, undisturbed: Driver) -> None:
+    """The dead rank's shard of the optimizer is left in a copy only, of an earlier iteration."""
+    driver = loops("--sharded", **ANY, optimizer="sharded", copy_every=COPIED)
+    driver.keepers = [LocalKeeper("n1")]
+    dies_evaluating(driver, 2)
+    driver.start(0, 1, 2)
+    driver.form([0, 1, 2], axes=Axes(dp=3))
+    driver.processes.pop(1).popen.wait(WAIT_S)
+    driver.until(lambda: COPIED in whole_steps(driver.keepers), "all have stored their shares")
+    copies = (named(driver.keepers, driver.wait(MemoryCheckpointStored, 0)),)
+    left = driver.quiesce([0, 2], "now")
+    assert {one.step_version for one in left.values()} == {EVALUATED}
+    reports = driver.form([0, 2], axes=Axes(dp=2), copies=copies)
+    assert {one.step_version for one in reports.values()} == {COPIED}
+    finish(driver, [0, 2], undisturbed)
+    for rank in (0, 2):
+        text = driver.processes[rank].log.read_text()
+        assert text.count("evaluation skipped: a member failed during it, and the task is back at "
+                          f"iteration {COPIED}") == 1
 
 
 def test_an_evaluation_that_a_rank_did_not_reach_is_skipped(

@@ -182,26 +182,31 @@ class Job:
         """Between two steps: run `call`, which may use collectives, on all members and return its
         result. It must not change the model or the optimizer.
 
-        With gloo, it runs in a separate thread. If a member fails during it, and all members of the
-        next generation were in this evaluation, `call` runs again. Otherwise it returns None on
-        each rank that has not finished it, as do all others before the next step.
+        With gloo, it runs in a separate thread. If a member fails during it, all members of the next
+        generation were in this evaluation, and the task is still at the same iteration, `call` runs
+        again. Otherwise it returns None on each rank that has not finished it, as do all others
+        before the next step. A task that is back at an earlier iteration comes here again.
         """
         if self._is_void:
             return None
         self._num_evaluated += 1
+        began = self.iteration
         results: list[T] = []
         while True:
-            self._evaluating = f"{self.iteration}.{self._num_evaluated}"
+            self._evaluating = f"{began}.{self._num_evaluated}"
             if self._driver.run_collectively(lambda: results.append(call())):
                 self._evaluating = ""
                 return results[-1]
             results.clear()
             again = self._advance() is None and not self._ended and self._is_agreed
-            if not again:
-                self._evaluating, self._is_void = "", True
-                log.warning("evaluation skipped: a member failed during it",
-                            iteration=self.iteration)
-                return None
+            if again and self.iteration == began:
+                continue
+            self._evaluating, self._is_void = "", True
+            why = "a member failed during it"
+            if self.iteration < began:
+                why += f", and the task is back at iteration {self.iteration}"
+            log.warning(f"evaluation skipped: {why}", iteration=began)
+            return None
 
     def mean_loss(self, num: int, batch_of: Callable[[int], Any]) -> float:
         """In an evaluation: the mean loss of `num` batches, in the unit of `loss` of `adopt`. The

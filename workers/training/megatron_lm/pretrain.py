@@ -395,16 +395,19 @@ def _train(script: Pretraining, datasets: Callable[..., Any]) -> None:
             if args.empty_unused_memory_level:
                 torch.cuda.empty_cache()
             if progress.is_due(args.iteration) or progress.is_written(args.iteration):
-                progress.report(job, _norms(script, job))
+                norms = _norms(script, job)
+                if job.iteration < args.iteration:  # set back: it comes here again
+                    continue
+                progress.report(job, norms)
             num_before = num_evaluations(args, args.iteration - 1)
             if num_evaluations(args, args.iteration) > num_before:
                 _evaluate(script, job, progress, valid_set, f"iteration {args.iteration}",
                           num_before, found.first_valid_sample)
-        if script.iterations == args.train_iters:
-            at = f"iteration {args.iteration} on"
-            _evaluate(script, job, progress, valid_set, f"{at} validation set",
-                      num_evaluations(args, args.iteration), found.first_valid_sample)
-            _evaluate(script, job, progress, test_set, f"{at} test set", 0, 0)
+            if args.iteration == script.iterations == args.train_iters:
+                at = f"iteration {args.iteration} on"
+                _evaluate(script, job, progress, valid_set, f"{at} validation set",
+                          num_evaluations(args, args.iteration), found.first_valid_sample)
+                _evaluate(script, job, progress, test_set, f"{at} test set", 0, 0)
 
 
 def _evaluate(script: Pretraining, job: Job, progress: Progress, dataset: Any, where: str,
