@@ -15,8 +15,8 @@ from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, 
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, ranks
-from .offline import Log, connect_to_read, log_of
-from .tasks import number_of
+from .offline import connect_to_read
+from .tasks import number_of, past_of
 
 CHUNK_BYTES = 1 << 16
 """An agent sends as much at once."""
@@ -134,16 +134,13 @@ class _Printer:
 class _Attempts:
     """The output files of a task's processes, as the log names them."""
 
-    def __init__(self, client: Client, number: int, log: Log) -> None:
-        self._client, self._number = client, number
-        self.files: dict[tuple[int, int], _File] = {}
-        task = log.state().tasks.get(number)
-        for one in task.ranks.values() if task is not None else ():
-            if one.log_path:
-                self._add(one.rank, one.attempt, one.slot.node, one.log_path)
-        self.has_ended = task is not None and bool(task.outcome)
-        self._seq = max(log.after, number)  # the task's id is the seq of its submission
-        self.scan()
+    def __init__(self, client: Client, past: Plain) -> None:
+        """`past`: the answer of GET /v1/tasks/ID/curves."""
+        self._client, self._number, self._seq = client, int(past["task"]), int(past["read_seq"])
+        self.files = {(one["rank"], one["attempt"]): _File(
+            rank=one["rank"], attempt=one["attempt"], node=one["node"],
+            path=Path(one["log_path"]), ended_s=one["ended_s"]) for one in past["outputs"]}
+        self.has_ended = bool(past["ended"])
 
     def scan(self) -> None:
         """Read what the log has since the last scan."""
@@ -153,15 +150,13 @@ class _Attempts:
             if body.get("task") != self._number:
                 continue
             if record["kind"] == "RankStarted":
-                self._add(body["rank"], body["attempt"], body["node"], body["log_path"])
+                self.files.setdefault((body["rank"], body["attempt"]), _File(
+                    rank=body["rank"], attempt=body["attempt"], node=body["node"],
+                    path=Path(body["log_path"])))
             elif record["kind"] == "RankExited" and (
                     found := self.files.get((body["rank"], body["attempt"]))):
                 found.ended_s = record["at_s"]
             self.has_ended |= record["kind"] == "TaskEnded"
-
-    def _add(self, rank: int, attempt: int, node: str, path: str) -> None:
-        self.files.setdefault((rank, attempt), _File(
-            rank=rank, attempt=attempt, node=node, path=Path(path)))
 
     def chosen(self, rank: int | None, since: float, *, previous: bool) -> list[_File]:
         """The files of a rank that were written since a time; with `previous` of each rank that
@@ -181,9 +176,8 @@ def logs(state: StateDir, url: Urls, task: str, rank: int | None, *, follow: boo
         raise UsageError("--previous and --follow do not go together",
                          "the former attempt has ended: leave --follow out")
     client = connect_to_read(state, url)
-    number = number_of(client, client.get("/v1/state"), task)
-    log = log_of(client)
-    attempts = _Attempts(client, number, log)
+    past = past_of(client, number_of(client, client.get("/v1/state"), task))
+    attempts = _Attempts(client, past)
     follow = follow and not attempts.has_ended
     since = since or 0.0
     chosen = attempts.chosen(rank, since, previous=previous)
@@ -193,9 +187,9 @@ def logs(state: StateDir, url: Urls, task: str, rank: int | None, *, follow: boo
         if there and rank in (None, *there):
             raise UsageError(f"{who} has no {'former ' * previous}attempt"
                              f"{' since then' * bool(since)}", f"unicron logs {task}")
-        if number <= log.after:
+        if past["task"] < past["first_seq"]:
             raise UsageError(f"the records that name the output of {who} were pruned",
-                             f"the log begins at seq {log.after + 1}")
+                             f"the log begins at seq {past['first_seq']}")
         begun = "never started" if attempts.has_ended else "has not started yet"
         raise UsageError(f"{who} {begun}", f"there {'is' if len(there) == 1 else 'are'} "
                          f"{ranks(there)}" if there else f"unicron status {task}")

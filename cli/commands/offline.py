@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 
@@ -27,6 +28,7 @@ from ..cluster.client import (
     DRY_RUN_S_MAX,
     REPLY_S_MAX,
     Client,
+    Unable,
     Unreachable,
     Urls,
     connect,
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 PAGE_RECORDS_NUM = 5_000
 SEGMENTS = "UNICRON_SEGMENTS"
 """Where the sealed log is, for commands that read it when nothing answers."""
+SAME_NUM_MAX = 3
+"""After so many answers in a row that read no further, a command gives up."""
 
 
 def connect_to_read(state: StateDir, url: Urls) -> Client:
@@ -106,10 +110,33 @@ def log_of(client: Client) -> Log:
     """The whole log of a cluster. If its beginning was pruned, that is said on stderr."""
     found = client.get("/v1/log/beginning", DRY_RUN_S_MAX)
     after = int(found["after"])
-    if after:
-        console.talk(f"note: the log begins at seq {after + 1}: records 1 to {after} were pruned")
+    _say_pruned(after)
     return Log(lambda: map(codec.from_plain, client.records(after, follow=False)), after,
                found["state"])
+
+
+def read_to_end(client: Client, path: str, **query: object) -> Any:
+    """The answer of a call that reads the whole log: asked again until the control plane has read
+    it. That takes as long as it goes on. If the log's beginning was pruned, that is said on stderr.
+    Raises Unable if it does not go on."""
+    read_seq, num_same = -1, 0
+    while True:
+        found = client.get(path, DRY_RUN_S_MAX, **query)
+        if found["read_seq"] >= found["last_seq"]:
+            _say_pruned(found["first_seq"] - 1)
+            return found
+        num_same = num_same + 1 if found["read_seq"] <= read_seq else 0
+        read_seq = found["read_seq"]
+        so_far = f"{read_seq:,} of {found['last_seq']:,} records"
+        if num_same >= SAME_NUM_MAX:
+            raise Unable(f"the control plane reads its log no further: {so_far}",
+                         "unicron tail shows the log; see the control plane's own log")
+        console.talk(f"the control plane reads its log: {so_far}")
+
+
+def _say_pruned(after: int) -> None:
+    if after:
+        console.talk(f"note: the log begins at seq {after + 1}: records 1 to {after} were pruned")
 
 
 class OfflineClient(Client):
@@ -155,6 +182,8 @@ class OfflineClient(Client):
             return {"after": after, "state": state_text(self._state_at(after))}
         if path == "/v1/history":
             return self._history({key: str(value) for key, value in query.items()})
+        if (found := self._of_the_past(path, query)) is not None:
+            return found
         moment = str(query.get("at") or self.last)
         state = self._state_at(asyncio.run(moments.seq_at(
             moment, self._sealed.first, self.last, read)))
@@ -189,6 +218,41 @@ class OfflineClient(Client):
             found = usage_files.of_sealed(self._sealed)
         found.add(usage(self._read(last), self._state_at(last)))
         return msgspec.to_builtins(usage_answer.answer(found, first))
+
+    def _of_the_past(self, path: str, query: Mapping[str, object]) -> Any:
+        """What the calls of incidents and tasks answer that read the log; None: it is another."""
+        from ...control_plane.api import timeline_answer
+        from ...control_plane.history.timeline import Timeline
+
+        now_s = time.time()
+
+        def timeline() -> Timeline:
+            until = int(str(query.get("at", self.last)))
+            found = Timeline(self._state_at(self._sealed.first - 1))
+            found.add(takewhile(lambda one: one.seq <= until, self._read(found.past.seq)))
+            return found
+
+        match [unquote(word) for word in path.split("/")[2:]]:
+            case ["tasks", task, "curves"]:
+                return msgspec.to_builtins(timeline_answer.curves(timeline(), task, now_s=now_s))
+            case ["timeline", "incidents"]:
+                return msgspec.to_builtins(timeline_answer.incidents(
+                    timeline(), float(str(query.get("since", 0.0))), now_s=now_s))
+            case ["incidents", number, "facts"]:
+                return msgspec.to_builtins(self._facts(
+                    int(number), str(query["option"]), now_s))
+        return None
+
+    def _facts(self, number: int, option: str, now_s: float) -> Any:
+        from ...control_plane.api import incident_facts
+        from ...control_plane.state.cluster import encode_state
+
+        start = self._state_at(incident_facts.begin(number, self._sealed.first))
+        reading = incident_facts.Reading(number, encode_state(start), self._state_at(self.last))
+        records = self._read(start.seq)
+        while reading.num_missing:
+            reading.add(list(islice(records, min(reading.num_missing, PAGE_RECORDS_NUM))))
+        return reading.facts(option, now_s)
 
     def _state_at(self, seq: int) -> ClusterState:
         from ...control_plane.fold.fold import fold

@@ -1,8 +1,11 @@
 """`export` writes the log to a file. `replay` folds a log without a server or torch."""
 
+from __future__ import annotations
+
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unicron import __version__
 
@@ -15,7 +18,12 @@ from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, count, labelled, lost_cell, table
 from .offline import Log, connect_to_read, log_of
-from .tasks import option_for
+from .tasks import incident_id, option_for
+
+if TYPE_CHECKING:
+    from ...control_plane.history.history import History, IncidentHistory
+
+NEWEST_NUM = 5
 
 
 class CorruptError(UnicronError):
@@ -115,10 +123,12 @@ def _incident(log: Log, which: str, *, name: str, option: str, as_json: bool) ->
     import msgspec
 
     from ...control_plane.api import dry_run
+    from ...control_plane.api.incident_facts import facts_of, waits_of
     from ...control_plane.api.view import view
     from ...control_plane.history.history import history as read_history
+    from ...control_plane.history.incident_records import incident_records
     from ...control_plane.state.cluster import encode_state
-    from . import incident as commands_incident
+    from ..screens import incident as incident_screen
 
     def plan_at(seq: int) -> Plain:
         at = log.up_to(seq).fold()
@@ -126,11 +136,24 @@ def _incident(log: Log, which: str, *, name: str, option: str, as_json: bool) ->
         return plan
 
     history = read_history(log.read(), log.state())
-    one = commands_incident.pick(history, which)
+    one = pick(history, which)
     if one is None:  # `--incident ""` asks for the newest one, and there is none
         raise UsageError("the log has no incident", "nothing had failed so far")
-    commands_incident.show(history, one, log, view=view(history.state), now_s=history.at_s,
-                           name=name, option=option, as_json=as_json, plan_at=plan_at)
+    found = incident_records(one, log.read(), log.state())
+    facts = {**facts_of(history, found, view(history.state), now_s=history.at_s, option=option),
+             **waits_of(history, found, plan_at),
+             "verify": f"unicron replay {name} --until {one.closed_seq or history.seq} --verify"}
+    console.show(facts, incident_screen.page(facts, option=option), as_json=as_json)
+
+
+def pick(history: History, which: str) -> IncidentHistory | None:
+    """The incident of that id, or the newest; None if there is none. Raises UsageError."""
+    number = incident_id(which) if which else max(history.incidents, default=0)
+    if number in history.incidents or not which:
+        return history.incidents.get(number)
+    newest = [f"inc-{key}" for key in sorted(history.incidents, reverse=True)[:NEWEST_NUM]]
+    raise UsageError(f"no incident {which!r}", f"the newest: {', '.join(newest)}" if newest
+                     else "there are none: nothing has failed so far")
 
 
 def _fold(log: Log, *, as_json: bool) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from ...events.errors import UsageError
-from ...events.records.codec import from_plain
 from ..cluster.client import DRY_RUN_S_MAX, Client, Interrupted, Unable, Unreachable, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..screens import cluster as cluster_screen
@@ -21,12 +21,9 @@ from ..screens import task as task_screen
 from ..terminal import console
 from ..terminal import format as fmt
 from ..terminal.format import Plain
-from .names import is_pattern
-from .offline import OfflineClient, connect_to_read, log_of
-from .tasks import number_of, option_for
-
-if TYPE_CHECKING:
-    from ...control_plane.history.history import History
+from .names import is_pattern, pick
+from .offline import OfflineClient, connect_to_read
+from .tasks import option_for, past_of
 
 WATCH_S = 1.0
 CLEAR = "\x1b[H\x1b[J"
@@ -41,12 +38,7 @@ def status(state: StateDir, url: Urls, what: str, *, watch: bool, as_json: bool,
     if only and (what == "nodes" or not of_many):
         raise UsageError("--only chooses tasks of a list", f"unicron status tasks --only {only}")
     client = connect_to_read(state, url)
-    history = None
-    if not of_many:
-        from ...control_plane.history.history import history as history_of
-
-        history = history_of((), log_of(client).state())
-    screen = partial(_screen, state, what=what or "tasks" * bool(only), history=history,
+    screen = partial(_screen, state, what=what or "tasks" * bool(only), of_many=of_many,
                      only=only, wide=wide, as_json=as_json)
     if not watch:
         console.lines(screen(client, at=at))
@@ -82,7 +74,7 @@ def _fitted(lines: list[str], columns: int, rows: int) -> list[str]:
     return [fmt.clipped(line, columns) for line in lines]
 
 
-def _screen(state: StateDir, client: Client, *, what: str, history: History | None,
+def _screen(state: StateDir, client: Client, *, what: str, of_many: bool,
             only: str | None, wide: bool, as_json: bool, at: str = "",
             height: int = cluster_screen.ROWS_NUM_MAX) -> list[str]:
     """The lines of the screen; none if the document was asked for, which is printed."""
@@ -90,19 +82,12 @@ def _screen(state: StateDir, client: Client, *, what: str, history: History | No
     option = option_for(state)
     now_s = view["cluster"]["at_s"] if at else time.time()
     found: Any = view
+    past: Plain = {}
     if what == "nodes":
         found = view["nodes"]
-    elif history is not None:
-        from ...control_plane.api.view import task_view
-
+    elif not of_many:
         _refuse_node(view, what, option)
-        number = number_of(client, view, what)
-        for record in client.records(history.seq, follow=False):
-            if record["seq"] > view["cluster"]["seq"]:
-                break
-            history.add(from_plain(record))
-        found = next((one for one in view["tasks"] if one["id"] == number), None
-                     ) or task_view(history.state, history.tasks[number].task)
+        found, past = _one_task(client, view, what, view["cluster"]["seq"] if at else 0)
     elif what:
         pattern = "*" if what == "tasks" else what
         found = [one for one in view["tasks"]
@@ -112,13 +97,25 @@ def _screen(state: StateDir, client: Client, *, what: str, history: History | No
         return []
     if what == "nodes":
         return nodes.nodes(view, now_s=now_s, option=option)
-    if history is not None:
-        return task_screen.task_status(view, found, history, now_s=now_s, option=option)
+    if past:
+        return task_screen.task_status(view, found, past, now_s=now_s, option=option)
     if what:
         return cluster_screen.of_tasks(found, option, wide=wide)
     cluster = client.get("/v1/health")["cluster"]
     return cluster_screen.status(view, cluster=cluster, now_s=now_s, option=option, height=height,
                                  wide=wide)
+
+
+def _one_task(client: Client, view: Plain, wanted: str, at: int) -> tuple[Plain, Plain]:
+    """A task and its past; one that has left the state is as it was then. Raises UsageError."""
+    try:
+        found = pick(view["tasks"], wanted)
+        return found, past_of(client, found["id"], at)
+    except UsageError:
+        with suppress(UsageError):
+            past = past_of(client, wanted, at)
+            return past["view"], past
+        raise
 
 
 def _refuse_node(view: Plain, what: str, option: str) -> None:

@@ -4,14 +4,15 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 
 from ...control_plane.api.needs import ENDED
 from ...events.errors import UnicronError, UsageError
 from ...events.network_address import is_loopback
-from ...events.records.reports import TaskSubmitted
 from ...events.spec.job import JobSpec, Slots, is_url
 from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, Urls, connect
 from ..cluster.local_cluster import START_S_MAX
@@ -183,17 +184,21 @@ def incident_id(text: str, hint: str = "for example 41 or inc-41") -> int:
 
 def number_of(client: Client, view: Plain, wanted: str) -> int:
     """The id of a task, also of one that has left the state. Raises UsageError as `pick` does."""
-    from .offline import log_of
-
     try:
         return int(pick(view["tasks"], wanted)["id"])
     except UsageError:
-        found = [one.seq for one in log_of(client).read() if isinstance(one.body, TaskSubmitted)
-                 and wanted in (one.body.spec.name, str(one.seq), f"task-{one.seq}")
-                 and one.seq <= view["cluster"]["seq"]]
-        if not found:
-            raise
-        return found[-1]
+        with suppress(UsageError):
+            return int(past_of(client, wanted)["task"])
+        raise
+
+
+def past_of(client: Client, wanted: object, at: int = 0) -> Plain:
+    """The past of a task by id or name; `at`: until that record, 0: the last. Raises UsageError."""
+    from .offline import read_to_end
+
+    found: Plain = read_to_end(client, f"/v1/tasks/{quote(str(wanted), safe='')}/curves",
+                               **({"at": at} if at else {}))
+    return found
 
 
 def option_for(state: StateDir) -> str:

@@ -5,17 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import msgspec
 
 from ...events.records.in_words import outage, state_source, status_in_words
 from ..terminal import format as fmt
 from ..terminal.format import Plain
-
-if TYPE_CHECKING:
-    from ...control_plane.history.history import History, IncidentHistory
-    from ...control_plane.history.node_losses import NodeLoss
 
 PHASE_WORDS = {"held": "paused", "stood": "stalled", "full": "regrow"}
 """The page's words for phases that have another name in the JSON."""
@@ -229,43 +222,42 @@ def _what(alike: Sequence[Plain]) -> str:
     return f"{other}{times}{first['kind']} {who}{text}"
 
 
-def every(history: History, *, now_s: float, option: str = "") -> list[str]:
-    """All incidents, the newest last, below the node loss that they belong to; then outages."""
-    away = [line for one in history.outages.values()
-            for line in fmt.labelled("AWAY", outage(msgspec.to_builtins(one)))]
-    losses = history.node_losses
-    if not history.incidents:
+def every(found: Plain, *, option: str = "") -> list[str]:
+    """All incidents (GET /v1/timeline/incidents), the newest last, below the node loss that they
+    belong to; then outages."""
+    incidents, losses = {one["id"]: one for one in found["incidents"]}, found["node_losses"]
+    away = [line for one in found["outages"]
+            for line in fmt.labelled("AWAY", outage(one["outage"]))]
+    if not incidents:
         return [NONE, *(line for loss in losses for line in _node_loss(loss)), *away]
-    below = {key for loss in losses for key in loss.incidents}
-    rows = [row(history, one, fmt.SCREEN_COLUMNS, now_s) for one in history.incidents.values()]
-    for cells, one in zip(rows, history.incidents.values(), strict=True):
-        cells[0] = "  " * (one.id in below) + cells[0]
-        cells[1] = fmt.rfc3339(one.detected_s)[:19] + "Z"
-        cells.insert(3, fmt.clipped(history.name_of(one.task), NAME_COLUMNS) if one.task else "-")
+    below = {key for loss in losses for key in loss["incidents"]}
+    rows = [row(one, fmt.SCREEN_COLUMNS) for one in incidents.values()]
+    for cells, one in zip(rows, incidents.values(), strict=True):
+        cells[0] = "  " * (one["id"] in below) + cells[0]
+        cells[1] = fmt.rfc3339(one["detected_s"])[:19] + "Z"
+        cells.insert(3, fmt.clipped(one["name"], NAME_COLUMNS) if one["task"] else "-")
     head = (*HEAD[:3], "TASK", *HEAD[3:])
     over = max(map(len, fmt.table(head, rows))) - fmt.SCREEN_COLUMNS
     what_columns = max(len(cells[4]) for cells in rows) - max(over, 0)
     for cells in rows:
         cells[4] = fmt.clipped(cells[4], what_columns)
     first, *lines = fmt.table(head, rows, right=(6, 7, 8))
-    found = {key: [line] for key, line in zip(history.incidents, lines, strict=True)}
+    shown = {key: [line] for key, line in zip(incidents, lines, strict=True)}
     for loss in losses:
-        found[loss.id] = [*_node_loss(loss), *(found.pop(key)[0] for key in loss.incidents)]
-    return [first, *(line for key in sorted(found) for line in found[key]), *away,
-            "", f"next       unicron incident {max(history.incidents)}{option}"]
+        shown[loss["id"]] = [*_node_loss(loss), *(
+            shown.pop(key)[0] for key in loss["incidents"] if key in shown)]
+    return [first, *(line for key in sorted(shown) for line in shown[key]), *away,
+            "", f"next       unicron incident {max(incidents)}{option}"]
 
 
-def _node_loss(one: NodeLoss) -> list[str]:
-    num = fmt.number_of(len(one.incidents), "incident")
-    return fmt.labelled("NODES", f"{one.in_words}; {num}")
+def _node_loss(one: Plain) -> list[str]:
+    num = fmt.number_of(len(one["incidents"]), "incident")
+    return fmt.labelled("NODES", f"{one['in_words']}; {num}")
 
 
-def row(history: History, one: IncidentHistory, what_columns: int, now_s: float) -> list[str]:
+def row(one: Plain, what_columns: int) -> list[str]:
     """One incident in the columns of `HEAD`."""
-    known = one.incident
-    what = f"{fmt.ranks(known.ranks)}, {status_in_words(known.status)}"
-    return [f"inc-{one.id}", fmt.rfc3339(one.detected_s)[:16] + "Z", known.severity,
-            fmt.clipped(what, what_columns), one.outcome, fmt.ms(one.pause_s),
-            fmt.lost_cell(known.iterations_lost), f"{history.slot_s(one, now_s):.1f}"]
-
-
+    what = f"{fmt.ranks(one['ranks'])}, {status_in_words(one['status'])}"
+    return [f"inc-{one['id']}", fmt.rfc3339(one["detected_s"])[:16] + "Z", one["severity"],
+            fmt.clipped(what, what_columns), one["outcome"], fmt.ms(one["pause_s"]),
+            fmt.lost_cell(one["iterations_lost"]), f"{one['slot_s']:.1f}"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from statistics import median
-from typing import TYPE_CHECKING
 
 from ...control_plane.api.needs import ENDED, folders, lag_s
 from ..terminal import format as fmt
@@ -12,9 +10,6 @@ from ..terminal.format import Plain
 from . import incident
 from .incident import in_words
 from .stragglers import alike_why, degraded_why, slow_nodes
-
-if TYPE_CHECKING:
-    from ...control_plane.history.history import History, TaskHistory
 
 CURVE_COLUMNS = 60
 WHAT_COLUMNS = 36
@@ -51,9 +46,9 @@ def above(weight: float) -> str:
     return f"{math.ceil(weight / unit - 1e-9) * unit:.3g}"
 
 
-def task_status(view: Plain, task: Plain, history: History, *, now_s: float,
+def task_status(view: Plain, task: Plain, past: Plain, *, now_s: float,
                 option: str = "") -> list[str]:
-    """One task. `history`: the history of the log so far, for the curve and the incidents."""
+    """One task. `past`: the answer of GET /v1/tasks/ID/curves."""
     slow_s = [one["since_s"] for one in task["slow"] if task["state"] == "degraded"]
     since_s = max([task["since_s"], *slow_s[:1], *(one["opened_s"] for one in view["incidents"]
                                       if one["id"] == task["incident"])])
@@ -86,8 +81,7 @@ def task_status(view: Plain, task: Plain, history: History, *, now_s: float,
         healing = view["cluster"]["healing"]
         lines += fmt.labelled("suppressed", f"{task['withheld']} (healing {healing})")
     lines += fmt.labelled("next", _next(task, view, option))
-    past = history.tasks.get(task["id"])
-    lines += ["", *_where(task), *_progress(task, past, history, now_s), *_earns(task),
+    lines += ["", *_where(task), *_progress(task, past, now_s), *_earns(task),
               *_copies(task, past, now_s)]
     if not task["kept_sum"] and task["state"] not in ENDED:
         lines += fmt.labelled("kept sum", "none: a fault during a gradient reduction redoes the "
@@ -103,7 +97,7 @@ def task_status(view: Plain, task: Plain, history: History, *, now_s: float,
         lines += ["", *fmt.table(head, [
             [str(one["rank"]), one["state"], f"{one['node']}/{one['slot']}", str(one["pid"] or "-"),
              str(one["attempt"]), one["part"]] for one in task["ranks"]], right=(0, 3, 4))]
-    return [*lines, *_incidents(task, history, now_s)]
+    return [*lines, *_incidents(past)]
 
 
 def _dumps(task: Plain, view: Plain) -> list[str]:
@@ -146,44 +140,41 @@ def _where(task: Plain) -> list[str]:
     return fmt.labelled("where", f"{places}, {built}{batch}")
 
 
-def _progress(task: Plain, past: TaskHistory | None, history: History, now_s: float) -> list[str]:
+def _progress(task: Plain, past: Plain, now_s: float) -> list[str]:
     if not task["iteration"] and not task["iterations"]:
         return fmt.labelled("progress", "a command: is supervised only")
     loss = "" if task["loss"] is None else f", loss {task['loss']:.4f}"
     of = f" of {fmt.count(task['iterations'])}" if task["iterations"] else ""
     printed = "" if task["tier"] == "train" else ", as it prints"
     lines = fmt.labelled("progress", f"{fmt.count(task['iteration'])}{of}{loss}{printed}")
-    if past is not None:
-        lines += [" " * INDENT_COLUMNS + line for line in loss_curve(past, history)]
-        if past.skipped:
-            steps = f"{fmt.count(past.skipped)} of {fmt.count(task['iteration'])} steps"
-            lines += fmt.labelled("skipped", f"{steps}: the gradient was not finite")
+    lines += [" " * INDENT_COLUMNS + line for line in loss_curve(past)]
+    if past["skipped"]:
+        steps = f"{fmt.count(past['skipped'])} of {fmt.count(task['iteration'])} steps"
+        lines += fmt.labelled("skipped", f"{steps}: the gradient was not finite")
     if task["step_s"] and task["state"] in ("running", "degraded"):
         left = task["iterations"] - task["iteration"]
         # ranks that still prepare are not counted
-        num = len(past.task.members) if past is not None else 0
-        own = past.paces_s.get(num, []) if past is not None else []
-        own = own if len(own) >= NORMAL_ITERATIONS_MIN else []
-        normal = (f", own normal on {fmt.number_of(num, 'slot')} {fmt.span(median(own))} "
-                  f"(median of {fmt.count(len(own))})" if own else "")
+        own = past["pace"] or {"num": 0}
+        own = own if own["num"] >= NORMAL_ITERATIONS_MIN else {}
+        normal = (f", own normal on {fmt.number_of(own['slots'], 'slot')} "
+                  f"{fmt.span(own['median_s'])} (median of {fmt.count(own['num'])})" if own else "")
         ends = f"{fmt.rfc3339(now_s + left * task['step_s'])} at this pace"
-        if own and not 1 / SAME_RATIO < task["step_s"] / median(own) < SAME_RATIO:
-            ends += f"; {fmt.rfc3339(now_s + left * median(own))} at its own"
+        if own and not 1 / SAME_RATIO < task["step_s"] / own["median_s"] < SAME_RATIO:
+            ends += f"; {fmt.rfc3339(now_s + left * own['median_s'])} at its own"
         rate = f"; {fmt.scaled(task['rate_flops'], 'FLOP/s')}" if task["rate_flops"] else ""
         lines += fmt.labelled("pace", f"{fmt.span(task['step_s'])} an iteration{normal}{rate}")
         lines += fmt.labelled("finish", ends) if task["iterations"] else []
     return lines
 
 
-def loss_curve(past: TaskHistory, history: History, width: int = CURVE_COLUMNS) -> list[str]:
+def loss_curve(past: Plain, width: int = CURVE_COLUMNS) -> list[str]:
     """The losses as blocks between the first and last value, with a `!` below each incident."""
-    losses = [past.losses[key] for key in sorted(past.losses)]
+    losses = [one for one in past["losses"] if one is not None]
     if not losses:
         return []
     first = f"{losses[0]:.2f} "
     lines = [f"{first}{fmt.curve(losses, width)} {losses[-1]:.2f}"]
-    faults = [one.iteration for one in history.incidents.values()
-              if one.task == past.task.id and one.iteration is not None]
+    faults = [one["iteration"] for one in past["incidents"] if one["iteration"] is not None]
     if faults:
         line = (" " * len(first) + fmt.marks([(at, "!") for at in faults], len(losses), width)
                 + f"   (!) fault at iteration {', '.join(map(str, faults))}")
@@ -213,7 +204,7 @@ def _earns(task: Plain) -> list[str]:
     return lines + (fmt.labelled("by model", layout) if layout else [])
 
 
-def _copies(task: Plain, past: TaskHistory | None, now_s: float) -> list[str]:
+def _copies(task: Plain, past: Plain, now_s: float) -> list[str]:
     """Where the task's state is, and what would be lost if all processes exited."""
     if task["tier"] != "train" or task["state"] in ENDED:
         return fmt.labelled("published", task["checkpoint"]) if task["checkpoint"] else []
@@ -229,8 +220,8 @@ def _copies(task: Plain, past: TaskHistory | None, now_s: float) -> list[str]:
     disk += f": {what} would be lost if all processes went" if lost else ""
     if task["copies"]:
         newest = task["copies"][0]["step_version"]
-        ago = (f", as of {fmt.span(max(now_s - past.copied_s, 0.0))} ago"
-               if past is not None and past.copied_s else "")
+        ago = (f", as of {fmt.span(max(now_s - past['copied_s'], 0.0))} ago"
+               if past["copied_s"] else "")
         disk = (f"in memory iteration {fmt.count(newest)} or newer ({_stored_on(task['copies'][0])}"
                 f"{ago}; one is due every {fmt.number_of(task['copy_every'], 'iteration')}"
                 f"{_memory(task)}); {disk}")
@@ -287,7 +278,6 @@ def _comes_back(task: Plain) -> str:
             "again")
 
 
-def _incidents(task: Plain, history: History, now_s: float) -> list[str]:
-    rows = [incident.row(history, one, WHAT_COLUMNS, now_s)
-            for one in history.incidents.values() if one.task == task["id"]]
+def _incidents(past: Plain) -> list[str]:
+    rows = [incident.row(one, WHAT_COLUMNS) for one in past["incidents"]]
     return ["", *fmt.table(incident.HEAD, rows, right=(5, 6, 7))] if rows else []

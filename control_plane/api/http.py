@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -28,7 +28,6 @@ from ...events.log.identity import RESERVED_NAMES, Identities, user_name, with_c
 from ...events.log.port import ReaderPort
 from ...events.log.segments import Folder
 from ...events.records import codec, reports, types
-from ...events.records.decisions import IncidentClosed
 from ...events.records.envelope import Record
 from ...events.records.types import Body
 from ...events.spec import job
@@ -64,8 +63,6 @@ FILE_S_MAX = 5.0
 """Time limit for a part of a file that a node's agent reads."""
 CHECK_S_MAX = 40.0
 """Time limit for the check of devices by a node's agent, which has a limit for each of its own."""
-FACTS_RECORDS_BEFORE = 4_000
-"""Records before an incident that are read for its facts: they tell of in-memory checkpoints."""
 FOLD_S_MAX = 30.0
 """Time limit for folding the log to a past record."""
 EXTEND_S_MAX = 2.0
@@ -309,42 +306,57 @@ class HttpApi:
             found.add(await aside(partial(usage, rest, state)))
         return usage_answer.answer(found, first)
 
-    async def facts(self, call: Call[messages.Moment, None]) -> dict[str, Any]:
+    async def facts(self, call: Call[messages.FactsQuery, None]) -> dict[str, Any]:
         """All that the log knows of an incident at a moment: what `unicron incident` prints."""
         of, now_s = number(call.of), self._coordinator.now_s
         shown = decode_state(encode_state(await self._state_at(call.query.at)))
         async with self._computing:
             await self._log.open_segments()
             start = await asyncio.to_thread(
-                self._nearest, max(self._log.first_seq - 1, of - FACTS_RECORDS_BEFORE))
-            records, after, is_over = list[Record](), start.seq, False
-            while after < shown.seq and not is_over:
-                page = await self._log.read(
-                    after=after, num_max=min(PAGE_RECORDS_MAX, shown.seq - after))
-                is_over = any(isinstance(one.body, IncidentClosed) and one.body.of == of
-                              for one in records[-PAGE_RECORDS_MAX:])
-                records += page
-                after = page[-1].seq
-            return await aside(partial(incident_facts.facts_at, of, records, encode_state(start),
-                                       shown, shown.at_s if call.query.at else now_s))
+                self._nearest, incident_facts.begin(of, self._log.first_seq))
+            reading = incident_facts.Reading(of, encode_state(start), shown)
+            while num := min(reading.num_missing, PAGE_RECORDS_MAX):
+                page = await self._log.read(after=reading.last, num_max=num)
+                await aside(partial(reading.add, page))
+            return await aside(partial(reading.facts, call.query.option,
+                                       shown.at_s if call.query.at else now_s))
 
     @staticmethod
-    def of_timeline(make: Callable[[Timeline, Call[Any, None], Coordinator], object]) -> Operation:
+    def of_timeline(make: Callable[[Timeline, Call[Any, None], int, float], object]) -> Operation:
         """A handler that answers from the timeline, which it reads until the present in a thread;
-        after EXTEND_S_MAX the next request goes on."""
+        after EXTEND_S_MAX the next request goes on. `make`: from the timeline, the call, the last
+        record and the time. Of a past moment (`at`) it reads a timeline of its own."""
         async def call(api: HttpApi, call: Call[Any, None]) -> web.Response:
-            last, began_s = (await api._coordinator.settled()).seq, time.monotonic()
+            if at := getattr(call.query, "at", ""):
+                then = await api._timeline_until(at)
+                return await aside(lambda: _json(make(then, call, 0, then.past.at_s)))
+            last, now_s = (await api._coordinator.settled()).seq, api._coordinator.now_s
             async with api._extending:
+                began_s = time.monotonic()
                 if api._timeline is None:
                     await api._log.open_segments()
                     api._timeline = Timeline(await api._state_after(api._log.first_seq - 1))
-                while api._timeline.past.seq < last and time.monotonic() - began_s < EXTEND_S_MAX:
-                    page = await api._log.read(after=api._timeline.past.seq,
-                                               num_max=PAGE_RECORDS_MAX)
-                    await aside(partial(api._timeline.add, page))
-                return await aside(lambda: _json(
-                    make(cast(Timeline, api._timeline), call, api._coordinator)))
+                now = api._timeline
+                while now.past.seq < last:
+                    page = await api._log.read(after=now.past.seq, num_max=PAGE_RECORDS_MAX)
+                    await aside(partial(now.add, page))
+                    if time.monotonic() - began_s > EXTEND_S_MAX:
+                        break
+                return await aside(lambda: _json(make(now, call, last, now_s)))
         return call
+
+    async def _timeline_until(self, at: str) -> Timeline:
+        """A timeline of the log until a past moment."""
+        last, began_s = (await self._state_at(at)).seq, time.monotonic()
+        async with self._computing:
+            then = Timeline(await self._state_after(self._log.first_seq - 1))
+            while then.past.seq < last:
+                if time.monotonic() - began_s > FOLD_S_MAX:
+                    raise _too_far(last)
+                page = await self._log.read(after=then.past.seq, num_max=min(
+                    PAGE_RECORDS_MAX, last - then.past.seq))
+                await aside(partial(then.add, page))
+            return then
 
     @staticmethod
     def write(make: Callable[[ClusterState, B, str], Body], answer: type[Struct] = Written,
@@ -442,8 +454,7 @@ class HttpApi:
         state = await asyncio.to_thread(self._nearest, seq)
         while state.seq < seq:
             if time.monotonic() - began_s > FOLD_S_MAX:
-                raise Refusal(503, f"seq {seq} is not reached within {FOLD_S_MAX:g} s",
-                              "unicron export FILE, then unicron replay FILE --until SEQ")
+                raise _too_far(seq)
             page = await self._log.read(after=state.seq,
                                         num_max=min(PAGE_RECORDS_MAX, seq - state.seq))
             await aside(partial(_fold_all, state, page))
@@ -735,6 +746,11 @@ def _page(keys: Sequence[K], key: Callable[[str], K], query: ListQuery, show: Ca
 def _json(data: Any, status: int = 200, **headers: str) -> web.Response:
     return web.Response(body=msgspec.json.encode(data), status=status, headers=headers,
                         content_type="application/json")
+
+
+def _too_far(seq: int) -> Refusal:
+    return Refusal(503, f"seq {seq} is not reached within {FOLD_S_MAX:g} s",
+                   "unicron export FILE, then unicron replay FILE --until SEQ")
 
 
 def _too_large() -> Refusal:

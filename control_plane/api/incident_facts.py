@@ -55,29 +55,76 @@ PHASES = (("detect", "fault_s", "detected_s"), ("decide", "detected_s", "decided
 """Name, start, end. `full`: from the first iteration to full size."""
 PAUSED_PHASES = (*PHASES[:2], ("held", "decided_s", "ordered_s"),
                ("rebuild", "ordered_s", "resumed_s"), *PHASES[3:])
+RECORDS_BEFORE_NUM = 4_000
+"""Records before an incident that are read for its facts: they tell of in-memory checkpoints."""
+LATE_RECORDS_NUM = 1_000
+"""Records after an incident's end that are read for late evidence."""
+NEWEST_NUM = 5
 PARTS_NUM_MAX = 3
 """Lost parts of the state that are listed."""
 
 
-def facts_at(number: int, records: Sequence[Record], start: bytes, shown: ClusterState,
-             now_s: float) -> Plain:
-    """The facts and waiting tasks as of the state `shown`. `start`: that before the records, which
-    reach until the incident's end. Raises Refusal if they have no such incident."""
-    past = read_history(records, decode_state(start))
-    if number not in past.incidents:
-        raise Refusal(404, f"there is no incident {number} in the log", "GET /v1/timeline")
-    for key, task in shown.tasks.items():
-        if key in past.tasks:
-            past.tasks[key].task = task
-    found = incident_records(past.incidents[number], records, decode_state(start))
+class Reading:
+    """The records that the facts of one incident need, from `begin` until none is missing."""
 
-    def plan_at(seq: int) -> Plain:
-        state = replay(takewhile(lambda one: one.seq <= seq, records), decode_state(start))
-        return cast(Plain, msgspec.to_builtins(explain_present_plan(encode_state(state))))
+    def __init__(self, number: int, start: bytes, shown: ClusterState) -> None:
+        """`start`: the state before the first record. `shown`: as of which the facts are."""
+        self._number, self._start, self._shown = number, start, shown
+        self._past, self._records = read_history((), decode_state(start)), list[Record]()
+        self._found: IncidentRecords | None = None
+        self.num_missing = max(shown.seq - self.last, 0) if shown.seq >= number else 0
+        """How many more records may belong to it, at most; 0: all are there."""
 
-    return {**facts_of(past, found, view(shown, now_s=now_s), now_s=now_s),
-            **waits_of(past, found, plan_at), "verify": "unicron replay --live --until "
-            f"{found.incident.closed_seq or shown.seq} --verify"}
+    @property
+    def last(self) -> int:
+        """The last record that was added."""
+        return self._past.seq
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Add the next records."""
+        self._records += records
+        for record in records:
+            self._past.add(record)
+        self.num_missing = self._shown.seq - self.last
+        one = self._past.incidents.get(self._number)
+        if one is None:
+            self.num_missing *= self.last < self._number
+        elif not self.num_missing or (
+                one.closed_seq and self.last >= one.closed_seq + LATE_RECORDS_NUM):
+            self._found = incident_records(one, self._records, decode_state(self._start))
+            self.num_missing *= not self._found.is_over(self.last)
+
+    def facts(self, option: str, now_s: float) -> Plain:
+        """The facts and waiting tasks. `option`: what commands have behind them. Raises Refusal if
+        the log has no such incident."""
+        past, shown, found = self._past, self._shown, self._found
+        if found is None:
+            newest = sorted(shown.incidents, reverse=True)[:NEWEST_NUM]
+            raise Refusal(404, f"no incident {self._number} in the log",
+                          "the newest: " + ", ".join(f"inc-{key}" for key in newest)
+                          if newest else "there are none: nothing has failed so far")
+        for key, task in shown.tasks.items():
+            if key in past.tasks:
+                past.tasks[key].task = task
+
+        def plan_at(seq: int) -> Plain:
+            state = replay(takewhile(lambda one: one.seq <= seq, self._records),
+                           decode_state(self._start))
+            return cast(Plain, msgspec.to_builtins(explain_present_plan(encode_state(state))))
+
+        return {**facts_of(past, found, view(shown, now_s=now_s), now_s=now_s, option=option),
+                **waits_of(past, found, plan_at), "seq": shown.seq,
+                "verify": f"unicron replay --live{option} --until "
+                          f"{found.incident.closed_seq or shown.seq} --verify"}
+
+
+def begin(number: int, first_seq: int) -> int:
+    """Behind which record to begin to read for an incident's facts. `first_seq`: of the log.
+    Raises Refusal for an incident before it."""
+    if 0 < number < first_seq:
+        raise Refusal(404, f"incident {number} began before the log, which was pruned",
+                      f"the log begins at seq {first_seq}")
+    return max(first_seq - 1, number - RECORDS_BEFORE_NUM)
 
 
 def facts_of(history: History, found: IncidentRecords, shown: Plain, *, now_s: float,

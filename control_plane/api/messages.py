@@ -10,8 +10,10 @@ from msgspec import Meta, Struct, field
 
 from ...events.records.decisions import PlanChosen, ThroughputSet
 from ...events.records.envelope import KINDS
+from ...events.records.orders import Reconfigure
 from ...events.records.reports import OutageEnded
 from ...events.records.types import Labels
+from ..history.history import Output
 from ..history.timeline import Span
 from ..state.incident import Incident
 from ..state.node import Check, Quarantine
@@ -69,6 +71,15 @@ class LogQuery(Nothing, frozen=True):
 
 class HistoryQuery(Nothing, frozen=True):
     since: Annotated[str, Meta(description="The first day: a time as RFC 3339")] = "1970-01-01"
+
+
+class FactsQuery(Moment, frozen=True):
+    option: Annotated[str, Meta(description="What commands in texts have behind them",
+                                max_length=4_096)] = ""
+
+
+class IncidentsQuery(Nothing, frozen=True):
+    since: Annotated[float, Meta(description="Those that lasted beyond it, s since 1970")] = 0.0
 
 
 class TimelineQuery(Nothing, frozen=True):
@@ -190,9 +201,6 @@ TimelineAnswer = TypedDict("TimelineAnswer", {
     "from_s": float, "to_s": float, "num_tasks": int, "rows": list[Row], "free": list[Span],
     "incidents": list[Mark]})
 Generation = TypedDict("Generation", {"at_s": float, "iteration": int, "layout": str})
-Curves = TypedDict("Curves", {
-    "name": str, "iterations": list[int], "losses": list[float | None],
-    "step_s": list[float | None], "layouts": list[Generation]})
 LogRecord = TypedDict("LogRecord", {
     "seq": int, "epoch": int, "at_s": float, "kind": str, "v": int, "source": str,
     "source_seq": int, "occurred_s": float, "cause": int, "incident": int,
@@ -286,6 +294,43 @@ IncidentFacts = TypedDict("IncidentFacts", {
     "plans": list[PlanFacts], "waits": list[dict[str, str]], "computed_by": int,
     "effects": list[Effect], "dumps": list[Plain], "timeline": list[Event], "left": list[str],
     "verify": str})
+
+# --- the past of a task, and all incidents (timeline_answer.py) ---
+# `median_s` of the `num` iterations with so many members as now, or slots of a command.
+Pace = TypedDict("Pace", {"slots": int, "num": int, "median_s": float})
+IncidentRow = TypedDict("IncidentRow", {
+    "id": int, "task": int, "severity": str, "status": str, "ranks": list[int], "outcome": str,
+    "detected_s": float, "pause_s": float | None, "iterations_lost": int | None, "slot_s": float,
+    "iteration": int | None})
+# `task` 0: none of that name so far. `read_seq` below `last_seq`: ask again. `view`: of a task that
+# has left the state. `losses`, `step_s`: by `iterations`. `copied_s` 0: never.
+Read = TypedDict("Read", {"first_seq": int, "read_seq": int, "last_seq": int})
+Curves = TypedDict("Curves", {
+    "first_seq": int, "read_seq": int, "last_seq": int, "task": int, "name": str,
+    "view": TaskView | None, "iterations": list[int], "losses": list[float | None],
+    "step_s": list[float | None], "layouts": list[Generation], "skipped": int,
+    "copied_s": float, "pace": Pace | None, "ended": bool,
+    "outputs": list[Annotated[Plain, encoded(Output)]], "incidents": list[IncidentRow]})
+LostNodes = TypedDict("LostNodes", {
+    "id": int, "what": str, "nodes": list[str], "since_s": float, "back_s": float,
+    "incidents": list[int], "in_words": str})
+LoggedOutage = TypedDict("LoggedOutage", {
+    "id": int, "outage": Annotated[Plain, encoded(OutageEnded)]})
+IncidentInFull = TypedDict("IncidentInFull", {
+    "id": int, "task": int, "name": str, "node": str, "severity": str, "status": str,
+    "ranks": list[int], "why": str, "evidence": list[int], "iteration": int | None,
+    "fault_s": float, "detected_s": float, "decided_s": float, "ordered_s": float | None,
+    "rebuilt_s": float | None, "resumed_s": float | None, "stepped_s": float | None,
+    "closed_s": float | None, "closed_seq": int, "first_seq": int, "outcome": str,
+    "acknowledged_by": str, "acknowledged_why": str, "layouts": list[str],
+    "order": Annotated[Plain, encoded(Reconfigure)] | None, "alive": list[tuple[int, int]] | None,
+    "optimizer": str, "num_slots": int, "counted_s": float, "pause_s": float | None,
+    "iterations_lost": int | None, "slot_s": float, "kept": int, "dealt": int, "ckpt_read": bool,
+    "origin": str, "origin_node": str, "origin_path": str, "origin_step_version": int,
+    "origin_bytes": int, "peer_bytes": int, "near_bytes": int, "received_bytes": int})
+AllIncidents = TypedDict("AllIncidents", {
+    "first_seq": int, "read_seq": int, "last_seq": int, "incidents": list[IncidentInFull],
+    "node_losses": list[LostNodes], "outages": list[LoggedOutage]})
 
 # --- what-if (what_if.py): of the JSON of `unicron simulate --from-log` what the page shows ---
 Loss = TypedDict("Loss", {

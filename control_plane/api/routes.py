@@ -15,7 +15,7 @@ from .dry_run import Change, DryRunResult
 from .http import HttpApi, Operation, number
 from .messages import Nothing, Page, Written
 from .requests import Reason
-from .timeline_answer import curves, window
+from .timeline_answer import curves, incidents, window
 from .tokens import Role
 from .usage_answer import History
 from .view import node_view, task_view
@@ -88,14 +88,19 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/history", "view", HttpApi.history, None, History,
           "What slots were used for and lost to, by day", query=m.HistoryQuery),
     Route("GET", "/v1/timeline", "view", HttpApi.of_timeline(
-        lambda of, call, now: window(of, call.query, now.seq, now.now_s)), None, m.TimelineAnswer,
+        lambda of, call, last, now_s: window(of, call.query, last, now_s)), None, m.TimelineAnswer,
           "What slots did over time, by task, and the incidents", query=m.TimelineQuery),
     Route("GET", "/v1/tasks/{task}/curves", "view", HttpApi.of_timeline(
-        lambda of, call, _: curves(of, number(call.of))), None, m.Curves,
-          "Loss, iteration time and layouts of a task"),
+        lambda of, call, last, now_s: curves(of, call.of, last, now_s)), None, m.Curves,
+          "A task's loss, iteration time, layouts, outputs and incidents, by id or name",
+          query=m.Moment),
+    Route("GET", "/v1/timeline/incidents", "view", HttpApi.of_timeline(
+        lambda of, call, last, now_s: incidents(of, call.query.since, last, now_s)), None,
+          m.AllIncidents, "All incidents, losses of nodes and outages of the log",
+          query=m.IncidentsQuery),
     Route("GET", "/v1/incidents/{incident}/facts", "view", HttpApi.facts, None, m.IncidentFacts,
           "What broke, what was decided and why, what it cost, what is left to do",
-          query=m.Moment),
+          query=m.FactsQuery),
     Route("GET", "/v1/plan", "view", HttpApi.plan, None, DryRunResult,
           "The plan with its explanation", query=m.Moment),
     Route("POST", "/v1/plan/dry-run", "view", HttpApi.dry_run, Change, DryRunResult,

@@ -207,6 +207,17 @@ class IncidentHistory(Struct, kw_only=True):
         return self.incident.pause_s if self.incident.outcome else None
 
 
+class Output(Struct):
+    """The file with the output of one attempt of a rank."""
+
+    rank: int
+    attempt: int
+    node: str
+    log_path: str
+    ended_s: float | None = None
+    """When its process exited, in s since 1970; None: it has not."""
+
+
 class TaskHistory(Struct, kw_only=True):
     """One task: its state, losses and iteration times."""
 
@@ -225,6 +236,8 @@ class TaskHistory(Struct, kw_only=True):
     """When an in-memory checkpoint was last reported; 0: never."""
     logs: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
     """Rank -> node and log of its last process, also after its exit."""
+    outputs: dict[tuple[int, int], Output] = field(default_factory=dict[tuple[int, int], Output])
+    """By rank and attempt."""
     transitions: TaskTransitions = field(default_factory=TaskTransitions)
 
     @property
@@ -364,6 +377,11 @@ class History(Struct):
             self.transitions.append(made)
         if isinstance(body, RankStarted):
             past.logs[body.rank] = body.node, body.log_path
+            past.outputs.setdefault((body.rank, body.attempt), Output(
+                body.rank, body.attempt, body.node, body.log_path))
+        elif isinstance(body, RankExited):
+            if (output := past.outputs.get((body.rank, body.attempt))) is not None:
+                output.ended_s = record.at_s
         elif isinstance(body, TaskPlaced):
             past.logs = {seat.rank: past.logs[seat.rank] for seat in body.seats
                          if seat.rank in past.logs}
@@ -398,9 +416,11 @@ def history(records: Iterable[Record], state: ClusterState | None = None) -> His
     """`state`: that before the records, which is changed; None: the empty one."""
     state = state or ClusterState()
     it = History(state=state, tasks={
-        key: TaskHistory(task=task, logs={rank.rank: (rank.slot.node, rank.log_path)
-                                          for rank in task.ranks.values() if rank.log_path})
-        for key, task in state.tasks.items()})
+        key: TaskHistory(task=task, logs={one.rank: (one.node, one.log_path) for one in outputs},
+                         outputs={(one.rank, one.attempt): one for one in outputs})
+        for key, task in state.tasks.items() for outputs in [[
+            Output(rank.rank, rank.attempt, rank.slot.node, rank.log_path)
+            for rank in task.ranks.values() if rank.log_path]]})
     for record in records:
         it.add(record)
     return it

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import hung_commands
+import past_screens
 import pytest
 from decider import Driver, failed, spec
 from device_errors import alone, erred, four, health
@@ -18,10 +19,10 @@ from snapshots import RECORDS, check
 from stragglers import VICTIM, known, paced
 from two_tasks import carry_out, facts, gives, lose, two_tasks, waits
 from unicron.cli.cluster.state_dir import StateDir
-from unicron.cli.commands import incident, replay
+from unicron.cli.commands import replay
 from unicron.cli.screens import nodes
-from unicron.cli.screens import task as task_screen
-from unicron.cli.screens.incident import bar, every, page
+from unicron.cli.screens.incident import bar, page
+from unicron.control_plane.api import incident_facts
 from unicron.control_plane.api.needs import node_trouble
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import History, history
@@ -83,10 +84,10 @@ def test_a_plan_names_the_origin_of_its_throughput_tables() -> None:
                 task=beta if record.seq == at else alpha, sizes=(), rates_flops=(),
                 origin="measured")))
         past.add(record)
-    one = incident.pick(past, "")
+    one = replay.pick(past, "")
     assert one is not None
     found = incident_records(one, d.log)
-    (plan,) = incident.facts_of(past, found, view(d.state), now_s=d.now_s)["plans"]
+    (plan,) = incident_facts.facts_of(past, found, view(d.state), now_s=d.now_s)["plans"]
     assert plan["origins"] == ["declared"]
 
 
@@ -96,7 +97,7 @@ def test_the_timeline_ends_when_the_healthy_task_steps_again() -> None:
     (last,) = [x for x in d.log[-3:] if isinstance(x.body, r.TaskProgressed)]
     later = [replace(last, seq=d.log[-1].seq + n, incident=0, body=replace(last.body, task=beta))
              for n in range(1, 4)]
-    one = incident.pick(history(d.log), "")
+    one = replay.pick(history(d.log), "")
     assert one is not None
     assert [x.seq for x in incident_records(one, [*d.log, *later]).records] == before
 
@@ -146,16 +147,16 @@ def fault_while_frozen() -> Driver:
 def test_slot_time_of_an_open_incident_counts_until_now() -> None:
     d = fault_while_frozen()
     past = history(d.log)
-    one = incident.pick(past, "")
+    one = replay.pick(past, "")
     assert one is not None
     before = past.slot_s(one, past.at_s)
     now_s = past.at_s + 100.0
-    facts_ = incident.facts_of(past, incident_records(one, d.log), view(d.state), now_s=now_s)
+    facts_ = incident_facts.facts_of(past, incident_records(one, d.log), view(d.state), now_s=now_s)
     assert facts_["cost"]["slot_s"] == facts_["effects"][0]["slot_s"] == pytest.approx(before + 400)
     figure = f"{before + 400:.1f}"
     seen = view(d.state)
-    for screen in (every(past, now_s=now_s),
-                   task_screen.task_status(seen, seen["tasks"][0], past, now_s=now_s)):
+    for screen in (past_screens.every(past, now_s=now_s),
+                   past_screens.task_status(seen, seen["tasks"][0], past, now_s=now_s)):
         (row,) = [line for line in screen if line.startswith(f"inc-{one.id}")]
         assert row.endswith(f" {figure}")
     assert past.slot_s(one, past.at_s) == before, "the screens must not change the history"
@@ -406,20 +407,20 @@ def test_an_unknown_incident_gets_the_newest_as_hint(exported: Path) -> None:
 
 
 def test_a_log_without_incidents() -> None:
-    assert incident.pick(History(), "") is None
-    assert every(History(), now_s=0.0) == ["no incidents: nothing has failed so far"]
+    assert replay.pick(History(), "") is None
+    assert past_screens.every(History(), now_s=0.0) == ["no incidents: nothing has failed so far"]
     with pytest.raises(UsageError, match="no incident '3'"):
-        incident.pick(History(), "3")
+        replay.pick(History(), "3")
 
 
 def test_the_list() -> None:
     d, _, _ = gives()
     past = history(d.log)
-    check("incident-all", every(past, now_s=d.now_s), columns_max=100)
+    check("incident-all", past_screens.every(past, now_s=d.now_s), columns_max=100)
     for task in past.state.tasks.values():
         task.spec = replace(task.spec, name="alpha")
     (one,) = past.incidents.values()
-    assert f"  alpha ({one.task})  " in every(past, now_s=d.now_s)[2]
+    assert f"  alpha ({one.task})  " in past_screens.every(past, now_s=d.now_s)[2]
 
 
 # --- evidence ------------------------------------------------------------------------------------

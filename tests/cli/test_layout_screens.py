@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import past_screens
 import pytest
 from decider import Driver
 from membership_jobs import job
@@ -15,7 +16,6 @@ from two_tasks import facts, plain, seen
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import tasks
 from unicron.cli.screens import cluster, plan
-from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import page
 from unicron.control_plane.api import dry_run
 from unicron.control_plane.api.dry_run import Change
@@ -101,7 +101,7 @@ def test_a_layout_that_lost_a_rank_and_grew_again() -> None:
     d.obey(lost, start=False)
     d.progress(task)
     state_view = view(d.state)["tasks"][0]
-    check("task-layout", task_screen.task_status(seen(d), state_view, history(d.log),
+    check("task-layout", past_screens.task_status(seen(d), state_view, history(d.log),
                                                  now_s=d.now_s + 0.5))
     check("status-layout", cluster.status(seen(d), cluster="test", now_s=d.now_s + 0.5),
           columns_max=100)
@@ -136,7 +136,7 @@ def test_bytes_from_the_same_node_are_counted_apart() -> None:
 def test_the_screen_names_the_ranks_with_shards(d: Driver, optimizer: str, words: str) -> None:
     task = d.running(job(optimizer=optimizer))
     d.progress(task)
-    lines = task_screen.task_status(seen(d), view(d.state)["tasks"][0], history(d.log),
+    lines = past_screens.task_status(seen(d), view(d.state)["tasks"][0], history(d.log),
                                     now_s=d.now_s + 0.5)
     at = next(i for i, line in enumerate(lines) if line.startswith("copies"))
     assert words in " ".join(line.strip() for line in lines[at:at + 3])

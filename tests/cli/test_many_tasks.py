@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import past_screens
 import pytest
 import yaml
 from cli_process import in_process
@@ -15,7 +16,6 @@ from two_tasks import seen
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import operate, status, tasks
 from unicron.cli.screens import cluster, nodes
-from unicron.cli.screens import task as task_screen
 from unicron.cli.terminal import console, times
 from unicron.cli.terminal import format as fmt
 from unicron.control_plane.api.view import view
@@ -105,7 +105,7 @@ def test_yaml_is_the_json_document(many: Driver, tmp_path: Path, monkeypatch: py
 def test_a_command_without_a_model_earns_nothing(many: Driver) -> None:
     assert not [line for line in screen(many) if line.startswith("plan ")]
     found = view(many.state)
-    page = task_screen.task_status(found, found["tasks"][0], History(), now_s=many.now_s)
+    page = past_screens.task_status(found, found["tasks"][0], History(), now_s=many.now_s)
     (line,) = [line for line in page if line.startswith("earns")]
     assert "nothing that is known" in line
 
@@ -125,7 +125,7 @@ def test_no_name_reaches_the_terminal_as_it_is(
         *cluster.status(found, cluster=HOSTILE, now_s=many.now_s),
         *cluster.tasks(found["tasks"][:3], wide=True),
         *nodes.nodes(found, now_s=many.now_s),
-        *task_screen.task_status(found, found["tasks"][0], History(), now_s=many.now_s)])
+        *past_screens.task_status(found, found["tasks"][0], History(), now_s=many.now_s)])
     console.error(f"no task {HOSTILE}", HOSTILE)
     captured = capsys.readouterr()
     for text in captured.out, captured.err:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import past_screens
 from decider import Driver, spec
 from two_tasks import carry_out, gives
 from unicron.cli.screens import cluster, incident
@@ -39,7 +40,7 @@ def back(d: Driver, node: str, boot_id: str, slots: int) -> None:
 
 def shown(d: Driver) -> list[str]:
     """The list of incidents, without head and foot; of an incident, the id alone."""
-    lines = incident.every(history(d.log), now_s=d.now_s)
+    lines = past_screens.every(history(d.log), now_s=d.now_s)
     assert max(map(len, lines)) <= 100
     return [line.partition("-")[0] if line.startswith("  ") else line for line in lines[1:-2]]
 
@@ -77,7 +78,7 @@ def test_a_lost_node_is_one_event_and_a_short_silence_is_none() -> None:
     d = cluster_of(1, nodes=2, slots=1)
     silent(d, "n2")  # it has no task
     assert found(d) == [("lost", ["n2"], 0)]
-    assert incident.every(history(d.log), now_s=d.now_s) == [
+    assert past_screens.every(history(d.log), now_s=d.now_s) == [
         incident.NONE, f"NODES      lost: n2, away since {at(d, -6)}; 0 incidents"]
     d.tell(LEADER, r.NodeReachable(node="n2", incarnation=1))
     assert found(d) == []

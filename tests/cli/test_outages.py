@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import past_screens
 import pytest
 import redis
 from decider import Driver
@@ -15,7 +16,7 @@ from unicron.cli.cluster.client import Unreachable, connect
 from unicron.cli.cluster.local_cluster import free_port
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import doctor
-from unicron.cli.screens import cluster, incident
+from unicron.cli.screens import cluster
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import history
 from unicron.control_plane.state.cluster import NUM_OUTAGES_MAX
@@ -54,7 +55,7 @@ def test_an_outage_is_in_status_for_a_day_and_in_the_list_for_ever(
     assert f"AWAY {words}" in shown(status)
     assert max(map(len, status)) <= 100
     assert "AWAY" not in shown(cluster.status(seen, cluster="c", now_s=SINCE_S + 2 * DAY_S))
-    listed = incident.every(history(d.log), now_s=SINCE_S + 9 * DAY_S)
+    listed = past_screens.every(history(d.log), now_s=SINCE_S + 9 * DAY_S)
     assert f"AWAY {words}" in shown(listed)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import msgspec
+import past_screens
 import pytest
 from decider import Driver, spec
 from simulated.seeds import simulate
@@ -17,15 +18,15 @@ from simulated.world import World
 from snapshots import RECORDS, check, until
 from snapshots import seen as seen_at
 from two_tasks import carry_out, facts, gives, plain, seen, train, two_tasks, waits
+from unicron.cli.cluster.client import Refused
 from unicron.cli.cluster.state_dir import StateDir
-from unicron.cli.commands import incident as commands_incident
 from unicron.cli.commands import status, up
 from unicron.cli.commands.request_outcome import Outcome, plan_lines
 from unicron.cli.commands.tasks import option_for
 from unicron.cli.screens import cluster, incident, nodes
-from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import page
 from unicron.cli.terminal import format as figures
+from unicron.control_plane.api import incident_facts
 from unicron.control_plane.api.needs import AWAY_S_MIN, needs
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import History, history
@@ -59,7 +60,7 @@ def test_status(name, seq):
 def test_status_of_a_task(name, seq):
     state_view, now_s = seen_at(seq)
     past = history(RECORDS[:seq])
-    check(name, task_screen.task_status(state_view, state_view["tasks"][0], past, now_s=now_s))
+    check(name, past_screens.task_status(state_view, state_view["tasks"][0], past, now_s=now_s))
 
 
 @pytest.mark.parametrize(("name", "seq"), [
@@ -163,7 +164,7 @@ def test_status_after_a_lost_node() -> None:
     lines = cluster.status(seen(d, after_s), cluster="test", now_s=lost_s + AWAY_S_MIN)
     assert lines[1].startswith("NEEDS YOU  n2 lost for 15 s: repair it and start its agent")
     task = next(x for x in view(d.state)["tasks"] if x["id"] == alpha)
-    check("task-shrunk", task_screen.task_status(view(d.state), task, history(d.log),
+    check("task-shrunk", past_screens.task_status(view(d.state), task, history(d.log),
                                              now_s=d.now_s + 0.5))
     check("nodes-lost", nodes.nodes(view(d.state), now_s=d.now_s + 0.5), columns_max=100)
 
@@ -174,7 +175,7 @@ def test_status_while_a_task_waits() -> None:
           columns_max=100)
     view_ = seen(d)
     task = next(x for x in view_["tasks"] if x["id"] == beta)
-    check("task-waits", task_screen.task_status(view_, task, history(d.log), now_s=d.now_s + 0.5))
+    check("task-waits", past_screens.task_status(view_, task, history(d.log), now_s=d.now_s + 0.5))
 
 
 def test_status_while_healing_is_paused() -> None:
@@ -245,7 +246,7 @@ def test_how_to_resume_healing_can_be_pasted(
     task = next(x for x in view_["tasks"] if x["id"] == alpha)
     found = facts(d.log, option=option)
     for screen in (cluster.status(seen(d), cluster="test", now_s=d.now_s, option=option),
-                   task_screen.task_status(view_, task, History(), now_s=d.now_s, option=option),
+                   past_screens.task_status(view_, task, History(), now_s=d.now_s, option=option),
                    found["left"], page(found), up._mode(view_["cluster"], option)):
         assert any(way.format(option) in line for line in screen), screen
 
@@ -257,9 +258,13 @@ def test_a_folder_with_blanks_in_its_name_can_be_pasted(tmp_path: Path) -> None:
 def test_a_node_in_place_of_a_task_gets_a_hint(
         monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     d, _, _ = gives()
-    answers = {"/v1/state": seen(d), "/v1/log/beginning": {"after": 0, "state": ""}}
-    client = mock.Mock(get=lambda path, *limits, **query: answers[path],
-                       records=lambda after, *, follow: plain(d))
+
+    def get(path: str, *limits: float, **query: object) -> dict[str, object]:
+        if path != "/v1/state":
+            raise Refused(404, "there is no task n9 in the log", "")
+        return seen(d)
+
+    client = mock.Mock(get=get)
     monkeypatch.setattr(status, "connect_to_read", lambda state, url: client)
     with pytest.raises(UsageError, match="'n2' is a node") as error:
         status.status(StateDir(tmp_path), None, "n2", watch=False, as_json=False)
@@ -282,9 +287,9 @@ def test_a_task_submitted_after_the_request_is_shown_by_number() -> None:
 # --- how long the status screen shows an event ---------------------------------------------------
 def test_a_task_without_progress_needs_an_operator(d: Driver, task: int) -> None:
     one = view(d.state)["tasks"][0]
-    told = task_screen.task_status(view(d.state), one, History(), now_s=d.now_s + 9.9)
+    told = past_screens.task_status(view(d.state), one, History(), now_s=d.now_s + 9.9)
     assert told[1].startswith("next")
-    told = task_screen.task_status(view(d.state), one, History(), now_s=d.now_s + 75)
+    told = past_screens.task_status(view(d.state), one, History(), now_s=d.now_s + 75)
     assert told[1] == "silent     last progress 75 s ago, it has stopped training or is very slow"
     (line,) = [x for x in cluster.status(seen(d, 75), cluster="test", now_s=d.now_s + 75)
                if x.startswith("NEEDS YOU")]
@@ -395,7 +400,7 @@ def test_the_current_work_span_counts_up_to_now(d: Driver, task: int) -> None:
 @pytest.mark.parametrize("kept", [True, False])
 def test_status_says_what_a_task_without_a_kept_sum_redoes(d: Driver, kept: bool) -> None:
     d.submit(spec(train={"iterations": 50, "output": "/tmp/out", "kept_sum": kept}))
-    lines = task_screen.task_status(view(d.state), view(d.state)["tasks"][0], history(d.log),
+    lines = past_screens.task_status(view(d.state), view(d.state)["tasks"][0], history(d.log),
                                     now_s=d.now_s)
     assert kept != any(line.startswith("kept sum   none: a fault during") for line in lines)
 
@@ -408,24 +413,24 @@ def test_status_says_whether_the_sums_are_exact(d: Driver, why: str, told: str) 
         task = d.running(spec(name=asked, slots={"min": 1, "max": 2}, train={
             "iterations": 50, "output": "/tmp/out", "reproducible": asked}))
         (shown,) = (one for one in view(d.state)["tasks"] if one["id"] == task)
-        lines = task_screen.task_status(view(d.state), shown, history(d.log), now_s=d.now_s)
+        lines = past_screens.task_status(view(d.state), shown, history(d.log), now_s=d.now_s)
         assert (f"sums       {told}" in lines) == (asked == "bitwise")
     d.state.tasks[task].generation = 0
     (shown,) = (one for one in view(d.state)["tasks"] if one["id"] == task)
-    lines = task_screen.task_status(view(d.state), shown, history(d.log), now_s=d.now_s)
+    lines = past_screens.task_status(view(d.state), shown, history(d.log), now_s=d.now_s)
     assert ("sums       exact" in lines) is False, "before its ranks are ready it is not known"
     d.state.tasks[task].declined = "its optimizer is not Adam"
     assert view(d.state)["tasks"][-1]["rounding_why"]
 
 
 def test_skipped_steps_are_shown(d: Driver, task: int) -> None:
-    lines = "\n".join(task_screen.task_status(view(d.state), view(d.state)["tasks"][0],
+    lines = "\n".join(past_screens.task_status(view(d.state), view(d.state)["tasks"][0],
                                               history(d.log), now_s=d.now_s))
     assert "skipped" not in lines
     d.tell(d.source("n1"), r.TaskProgressed(
         task=task, generation=1, first_iteration=1, losses=(2.0,) * 9, step_s=(0.2,) * 9,
         rate_flops=1e9, micro_batches=12, skipped=8))
-    told = task_screen.task_status(view(d.state), view(d.state)["tasks"][0], history(d.log),
+    told = past_screens.task_status(view(d.state), view(d.state)["tasks"][0], history(d.log),
                                    now_s=d.now_s)
     assert "skipped    8 of 10 steps: the gradient was not finite" in told
 
@@ -443,7 +448,7 @@ def test_the_normal_step_time_is_of_the_training_ranks() -> None:
     d.progress(task, 9)
     one = view(d.state)["tasks"][0]
     one["ranks"] = [*one["ranks"], {**one["ranks"][0], "rank": 4, "state": "preparing"}]
-    told = task_screen.task_status(view(d.state), one, history(d.log), now_s=d.now_s)
+    told = past_screens.task_status(view(d.state), one, history(d.log), now_s=d.now_s)
     assert any("own normal on 4 slots 200 ms (median of 10)" in line for line in told)
 
 
@@ -465,12 +470,12 @@ def test_screens_at_random_moments(seed: int) -> None:
         done = cut
         seen, now_s = view(told.state), told.at_s + 0.5
         lines = [*cluster.status(seen, cluster="x", now_s=now_s),
-                 *nodes.nodes(seen, now_s=now_s), *incident.every(told, now_s=now_s)]
+                 *nodes.nodes(seen, now_s=now_s), *past_screens.every(told, now_s=now_s)]
         for task in seen["tasks"]:
-            lines += task_screen.task_status(seen, task, told, now_s=now_s)
+            lines += past_screens.task_status(seen, task, told, now_s=now_s)
         for one in told.incidents.values():
             found = incident_records(one, records[:cut])
-            facts = {**commands_incident.facts_of(told, found, seen, now_s=now_s),
+            facts = {**incident_facts.facts_of(told, found, seen, now_s=now_s),
                      "verify": "unicron replay"}
             lines += incident.page(facts)
             seqs = [record.seq for record in found.records]

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import msgspec
+import past_screens
 import pytest
 from decider import Driver, spec
 from hangs import hung, stalled
@@ -17,7 +18,6 @@ from two_tasks import plain, seen, two_tasks
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import status
 from unicron.cli.screens import cluster, nodes, plan, stragglers
-from unicron.cli.screens import task as task_screen
 from unicron.cli.terminal.format import UNBROKEN
 from unicron.control_plane.api.dry_run import Change, run_dry
 from unicron.control_plane.api.view import view
@@ -45,7 +45,7 @@ def test_a_slow_rank_is_shown_with_its_cost_and_a_command() -> None:
     (row,) = [line for line in lines if " alpha " in line and "DP4" in line]
     assert "DEGRADED" in row
     task = next(x for x in view(d.state)["tasks"] if x["id"] == alpha)
-    check("task-degraded", task_screen.task_status(view(d.state), task, history(d.log),
+    check("task-degraded", past_screens.task_status(view(d.state), task, history(d.log),
                                                    now_s=d.now_s + 0.5))
     check("nodes-degraded", nodes.nodes(view(d.state), now_s=d.now_s + 0.5), columns_max=100)
 
@@ -69,7 +69,7 @@ def the_task(d: Driver, task: int, healing: str = "on") -> str:
     state_view = view(d.state)
     state_view["cluster"]["healing"] = healing
     (one,) = [x for x in state_view["tasks"] if x["id"] == task]
-    return " ".join(" ".join(task_screen.task_status(state_view, one, history(d.log),
+    return " ".join(" ".join(past_screens.task_status(state_view, one, history(d.log),
                                                      now_s=d.now_s)).split())
 
 
@@ -149,7 +149,7 @@ def test_a_task_hung_for_a_shared_reason_needs_a_person(d: Driver) -> None:
     lines = cluster.status(seen(d), cluster="test", now_s=d.now_s)
     check("status-stands", lines, columns_max=100)
     state_view = view(d.state)["tasks"][0]
-    check("task-stands", task_screen.task_status(view(d.state), state_view, history(d.log),
+    check("task-stands", past_screens.task_status(view(d.state), state_view, history(d.log),
                                                  now_s=d.now_s))
 
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import past_screens
 import pytest
 from real_cluster import RealCluster, running
 from twins import small
 from unicron.cli.app import run_command
-from unicron.cli.screens import task as task_screen
 from unicron.cli.terminal.format import UNBROKEN
 from unicron.control_plane.history.history import History
 
@@ -89,7 +89,7 @@ def page_names_the_dumps(cluster: RealCluster, task: int, capsys: pytest.Capture
     """The task screen names the dump folder for `unicron locate`, which finds the hung rank."""
     view = cluster.client().get("/v1/state")
     (one,) = [x for x in view["tasks"] if x["id"] == task]
-    page = task_screen.task_status(view, one, History(), now_s=time.time())
+    page = past_screens.task_status(view, one, History(), now_s=time.time())
     (line,) = [x.replace(UNBROKEN, " ") for x in page if x.startswith("dumps")]
     folder = Path(line.partition("unicron locate ")[2].partition(":")[0])
     (folder / "rank-0.attempt-1.error.json").write_text('{"message": "of an earlier process"}')

@@ -12,6 +12,7 @@ from pathlib import Path
 from unicron.cli.cluster.local_cluster import program
 from unicron.cli.screens.task import loss_curve
 from unicron.cli.terminal.format import Plain, curve, lost_cell, ms, ranks, scaled, table
+from unicron.control_plane.api.timeline_answer import past_of
 from unicron.control_plane.history.history import IncidentHistory
 from unicron.events.records.codec import from_plain
 from waf import waf as waf_of
@@ -113,7 +114,7 @@ def waf(stage: Stage) -> None:
 
 def loss(stage: Stage, task: int) -> None:
     """Print the loss curve, with marks at the faults."""
-    for number, line in enumerate(loss_curve(stage.history.tasks[task], stage.history)):
+    for number, line in enumerate(loss_curve({**past_of(stage.history, task, 0.0)})):
         if number:
             stage.note(None, f"{'':6}{line}")
         else:

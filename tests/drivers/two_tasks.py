@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 from decider import Driver, failed, spec
-from unicron.cli.commands import incident
-from unicron.control_plane.api import dry_run
+from unicron.cli.commands.replay import pick
+from unicron.control_plane.api import dry_run, incident_facts
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide.replay import replay
 from unicron.control_plane.history.history import history
@@ -93,7 +93,7 @@ def plain(d: Driver) -> list[Plain]:
 
 def facts(log: list[Record], which: str = "", *, option: str = "") -> Plain:
     past = history(log)
-    one = incident.pick(past, which)
+    one = pick(past, which)
     assert one is not None
     found = incident_records(one, log)
 
@@ -104,8 +104,9 @@ def facts(log: list[Record], which: str = "", *, option: str = "") -> Plain:
             "computed_by": VERSION,
         }
 
-    return {**incident.facts_of(past, found, view(past.state), now_s=past.at_s, option=option),
-            **incident.waits_of(past, found, plan_at),
+    return {**incident_facts.facts_of(
+                past, found, view(past.state), now_s=past.at_s, option=option),
+            **incident_facts.waits_of(past, found, plan_at),
             "verify": f"unicron replay log.jsonl --until {one.closed_seq or past.seq} --verify"}
 
 

@@ -67,7 +67,7 @@ def history(cluster: SealedCluster) -> Found:
     files = cluster.folder.snapshots("usage")
     found = {"first_s": first_s, "file_mb": (
         cluster.state.path / "log" / files[-1].name).stat().st_size / 1e6}
-    with _control_plane(cluster) as client:
+    with control_plane(cluster) as client:
         for metric in ("answer_s", "again_s"):
             began_s = time.perf_counter()
             answer = client.get("/v1/history", DRY_RUN_S_MAX)
@@ -79,7 +79,7 @@ def history(cluster: SealedCluster) -> Found:
 def moments_s(cluster: SealedCluster, last: int, num: int = NUM_MOMENTS) -> list[float]:
     """The time of each answer of a real control plane to `status --at`, half of them asked by seq,
     half by time: drawn from the whole log, each one new."""
-    with _control_plane(cluster) as client:
+    with control_plane(cluster) as client:
         first_s, last_s = (client.get("/v1/state", at=seq)["cluster"]["at_s"]
                            for seq in (1, last))
         times: list[float] = []
@@ -94,7 +94,7 @@ def moments_s(cluster: SealedCluster, last: int, num: int = NUM_MOMENTS) -> list
 
 
 @contextmanager
-def _control_plane(cluster: SealedCluster) -> Iterator[Client]:
+def control_plane(cluster: SealedCluster) -> Iterator[Client]:
     """A client of a new control plane on the cluster's log."""
     local = LocalCluster(cluster.state, ClusterOptions(num_agents=0))
     local.ensure_server()

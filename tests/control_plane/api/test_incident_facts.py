@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from http_site import JOB, Site, real
+from msgspec.structs import replace
 from unicron.control_plane.api import incident_facts, messages, what_if
 from unicron.control_plane.api.requests import Refusal
 from unicron.control_plane.api.view import view
@@ -17,6 +18,7 @@ from unicron.control_plane.history.history import history
 from unicron.control_plane.history.incident_records import incident_records
 from unicron.control_plane.state.cluster import ClusterState, encode_state
 from unicron.events.log import archive
+from unicron.events.records.decisions import IncidentClosed
 from unicron.events.records.reports import NodeJoined
 
 DEMO = Path(__file__).parents[2] / "data" / "demo.jsonl"
@@ -27,8 +29,17 @@ INCIDENT = 33
 def facts(until: int = len(RECORDS)) -> Any:
     records = RECORDS[:until]
     shown = replay(records)
-    return incident_facts.facts_at(INCIDENT, records, encode_state(ClusterState()), shown,
-                                   shown.at_s)
+    return read(records, shown).facts("", shown.at_s)
+
+
+def read(rest: list[Any], shown: ClusterState, num_page: int = 25
+         ) -> incident_facts.Reading:
+    """Read the records as the control plane does: only what may be missing."""
+    reading = incident_facts.Reading(INCIDENT, encode_state(ClusterState()), shown)
+    while num := min(reading.num_missing, num_page):
+        reading.add(rest[:num])
+        rest = rest[num:]
+    return reading
 
 
 def test_they_are_those_of_the_terminal() -> None:
@@ -58,6 +69,34 @@ def test_at_a_past_moment_it_is_as_it_was_then() -> None:
     assert [one["seq"] for one in then["timeline"]] == list(range(32, 41))
     with pytest.raises(Refusal, match="no incident 33"):
         facts(until=32)
+
+
+def test_a_longer_log_is_not_read_for_it() -> None:
+    """What is behind its end is read until late evidence is unlikely, however much there is."""
+    (closed,) = (one for one in RECORDS if isinstance(one.body, IncidentClosed))
+    long = [*RECORDS, *(replace(RECORDS[-1], seq=RECORDS[-1].seq + number)
+                        for number in range(1, 4_000))]
+    state = replay(RECORDS)
+    state.seq = long[-1].seq
+    reading = read(long, state)
+    assert closed.seq + incident_facts.LATE_RECORDS_NUM <= reading.last
+    assert reading.last < closed.seq + incident_facts.LATE_RECORDS_NUM + 25
+    told = reading.facts(" --state /s", state.at_s)
+    assert told["seq"] == long[-1].seq
+    assert {key: told[key] for key in ("timeline", "evidence", "plans", "effects", "phases")} == {
+        key: facts()[key] for key in ("timeline", "evidence", "plans", "effects", "phases")}
+    assert told["verify"] == f"unicron replay --live --state /s --until {closed.seq} --verify"
+
+
+def test_nothing_behind_a_record_that_is_no_incident_is_read() -> None:
+    reading = incident_facts.Reading(3, encode_state(ClusterState()), replay(RECORDS))
+    reading.add(RECORDS[:4])
+    assert reading.num_missing == 0
+    with pytest.raises(Refusal, match="no incident 3") as refused:
+        reading.facts("", 0.0)
+    assert refused.value.hint == f"the newest: inc-{INCIDENT}"
+    with pytest.raises(Refusal, match="began before the log, which was pruned"):
+        incident_facts.begin(3, first_seq=9)
 
 
 @real

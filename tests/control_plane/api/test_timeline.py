@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from http_site import JOB, Site, real
-from unicron.control_plane.api import timeline_answer
+from unicron.cli.cluster.client import Client, Unable
+from unicron.cli.commands import offline
+from unicron.control_plane.api import http, messages, timeline_answer
 from unicron.control_plane.api.messages import TimelineQuery
 from unicron.control_plane.api.requests import Refusal
 from unicron.control_plane.history.history import usage
@@ -69,12 +74,68 @@ def test_a_window_shows_its_part(demo: Timeline) -> None:
 
 def test_curves(demo: Timeline) -> None:
     (task,) = demo.past.tasks
-    curves = timeline_answer.curves(demo, task)
+    curves = timeline_answer.curves(demo, str(task))
     assert curves["iterations"] == list(range(len(curves["iterations"])))
     assert None not in curves["losses"] + curves["step_s"]
     assert [one["layout"] for one in curves["layouts"]] == ["DP 4", "DP 3", "DP 4"]
+    assert timeline_answer.curves(demo, demo.past.tasks[task].name) == curves
+    assert timeline_answer.curves(demo, f"task-{task}") == curves
+    assert (curves["first_seq"], curves["read_seq"]) == (1, RECORDS[-1].seq)
+    assert (curves["view"], curves["ended"]) == (None, True)
+    assert [(one["rank"], one["attempt"]) for one in curves["outputs"]
+            ] == [(0, 1), (1, 1), (2, 1), (3, 1), (2, 2)]
+    assert [one["outcome"] for one in curves["incidents"]] == ["healed"]
     with pytest.raises(Refusal, match="no task 999"):
-        timeline_answer.curves(demo, 999)
+        timeline_answer.curves(demo, "999")
+    unread = timeline_answer.curves(demo, "999", RECORDS[-1].seq + 1)
+    assert (unread["task"], unread["read_seq"] < unread["last_seq"]) == (0, True)
+
+
+def test_the_answers_are_as_the_openapi_document_says(demo: Timeline) -> None:
+    (task,) = demo.past.tasks
+    curves = timeline_answer.curves(demo, str(task))
+    demo.past.tasks[task].task.members = []
+    demo.past.tasks[task].paces_s[0] = [1.0, 3.0, 2.0]
+    curves["pace"] = timeline_answer.past_of(demo.past, task, 0.0)["pace"]
+    found = timeline_answer.incidents(demo)
+    for data, kind in ((curves, messages.Curves), (curves["pace"], messages.Pace),
+                       (curves["incidents"][0], messages.IncidentRow),
+                       (found, messages.AllIncidents),
+                       (found["incidents"][0], messages.IncidentInFull)):
+        assert data is not None
+        assert set(data) == set(kind.__annotations__), kind
+        msgspec.convert(msgspec.to_builtins(data), kind)
+    assert timeline_answer.incidents(demo, since_s=1e11)["incidents"] == []
+
+
+@real
+async def test_a_past_moment_has_its_own_timeline(site: Site) -> None:
+    _, submitted = await site.ask("POST", "/v1/tasks", JOB)
+    await site.ask("POST", f"/v1/tasks/{submitted['task']}/cancel", {})
+    path = f"/v1/tasks/{submitted['task']}/curves"
+    assert (await site.ask("GET", path))[1]["ended"]
+    _, then = await site.ask("GET", f"{path}?at={submitted['seq']}")
+    assert (then["ended"], then["read_seq"], then["last_seq"]) == (False, *[submitted["seq"]] * 2)
+    await site.refused(404, "GET", f"{path}?at={submitted['seq'] - 1}")
+
+
+@real
+async def test_a_command_asks_as_long_as_the_log_is_read_further(site: Site) -> None:
+    client, limits = Client(site.url, "secret"), (http.EXTEND_S_MAX, http.PAGE_RECORDS_MAX)
+    for number in range(4):
+        await site.ask("POST", "/v1/tasks", {
+            **JOB, "name": f"j{number}", "train": {"iterations": 3, "output": f"/o{number}"}})
+    try:
+        http.EXTEND_S_MAX, http.PAGE_RECORDS_MAX = 0.0, 1  # a request reads one record
+        read = partial(offline.read_to_end, client, "/v1/tasks/j3/curves")
+        assert (await asyncio.to_thread(read))["name"] == "j3"
+        await site.ask("POST", "/v1/tasks", {
+            **JOB, "name": "j4", "train": {"iterations": 3, "output": "/o4"}})
+        http.PAGE_RECORDS_MAX = 0  # it reads none
+        with pytest.raises(Unable, match="reads its log no further"):
+            await asyncio.to_thread(read)
+    finally:
+        http.EXTEND_S_MAX, http.PAGE_RECORDS_MAX = limits
 
 
 def test_a_copy_of_the_state_is_that_of_the_fold(demo: Timeline) -> None:

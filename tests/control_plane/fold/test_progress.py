@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import past_screens
 import pytest
 from command_logs import begin, printed
 from decider import Driver, kinds, task_of, the
@@ -12,7 +13,6 @@ from described_jobs import job
 from msgspec.structs import replace
 from unicron.cli.commands import replay
 from unicron.cli.commands.offline import Log
-from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.cluster import status
 from unicron.cli.terminal.format import lost_in_words
 from unicron.control_plane.api.view import view
@@ -100,7 +100,7 @@ def test_another_global_batch_does_not_calibrate(d: Driver, task: int) -> None:
     assert task_of(d, task).rate_flops == 0
     assert sum(d.state.earned.values()) == 0
     shown = next(one for one in view(d.state)["tasks"] if one["id"] == task)
-    lines = task_screen.task_status(view(d.state), shown, History(), now_s=d.now_s)
+    lines = past_screens.task_status(view(d.state), shown, History(), now_s=d.now_s)
     assert "measures   nothing: it prints a global batch of 12, its model has 24" in lines
     for iteration in (100, 110, 120):  # now it prints the model's global batch
         new = printed(d, task, iteration)
@@ -258,7 +258,7 @@ def test_the_screens_show_the_progress(d: Driver, task: int) -> None:
     measured(d, task)
     seen = view(d.state)
     shown = next(one for one in seen["tasks"] if one["id"] == task)
-    lines = task_screen.task_status(seen, shown, history(d.log), now_s=d.now_s)
+    lines = past_screens.task_status(seen, shown, history(d.log), now_s=d.now_s)
     assert "where      n1 x2 n2 x2" in lines
     assert "progress   40 of 1,000, loss 2.5000, as it prints" in lines
     assert any(line.startswith("pace       1.0 s an iteration; ") for line in lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from decider import Driver, failed, finish, kinds, only, spec, task_of, the, waits_of
-from unicron.cli.commands.incident import facts_of
+from unicron.control_plane.api.incident_facts import facts_of
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide.replay import replay, verify
 from unicron.control_plane.fold.edits import EXPIRED, PLAN

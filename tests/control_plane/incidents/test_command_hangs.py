@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import past_screens
 import pytest
 from command_logs import printed
 from decider import Driver, kinds, only, task_of, the
 from hung_commands import AFTER_S, TELLER, deadlines, running, stalled
 from snapshots import check
 from unicron.cli.screens import cluster
-from unicron.cli.screens import task as task_screen
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import history
 from unicron.events.errors import SpecError
@@ -49,7 +49,7 @@ def test_by_default_a_silent_command_is_only_reported(d: Driver) -> None:
     check("status-unprinted", lines, columns_max=100)
     (notice,) = [line for line in lines if line.startswith("NEEDS YOU")]
     assert "has printed no line of progress for 12 min, an iteration took 1.0 s" in notice
-    lines = task_screen.task_status(seen, shown(d, task), history(d.log), now_s=d.now_s)
+    lines = past_screens.task_status(seen, shown(d, task), history(d.log), now_s=d.now_s)
     check("task-unprinted", lines)
     unstalled(d, task)
     assert not shown(d, task)["stands"]

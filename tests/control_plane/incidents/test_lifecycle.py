@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import past_screens
 import pytest
 from decider import Driver, at_rest, failed, only, spec, task_of, the
 from hangs import stalled
 from memory_checkpoints import FIRST, came, kept, ordered_anew
 from two_tasks import facts, plain, seen
 from unicron.cli.screens import cluster as cluster_screen
-from unicron.cli.screens import task as task_screen
-from unicron.cli.screens.incident import every, page
+from unicron.cli.screens.incident import page
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide import memory_checkpoints
 from unicron.control_plane.history.history import history
@@ -136,10 +136,10 @@ def test_an_incident_that_lost_iterations_is_not_healed() -> None:
     assert task_of(d, task).healed == 0
     past, cluster = history(d.log), seen(d)
     found = page(facts(d.log))
-    of_task = task_screen.task_status(cluster, cluster["tasks"][0], past, now_s=d.now_s)
+    of_task = past_screens.task_status(cluster, cluster["tasks"][0], past, now_s=d.now_s)
     tail = [line(x) for x in plain(d) if x["kind"] == "IncidentClosed"]
     screens_ = [cluster_screen.status(cluster, cluster="test", now_s=d.now_s), of_task, found,
-                every(past, now_s=d.now_s), tail]
+                past_screens.every(past, now_s=d.now_s), tail]
     for screen in screens_:
         words = "\n".join(x for x in screen if not x.startswith("ID  TASK"))
         assert "set back" in words.lower(), words
@@ -212,7 +212,7 @@ def screen_text(d: Driver, task: int, label: str) -> str:
     """The text of one label on the task's screen."""
     cluster = seen(d)
     one = next(x for x in cluster["tasks"] if x["id"] == task)
-    lines = task_screen.task_status(cluster, one, history(d.log), now_s=d.now_s)
+    lines = past_screens.task_status(cluster, one, history(d.log), now_s=d.now_s)
     at = next(index for index, x in enumerate(lines) if x.startswith(f"{label} "))
     end = next((index for index, x in enumerate(lines[at + 1 :], at + 1)
                 if not x.startswith(" ")), len(lines))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import past_screens
 import pytest
 from decider import Driver, failed, spec, the
 from two_tasks import facts, plain, seen
 from unicron.cli.screens import cluster
-from unicron.cli.screens.incident import every, page
+from unicron.cli.screens.incident import page
 from unicron.control_plane.history.history import history
 from unicron.control_plane.incidents.lifecycle import open_incidents
 from unicron.control_plane.incidents.severity import HANDLING, TABLE, exit_in_words, network_status
@@ -43,7 +44,7 @@ def test_a_known_cause_replaces_the_ranks_of_failed_collectives(d: Driver, task:
     d.join("n2", incarnation=8)
     (known,) = d.state.incidents.values()
     assert (known.severity, known.ranks, known.node) == ("SEV2", [2, 3], "n2")
-    for screen in (page(facts(d.log))[:1], every(history(d.log), now_s=d.now_s),
+    for screen in (page(facts(d.log))[:1], past_screens.every(history(d.log), now_s=d.now_s),
                    cluster.status(seen(d), cluster="test", now_s=d.now_s)):
         assert any("ranks 2 3" in x for x in screen), screen
         assert not any("0-3" in x or "NCCL" in x for x in screen), screen
@@ -69,7 +70,7 @@ def test_a_timeout_is_shown_without_the_word_nccl(d: Driver, task: int) -> None:
     d.due(f"evidence/{task}/1")
     tail = [line(x) for x in plain(d) if x["kind"] == "IncidentOpened"]
     assert "SEV3 collective timeout, task" in tail[0]
-    for screen in (page(facts(d.log)), every(history(d.log), now_s=d.now_s), tail,
+    for screen in (page(facts(d.log)), past_screens.every(history(d.log), now_s=d.now_s), tail,
                    cluster.status(seen(d), cluster="test", now_s=d.now_s)):
         words = "\n".join(screen)
         assert "collective" in words

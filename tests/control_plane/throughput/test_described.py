@@ -6,11 +6,11 @@ import asyncio
 import threading
 from typing import Any
 
+import past_screens
 import pytest
 from decider import Driver, kinds, spec, task_of, the, waits_of
 from described_jobs import KNOWN, job, submitted
 from http_site import serving
-from unicron.cli.screens import task as task_screen
 from unicron.control_plane.api import requests
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import History
@@ -99,7 +99,7 @@ def test_the_plan_follows_the_model(d: Driver) -> None:
     assert len(task_of(d, task).target) == 4, "6 slots are no faster"
     shown = next(one for one in view(d.state)["tasks"] if one["id"] == task)
     assert shown["modelled_layout"] == "four"
-    lines = task_screen.task_status(view(d.state), shown, History(), now_s=d.now_s)
+    lines = past_screens.task_status(view(d.state), shown, History(), now_s=d.now_s)
     assert "by model   four" in lines
     d.obey(records)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import past_screens
 import pytest
 from decider import Driver
 from hangs import deadline
@@ -21,7 +22,6 @@ from hypothesis import strategies as st
 from two_tasks import facts
 from unicron.cli.app import run_command
 from unicron.cli.screens import incident
-from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import in_words
 from unicron.cli.terminal.format import UNBROKEN
 from unicron.control_plane.api.needs import folders
@@ -762,7 +762,7 @@ def test_the_pages_of_a_hang_name_the_dumps() -> None:
     hung_ranks(d, task, 2)
     seen_ = view(d.state)
     (one,) = seen_["tasks"]
-    page = " ".join(task_screen.task_status(seen_, one, history(d.log), now_s=d.now_s))
+    page = " ".join(past_screens.task_status(seen_, one, history(d.log), now_s=d.now_s))
     assert "dumps unicron locate /tmp" in " ".join(page.split())
     d.due(deadline(d, task))
     facts_ = facts(d.log)
