@@ -110,8 +110,10 @@ return {'done', ''}
 APPEND = _IDS + """
 -- KEYS log epoch cursor acked nodes [orders...]
 -- ARGV epoch expect cursor num_records num_acked num_orders part
---      [record]... [source source_seq]... [record_index orders_index copy signature keys]... [node]...
--- copy: what the agent reads; empty: the record. part: `all`; or `log`, and when replicas have that, `rest`: what agents may act upon.
+--      [record]... [source source_seq]... [record_index orders_index copy signature keys]...
+--      [node]...
+-- copy: what the agent reads; empty: the record.
+-- part: `all`; or `log`, and when replicas have that, `rest`: what agents may act upon.
 local held = redis.call('HGET', KEYS[2], 'number')
 if held ~= ARGV[1] then return {'fenced', held or '0'} end
 local top = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)

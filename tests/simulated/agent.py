@@ -108,7 +108,8 @@ class SimulatedAgent:
         self.say(r.NodeJoined(node=self.node, incarnation=self.incarnation, pid=self.net.next_pid(),
                               host=f"{self.node}.paper", num_slots=self.num_slots,
                               keeper=f"{self.node}.paper:1",
-                              boot_id=f"boot {self.incarnation}", order_format=ORDER_FORMAT_VERSION))
+                              boot_id=f"boot {self.incarnation}",
+                              order_format=ORDER_FORMAT_VERSION))
         self.net.keepers.open(self.node, self._keeper_start)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._deliver(), name=f"{self.source} deliver")
