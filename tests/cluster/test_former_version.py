@@ -44,7 +44,6 @@ def former(tmp_path: Path) -> Iterator[RealCluster]:
         cluster.stop()
 
 
-@pytest.mark.thorough
 def test_this_version_takes_over_from_the_last_release(
         former: RealCluster, tmp_path: Path, twins: Twins) -> None:
     wanted = small("taken", tmp_path / "out", checkpoint_every=20)
@@ -71,6 +70,14 @@ def test_this_version_takes_over_from_the_last_release(
     assert former.kept(task, pids) == set(pids) - {victim}
     former.wait_healed(after)
 
+    # What a former agent would not obey waits for a newer one.
+    later = former.submit(small("exact", tmp_path / "out", slots=(1, 1), reproducible="bitwise",
+                                weight=1e-3))
+    waits = former.wait_told(begun, "TaskWaiting", task=later).body
+    assert getattr(waits, "why", "") == (
+        "the agents of n1 n2 read order format 0, and this job needs 1")
+    assert "newer agents there" in former.unicron("status", "exact").stdout
+
     # An agent of this version continues the processes of the former one.
     for node in ("n1", "n2"):
         before = former.seq()
@@ -78,5 +85,14 @@ def test_this_version_takes_over_from_the_last_release(
         former.start_agent(node)
         former.wait_told(before, "AgentRestarted", node=node)
     former.wait_steps(task)
+    former.cancel(later)
+
+    # Its next rank has this version's code. The former ranks cannot sum with it: they end too, and
+    # all go on without a lost iteration.
+    pids, after = former.pids(task), former.seq()
+    os.kill(pids[victim], signal.SIGKILL)
+    former.wait_told(after, "RankExited", rank=victim, signal=9)
+    former.wait_healed(after)
+    former.wait_whole(task, 4)
     assert former.unicron("status").returncode == 0
     twins.compare_and_cancel(former, task, wanted)

@@ -20,7 +20,7 @@ from unicron.events.errors import Ambiguous, Unavailable
 from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records.envelope import Record, Report
-from unicron.events.records.orders import Order, StartRank, StopRank
+from unicron.events.records.orders import StartRank, StopRank
 from unicron.events.records.reports import NodeJoined, RankStarted, ReportsLost
 from unicron.events.records.types import Body, Slot
 from unicron.events.spec.job import JobSpec, parse
@@ -178,7 +178,7 @@ class Leader:
             self.records.append(record)
             return record
 
-    async def order(self, order: Order) -> int:
+    async def order(self, order: Body) -> int:
         return (await self._append(order, "heart", 0, 0.0)).seq
 
     def all(self, kind: type[B]) -> list[B]:

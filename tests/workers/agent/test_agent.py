@@ -27,6 +27,7 @@ from agent_driver import (
 )
 from memory_log import MemoryLog, Outcome
 from unicron.events.records import orders as o
+from unicron.events.records.codec import UnknownBody
 from unicron.events.records.reports import (
     CheckpointPublished,
     NodeJoined,
@@ -179,6 +180,21 @@ async def test_orders_are_refused_with_a_reason(node: LocalNode) -> None:
     assert any("/no/such/program" in r.why for r in refused)
     await node.start(python("pass"))           # the slot is free again
     await node.leader.wait(RankExited)
+
+
+async def test_an_order_that_is_not_understood_is_refused_and_the_next_is_carried_out(
+        node: LocalNode) -> None:
+    class Unknown(UnknownBody, frozen=True, kw_only=True):
+        nodes: tuple[str, ...]
+
+    seq = await node.leader.order(Unknown(kind="StartRank", version=1, raw=b"\x80",
+                                          why="unknown field `hint`", nodes=("n1",)))
+    await node.start(python("pass"))
+    (refused,) = await node.leader.wait(OrderRefused)
+    assert refused.order == seq
+    assert "StartRank: unknown field `hint`; start a newer agent" in refused.why
+    (exited,) = await node.leader.wait(RankExited)
+    assert exited.exit_code == 0
 
 
 async def test_a_command_starts_in_the_folder_of_its_job(node: LocalNode, tmp_path: Path) -> None:

@@ -182,10 +182,10 @@ class Job:
         """Between two steps: run `call`, which may use collectives, on all members and return its
         result. It must not change the model or the optimizer.
 
-        With gloo, it runs in a separate thread. If a member fails during it, all members of the next
-        generation were in this evaluation, and the task is still at the same iteration, `call` runs
-        again. Otherwise it returns None on each rank that has not finished it, as do all others
-        before the next step. A task that is back at an earlier iteration comes here again.
+        With gloo, it runs in a separate thread. If a member fails during it, all members of the
+        next generation were in this evaluation, and the task is still at the same iteration, `call`
+        runs again. Otherwise it returns None on each rank that has not finished it, as do all
+        others before the next step. A task that is back at an earlier iteration comes here again.
         """
         if self._is_void:
             return None
