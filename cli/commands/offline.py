@@ -115,14 +115,14 @@ def log_of(client: Client) -> Log:
                found["state"])
 
 
-def read_to_end(client: Client, path: str, **query: object) -> Any:
-    """The answer of a call that reads the whole log: asked again until the control plane has read
-    it. That takes as long as it goes on. If the log's beginning was pruned, that is said on stderr.
-    Raises Unable if it does not go on."""
+def read_to_end(client: Client, path: str, *, whole: bool = True, **query: object) -> Any:
+    """The answer of a call that reads the whole log: if `whole`, asked again until the control
+    plane has read it. That takes as long as it goes on. If the log's beginning was pruned, that is
+    said on stderr. Raises Unable if it does not go on."""
     read_seq, num_same = -1, 0
     while True:
         found = client.get(path, DRY_RUN_S_MAX, **query)
-        if found["read_seq"] >= found["last_seq"]:
+        if not whole or found["read_seq"] >= found["last_seq"]:
             _say_pruned(found["first_seq"] - 1)
             return found
         num_same = num_same + 1 if found["read_seq"] <= read_seq else 0

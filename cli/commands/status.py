@@ -87,7 +87,8 @@ def _screen(state: StateDir, client: Client, *, what: str, of_many: bool,
         found = view["nodes"]
     elif not of_many:
         _refuse_node(view, what, option)
-        found, past = _one_task(client, view, what, view["cluster"]["seq"] if at else 0)
+        found, past = _one_task(client, view, what, view["cluster"]["seq"] if at else 0,
+                                bare=as_json)
     elif what:
         pattern = "*" if what == "tasks" else what
         found = [one for one in view["tasks"]
@@ -106,11 +107,13 @@ def _screen(state: StateDir, client: Client, *, what: str, of_many: bool,
                                  wide=wide)
 
 
-def _one_task(client: Client, view: Plain, wanted: str, at: int) -> tuple[Plain, Plain]:
-    """A task and its past; one that has left the state is as it was then. Raises UsageError."""
+def _one_task(client: Client, view: Plain, wanted: str, at: int, *, bare: bool
+              ) -> tuple[Plain, Plain]:
+    """A task, and unless `bare` its past as far as it is read; one that has left the state is as it
+    was then. Raises UsageError."""
     try:
         found = pick(view["tasks"], wanted)
-        return found, past_of(client, found["id"], at)
+        return found, {} if bare else past_of(client, found["id"], at, whole=False)
     except UsageError:
         with suppress(UsageError):
             past = past_of(client, wanted, at)

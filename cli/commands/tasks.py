@@ -192,12 +192,13 @@ def number_of(client: Client, view: Plain, wanted: str) -> int:
         raise
 
 
-def past_of(client: Client, wanted: object, at: int = 0) -> Plain:
-    """The past of a task by id or name; `at`: until that record, 0: the last. Raises UsageError."""
+def past_of(client: Client, wanted: object, at: int = 0, *, whole: bool = True) -> Plain:
+    """The past of a task by id or name; `at`: until that record, 0: the last. `whole`: wait until
+    the control plane has read all of it. Raises UsageError."""
     from .offline import read_to_end
 
     found: Plain = read_to_end(client, f"/v1/tasks/{quote(str(wanted), safe='')}/curves",
-                               **({"at": at} if at else {}))
+                               whole=whole, **({"at": at} if at else {}))
     return found
 
 

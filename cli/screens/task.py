@@ -20,6 +20,8 @@ NORMAL_ITERATIONS_MIN = 5
 """The normal step time on a number of slots is the median of at least so many iterations."""
 SAME_RATIO = 1.05
 RATES_SHOWN_NUM = 8
+UNREAD: Plain = {"losses": [], "skipped": 0, "pace": None, "copied_s": 0.0, "incidents": []}
+"""What is shown of a past that is not read until the present."""
 NODES_SHOWN_NUM = 8
 """More nodes of a checkpoint are counted instead of named."""
 
@@ -81,6 +83,11 @@ def task_status(view: Plain, task: Plain, past: Plain, *, now_s: float,
         healing = view["cluster"]["healing"]
         lines += fmt.labelled("suppressed", f"{task['withheld']} (healing {healing})")
     lines += fmt.labelled("next", _next(task, view, option))
+    if past["read_seq"] < past["last_seq"]:
+        so_far = f"{fmt.count(past['read_seq'])} of {fmt.count(past['last_seq'])} records so far"
+        lines += fmt.labelled("past", f"the control plane reads its log, {so_far}: ask again for "
+                              "the losses and incidents")
+        past = UNREAD
     lines += ["", *_where(task), *_progress(task, past, now_s), *_earns(task),
               *_copies(task, past, now_s)]
     if not task["kept_sum"] and task["state"] not in ENDED:

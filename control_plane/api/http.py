@@ -13,6 +13,7 @@ import time
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -65,8 +66,8 @@ CHECK_S_MAX = 40.0
 """Time limit for the check of devices by a node's agent, which has a limit for each of its own."""
 FOLD_S_MAX = 30.0
 """Time limit for folding the log to a past record."""
-EXTEND_S_MAX = 2.0
-"""How long one request reads the log for the timeline; the next one goes on."""
+EXTEND_S_MAX = 1.5
+"""How long one request reads the log for the timeline; the rest is read behind it."""
 ADDRESS = re.compile(r"^([\d.]+|\[[^\]]*:[^\]]*\])(:\d*)?$")
 KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 
@@ -138,12 +139,15 @@ class HttpApi:
         """Serialises computations, so that many requests do not slow the leader."""
         self._extending = asyncio.Lock()
         """Serialises the use of the timeline."""
+        self._rest: asyncio.Task[None] | None = None
+        """Reads the rest of the log for the timeline."""
         self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By node: serialises requests to its agent."""
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES_MAX)
         app.on_response_prepare.append(self._mark)
+        app.on_shutdown.append(self._end)
         for route in self._routes:
             add = {"GET": app.router.add_get, "POST": app.router.add_post}[route.method]
             add(route.path, partial(self._serve, route))
@@ -323,8 +327,8 @@ class HttpApi:
 
     @staticmethod
     def of_timeline(make: Callable[[Timeline, Call[Any, None], int, float], object]) -> Operation:
-        """A handler that answers from the timeline, which it reads until the present in a thread;
-        after EXTEND_S_MAX the next request goes on. `make`: from the timeline, the call, the last
+        """A handler that answers from the timeline, which it reads until the present in a thread,
+        for EXTEND_S_MAX; `_read_on` reads the rest. `make`: from the timeline, the call, the last
         record and the time. Of a past moment (`at`) it reads a timeline of its own."""
         async def call(api: HttpApi, call: Call[Any, None]) -> web.Response:
             if at := getattr(call.query, "at", ""):
@@ -338,12 +342,32 @@ class HttpApi:
                     api._timeline = Timeline(await api._state_after(api._log.first_seq - 1))
                 now = api._timeline
                 while now.past.seq < last:
-                    page = await api._log.read(after=now.past.seq, num_max=PAGE_RECORDS_MAX)
-                    await aside(partial(now.add, page))
+                    await api._extend(now)
                     if time.monotonic() - began_s > EXTEND_S_MAX:
                         break
+                if now.past.seq < last and (api._rest is None or api._rest.done()):
+                    api._rest = asyncio.create_task(api._read_on(now, last))
                 return await aside(lambda: _json(make(now, call, last, now_s)))
         return call
+
+    async def _extend(self, timeline: Timeline, num_max: int = 0) -> None:
+        """Read the next records, in a thread. `num_max`: at most so many; 0: a page."""
+        page = await self._log.read(after=timeline.past.seq, num_max=min(
+            num_max or PAGE_RECORDS_MAX, PAGE_RECORDS_MAX))
+        await aside(partial(timeline.add, page))
+
+    async def _read_on(self, timeline: Timeline, last: int) -> None:
+        """Read the log until `last`, half of the time, so that the leader and requests go on."""
+        with suppress(LogError):  # the next request says so
+            while timeline.past.seq < last:
+                async with self._extending:
+                    began_s = time.monotonic()
+                    await self._extend(timeline)
+                await asyncio.sleep(time.monotonic() - began_s)
+
+    async def _end(self, app: web.Application) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
 
     async def _timeline_until(self, at: str) -> Timeline:
         """A timeline of the log until a past moment."""
@@ -353,9 +377,7 @@ class HttpApi:
             while then.past.seq < last:
                 if time.monotonic() - began_s > FOLD_S_MAX:
                     raise _too_far(last)
-                page = await self._log.read(after=then.past.seq, num_max=min(
-                    PAGE_RECORDS_MAX, last - then.past.seq))
-                await aside(partial(then.add, page))
+                await self._extend(then, last - then.past.seq)
             return then
 
     @staticmethod

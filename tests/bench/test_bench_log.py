@@ -16,7 +16,7 @@ from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 
 FEW = main.Sizes(long=3_000, short=1_500, memory=2_000, rest=300, library=500, moments=4,
-                 year=3_000)
+                 year=3_000, typed=3_000)
 
 
 def test_the_records_are_those_of_a_cluster_that_heals() -> None:
@@ -49,6 +49,13 @@ def test_the_history_of_a_year_is_measured(tmp_path: Path) -> None:
     assert rows.keys() == {"first_s", "file_mb", "answer_s", "again_s", "days"}
     assert all(value is not None and value > 0 for value in rows.values())
     assert rows["days"] in (365, 366, 367)
+
+
+def test_typed_commands_are_measured(tmp_path: Path) -> None:
+    rows = {one.metric: one.value for one in main.of_typed(tmp_path, FEW)}
+    assert {name.removesuffix("_s") for name in rows} >= {"status", "status_task", "incident",
+                                                          "incident_all", "status_task_cpu"}
+    assert all(value is not None and value > 0 for value in rows.values())
 
 
 @pytest.mark.parametrize("case", takeover.CASES)

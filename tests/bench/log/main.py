@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[3]
 LOG_CASES = ("append_always", "replay_1m", "start_1m_over_10k", "at_1m", "server_memory")
 """They share one log."""
 CHAOS_CASES = ("lost", "doubled")
-HISTORY_CASE = "history_year"
-CASES = (*LOG_CASES, HISTORY_CASE, *takeover.CASES, *CHAOS_CASES)
+HISTORY_CASE, TYPED_CASE = "history_year", "typed_100k"
+CASES = (*LOG_CASES, HISTORY_CASE, TYPED_CASE, *takeover.CASES, *CHAOS_CASES)
 SYSTEM, PEER = "unicron", library.PACKAGE
 NUM_TAKEOVERS = 30
 UNITS = {"s": "s", "mb": "MB", "ratio": "x"}
@@ -45,6 +45,7 @@ class Sizes(NamedTuple):
     library: int = library.NUM_RECORDS
     moments: int = read.NUM_MOMENTS
     year: int = 890_000
+    typed: int = 100_000
 
 
 class Goal(NamedTuple):
@@ -60,6 +61,9 @@ GOALS = {
     ("replay_1m", "records_per_s"): Goal(100_000, at_least=True),
     ("start_1m_over_10k", "ratio"): Goal(2), ("at_1m", "p99_s"): Goal(2),
     ("server_memory", "ratio"): Goal(1.2), (HISTORY_CASE, "answer_s"): Goal(1),
+    **{(TYPED_CASE, f"{what}_s"): Goal(2) for what in (
+        "status", "status_task", "incident", "incident_all", "status_task_again",
+        "incident_again")},
     **{(case, metric): goal for case in takeover.CASES
        for metric, goal in (("p50_s", Goal(2)), ("worst_s", Goal(5)))},
     **{(case, "records"): Goal(0) for case in CHAOS_CASES}}
@@ -93,6 +97,9 @@ def measured(cases: Sequence[str], sizes: Sizes, num_takeovers: int, num_kills: 
     if HISTORY_CASE in cases:
         with tempfile.TemporaryDirectory(prefix="unicron-log-") as folder:
             rows += of_history(Path(folder), sizes)
+    if TYPED_CASE in cases:
+        with tempfile.TemporaryDirectory(prefix="unicron-log-") as folder:
+            rows += of_typed(Path(folder), sizes)
     for case in takeover.CASES:
         if case in cases:
             with tempfile.TemporaryDirectory(prefix="unicron-log-") as folder:
@@ -150,6 +157,18 @@ def of_history(folder: Path, sizes: Sizes) -> list[Row]:
     return [row(HISTORY_CASE, SYSTEM, metric, [value],
                 units.get(metric) or UNITS[metric.rpartition("_")[2]])
             for metric, value in found.items()]
+
+
+def of_typed(folder: Path, sizes: Sizes) -> list[Row]:
+    """The commands that a person types in an incident, on a log that no control plane has read."""
+    cluster = SealedCluster(folder / "typed")
+    try:
+        written = asyncio.run(cluster.write(sizes.typed, sizes.rest))
+        print(f"{SYSTEM}  {written.num_records} records, to be asked about", flush=True)
+        found = read.typed(cluster)
+    finally:
+        cluster.stop()
+    return [row(TYPED_CASE, SYSTEM, metric, [value], "s") for metric, value in found.items()]
 
 
 def of_appends(written: Written, made: dict[str, Any]) -> list[Row]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,6 +94,32 @@ def moments_s(cluster: SealedCluster, last: int, num: int = NUM_MOMENTS) -> list
             times.append(time.perf_counter() - began_s)
             assert not number % 2 or view["cluster"]["seq"] == seq
         return times
+
+
+def typed(cluster: SealedCluster) -> Found:
+    """Wall and CPU time of the commands that a person types in an incident, asked of a new control
+    plane; `again`: the second time."""
+    with control_plane(cluster) as client:
+        view = client.state()
+        task = next(one["name"] for one in view["tasks"] if one["state"] == "running")
+        number = str(view["incidents"][-2]["id"])
+        found: Found = {}
+        for what, words in (
+                ("status", ["status"]), ("status_task", ["status", task]),
+                ("incident", ["incident", number]), ("incident_all", ["incident", "--all"]),
+                ("status_task_again", ["status", task]), ("incident_again", ["incident", number])):
+            found |= _timed(what, [*words, "--state", str(cluster.state.path)])
+        return found
+
+
+def _timed(what: str, words: list[str]) -> Found:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began_s = time.perf_counter()
+    subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", *words], check=True,
+                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    lasted_s, after = time.perf_counter() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {f"{what}_s": lasted_s, f"{what}_cpu_s": cpu_s}
 
 
 @contextmanager

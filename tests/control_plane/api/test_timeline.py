@@ -14,6 +14,7 @@ import pytest
 from http_site import JOB, Site, real
 from unicron.cli.cluster.client import Client, Unable
 from unicron.cli.commands import offline
+from unicron.cli.screens import task
 from unicron.control_plane.api import http, messages, timeline_answer
 from unicron.control_plane.api.messages import TimelineQuery
 from unicron.control_plane.api.requests import Refusal
@@ -73,13 +74,13 @@ def test_a_window_shows_its_part(demo: Timeline) -> None:
 
 
 def test_curves(demo: Timeline) -> None:
-    (task,) = demo.past.tasks
-    curves = timeline_answer.curves(demo, str(task))
+    (number,) = demo.past.tasks
+    curves = timeline_answer.curves(demo, str(number))
     assert curves["iterations"] == list(range(len(curves["iterations"])))
     assert None not in curves["losses"] + curves["step_s"]
     assert [one["layout"] for one in curves["layouts"]] == ["DP 4", "DP 3", "DP 4"]
-    assert timeline_answer.curves(demo, demo.past.tasks[task].name) == curves
-    assert timeline_answer.curves(demo, f"task-{task}") == curves
+    assert timeline_answer.curves(demo, demo.past.tasks[number].name) == curves
+    assert timeline_answer.curves(demo, f"task-{number}") == curves
     assert (curves["first_seq"], curves["read_seq"]) == (1, RECORDS[-1].seq)
     assert (curves["view"], curves["ended"]) == (None, True)
     assert [(one["rank"], one["attempt"]) for one in curves["outputs"]
@@ -92,11 +93,11 @@ def test_curves(demo: Timeline) -> None:
 
 
 def test_the_answers_are_as_the_openapi_document_says(demo: Timeline) -> None:
-    (task,) = demo.past.tasks
-    curves = timeline_answer.curves(demo, str(task))
-    demo.past.tasks[task].task.members = []
-    demo.past.tasks[task].paces_s[0] = [1.0, 3.0, 2.0]
-    curves["pace"] = timeline_answer.past_of(demo.past, task, 0.0)["pace"]
+    (number,) = demo.past.tasks
+    curves = timeline_answer.curves(demo, str(number))
+    demo.past.tasks[number].task.members = []
+    demo.past.tasks[number].paces_s[0] = [1.0, 3.0, 2.0]
+    curves["pace"] = timeline_answer.past_of(demo.past, number, 0.0)["pace"]
     found = timeline_answer.incidents(demo)
     for data, kind in ((curves, messages.Curves), (curves["pace"], messages.Pace),
                        (curves["incidents"][0], messages.IncidentRow),
@@ -119,23 +120,53 @@ async def test_a_past_moment_has_its_own_timeline(site: Site) -> None:
     await site.refused(404, "GET", f"{path}?at={submitted['seq'] - 1}")
 
 
-@real
-async def test_a_command_asks_as_long_as_the_log_is_read_further(site: Site) -> None:
-    client, limits = Client(site.url, "secret"), (http.EXTEND_S_MAX, http.PAGE_RECORDS_MAX)
-    for number in range(4):
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request reads one record."""
+    monkeypatch.setattr(http, "EXTEND_S_MAX", 0.0)
+    monkeypatch.setattr(http, "PAGE_RECORDS_MAX", 1)
+
+
+async def with_tasks(site: Site, *names: str) -> Client:
+    for name in names:
         await site.ask("POST", "/v1/tasks", {
-            **JOB, "name": f"j{number}", "train": {"iterations": 3, "output": f"/o{number}"}})
-    try:
-        http.EXTEND_S_MAX, http.PAGE_RECORDS_MAX = 0.0, 1  # a request reads one record
+            **JOB, "name": name, "train": {"iterations": 3, "output": f"/{name}"}})
+    return Client(site.url, "secret")
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_command_asks_as_long_as_the_log_is_read_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    @real
+    async def check(site: Site) -> None:
+        client = await with_tasks(site, "j1", "j2", "j3")
         read = partial(offline.read_to_end, client, "/v1/tasks/j3/curves")
         assert (await asyncio.to_thread(read))["name"] == "j3"
-        await site.ask("POST", "/v1/tasks", {
-            **JOB, "name": "j4", "train": {"iterations": 3, "output": "/o4"}})
-        http.PAGE_RECORDS_MAX = 0  # it reads none
+        await with_tasks(site, "j4")
+        monkeypatch.setattr(http, "PAGE_RECORDS_MAX", 0)  # it reads none
         with pytest.raises(Unable, match="reads its log no further"):
             await asyncio.to_thread(read)
-    finally:
-        http.EXTEND_S_MAX, http.PAGE_RECORDS_MAX = limits
+
+    check()
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_the_rest_is_read_behind_the_first_answer() -> None:
+    @real
+    async def check(site: Site) -> None:
+        client = await with_tasks(site, "j1", "j2", "j3")
+        read = partial(offline.read_to_end, client, "/v1/tasks/j3/curves", whole=False)
+        view = await asyncio.to_thread(client.state)
+        first = await asyncio.to_thread(read)
+        assert (first["read_seq"], first["last_seq"]) == (1, site.coordinator.seq)
+        screen = partial(task.task_status, view, view["tasks"][-1], now_s=0.0)
+        assert any(line.startswith("past       the control plane reads its log, 1 of ")
+                   for line in screen(first))
+        await asyncio.sleep(0.5)  # nobody asks
+        again = await asyncio.to_thread(read)
+        assert again["read_seq"] == again["last_seq"]
+        assert not any(line.startswith("past") for line in screen(again))
+
+    check()
 
 
 def test_a_copy_of_the_state_is_that_of_the_fold(demo: Timeline) -> None:
