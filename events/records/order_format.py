@@ -8,7 +8,7 @@ other nodes (control_plane/placement/order_formats.py).
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from msgspec import NODEFAULT, Struct
 from msgspec.structs import fields
@@ -80,10 +80,11 @@ def unknown(paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def without(body: dict[str, Any], paths: Sequence[Sequence[str]]) -> dict[str, Any]:
     """The plain body without these fields; it is changed in place. A path may lead nowhere."""
     for path in paths:
-        at: Any = body
+        at: dict[str, Any] | None = body
         for name in path[:-1]:
-            at = at.get(name) if isinstance(at, dict) else None
-        if isinstance(at, dict):
+            found = at.get(name) if at is not None else None
+            at = cast(dict[str, Any], found) if isinstance(found, dict) else None
+        if at is not None:
             at.pop(path[-1], None)
     return body
 
