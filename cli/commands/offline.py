@@ -241,7 +241,8 @@ class OfflineClient(Client):
             case ["incidents", number, "facts"]:
                 return msgspec.to_builtins(self._facts(
                     int(number), str(query["option"]), now_s))
-        return None
+            case _:
+                return None
 
     def _facts(self, number: int, option: str, now_s: float) -> Any:
         from ...control_plane.api import incident_facts
