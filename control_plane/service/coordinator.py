@@ -282,6 +282,7 @@ class Coordinator:
                 if error.url != self.leader_url:
                     self._logger.info("following", leader=error.url, seq=self.seq)
                 self.leader_url = error.url
+                self._outages.seen_by_follower(self._leader.now_s())
                 self._leader_known.set()
                 self._publish(())
                 self._committed.set()

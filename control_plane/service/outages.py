@@ -57,6 +57,11 @@ class Outages:
         elif self._until_s == math.inf:
             self.outage, self._until_s = replace(one, length_s=length_s), now_s
 
+    def seen_by_follower(self, now_s: float) -> None:
+        """This control plane follows a leader that lives: the leader records the outages before
+        `now_s`, and this one none of them."""
+        self.outage, self.alive_s, self._failing, self._until_s = None, now_s, "", math.inf
+
     @property
     def due_s(self) -> float:
         """When the record of `outage` is due; inf: there is no outage, or it lasts."""

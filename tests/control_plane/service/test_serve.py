@@ -24,11 +24,13 @@ from typing import Any
 import crashing_log
 import pytest
 import redis
+from unicron.control_plane.service.outages import SETTLE_S
+from unicron.events.log import embedded_server
 from unicron.events.log.embedded_server import Server
 from unicron.events.log.identity import with_credentials
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records.envelope import Record
-from unicron.events.records.reports import PolicySet
+from unicron.events.records.reports import OutageEnded, PolicySet
 from unicron.events.spec.policy import Policy
 
 Redis: Any = redis.Redis
@@ -238,6 +240,51 @@ def test_a_stopped_leader_is_succeeded_and_fenced_when_it_wakes(server: Server, 
             assert asked(second, "POST", "/v1/tasks", owner, JOB)[0] == 200
             assert [record.epoch for record in records(server.url, cluster)
                     if record.kind == "EpochStarted"] == [1, 2]
+
+
+def test_a_follower_is_ready_again_when_the_server_has_come_back(tmp_path: Path) -> None:
+    """The server goes three times. Then the leader ends, and the outages that the log has are true.
+    """
+    folder, away = tmp_path / "server", list[tuple[float, float]]()
+    server = embedded_server.start(folder)
+
+    def outages() -> list[OutageEnded]:
+        return [record.body for record in records(server.url, "away")
+                if isinstance(record.body, OutageEnded)]
+
+    with ExitStack() as stack:
+        stack.callback(lambda: embedded_server.ensure(folder).stop())
+
+        def start(name: str) -> Running:
+            return stack.enter_context(control_plane(tmp_path / "a", server.url, cluster="away",
+                                                     name=name))
+
+        def are_ready() -> bool:
+            for name, one in both.items():
+                if one.process.poll() is not None:  # the other one was first: it is fenced
+                    both[name] = start(name)
+            leads = [one.health()["leader"] for one in both.values()]
+            return sorted(leads) == [False, True] and all(
+                probe(one, "/readyz" if its else "/readyz?follower=1")[0] == 200
+                for one, its in zip(both.values(), leads, strict=True))
+
+        both = {name: start(name) for name in ("control-plane", "control-plane-2")}
+        wait(are_ready)
+        for number in range(1, 4):
+            began_s = time.time()
+            server.stop()
+            time.sleep(3.0)
+            server = embedded_server.start(folder)
+            away.append((began_s, time.time()))
+            wait(lambda number=number: len(outages()) == number and are_ready())
+        leader, follower = sorted(both.values(), key=lambda one: not one.health()["leader"])
+        leader.process.send_signal(signal.SIGTERM)
+        assert leader.end() == 0
+        follower.wait_leading()
+        time.sleep(SETTLE_S + 2.0)  # when a record of its own would be due
+        for one, (began_s, ended_s) in zip(found := outages(), away, strict=True):
+            assert began_s - 2.5 < one.since_s < ended_s, (found, away)
+            assert 2.0 < one.length_s < ended_s - began_s + 6.0, (found, away)
 
 
 def test_a_leader_that_stops_lets_the_follower_lead_at_once(server: Server, tmp_path: Path
