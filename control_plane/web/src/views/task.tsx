@@ -111,6 +111,7 @@ function Ranks({ task, at }: { task: Task; at: string }) {
 
 function Curves({ task, at_s }: { task: number; at_s: number | undefined }) {
   const { data, problem } = useGet("/v1/tasks/{task}/curves", { task })
+  const isRead = data !== undefined && data.read_seq >= data.last_seq
   const marks = useGet("/v1/timeline", { task, buckets: 200 }).data?.incidents ?? []
   const faults = marks.filter(one => one.iteration !== null)
     .map(one => ({ x: one.iteration!, text: `inc-${one.id}` }))
@@ -125,14 +126,14 @@ function Curves({ task, at_s }: { task: number; at_s: number | undefined }) {
       {shown.x.length > 1 ? <Chart label={`Loss by iteration, ${faults.length} faults marked`} x={shown.x}
         values={shown.losses} marks={faults}
         lines={[{ label: "loss", colour: "use-used", format: value => value.toPrecision(4) }]} />
-        : <p class="empty">{data ? "No iteration so far." : "reading the log…"}</p>}
+        : <p class="empty">{isRead ? "No iteration so far." : "reading the log…"}</p>}
     </Section>
     {shown.x.length > 1 && <Section title="Iteration time">
       <Chart label={`Iteration time, ${faults.length} faults marked`} x={shown.x} values={shown.step_s} marks={faults}
         lines={[{ label: "time", colour: "use-detection", format: seconds }]} />
     </Section>}
     <Section title="Layouts over time">
-      <Table label="Layouts" rows={shown.layouts} empty={data ? "No layout so far." : "reading the log…"} max={50} columns={[
+      <Table label="Layouts" rows={shown.layouts} empty={isRead ? "No layout so far." : "reading the log…"} max={50} columns={[
         { name: "Since", cell: one => <Time at_s={one.at_s} /> },
         { name: "Iteration", right: true, cell: one => count(one.iteration) },
         { name: "Layout", cell: one => one.layout },
