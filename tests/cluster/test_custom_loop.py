@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from loop_driver import NOT_A_NUMBER, SAMPLE, changed_example
+from megatron_trial import stand_in
 from real_cluster import RealCluster
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +20,7 @@ EXAMPLE = ROOT / "deploy" / "examples" / "loop.py"
 ITERATIONS, MICRO_BATCHES = 12, 6
 VICTIM, STRUCK, GROWN = 1, 3, 8
 LOOP_S = 200.0
-STANDIN = ROOT / "tests" / "megatron_standin"
 MEGATRON = [sys.executable, "-P", "-m", "unicron.cli.main", "megatron"]
-INSTALLED_AS = {"exports.py": "__init__.py", "batches.py": "utils.py"}
 
 
 def words(losses: Path) -> list[str]:
@@ -119,13 +117,7 @@ def test_a_loop_that_declines_restarts_as_a_whole(cluster: RealCluster, tmp_path
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     """The stand-in's script, laid out as in a clone of Megatron-LM."""
-    found = tmp_path / "megatron-lm" / "pretrain_gpt.py"
-    training = found.parent / "megatron" / "training"
-    training.mkdir(parents=True)
-    for file in STANDIN.glob("*.py"):
-        folder = found.parent if file.name == found.name else training
-        shutil.copy(file, folder / INSTALLED_AS.get(file.name, file.name))
-    return found
+    return stand_in(tmp_path / "megatron-lm") / "pretrain_gpt.py"
 
 
 def job(name: str, script: Path, slots: int, *words: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,8 @@ LOADED, SAVED, LONG = 4, 32, 34
 MOMENTS = ("forward", "backward", "stats", "gate", "norm", "step", "stepped")
 NUM_FAULTS, SLOW_S = 3, 8.0
 STOCK_S_MAX = 600.0
+STANDIN = Path(__file__).parents[1] / "megatron_standin"
+INSTALLED_AS = {"exports.py": "__init__.py", "batches.py": "utils.py"}
 STOCK = Path(__file__).parent / "stock_megatron.py"
 OWN_LOOP = Path(__file__).parent / "own_loop_megatron.py"
 CONTINUED = re.compile(r"continues from memory\s.*\biteration=(\d+)")
@@ -48,6 +51,16 @@ Lines = dict[str, dict[str, float]]
 def clones() -> list[Path]:
     """The clones of Megatron-LM that UNICRON_MEGATRON_LM names, with colons between them."""
     return [Path(name) for name in os.environ.get("UNICRON_MEGATRON_LM", "").split(":") if name]
+
+
+def stand_in(folder: Path) -> Path:
+    """Lay the stand-in for a clone of Megatron-LM out in this folder, which is made."""
+    training = folder / "megatron" / "training"
+    training.mkdir(parents=True)
+    for file in STANDIN.glob("*.py"):
+        to = folder if file.name == "pretrain_gpt.py" else training
+        shutil.copy(file, to / INSTALLED_AS.get(file.name, file.name))
+    return folder
 
 
 class Fault(NamedTuple):

@@ -4,7 +4,7 @@ Its own functions use collectives of all ranks, which a fault would leave half-d
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ....events.errors import UsageError
@@ -18,21 +18,16 @@ COMPARED = ("num_layers", "hidden_size", "num_attention_heads", "add_position_em
 
 
 class Checkpoints:
-    """The checkpoints of a run with these validated arguments. `original`: values to store in place
-    of those. Raises UsageError if the checkpoint to load cannot be used."""
+    """The checkpoints of a run with these validated arguments. Raises UsageError if the checkpoint
+    to load cannot be used."""
 
-    def __init__(self, args: Any, original: Mapping[str, Any], vocabulary: int,
-                 flops_of: Callable[[], float]) -> None:
+    def __init__(self, args: Any, vocabulary: int, flops_of: Callable[[], float]) -> None:
         self._args, self._vocabulary, self._flops_of = args, vocabulary, flops_of
-        self._given = {**original, "load": args.load, "save": args.save,
-                       "pretrained_checkpoint": args.pretrained_checkpoint}
         self._load, self._pretrained = args.load, args.pretrained_checkpoint
         self.first_sample = self.first_valid_sample = 0
         """The samples that were used before the first iteration, by runs with another batch size or
         another evaluation. They do not depend on which checkpoint of a run is the newest."""
         self._flops_before = 0.0
-        # Megatron-LM's own functions must not load.
-        args.load = args.pretrained_checkpoint = None
         path, weights_only = self._newest()
         if not path:
             return
@@ -49,9 +44,9 @@ class Checkpoints:
 
     @property
     def exports(self) -> list[MegatronFormat]:
-        if not self._given["save"]:
+        if not self._args.save:
             return []
-        return [MegatronFormat(self._given["save"], self._args.save_interval or 0,
+        return [MegatronFormat(self._args.save, self._args.save_interval or 0,
                                self._values_beside_state)]
 
     # --- Beginning (workload.py) ---
@@ -94,7 +89,6 @@ class Checkpoints:
 
     def _values_beside_state(self, trainee: TrainingModel, iteration: int) -> dict[str, Any]:
         args = copy.copy(self._args)
-        vars(args).update(self._given)
         axes = trainee.axes
         args.rank, args.world_size = 0, axes.tp * axes.pp * axes.dp
         args.data_parallel_size = axes.dp

@@ -52,8 +52,9 @@ OF_THE_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "
 NOT_DETERMINISTIC = ("cross_entropy_loss_fusion", "num_experts", "use_flash_attn")
 """Arguments with which `reproducible: bitwise` declines, once the model is built."""
 NOT_SET_UP = ("exit_signal_handler", "exit_signal_handler_for_training", "otel_enabled",
-              "use_persistent_ckpt_worker")
-"""Arguments for which Megatron-LM would install handlers or start processes before training."""
+              "wandb_project")
+"""Arguments for which Megatron-LM would install handlers or ask a server while it sets its globals.
+Afterwards they are as they were given."""
 
 
 def load(name: str) -> Any:
@@ -115,12 +116,11 @@ def _declined_runs_without_unicron(environment: Mapping[str, str]) -> Generator[
 
 # --- the start ---
 class Start(NamedTuple):
-    """The arguments, and the original values of those that were changed. `declined`: why
-    Megatron-LM's own loop has to train; then there are none of either."""
+    """The validated arguments. `declined`: why Megatron-LM's own loop has to train; then there are
+    none."""
 
     interface: Interface
     args: Any
-    original: Mapping[str, Any]
     declined: str = ""
 
 
@@ -143,34 +143,36 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
             if all(one.name != name for one in given):  # else the arguments repeat it
                 sys.argv += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         _say(f"Megatron-LM's own loop trains, and restarts from memory: {why}")
-        return Start(interface, None, {}, why)
+        return Start(interface, None, why)
     for line in arguments.named(given):
         _say(line)
     if loop.reproducible != "rounding" and not any(
             getattr(args, name, None) for name in NOT_DETERMINISTIC):
         determinism.require()
         args.deterministic_mode, args.gradient_accumulation_fusion = True, False
-    original = {name: getattr(args, name) for name in (
-        "wandb_project", interface.gloo_argument, "calculate_per_token_loss", *NOT_SET_UP)
-        if hasattr(args, name)}
-    args.wandb_project = ""
-    vars(args).update({name: False for name in NOT_SET_UP if name in original})
-    # Megatron-LM must build no group, and not scale gradients by the number of replicas: Unicron's
-    # step divides the sum.
-    setattr(args, interface.gloo_argument, False)
-    with start_errors_told():
+    with _not_set_up(args), start_errors_told():
         _validate(interface, args, args_defaults)
     _check_chunks(args, loop.parallel)
-    args.calculate_per_token_loss = True
     args.iteration = args.consumed_train_samples = 0
     if args.tensorboard_dir and load("global_vars").get_tensorboard_writer() is None:
-        args.rank = args.world_size - 1  # the only rank to which Megatron-LM gives a writer
+        rank, args.rank = args.rank, args.world_size - 1  # the only rank that is given a writer
         make_tensorboard_writer(load("global_vars"), args)
+        args.rank = rank
     _disable_reruns()
     if args.save:
         check_output(str(Path(args.save)), "--save")  # never a URL
     index_builder.ensure()
-    return Start(interface, args, original)
+    return Start(interface, args)
+
+
+@contextmanager
+def _not_set_up(args: Any) -> Generator[None]:
+    given = {name: getattr(args, name) for name in NOT_SET_UP if hasattr(args, name)}
+    vars(args).update(dict.fromkeys(given, False), wandb_project="")
+    # Its process would write checkpoints; here a thread of the rank does.
+    load("initialize").init_persistent_async_worker = lambda *_, **options: None
+    yield
+    vars(args).update(given)
 
 
 def _validate(interface: Interface, args: Any, args_defaults: Mapping[str, Any]) -> None:
@@ -276,19 +278,23 @@ class Pretraining:
 
     def __init__(self, start: Start, given: Mapping[str, Any]) -> None:
         self.args = args = start.args
-        original = start.original
-        self.loss: Loss = "per_token" if original["calculate_per_token_loss"] else "per_micro_batch"
+        self.loss: Loss = "per_token" if args.calculate_per_token_loss else "per_micro_batch"
         self.training = load("training")
         self.rows = int(args.micro_batch_size)
         self.num_micro_batches = int(args.global_batch_size) // self.rows
-        self.training.update_train_iters(args)
-        self.iterations = int(args.train_iters)
+        self._built_with = {
+            "train_iters": args.train_iters, "load": None, "pretrained_checkpoint": None,
+            start.interface.gloo_argument: False, "calculate_per_token_loss": True}
+        """Arguments while Megatron-LM builds model, optimizer and schedule. Without the number of
+        iterations, unless it is given, its schedule counts samples. It must not load, build no
+        group, and not scale gradients by the number of replicas: Unicron's step divides the sum."""
+        args.train_iters = self.iterations = _num_iterations(self.training, args)
         if args.exit_interval:
             self.iterations = min(self.iterations, int(args.exit_interval))
         self.last: StepResult | None = None
         self.train_set: Any = None
         self.checkpoints = Checkpoints(
-            args, original, load("global_vars").get_tokenizer().vocab_size,
+            args, load("global_vars").get_tokenizer().vocab_size,
             lambda: float(self.training.num_floating_point_operations(
                 args, args.global_batch_size)))
         self._sequence_parallel = bool(args.sequence_parallel)
@@ -301,12 +307,14 @@ class Pretraining:
     def build(self, groups: Any, axes: Any, place: int) -> tuple[Sequence[Any], Any, Any]:
         args = self.args
         trained = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-        iteration = args.iteration
+        # It sets the iteration to 0; a fault may come between a step and its progress line.
+        outside = {name: getattr(args, name) for name in ("iteration", *self._built_with)}
+        vars(args).update(self._built_with)
         self._set_sizes(axes.tp, axes.pp)  # may be another layout, for the initial weights
         with start_errors_told():
             model, optimizer, scheduler = self.training.setup_model_and_optimizer(
                 **self._model, **self._configured())
-        args.iteration = iteration  # now 0; a fault may come between a step and its progress line
+        vars(args).update(outside)
         self._set_sizes(*trained)
         self._record_steps(optimizer)
         return model, optimizer, scheduler
@@ -316,7 +324,7 @@ class Pretraining:
             return {}
         config = copy.deepcopy(self._config)
         if config.model is not None:
-            for name in OF_THE_LAYOUT:
+            for name in (*OF_THE_LAYOUT, "calculate_per_token_loss"):
                 setattr(config.model, name, getattr(self.args, name))
         return {"cfg_container": config,
                 "pg_collection": ProcessGroupCollection.use_mpu_process_groups()}
@@ -326,6 +334,13 @@ class Pretraining:
         self.args.rank, self.args.world_size = dist.get_rank(), dist.get_world_size()
         self.args.data_parallel_size = groups.dp.size()
         self._set_sizes(groups.tp.size(), groups.pp.size())
+
+    def count(self, iteration: int) -> None:
+        """Make the arguments describe the state after this number of iterations."""
+        args = self.args
+        args.curr_iteration = args.iteration = iteration
+        args.consumed_train_samples = (
+            self.checkpoints.first_sample + iteration * args.global_batch_size)
 
     def batch_of(self, dataset: Any, first: int) -> Any:
         return default_collate([dataset[first + row] for row in range(self.rows)])
@@ -361,6 +376,17 @@ class Pretraining:
         optimizer.step = step
 
 
+def _num_iterations(training: Any, args: Any) -> int:
+    """The iterations of the whole training. `args` stay as they are. Raises UsageError."""
+    counted = copy.copy(args)
+    with start_errors_told():
+        training.update_train_iters(counted)
+    if not counted.train_iters:
+        raise UsageError(f"{args.train_samples} samples are less than one batch of "
+                         f"{args.global_batch_size}", "correct --train-samples in the job file")
+    return int(counted.train_iters)
+
+
 class InOrder(Sequence[list[int]]):
     """The sample indices of `num` micro-batches of `rows` samples each, in order from `first`."""
 
@@ -386,11 +412,10 @@ def _train(script: Pretraining, datasets: Callable[..., Any]) -> None:
                samples=script.rows, seed=int(args.seed), sequence=int(args.seq_length),
                loss=script.loss, on_rebuild=script.rebuilt, beginning=found,
                exports=found.exports, falls_back=False) as job:
-        for _ in job:
+        for done in job:
             script.last = None
-            args.curr_iteration = args.iteration = job.step() + 1
-            args.consumed_train_samples = (
-                found.first_sample + args.iteration * args.global_batch_size)
+            script.count(done)
+            script.count(job.step() + 1)
             progress.stepped(args.iteration, script.last, job.auxiliary_losses)
             if args.empty_unused_memory_level:
                 torch.cuda.empty_cache()
