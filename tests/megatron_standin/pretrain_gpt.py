@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from megatron.core import mpu
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -17,7 +18,6 @@ from megatron.training import (
     get_timers,
     inprocess_restart,
     pretrain,
-    print_rank_0,
     set_startup_timestamps,
 )
 from megatron.training.utils import (
@@ -33,6 +33,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     config = config or TransformerConfig(
         num_layers=args.num_layers, hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads, hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
         use_cpu_initialization=True, bias_dropout_fusion=False,
         calculate_per_token_loss=args.calculate_per_token_loss)
     return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=args.padded_vocab_size,
@@ -89,7 +90,9 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None):
-    print_rank_0("> building train, validation, and test datasets for GPT ...")
+    if torch.distributed.get_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0:
+        print("> building train, validation, and test datasets for GPT ...")  # and their caches
+    torch.distributed.barrier()
     return [Numbers(num, 1_000_000 * place) for place, num in enumerate(train_val_test_num_samples)]
 
 

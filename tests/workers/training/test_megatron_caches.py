@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from megatron_trial import WORDS
+from megatron_trial import WORDS, clones
 from nursery import Nursery
 from rank_driver import Driver
 from unicron.events.spec.job import parse
@@ -49,27 +49,34 @@ runpy.run_path({script!r}, run_name="__main__")
 """Says who writes which index, and gives the other processes time to miss it."""
 
 
-@pytest.fixture
-def clone(monkeypatch: pytest.MonkeyPatch) -> Path:
-    found = os.environ.get("UNICRON_MEGATRON_LM", "")
-    if not found:
+@pytest.fixture(params=clones() or [None], ids=lambda one: one.name if one else "no clone")
+def clone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    found: Path | None = request.param
+    if found is None:
         pytest.skip("UNICRON_MEGATRON_LM names no clone of Megatron-LM")
     if find_spec("triton") is None:
         pytest.skip("triton is not installed: a clone of Megatron-LM needs it")
-    paths = [found, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(found), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    return Path(found)
+    return found
 
 
-@pytest.mark.parametrize("has_path", [True, False], ids=["--data-cache-path", "beside the data"])
+@pytest.mark.parametrize(("has_path", "weights"), [
+    (True, ()), (False, ()), (True, (0.3, 0.7))],
+    ids=["--data-cache-path", "beside the data", "blended, --data-cache-path"])
 def test_index_caches_are_built_once_and_found_at_a_restart(
-        clone: Path, tmp_path: Path, nursery: Nursery, *, has_path: bool) -> None:
-    data, cache, saves = tmp_path / "text_document", tmp_path / "cache", tmp_path / "saves"
-    subprocess.run([sys.executable, "-P", "-c", WRITE, str(data)], check=True)
+        clone: Path, tmp_path: Path, nursery: Nursery, *, has_path: bool,
+        weights: tuple[float, ...]) -> None:
+    cache, saves = tmp_path / "cache", tmp_path / "saves"
+    blend: list[str] = []
+    for weight in weights or ("",):
+        data = tmp_path / f"text{weight}_document"
+        subprocess.run([sys.executable, "-P", "-c", WRITE, str(data)], check=True)
+        blend += [*filter(None, [str(weight)]), str(data)]
     script = tmp_path / "pretrain.py"
     script.write_text(SCRIPT.format(saves=str(saves), script=str(clone / "pretrain_gpt.py")))
     words = [word for word in WORDS if word != "--mock-data"]
-    argv = [str(script), *words, "--data-path", str(data)]
+    argv = [str(script), *words, "--data-path", *blend]
     if has_path:
         argv += ["--data-cache-path", str(cache)]
 

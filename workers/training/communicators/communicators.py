@@ -113,6 +113,24 @@ def _unconnected(axes: Axes, place: int) -> Any:
     return process_groups.build(axes, COLLECTIVE_S_MAX)
 
 
+@contextmanager
+def group_of_one() -> Generator[None]:
+    """Within this context, before there are generations, torch.distributed and Megatron's parallel
+    state are those of a process without peers: for code that asks for its rank, or waits at a
+    barrier. Nothing is left of them."""
+    with _same_excepthook():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups = process_groups.build(Axes(), COLLECTIVE_S_MAX)
+    private_megatron.publish_globals(groups, 1)
+    try:
+        yield
+    finally:
+        vars(groups).clear()
+        private_megatron.clear_globals()
+        dist.destroy_process_group()
+        private_torch.restart_group_names()
+
+
 class Communicators:
     """This process's communicators of one generation at a time, and the store that it hosts. Only
     the training thread may call other methods than `interrupt`, `spare`, `exclude_new_sockets`."""

@@ -35,6 +35,7 @@ from .versions import Interface
 
 from ..adopt.adoption import Declined, Job, adopt  # before megatron  # isort: skip
 from ..adopt.arguments import Loss  # isort: skip
+from ..communicators.communicators import group_of_one  # isort: skip
 from ..dependencies.private_megatron import make_tensorboard_writer  # isort: skip
 from ..model import cpu_device, determinism  # isort: skip
 from . import own_loop  # isort: skip
@@ -403,7 +404,7 @@ class InOrder(Sequence[list[int]]):
 
 def _train(script: Pretraining, datasets: Callable[..., Any]) -> None:
     args, found = script.args, script.checkpoints
-    with index_builder.one_at_a_time(args):
+    with index_builder.one_at_a_time(args), group_of_one():
         script.train_set, valid_set, test_set = script.training.build_train_valid_test_datasets(
             datasets)
     progress = Progress(args, script.training, load("global_vars").get_tensorboard_writer())
