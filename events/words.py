@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
@@ -79,8 +80,8 @@ def install(extra: str) -> str:
     a wheel, since no package index has a release of Unicron."""
     root = Path(__file__).resolve().parents[1]
     if (root / "pyproject.toml").exists():
-        return f"pip install -e '.[{extra}]' in {root}"
-    return f"pip install '/path/to/unicron_train-{__version__}-py3-none-any.whl[{extra}]'"
+        return f"{sys.executable} -m pip install -e '.[{extra}]' in {root}"
+    return f"{sys.executable} -m pip install '/path/to/unicron_train-{__version__}-py3-none-any.whl[{extra}]'"
 
 
 def acts(do: str, option: str) -> str:

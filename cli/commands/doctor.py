@@ -56,7 +56,8 @@ def doctor(state: StateDir, *, only_support: bool, as_json: bool) -> int:
     for one in findings:
         hint = f"; {one.hint}" if one.hint else ""
         console.out(f"{one.grade:<8} {one.what:<9} {one.result}{hint}")
-    console.out("\nwhat heals in memory, and why: unicron doctor --support")
+    console.out("")
+    console.out("what heals in memory, and why: unicron doctor --support")
     _table()
     return int(missing)
 
@@ -68,7 +69,8 @@ def print_support(*, as_json: bool) -> int:
         return 0
     _table()
     for row in support.ROWS:
-        console.out(f"\n{row.what}")
+        console.out("")
+        console.out(row.what)
         for who, answer in (("train:", row.train), ("loop", row.loop)):
             shown_by = f" [{answer.shown}]" if answer.shown else ""
             console.out(f"  {who:<7} {answer.grade}: {answer.why}{shown_by}")
