@@ -78,10 +78,10 @@ def command(words: str) -> str:
 def install(extra: str) -> str:
     """The command that adds an extra of pyproject.toml to this installation. It names a checkout or
     a wheel, since no package index has a release of Unicron."""
-    root = Path(__file__).resolve().parents[1]
+    root, pip = Path(__file__).resolve().parents[1], f"{sys.executable} -m pip install"
     if (root / "pyproject.toml").exists():
-        return f"{sys.executable} -m pip install -e '.[{extra}]' in {root}"
-    return f"{sys.executable} -m pip install '/path/to/unicron_train-{__version__}-py3-none-any.whl[{extra}]'"
+        return f"{pip} -e '.[{extra}]' in {root}"
+    return f"{pip} '/path/to/unicron_train-{__version__}-py3-none-any.whl[{extra}]'"
 
 
 def acts(do: str, option: str) -> str:

@@ -70,8 +70,9 @@ def test_the_hint_of_an_extra_installs_our_own_package(wheel: Path, tmp_path: Pa
         [sys.executable, "-S", "-P", "-c", "from unicron.events.words import install;"
          "print(install('gpu'))"], check=True, timeout=BUILD_S_MAX, capture_output=True, text=True,
         env={"PYTHONPATH": str(tmp_path)})
-    assert words.install("gpu") == f"pip install -e '.[gpu]' in {ROOT}"
-    assert done.stdout == f"pip install '/path/to/{wheel.name}[gpu]'\n"
+    assert words.install("gpu") == f"{sys.executable} -m pip install -e '.[gpu]' in {ROOT}"
+    assert done.stdout == (
+        f"{sys.executable} -m pip install '/path/to/{wheel.name}[gpu]'\n")
     report = tmp_path / "report.json"
     subprocess.run([*pip, "--dry-run", "--ignore-installed", "--report", str(report),
                     f"{wheel}[gpu]"], check=True, timeout=BUILD_S_MAX, capture_output=True)
