@@ -47,8 +47,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # isort:
 START_ERRORS = (AssertionError, AttributeError, FileNotFoundError, ImportError, KeyError, TypeError,
                 ValueError)
 """What Megatron-LM raises for wrong arguments; a RuntimeError may be the GPU's."""
+WEIGHT_SHARDS = {"tensor_parallel_num_weight_shards": "gtp_weight_remat_size",
+                 "expert_tensor_parallel_num_weight_shards": "expert_gtp_weight_remat_size"}
+"""By argument of Megatron-LM from 0.19 on: by what the size of tensor parallelism is multiplied."""
 OF_THE_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel",
-                 "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
+                 "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size",
+                 *WEIGHT_SHARDS)
 """Arguments that follow the layout; a config of Megatron-LM has the same names."""
 NOT_DETERMINISTIC = ("cross_entropy_loss_fusion", "num_experts", "use_flash_attn")
 """Arguments with which `reproducible: bitwise` declines, once the model is built."""
@@ -326,7 +330,8 @@ class Pretraining:
         config = copy.deepcopy(self._config)
         if config.model is not None:
             for name in (*OF_THE_LAYOUT, "calculate_per_token_loss"):
-                setattr(config.model, name, getattr(self.args, name))
+                if hasattr(self.args, name):
+                    setattr(config.model, name, getattr(self.args, name))
         return {"cfg_container": config,
                 "pg_collection": ProcessGroupCollection.use_mpu_process_groups()}
 
@@ -363,6 +368,9 @@ class Pretraining:
         args.expert_tensor_parallel_size = tp
         args.sequence_parallel = self._sequence_parallel and tp > 1
         args.virtual_pipeline_model_parallel_size = self._chunks if pp > 1 else None
+        for name, factor in WEIGHT_SHARDS.items():
+            if hasattr(args, name):
+                setattr(args, name, tp * getattr(args, factor))
 
     def _record_steps(self, optimizer: Any) -> None:
         """Keep what each step returns. No reference keeps the optimizer's memory."""
