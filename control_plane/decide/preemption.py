@@ -103,7 +103,7 @@ def is_starting(state: ClusterState, task: Task, seat: Seat) -> bool:
     """True if the seat's process is starting, or can be started because its slot is free."""
     rank = task.ranks.get(seat.rank)
     if rank is None:
-        return slot_free(state, seat)
+        return slot_free(state, task, seat)
     return rank.slot == seat.slot and rank.state in ("ordered", "started") and rank.is_healthy
 
 

@@ -292,7 +292,7 @@ def _stop_orphans(state: ClusterState, task: Task) -> Iterator[Body]:
 def _start(state: ClusterState, task: Task) -> Iterator[Body]:
     """Start a process in each empty seat whose slot is free."""
     seats = [seat for seat in task.target
-             if seat.rank not in task.ranks and slot_free(state, seat)]
+             if seat.rank not in task.ranks and slot_free(state, task, seat)]
     if not seats:
         return
     axes, places = expected_positions(task)
@@ -363,7 +363,7 @@ def _command(state: ClusterState, task: Task) -> Iterator[Body]:
         yield TaskEnded(task=task.id, outcome="finished", why="all processes exited with 0")
         return
     if not task.ranks:
-        if all(slot_free(state, seat) for seat in task.target):
+        if all(slot_free(state, task, seat) for seat in task.target):
             port = rendezvous_port(task)  # once for all seats: the fold of StartRank counts a round
             axes, places = expected_positions(task) if task.may_adopt else (None, {})
             for seat in task.target:

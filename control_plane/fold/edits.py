@@ -3,6 +3,7 @@
 from msgspec.structs import replace
 
 from ...events.records.envelope import Record
+from ...events.records.order_format import needed_format
 from ...events.records.reports import Reconfigured
 from ...events.records.statuses import EXITED_ABNORMALLY
 from ...events.records.types import Member, NodeStores, ReceivedState, StoreEndpoint
@@ -190,6 +191,8 @@ def remove_process(state: ClusterState, task: Task, rank: Rank) -> None:
         forget_step_time(state, task, rank)
     else:
         task.orphans = [x for x in task.orphans if (x.rank, x.attempt) != (rank.rank, rank.attempt)]
+    if node is not None and node.order_format < needed_format(task.spec):
+        state.replan = f"no process of {task.spec.name} can start again on {node.name}"
     count_outstanding(task)
     settle_phase(state, task)
     update_unreachable_deadline(state, task)

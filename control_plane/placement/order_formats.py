@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from ...events.records.order_format import needed_format
+from ...events.records.order_format import ORDER_FORMAT_VERSION, needed_format
 from ...events.records.types import Slot
 from ..state.cluster import ClusterState
+from ..state.node import Node
 from ..state.task import Task
 
 Unread = Mapping[int, frozenset[str]]
@@ -33,6 +34,14 @@ def unread(state: ClusterState, tasks: Sequence[Task]) -> Unread:
             node.name for node in state.nodes.values()
             if node.order_format < needs.get(task.id, 0) and node.name not in here)
     return {key: names for key, names in found.items() if names}
+
+
+def reads(node: Node, task: Task) -> bool:
+    """Whether a process of the task can start on the node, as in `unread`: its agent may have been
+    replaced by an older one while the task has a seat there."""
+    return (node.order_format >= ORDER_FORMAT_VERSION
+            or node.order_format >= needed_format(task.spec)
+            or any(rank.slot.node == node.name for rank in task.ranks.values()))
 
 
 def pools(tasks: Sequence[Task], slots: Sequence[Slot], nodes: Unread) -> dict[int, Pool]:

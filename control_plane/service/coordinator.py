@@ -363,9 +363,9 @@ class Coordinator:
             self._led_until_s = now_s - last.age_s
         await self._leader.take_over()
         if self._led_until_s is not None:
-            self._outages.began(
+            self._outages.leader_gone(
                 "leader" if self._led_until_s > self._started_s else "control plane",
-                self._led_until_s, "")
+                self._led_until_s)
 
     async def _recover(self) -> None:
         self._committed.clear()

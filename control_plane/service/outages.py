@@ -43,6 +43,12 @@ class Outages:
         self._until_s = math.inf
         self._failing = why if what == "server" else self._failing
 
+    def leader_gone(self, what: Literal["control plane", "leader"], since_s: float) -> None:
+        """This control plane leads now; `since_s`: the last sign of life of the leader before. If
+        it has followed that leader until the server went away, only the server was away first."""
+        if self.outage is None or self.alive_s != self.outage.since_s:
+            self.began(what, since_s, "")
+
     def ended(self, now_s: float, recorded: Iterable[OutageEnded]) -> None:
         """The outage, if there is one, is over; reports that waited follow. `recorded`: those in
         the log."""

@@ -118,3 +118,35 @@ def test_each_task_gets_its_count_on_nodes_that_it_may_have(data: st.DataObject)
     for task, count in zip(tasks, counts, strict=True):
         assert len(seats[task.id]) == count
         assert not {seat.slot.node for seat in seats[task.id]} & unread.get(task.id, frozenset())
+
+
+def test_an_agent_that_an_older_one_replaces_gets_no_order_that_it_cannot_read() -> None:
+    """An upgrade is taken back on a node where the task has a seat: the task moves, or waits."""
+    d = Driver(nodes=1)
+    task = d.submit(spec(name="exact", **EXACT))
+    d.obey([record for record in d.log if isinstance(record.body, o.StartRank)])
+    assert nodes_of(d, task) == {"n1"}
+    at = len(d.log)
+    old_agent(d, "n1", incarnation=2)
+    assert not [record for record in d.log[at:] if isinstance(record.body, o.StartRank)]
+    assert d.state.tasks[task].why == "the agent of n1 reads order format 0, and this job needs 1"
+    d.join("n2")
+    assert nodes_of(d, task) == {"n2"}
+    assert all(record.body.slot.node == "n2" for record in d.log[at:]
+               if isinstance(record.body, o.StartRank))
+
+
+def test_a_process_does_not_start_again_where_an_older_agent_goes_on() -> None:
+    """An older agent takes over the incarnation: running processes stay, no new one starts."""
+    d = Driver(nodes=1)
+    task = d.submit(spec(name="exact", **EXACT, slots={"min": 1, "max": 1}))
+    d.obey([record for record in d.log if isinstance(record.body, o.StartRank)])
+    d.tell("n1/1", r.AgentRestarted(node="n1", incarnation=1, pid=2))
+    (rank,) = d.state.tasks[task].ranks.values()
+    at = len(d.log)
+    d.tell("n1/1", r.RankExited(task=task, rank=rank.rank, attempt=rank.attempt,
+                                 pid=rank.pid, exit_code=None, signal=9))
+    assert not [record for record in d.log[at:] if isinstance(record.body, o.StartRank)]
+    assert d.state.tasks[task].why == "the agent of n1 reads order format 0, and this job needs 1"
+    d.join("n2")
+    assert nodes_of(d, task) == {"n2"}

@@ -287,6 +287,42 @@ def test_a_follower_is_ready_again_when_the_server_has_come_back(tmp_path: Path)
             assert 2.0 < one.length_s < ended_s - began_s + 6.0, (found, away)
 
 
+def test_a_follower_that_leads_after_the_server_was_away_records_the_servers_outage(
+        tmp_path: Path) -> None:
+    """The leader does not come back, or later: only the server was away first."""
+    folder = tmp_path / "server"
+    server = embedded_server.start(folder)
+    with ExitStack() as stack:
+        stack.callback(lambda: embedded_server.ensure(folder).stop())
+        one, other = (stack.enter_context(control_plane(
+            tmp_path / "a", server.url, cluster="gone", name=name))
+            for name in ("control-plane", "control-plane-2"))
+        wait(lambda: one.health()["leader"] != other.health()["leader"])
+        first, second = (one, other) if one.health()["leader"] else (other, one)
+        wait(lambda: probe(second, "/readyz?follower=1")[0] == 200)
+        with Redis.from_url(server.url) as client:
+            wait(lambda: client.exists("{unicron:gone}:beat:leader"))
+        time.sleep(0.5)  # the follower reads it
+        began_s = time.time()
+        server.stop()
+        first.process.kill()
+        time.sleep(3.0)
+        server = embedded_server.start(folder)
+        second.wait_leading()
+        found = list[OutageEnded]()
+
+        def is_recorded() -> bool:
+            found[:] = [record.body for record in records(server.url, "gone")
+                        if isinstance(record.body, OutageEnded)]
+            return bool(found)
+
+        wait(is_recorded)
+        (outage,) = found
+        assert outage.what == "server", outage
+        assert outage.why
+        assert began_s - 2.5 < outage.since_s < began_s + 1.0, (outage, began_s)
+
+
 def test_a_leader_that_stops_lets_the_follower_lead_at_once(server: Server, tmp_path: Path
                                                             ) -> None:
     with (control_plane(tmp_path, server.url, cluster="serve-4") as one,

@@ -104,14 +104,17 @@ async def test_a_rank_speaks_only_for_its_own_task_rank_and_attempt(
 @pytest.mark.parametrize("value", [-2, 2**53])
 async def test_a_number_out_of_range_breaks_the_protocol(
         memory: MemoryLog, tmp_path: Path, value: int) -> None:
-    async with saying(memory, tmp_path, num_slots=len(counts()) + 1) as node:
+    async with saying(memory, tmp_path, num_slots=len(counts()) + 2) as node:
         for rank, (kind, name) in enumerate(counts()):
             await say(node, tmp_path, rank, Frame(body=own(kind, rank, **{name: value})))
         nested = len(counts())
         await say(node, tmp_path, nested,
                   Frame(body=own(Quiesced, nested, micro_batches=(1, value))))
-        causes = await assert_refused(node, nested + 1)
+        await say(node, tmp_path, nested + 1,
+                  Frame(body=own(TaskProgressed, nested + 1, digests={value: "0" * 16})))
+        causes = await assert_refused(node, nested + 2)
     assert f"Quiesced.micro_batches[1] is {value}" in causes[nested]
+    assert f"TaskProgressed.digests[{value}] is {value}" in causes[nested + 1]
 
 
 async def test_the_time_of_a_report_is_near_the_agents_clock(

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import unicron.workers.agent.delivery.spool as spool_file
+from msgspec.structs import replace
+from unicron.events.log.identity import sign_report
+from unicron.events.log.intake import read_report
 from unicron.events.records.codec import encode_report
 from unicron.events.records.envelope import Report
 from unicron.events.records.reports import (
@@ -68,6 +71,21 @@ def test_a_report_that_cannot_be_written_takes_no_number() -> None:
         spool.put(TaskProgressed(task=1, generation=1, first_iteration=0, losses=(float("nan"),),
                                  step_s=(1.0,), rate_flops=0.0, micro_batches=1))
     assert spool.put(JOINED).source_seq == 1
+
+
+@pytest.mark.parametrize("body", [
+    replace(progressed(1), digests={2**60: "0" * 16}), replace(progressed(1), skipped=2**53),
+    replace(exited(0), pid=2**64)])
+def test_a_report_that_the_control_plane_refuses_costs_only_itself(body: Body) -> None:
+    spool = Spool("n1/7", "n1", clock)
+    for one in (JOINED, body, exited(1)):
+        spool.put(one)
+    sent = [read_report(lambda _: b"key", sign_report(b"key", encode_report(one)))
+            for one in spool.behind(0, 10)]
+    taken, last = accept([one for one in sent if isinstance(one, Report)])
+    assert last == 3
+    assert [one.body for one in taken] == [
+        JOINED, ReportsLost(node="n1", num_lost=1), exited(1)]
 
 
 def test_a_full_spool_drops_progress_first_and_reports_the_loss() -> None:

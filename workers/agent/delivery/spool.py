@@ -22,8 +22,9 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from ....events.log.intake import report_fault
 from ....events.records import reports
-from ....events.records.codec import decode_report, encode_report
+from ....events.records.codec import decode_report, encode_report, not_finite
 from ....events.records.envelope import Report
 from ....events.records.types import Body
 
@@ -103,10 +104,16 @@ class Spool:
     def put(self, body: Body, occurred_s: float | None = None, slot: int = NO_SLOT,
             note: tuple[str, bytes] | None = None) -> Report:
         """Number and store a report, from the rank in `slot`, and a note (key, value) in the same
-        write. Raises ValueError for a float that is not finite."""
+        write. A report that the control plane would refuse is lost: it would refuse all later ones
+        too. Raises ValueError for a float that is not finite."""
         report = Report(source=self.source, source_seq=self.last + 1,
                         occurred_s=self._clock() if occurred_s is None else occurred_s, body=body)
-        entry = _Entry(report, encode_report(report), slot)
+        if (why := report_fault(report)) and not not_finite(body):
+            _log.error("a report is lost", kind=type(body).__name__, why=why)
+            entry = self._lost(report.source_seq, 1, report.occurred_s)
+            report = entry.report
+        else:
+            entry = _Entry(report, encode_report(report), slot)
         self.last += 1
         self._entries.append(entry)
         self._num_bytes += len(entry.wire)

@@ -31,6 +31,7 @@ second, and anything else when it changes. Each kind has its own bucket, so that
 takes no place from the report of an error."""
 LARGEST_NUM = 10
 """Tokens that a report of the largest size takes; the smallest takes one."""
+KEY_CHARS_MAX = 40
 DROPPED_S = 10.0
 """Time between two reports of what was dropped."""
 
@@ -106,6 +107,10 @@ def _out_of_range(value: object) -> str:
         for name in value.__struct_fields__:
             if where := _out_of_range(getattr(value, name)):
                 return f".{name}{where}"
+    elif isinstance(value, dict):
+        for key, item in cast("dict[object, object]", value).items():
+            if where := _out_of_range(key) or _out_of_range(item):
+                return f"[{str(key)[:KEY_CHARS_MAX]}]{where}"
     elif isinstance(value, tuple):
         for index, item in enumerate(cast("tuple[object, ...]", value)):
             if where := _out_of_range(item):
