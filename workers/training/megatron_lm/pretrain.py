@@ -174,10 +174,13 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
 def _not_set_up(args: Any) -> Generator[None]:
     given = {name: getattr(args, name) for name in NOT_SET_UP if hasattr(args, name)}
     vars(args).update(dict.fromkeys(given, False), wandb_project="")
-    # Its process would write checkpoints; here a thread of the rank does.
-    load("initialize").init_persistent_async_worker = lambda *_, **options: None
+    load("initialize").init_persistent_async_worker = _no_process
     yield
     vars(args).update(given)
+
+
+def _no_process(*given: Any, **options: Any) -> None:
+    """In place of Megatron-LM's process that writes checkpoints: a thread of the rank does."""
 
 
 def _validate(interface: Interface, args: Any, args_defaults: Mapping[str, Any]) -> None:
