@@ -1,4 +1,5 @@
-"""GPU health from the real driver, by Unicron's own readers: NVML, and the XID of a real fault.
+"""GPU health from the real driver, by Unicron's own readers: NVML, the trial of a device before
+its slot is in service again (`unicron lift`), and the XID of a real fault.
 
 The fault is an illegal access by a process of its own: an ordinary program error, which harms no
 other process. The driver reports it as XID 31 (or 13), by NVML and in the kernel log.
@@ -6,6 +7,7 @@ other process. The driver reports it as XID 31 (or 13), by NVML and in the kerne
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from gpu.result import NotPossible, of
 from unicron.events.records.statuses import ILLEGAL_MEMORY_ACCESS
 from unicron.events.words import install
 from unicron.workers.agent.health import gpu as nvml
+from unicron.workers.agent.health.device_trial import try_devices
 from unicron.workers.agent.health.finding import DeviceError
 from unicron.workers.agent.health.gpu import Gpus
 from unicron.workers.agent.health.kernel_log import KMSG, KernelLog
@@ -67,6 +70,16 @@ def check(folder: Path, device: str) -> list[Row]:
            if one.health != "healthy"]
     return [of("nvml", "read_s", times_s, "s", f"{len(reading.findings)} GPUs"),
             of("nvml", "healthy", [float(len(reading.findings) - len(ill))], "", "; ".join(ill))]
+
+
+def check_trial(folder: Path, device: str) -> list[Row]:
+    """Try each GPU as an agent does: its memory is written and read back."""
+    began_s, names = time.monotonic(), devices()
+    answers = asyncio.run(try_devices(names, range(len(names))))
+    times_s = [time.monotonic() - began_s]
+    ill = [f"{names[slot]}: {why}" for slot, why in answers.items() if why]
+    return [of("trial", "took_s", times_s, "s", f"{len(names)} GPUs"),
+            of("trial", "healthy", [float(len(names) - len(ill))], "", "; ".join(ill))]
 
 
 def check_xid(folder: Path, device: str) -> list[Row]:

@@ -33,6 +33,7 @@ CHECKS = {
     "groups_on_one_gpu": "gpu.groups:check_one_gpu",
     "fork": "gpu.fork:check",
     "nvml": "gpu.driver:check",
+    "trial": "gpu.driver:check_trial",
     "xid": "gpu.driver:check_xid",
     "optimizer_state": "gpu.state:check",
     "te_layers": "gpu.state:check_te",

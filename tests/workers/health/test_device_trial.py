@@ -1,6 +1,6 @@
 """A trial of a device, in its real process, on a CUDA driver that is a small library of this test.
 
-No test here has a GPU: `make gpu-check` tries a real one.
+No test here has a GPU: `make gpu-check CHECKS=trial` tries a real one.
 """
 
 from __future__ import annotations
