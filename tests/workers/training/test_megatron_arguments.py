@@ -70,7 +70,8 @@ def read_by_loops(file: Path) -> set[str]:
 @pytest.mark.parametrize("folder", clones(), ids=lambda folder: folder.name)
 def test_each_argument_of_the_loops_is_in_one_table(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-P", "-c", PARSER], capture_output=True, text=True,
-                          check=True, env={**os.environ, "PYTHONPATH": str(folder)})
+                          check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(
+                              (str(folder), *filter(None, (os.environ.get("PYTHONPATH"),))))})
     parsed = set(json.loads(done.stdout.splitlines()[-1]))
     files = [folder / "megatron" / "training" / f"{name}.py" for name in REPLACED]
     read = set().union(*map(read_by_loops, files)) & parsed - OF_THE_MODEL
