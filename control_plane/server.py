@@ -97,17 +97,25 @@ async def _serve(options: Options) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     asyncio.get_running_loop().set_exception_handler(seldom_logged())
-    is_relayed = (server_relay.is_local(options.redis_url)
-                  and not network_address.is_loopback(options.listen))
-    limits, too_few = limits_of_descriptors(ConnectionLimits(
-        relayed_num_max=server_relay.RELAYED_NUM_MAX if is_relayed else 0))
+    is_relayed = server_relay.is_local(options.redis_url) and not network_address.is_loopback(
+        options.listen
+    )
+    limits, too_few = limits_of_descriptors(
+        ConnectionLimits(relayed_num_max=server_relay.RELAYED_NUM_MAX if is_relayed else 0)
+    )
     if too_few:
         logger.warning(too_few)
     identities = Identities(_secret(options.state), options.cluster)
     folder = Folder(options.segments or options.state / "log", options.cluster)
-    log = RedisLog(options.redis_url, options.cluster, identities.key,
-                   None if options.shared_password else identities, options.ca, folder,
-                   options.policy)
+    log = RedisLog(
+        options.redis_url,
+        options.cluster,
+        identities.key,
+        None if options.shared_password else identities,
+        options.ca,
+        folder,
+        options.policy,
+    )
     try:
         await _wait_for_redis(log)
         if options.shared_password:
@@ -118,40 +126,82 @@ async def _serve(options: Options) -> int:
         tokens = Tokens(options.state / "tokens.json", owner=token)
         metrics = Metrics()
         letters = DeadLetters(options.state / "dead-letters.jsonl", metrics.reports_rejected.inc)
-        coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
-                                  code=__version__, policy=options.policy,
-                                  access=partial(share, tokens, log), folder=folder,
-                                  observe=metrics.observe, dead_letters=letters)
+        coordinator = Coordinator(
+            log,
+            clock=steady_clock(),
+            nonce=secrets.token_hex(8),
+            code=__version__,
+            policy=options.policy,
+            access=partial(share, tokens, log),
+            folder=folder,
+            observe=metrics.observe,
+            dead_letters=letters,
+        )
         advertised = options.advertise or options.listen
         address = Address(
-            cluster=options.cluster, shared_password=options.shared_password,
-            insecure=options.insecure, names=(options.listen, advertised),
-            redis_url=server_relay.url_at(options.redis_url, advertised, options.port + 1,
-                                          with_tls=options.certificate is not None)
-            if is_relayed else options.redis_url)
-        http = HttpApi(ROUTES, coordinator, log, tokens=tokens, address=address,
-                       identities=identities, metrics=metrics,
-                       certificate=options.certificate, folder=folder)
+            cluster=options.cluster,
+            shared_password=options.shared_password,
+            insecure=options.insecure,
+            names=(options.listen, advertised),
+            redis_url=server_relay.url_at(
+                options.redis_url,
+                advertised,
+                options.port + 1,
+                with_tls=options.certificate is not None,
+            )
+            if is_relayed
+            else options.redis_url,
+        )
+        http = HttpApi(
+            ROUTES,
+            coordinator,
+            log,
+            tokens=tokens,
+            address=address,
+            identities=identities,
+            metrics=metrics,
+            certificate=options.certificate,
+            folder=folder,
+        )
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options, advertised)
         file = options.state / f"{options.name.replace('-', '_', 1)}.json"
         socket = await _listen_locally(listener, file.with_suffix(".sock").absolute())
-        relay = server_relay.ServerRelay(options.redis_url, limits.relayed_num_max,
-                                         log.find_server)
-        beside = [asyncio.create_task(run) for run in (
-            options.certificate.keep_reloading() if options.certificate else None,
-            Notifier(coordinator, options.notify, options.cluster, metrics).run()
-            if options.notify else None) if run is not None]
+        relay = server_relay.ServerRelay(options.redis_url, limits.relayed_num_max, log.find_server)
+        beside = [
+            asyncio.create_task(run)
+            for run in (
+                options.certificate.keep_reloading() if options.certificate else None,
+                Notifier(coordinator, options.notify, options.cluster, metrics).run()
+                if options.notify
+                else None,
+            )
+            if run is not None
+        ]
         try:
             if is_relayed:
                 await _relay(relay, options)
-            write_private(file, msgspec.json.encode({
-                "url": url, "socket": socket, "token": token, "pid": (pid := os.getpid()),
-                "start_time": start_time(pid), "cluster": options.cluster,
-                "host": platform.node(),
-                "ca": options.certificate.ca if options.certificate else ""}))
-            logger.info("listening", url=url, cluster=options.cluster,
-                        **{"ca": options.certificate.ca} if options.certificate else {})
+            write_private(
+                file,
+                msgspec.json.encode(
+                    {
+                        "url": url,
+                        "socket": socket,
+                        "token": token,
+                        "pid": (pid := os.getpid()),
+                        "start_time": start_time(pid),
+                        "cluster": options.cluster,
+                        "host": platform.node(),
+                        "ca": options.certificate.ca if options.certificate else "",
+                    }
+                ),
+            )
+            logger.info(
+                "listening",
+                url=url,
+                cluster=options.cluster,
+                **{"ca": options.certificate.ca} if options.certificate else {},
+            )
             return await _lead(coordinator, stop, url)
         finally:
             for task in beside:
@@ -200,8 +250,9 @@ async def _wait_for_redis(log: RedisLog) -> None:
             return
         except Unavailable as error:
             if time.monotonic() >= deadline_s:
-                raise UsageError(f"the server cannot be reached: {error}",
-                                 "is it running? check --redis") from None
+                raise UsageError(
+                    f"the server cannot be reached: {error}", "is it running? check --redis"
+                ) from None
         await asyncio.sleep(0.1)
 
 
@@ -228,8 +279,10 @@ def _tls(options: Options) -> ssl.SSLContext | None:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> UsageError:
     why = os.strerror(error.errno) if error.errno else str(error)
-    return UsageError(f"cannot listen on {network_address.endpoint(host, port)}: {why}",
-                      "choose another port, or stop what uses it")
+    return UsageError(
+        f"cannot listen on {network_address.endpoint(host, port)}: {why}",
+        "choose another port, or stop what uses it",
+    )
 
 
 async def _listen_locally(listener: Listener, path: Path) -> str:
@@ -239,8 +292,9 @@ async def _listen_locally(listener: Listener, path: Path) -> str:
     except OSError as error:
         await listener.stop()
         why = os.strerror(error.errno) if error.errno else str(error)
-        raise UsageError(f"cannot listen on {path}: {why}",
-                         "use --state to name a folder on a local disk") from None
+        raise UsageError(
+            f"cannot listen on {path}: {why}", "use --state to name a folder on a local disk"
+        ) from None
     return str(path)
 
 
@@ -264,8 +318,10 @@ def _secret(state: Path) -> bytes:
     path = state / "secret"
     found = _made_once(path, lambda: secrets.token_bytes(SECRET_BYTES))
     if len(found) != SECRET_BYTES:
-        raise UsageError(f"{path} does not hold {SECRET_BYTES} bytes",
-                         "remove it, then restart the control plane and the agents")
+        raise UsageError(
+            f"{path} does not hold {SECRET_BYTES} bytes",
+            "remove it, then restart the control plane and the agents",
+        )
     return found
 
 
@@ -291,9 +347,16 @@ def _remove(path: Path, socket: str) -> None:
 def _configure_logging() -> None:
     """Log by structlog on stderr: text on a terminal, else JSON lines."""
     stderr = sys.stderr
-    last = (structlog.dev.ConsoleRenderer(colors="NO_COLOR" not in os.environ)
-            if stderr.isatty() else structlog.processors.JSONRenderer())
+    last = (
+        structlog.dev.ConsoleRenderer(colors="NO_COLOR" not in os.environ)
+        if stderr.isatty()
+        else structlog.processors.JSONRenderer()
+    )
     structlog.configure(
-        processors=[structlog.processors.add_log_level,
-                    structlog.processors.TimeStamper(fmt="iso", utc=True), last],
-        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, LogStream(stderr))))
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            last,
+        ],
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, LogStream(stderr))),
+    )

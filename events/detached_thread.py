@@ -28,8 +28,9 @@ class DetachedThread:
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """A future of the result of `call`, or of its exception. It cannot be cancelled."""
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._calls,), name=self._name,
-                                            daemon=True)
+            self._thread = threading.Thread(
+                target=_serve, args=(self._calls,), name=self._name, daemon=True
+            )
             self._thread.start()
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()

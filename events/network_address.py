@@ -45,13 +45,18 @@ def split_sentinels(url: str) -> tuple[str, str, tuple[str, ...]]:
     name, _, database = path.partition("/")
     found = tuple(f"{scheme}://{one}" for one in endpoints.split(","))
     try:
-        is_valid = bool(name) and "?" not in path and all(
-            (parts := urlsplit(one)).hostname and parts.port for one in found)
+        is_valid = (
+            bool(name)
+            and "?" not in path
+            and all((parts := urlsplit(one)).hostname and parts.port for one in found)
+        )
     except ValueError:
         is_valid = False
     if not is_valid or scheme not in ("redis", "rediss"):
-        raise UsageError(f"{scheme}{_SENTINEL}://{rest} does not name Sentinels and a server",
-                         f"redis{_SENTINEL}://:PASSWORD@HOST:PORT,HOST:PORT/NAME")
+        raise UsageError(
+            f"{scheme}{_SENTINEL}://{rest} does not name Sentinels and a server",
+            f"redis{_SENTINEL}://:PASSWORD@HOST:PORT,HOST:PORT/NAME",
+        )
     return name, f"{scheme}://{user}{at}{endpoints.partition(',')[0]}/{database}", found
 
 
@@ -116,8 +121,9 @@ def interface_of(host: str) -> str:
         return ""
     if wanted.version == 4 and wanted.is_loopback:  # lo has all of 127.0.0.0/8
         return "lo"
-    return next((name for name, address in interfaces() if ipaddress.ip_address(address) == wanted),
-                "")
+    return next(
+        (name for name, address in interfaces() if ipaddress.ip_address(address) == wanted), ""
+    )
 
 
 def own_address(text: str, option: str) -> str:
@@ -134,15 +140,18 @@ def own_address(text: str, option: str) -> str:
             raise UsageError(f"{option}: this host has no address {address}", _listed(there))
         return address
     try:
-        named = dict.fromkeys(str(entry[4][0]) for entry in
-                              socket.getaddrinfo(text, None, type=socket.SOCK_STREAM))
+        named = dict.fromkeys(
+            str(entry[4][0]) for entry in socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)
+        )
     except OSError:
-        raise UsageError(f"{option}: {text!r} is no address, interface or known name",
-                         _listed(there)) from None
+        raise UsageError(
+            f"{option}: {text!r} is no address, interface or known name", _listed(there)
+        ) from None
     found = [address for address in named if not own or address in own or is_loopback(address)]
     if not found:
-        raise UsageError(f"{option}: {text} is {', '.join(named)}, which this host does not have",
-                         _listed(there))
+        raise UsageError(
+            f"{option}: {text} is {', '.join(named)}, which this host does not have", _listed(there)
+        )
     if len(found) > 1:
         raise UsageError(f"{option}: {text} is {' and '.join(found)}", "name one of them")
     return found[0]

@@ -34,8 +34,9 @@ def as_os_errors(*passing: type[Exception]) -> Generator[None]:
         if isinstance(error, (OSError, UsageError, *passing)):
             raise
         why = " ".join(str(error).split())
-        raise Unreachable(f"{type(error).__name__}: {why}" if why else type(error).__name__
-                          ) from error
+        raise Unreachable(
+            f"{type(error).__name__}: {why}" if why else type(error).__name__
+        ) from error
 
 
 def reason(error: BaseException) -> str:
@@ -51,18 +52,24 @@ def check_driver(url: str, key: str = "output") -> None:
     """Raise UsageError if no driver for the URL, that of `key` in a job file, is installed."""
     scheme = url.partition("://")[0]
     if not is_installed():
-        raise UsageError(f"{key}: {scheme}:// needs fsspec, which is not installed",
-                         "pip install fsspec, on every node")
+        raise UsageError(
+            f"{key}: {scheme}:// needs fsspec, which is not installed",
+            "pip install fsspec, on every node",
+        )
     import fsspec
 
     try:
         cast(Any, fsspec).get_filesystem_class(scheme)
     except ValueError:
-        raise UsageError(f"{key}: fsspec knows no {scheme}://",
-                         "python -c 'import fsspec; print(fsspec.available_protocols())'") from None
+        raise UsageError(
+            f"{key}: fsspec knows no {scheme}://",
+            "python -c 'import fsspec; print(fsspec.available_protocols())'",
+        ) from None
     except ImportError as error:
-        raise UsageError(f"{key}: the driver of {scheme}:// is not installed",
-                         f"{error}, with pip, on every node") from None
+        raise UsageError(
+            f"{key}: the driver of {scheme}:// is not installed",
+            f"{error}, with pip, on every node",
+        ) from None
 
 
 class Store:

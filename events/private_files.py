@@ -33,11 +33,15 @@ def read_private(path: Path) -> bytes:
         if not stat.S_ISREG(found.st_mode):
             raise UsageError(f"{path} is not a file", "use a folder of yours: --state")
         if found.st_uid != os.geteuid():
-            raise UsageError(f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}: "
-                             "its owner knows what it holds",
-                             "start as that user, or remove the file and use new secrets")
+            raise UsageError(
+                f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}: "
+                "its owner knows what it holds",
+                "start as that user, or remove the file and use new secrets",
+            )
         if mode := stat.S_IMODE(found.st_mode) & 0o077:
-            raise UsageError(f"{path} has mode {stat.S_IMODE(found.st_mode):04o}: others may "
-                             f"{'read' if mode & 0o044 else 'change'} it",
-                             f"chmod 600 {path}, or remove it if others may have read it")
+            raise UsageError(
+                f"{path} has mode {stat.S_IMODE(found.st_mode):04o}: others may "
+                f"{'read' if mode & 0o044 else 'change'} it",
+                f"chmod 600 {path}, or remove it if others may have read it",
+            )
         return file.read(FILE_BYTES_MAX)

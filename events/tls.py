@@ -36,14 +36,16 @@ def is_plain(url: str) -> bool:
     parts = urlsplit(url)
     return parts.scheme == "redis+sentinel" or (
         parts.scheme in ("http", "redis")
-        and not network_address.is_loopback(parts.hostname or "localhost"))
+        and not network_address.is_loopback(parts.hostname or "localhost")
+    )
 
 
 def may_follow(pointer: str, at: str, *, by_socket: bool) -> bool:
     """Whether a token that goes to the URL `at` may go where that points: not without the same TLS,
     nor, instead of a socket, to a port of this machine, which may be a stranger's by now."""
     return pointer.startswith("https:") or (
-        not at.startswith("https:") and (not by_socket or is_plain(pointer)))
+        not at.startswith("https:") and (not by_socket or is_plain(pointer))
+    )
 
 
 def client_context(ca: str) -> ssl.SSLContext:
@@ -77,16 +79,20 @@ def authority(ca: str, host: str, port: int) -> str:
     for one in chain:
         if digest(one) == ca.lower():
             return one
-    raise UsageError(f"{where}: none of its {len(chain)} certificates has the digest {ca}",
-                     "is it another server? the log of the control plane has the right digest")
+    raise UsageError(
+        f"{where}: none of its {len(chain)} certificates has the digest {ca}",
+        "is it another server? the log of the control plane has the right digest",
+    )
 
 
 def sent_chain(host: str, port: int) -> list[str]:
     """The certificates (PEM) that a server sends, unverified. Raises OSError."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with (socket.create_connection((host, port), timeout=HANDSHAKE_S_MAX) as link,
-          context.wrap_socket(link, server_hostname=host) as secure):
+    with (
+        socket.create_connection((host, port), timeout=HANDSHAKE_S_MAX) as link,
+        context.wrap_socket(link, server_hostname=host) as secure,
+    ):
         chain = cast(Any, secure)._sslobj.get_unverified_chain()  # public from Python 3.13 on
         return [str(one.public_bytes()) for one in chain or ()]
 
@@ -101,12 +107,18 @@ def is_likely(error: Exception, host: str, port: int) -> bool:
 def refusal(error: BaseException | None, where: str) -> UsageError | None:
     """What is wrong with a server's certificate or protocol; None for other errors."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        hint = {_NOT_YET_VALID: "compare the clocks of both hosts", _EXPIRED: "renew it there",
-                **dict.fromkeys((_OTHER_NAME, _OTHER_ADDRESS), "use a name or address that is in "
-                                "it, or renew it there: unicron certs init --host")}.get(
-            error.verify_code, "name its authority: --ca FILE, or --ca sha256:DIGEST")
-        return UsageError(f"{where}: its certificate is refused: "
-                          f"{str(error.verify_message).rstrip('.').lower()}", hint)
+        hint = {
+            _NOT_YET_VALID: "compare the clocks of both hosts",
+            _EXPIRED: "renew it there",
+            **dict.fromkeys(
+                (_OTHER_NAME, _OTHER_ADDRESS),
+                "use a name or address that is in it, or renew it there: unicron certs init --host",
+            ),
+        }.get(error.verify_code, "name its authority: --ca FILE, or --ca sha256:DIGEST")
+        return UsageError(
+            f"{where}: its certificate is refused: {str(error.verify_message).rstrip('.').lower()}",
+            hint,
+        )
     if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
         return UsageError(f"{where}: what answers there does not speak TLS", "is it http://?")
     return None

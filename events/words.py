@@ -86,8 +86,9 @@ def install(extra: str) -> str:
 
 def acts(do: str, option: str) -> str:
     """What to do, with `option` at each command between backquotes; `labelled` breaks none."""
-    return re.sub("`([^`]*)`", lambda found: command(
-        found[1].replace(";", f"{option};") + option), do)
+    return re.sub(
+        "`([^`]*)`", lambda found: command(found[1].replace(";", f"{option};") + option), do
+    )
 
 
 def said(why: str, do: str, option: str = "") -> str:
@@ -119,10 +120,10 @@ def plan_waf(plan: dict[str, Any], of: Collection[int] | None = None) -> float:
     unchanged. `of`: count only these tasks, because others may have ended since."""
     kept = plan.get("kept", ())
     if of is not None and any(one["task"] not in of for one in plan["allocations"]):
-        return math.fsum(one["waf"] for one in [*plan["allocations"], *kept]
-                         if one["task"] in of)
-    return float(plan["waf"]) + math.fsum(one["waf"] for one in kept
-                                          if of is None or one["task"] in of)
+        return math.fsum(one["waf"] for one in [*plan["allocations"], *kept] if one["task"] in of)
+    return float(plan["waf"]) + math.fsum(
+        one["waf"] for one in kept if of is None or one["task"] in of
+    )
 
 
 def clipped(text: str, width: int) -> str:

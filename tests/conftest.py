@@ -50,7 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             asked = test._hypothesis_internal_use_settings
             num = max(EXAMPLES_NUM_MIN, round(SHARE_OF_EXAMPLES * asked.max_examples))
             test._hypothesis_internal_use_settings = settings(
-                asked, max_examples=min(asked.max_examples, num), derandomize=True, database=None)
+                asked, max_examples=min(asked.max_examples, num), derandomize=True, database=None
+            )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -62,8 +63,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     async def run() -> None:
         async with AsyncExitStack() as stack:
-            values = {name: pyfuncitem.funcargs[name]
-                      for name in inspect.signature(test).parameters}
+            values = {
+                name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters
+            }
             for name, value in values.items():
                 if isinstance(value, AbstractAsyncContextManager):
                     values[name] = await stack.enter_async_context(value)
@@ -82,8 +84,9 @@ class Cluster:
         self.identities = Identities(bytes(SECRET_BYTES), self.name)
 
     @asynccontextmanager
-    async def __call__(self, url: str = "", folder: Folder | None = None
-                       ) -> AsyncGenerator[RedisLog]:
+    async def __call__(
+        self, url: str = "", folder: Folder | None = None
+    ) -> AsyncGenerator[RedisLog]:
         log = RedisLog(url or self.url, self.name, self.identities.key, folder=folder)
         try:
             yield log

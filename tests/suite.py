@@ -28,8 +28,10 @@ FOLDER = ROOT / "build" / "tests"
 PAGE = ROOT / "docs" / "guides" / "test-runs.md"
 BEGIN = "<!-- the last run -->"
 RANKS = "tests/workers/training"
-WITH_PROGRAMS = [f"{RANKS}/test_{name}.py"
-                 for name in ("data_loader", "known_versions", "megatron_wheels", "resharding")]
+WITH_PROGRAMS = [
+    f"{RANKS}/test_{name}.py"
+    for name in ("data_loader", "known_versions", "megatron_wheels", "resharding")
+]
 WITH_OTHERS = [f"{RANKS}/test_{name}.py" for name in ("checkpoint", "experts", "gpu_check")]
 HOSTS = "tests/hosts/test_hosts.py"
 """Tests of ranks and hosts in another lane, so that no lane is much longer than the rest."""
@@ -40,9 +42,19 @@ LANES = {
     "clusters": ["tests/cluster", HOSTS],
     "ranks": [RANKS, *(f"--ignore={file}" for file in (*WITH_PROGRAMS, *WITH_OTHERS))],
     "programs": [*PROGRAMS, "tests/hosts", f"--ignore={HOSTS}", *WITH_PROGRAMS],
-    "others": ["tests", *(f"--ignore={path}" for path in (
-        "tests/cluster", "tests/hosts", BROWSER, *PROGRAMS,
-        *(file for file in OF_RANKS if file not in WITH_OTHERS)))],
+    "others": [
+        "tests",
+        *(
+            f"--ignore={path}"
+            for path in (
+                "tests/cluster",
+                "tests/hosts",
+                BROWSER,
+                *PROGRAMS,
+                *(file for file in OF_RANKS if file not in WITH_OTHERS),
+            )
+        ),
+    ],
 }
 """Lane -> arguments of its pytest, which runs one test at a time and at most six real ranks."""
 WEB_LANES = {"browser": [BROWSER]}
@@ -64,11 +76,26 @@ class Lane:
         self.began_s = time.monotonic()
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "pytest", *words, *options, "--durations=15",
-                 f"--junitxml={self.counts_file}", "-o", "faulthandler_timeout=300",
-                 "-o", f"cache_dir={cache}"],
-                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True)  # Ctrl-C must reach it only once, through `stop`
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "pytest",
+                    *words,
+                    *options,
+                    "--durations=15",
+                    f"--junitxml={self.counts_file}",
+                    "-o",
+                    "faulthandler_timeout=300",
+                    "-o",
+                    f"cache_dir={cache}",
+                ],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )  # Ctrl-C must reach it only once, through `stop`
 
     def tell(self) -> bool:
         """Print how the lane ended; returns True if it passed."""
@@ -76,8 +103,10 @@ class Lane:
         if self.process.returncode:
             print(text)
         lasted_s = time.monotonic() - self.began_s
-        print(f"{self.name:9} {text.splitlines()[-1] if text else 'said nothing'}, "
-              f"{lasted_s:.0f} s", flush=True)
+        print(
+            f"{self.name:9} {text.splitlines()[-1] if text else 'said nothing'}, {lasted_s:.0f} s",
+            flush=True,
+        )
         return self.process.returncode == 0
 
     def failed(self) -> list[str]:
@@ -92,8 +121,9 @@ class Lane:
             return Counter()
         suite = ET.parse(self.counts_file).getroot().find("testsuite")
         assert suite is not None
-        return Counter({key: int(suite.get(key, "0"))
-                        for key in ("tests", "failures", "errors", "skipped")})
+        return Counter(
+            {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
+        )
 
     def stop(self) -> None:
         """Terminate the lane; its tests then end the processes that they started (conftest.py)."""
@@ -112,14 +142,15 @@ def main() -> int:
     asks.add_argument("--web", action="store_true", help="the tests of the dashboard")
     asked = asks.parse_args()
     thorough = asked.thorough
-    options = (["--hypothesis-profile=thorough"] if thorough else ["-m", "not thorough"])
+    options = ["--hypothesis-profile=thorough"] if thorough else ["-m", "not thorough"]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     FOLDER.mkdir(parents=True, exist_ok=True)
     for file in FOLDER.glob("*.xml"):
         file.unlink()
     began_s, commit = time.monotonic(), _commit()
-    lanes = [Lane(name, words, options)
-             for name, words in (WEB_LANES if asked.web else LANES).items()]
+    lanes = [
+        Lane(name, words, options) for name, words in (WEB_LANES if asked.web else LANES).items()
+    ]
     try:
         well = _wait(lanes) or _pass_alone(lanes, options)
     except KeyboardInterrupt:
@@ -153,11 +184,19 @@ def _wait(lanes: list[Lane]) -> bool:
 def _pass_alone(lanes: list[Lane], options: list[str]) -> bool:
     """Run the failed tests again, if they are few; returns True if now all pass."""
     names = [name for lane in lanes for name in lane.failed()]
-    if (not 0 < len(names) <= AGAIN_NUM_MAX
-            or any(lane.process.returncode and not lane.failed() for lane in lanes)):
+    if not 0 < len(names) <= AGAIN_NUM_MAX or any(
+        lane.process.returncode and not lane.failed() for lane in lanes
+    ):
         return False
-    well = subprocess.run([sys.executable, "-P", "-m", "pytest", *names, *options],
-                          cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode == 0
+    well = (
+        subprocess.run(
+            [sys.executable, "-P", "-m", "pytest", *names, *options],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        ).returncode
+        == 0
+    )
     for name in names:
         print(f"again     {name} {'passed' if well else 'was run'} alone", flush=True)
     return well
@@ -171,9 +210,12 @@ def _said(counts: Counter[str], alone: str = "") -> str:
 
 def _commit() -> str:
     """The checked-out commit, marked if tracked files differ from it."""
+
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True,
-                              check=False).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+
     changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
     return f"{git('rev-parse', '--short', 'HEAD') or 'unknown'}{changed}"
 
@@ -182,10 +224,12 @@ def _write(counts: Counter[str], commit: str, lasted_s: float) -> None:
     """Replace the last run on the page."""
     before, _, _ = PAGE.read_text().partition(BEGIN)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    PAGE.write_text(f"{before}{BEGIN}\n"
-                    f"| commit | date | result | minutes | cores |\n|---|---|---|---|---|\n"
-                    f"| {commit} | {today} | {_said(counts)} | {lasted_s / 60:.0f} "
-                    f"| {os.cpu_count()} |\n")
+    PAGE.write_text(
+        f"{before}{BEGIN}\n"
+        f"| commit | date | result | minutes | cores |\n|---|---|---|---|---|\n"
+        f"| {commit} | {today} | {_said(counts)} | {lasted_s / 60:.0f} "
+        f"| {os.cpu_count()} |\n"
+    )
     print(f"page: {PAGE.relative_to(ROOT)}")
 
 

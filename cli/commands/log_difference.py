@@ -16,8 +16,21 @@ from .offline import Log
 
 DECISIONS_NUM_MAX = 20
 HINT = "with reproducible: bitwise a task has digests every digest_every iterations; 0: none"
-KEYS = ("model", "batch", "micro_batches", "iterations", "seed", "data", "precision", "loss",
-        "loss_scale", "dynamic_loss_scale", "optimizer", "reproducible", "reproducible_bits")
+KEYS = (
+    "model",
+    "batch",
+    "micro_batches",
+    "iterations",
+    "seed",
+    "data",
+    "precision",
+    "loss",
+    "loss_scale",
+    "dynamic_loss_scale",
+    "optimizer",
+    "reproducible",
+    "reproducible_bits",
+)
 """Of `train` or `loop`: what decides the result."""
 
 
@@ -45,28 +58,40 @@ def diff(logs: Sequence[Log], a: str, b: str, *, as_json: bool) -> None:
         of = [{run.spec.name: run for run in some.values() if run.digests} for some in runs]
         pairs = [(name, run, name, of[1][name]) for name, run in of[0].items() if name in of[1]]
         if not pairs:
-            raise UsageError(f"no task with digests has the same name in {a} and {b}",
-                             f"there are {fmt.listed([*of[0], *of[1]]) or 'none'}; {HINT}")
-        lines += [f"not in both logs: {fmt.listed(alone)}"
-                  for alone in [sorted(of[0].keys() ^ of[1].keys())] if alone]
+            raise UsageError(
+                f"no task with digests has the same name in {a} and {b}",
+                f"there are {fmt.listed([*of[0], *of[1]]) or 'none'}; {HINT}",
+            )
+        lines += [
+            f"not in both logs: {fmt.listed(alone)}"
+            for alone in [sorted(of[0].keys() ^ of[1].keys())]
+            if alone
+        ]
     rows = list[dict[str, Any]]()
     for x, run, y, against in pairs:
         what = f"task {x}" if x == y else f"tasks {x} and {y}"
         both, at, digests = _compared(run, against, what)
         rows.append({"tasks": [x, y], "compared": both, "iteration": at, "digests": digests})
-        lines.append(f"{what}: no iteration with a digest ran again" if not both else
-                     f"{what}: {fmt.number_of(len(both), 'equal digest')}, of iterations "
-                     f"{both[0]} to {both[-1]}" if at is None else
-                     f"{what}: iteration {at} is the first compared that began with another state, "
-                     f"after {fmt.number_of(len(both) - 1, 'equal digest')}: {', '.join(digests)}")
+        lines.append(
+            f"{what}: no iteration with a digest ran again"
+            if not both
+            else f"{what}: {fmt.number_of(len(both), 'equal digest')}, of iterations "
+            f"{both[0]} to {both[-1]}"
+            if at is None
+            else f"{what}: iteration {at} is the first compared that began with another state, "
+            f"after {fmt.number_of(len(both) - 1, 'equal digest')}: {', '.join(digests)}"
+        )
         if keys := list(_differing(run.spec.training, against.spec.training)):
             lines.append(f"{what}: the jobs differ in {', '.join(keys)}")
     is_equal = all(row["iteration"] is None for row in rows)
     console.show({"equal": is_equal, "tasks": rows}, lines, as_json=as_json)
     if not is_equal:
-        raise DifferError(f"{a} and {b} differ", "the cause is between the last equal digest, or "
-                          "the start, and that iteration: a fault (unicron incident), another job, "
-                          "other data or software")
+        raise DifferError(
+            f"{a} and {b} differ",
+            "the cause is between the last equal digest, or "
+            "the start, and that iteration: a fault (unicron incident), another job, "
+            "other data or software",
+        )
 
 
 def _differing(a: object, b: object, keys: Sequence[str] = KEYS, within: str = "") -> Iterator[str]:
@@ -98,12 +123,16 @@ def _named(runs: dict[str, Run], word: str) -> Run:
         names = list(dict.fromkeys(run.spec.name for run in runs.values()))
         raise UsageError(f"the log has no task {word}", f"it has {fmt.listed(names) or 'none'}")
     if len(found) > 1:
-        raise UsageError(f"the log has {len(found)} tasks {word}: {fmt.listed(found)}",
-                         "give the number of one")
+        raise UsageError(
+            f"the log has {len(found)} tasks {word}: {fmt.listed(found)}", "give the number of one"
+        )
     run = runs[found[0]]
     if not run.digests:
-        raise UsageError(f"task {word} has no digests" + (
-            f": it trained with rounding: {run.why}" if run.why else ""), HINT)
+        raise UsageError(
+            f"task {word} has no digests"
+            + (f": it trained with rounding: {run.why}" if run.why else ""),
+            HINT,
+        )
     return run
 
 
@@ -121,8 +150,12 @@ def _compared(run: Run, against: Run, what: str) -> tuple[list[int], int | None,
 
 def decisions(found: Sequence[Different]) -> list[str]:
     """The first decisions that this version makes otherwise."""
-    rows = [[str(one.seq), *(record["kind"] if record else "-"
-                             for record in (one.recorded, one.now))]
-            for one in found[:DECISIONS_NUM_MAX]]
-    return ["", *fmt.table(("SEQ", "RECORDED", "NOW"), rows, right=(0,)),
-            "-o json has each decision as a whole" + ", and the others" * (len(found) > len(rows))]
+    rows = [
+        [str(one.seq), *(record["kind"] if record else "-" for record in (one.recorded, one.now))]
+        for one in found[:DECISIONS_NUM_MAX]
+    ]
+    return [
+        "",
+        *fmt.table(("SEQ", "RECORDED", "NOW"), rows, right=(0,)),
+        "-o json has each decision as a whole" + ", and the others" * (len(found) > len(rows)),
+    ]

@@ -42,7 +42,8 @@ class _File(Struct):
     rest: str = ""
     """The beginning of an unfinished line."""
     decoder: codecs.IncrementalDecoder = field(
-        default_factory=partial(codecs.getincrementaldecoder("utf-8"), "replace"))
+        default_factory=partial(codecs.getincrementaldecoder("utf-8"), "replace")
+    )
     next_s: float = 0.0
     """When its agent is asked again, if the file is not on this host."""
     is_told: bool = False
@@ -73,8 +74,10 @@ class _File(Struct):
             return
         except (*GONE, Refused) as error:
             if not self.is_told:
-                console.talk(f"note: rank {self.rank}.{self.attempt} printed on {self.node}, "
-                             f"in {self.path}: {error}")
+                console.talk(
+                    f"note: rank {self.rank}.{self.attempt} printed on {self.node}, "
+                    f"in {self.path}: {error}"
+                )
             self.is_told = True
         if whole:
             yield self.rest + self.decoder.decode(b"", final=True)
@@ -93,9 +96,15 @@ class _File(Struct):
     def _seek(self, client: Client, tail: int) -> None:
         """Set where reading begins, and how many lines are passed over from there. The end is
         searched for: an agent does not tell a file's size."""
-        begin, lines = CHUNK_BYTES * bisect_left(
-            range(CHUNKS_NUM_MAX), True,
-            key=lambda number: not self._part(client, number * CHUNK_BYTES)[0]), 0
+        begin, lines = (
+            CHUNK_BYTES
+            * bisect_left(
+                range(CHUNKS_NUM_MAX),
+                True,
+                key=lambda number: not self._part(client, number * CHUNK_BYTES)[0],
+            ),
+            0,
+        )
         while begin and lines <= tail:
             begin -= CHUNK_BYTES
             text, _ = self._part(client, begin)
@@ -137,9 +146,16 @@ class _Attempts:
     def __init__(self, client: Client, past: Plain) -> None:
         """`past`: the answer of GET /v1/tasks/ID/curves."""
         self._client, self._number, self._seq = client, int(past["task"]), int(past["read_seq"])
-        self.files = {(one["rank"], one["attempt"]): _File(
-            rank=one["rank"], attempt=one["attempt"], node=one["node"],
-            path=Path(one["log_path"]), ended_s=one["ended_s"]) for one in past["outputs"]}
+        self.files = {
+            (one["rank"], one["attempt"]): _File(
+                rank=one["rank"],
+                attempt=one["attempt"],
+                node=one["node"],
+                path=Path(one["log_path"]),
+                ended_s=one["ended_s"],
+            )
+            for one in past["outputs"]
+        }
         self.has_ended = bool(past["ended"])
 
     def scan(self) -> None:
@@ -150,31 +166,52 @@ class _Attempts:
             if body.get("task") != self._number:
                 continue
             if record["kind"] == "RankStarted":
-                self.files.setdefault((body["rank"], body["attempt"]), _File(
-                    rank=body["rank"], attempt=body["attempt"], node=body["node"],
-                    path=Path(body["log_path"])))
+                self.files.setdefault(
+                    (body["rank"], body["attempt"]),
+                    _File(
+                        rank=body["rank"],
+                        attempt=body["attempt"],
+                        node=body["node"],
+                        path=Path(body["log_path"]),
+                    ),
+                )
             elif record["kind"] == "RankExited" and (
-                    found := self.files.get((body["rank"], body["attempt"]))):
+                found := self.files.get((body["rank"], body["attempt"]))
+            ):
                 found.ended_s = record["at_s"]
             self.has_ended |= record["kind"] == "TaskEnded"
 
     def chosen(self, rank: int | None, since: float, *, previous: bool) -> list[_File]:
         """The files of a rank that were written since a time; with `previous` of each rank that
         before the newest."""
-        found = [one for one in self.files.values() if rank in (None, one.rank)
-                 and (one.ended_s is None or one.ended_s >= since)]
+        found = [
+            one
+            for one in self.files.values()
+            if rank in (None, one.rank) and (one.ended_s is None or one.ended_s >= since)
+        ]
         of: dict[int, list[_File]] = {}
         for one in sorted(found, key=lambda one: one.attempt):
             of.setdefault(one.rank, []).append(one)
         return [many[-2] for many in of.values() if len(many) > 1] if previous else found
 
 
-def logs(state: StateDir, url: Urls, task: str, rank: int | None, *, follow: bool,
-         lines: int | None = None, since: float | None = None, previous: bool = False) -> None:
+def logs(
+    state: StateDir,
+    url: Urls,
+    task: str,
+    rank: int | None,
+    *,
+    follow: bool,
+    lines: int | None = None,
+    since: float | None = None,
+    previous: bool = False,
+) -> None:
     """Print the output of a task, each line after its rank and attempt. Raises UsageError."""
     if previous and follow:
-        raise UsageError("--previous and --follow do not go together",
-                         "the former attempt has ended: leave --follow out")
+        raise UsageError(
+            "--previous and --follow do not go together",
+            "the former attempt has ended: leave --follow out",
+        )
     client = connect_to_read(state, url)
     past = past_of(client, number_of(client, client.get("/v1/state"), task))
     attempts = _Attempts(client, past)
@@ -185,14 +222,22 @@ def logs(state: StateDir, url: Urls, task: str, rank: int | None, *, follow: boo
         who = f"task {task}" if rank is None else f"rank {rank} of task {task}"
         there = {one.rank for one in attempts.files.values()}
         if there and rank in (None, *there):
-            raise UsageError(f"{who} has no {'former ' * previous}attempt"
-                             f"{' since then' * bool(since)}", f"unicron logs {task}")
+            raise UsageError(
+                f"{who} has no {'former ' * previous}attempt{' since then' * bool(since)}",
+                f"unicron logs {task}",
+            )
         if past["task"] < past["first_seq"]:
-            raise UsageError(f"the records that name the output of {who} were pruned",
-                             f"the log begins at seq {past['first_seq']}")
+            raise UsageError(
+                f"the records that name the output of {who} were pruned",
+                f"the log begins at seq {past['first_seq']}",
+            )
         begun = "never started" if attempts.has_ended else "has not started yet"
-        raise UsageError(f"{who} {begun}", f"there {'is' if len(there) == 1 else 'are'} "
-                         f"{ranks(there)}" if there else f"unicron status {task}")
+        raise UsageError(
+            f"{who} {begun}",
+            f"there {'is' if len(there) == 1 else 'are'} {ranks(there)}"
+            if there
+            else f"unicron status {task}",
+        )
     printer = _Printer(prefixed=rank is None)
     try:
         _show(client, printer, chosen, whole=not follow, tail=lines)
@@ -211,8 +256,14 @@ def logs(state: StateDir, url: Urls, task: str, rank: int | None, *, follow: boo
     printer.end()
 
 
-def _show(client: Client, printer: _Printer, files: Iterable[_File], *, whole: bool,
-          tail: int | None = None) -> None:
+def _show(
+    client: Client,
+    printer: _Printer,
+    files: Iterable[_File],
+    *,
+    whole: bool,
+    tail: int | None = None,
+) -> None:
     for file in files:
         for text in file.texts(client, whole=whole, tail=tail):
             printer.show(file, text)

@@ -16,7 +16,9 @@ def megatron(script: Path, words: Sequence[str]) -> NoReturn:
     """Become Python with the script, under an agent in Unicron's launcher. Raises UsageError."""
     launcher = LAUNCHER if FD in os.environ else ()
     if not launcher and not script.is_file():
-        raise UsageError(f"{script}: {'is a folder' if script.is_dir() else 'no such file'}",
-                         "give the path of a script in a clone of Megatron-LM")
+        raise UsageError(
+            f"{script}: {'is a folder' if script.is_dir() else 'no such file'}",
+            "give the path of a script in a clone of Megatron-LM",
+        )
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *launcher, str(script), *words])

@@ -60,10 +60,15 @@ def connect_to_read(state: StateDir, url: Urls) -> Client:
         if not client.last:
             raise
         at = datetime.fromtimestamp(client.at_s, UTC).isoformat(timespec="seconds")
-        runs = any(processes.find(state, name) for name in processes.names(state)
-                   if name.startswith("agent-"))
-        console.talk(f"{error}{'; training goes on without it' if runs else ''}. This is the log "
-                     f"up to seq {client.last} of {at}")
+        runs = any(
+            processes.find(state, name)
+            for name in processes.names(state)
+            if name.startswith("agent-")
+        )
+        console.talk(
+            f"{error}{'; training goes on without it' if runs else ''}. This is the log "
+            f"up to seq {client.last} of {at}"
+        )
         return client
 
 
@@ -92,8 +97,9 @@ class Log(NamedTuple):
         if until is None:
             return self
         if until < self.after:
-            raise UsageError(f"record {until} was pruned",
-                             f"the log begins at seq {self.after + 1}")
+            raise UsageError(
+                f"record {until} was pruned", f"the log begins at seq {self.after + 1}"
+            )
 
         def read() -> Iterator[Record]:
             last = self.after
@@ -111,8 +117,9 @@ def log_of(client: Client) -> Log:
     found = client.get("/v1/log/beginning", DRY_RUN_S_MAX)
     after = int(found["after"])
     _say_pruned(after)
-    return Log(lambda: map(codec.from_plain, client.records(after, follow=False)), after,
-               found["state"])
+    return Log(
+        lambda: map(codec.from_plain, client.records(after, follow=False)), after, found["state"]
+    )
 
 
 def read_to_end(client: Client, path: str, *, whole: bool = True, **query: object) -> Any:
@@ -129,8 +136,10 @@ def read_to_end(client: Client, path: str, *, whole: bool = True, **query: objec
         read_seq = found["read_seq"]
         so_far = f"{read_seq:,} of {found['last_seq']:,} records"
         if num_same >= SAME_NUM_MAX:
-            raise Unable(f"the control plane reads its log no further: {so_far}",
-                         "unicron tail shows the log; see the control plane's own log")
+            raise Unable(
+                f"the control plane reads its log no further: {so_far}",
+                "unicron tail shows the log; see the control plane's own log",
+            )
         console.talk(f"the control plane reads its log: {so_far}")
 
 
@@ -185,8 +194,9 @@ class OfflineClient(Client):
         if (found := self._of_the_past(path, query)) is not None:
             return found
         moment = str(query.get("at") or self.last)
-        state = self._state_at(asyncio.run(moments.seq_at(
-            moment, self._sealed.first, self.last, read)))
+        state = self._state_at(
+            asyncio.run(moments.seq_at(moment, self._sealed.first, self.last, read))
+        )
         if path == "/v1/state":
             return view(state, now_s=None if "at" in query else time.time())
         if path == "/v1/plan":
@@ -236,11 +246,13 @@ class OfflineClient(Client):
             case ["tasks", task, "curves"]:
                 return msgspec.to_builtins(timeline_answer.curves(timeline(), task, now_s=now_s))
             case ["timeline", "incidents"]:
-                return msgspec.to_builtins(timeline_answer.incidents(
-                    timeline(), float(str(query.get("since", 0.0))), now_s=now_s))
+                return msgspec.to_builtins(
+                    timeline_answer.incidents(
+                        timeline(), float(str(query.get("since", 0.0))), now_s=now_s
+                    )
+                )
             case ["incidents", number, "facts"]:
-                return msgspec.to_builtins(self._facts(
-                    int(number), str(query["option"]), now_s))
+                return msgspec.to_builtins(self._facts(int(number), str(query["option"]), now_s))
             case _:
                 return None
 
@@ -274,8 +286,9 @@ def _usage_errors(where: str) -> Generator[None]:
     except (LogError, ServerError) as error:
         raise UsageError(str(error), error.hint) from None
     except OSError as error:
-        raise UsageError(f"{where}: {reason(error)}",
-                         "name the state folder with --state") from None
+        raise UsageError(
+            f"{where}: {reason(error)}", "name the state folder with --state"
+        ) from None
 
 
 def folder_of(state: StateDir, where: str = "") -> Folder:
@@ -288,8 +301,10 @@ def folder_of(state: StateDir, where: str = "") -> Folder:
     where = where or os.environ.get(SEGMENTS, "")
     if not where and (where := str(last.get("segments") or "")):
         if is_url(where):
-            raise UsageError(f"{state.log} says that the log is at {where}, which is read only if "
-                             "you name it", f"if that is yours: export {SEGMENTS}={quote(where)}")
+            raise UsageError(
+                f"{state.log} says that the log is at {where}, which is read only if you name it",
+                f"if that is yours: export {SEGMENTS}={quote(where)}",
+            )
         _check_owner(Path(where))
     return Folder(where or state.path / "log", str(cluster))
 
@@ -300,9 +315,11 @@ def _check_owner(path: Path) -> None:
     except OSError:
         return  # there is nothing to read
     if owner != os.geteuid():
-        raise UsageError(f"{path} belongs to user {owner}, not to {os.geteuid()}: who owns it "
-                         "chooses what is read",
-                         "look as that user, or let the owner export the log: unicron export FILE")
+        raise UsageError(
+            f"{path} belongs to user {owner}, not to {os.geteuid()}: who owns it "
+            "chooses what is read",
+            "look as that user, or let the owner export the log: unicron export FILE",
+        )
 
 
 def _read_rest(state: StateDir, cluster: str, after: int) -> list[Record]:
@@ -312,8 +329,10 @@ def _read_rest(state: StateDir, cluster: str, after: int) -> list[Record]:
         return asyncio.run(_read_server(running.url, cluster, after))
     found = append_only_file.read(state.server, cluster, after)
     if found.snapshot and not found.records:
-        console.talk(f"note: {found.snapshot} of the server is not read: only a server reads it. "
-                     f"Records after {after} may be there")
+        console.talk(
+            f"note: {found.snapshot} of the server is not read: only a server reads it. "
+            f"Records after {after} may be there"
+        )
     return found.records
 
 

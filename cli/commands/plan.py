@@ -41,8 +41,9 @@ class PlanOptions(Struct, frozen=True, kw_only=True):
 
     @property
     def is_change(self) -> bool:
-        return bool(self.without or self.weights or self.submit is not None
-                    or self.slots is not None)
+        return bool(
+            self.without or self.weights or self.submit is not None or self.slots is not None
+        )
 
     @property
     def typed(self) -> str:
@@ -62,8 +63,7 @@ def plan(state: StateDir, url: Urls, asked: PlanOptions, *, as_json: bool) -> No
     if not asked.is_change:
         found: Plain = client.plan("" if asked.seq is None else str(asked.seq))
         now_s = time.time() if asked.seq is None else found["at_s"]
-        console.show(found, plan_screen.present(found, now_s=now_s, option=option),
-                     as_json=as_json)
+        console.show(found, plan_screen.present(found, now_s=now_s, option=option), as_json=as_json)
         return
     change = _change(client.get("/v1/state"), asked)
     if job is not None and asked.submit is not None:
@@ -76,8 +76,9 @@ def plan(state: StateDir, url: Urls, asked: PlanOptions, *, as_json: bool) -> No
     console.show(found, plan_screen.dry_run(found, asked.typed, option=option), as_json=as_json)
 
 
-def _apply(state: StateDir, client: Client, asked: PlanOptions, change: Plain, *,
-           as_json: bool) -> None:
+def _apply(
+    state: StateDir, client: Client, asked: PlanOptions, change: Plain, *, as_json: bool
+) -> None:
     before: Plain = client.get("/v1/state")
     try:
         seq = client.apply(change, asked.check or 0, reason_or_user(asked.reason))
@@ -92,8 +93,9 @@ def _apply(state: StateDir, client: Client, asked: PlanOptions, change: Plain, *
         return
     after: Plain = client.get("/v1/state")
     console.out(f"applied  {asked.typed} (seq {followed.seq})")
-    console.lines([*plan_lines(followed, view_before(before, after)),
-                   *paused_lines(after, option_for(state))])
+    console.lines(
+        [*plan_lines(followed, view_before(before, after)), *paused_lines(after, option_for(state))]
+    )
     console.out(f"look     unicron status -w{option_for(state)}")
 
 
@@ -102,28 +104,38 @@ def _validate(asked: PlanOptions) -> None:
     if asked.apply and not asked.is_change:
         raise UsageError("--apply has nothing to apply", "unicron plan --without NODE first")
     if asked.is_change and asked.seq is not None:
-        raise UsageError("--seq shows a past plan: nothing can be dry-run on it",
-                         f"unicron plan {asked.typed}")
+        raise UsageError(
+            "--seq shows a past plan: nothing can be dry-run on it", f"unicron plan {asked.typed}"
+        )
     if asked.apply and asked.slots is not None:
-        raise UsageError("--with cannot be applied: it names no machine",
-                         "to add slots, run unicron agent on a new machine")
+        raise UsageError(
+            "--with cannot be applied: it names no machine",
+            "to add slots, run unicron agent on a new machine",
+        )
     if asked.apply and asked.check is None:
-        raise UsageError("--apply needs --check INPUT", f"unicron plan {asked.typed} shows what "
-                         "would be, and the input to check")
+        raise UsageError(
+            "--apply needs --check INPUT",
+            f"unicron plan {asked.typed} shows what would be, and the input to check",
+        )
     if asked.check is not None and not asked.apply:
-        raise UsageError("--check goes with --apply", f"unicron plan {asked.typed} --apply "
-                         f"--check {asked.check}" if asked.is_change else
-                         "unicron plan --without NODE --apply --check INPUT")
+        raise UsageError(
+            "--check goes with --apply",
+            f"unicron plan {asked.typed} --apply --check {asked.check}"
+            if asked.is_change
+            else "unicron plan --without NODE --apply --check INPUT",
+        )
     if asked.reason and not asked.apply:
-        raise UsageError("--reason goes with --apply: a dry run leaves nothing in the log",
-                         "leave --reason out")
+        raise UsageError(
+            "--reason goes with --apply: a dry run leaves nothing in the log", "leave --reason out"
+        )
 
 
 def _change(view: Plain, asked: PlanOptions) -> Plain:
     """The change in the control plane's format. Raises UsageError for unknown nodes and tasks."""
     change: Plain = {"slots": asked.slots or 0}
-    change["without"] = [node["id"] for node in pick_nodes(view["nodes"], asked.without)
-                         ] if asked.without else []
+    change["without"] = (
+        [node["id"] for node in pick_nodes(view["nodes"], asked.without)] if asked.without else []
+    )
     change["weights"] = {}
     for words in asked.weights:
         name, equals, number = words.rpartition("=")

@@ -39,8 +39,14 @@ def export(state: StateDir, url: Urls, path: Path) -> None:
     client = connect_to_read(state, url)
     cluster = client.get("/v1/health")["cluster"]
     log = log_of(client)
-    num = archive.write(path, log.read(), cluster=cluster, code=__version__,
-                        first_seq=log.after + 1, begins=log.begins if log.after else "")
+    num = archive.write(
+        path,
+        log.read(),
+        cluster=cluster,
+        code=__version__,
+        first_seq=log.after + 1,
+        begins=log.begins if log.after else "",
+    )
     console.out(f"{path}  {count(num)} records")
     console.talk(f"next: unicron replay {path} --verify")
 
@@ -67,8 +73,10 @@ def _usage_errors(path: Path | None) -> Generator[None]:
     try:
         yield
     except CorruptLog as error:
-        raise UsageError(f"{path}: {error}" if path is not None else str(error),
-                         "the records before that seq are valid; export the log again") from None
+        raise UsageError(
+            f"{path}: {error}" if path is not None else str(error),
+            "the records before that seq are valid; export the log again",
+        ) from None
 
 
 @contextmanager
@@ -77,25 +85,41 @@ def foldable(path: Path | None) -> Generator[None]:
     try:
         yield
     except (AssertionError, ValueError, OverflowError) as error:  # records that no leader wrote
-        raise UsageError(f"{path or 'the log'} cannot be folded: {error}",
-                         "unicron replay FILE --verify names the first seq that differs") from None
+        raise UsageError(
+            f"{path or 'the log'} cannot be folded: {error}",
+            "unicron replay FILE --verify names the first seq that differs",
+        ) from None
 
 
-def replay(state: StateDir, url: Urls, path: Path | None, *, live: bool, until: int | None,
-           verify: bool, as_json: bool, incident: str | None = None,
-           diff: tuple[str, str] | None = None) -> None:
+def replay(
+    state: StateDir,
+    url: Urls,
+    path: Path | None,
+    *,
+    live: bool,
+    until: int | None,
+    verify: bool,
+    as_json: bool,
+    incident: str | None = None,
+    diff: tuple[str, str] | None = None,
+) -> None:
     """Print the final state, an incident, or a difference. Raises UsageError, CorruptError,
     DifferError."""
     if diff is not None and (verify or until is not None or incident is not None):
         raise UsageError("--diff goes with no other option than --live", "give one of them")
     if (path is None) == (not live) and (diff is None or live):
-        raise UsageError("name either an exported file or --live",
-                         "unicron replay FILE, or unicron replay --live")
+        raise UsageError(
+            "name either an exported file or --live",
+            "unicron replay FILE, or unicron replay --live",
+        )
     if diff is not None and path is None and not live:
         for name in diff:
             if not Path(name).exists():
-                raise UsageError(f"--diff {name}: no such file", "--live for two tasks of the "
-                                 "cluster; unicron replay FILE --diff A B for those of a file")
+                raise UsageError(
+                    f"--diff {name}: no such file",
+                    "--live for two tasks of the "
+                    "cluster; unicron replay FILE --diff A B for those of a file",
+                )
     if incident is not None and verify:
         raise UsageError("--incident and --verify do not go together", "give one of the two")
 
@@ -103,8 +127,11 @@ def replay(state: StateDir, url: Urls, path: Path | None, *, live: bool, until: 
         if diff is not None:
             from . import log_difference
 
-            logs = ([open_log(state, url, path)] if path is not None or live
-                    else [open_log(state, url, Path(name)) for name in diff])
+            logs = (
+                [open_log(state, url, path)]
+                if path is not None or live
+                else [open_log(state, url, Path(name)) for name in diff]
+            )
             log_difference.diff(logs, *diff, as_json=as_json)
             return
         log = open_log(state, url, path).up_to(until)
@@ -140,9 +167,11 @@ def _incident(log: Log, which: str, *, name: str, option: str, as_json: bool) ->
     if one is None:  # `--incident ""` asks for the newest one, and there is none
         raise UsageError("the log has no incident", "nothing had failed so far")
     found = incident_records(one, log.read(), log.state())
-    facts = {**facts_of(history, found, view(history.state), now_s=history.at_s, option=option),
-             **waits_of(history, found, plan_at),
-             "verify": f"unicron replay {name} --until {one.closed_seq or history.seq} --verify"}
+    facts = {
+        **facts_of(history, found, view(history.state), now_s=history.at_s, option=option),
+        **waits_of(history, found, plan_at),
+        "verify": f"unicron replay {name} --until {one.closed_seq or history.seq} --verify",
+    }
     console.show(facts, incident_screen.page(facts, option=option), as_json=as_json)
 
 
@@ -152,8 +181,12 @@ def pick(history: History, which: str) -> IncidentHistory | None:
     if number in history.incidents or not which:
         return history.incidents.get(number)
     newest = [f"inc-{key}" for key in sorted(history.incidents, reverse=True)[:NEWEST_NUM]]
-    raise UsageError(f"no incident {which!r}", f"the newest: {', '.join(newest)}" if newest
-                     else "there are none: nothing has failed so far")
+    raise UsageError(
+        f"no incident {which!r}",
+        f"the newest: {', '.join(newest)}"
+        if newest
+        else "there are none: nothing has failed so far",
+    )
 
 
 def _fold(log: Log, *, as_json: bool) -> None:
@@ -166,12 +199,26 @@ def _fold(log: Log, *, as_json: bool) -> None:
         console.data(final)
         return
     cluster, tasks = final["cluster"], final["tasks"]
-    console.out(f"{count(cluster['seq'])} records folded, epoch {cluster['epoch']}: "
-            f"state {cluster['hash']}")
+    console.out(
+        f"{count(cluster['seq'])} records folded, epoch {cluster['epoch']}: state {cluster['hash']}"
+    )
     if tasks:
-        console.lines(table(("TASK", "STATE", "ITERATION", "HEALED", "LOST"), [
-            [task["name"], task["state"].upper(), done(task), str(task["healed"]),
-             lost_cell(task["iterations_lost"])] for task in tasks], right=(2, 3, 4)))
+        console.lines(
+            table(
+                ("TASK", "STATE", "ITERATION", "HEALED", "LOST"),
+                [
+                    [
+                        task["name"],
+                        task["state"].upper(),
+                        done(task),
+                        str(task["healed"]),
+                        lost_cell(task["iterations_lost"]),
+                    ]
+                    for task in tasks
+                ],
+                right=(2, 3, 4),
+            )
+        )
     for task in tasks:
         if task["needs"]:
             console.lines(labelled(task["name"], waits(task)))
@@ -191,9 +238,20 @@ def _verify(log: Log, *, complete: bool, as_json: bool) -> None:
         console.out(verdict.words)
         kinds = {**dict.fromkeys(verdict.recomputed, 0), **dict.fromkeys(verdict.differ, 0)}
         if kinds:
-            console.lines(table(("DECISION", "EQUAL", "DIFFER"), [
-                [kind, str(verdict.recomputed.get(kind, 0)), str(verdict.differ.get(kind, 0))]
-                for kind in sorted(kinds)], right=(1, 2)))
+            console.lines(
+                table(
+                    ("DECISION", "EQUAL", "DIFFER"),
+                    [
+                        [
+                            kind,
+                            str(verdict.recomputed.get(kind, 0)),
+                            str(verdict.differ.get(kind, 0)),
+                        ]
+                        for kind in sorted(kinds)
+                    ],
+                    right=(1, 2),
+                )
+            )
         console.out(f"state {verdict.state_hash}, log {verdict.log_hash or '-'}")
         if verdict.different:
             console.lines(log_difference.decisions(verdict.different))
@@ -203,5 +261,7 @@ def _verify(log: Log, *, complete: bool, as_json: bool) -> None:
     if not verdict.ok:
         raise CorruptError(f"seq {verdict.seq}: {verdict.problem}")
     if verdict.differ:
-        raise log_difference.DifferError("this version would decide otherwise",
-                                         "the log is intact; the version that wrote it verifies it")
+        raise log_difference.DifferError(
+            "this version would decide otherwise",
+            "the log is intact; the version that wrote it verifies it",
+        )

@@ -25,18 +25,32 @@ def status(state: StateDir, url: Urls, *, segments: str, as_json: bool) -> None:
     sealed = _sealed(folder)
     last = int(connect_to_read(state, url).state()["cluster"]["seq"])
     snapshots = folder.snapshots()
-    facts = {"folder": folder.where, "segments": len(sealed.chain), "first": sealed.first,
-             "sealed": sealed.last, "last": last, "unsealed": last - sealed.last,
-             "snapshots": len(snapshots), "snapshot": snapshots[-1].seq if snapshots else 0}
-    console.show(facts, [
-        f"folder     {folder.where}",
-        f"sealed     records {count(sealed.first)} to {count(sealed.last)} in "
-        f"{len(sealed.chain)} segments" if sealed.chain else "sealed     nothing yet",
-        *[f"pruned     records 1 to {count(sealed.first - 1)}"] * (sealed.first > 1),
-        f"snapshots  {len(snapshots)}" + (f", the newest after seq {count(snapshots[-1].seq)}"
-                                          if snapshots else ""),
-        f"server     {count(last - sealed.last)} records more, which the loss of its disk would "
-        "cost"], as_json=as_json)
+    facts = {
+        "folder": folder.where,
+        "segments": len(sealed.chain),
+        "first": sealed.first,
+        "sealed": sealed.last,
+        "last": last,
+        "unsealed": last - sealed.last,
+        "snapshots": len(snapshots),
+        "snapshot": snapshots[-1].seq if snapshots else 0,
+    }
+    console.show(
+        facts,
+        [
+            f"folder     {folder.where}",
+            f"sealed     records {count(sealed.first)} to {count(sealed.last)} in "
+            f"{len(sealed.chain)} segments"
+            if sealed.chain
+            else "sealed     nothing yet",
+            *[f"pruned     records 1 to {count(sealed.first - 1)}"] * (sealed.first > 1),
+            f"snapshots  {len(snapshots)}"
+            + (f", the newest after seq {count(snapshots[-1].seq)}" if snapshots else ""),
+            f"server     {count(last - sealed.last)} records more, which the loss of its disk would "
+            "cost",
+        ],
+        as_json=as_json,
+    )
 
 
 def verify(state: StateDir, *, segments: str) -> None:
@@ -55,17 +69,22 @@ def verify(state: StateDir, *, segments: str) -> None:
         except OSError as error:
             bad.append(f"{one.name}: {reason(error)}")
     if sealed.first > 1 and all(one.seq != sealed.first - 1 for one in folder.snapshots()):
-        bad.append(f"the snapshot after record {sealed.first - 1} is missing: the log begins with "
-                   "it, since older records were pruned")
+        bad.append(
+            f"the snapshot after record {sealed.first - 1} is missing: the log begins with "
+            "it, since older records were pruned"
+        )
     for why in bad:
         console.out(f"DAMAGED  {why}")
     if bad:
-        raise CorruptError(f"{folder.where}: {number_of(len(bad), 'damaged file')}",
-                           "put back a copy of each; a damaged snapshot may be removed")
-    console.out(f"WHOLE    records {count(sealed.first)} to {count(sealed.last)}: "
-                f"{len(sealed.chain)} segments, {len(folder.snapshots())} snapshots"
-                + (f"; the records before {count(sealed.first)} were pruned"
-                   if sealed.first > 1 else ""))
+        raise CorruptError(
+            f"{folder.where}: {number_of(len(bad), 'damaged file')}",
+            "put back a copy of each; a damaged snapshot may be removed",
+        )
+    console.out(
+        f"WHOLE    records {count(sealed.first)} to {count(sealed.last)}: "
+        f"{len(sealed.chain)} segments, {len(folder.snapshots())} snapshots"
+        + (f"; the records before {count(sealed.first)} were pruned" if sealed.first > 1 else "")
+    )
 
 
 def prune(state: StateDir, *, segments: str, keep: float) -> None:
@@ -75,8 +94,9 @@ def prune(state: StateDir, *, segments: str, keep: float) -> None:
     folder, sealed = _segments(state, segments)
     try:
         # Times in the log never fall: find the first segment that ends after that time.
-        at = bisect(sealed.chain[:-1], time.time() - 86400 * keep,
-                    key=lambda one: folder.read(one)[-1].at_s)
+        at = bisect(
+            sealed.chain[:-1], time.time() - 86400 * keep, key=lambda one: folder.read(one)[-1].at_s
+        )
         first = sealed.chain[at].first
         if first > sealed.first:
             snapshots.write_at(folder, sealed, first - 1)
@@ -86,8 +106,11 @@ def prune(state: StateDir, *, segments: str, keep: float) -> None:
     except OSError as error:
         raise _unreadable(folder, error) from None
     num = sum(isinstance(one, Segment) for one in old)
-    console.out(f"pruned   {num} segments and {len(old) - num} snapshots" if old else
-                f"nothing  is older than {keep:g} days, but for what must stay")
+    console.out(
+        f"pruned   {num} segments and {len(old) - num} snapshots"
+        if old
+        else f"nothing  is older than {keep:g} days, but for what must stay"
+    )
     console.out(f"left     records from {count(first)} on")
 
 
@@ -121,12 +144,16 @@ def restore(state: StateDir, *, segments: str) -> None:
     except LogError as error:
         raise UsageError(str(error), "unicron doctor") from None
     newest = max((one.seq for one in folder.snapshots()), default=0)
-    console.out(f"restored  records {count(sealed.first)} to {count(last.last)}, of "
-                f"{rfc3339(records[-1].at_s)}")
+    console.out(
+        f"restored  records {count(sealed.first)} to {count(last.last)}, of "
+        f"{rfc3339(records[-1].at_s)}"
+    )
     least = f" to {count(newest)} at least" * (newest > last.last)
-    console.out(f"missing   records from {count(last.last + 1)}{least or ', if there were any'}: "
-                "they were only on the lost server; agents report again what they still hold, "
-                "requests have to be made again")
+    console.out(
+        f"missing   records from {count(last.last + 1)}{least or ', if there were any'}: "
+        "they were only on the lost server; agents report again what they still hold, "
+        "requests have to be made again"
+    )
     if least:
         folder.remove(one for one in folder.snapshots() if one.seq > last.last)
     console.talk("next: start the control plane")
@@ -137,8 +164,11 @@ def _segments(state: StateDir, where: str) -> tuple[Folder, SealedLog]:
     folder = folder_of(state, where)
     sealed = _sealed(folder)
     if not sealed.chain:
-        raise UsageError(f"{folder.where} has no segment", "name the folder with --segments or "
-                         "--state; a young log is on the server alone: unicron log status")
+        raise UsageError(
+            f"{folder.where} has no segment",
+            "name the folder with --segments or "
+            "--state; a young log is on the server alone: unicron log status",
+        )
     return folder, sealed
 
 

@@ -47,10 +47,24 @@ HTTP_PORT = 8420
 POLL_S = 0.05
 
 
-def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
-                  tls_cert: Path | None, tls_key: Path | None, insecure: bool, cluster: str,
-                  policy: Path | None, observe: bool, allow_inject: bool,
-                  shared_password: bool, segments: str, notify: Path | None, name: str) -> None:
+def control_plane(
+    state: StateDir,
+    *,
+    listen: str,
+    advertise: str,
+    port: int,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    insecure: bool,
+    cluster: str,
+    policy: Path | None,
+    observe: bool,
+    allow_inject: bool,
+    shared_password: bool,
+    segments: str,
+    notify: Path | None,
+    name: str,
+) -> None:
     """Serve until a signal; without a Redis URL on a private server. Raises UsageError."""
     from ...control_plane import server
     from ...control_plane.service.server_certificate import ServerCertificate
@@ -67,11 +81,16 @@ def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
     if tls.is_plain(redis_url):
         is_plain = _allow_plain("the log's server without TLS", insecure)
     server_of = urlsplit(network_address.split_sentinels(redis_url)[1])
-    if not redis_url and (state.path / "secret").exists() and not (
-            state.server.exists() or (state.path / "log").exists()):
-        raise UsageError(f"{state.path} has a secret, and no log of its own: a second control "
-                         "plane needs the server of the first",
-                         f"set ${REDIS_URL}, the same for both")
+    if (
+        not redis_url
+        and (state.path / "secret").exists()
+        and not (state.server.exists() or (state.path / "log").exists())
+    ):
+        raise UsageError(
+            f"{state.path} has a secret, and no log of its own: a second control "
+            "plane needs the server of the first",
+            f"set ${REDIS_URL}, the same for both",
+        )
     shown = ServerCertificate(tls_cert, tls_key) if tls_cert and tls_key else None
     if is_open:
         port = port or HTTP_PORT
@@ -79,14 +98,28 @@ def control_plane(state: StateDir, *, listen: str, advertise: str, port: int,
     _write_pid_file(state, name)
     segments = segments if not segments or is_url(segments) else str(Path(segments).absolute())
     write_json(state.log, {"cluster": cluster, "segments": segments})
-    raise typer.Exit(server.run(server.Options(
-        state=state.path, redis_url=redis_url or embedded_server.ensure(state.server).url,
-        listen=address, advertise=advertised, port=port, cluster=cluster,
-        certificate=shown, insecure=is_plain, name=name, shared_password=shared_password,
-        segments=segments, notify=webhook(notify) if notify else "",
-        ca=authority(server_of.hostname or "", server_of.port or 6379, state)
-        if server_of.scheme == "rediss" else "",
-        policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject))))
+    raise typer.Exit(
+        server.run(
+            server.Options(
+                state=state.path,
+                redis_url=redis_url or embedded_server.ensure(state.server).url,
+                listen=address,
+                advertise=advertised,
+                port=port,
+                cluster=cluster,
+                certificate=shown,
+                insecure=is_plain,
+                name=name,
+                shared_password=shared_password,
+                segments=segments,
+                notify=webhook(notify) if notify else "",
+                ca=authority(server_of.hostname or "", server_of.port or 6379, state)
+                if server_of.scheme == "rediss"
+                else "",
+                policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject),
+            )
+        )
+    )
 
 
 def webhook(path: Path) -> str:
@@ -96,10 +129,26 @@ def webhook(path: Path) -> str:
     return check_url(read_private(path).decode(errors="replace"))
 
 
-def agent(state: StateDir, *, url: Urls, node: str, slots: int, advertise: str, host: str,
-          insecure: bool, redis: str, label: Sequence[str] | None, no_watch: bool,
-          checks: Path | None, checks_every: float, checks_limit: float, run_as: str,
-          kubernetes: str, drain_limit: float, restart: bool) -> None:
+def agent(
+    state: StateDir,
+    *,
+    url: Urls,
+    node: str,
+    slots: int,
+    advertise: str,
+    host: str,
+    insecure: bool,
+    redis: str,
+    label: Sequence[str] | None,
+    no_watch: bool,
+    checks: Path | None,
+    checks_every: float,
+    checks_limit: float,
+    run_as: str,
+    kubernetes: str,
+    drain_limit: float,
+    restart: bool,
+) -> None:
     """Run the agent of a node until a signal, or `restart` the one that runs. Raises UsageError."""
     from ...workers.agent import main
 
@@ -119,13 +168,30 @@ def agent(state: StateDir, *, url: Urls, node: str, slots: int, advertise: str, 
     _write_pid_file(state, agent_name(name))
     if ca:
         write_private(state.ca, ca.encode())
-    raise typer.Exit(main.run(main.AgentOptions(
-        node=name, url=client.url, socket=client.socket, token=client.token,
-        others=partial(client.addresses, state),
-        enrols=not client.socket, num_slots=slots or num_devices(), state_dir=state.path,
-        host=advertised_address(advertise or host, client), redis_url=redis, labels=labels,
-        watch=not no_watch, checks=own, ca=ca, insecure=insecure, run_as=run_as,
-        kubernetes=kubernetes, drain_s_max=drain_limit)))
+    raise typer.Exit(
+        main.run(
+            main.AgentOptions(
+                node=name,
+                url=client.url,
+                socket=client.socket,
+                token=client.token,
+                others=partial(client.addresses, state),
+                enrols=not client.socket,
+                num_slots=slots or num_devices(),
+                state_dir=state.path,
+                host=advertised_address(advertise or host, client),
+                redis_url=redis,
+                labels=labels,
+                watch=not no_watch,
+                checks=own,
+                ca=ca,
+                insecure=insecure,
+                run_as=run_as,
+                kubernetes=kubernetes,
+                drain_s_max=drain_limit,
+            )
+        )
+    )
 
 
 def restart_agent(state: StateDir, node: str) -> None:
@@ -133,11 +199,17 @@ def restart_agent(state: StateDir, node: str) -> None:
     name = node or node_name(platform.node())
     found = processes.find(state, agent_name(name))
     if found is None:
-        there = [one.removeprefix("agent-") for one in processes.names(state)
-                 if one.startswith("agent-") and processes.find(state, one) is not None]
-        raise UsageError(f"no agent for node {name} runs on {state.path}",
-                         f"there {'is' if len(there) == 1 else 'are'} {', '.join(there)}"
-                         if there else "give its --state, or start it")
+        there = [
+            one.removeprefix("agent-")
+            for one in processes.names(state)
+            if one.startswith("agent-") and processes.find(state, one) is not None
+        ]
+        raise UsageError(
+            f"no agent for node {name} runs on {state.path}",
+            f"there {'is' if len(there) == 1 else 'are'} {', '.join(there)}"
+            if there
+            else "give its --state, or start it",
+        )
     processes.signal_to(found, signal.SIGUSR2)
     console.talk(f"agent {name}, pid {found.pid}, restarts; its ranks run on")
 
@@ -148,8 +220,10 @@ def listen_address(listen: str, advertise: str) -> tuple[str, str]:
         advertise = network_address.own_address(advertise, "--advertise")
     if listen in EVERY_ADDRESS:
         if not advertise:
-            raise UsageError(f"--listen {listen} is no address at which agents reach it",
-                             "add --advertise ADDRESS")
+            raise UsageError(
+                f"--listen {listen} is no address at which agents reach it",
+                "add --advertise ADDRESS",
+            )
         return listen, advertise
     return network_address.own_address(listen, "--listen"), advertise
 
@@ -162,20 +236,24 @@ def advertised_address(advertise: str, client: Client) -> str:
         return network_address.address_towards(client.host, client.port)
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        raise UsageError(f"{client.url} cannot be reached: {why}",
-                         "give --advertise ADDRESS, or another --url") from None
+        raise UsageError(
+            f"{client.url} cannot be reached: {why}", "give --advertise ADDRESS, or another --url"
+        ) from None
 
 
 def _allow_plain(what: str, insecure: bool) -> bool:
     """True if the user accepts plain connections to other hosts, else raise UsageError."""
     if not insecure:
-        raise UsageError(f"{what}: tokens and reports would cross the network unencrypted",
-                         "use TLS: unicron certs init; or --insecure on a network that you trust")
+        raise UsageError(
+            f"{what}: tokens and reports would cross the network unencrypted",
+            "use TLS: unicron certs init; or --insecure on a network that you trust",
+        )
     return True
 
 
-def own_checks(folder: Path | None, every_s: float = 60.0, s_max: float = 30.0
-               ) -> CheckOptions | None:
+def own_checks(
+    folder: Path | None, every_s: float = 60.0, s_max: float = 30.0
+) -> CheckOptions | None:
     """The user's own checks, with an absolute folder: the agent may restart in another directory.
 
     Raises OSError if the folder cannot be read.
@@ -216,24 +294,28 @@ def num_devices() -> int:
     if tool is None:
         return 1
     try:
-        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False,
-                              timeout=PROBE_S_MAX).stdout
+        listing = subprocess.run(
+            [tool, "-L"], capture_output=True, text=True, check=False, timeout=PROBE_S_MAX
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         listing = ""
     found = re.findall(r"^GPU \d+: .*\(UUID: (GPU-[\w-]+)\)", listing, re.MULTILINE)
     if not found:
-        raise UsageError("nvidia-smi shows no GPU", "run nvidia-smi; or give --slots K, and ranks "
-                         "train on the CPU")
+        raise UsageError(
+            "nvidia-smi shows no GPU",
+            "run nvidia-smi; or give --slots K, and ranks train on the CPU",
+        )
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(found)
     return len(found)
 
 
 def _write_pid_file(state: StateDir, name: str) -> None:
-    """Write the pid file of this process. Raises UsageError if another live process has that name.
-    """
+    """Write the pid file of this process. Raises UsageError if another live process has that name."""
     state.create()
     found = processes.find(state, name)
     if found is not None and found.pid != os.getpid():
-        raise UsageError(f"{name} runs already on {state.path}, pid {found.pid}",
-                         "unicron down, or give another --state")
+        raise UsageError(
+            f"{name} runs already on {state.path}, pid {found.pid}",
+            "unicron down, or give another --state",
+        )
     processes.record(state, name, os.getpid())

@@ -67,8 +67,9 @@ def parse_nodes(listing: str) -> dict[str, SlurmNode]:
     return {unicron_name(name): SlurmNode(name, state, reason) for name, state, reason in lines}
 
 
-def steps(slurm: Mapping[str, SlurmNode], nodes: Sequence[Plain], *, both_ways: bool
-          ) -> Iterator[Step]:
+def steps(
+    slurm: Mapping[str, SlurmNode], nodes: Sequence[Plain], *, both_ways: bool
+) -> Iterator[Step]:
     """What must change so that Slurm and Unicron agree on the nodes that both know.
 
     `both_ways`: a node that Unicron has quarantined is drained in Slurm, until that ends."""
@@ -77,8 +78,9 @@ def steps(slurm: Mapping[str, SlurmNode], nodes: Sequence[Plain], *, both_ways: 
         if there is None:
             continue
         by_unicron = there.reason.startswith(BY_UNICRON)
-        down = (there.state.startswith("down") and node["contact"] == "unreachable"
-                and not node["down"])
+        down = (
+            there.state.startswith("down") and node["contact"] == "unreachable" and not node["down"]
+        )
         if there.is_out and not by_unicron and (down or not node["drained"]):
             reason = f"{BY_SLURM}{there.state.rstrip('*')}, {there.reason}"
             yield Step("drain", node["id"], reason[:REASON_CHARS_MAX], down)
@@ -90,8 +92,9 @@ def steps(slurm: Mapping[str, SlurmNode], nodes: Sequence[Plain], *, both_ways: 
             yield Step("RESUME", there.name)
 
 
-def follow(state: StateDir, url: Urls, tasks: Sequence[int] | None, *, both_ways: bool, every: float
-           ) -> int:
+def follow(
+    state: StateDir, url: Urls, tasks: Sequence[int] | None, *, both_ways: bool, every: float
+) -> int:
     """Keep Unicron's nodes as Slurm's until the tasks have ended; without tasks, for ever.
 
     Returns 0 if all of them finished, else 1. While slurmctld or the control plane is away, it
@@ -140,8 +143,9 @@ def enter(state: StateDir, url: Urls, names: Sequence[str]) -> None:
     if missing := set(wanted) - {node["id"] for node in joined}:
         console.talk(f"not joined within {JOIN_S_MAX:g} s: {', '.join(sorted(missing))}")
     if not joined:
-        raise UnicronError("no node has joined",
-                           f"their errors: {state.path / 'slurm' / 'agent-NODE.log'}")
+        raise UnicronError(
+            "no node has joined", f"their errors: {state.path / 'slurm' / 'agent-NODE.log'}"
+        )
 
 
 def leave(state: StateDir, url: Urls, names: Sequence[str], reason: str) -> None:
@@ -155,8 +159,11 @@ def leave(state: StateDir, url: Urls, names: Sequence[str], reason: str) -> None
             if not node["drained"]:
                 _take(client, Step("drain", node["id"], reason_or_user(reason)))
         # A task that waits for its checkpoint is there until its processes have ended.
-        there = {node["id"] for node in nodes if node["contact"] == "heard"
-                 and any(slot["task"] for slot in node["slots"])}
+        there = {
+            node["id"]
+            for node in nodes
+            if node["contact"] == "heard" and any(slot["task"] for slot in node["slots"])
+        }
         if not there and all(node["drained"] for node in nodes):
             console.talk(f"no task is on {', '.join(wanted)}")
             return
@@ -172,12 +179,18 @@ def grow(state: StateDir, url: Urls, num: int, options: Sequence[str] | None) ->
     if sbatch is None:
         raise UsageError("there is no sbatch on this host", "run it on a login node of Slurm")
     connect(state, url).get("/v1/state")
-    ran = subprocess.run([sbatch, "--parsable", f"--nodes={num}", *(options or ()), str(script)],
-                         capture_output=True, text=True, check=False,
-                         env={**os.environ, "UNICRON_STATE": str(state.path)})
+    ran = subprocess.run(
+        [sbatch, "--parsable", f"--nodes={num}", *(options or ()), str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "UNICRON_STATE": str(state.path)},
+    )
     if ran.returncode:
-        raise UsageError(f"sbatch: {' '.join(ran.stderr.split())}",
-                         "options for sbatch go behind --: unicron slurm grow 2 -- -p PARTITION")
+        raise UsageError(
+            f"sbatch: {' '.join(ran.stderr.split())}",
+            "options for sbatch go behind --: unicron slurm grow 2 -- -p PARTITION",
+        )
     job = ran.stdout.strip().partition(";")[0]
     console.out(f"job {job}  {num} node{'s' * (num > 1)} will join {state.path}")
     console.talk(f"look: squeue -j {job}   give them back: scancel --batch --signal=USR2 {job}")
@@ -186,8 +199,13 @@ def grow(state: StateDir, url: Urls, num: int, options: Sequence[str] | None) ->
 def _slurm_nodes() -> tuple[dict[str, SlurmNode], str]:
     """The nodes that Slurm knows, and why it does not answer."""
     try:
-        ran = subprocess.run(["sinfo", "-h", "-N", "-o", "%N|%T|%E"], capture_output=True,
-                             text=True, check=False, timeout=SLURM_S_MAX)
+        ran = subprocess.run(
+            ["sinfo", "-h", "-N", "-o", "%N|%T|%E"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SLURM_S_MAX,
+        )
     except subprocess.TimeoutExpired:
         return {}, f"slurmctld does not answer within {SLURM_S_MAX:g} s"
     except OSError:
@@ -201,12 +219,18 @@ def _take(client: Client, step: Step) -> str:
     """Take the step; why that failed."""
     if step.what in ("DRAIN", "RESUME"):
         reason = [f"Reason={step.reason}"] if step.reason else []
-        ran = subprocess.run(["scontrol", "update", f"NodeName={step.node}", f"State={step.what}",
-                              *reason], capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            ["scontrol", "update", f"NodeName={step.node}", f"State={step.what}", *reason],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         return " ".join(ran.stderr.split()) if ran.returncode else ""
     try:
-        client.post(f"/v1/nodes/{step.node}/{step.what}",
-                    {"reason": step.reason, **({"down": True} if step.down else {})})
+        client.post(
+            f"/v1/nodes/{step.node}/{step.what}",
+            {"reason": step.reason, **({"down": True} if step.down else {})},
+        )
     except Refused as error:
         return str(error)
     return ""

@@ -29,8 +29,17 @@ WATCH_S = 1.0
 CLEAR = "\x1b[H\x1b[J"
 
 
-def status(state: StateDir, url: Urls, what: str, *, watch: bool, as_json: bool, at: str = "",
-           only: str | None = None, wide: bool = False) -> None:
+def status(
+    state: StateDir,
+    url: Urls,
+    what: str,
+    *,
+    watch: bool,
+    as_json: bool,
+    at: str = "",
+    only: str | None = None,
+    wide: bool = False,
+) -> None:
     """Print the screen, of the moment `at`. If it comes from files, exits as Unreachable does."""
     if watch and at:
         raise UsageError("--watch and --at do not go together", "give one of the two")
@@ -38,8 +47,15 @@ def status(state: StateDir, url: Urls, what: str, *, watch: bool, as_json: bool,
     if only and (what == "nodes" or not of_many):
         raise UsageError("--only chooses tasks of a list", f"unicron status tasks --only {only}")
     client = connect_to_read(state, url)
-    screen = partial(_screen, state, what=what or "tasks" * bool(only), of_many=of_many,
-                     only=only, wide=wide, as_json=as_json)
+    screen = partial(
+        _screen,
+        state,
+        what=what or "tasks" * bool(only),
+        of_many=of_many,
+        only=only,
+        wide=wide,
+        as_json=as_json,
+    )
     if not watch:
         console.lines(screen(client, at=at))
         if isinstance(client, OfflineClient) and not at:
@@ -53,13 +69,17 @@ def status(state: StateDir, url: Urls, what: str, *, watch: bool, as_json: bool,
             if has_terminal:
                 fmt.fit(size.columns)
             try:
-                lines = screen(connect(state, url), height=(
-                    size.lines if has_terminal else cluster_screen.ROWS_NUM_MAX))
+                lines = screen(
+                    connect(state, url),
+                    height=(size.lines if has_terminal else cluster_screen.ROWS_NUM_MAX),
+                )
             except (Interrupted, Unable, Unreachable) as error:
                 lines = [] if as_json else [f"{error}; trying again"]
             if has_terminal:
-                console.write(CLEAR + "\n".join(map(console.printable, _fitted(
-                    lines, size.columns, size.lines))))
+                console.write(
+                    CLEAR
+                    + "\n".join(map(console.printable, _fitted(lines, size.columns, size.lines)))
+                )
             else:
                 console.lines(lines if as_json else [*lines, ""])
             time.sleep(WATCH_S)
@@ -70,13 +90,22 @@ def status(state: StateDir, url: Urls, what: str, *, watch: bool, as_json: bool,
 def _fitted(lines: list[str], columns: int, rows: int) -> list[str]:
     """What a terminal can show of the lines, from the top."""
     if (num := len(lines) - rows) > 0:
-        lines = [*lines[:rows - 1], f"and {num + 1} more lines"]
+        lines = [*lines[: rows - 1], f"and {num + 1} more lines"]
     return [fmt.clipped(line, columns) for line in lines]
 
 
-def _screen(state: StateDir, client: Client, *, what: str, of_many: bool,
-            only: str | None, wide: bool, as_json: bool, at: str = "",
-            height: int = cluster_screen.ROWS_NUM_MAX) -> list[str]:
+def _screen(
+    state: StateDir,
+    client: Client,
+    *,
+    what: str,
+    of_many: bool,
+    only: str | None,
+    wide: bool,
+    as_json: bool,
+    at: str = "",
+    height: int = cluster_screen.ROWS_NUM_MAX,
+) -> list[str]:
     """The lines of the screen; none if the document was asked for, which is printed."""
     view: Plain = client.get("/v1/state", DRY_RUN_S_MAX, **({"at": at} if at else {"explain": 1}))
     option = option_for(state)
@@ -87,12 +116,16 @@ def _screen(state: StateDir, client: Client, *, what: str, of_many: bool,
         found = view["nodes"]
     elif not of_many:
         _refuse_node(view, what, option)
-        found, past = _one_task(client, view, what, view["cluster"]["seq"] if at else 0,
-                                bare=as_json)
+        found, past = _one_task(
+            client, view, what, view["cluster"]["seq"] if at else 0, bare=as_json
+        )
     elif what:
         pattern = "*" if what == "tasks" else what
-        found = [one for one in view["tasks"]
-                 if only in (None, one["state"]) and fnmatchcase(one["name"], pattern)]
+        found = [
+            one
+            for one in view["tasks"]
+            if only in (None, one["state"]) and fnmatchcase(one["name"], pattern)
+        ]
     if as_json:
         console.data(found)
         return []
@@ -103,12 +136,14 @@ def _screen(state: StateDir, client: Client, *, what: str, of_many: bool,
     if what:
         return cluster_screen.of_tasks(found, option, wide=wide)
     cluster = client.get("/v1/health")["cluster"]
-    return cluster_screen.status(view, cluster=cluster, now_s=now_s, option=option, height=height,
-                                 wide=wide)
+    return cluster_screen.status(
+        view, cluster=cluster, now_s=now_s, option=option, height=height, wide=wide
+    )
 
 
-def _one_task(client: Client, view: Plain, wanted: str, at: int, *, bare: bool
-              ) -> tuple[Plain, Plain]:
+def _one_task(
+    client: Client, view: Plain, wanted: str, at: int, *, bare: bool
+) -> tuple[Plain, Plain]:
     """A task, and unless `bare` its past as far as it is read; one that has left the state is as it
     was then. Raises UsageError."""
     try:
@@ -123,6 +158,7 @@ def _one_task(client: Client, view: Plain, wanted: str, at: int, *, bare: bool
 
 def _refuse_node(view: Plain, what: str, option: str) -> None:
     """Raises UsageError for the name of a node: the nodes share one screen."""
-    if (what in [node["id"] for node in view["nodes"]]
-            and what not in [task["name"] for task in view["tasks"]]):
+    if what in [node["id"] for node in view["nodes"]] and what not in [
+        task["name"] for task in view["tasks"]
+    ]:
         raise UsageError(f"{what!r} is a node, not a task", f"unicron status nodes{option}")

@@ -26,8 +26,11 @@ from .request_outcome import outcome_of, plan_lines, view_before
 HELD_S_MAX, POLL_S = 1.0, 0.1
 """How long `submit` waits for an `up` to begin."""
 WAIT_POLL_S = 0.5
-REACHED = {"running": ("running", "degraded"), "finished": ("finished",),
-           "healed": ("running", "degraded", "finishing", "finished")}
+REACHED = {
+    "running": ("running", "degraded"),
+    "finished": ("finished",),
+    "healed": ("running", "degraded", "finishing", "finished"),
+}
 """The states of a task that each wish is fulfilled by; healed: also no incident is open."""
 
 
@@ -43,8 +46,9 @@ def submit(state: StateDir, url: Urls, paths: Sequence[Path], *, as_json: bool) 
         try:
             _submit(state, client, spec, as_json=as_json)
         except Refused as error:
-            raise Refused(error.status, f"{job_file.shown_name(path)}: {error}", error.hint
-                          ) from None
+            raise Refused(
+                error.status, f"{job_file.shown_name(path)}: {error}", error.hint
+            ) from None
 
 
 def _connect_soon(state: StateDir, url: Urls) -> Client:
@@ -68,8 +72,10 @@ def _submit(state: StateDir, client: Client, spec: JobSpec, *, as_json: bool) ->
     if as_json:
         console.data(answer)
         return
-    console.out(f"task {answer['task']}  {spec.name}, weight {spec.weight:g}, "
-            f"{slots_in_words(spec.slots)} slots")
+    console.out(
+        f"task {answer['task']}  {spec.name}, weight {spec.weight:g}, "
+        f"{slots_in_words(spec.slots)} slots"
+    )
     after: Plain = client.get("/v1/state")
     console.lines(plan_lines(outcome_of(client, answer["seq"]), view_before(before, after)))
     layouts = [task["modelled_layout"] for task in after["tasks"] if task["id"] == answer["task"]]
@@ -78,8 +84,10 @@ def _submit(state: StateDir, client: Client, spec: JobSpec, *, as_json: bool) ->
     if (healing := after["cluster"]["healing"]) != "on":
         console.out(f"paused   {healing}: it is planned, and does not start")
     if spec.training is None:
-        console.talk("note: command: is supervised and restarted only; train: heals in memory, "
-                     "and so does a loop that has adopted Unicron (heal: in-memory)")
+        console.talk(
+            "note: command: is supervised and restarted only; train: heals in memory, "
+            "and so does a loop that has adopted Unicron (heal: in-memory)"
+        )
     elif megatron_command.why_not(spec):
         console.talk(f"note: it {megatron_command.healing(spec)}")
     option = option_for(state)
@@ -89,16 +97,19 @@ def _submit(state: StateDir, client: Client, spec: JobSpec, *, as_json: bool) ->
 def check_files(spec: JobSpec, client: Client | None, url: Urls, path: Path) -> None:
     """Raises UsageError for a data file that is missing; only warns if ranks may run on other
     hosts. `client` None: no cluster runs here."""
-    missing = [f"train.data[{index}]: {name} is not a readable file"
-               for index, name in enumerate(spec.train.data if spec.train is not None else ())
-               if not (os.path.isfile(name) and os.access(name, os.R_OK))]
+    missing = [
+        f"train.data[{index}]: {name} is not a readable file"
+        for index, name in enumerate(spec.train.data if spec.train is not None else ())
+        if not (os.path.isfile(name) and os.access(name, os.R_OK))
+    ]
     if not missing:
         return
     nodes = client.get("/v1/state")["nodes"] if client is not None else ()
     hosts = {node["host"] for node in nodes if node["contact"] != "left"}
     if not (url or os.environ.get("UNICRON_URL")) and hosts and all(map(is_loopback, hosts)):
-        raise UsageError(f"{path}: {missing[0]}",
-                         f"correct the path; a relative one begins at {Path.cwd()}")
+        raise UsageError(
+            f"{path}: {missing[0]}", f"correct the path; a relative one begins at {Path.cwd()}"
+        )
     console.talk(f"note: {missing[0]} on this host; each node needs it at the same path")
 
 
@@ -113,16 +124,21 @@ def check_output(spec: JobSpec, client: Client, path: Path) -> None:
     output = os.path.normpath(training.output)
     if not any(one.name[5:].isdecimal() for one in Path(output).glob("gen-*/iter-*")):
         return
-    same = [task for task in client.get("/v1/state")["tasks"]
-            if task["output"] and os.path.normpath(task["output"]) == output]
+    same = [
+        task
+        for task in client.get("/v1/state")["tasks"]
+        if task["output"] and os.path.normpath(task["output"]) == output
+    ]
     if any(task["state"] not in ENDED for task in same):  # the cluster refuses it, and says why
         return
     owner = f"task {same[-1]['id']} ({same[-1]['name']})" if same else "an earlier task"
     where = "train" if spec.train is not None else "loop"
-    raise UsageError(f"{path}: {where}.output: {output} has checkpoints of {owner}, which this one "
-                     "would overwrite",
-                     "name another output, or move them away: "
-                     f"mv {shlex.quote(output)} {shlex.quote(output + '.before')}")
+    raise UsageError(
+        f"{path}: {where}.output: {output} has checkpoints of {owner}, which this one "
+        "would overwrite",
+        "name another output, or move them away: "
+        f"mv {shlex.quote(output)} {shlex.quote(output + '.before')}",
+    )
 
 
 def cancel(state: StateDir, url: Urls, task: Sequence[str], reason: str, *, as_json: bool) -> None:
@@ -132,15 +148,26 @@ def cancel(state: StateDir, url: Urls, task: Sequence[str], reason: str, *, as_j
     live = [one for one in tasks if one["state"] not in ENDED]
     for found in chosen(task, tasks, live):
         answer = client.post(f"/v1/tasks/{found['id']}/cancel", {"reason": reason})
-        console.show(answer, [f"task {found['id']}  {found['name']} cancelled "
-                              f"(seq {answer['seq']})"], as_json=as_json)
+        console.show(
+            answer,
+            [f"task {found['id']}  {found['name']} cancelled (seq {answer['seq']})"],
+            as_json=as_json,
+        )
     if not as_json:
-        console.talk(f"next: unicron status{option_for(state)}   (the others are planned again at "
-                     "its end)")
+        console.talk(
+            f"next: unicron status{option_for(state)}   (the others are planned again at its end)"
+        )
 
 
-def wait(state: StateDir, url: Urls, task: Sequence[str], until: str, timeout_s: float | None, *,
-         as_json: bool) -> None:
+def wait(
+    state: StateDir,
+    url: Urls,
+    task: Sequence[str],
+    until: str,
+    timeout_s: float | None,
+    *,
+    as_json: bool,
+) -> None:
     """Return when every task is so. Raises UnicronError after `timeout_s`, or for a task
     that cannot come to be so any more, and Unreachable."""
     began_s = time.monotonic()
@@ -157,12 +184,17 @@ def wait(state: StateDir, url: Urls, task: Sequence[str], until: str, timeout_s:
             continue
         open_ = {one["task"] for one in view["incidents"] if not one["outcome"]}
         found = [one for one in view["tasks"] if one["id"] in ids]
-        left = [one for one in found if one["state"] not in REACHED[until]
-                or (until == "healed" and one["id"] in open_)]
+        left = [
+            one
+            for one in found
+            if one["state"] not in REACHED[until] or (until == "healed" and one["id"] in open_)
+        ]
         for one in left:
             if one["state"] in ENDED:
-                raise UnicronError(f"{one['name']} {one['state']}",
-                                   f"unicron status {one['id']}{option_for(state)}")
+                raise UnicronError(
+                    f"{one['name']} {one['state']}",
+                    f"unicron status {one['id']}{option_for(state)}",
+                )
         if not left:
             console.show(found, [f"{x['name']} {x['state']}" for x in found], as_json=as_json)
             return
@@ -170,7 +202,9 @@ def wait(state: StateDir, url: Urls, task: Sequence[str], until: str, timeout_s:
             names = [one["name"] for one in left]
             raise UnicronError(
                 f"{listed(names, 1)} not {until} after {span(timeout_s or 0.0)}, but "
-                f"{left[0]['state']}", f"unicron status {names[0]}{option_for(state)}")
+                f"{left[0]['state']}",
+                f"unicron status {names[0]}{option_for(state)}",
+            )
         time.sleep(WAIT_POLL_S)
 
 
@@ -197,8 +231,12 @@ def past_of(client: Client, wanted: object, at: int = 0, *, whole: bool = True) 
     the control plane has read all of it. Raises UsageError."""
     from .offline import read_to_end
 
-    found: Plain = read_to_end(client, f"/v1/tasks/{quote(str(wanted), safe='')}/curves",
-                               whole=whole, **({"at": at} if at else {}))
+    found: Plain = read_to_end(
+        client,
+        f"/v1/tasks/{quote(str(wanted), safe='')}/curves",
+        whole=whole,
+        **({"at": at} if at else {}),
+    )
     return found
 
 

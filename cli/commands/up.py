@@ -40,12 +40,26 @@ STABLE_S = 30.0
 DETACH_S_MAX = 90.0
 OPTIONS = "UNICRON_UP_OPTIONS"
 """The variable with the options of an `up` in the background."""
-OF_CONTROL_PLANE = {"observe": "--observe or --act", "policy": "--policy",
-                    "allow_inject": "--allow-inject, which is never remembered,"}
-FIXED = {"labels": "--label", "checks": "--checks", "notify": "--notify", "redis_url": "--redis",
-         "watch": "--no-watch", "shared_password": "--shared-password"}
-TOLD = {"num_slots": "--slots", "port": "--port", "run_as": "--run-as",
-        "checks_every_s": "--checks-every", "cluster": "--cluster"}
+OF_CONTROL_PLANE = {
+    "observe": "--observe or --act",
+    "policy": "--policy",
+    "allow_inject": "--allow-inject, which is never remembered,",
+}
+FIXED = {
+    "labels": "--label",
+    "checks": "--checks",
+    "notify": "--notify",
+    "redis_url": "--redis",
+    "watch": "--no-watch",
+    "shared_password": "--shared-password",
+}
+TOLD = {
+    "num_slots": "--slots",
+    "port": "--port",
+    "run_as": "--run-as",
+    "checks_every_s": "--checks-every",
+    "cluster": "--cluster",
+}
 """The options that cannot change while the cluster runs; of TOLD the values are told."""
 
 
@@ -76,8 +90,9 @@ class UpOptions(Struct, frozen=True, kw_only=True):
         """The options of the last `up`, with those given now."""
         last = before or ClusterOptions()
         given = {name: value for name, value in structs.asdict(self).items() if value is not None}
-        return structs.replace(last, **given | {
-            "policy": str(state.policy) if self.policy or last.policy else ""})
+        return structs.replace(
+            last, **given | {"policy": str(state.policy) if self.policy or last.policy else ""}
+        )
 
     def refuse_other(self, before: ClusterOptions, state: StateDir, *, leads: bool = False) -> None:
         """Raises UsageError for options that cannot change while the cluster of `before` runs;
@@ -86,24 +101,31 @@ class UpOptions(Struct, frozen=True, kw_only=True):
         for name, option in ((OF_CONTROL_PLANE if leads else {}) | FIXED | TOLD).items():
             asked, runs = getattr(wanted, name), getattr(before, name)
             if name == "policy":
-                asked, runs = ((_policy(self.policy), _policy(before.policy)) if self.policy
-                               else (None, None))
+                asked, runs = (
+                    (_policy(self.policy), _policy(before.policy)) if self.policy else (None, None)
+                )
             # Port 0 is any port; without --no-watch, ranks are watched as before.
             if asked == runs or (name, asked) in (("port", 0), ("watch", True)):
                 continue
             values = f" {asked}, but it was {runs}:" if name in TOLD else ""
-            raise UsageError(f"{option}{values} differs from the cluster on {shown(state.path)}",
-                             f"unicron down {state.option}, then up again")
+            raise UsageError(
+                f"{option}{values} differs from the cluster on {shown(state.path)}",
+                f"unicron down {state.option}, then up again",
+            )
 
 
 def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
     """Start or adopt the folder's cluster. Raises UsageError, UnicronError."""
     if given := os.environ.pop(OPTIONS, ""):
-        asked = structs.replace(json.decode(given, type=UpOptions, dec_hook=lambda _, path: Path(
-            path)), redis_url=asked.redis_url)
+        asked = structs.replace(
+            json.decode(given, type=UpOptions, dec_hook=lambda _, path: Path(path)),
+            redis_url=asked.redis_url,
+        )
     if asked.cluster is not None and not NAME.match(asked.cluster):
-        raise UsageError(f"--cluster {asked.cluster!r} is not a cluster's name",
-                         "lower-case letters, digits, '-' and '.', at most 63")
+        raise UsageError(
+            f"--cluster {asked.cluster!r} is not a cluster's name",
+            "lower-case letters, digits, '-' and '.', at most 63",
+        )
     if asked.policy is not None:
         if asked.policy.is_fifo():  # it is read twice
             raise UsageError(f"--policy {asked.policy} is a pipe", "name a file")
@@ -118,9 +140,11 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
     before = {name for name in processes.names(state) if processes.find(state, name)}
     leads = any(name.startswith(CONTROL_PLANE) for name in before)
     if leads and last is None:
-        raise UsageError(f"a control plane that `up` did not start runs on {shown(state.path)}: "
-                         "`up` would start it again without its address and certificate",
-                         "stop it, or give another --state")
+        raise UsageError(
+            f"a control plane that `up` did not start runs on {shown(state.path)}: "
+            "`up` would start it again without its address and certificate",
+            "stop it, or give another --state",
+        )
     if before and last is not None:
         asked.refuse_other(last, state, leads=leads)
     wanted = asked.wanted(last, state)
@@ -168,15 +192,21 @@ def _policy_kept(path: str, state: StateDir) -> None:
     try:
         _policy(path)
     except UsageError as error:
-        raise UsageError(str(error), f"give another: unicron up --policy FILE {state.option}; an "
-                         "empty file: the defaults") from None
+        raise UsageError(
+            str(error),
+            f"give another: unicron up --policy FILE {state.option}; an empty file: the defaults",
+        ) from None
 
 
 def _start(cluster: LocalCluster, policy: Path | None) -> None:
     state = cluster.state
     if cluster.wanted.redis_url:
-        local_cluster.check_redis(cluster.wanted.redis_url, cluster.wanted.cluster,
-                                  cluster.state, _policy(policy or cluster.wanted.policy))
+        local_cluster.check_redis(
+            cluster.wanted.redis_url,
+            cluster.wanted.cluster,
+            cluster.state,
+            _policy(policy or cluster.wanted.policy),
+        )
     if not cluster.find(CONTROL_PLANE):
         local_cluster.check_port(cluster.wanted.port)
         cluster.choose_port()
@@ -202,8 +232,9 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
     console.lines(_mode(client.get("/v1/state")["cluster"], option_for(state)))
     for node in cluster.nodes:
         process, adopted = started[agent_name(node)]
-        console.out(_line("agent", f"{node}, {cluster.wanted.num_slots} slots", process.pid,
-                          adopted))
+        console.out(
+            _line("agent", f"{node}, {cluster.wanted.num_slots} slots", process.pid, adopted)
+        )
     cluster.wait_agents(client)
 
 
@@ -213,8 +244,11 @@ def _mode(cluster: Plain, option: str) -> list[str]:
     if healing == "on":
         lines = ["healing  on"]
     else:
-        what = ("OBSERVING: decides and logs, acts on nothing; to act:" if healing == "observing"
-                else f"{healing.replace('frozen', 'FROZEN', 1)};")
+        what = (
+            "OBSERVING: decides and logs, acts on nothing; to act:"
+            if healing == "observing"
+            else f"{healing.replace('frozen', 'FROZEN', 1)};"
+        )
         lines = [f"healing  {what} {way_to_act(healing, option)}"]
     if cluster["allow_inject"]:
         lines.append("faults   allowed on purpose: unicron inject --help")
@@ -281,8 +315,11 @@ class _Watch:
         if running is not None:
             del self._running[name]
             stable = now_s - self._began_s.get(name, 0.0) > STABLE_S
-            wait_s = BACKOFF_S if stable else min(
-                self._backoff_s.get(name, BACKOFF_S / 2) * 2, BACKOFF_S_MAX)
+            wait_s = (
+                BACKOFF_S
+                if stable
+                else min(self._backoff_s.get(name, BACKOFF_S / 2) * 2, BACKOFF_S_MAX)
+            )
             self._backoff_s[name], self._due_s[name] = wait_s, now_s + wait_s
             console.talk(f"{name} (pid {running.pid}) ended; again in {wait_s:.1f} s")
         if now_s < self._due_s.get(name, 0.0):
@@ -297,8 +334,10 @@ class _Watch:
         console.talk(f"{name} started again, pid {self._running[name].pid}")
         cluster = self._cluster
         if name == CONTROL_PLANE and cluster.port != cluster.wanted.port:
-            console.talk(f"port {cluster.wanted.port} is in use by another process: HTTP is on "
-                         f"port {cluster.port} until the control plane starts again")
+            console.talk(
+                f"port {cluster.wanted.port} is in use by another process: HTTP is on "
+                f"port {cluster.port} until the control plane starts again"
+            )
 
     def _restart_server(self, password: str) -> None:
         try:
@@ -315,15 +354,23 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
     state.lock().close()
     argv = local_cluster.program("up", "--state", str(state.path))
     # A Redis URL holds a password: argv is readable by all users, and the options are kept.
-    environment = {**os.environ, OPTIONS: json.encode(
-        structs.replace(asked, redis_url=None), enc_hook=str).decode()}
+    environment = {
+        **os.environ,
+        OPTIONS: json.encode(structs.replace(asked, redis_url=None), enc_hook=str).decode(),
+    }
     if asked.redis_url is not None:
         environment[REDIS_URL] = asked.redis_url
     path = state.logs / "up.log"
     path.write_bytes(b"")
     with path.open("ab") as log:
-        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                 start_new_session=True, env=environment)
+        child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=environment,
+        )
     deadline_s = time.monotonic() + DETACH_S_MAX
     while child.poll() is None:
         said = path.read_text(encoding="utf-8", errors="replace")
@@ -340,8 +387,10 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
 
 def _raise_as(said: str, code: int) -> None:
     lines = said.splitlines()
-    message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")),
-                   f"up ended with code {code}: {lines[-1] if lines else 'no output'}")
+    message = next(
+        (line.removeprefix("error: ") for line in lines if line.startswith("error: ")),
+        f"up ended with code {code}: {lines[-1] if lines else 'no output'}",
+    )
     hint = next((line.removeprefix("hint: ") for line in lines if line.startswith("hint: ")), "")
     raise UsageError(message, hint) if code == 2 else local_cluster.LateError(message, hint)
 
@@ -351,14 +400,18 @@ def down(state: StateDir) -> None:
     watching = processes.find(state, UP)
     console.lines(_unfinished(state))
     has_server = embedded_server.adopt(state.server) is not None
-    with_it = [name for name in processes.names(state)
-               if name != UP and processes.find(state, name) is not None]
+    with_it = [
+        name
+        for name in processes.names(state)
+        if name != UP and processes.find(state, name) is not None
+    ]
     if watching is not None:
         processes.stop_together(state, [watching], 2 * local_cluster.AGENT_GRACE_S)
     stopped = [UP, *with_it, *(["server"] if has_server else [])] if watching else []
     stopped += [name for name in local_cluster.stop_all(state) if name not in stopped]
-    console.out(f"stopped {', '.join(stopped)}" if stopped else
-                f"nothing runs on {shown(state.path)}")
+    console.out(
+        f"stopped {', '.join(stopped)}" if stopped else f"nothing runs on {shown(state.path)}"
+    )
 
 
 def _unfinished(state: StateDir) -> list[str]:
@@ -377,12 +430,18 @@ def _unfinished(state: StateDir) -> list[str]:
             continue
         # A checkpoint that is being written may be published before the agents stop.
         again = f"from {task['checkpoint']} or newer" if task["checkpoint"] else "from iteration 0"
-        lines.append(f"unfinished {task['name']}, {task['iteration']} of {task['iterations']} "
-                     f"iterations; the next up starts it again {again}")
+        lines.append(
+            f"unfinished {task['name']}, {task['iteration']} of {task['iterations']} "
+            f"iterations; the next up starts it again {again}"
+        )
     if commands := " ".join(task["name"] for task in live if task["tier"] == "command"):
-        lines.append(f"unfinished {commands}: the next up starts a command again from its "
-                     "beginning, or from what it has saved itself")
+        lines.append(
+            f"unfinished {commands}: the next up starts a command again from its "
+            "beginning, or from what it has saved itself"
+        )
     if any(task["unpublished"] and task["tier"] == "train" for task in live):
-        lines.append("to lose nothing: unicron drain '*' first, then down; unicron undrain '*' "
-                     "after the next up")
+        lines.append(
+            "to lose nothing: unicron drain '*' first, then down; unicron undrain '*' "
+            "after the next up"
+        )
     return lines

@@ -34,22 +34,26 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark: yaml.Mark | None = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise _refuse(mark,  # pyright: ignore[reportUnknownArgumentType]
-                          "an alias (*) is not supported", "repeat the value itself")
+            raise _refuse(
+                mark,  # pyright: ignore[reportUnknownArgumentType]
+                "an alias (*) is not supported",
+                "repeat the value itself",
+            )
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[Any, int] = {}
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == MERGE:
-                raise _refuse(key_node.start_mark, "a key is a plain word or a number",
-                              self.docs)
+                raise _refuse(key_node.start_mark, "a key is a plain word or a number", self.docs)
             key = self.construct_object(key_node)  # pyright: ignore[reportUnknownMemberType]
             line = key_node.start_mark.line + 1
             if key in lines:
-                raise SpecError(f"line {line}",
-                                f"duplicate key {key!r}, first given in line {lines[key]}",
-                                "delete one of the two")
+                raise SpecError(
+                    f"line {line}",
+                    f"duplicate key {key!r}, first given in line {lines[key]}",
+                    "delete one of the two",
+                )
             lines[key] = line
         return super().construct_mapping(node, deep)
 
@@ -62,7 +66,8 @@ for _tag, _pattern, _first in (
     ("float", rf"(?:{_FLOAT}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))", list("-+0123456789.")),
 ):
     _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
-        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first
+    )
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
@@ -88,8 +93,9 @@ def _refuse(mark: yaml.Mark | None, message: str, hint: str) -> SpecError:
 
 def load(path: Path) -> JobSpec:
     """Read, check and normalise a job file; its paths become absolute. Raises UsageError."""
-    text = read_text(path, FILE_BYTES_MAX, "name a job file; examples are in deploy/examples/",
-                     EXAMPLES)
+    text = read_text(
+        path, FILE_BYTES_MAX, "name a job file; examples are in deploy/examples/", EXAMPLES
+    )
     try:
         spec = with_absolute_paths(parse(read_yaml(text)))
         megatron_command.check(spec)
@@ -97,7 +103,8 @@ def load(path: Path) -> JobSpec:
         training = spec.training
         if training is not None and is_url(training.output) and object_storage.is_installed():
             object_storage.check_driver(
-                training.output, "loop.output" if spec.loop is not None else "train.output")
+                training.output, "loop.output" if spec.loop is not None else "train.output"
+            )
     except UsageError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
     return spec
@@ -127,8 +134,9 @@ def read_text(path: Path, bytes_max: int, name_it: str, docs: str) -> str:
         with sys.stdin.buffer if path == STDIN else path.open("rb") as file:
             found = file.read(bytes_max + 1)
     except OSError as error:
-        raise UsageError(f"{shown_name(path)}: {(error.strerror or 'cannot be read').lower()}",
-                         name_it) from None
+        raise UsageError(
+            f"{shown_name(path)}: {(error.strerror or 'cannot be read').lower()}", name_it
+        ) from None
     if len(found) > bytes_max:
         raise UsageError(f"{shown_name(path)}: larger than {bytes_max} bytes", docs)
     try:
@@ -163,13 +171,15 @@ def with_absolute_paths(spec: JobSpec) -> JobSpec:
         spec = msgspec.structs.replace(spec, folder=_absolute(spec.folder))
     if loop is not None:
         spec = msgspec.structs.replace(
-            spec, loop=msgspec.structs.replace(loop, output=_absolute_output(loop.output)))
+            spec, loop=msgspec.structs.replace(loop, output=_absolute_output(loop.output))
+        )
     if train is None:
         return spec
     output = _absolute_output(train.output)
     data = tuple(map(_absolute, train.data))
     return msgspec.structs.replace(
-        spec, train=msgspec.structs.replace(train, output=output, data=data))
+        spec, train=msgspec.structs.replace(train, output=output, data=data)
+    )
 
 
 def _absolute_output(output: str) -> str:

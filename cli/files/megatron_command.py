@@ -14,11 +14,20 @@ from ...workers.training.megatron_lm import arguments
 
 NAMES = {"fp8_format": "fp8", "fp4_format": "fp4"}
 """Options whose argument in Megatron-LM has another name."""
-DEFAULTS = {"ckpt_format": "torch_dist", "context_parallel_size": "1",
-            "expert_model_parallel_size": "1", "optimizer": "adam"}
+DEFAULTS = {
+    "ckpt_format": "torch_dist",
+    "context_parallel_size": "1",
+    "expert_model_parallel_size": "1",
+    "optimizer": "adam",
+}
 """Values of arguments in DECLINES that decline nothing."""
-OF_THE_MODEL = {"num_layers": "num_layers", "hidden_size": "hidden", "seq_length": "sequence",
-                "num_attention_heads": "num_heads", "ffn_hidden_size": "ffn"}
+OF_THE_MODEL = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden",
+    "seq_length": "sequence",
+    "num_attention_heads": "num_heads",
+    "ffn_hidden_size": "ffn",
+}
 """Argument -> the attribute of `loop.model` that has the same value."""
 KEYS = {"ffn": "ffn_hidden", "num_groups": "num_query_groups"}
 """Attribute of `loop.model` -> its key in the job file."""
@@ -47,30 +56,40 @@ def check(spec: JobSpec) -> None:
     if command is None or spec.loop is None or "yaml_cfg" in command.given:
         return
     parallel = spec.loop.parallel
-    for name, key, sizes in (("tensor_model_parallel_size", "tensor", parallel.tensor),
-                             ("pipeline_model_parallel_size", "pipeline", parallel.pipeline)):
+    for name, key, sizes in (
+        ("tensor_model_parallel_size", "tensor", parallel.tensor),
+        ("pipeline_model_parallel_size", "pipeline", parallel.pipeline),
+    ):
         size = command.number(name)
         if size > 1 and size not in sizes:  # 1 is the default: as if it were left out
-            raise SpecError(f"loop.parallel.{key}", f"is {list(sizes)}, but {option(name)} of the "
-                            f"command is {size}",
-                            f"write loop: {{parallel: {{{key}: [{size}]}}}}, or leave the "
-                            "argument out")
+            raise SpecError(
+                f"loop.parallel.{key}",
+                f"is {list(sizes)}, but {option(name)} of the command is {size}",
+                f"write loop: {{parallel: {{{key}: [{size}]}}}}, or leave the argument out",
+            )
     if why_not(spec):  # Megatron-LM's own loop trains, which reads no spec
         return
     for path, value, words, found in _compared(command, spec.loop):
         if found != value:
-            raise SpecError(path, f"is {value}, but {words} of the command "
-                            f"{'make' if ' and ' in words else 'is'} {found}",
-                            "write the same in both")
+            raise SpecError(
+                path,
+                f"is {value}, but {words} of the command "
+                f"{'make' if ' and ' in words else 'is'} {found}",
+                "write the same in both",
+            )
 
 
 def why_not(spec: JobSpec) -> str:
     """Why this command will not heal in memory, by its arguments; "" if they do not tell."""
     command = _command_of(spec)
     given: Mapping[str, str] = command.given if command is not None else {}
-    return arguments.why_not([
-        arguments.Given(name, option(name)) for name, value in given.items()
-        if value != DEFAULTS.get(name) and value not in arguments.WITHOUT_EFFECT.get(name, ())])
+    return arguments.why_not(
+        [
+            arguments.Given(name, option(name))
+            for name, value in given.items()
+            if value != DEFAULTS.get(name) and value not in arguments.WITHOUT_EFFECT.get(name, ())
+        ]
+    )
 
 
 def healing(spec: JobSpec) -> str:
@@ -87,8 +106,9 @@ def healing(spec: JobSpec) -> str:
 
 def option(name: str) -> str:
     """How an argument is written on the command line."""
-    return "--" + next((spelt for spelt, known in NAMES.items() if known == name),
-                       name).replace("_", "-")
+    return "--" + next((spelt for spelt, known in NAMES.items() if known == name), name).replace(
+        "_", "-"
+    )
 
 
 def _command_of(spec: JobSpec) -> Command | None:
@@ -107,7 +127,8 @@ def _given(words: list[str]) -> dict[str, str]:
             spelt, has_value, value = word.removeprefix("--").partition("=")
             name = spelt.replace("-", "_")
             found[NAMES.get(name, name)] = (
-                value if has_value else "" if after.startswith("--") else after)
+                value if has_value else "" if after.startswith("--") else after
+            )
     return found
 
 
@@ -123,21 +144,33 @@ def _compared(command: Command, loop: Loop) -> Iterator[tuple[str, object, str, 
     if iterations > 0:
         yield "loop.iterations", loop.iterations, words, iterations
     if micro > 0 and batch >= micro:
-        yield ("loop.micro_batches", loop.micro_batches,
-               "--global-batch-size and --micro-batch-size", batch // micro)
-    if loop.model is not None and PurePath(command.script).name == "pretrain_gpt.py" and not any(
-            name.startswith(OTHER_MODELS) for name in command.given):
+        yield (
+            "loop.micro_batches",
+            loop.micro_batches,
+            "--global-batch-size and --micro-batch-size",
+            batch // micro,
+        )
+    if (
+        loop.model is not None
+        and PurePath(command.script).name == "pretrain_gpt.py"
+        and not any(name.startswith(OTHER_MODELS) for name in command.given)
+    ):
         yield from _of_model(command, loop.model)
 
 
 def _of_model(command: Command, model: MegatronModel) -> Iterator[tuple[str, object, str, object]]:
-    same = {**OF_THE_MODEL, **({"global_batch_size": "global_batch"}
-                               if command.number("micro_batch_size") > 1 else {}),
-            **({"num_query_groups": "num_groups"}
-               if "group_query_attention" in command.given else {})}
+    same = {
+        **OF_THE_MODEL,
+        **({"global_batch_size": "global_batch"} if command.number("micro_batch_size") > 1 else {}),
+        **({"num_query_groups": "num_groups"} if "group_query_attention" in command.given else {}),
+    }
     for name, attribute in same.items():
         if command.number(name) > 0:
-            yield (f"loop.model.{KEYS.get(attribute, attribute)}", getattr(model, attribute),
-                   option(name), command.number(name))
+            yield (
+                f"loop.model.{KEYS.get(attribute, attribute)}",
+                getattr(model, attribute),
+                option(name),
+                command.number(name),
+            )
     if granularity := command.given.get("recompute_granularity"):
         yield "loop.model.recompute", model.recompute, "--recompute-granularity", granularity

@@ -22,8 +22,17 @@ TYPED = re.compile(r"unicron [a-z][^,:]*")
 MIRRORS = {"sharded": "; with train.parallel.optimizer: mirrored, the loss of one rank loses none"}
 NONE = "no incidents: nothing has failed so far"
 HEAD = ("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST", "SLOT-S")
-PER_RANK = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankAdopted",
-            "RankReady", "StartRank", "StopRank", "RankExited")
+PER_RANK = (
+    "Quiesced",
+    "Reconfigured",
+    "CollectiveFailed",
+    "RankStarted",
+    "RankAdopted",
+    "RankReady",
+    "StartRank",
+    "StopRank",
+    "RankExited",
+)
 """Kinds with one record per rank: consecutive records of a task share one line."""
 NODES_NUM_MAX = 4
 """Nodes that are listed; the rest are counted."""
@@ -41,21 +50,29 @@ def in_words(found: list[Plain]) -> str:
     more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
     where = ", ".join(f"{one['node']} {one['host']}:{one['folder']}" for one in shown)
     names = " ".join(one["node"] for one in shown) + " ..." * bool(more)
-    return (f"{until}, each node's on itself: {where}{more}; copy each folder to one machine "
-            f"({fmt.command('scp -r HOST:FOLDER NODE')}), then "
-            f"{fmt.command(f'unicron locate {names}')}")
+    return (
+        f"{until}, each node's on itself: {where}{more}; copy each folder to one machine "
+        f"({fmt.command('scp -r HOST:FOLDER NODE')}), then "
+        f"{fmt.command(f'unicron locate {names}')}"
+    )
 
 
 # --- The page. ---
 def page(facts: Plain, *, option: str = "") -> list[str]:
     """Evidence, decision, plans, effects, phases, cost, and what remains to be done."""
     who = " ".join(x for x in (facts["name"], fmt.ranks(facts["ranks"])) if x)
-    head = (f"inc-{facts['id']}  {facts['outcome'].upper()}  {facts['severity']} "
-            f"{status_in_words(facts['status'])}  {facts['node']}  {who}")
+    head = (
+        f"inc-{facts['id']}  {facts['outcome'].upper()}  {facts['severity']} "
+        f"{status_in_words(facts['status'])}  {facts['node']}  {who}"
+    )
     detected = fmt.rfc3339(facts["detected_s"])
-    lines = [f"{head}  {detected.rjust(fmt.SCREEN_COLUMNS - len(head) - 2)}",
-             _cost(facts["cost"], facts["outcome"], over=facts["over"]),
-             *bar(facts["phases"]), "", *_state(facts)]
+    lines = [
+        f"{head}  {detected.rjust(fmt.SCREEN_COLUMNS - len(head) - 2)}",
+        _cost(facts["cost"], facts["outcome"], over=facts["over"]),
+        *bar(facts["phases"]),
+        "",
+        *_state(facts),
+    ]
     if facts["part_of"]:
         lines += fmt.labelled("part of", facts["part_of"])
     for one in facts["on_purpose"]:
@@ -66,8 +83,9 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
     if facts["dumps"]:
         lines += fmt.labelled("dumps", in_words(facts["dumps"]))
     for one in facts["decisions"]:
-        lines += fmt.labelled("decided", f"{one['severity']}: {one['why']} (seq {one['seq']}; "
-                                     f"{one['rule']})")
+        lines += fmt.labelled(
+            "decided", f"{one['severity']}: {one['why']} (seq {one['seq']}; {one['rule']})"
+        )
     for one in facts["plans"]:
         lines += plan_lines(one)
     if not facts["plans"]:
@@ -82,28 +100,37 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
     if facts["acknowledged"]:
         lines += fmt.labelled("known", facts["acknowledged"])
     if not facts["left"]:
-        lines += fmt.labelled("you", "nothing is left to do" if facts["outcome"] != "open"
-                              else "it is still open: wait, or see "
-                              + fmt.command(f"unicron status{option}"))
+        lines += fmt.labelled(
+            "you",
+            "nothing is left to do"
+            if facts["outcome"] != "open"
+            else "it is still open: wait, or see " + fmt.command(f"unicron status{option}"),
+        )
     return [*lines, *fmt.labelled("verify", fmt.command(facts["verify"]))]
 
 
 def _cost(cost: Plain, outcome: str, *, over: bool) -> str:
     if outcome == "open":
         return f"not over; {cost['slot_s']:.1f} slot-s so far"
-    kept = (f"; {cost['kept']} micro-batches kept, {cost['dealt']} dealt"
-            if cost["kept"] or cost["dealt"] else "")
-    return (f"{fmt.ms(cost['pause_s'])} pause, "
-            f"{fmt.lost_in_words(cost['iterations_lost'], is_over=over)}, "
-            f"{cost['slot_s']:.1f} slot-s, {_read(cost)}{kept}")
+    kept = (
+        f"; {cost['kept']} micro-batches kept, {cost['dealt']} dealt"
+        if cost["kept"] or cost["dealt"]
+        else ""
+    )
+    return (
+        f"{fmt.ms(cost['pause_s'])} pause, "
+        f"{fmt.lost_in_words(cost['iterations_lost'], is_over=over)}, "
+        f"{cost['slot_s']:.1f} slot-s, {_read(cost)}{kept}"
+    )
 
 
 def _read(cost: Plain) -> str:
     """The source of the state in short; `_state` has the details."""
     if cost["ckpt_read"]:
         return "a checkpoint was read"
-    return {"copy": "a copy was read", "seed": "begun again"}.get(cost["origin"],
-                                                                  "no checkpoint read")
+    return {"copy": "a copy was read", "seed": "begun again"}.get(
+        cost["origin"], "no checkpoint read"
+    )
 
 
 def _evidence(facts: Plain) -> list[str]:
@@ -144,8 +171,11 @@ def _from_peers(cost: Plain) -> str:
     if not cost["peer_bytes"]:
         return ""
     near, far = cost["near_bytes"], cost["peer_bytes"] - cost["near_bytes"]
-    parts = [f"{fmt.scaled(num, 'B')} from members on {where}"
-             for num, where in ((near, "the same node"), (far, "another node")) if num]
+    parts = [
+        f"{fmt.scaled(num, 'B')} from members on {where}"
+        for num, where in ((near, "the same node"), (far, "another node"))
+        if num
+    ]
     return ", ".join(parts)
 
 
@@ -155,57 +185,98 @@ def bar(phases: list[Plain]) -> list[str]:
     if not longest_s:
         return []
     blocks = BAR_COLUMNS // max(len(phases), 1)
-    parts = [" ".join(filter(None, (PHASE_WORDS.get(one["name"], one["name"]), one["bound"],
-                                    fmt.span(one["length_s"]))))
-             + " " + "█" * round(blocks * one["length_s"] / longest_s) for one in phases]
+    parts = [
+        " ".join(
+            filter(
+                None,
+                (
+                    PHASE_WORDS.get(one["name"], one["name"]),
+                    one["bound"],
+                    fmt.span(one["length_s"]),
+                ),
+            )
+        )
+        + " "
+        + "█" * round(blocks * one["length_s"] / longest_s)
+        for one in phases
+    ]
     return ["▏".join(parts).rstrip()]
 
 
 def plan_lines(one: Plain) -> list[str]:
     """A plan, why it was chosen, and what it was preferred to."""
-    moved = [f"{name} {before} -> {after}" if before != after else f"{name} {after}"
-             for name, (before, after) in one["slots"].items()]
-    ideal = (f" of {fmt.scaled(one['ideal_waf'], 'FLOP/s')} with every slot"
-             if one["ideal_waf"] else "")
+    moved = [
+        f"{name} {before} -> {after}" if before != after else f"{name} {after}"
+        for name, (before, after) in one["slots"].items()
+    ]
+    ideal = (
+        f" of {fmt.scaled(one['ideal_waf'], 'FLOP/s')} with every slot" if one["ideal_waf"] else ""
+    )
     by = f", throughput {' and '.join(one['origins'])}" if one["origins"] else ""
-    lines = fmt.labelled("plan", f"{one['trigger']}: {fmt.number_of(one['num_slots'], 'slot')}: "
-                             f"{', '.join(moved)}: WAF {fmt.scaled(one['waf'], 'FLOP/s')}{ideal}"
-                             f"{by} (seq {one['seq']})")
+    lines = fmt.labelled(
+        "plan",
+        f"{one['trigger']}: {fmt.number_of(one['num_slots'], 'slot')}: "
+        f"{', '.join(moved)}: WAF {fmt.scaled(one['waf'], 'FLOP/s')}{ideal}"
+        f"{by} (seq {one['seq']})",
+    )
     if one["why"]:
         reason = one["why"].partition(": ")[2]  # the changes are printed above
         lines += fmt.labelled("  why", f"{reason}; bound by {one['bound']}")
     for beaten in one["beaten"]:
         slots = " ".join(f"{name} {num}" for name, num in beaten["slots"].items())
-        lines += fmt.labelled("  rejected", f"{fmt.scaled(beaten['waf'], 'FLOP/s'):>12}  {slots}: "
-                                    f"{beaten['what']}; {beaten['by']}")
+        lines += fmt.labelled(
+            "  rejected",
+            f"{fmt.scaled(beaten['waf'], 'FLOP/s'):>12}  {slots}: {beaten['what']}; {beaten['by']}",
+        )
     return lines
 
 
 def _effects(effects: list[Plain]) -> list[str]:
-    return fmt.table(("EFFECT ON", "FAULTED", "SLOTS", "PAUSE", "LOST", "SLOT-S"), [
-        [one["task"], "yes" if one["hurt"] else "no",
-         f"{one['slots_before']} -> {one['slots']}" if one["slots_before"] != one["slots"]
-         else str(one["slots"]), "waits" if one["slots"] == 0 else fmt.ms(one["pause_s"]),
-         fmt.lost_cell(one["iterations_lost"]),
-         "-" if one["slot_s"] is None else f"{one['slot_s']:.1f}"]
-        for one in effects], right=(3, 4, 5))
+    return fmt.table(
+        ("EFFECT ON", "FAULTED", "SLOTS", "PAUSE", "LOST", "SLOT-S"),
+        [
+            [
+                one["task"],
+                "yes" if one["hurt"] else "no",
+                f"{one['slots_before']} -> {one['slots']}"
+                if one["slots_before"] != one["slots"]
+                else str(one["slots"]),
+                "waits" if one["slots"] == 0 else fmt.ms(one["pause_s"]),
+                fmt.lost_cell(one["iterations_lost"]),
+                "-" if one["slot_s"] is None else f"{one['slot_s']:.1f}",
+            ]
+            for one in effects
+        ],
+        right=(3, 4, 5),
+    )
 
 
 def _timeline(events: list[Plain]) -> list[str]:
     groups: list[list[Plain]] = []
     for one in events:
         last: Plain = groups[-1][0] if groups else {}
-        together = one["alike"] == last.get("alike") or (one["kind"] in PER_RANK and (
-            one["kind"], one["task"]) == (last.get("kind"), last.get("task")))
+        together = one["alike"] == last.get("alike") or (
+            one["kind"] in PER_RANK
+            and (one["kind"], one["task"]) == (last.get("kind"), last.get("task"))
+        )
         if together:
             groups[-1].append(one)
         else:
             groups.append([one])
-    rows = [["-" * (first["after_s"] < 0) + fmt.span(abs(first["after_s"])),
-             fmt.clipped(first["who"], WHO_COLUMNS), _what([first, *others]), str(first["seq"])]
-            for first, *others in groups]
-    width = fmt.SCREEN_COLUMNS - max((len(row[0]) + len(row[1]) + len(row[3]) for row in rows),
-                                     default=0) - 12
+    rows = [
+        [
+            "-" * (first["after_s"] < 0) + fmt.span(abs(first["after_s"])),
+            fmt.clipped(first["who"], WHO_COLUMNS),
+            _what([first, *others]),
+            str(first["seq"]),
+        ]
+        for first, *others in groups
+    ]
+    width = (
+        fmt.SCREEN_COLUMNS
+        - max((len(row[0]) + len(row[1]) + len(row[3]) for row in rows), default=0)
+        - 12
+    )
     for row in rows:
         row[2] = fmt.clipped(row[2], width)
     return fmt.table(("+TIME", "WHO", "WHAT", "SEQ"), rows, right=(0, 3))
@@ -226,8 +297,9 @@ def every(found: Plain, *, option: str = "") -> list[str]:
     """All incidents (GET /v1/timeline/incidents), the newest last, below the node loss that they
     belong to; then outages."""
     incidents, losses = {one["id"]: one for one in found["incidents"]}, found["node_losses"]
-    away = [line for one in found["outages"]
-            for line in fmt.labelled("AWAY", outage(one["outage"]))]
+    away = [
+        line for one in found["outages"] for line in fmt.labelled("AWAY", outage(one["outage"]))
+    ]
     if not incidents:
         return [NONE, *(line for loss in losses for line in _node_loss(loss)), *away]
     below = {key for loss in losses for key in loss["incidents"]}
@@ -244,10 +316,17 @@ def every(found: Plain, *, option: str = "") -> list[str]:
     first, *lines = fmt.table(head, rows, right=(6, 7, 8))
     shown = {key: [line] for key, line in zip(incidents, lines, strict=True)}
     for loss in losses:
-        shown[loss["id"]] = [*_node_loss(loss), *(
-            shown.pop(key)[0] for key in loss["incidents"] if key in shown)]
-    return [first, *(line for key in sorted(shown) for line in shown[key]), *away,
-            "", f"next       unicron incident {max(incidents)}{option}"]
+        shown[loss["id"]] = [
+            *_node_loss(loss),
+            *(shown.pop(key)[0] for key in loss["incidents"] if key in shown),
+        ]
+    return [
+        first,
+        *(line for key in sorted(shown) for line in shown[key]),
+        *away,
+        "",
+        f"next       unicron incident {max(incidents)}{option}",
+    ]
 
 
 def _node_loss(one: Plain) -> list[str]:
@@ -258,6 +337,13 @@ def _node_loss(one: Plain) -> list[str]:
 def row(one: Plain, what_columns: int) -> list[str]:
     """One incident in the columns of `HEAD`."""
     what = f"{fmt.ranks(one['ranks'])}, {status_in_words(one['status'])}"
-    return [f"inc-{one['id']}", fmt.rfc3339(one["detected_s"])[:16] + "Z", one["severity"],
-            fmt.clipped(what, what_columns), one["outcome"], fmt.ms(one["pause_s"]),
-            fmt.lost_cell(one["iterations_lost"]), f"{one['slot_s']:.1f}"]
+    return [
+        f"inc-{one['id']}",
+        fmt.rfc3339(one["detected_s"])[:16] + "Z",
+        one["severity"],
+        fmt.clipped(what, what_columns),
+        one["outcome"],
+        fmt.ms(one["pause_s"]),
+        fmt.lost_cell(one["iterations_lost"]),
+        f"{one['slot_s']:.1f}",
+    ]

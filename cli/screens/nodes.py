@@ -20,18 +20,26 @@ def recovers(node: Plain) -> str:
     if recovery is None or recovery["from_s"] is None:
         return ""
     found = recovery["slots"]
-    which = ("its slots are" if len(found) == node["num_slots"] else
-             f"its {needs.named(found)} {'are' if len(found) > 1 else 'is'}")
+    which = (
+        "its slots are"
+        if len(found) == node["num_slots"]
+        else f"its {needs.named(found)} {'are' if len(found) > 1 else 'is'}"
+    )
     word = "healthy again" if node["health"] == "healthy" else "no longer unhealthy"
-    return (f"{word}, {which} used from {fmt.rfc3339(recovery['from_s'])[11:19]}Z "
-            f"({fmt.span(recovery['after_s'])} without a complaint)")
+    return (
+        f"{word}, {which} used from {fmt.rfc3339(recovery['from_s'])[11:19]}Z "
+        f"({fmt.span(recovery['after_s'])} without a complaint)"
+    )
 
 
 def why_unhealthy(node: Plain) -> str:
     """What all checks of a node report, also degraded and unknown, and when its slots return."""
     words = [fmt.said(*ill)] if (ill := needs.unhealthy(node)) else []
-    words += [f"{one['check']} {one['health']}: {one['why']}" for one in node["checks"]
-              if one["health"] != "unhealthy"]
+    words += [
+        f"{one['check']} {one['health']}: {one['why']}"
+        for one in node["checks"]
+        if one["health"] != "unhealthy"
+    ]
     return "; ".join(words)
 
 
@@ -39,43 +47,75 @@ def why_unhealthy(node: Plain) -> str:
 def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
     """All nodes: a map of the slots, then health, scheduling and the tasks there."""
     tasks = {task["id"]: task["name"] for task in view["tasks"]}
-    letters = _letters({slot["task"]: tasks.get(slot["task"], "?") for node in view["nodes"]
-                        for slot in node["slots"] if slot["task"]})
+    letters = _letters(
+        {
+            slot["task"]: tasks.get(slot["task"], "?")
+            for node in view["nodes"]
+            for slot in node["slots"]
+            if slot["task"]
+        }
+    )
     here = [node for node in view["nodes"] if node["contact"] != "left"]
-    head = (f"{fmt.number_of(len(here), 'node')}, "
-            f"{fmt.number_of(sum(node['num_slots'] for node in here), 'slot')}")
+    head = (
+        f"{fmt.number_of(len(here), 'node')}, "
+        f"{fmt.number_of(sum(node['num_slots'] for node in here), 'slot')}"
+    )
     lines = [f"unicron status nodes{head.rjust(fmt.SCREEN_COLUMNS - len('unicron status nodes'))}"]
     if not view["nodes"]:
         return [*lines, "no nodes yet: unicron up, or unicron agent --url URL"]
     lines += _maps(view["nodes"], letters)
     key = [f"{letter} {tasks.get(task, '?')}" for task, letter in letters.items()]
     drained = ["- drained"] if any(node["drained"] for node in view["nodes"]) else []
-    ails = ["! degraded"] if any(_slot_sign(node, slot, letters) == DEGRADED
-                                 for node in view["nodes"] for slot in node["slots"]) else []
+    ails = (
+        ["! degraded"]
+        if any(
+            _slot_sign(node, slot, letters) == DEGRADED
+            for node in view["nodes"]
+            for slot in node["slots"]
+        )
+        else []
+    )
     left = ["_ left"] if len(here) < len(view["nodes"]) else []
     lines += ["  ".join([*key, ". idle", *ails, *drained, "? unreachable", "x out", *left]), ""]
     switched = any(node["labels"]["switch"] for node in view["nodes"])
     lines += fmt.table(
-        ("NODE", *("SWITCH",) * switched, "HEALTH", "SINCE", "SCHEDULING", "SLOTS", "ACCELERATOR",
-         "RUNS", "PID", "HOST"),
+        (
+            "NODE",
+            *("SWITCH",) * switched,
+            "HEALTH",
+            "SINCE",
+            "SCHEDULING",
+            "SLOTS",
+            "ACCELERATOR",
+            "RUNS",
+            "PID",
+            "HOST",
+        ),
         [_node_row(node, tasks, now_s, switched=switched) for node in view["nodes"]],
-        right=(4 + switched, 7 + switched))
+        right=(4 + switched, 7 + switched),
+    )
     return [*lines, *_reasons(view["nodes"], option)]
 
 
 def _maps(nodes: list[Plain], letters: dict[int, str]) -> list[str]:
     """One sign per slot, node by node; each rack on lines of its own with its name."""
-    maps = {node["id"]: f"{node['id']} "
-            + "".join(_slot_sign(node, slot, letters) for slot in node["slots"]) for node in nodes}
+    maps = {
+        node["id"]: f"{node['id']} "
+        + "".join(_slot_sign(node, slot, letters) for slot in node["slots"])
+        for node in nodes
+    }
     racks: dict[str, list[str]] = {}
     for node in sorted(nodes, key=lambda node: str(node["labels"]["rack"])):
         racks.setdefault(node["labels"]["rack"], []).append(maps[node["id"]])
     front = max(map(len, racks)) + 2 if any(racks) else 0
     width = max(map(len, maps.values())) + 3
     per_line = max((fmt.SCREEN_COLUMNS - front) // width, 1)
-    return [(rack or "-" if front and start == 0 else "").ljust(front)
-            + "".join(one.ljust(width) for one in found[start:start + per_line]).rstrip()
-            for rack, found in racks.items() for start in range(0, len(found), per_line)]
+    return [
+        (rack or "-" if front and start == 0 else "").ljust(front)
+        + "".join(one.ljust(width) for one in found[start : start + per_line]).rstrip()
+        for rack, found in racks.items()
+        for start in range(0, len(found), per_line)
+    ]
 
 
 def _reasons(nodes: list[Plain], option: str) -> list[str]:
@@ -84,8 +124,9 @@ def _reasons(nodes: list[Plain], option: str) -> list[str]:
     for node in nodes:
         if node["drained"]:
             why = node["drain_reason"] or "no reason given"
-            lines += fmt.labelled(node["id"], fmt.said(f"drained: {why}", needs.undrain(node),
-                                                       option))
+            lines += fmt.labelled(
+                node["id"], fmt.said(f"drained: {why}", needs.undrain(node), option)
+            )
         if trouble := needs.node_trouble(node, option):
             lines += fmt.labelled(node["id"], trouble)
         if kept := needs.quarantine_reason(node, option):
@@ -102,8 +143,11 @@ def _letters(tasks: dict[int, str]) -> dict[int, str]:
     given: dict[int, str] = {}
     for task in sorted(tasks):
         own = tasks[task][:1].upper()
-        free = [one for one in (own, own.lower(), *"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-                if one not in given.values()]
+        free = [
+            one
+            for one in (own, own.lower(), *"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+            if one not in given.values()
+        ]
         given[task] = free[0] if free else "#"
     return given
 
@@ -140,8 +184,7 @@ def _scheduling(node: Plain) -> str:
     return word or "eligible"
 
 
-def _node_row(node: Plain, tasks: dict[int, str], now_s: float, *,
-              switched: bool) -> list[str]:
+def _node_row(node: Plain, tasks: dict[int, str], now_s: float, *, switched: bool) -> list[str]:
     runs: dict[int, list[int]] = {}
     for slot in node["slots"]:
         if slot["task"]:
@@ -151,6 +194,15 @@ def _node_row(node: Plain, tasks: dict[int, str], now_s: float, *,
     if node["contact"] in ("lost", "left"):
         what, busy = "", "-"  # the ranks there count as stopped
     switch = [node["labels"]["switch"] or "-"] if switched else []
-    return [node["id"], *switch, node["health"], fmt.span(max(now_s - node["since_s"], 0.0)),
-            _scheduling(node), f"{busy}/{node['num_slots']}", node["accelerator"],
-            fmt.clipped(what or "-", RUNS_COLUMNS), str(node["pid"]), node["host"]]
+    return [
+        node["id"],
+        *switch,
+        node["health"],
+        fmt.span(max(now_s - node["since_s"], 0.0)),
+        _scheduling(node),
+        f"{busy}/{node['num_slots']}",
+        node["accelerator"],
+        fmt.clipped(what or "-", RUNS_COLUMNS),
+        str(node["pid"]),
+        node["host"],
+    ]

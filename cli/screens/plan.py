@@ -20,30 +20,59 @@ ROWS_NUM_MAX = 20
 PLACES_NUM_MAX = 8
 """Nodes that one line names."""
 NAME_COLUMNS, WHAT_COLUMNS = 24, 44
+
+
 def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
     """The plan in force at `now_s`, and why it was chosen."""
     plan = found["plan"]
     if plan is None:
-        return [_head("unicron plan", f"input {found['input']}"),
-                f"no task, no plan: unicron submit deploy/examples/demo.yaml{option}"]
+        return [
+            _head("unicron plan", f"input {found['input']}"),
+            f"no task, no plan: unicron submit deploy/examples/demo.yaml{option}",
+        ]
     ago = fmt.span(max(now_s - found["plan_s"], 0.0))
     made = f"made {ago} ago (seq {found['plan_seq']})"
-    rows = [[fmt.clipped(one["name"], NAME_COLUMNS),
-             _arrow(fmt.count, one["slots_before"], one["slots"]), f"{one['weight']:g}",
-             _waf(one["waf"]), one["origin"], one["waits"] and "waits"]
-            for one in found["tasks"][:ROWS_NUM_MAX]]
+    rows = [
+        [
+            fmt.clipped(one["name"], NAME_COLUMNS),
+            _arrow(fmt.count, one["slots_before"], one["slots"]),
+            f"{one['weight']:g}",
+            _waf(one["waf"]),
+            one["origin"],
+            one["waits"] and "waits",
+        ]
+        for one in found["tasks"][:ROWS_NUM_MAX]
+    ]
     if (left := len(found["tasks"]) - ROWS_NUM_MAX) > 0:
         rows.append([f"{fmt.count(left)} more", "", "", "", "", ""])
     return [
-        _head("unicron plan", f"input {found['input']}, "
-                              f"{fmt.number_of(plan['num_slots'], 'slot')}, {made}"),
-        *fmt.labelled("after", plan["trigger"]), *fmt.labelled("why", plan["why"]), "",
-        *fmt.table(("TASK", "SLOTS", "WEIGHT", "WAF", "BY", ""), rows, right=(2, 3)), "",
-        *_alternatives(plan), "", *_constraints(found), *_layouts(found["tasks"]), *_waiting(found),
-        *_paused(found, option), *_computed(found),
-        *fmt.labelled("try", fmt.command(f"unicron plan --without NODE{option}") + "   "
-                      + fmt.command(f"--with {found['more_slots']}") + "   "
-                      + fmt.command("--weight TASK=W") + "   " + fmt.command("--submit JOB.yaml"))]
+        _head(
+            "unicron plan",
+            f"input {found['input']}, {fmt.number_of(plan['num_slots'], 'slot')}, {made}",
+        ),
+        *fmt.labelled("after", plan["trigger"]),
+        *fmt.labelled("why", plan["why"]),
+        "",
+        *fmt.table(("TASK", "SLOTS", "WEIGHT", "WAF", "BY", ""), rows, right=(2, 3)),
+        "",
+        *_alternatives(plan),
+        "",
+        *_constraints(found),
+        *_layouts(found["tasks"]),
+        *_waiting(found),
+        *_paused(found, option),
+        *_computed(found),
+        *fmt.labelled(
+            "try",
+            fmt.command(f"unicron plan --without NODE{option}")
+            + "   "
+            + fmt.command(f"--with {found['more_slots']}")
+            + "   "
+            + fmt.command("--weight TASK=W")
+            + "   "
+            + fmt.command("--submit JOB.yaml"),
+        ),
+    ]
 
 
 def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
@@ -51,25 +80,47 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
     typed = f"unicron plan {asked}"
     plan = found["plan"]
     if plan is None:
-        return [_head(typed, f"dry run, input {found['input']}"),
-                "no task, no plan: nothing would follow"]
+        return [
+            _head(typed, f"dry run, input {found['input']}"),
+            "no task, no plan: nothing would follow",
+        ]
     num = _arrow(fmt.count, found["num_slots_before"], plan["num_slots"])
-    lines = [_head(typed, f"dry run, input {found['input']}, {num} slots, exact, "
-                          f"{fmt.span(found['took_s'])}"), *_gain(found),
-             *degraded_lines(found)]
+    lines = [
+        _head(
+            typed,
+            f"dry run, input {found['input']}, {num} slots, exact, {fmt.span(found['took_s'])}",
+        ),
+        *_gain(found),
+        *degraded_lines(found),
+    ]
     if found["planned"]:
         lines += ["", *_changes(found), "", *_alternatives(plan)]
     # The payback time belongs to one plan: it is not shown for several plans, or for none.
-    lines += ["", *_constraints(found, with_payback=found["num_plans"] == 1), *_moves(found),
-              *_layouts([one for one in found["tasks"] if one["layout"] != one["layout_before"]]),
-              *_copies(found["tasks"]), *_waiting(found), *_assumes(found), *_paused(found, option)]
+    lines += [
+        "",
+        *_constraints(found, with_payback=found["num_plans"] == 1),
+        *_moves(found),
+        *_layouts([one for one in found["tasks"] if one["layout"] != one["layout_before"]]),
+        *_copies(found["tasks"]),
+        *_waiting(found),
+        *_assumes(found),
+        *_paused(found, option),
+    ]
     if not found["planned"]:
         return lines
     if "--with " in f"{asked} ":
-        return [*lines, *fmt.labelled("do it", "to add slots, add a machine, and on it run "
-                                      + fmt.command("unicron agent --url URL"))]
-    return [*lines, *fmt.labelled("do it", fmt.command(
-        f"{typed} --apply --check {found['input']}{option}"))]
+        return [
+            *lines,
+            *fmt.labelled(
+                "do it",
+                "to add slots, add a machine, and on it run "
+                + fmt.command("unicron agent --url URL"),
+            ),
+        ]
+    return [
+        *lines,
+        *fmt.labelled("do it", fmt.command(f"{typed} --apply --check {found['input']}{option}")),
+    ]
 
 
 # --- Parts of the pages. ---
@@ -85,8 +136,10 @@ def _gain(found: Plain) -> list[str]:
     gain, cost = after - before, found["transition_flop"]
     why = found["plan"]["why"]
     if found["num_plans"] > 1:  # each step has its own plan; none covers the whole change
-        why = (f"{_moved(found)}, by {found['num_plans']} plans, one for each step; the last one: "
-               f"{why.partition(': ')[2]}")
+        why = (
+            f"{_moved(found)}, by {found['num_plans']} plans, one for each step; the last one: "
+            f"{why.partition(': ')[2]}"
+        )
     lines = fmt.labelled("why", why)
     if not gain and not cost:
         return lines
@@ -96,9 +149,16 @@ def _gain(found: Plain) -> list[str]:
 
 
 def _moved(found: Plain) -> str:
-    return fmt.listed([f"{one['name']} {one['slots_before']} -> {one['slots']}"
-                     for one in found["tasks"] if one["slots"] != one["slots_before"]]
-                    ) or "every task keeps its number"
+    return (
+        fmt.listed(
+            [
+                f"{one['name']} {one['slots_before']} -> {one['slots']}"
+                for one in found["tasks"]
+                if one["slots"] != one["slots_before"]
+            ]
+        )
+        or "every task keeps its number"
+    )
 
 
 def _sum(found: Plain, name: str) -> float:
@@ -107,26 +167,50 @@ def _sum(found: Plain, name: str) -> float:
 
 def _changes(found: Plain) -> list[str]:
     """Tasks that change or pause, by change of WAF; then the other tasks in sum, and the total."""
+
     def busy(one: Plain) -> bool:
         return bool(one["slots"] != one["slots_before"] or one["pause_s"] or not one["task"])
 
-    moved = sorted((one for one in found["tasks"] if busy(one)),
-                   key=lambda one: -abs(one["waf"] - one["waf_before"]))
+    moved = sorted(
+        (one for one in found["tasks"] if busy(one)),
+        key=lambda one: -abs(one["waf"] - one["waf_before"]),
+    )
     still = [one for one in found["tasks"] if not busy(one)]
-    rows = [[fmt.clipped(one["name"], NAME_COLUMNS),
-             _arrow(fmt.count, one["slots_before"], one["slots"]),
-             _arrow(_waf, one["waf_before"], one["waf"]),
-             fmt.span(one["pause_s"]) if one["pause_s"] else "-", _lost(one)]
-            for one in moved[:ROWS_NUM_MAX]]
+    rows = [
+        [
+            fmt.clipped(one["name"], NAME_COLUMNS),
+            _arrow(fmt.count, one["slots_before"], one["slots"]),
+            _arrow(_waf, one["waf_before"], one["waf"]),
+            fmt.span(one["pause_s"]) if one["pause_s"] else "-",
+            _lost(one),
+        ]
+        for one in moved[:ROWS_NUM_MAX]
+    ]
     if len(moved) > ROWS_NUM_MAX:
         rows.append([f"{fmt.count(len(moved) - ROWS_NUM_MAX)} more", "change", "", "", ""])
     if still:
-        rows.append([fmt.number_of(len(still), "other"),
-                     fmt.count(sum(x["slots"] for x in still)),
-                     _waf(math.fsum(x["waf"] for x in still)), "-", "unchanged"])
-    rows.append(["all", _arrow(fmt.count, sum(x["slots_before"] for x in found["tasks"]),
-                               sum(x["slots"] for x in found["tasks"])),
-                 _arrow(_waf, _sum(found, "waf_before"), _sum(found, "waf")), "", ""])
+        rows.append(
+            [
+                fmt.number_of(len(still), "other"),
+                fmt.count(sum(x["slots"] for x in still)),
+                _waf(math.fsum(x["waf"] for x in still)),
+                "-",
+                "unchanged",
+            ]
+        )
+    rows.append(
+        [
+            "all",
+            _arrow(
+                fmt.count,
+                sum(x["slots_before"] for x in found["tasks"]),
+                sum(x["slots"] for x in found["tasks"]),
+            ),
+            _arrow(_waf, _sum(found, "waf_before"), _sum(found, "waf")),
+            "",
+            "",
+        ]
+    )
     return fmt.table(("TASK", "SLOTS", "WAF", "PAUSE", "LOST"), rows)
 
 
@@ -149,9 +233,13 @@ def _alternatives(plan: Plain) -> list[str]:
     for place, other in enumerate(others, 2):
         behind = other["behind_flop"]
         share = f" ({percent(behind / worth)})" if behind > 0 < worth else ""
-        value = (f"loses {fmt.scaled(behind, 'FLOP')}{share}" if behind > 0 else "is worth as much"
-                 if not behind else f"gains {fmt.scaled(-behind, 'FLOP')}"
-                 + not_taken(plan, other["what"]))
+        value = (
+            f"loses {fmt.scaled(behind, 'FLOP')}{share}"
+            if behind > 0
+            else "is worth as much"
+            if not behind
+            else f"gains {fmt.scaled(-behind, 'FLOP')}" + not_taken(plan, other["what"])
+        )
         if behind > 0 and other["waf"] > plan["waf"]:
             value += ": its changes cost more than they earn"
         what = fmt.clipped(other["what"], WHAT_COLUMNS)
@@ -165,11 +253,15 @@ def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
     others = sorted(plan["alternatives"], key=lambda other: -other["objective"])
     for place, other in enumerate(others, 2):
         behind, by = other["behind_share"], f" by alpha-fairness {plan['alpha']:g}"
-        value = ("not comparable: other tasks wait" if other["objective"] == NOT_COMPARABLE_NUM
-                 else "is worth as much")
+        value = (
+            "not comparable: other tasks wait"
+            if other["objective"] == NOT_COMPARABLE_NUM
+            else "is worth as much"
+        )
         if behind:
             value = f"{'loses' if behind > 0 else 'gains'} {percent(abs(behind))}{by}" + (
-                "" if behind > 0 else not_taken(plan, other["what"]))
+                "" if behind > 0 else not_taken(plan, other["what"])
+            )
         what = fmt.clipped(other["what"], WHAT_COLUMNS)
         rows.append([str(place), what, _waf(other["waf"]), value])
     return fmt.table(("", "PLAN", "WAF", ""), rows, right=(2,))
@@ -182,22 +274,38 @@ def _constraints(found: Plain, *, with_payback: bool = True) -> list[str]:
     if found["planned"] and 0 in names:  # a task of the dry run has no id yet
         names = {**dict.fromkeys(plan["bound_tasks"], names[0]), **names}
     bound = bound_by(plan, names) or "unknown"
-    more = (f"{found['more_slots']} more: +{_waf(found['more_waf'])}" if found["more_waf"]
-            else f"{found['more_slots']} more would earn nothing"
-            + " because of sizes, gain_min or costs of changes" * (plan.get("bound") == "slots"))
-    hold = (f"{fmt.span(plan['running_s'])}, the expected time until the next fault; the plan is "
-            f"worth {fmt.scaled(plan['objective_flop'], 'FLOP')} in it" if plan["running_s"]
-            else "unknown")
-    return [*fmt.labelled("bound by", f"{bound} ({more})"),
-            *fmt.labelled("horizon", hold),
-            *(_paid_back(plan) if with_payback else []), *_spare(plan)]
+    more = (
+        f"{found['more_slots']} more: +{_waf(found['more_waf'])}"
+        if found["more_waf"]
+        else f"{found['more_slots']} more would earn nothing"
+        + " because of sizes, gain_min or costs of changes" * (plan.get("bound") == "slots")
+    )
+    hold = (
+        f"{fmt.span(plan['running_s'])}, the expected time until the next fault; the plan is "
+        f"worth {fmt.scaled(plan['objective_flop'], 'FLOP')} in it"
+        if plan["running_s"]
+        else "unknown"
+    )
+    return [
+        *fmt.labelled("bound by", f"{bound} ({more})"),
+        *fmt.labelled("horizon", hold),
+        *(_paid_back(plan) if with_payback else []),
+        *_spare(plan),
+    ]
 
 
 def _paid_back(plan: Plain) -> list[str]:
     """When the plan has earned back the cost of changing healthy tasks; empty if there is none."""
     back_s = plan.get("paid_back_s", 0.0)
-    return fmt.labelled("paid back", f"after {fmt.span(back_s)} of the horizon, compared with "
-                                 "leaving healthy tasks as they are") if back_s else []
+    return (
+        fmt.labelled(
+            "paid back",
+            f"after {fmt.span(back_s)} of the horizon, compared with "
+            "leaving healthy tasks as they are",
+        )
+        if back_s
+        else []
+    )
 
 
 def _spare(plan: Plain) -> list[str]:
@@ -208,13 +316,21 @@ def _spare(plan: Plain) -> list[str]:
     slots = fmt.number_of(spare["num_slots"], "slot")
     cost = f"cost{{}} {fmt.scaled(max(spare['cost_flop'], 0.0), 'FLOP')} until the next fault"
     saves = spare["saves_flop"]
-    then = (f"save{{}} {fmt.scaled(saves, 'FLOP')}" if saves > 0 else
-            f"lose{{}} {fmt.scaled(-saves, 'FLOP')} more" if saves < 0 else "save{} nothing")
-    return fmt.labelled("hot spare", {
-        "kept": f"{slots} kept idle: {cost.format('s')}, {then.format('s')} then",
-        "not kept": f"{slots} not kept: would {cost.format('')}, {then.format('')} then",
-        "idle anyway": f"{slots} idle anyway: they are the spare, and cost nothing",
-    }.get(spare["verdict"], f"{slots} not priced: too many tasks and sizes to do so in time"))
+    then = (
+        f"save{{}} {fmt.scaled(saves, 'FLOP')}"
+        if saves > 0
+        else f"lose{{}} {fmt.scaled(-saves, 'FLOP')} more"
+        if saves < 0
+        else "save{} nothing"
+    )
+    return fmt.labelled(
+        "hot spare",
+        {
+            "kept": f"{slots} kept idle: {cost.format('s')}, {then.format('s')} then",
+            "not kept": f"{slots} not kept: would {cost.format('')}, {then.format('')} then",
+            "idle anyway": f"{slots} idle anyway: they are the spare, and cost nothing",
+        }.get(spare["verdict"], f"{slots} not priced: too many tasks and sizes to do so in time"),
+    )
 
 
 def _moves(found: Plain) -> list[str]:
@@ -223,20 +339,26 @@ def _moves(found: Plain) -> list[str]:
         old, new = ([seat["slot"] for seat in one[key]] for key in ("seats_before", "seats"))
         leaves = [slot for slot in old if slot not in new]
         takes = [slot for slot in new if slot not in old]
-        words = [f"{word} {_places(slots)}" for word, slots in
-                 (("leaves", leaves), ("takes", takes)) if slots]
+        words = [
+            f"{word} {_places(slots)}"
+            for word, slots in (("leaves", leaves), ("takes", takes))
+            if slots
+        ]
         if words:
-            lines += fmt.labelled("moves" if not lines else "",
-                                  f"{one['name']} {', '.join(words)}")
+            lines += fmt.labelled("moves" if not lines else "", f"{one['name']} {', '.join(words)}")
     return lines
 
 
 def _layouts(tasks: Sequence[Plain]) -> list[str]:
-    layouts = [f"{one['name']} " + _arrow(str, one["layout_before"] or one["layout"],
-                                          one["layout"] or one["layout_before"])
-               for one in tasks if one["layout"] or one["layout_before"]][:ROWS_NUM_MAX]
-    return [line for i, one in enumerate(layouts)
-            for line in fmt.labelled("" if i else "layout", one)]
+    layouts = [
+        f"{one['name']} "
+        + _arrow(str, one["layout_before"] or one["layout"], one["layout"] or one["layout_before"])
+        for one in tasks
+        if one["layout"] or one["layout_before"]
+    ][:ROWS_NUM_MAX]
+    return [
+        line for i, one in enumerate(layouts) for line in fmt.labelled("" if i else "layout", one)
+    ]
 
 
 def _copies(tasks: Sequence[Plain]) -> list[str]:
@@ -244,14 +366,17 @@ def _copies(tasks: Sequence[Plain]) -> list[str]:
     lines: list[str] = []
     for one in tasks:
         if one["no_copies"]:
-            lines += fmt.labelled("copies", f"{one['name']} will keep no in-memory checkpoints: "
-                                            f"{one['no_copies']}")
+            lines += fmt.labelled(
+                "copies", f"{one['name']} will keep no in-memory checkpoints: {one['no_copies']}"
+            )
         elif one["copies_bytes"]:
-            of = (f" of the {in_gib(one['copies_max'])} for all tasks" if one["copies_max"]
-                  else "")
-            lines += fmt.labelled("copies", f"{one['name']} takes up to "
-                                            f"{in_gib(one['copies_bytes'])} of host memory{of} on "
-                                            "a node")
+            of = f" of the {in_gib(one['copies_max'])} for all tasks" if one["copies_max"] else ""
+            lines += fmt.labelled(
+                "copies",
+                f"{one['name']} takes up to "
+                f"{in_gib(one['copies_bytes'])} of host memory{of} on "
+                "a node",
+            )
     return lines
 
 
@@ -263,22 +388,30 @@ def _places(slots: Sequence[Plain]) -> str:
     words: list[str] = []
     for node, indices in of.items():
         whole = len(indices) > 1 and max(indices) - min(indices) + 1 == len(indices)
-        words.append(f"{node}/{min(indices)}-{max(indices)}" if whole
-                     else " ".join(f"{node}/{index}" for index in sorted(indices)))
+        words.append(
+            f"{node}/{min(indices)}-{max(indices)}"
+            if whole
+            else " ".join(f"{node}/{index}" for index in sorted(indices))
+        )
     left = len(words) - PLACES_NUM_MAX
     return " ".join(words[:PLACES_NUM_MAX]) + (f" and {left} nodes more" if left > 0 else "")
 
 
 def _waiting(found: Plain) -> list[str]:
-    return [line for one in found["tasks"][:ROWS_NUM_MAX] if one["waits"]
-            for line in fmt.labelled("waits", f"{one['name']}: {one['waits']}")]
+    return [
+        line
+        for one in found["tasks"][:ROWS_NUM_MAX]
+        if one["waits"]
+        for line in fmt.labelled("waits", f"{one['name']}: {one['waits']}")
+    ]
 
 
 def _computed(found: Plain) -> list[str]:
     """Which decider version computed what is not in the log, and at which record."""
     left = "; plans that break a limit are left out: too many tasks and sizes" * found["is_cut"]
-    return fmt.labelled("computed", f"now, by decider version {found['computed_by']}, for seq "
-                                f"{found['seq']}{left}")
+    return fmt.labelled(
+        "computed", f"now, by decider version {found['computed_by']}, for seq {found['seq']}{left}"
+    )
 
 
 def _assumes(found: Plain) -> list[str]:
@@ -288,15 +421,25 @@ def _assumes(found: Plain) -> list[str]:
         by.setdefault(one["origin"] or "unknown", []).append(one["name"])
     origins = [f"{fmt.listed(names)} {origin}" for origin, names in by.items()]
     counted = "; the table of plans counts nominal rates, by which they are compared, as WAF"
-    return fmt.labelled("assumes", f"throughput of {'; of '.join(origins)}; nothing fails on the "
-                        f"way{counted * ('nominal' in by)}") if origins else []
+    return (
+        fmt.labelled(
+            "assumes",
+            f"throughput of {'; of '.join(origins)}; nothing fails on the "
+            f"way{counted * ('nominal' in by)}",
+        )
+        if origins
+        else []
+    )
 
 
 def _paused(found: Plain, option: str) -> list[str]:
     if not found["held"]:
         return []
-    return fmt.labelled("paused", f"{found['held']}; nothing is ordered. To act: "
-                        + fmt.command(fmt.way_to_act(found["held"], option)))
+    return fmt.labelled(
+        "paused",
+        f"{found['held']}; nothing is ordered. To act: "
+        + fmt.command(fmt.way_to_act(found["held"], option)),
+    )
 
 
 def _waf(value: float) -> str:

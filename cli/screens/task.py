@@ -14,8 +14,10 @@ from .stragglers import alike_why, degraded_why, slow_nodes
 CURVE_COLUMNS = 60
 WHAT_COLUMNS = 36
 INDENT_COLUMNS = 11
-SHARDS = {"sharded": "; each has its shard of the optimizer alone: to lose any sets back to a copy",
-          "mirrored": "; each shard of the optimizer is on two of them"}
+SHARDS = {
+    "sharded": "; each has its shard of the optimizer alone: to lose any sets back to a copy",
+    "mirrored": "; each shard of the optimizer is on two of them",
+}
 NORMAL_ITERATIONS_MIN = 5
 """The normal step time on a number of slots is the median of at least so many iterations."""
 SAME_RATIO = 1.05
@@ -38,8 +40,11 @@ def waits(task: Plain) -> str:
 
 def computed(cluster: Plain) -> list[str]:
     """The decider version that computed the needs of waiting tasks; empty if none has needs."""
-    return fmt.labelled("computed", f"now, by decider version {cluster['computed_by']}"
-                        ) if cluster["computed_by"] else []
+    return (
+        fmt.labelled("computed", f"now, by decider version {cluster['computed_by']}")
+        if cluster["computed_by"]
+        else []
+    )
 
 
 def above(weight: float) -> str:
@@ -48,23 +53,34 @@ def above(weight: float) -> str:
     return f"{math.ceil(weight / unit - 1e-9) * unit:.3g}"
 
 
-def task_status(view: Plain, task: Plain, past: Plain, *, now_s: float,
-                option: str = "") -> list[str]:
+def task_status(
+    view: Plain, task: Plain, past: Plain, *, now_s: float, option: str = ""
+) -> list[str]:
     """One task. `past`: the answer of GET /v1/tasks/ID/curves."""
     slow_s = [one["since_s"] for one in task["slow"] if task["state"] == "degraded"]
-    since_s = max([task["since_s"], *slow_s[:1], *(one["opened_s"] for one in view["incidents"]
-                                      if one["id"] == task["incident"])])
+    since_s = max(
+        [
+            task["since_s"],
+            *slow_s[:1],
+            *(one["opened_s"] for one in view["incidents"] if one["id"] == task["incident"]),
+        ]
+    )
     since = f"since {fmt.rfc3339(since_s)} ({fmt.span(max(now_s - since_s, 0.0))})"
-    lines = [f"{task['name']}  {task['state'].upper()} {since}, task {task['id']}, "
-             f"weight {task['weight']:g}"]
+    lines = [
+        f"{task['name']}  {task['state'].upper()} {since}, task {task['id']}, "
+        f"weight {task['weight']:g}"
+    ]
     late_s = lag_s(task, now_s)
     if late_s:
         what = "last progress" if task["progressed_s"] else "no iteration reported; it began"
-        lines += fmt.labelled("silent", f"{what} {fmt.span(late_s)} ago, it has stopped training "
-                                    "or is very slow")
+        lines += fmt.labelled(
+            "silent", f"{what} {fmt.span(late_s)} ago, it has stopped training or is very slow"
+        )
     if task["stands"]:
-        lines += fmt.labelled("stalled", f"{task['stands']} (for "
-                                    f"{fmt.span(max(now_s - task['stands_since_s'], 0.0))})")
+        lines += fmt.labelled(
+            "stalled",
+            f"{task['stands']} (for {fmt.span(max(now_s - task['stands_since_s'], 0.0))})",
+        )
         lines += _dumps(task, view)
     if task["why"] or task["needs"]:
         lines += fmt.labelled("why", waits(task))
@@ -76,8 +92,11 @@ def task_status(view: Plain, task: Plain, past: Plain, *, now_s: float,
     if task["declined"] and task["state"] in ENDED:
         lines += fmt.labelled("healed", f"not in memory: {task['declined']}")
     elif task["declined"]:
-        how = ("as a whole, from memory, and does not heal in place" if task["from_memory"]
-               else "as a whole, and does not heal in memory")
+        how = (
+            "as a whole, from memory, and does not heal in place"
+            if task["from_memory"]
+            else "as a whole, and does not heal in memory"
+        )
         lines += fmt.labelled("restarts", f"{how}: {task['declined']}")
     if task["withheld"]:
         healing = view["cluster"]["healing"]
@@ -85,14 +104,24 @@ def task_status(view: Plain, task: Plain, past: Plain, *, now_s: float,
     lines += fmt.labelled("next", _next(task, view, option))
     if past["read_seq"] < past["last_seq"]:
         so_far = f"{fmt.count(past['read_seq'])} of {fmt.count(past['last_seq'])} records so far"
-        lines += fmt.labelled("past", f"the control plane reads its log, {so_far}: ask again for "
-                              "the losses and incidents")
+        lines += fmt.labelled(
+            "past",
+            f"the control plane reads its log, {so_far}: ask again for the losses and incidents",
+        )
         past = UNREAD
-    lines += ["", *_where(task), *_progress(task, past, now_s), *_earns(task),
-              *_copies(task, past, now_s)]
+    lines += [
+        "",
+        *_where(task),
+        *_progress(task, past, now_s),
+        *_earns(task),
+        *_copies(task, past, now_s),
+    ]
     if not task["kept_sum"] and task["state"] not in ENDED:
-        lines += fmt.labelled("kept sum", "none: a fault during a gradient reduction redoes the "
-                              "iteration from its start; none is lost")
+        lines += fmt.labelled(
+            "kept sum",
+            "none: a fault during a gradient reduction redoes the "
+            "iteration from its start; none is lost",
+        )
     why = task["rounding_why"]
     if task["reproducible"] != "rounding" and (why or task["generation"]):
         lines += fmt.labelled("sums", f"rounded, not bit for bit: {why}" if why else "exact")
@@ -101,9 +130,24 @@ def task_status(view: Plain, task: Plain, past: Plain, *, now_s: float,
     if task["ranks"]:
         has = [one["part"] for one in task["ranks"]]
         head = ("RANK", "STATE", "NODE/SLOT", "PID", "ATTEMPT", "HAS" * any(has))
-        lines += ["", *fmt.table(head, [
-            [str(one["rank"]), one["state"], f"{one['node']}/{one['slot']}", str(one["pid"] or "-"),
-             str(one["attempt"]), one["part"]] for one in task["ranks"]], right=(0, 3, 4))]
+        lines += [
+            "",
+            *fmt.table(
+                head,
+                [
+                    [
+                        str(one["rank"]),
+                        one["state"],
+                        f"{one['node']}/{one['slot']}",
+                        str(one["pid"] or "-"),
+                        str(one["attempt"]),
+                        one["part"],
+                    ]
+                    for one in task["ranks"]
+                ],
+                right=(0, 3, 4),
+            ),
+        ]
     return [*lines, *_incidents(past)]
 
 
@@ -136,8 +180,11 @@ def _where(task: Plain) -> list[str]:
     places = " ".join(f"{node} x{num}" for node, num in nodes.items())
     if task["tier"] != "train":
         return fmt.labelled("where", places)
-    batch = (f", global batch {task['micro_batches']} micro-batches (never changed)"
-             if task["micro_batches"] else "")
+    batch = (
+        f", global batch {task['micro_batches']} micro-batches (never changed)"
+        if task["micro_batches"]
+        else ""
+    )
     generation = task["generation"]
     if task["layout"]:
         beside = f", {fmt.number_of(task['beside'], 'spare')}" if task["beside"] else ""
@@ -163,8 +210,12 @@ def _progress(task: Plain, past: Plain, now_s: float) -> list[str]:
         # ranks that still prepare are not counted
         own = past["pace"] or {"num": 0}
         own = own if own["num"] >= NORMAL_ITERATIONS_MIN else {}
-        normal = (f", own normal on {fmt.number_of(own['slots'], 'slot')} "
-                  f"{fmt.span(own['median_s'])} (median of {fmt.count(own['num'])})" if own else "")
+        normal = (
+            f", own normal on {fmt.number_of(own['slots'], 'slot')} "
+            f"{fmt.span(own['median_s'])} (median of {fmt.count(own['num'])})"
+            if own
+            else ""
+        )
         ends = f"{fmt.rfc3339(now_s + left * task['step_s'])} at this pace"
         if own and not 1 / SAME_RATIO < task["step_s"] / own["median_s"] < SAME_RATIO:
             ends += f"; {fmt.rfc3339(now_s + left * own['median_s'])} at its own"
@@ -183,8 +234,11 @@ def loss_curve(past: Plain, width: int = CURVE_COLUMNS) -> list[str]:
     lines = [f"{first}{fmt.curve(losses, width)} {losses[-1]:.2f}"]
     faults = [one["iteration"] for one in past["incidents"] if one["iteration"] is not None]
     if faults:
-        line = (" " * len(first) + fmt.marks([(at, "!") for at in faults], len(losses), width)
-                + f"   (!) fault at iteration {', '.join(map(str, faults))}")
+        line = (
+            " " * len(first)
+            + fmt.marks([(at, "!") for at in faults], len(losses), width)
+            + f"   (!) fault at iteration {', '.join(map(str, faults))}"
+        )
         lines.append(fmt.clipped(line, fmt.SCREEN_COLUMNS - INDENT_COLUMNS))
     return lines
 
@@ -197,17 +251,24 @@ def _earns(task: Plain) -> list[str]:
     rows = list(zip(rates["sizes"], rates["rates_flops"], strict=True))
     now = task["slots"]["target"]
     near = sorted(sorted(rows, key=lambda row: abs(row[0] - now))[:RATES_SHOWN_NUM])
-    words = ", ".join(f"{size}: {fmt.scaled(rate, 'FLOP/s')}{' (now)' * (size == now)}"
-                      for size, rate in near)
+    words = ", ".join(
+        f"{size}: {fmt.scaled(rate, 'FLOP/s')}{' (now)' * (size == now)}" for size, rate in near
+    )
     lines = fmt.labelled("earns", f"on slots {words}; {rates['origin']}")
     if rates["origin"] == "nominal":
-        lines = fmt.labelled("earns", "nothing that is known: a command without a model; plans "
-                             f"rank it by {fmt.scaled(rows[0][1] / rows[0][0], 'FLOP/s')} a slot")
+        lines = fmt.labelled(
+            "earns",
+            "nothing that is known: a command without a model; plans "
+            f"rank it by {fmt.scaled(rows[0][1] / rows[0][0], 'FLOP/s')} a slot",
+        )
     layout = task["modelled_layout"]
     if task["model_batch"] and task["logged_batch"] not in (0, task["model_batch"]):
-        lines += fmt.labelled("measures", f"nothing: it prints a global batch of "
-                              f"{fmt.count(task['logged_batch'])}, its model has "
-                              f"{fmt.count(task['model_batch'])}")
+        lines += fmt.labelled(
+            "measures",
+            f"nothing: it prints a global batch of "
+            f"{fmt.count(task['logged_batch'])}, its model has "
+            f"{fmt.count(task['model_batch'])}",
+        )
     return lines + (fmt.labelled("by model", layout) if layout else [])
 
 
@@ -215,23 +276,35 @@ def _copies(task: Plain, past: Plain, now_s: float) -> list[str]:
     """Where the task's state is, and what would be lost if all processes exited."""
     if task["tier"] != "train" or task["state"] in ENDED:
         return fmt.labelled("published", task["checkpoint"]) if task["checkpoint"] else []
-    holders = [one for one in task["ranks"]
-               if one["state"] in ("member", "stopped") and one["has_state"]]
+    holders = [
+        one for one in task["ranks"] if one["state"] in ("member", "stopped") and one["has_state"]
+    ]
     if not holders:
         return fmt.labelled("copies", f"no process has its state{_comes_back(task)}")
     lost = task["unsaved"]
-    disk = (f"published iteration {fmt.count(task['checkpoint_iteration'])} ({task['checkpoint']})"
-            if task["checkpoint"] else "nothing is published yet")
-    what = ("what came after the newest of these" if task["copies"]
-            else fmt.number_of(lost, "iteration"))
+    disk = (
+        f"published iteration {fmt.count(task['checkpoint_iteration'])} ({task['checkpoint']})"
+        if task["checkpoint"]
+        else "nothing is published yet"
+    )
+    what = (
+        "what came after the newest of these"
+        if task["copies"]
+        else fmt.number_of(lost, "iteration")
+    )
     disk += f": {what} would be lost if all processes went" if lost else ""
     if task["copies"]:
         newest = task["copies"][0]["step_version"]
-        ago = (f", as of {fmt.span(max(now_s - past['copied_s'], 0.0))} ago"
-               if past["copied_s"] else "")
-        disk = (f"in memory iteration {fmt.count(newest)} or newer ({_stored_on(task['copies'][0])}"
-                f"{ago}; one is due every {fmt.number_of(task['copy_every'], 'iteration')}"
-                f"{_memory(task)}); {disk}")
+        ago = (
+            f", as of {fmt.span(max(now_s - past['copied_s'], 0.0))} ago"
+            if past["copied_s"]
+            else ""
+        )
+        disk = (
+            f"in memory iteration {fmt.count(newest)} or newer ({_stored_on(task['copies'][0])}"
+            f"{ago}; one is due every {fmt.number_of(task['copy_every'], 'iteration')}"
+            f"{_memory(task)}); {disk}"
+        )
     elif task["no_copies"]:
         disk = f"no in-memory checkpoints: {task['no_copies']}; {disk}"
     on = list(dict.fromkeys(one["node"] for one in holders))
@@ -242,9 +315,11 @@ def _copies(task: Plain, past: Plain, now_s: float) -> list[str]:
         each = task["replica_ranks"]
         of = f" of {each} ranks" if each > 1 else ""
         num = len(holders) // each
-        live = (f"{fmt.number_of(num, 'live replica')}{of}, {there}: "
-                f"{fmt.ranks(one['rank'] for one in holders)}"
-                f"{SHARDS.get(task['optimizer'], '') if num > 1 else ''}")
+        live = (
+            f"{fmt.number_of(num, 'live replica')}{of}, {there}: "
+            f"{fmt.ranks(one['rank'] for one in holders)}"
+            f"{SHARDS.get(task['optimizer'], '') if num > 1 else ''}"
+        )
     return fmt.labelled("copies", f"{live}; {disk}")
 
 
@@ -270,8 +345,10 @@ def _comes_back(task: Plain) -> str:
     most = ""
     if copies:
         newest = copies[0]["step_version"]
-        source = (f"it comes back from the copy of iteration {fmt.count(newest)} or newer in "
-                  f"memory ({_stored_on(copies[0])})")
+        source = (
+            f"it comes back from the copy of iteration {fmt.count(newest)} or newer in "
+            f"memory ({_stored_on(copies[0])})"
+        )
         most = "at most "
     elif task["checkpoint"]:
         newest = task["checkpoint_iteration"]
@@ -281,8 +358,9 @@ def _comes_back(task: Plain) -> str:
     again = max(done - newest, 0)
     if not again:
         return f": {source}, nothing is lost"
-    return (f": {source}, {most}{fmt.number_of(again, 'iteration')} of {fmt.count(done)} are done "
-            "again")
+    return (
+        f": {source}, {most}{fmt.number_of(again, 'iteration')} of {fmt.count(done)} are done again"
+    )
 
 
 def _incidents(past: Plain) -> list[str]:

@@ -36,8 +36,9 @@ from .compare import HEADS, LOSS_LEGEND
 HINT = "--set weight.TASK=2, or --set policy.FIELD=VALUE (docs/reference/records.md, Policy)"
 
 
-def from_log(path: Path, *, settings: Sequence[str], policies: Sequence[str], as_json: bool
-             ) -> None:
+def from_log(
+    path: Path, *, settings: Sequence[str], policies: Sequence[str], as_json: bool
+) -> None:
     """`unicron simulate --from-log`. Raises UsageError for an invalid log or choice."""
     for name in policies:
         if name not in POLICIES:
@@ -45,8 +46,9 @@ def from_log(path: Path, *, settings: Sequence[str], policies: Sequence[str], as
     try:
         recording = counterfactual.read(lambda: archive.read(path), str(path))
     except CorruptLog as error:
-        raise UsageError(f"{path}: {error}", "the records before that seq are valid; "
-                         "export the log again") from None
+        raise UsageError(
+            f"{path}: {error}", "the records before that seq are valid; export the log again"
+        ) from None
     choices = [Choice(), *chosen(recording, settings, policies)]
     played = [(choice, counterfactual.play(recording, choice)) for choice in choices]
     console.show(as_data(recording, played), screen(recording, played, path), as_json=as_json)
@@ -78,15 +80,18 @@ def chosen(recording: Recording, settings: Sequence[str], policies: Sequence[str
 def _weight(recording: Recording, setting: str, name: str, value: str) -> float:
     known = list(recording.names.values())
     if name not in known:
-        raise UsageError(f"--set {setting}: the log has no task {name}",
-                         f"it has {', '.join(known)}")
+        raise UsageError(
+            f"--set {setting}: the log has no task {name}", f"it has {', '.join(known)}"
+        )
     try:
         weight = float(value)
     except ValueError:
         weight = math.nan
     if not 1 / WEIGHT_RATIO_MAX <= weight <= WEIGHT_RATIO_MAX:
-        raise UsageError(f"--set {setting}: the weight is {value!r}",
-                         f"a number between {1 / WEIGHT_RATIO_MAX:g} and {WEIGHT_RATIO_MAX:g}")
+        raise UsageError(
+            f"--set {setting}: the weight is {value!r}",
+            f"a number between {1 / WEIGHT_RATIO_MAX:g} and {WEIGHT_RATIO_MAX:g}",
+        )
     return weight
 
 
@@ -100,7 +105,8 @@ def describe(one: AnyEvent) -> str:
     """One event or request, in words."""
     match one:
         case ExternalEvent(event="fault", cause=cause, detected_in_s=0.0) if (
-                cause == LOST_CONNECTION):
+            cause == LOST_CONNECTION
+        ):
             return f"{one.node} started again"  # its agent had ended, and no fault was detected
         case ExternalEvent() if one.event == "fault":
             subject = f"{one.task} rank {one.rank}, {one.node}" if one.task else one.node
@@ -133,33 +139,54 @@ def as_data(recording: Recording, played: Sequence[tuple[Choice, RunResult]]) ->
     """All results as JSON. FLOP are weighted; times are seconds from the start of the horizon."""
     began_s, verdict = recording.began_s, recording.verdict
     return {
-        "began_s": began_s, "horizon_s": recording.end_s - began_s,
-        "decisions": {"equal": sum(verdict.recomputed.values()),
-                      "differ": sum(verdict.differ.values()), "words": verdict.words},
+        "began_s": began_s,
+        "horizon_s": recording.end_s - began_s,
+        "decisions": {
+            "equal": sum(verdict.recomputed.values()),
+            "differ": sum(verdict.differ.values()),
+            "words": verdict.words,
+        },
         "recorded": _played(recording, Choice(), recording.played, recording.played),
         "choices": [_played(recording, choice, one, played[0][1]) for choice, one in played],
-        "evidence": counterfactual.sentences(recording, played)}
+        "evidence": counterfactual.sentences(recording, played),
+    }
 
 
 def _played(recording: Recording, choice: Choice, one: RunResult, baseline: RunResult) -> Plain:
     earnings, began_s = one.earnings, one.outcome.began_s
     against = reweighted_flop(baseline, choice.weights)
     return {
-        "choice": choice.words, "policy": choice.policy, "weights": choice.weights,
+        "choice": choice.words,
+        "policy": choice.policy,
+        "weights": choice.weights,
         "fields": choice.fields,
-        "accumulated_waf_flop": earnings.flop, "lost_waf_flop": earnings.lost_flop,
+        "accumulated_waf_flop": earnings.flop,
+        "lost_waf_flop": earnings.lost_flop,
         "difference_flop": earnings.flop - against,
-        "downtime_task_s": earnings.down_s, "slot_s": earnings.slot_s,
-        "lost_slot_s": earnings.lost_slot_s, "transitions": one.outcome.transitions,
-        "ignored": one.outcome.ignored, "waf_flop_by_task": one.earned, "flop_by_task": one.work,
+        "downtime_task_s": earnings.down_s,
+        "slot_s": earnings.slot_s,
+        "lost_slot_s": earnings.lost_slot_s,
+        "transitions": one.outcome.transitions,
+        "ignored": one.outcome.ignored,
+        "waf_flop_by_task": one.earned,
+        "flop_by_task": one.work,
         "waf_over_time": [[at_s - began_s, waf] for at_s, waf in earnings.curve],
-        "incidents": [{"at_s": what.at_s - recording.began_s, "what": describe(what),
-                       **_loss(earnings.losses[number])} for number, what in incidents(recording)]}
+        "incidents": [
+            {
+                "at_s": what.at_s - recording.began_s,
+                "what": describe(what),
+                **_loss(earnings.losses[number]),
+            }
+            for number, what in incidents(recording)
+        ],
+    }
 
 
 def _loss(loss: EventLoss) -> Plain:
-    return {"lost_waf_flop": loss.lost_flop,
-            "full_after_s": loss.recovered_s - loss.at_s if loss.recovered_s is not None else None}
+    return {
+        "lost_waf_flop": loss.lost_flop,
+        "full_after_s": loss.recovered_s - loss.at_s if loss.recovered_s is not None else None,
+    }
 
 
 # --- as text, at most 100 columns ---
@@ -173,37 +200,55 @@ EQUAL_SHARE = 5e-5
 SHOWN_NUM_MAX = 12
 
 
-def screen(recording: Recording, played: Sequence[tuple[Choice, RunResult]], path: Path
-           ) -> list[str]:
+def screen(
+    recording: Recording, played: Sequence[tuple[Choice, RunResult]], path: Path
+) -> list[str]:
     """The recorded run, its simulation, the choices, and a comparison by event."""
     start, horizon_s = recording.start_state, recording.end_s - recording.began_s
     verdict = recording.verdict
-    lines = [f"{path}: {fmt.number_of(len(start.slots), 'node')}, "
-             f"{fmt.number_of(len(recording.specs), 'task')}, {fmt.span(horizon_s)}",
-             *fmt.labelled("decided", verdict.words), ""]
-    rows = [_row("recorded", recording.played, None),
-            _row("simulated", played[0][1], recording.played.earnings.flop)]
+    lines = [
+        f"{path}: {fmt.number_of(len(start.slots), 'node')}, "
+        f"{fmt.number_of(len(recording.specs), 'task')}, {fmt.span(horizon_s)}",
+        *fmt.labelled("decided", verdict.words),
+        "",
+    ]
+    rows = [
+        _row("recorded", recording.played, None),
+        _row("simulated", played[0][1], recording.played.earnings.flop),
+    ]
     chosen = played[-1][0]  # all choices have the same settings
     if chosen.weights:
         again = fmt.scaled(reweighted_flop(played[0][1], chosen.weights), "FLOP")
         rows.append(["simulated, reweighted", again, *["-"] * (len(LOSSES) + 3)])
-    rows += [_row(choice.policy, one, reweighted_flop(played[0][1], choice.weights))
-             for choice, one in played[1:]]
+    rows += [
+        _row(choice.policy, one, reweighted_flop(played[0][1], choice.weights))
+        for choice, one in played[1:]
+    ]
     head = ("CHOICE", "EARNED", "DIFFERS", "DOWN", "GPU", *(HEADS[what] for what in LOSSES))
-    lines += [fmt.clipped(line, fmt.SCREEN_COLUMNS)
-              for line in fmt.table(head, rows, right=range(1, 10))]
+    lines += [
+        fmt.clipped(line, fmt.SCREEN_COLUMNS) for line in fmt.table(head, rows, right=range(1, 10))
+    ]
     if chosen.settings:
-        lines += fmt.labelled("set", f"{chosen.settings}, in the rows below `simulated`"
-                              + ("; DIFFERS is from the reweighted row" if chosen.weights else ""))
+        lines += fmt.labelled(
+            "set",
+            f"{chosen.settings}, in the rows below `simulated`"
+            + ("; DIFFERS is from the reweighted row" if chosen.weights else ""),
+        )
     lines += ["", *_by_incident(recording, played), ""]
     error_share = _percent(played[0][1].earnings.flop, recording.played.earnings.flop)
-    lines += fmt.labelled("differs", "with the same choices, the simulated run earns "
-                          f"{error_share} compared with the recorded run: the model's error. The "
-                          "other choices are compared with the simulated run, which has the same "
-                          "error")
-    lines += fmt.labelled("lost", "DOWN: time without training, summed over the tasks. GPU: slot "
-                          "time below full strength. The other columns are in % of what full "
-                          "strength earns. " + LOSS_LEGEND)
+    lines += fmt.labelled(
+        "differs",
+        "with the same choices, the simulated run earns "
+        f"{error_share} compared with the recorded run: the model's error. The "
+        "other choices are compared with the simulated run, which has the same "
+        "error",
+    )
+    lines += fmt.labelled(
+        "lost",
+        "DOWN: time without training, summed over the tasks. GPU: slot "
+        "time below full strength. The other columns are in % of what full "
+        "strength earns. " + LOSS_LEGEND,
+    )
     for number, line in enumerate(counterfactual.sentences(recording, played)):
         lines += fmt.labelled("evidence" if not number else "", line)
     return [*lines, *fmt.labelled("best", _best(played))]
@@ -212,10 +257,14 @@ def screen(recording: Recording, played: Sequence[tuple[Choice, RunResult]], pat
 def _row(name: str, one: RunResult, against: float | None) -> list[str]:
     earnings = one.earnings
     full, down_s = earnings.flop + sum(earnings.lost_flop.values()), sum(earnings.down_s.values())
-    return [fmt.clipped(name, NAME_COLUMNS), fmt.scaled(round(earnings.flop), "FLOP"),
-            _percent(earnings.flop, against), fmt.span(down_s),
-            fmt.span(max(sum(earnings.lost_slot_s.values()), 0.0)),
-            *(f"{100 * earnings.lost_flop[what] / full:.1f}" if full else "-" for what in LOSSES)]
+    return [
+        fmt.clipped(name, NAME_COLUMNS),
+        fmt.scaled(round(earnings.flop), "FLOP"),
+        _percent(earnings.flop, against),
+        fmt.span(down_s),
+        fmt.span(max(sum(earnings.lost_slot_s.values()), 0.0)),
+        *(f"{100 * earnings.lost_flop[what] / full:.1f}" if full else "-" for what in LOSSES),
+    ]
 
 
 def _percent(flop: float, against: float | None) -> str:
@@ -228,24 +277,40 @@ def _percent(flop: float, against: float | None) -> str:
 def _by_incident(recording: Recording, played: Sequence[tuple[Choice, RunResult]]) -> list[str]:
     """The loss of each event until full strength; of many events, only the most costly ones."""
     every = shown = incidents(recording)
-    columns = [recording.played, *(one for _, one in played[:1 + CHOICES_NUM_MAX])]
+    columns = [recording.played, *(one for _, one in played[: 1 + CHOICES_NUM_MAX])]
     if len(shown) > SHOWN_NUM_MAX:
-        costliest = sorted(shown, key=lambda one: -max(
-            abs(column.earnings.losses[one[0]].lost_flop) for column in columns))
+        costliest = sorted(
+            shown,
+            key=lambda one: (
+                -max(abs(column.earnings.losses[one[0]].lost_flop) for column in columns)
+            ),
+        )
         shown = sorted(costliest[:SHOWN_NUM_MAX], key=lambda one: one[0])
     if not shown:
         return ["no event occurred within the horizon"]
-    names = ["RECORDED", "SIMULATED", *(fmt.clipped(choice.policy, 13)
-                                       for choice, _ in played[1:1 + CHOICES_NUM_MAX])]
+    names = [
+        "RECORDED",
+        "SIMULATED",
+        *(fmt.clipped(choice.policy, 13) for choice, _ in played[1 : 1 + CHOICES_NUM_MAX]),
+    ]
     wide = WHAT_COLUMNS + CHOICE_COLUMNS * (2 + CHOICES_NUM_MAX - len(columns))
-    rows = [[f"+{fmt.span(one.at_s - recording.began_s)}", fmt.clipped(describe(one), wide),
-             *(_fault_cell(column.earnings.losses[number]) for column in columns)]
-            for number, one in shown]
-    lines = fmt.table(("AT", "EVENT: LOST FLOP, TIME TO FULL", *names), rows,
-                      right=range(2, 2 + len(columns)))
+    rows = [
+        [
+            f"+{fmt.span(one.at_s - recording.began_s)}",
+            fmt.clipped(describe(one), wide),
+            *(_fault_cell(column.earnings.losses[number]) for column in columns),
+        ]
+        for number, one in shown
+    ]
+    lines = fmt.table(
+        ("AT", "EVENT: LOST FLOP, TIME TO FULL", *names), rows, right=range(2, 2 + len(columns))
+    )
     left = len(every) - len(shown)
-    more = fmt.labelled("not shown", f"{fmt.number_of(left, 'event')} with smaller losses: -o json"
-                        ) if left else []
+    more = (
+        fmt.labelled("not shown", f"{fmt.number_of(left, 'event')} with smaller losses: -o json")
+        if left
+        else []
+    )
     return [*(fmt.clipped(line, fmt.SCREEN_COLUMNS) for line in lines), *more]
 
 
@@ -262,12 +327,19 @@ def _best(played: Sequence[tuple[Choice, RunResult]]) -> str:
         return "no other choice was simulated: name other weights, fields or policies"
     baseline = played[0][1]
     comparable = played[1:] if len(played) > 2 and played[1][0].settings else played
-    ranked = sorted((
-        (one.earnings.flop / max(reweighted_flop(baseline, choice.weights), 1e-300), number)
-        for number, (choice, one) in enumerate(comparable)), reverse=True)
+    ranked = sorted(
+        (
+            (one.earnings.flop / max(reweighted_flop(baseline, choice.weights), 1e-300), number)
+            for number, (choice, one) in enumerate(comparable)
+        ),
+        reverse=True,
+    )
     (first, winner), (second, beaten) = ranked[:2]
     names = [choice.words or "as recorded" for choice, _ in comparable]
     if first - second < EQUAL_SHARE * first:
         return f"{names[winner]} and {names[beaten]} earn the same"
-    return (f"{names[winner]}: {100 * (first / second - 1):.2f} % more than {names[beaten]}"
-            if second > 0 else names[winner])
+    return (
+        f"{names[winner]}: {100 * (first / second - 1):.2f} % more than {names[beaten]}"
+        if second > 0
+        else names[winner]
+    )

@@ -71,8 +71,14 @@ def data(document: object) -> None:
         return
     import yaml
 
-    write(yaml.dump(document, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper),
-                    explicit_start=True, sort_keys=False))
+    write(
+        yaml.dump(
+            document,
+            Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper),
+            explicit_start=True,
+            sort_keys=False,
+        )
+    )
 
 
 def show(document: object, screen: Iterable[str], *, as_json: bool) -> None:

@@ -32,20 +32,26 @@ COMPLETE_S_MAX = 0.7
 """A shell waits for the names no longer."""
 
 
-def _complete(what: str, names_of: Callable[[dict[str, Any]], list[str]]
-              ) -> Callable[[typer.Context, str], list[str]]:
+def _complete(
+    what: str, names_of: Callable[[dict[str, Any]], list[str]]
+) -> Callable[[typer.Context, str], list[str]]:
     """Completes the names of the running cluster's `what`; if it does not answer, nothing."""
+
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         from ..cluster.client import connect
 
         given: dict[str, Any] = ctx.params
         try:
             client = connect(folder(given.get("state")), given.get("url"))
-            names = {name for one in client.get("/v1/state", COMPLETE_S_MAX)[what]
-                     for name in names_of(one)}
+            names = {
+                name
+                for one in client.get("/v1/state", COMPLETE_S_MAX)[what]
+                for name in names_of(one)
+            }
         except (UnicronError, OSError):
             return []
         return sorted(name for name in names if name.startswith(incomplete))
+
     return complete
 
 
@@ -56,40 +62,95 @@ def _node_and_slots_out(node: dict[str, Any]) -> list[str]:
 complete_tasks = _complete("tasks", lambda task: [task["name"]])
 complete_nodes = _complete("nodes", lambda node: [node["id"]])
 complete_slots = _complete("nodes", _node_and_slots_out)
-State = Annotated[Path | None, typer.Option(
-    "--state", metavar="DIR", parser=_named, help="The cluster's folder on this machine "
-    "[$UNICRON_STATE, else ~/.local/state/unicron].")]
-Url = Annotated[list[str] | None, typer.Option(
-    "--url", metavar="URL", help="The control plane, if it runs elsewhere; of several each one "
-    "[$UNICRON_URL, with commas between; the token is $UNICRON_TOKEN].")]
-Ca = Annotated[str | None, typer.Option(
-    "--ca", metavar="FILE|sha256:DIGEST", callback=_trusted, help="The authority of the "
-    "certificate at https:// [$UNICRON_CA, else the system's].")]
-Form = Annotated[Literal["text", "json", "yaml"], typer.Option(
-    "-o", "--output", help="text, json, or yaml: the same document.")]
-TaskArg = Annotated[str, typer.Argument(
-    metavar="TASK", autocompletion=complete_tasks, help="A task's name or id.")]
-NodeArg = Annotated[str, typer.Argument(
-    metavar="NODE", autocompletion=complete_nodes, help="A node's name.")]
-TasksArg = Annotated[list[str], typer.Argument(
-    metavar="TASK...", autocompletion=complete_tasks,
-    help="Names, ids, or patterns of names such as 'sleep-*'.")]
-NodesArg = Annotated[list[str], typer.Argument(
-    metavar="NODE...", autocompletion=complete_nodes,
-    help="Names, also with commas between, or patterns such as 'rack1-*'.")]
-SlotsArg = Annotated[list[str], typer.Argument(
-    metavar="NODE|NODE/SLOT...", autocompletion=complete_slots,
-    help="Nodes, or slots as n1/0; also with commas between, or patterns such as 'rack1-*'.")]
-Since = Annotated[float | None, typer.Option(
-    "--since", parser=past_s, metavar="2h|TIME", help="Only what is as young, or younger than a "
-    "time such as 2026-11-27T02:10:00Z.")]
-Reason = Annotated[str, typer.Option(
-    "--reason", metavar="TEXT", help="Why; it goes into the log [your login name].")]
-Insecure = Annotated[bool, typer.Option(
-    "--insecure", help="Talk to other hosts without encryption: on a network that you trust.")]
-Checks = Annotated[Path | None, typer.Option(
-    "--checks", metavar="DIR", help="Your own checks of the node: each executable in DIR is run "
-    "periodically; it exits with 0 healthy, 1 degraded, 2 unhealthy, 3 unknown.")]
+State = Annotated[
+    Path | None,
+    typer.Option(
+        "--state",
+        metavar="DIR",
+        parser=_named,
+        help="The cluster's folder on this machine [$UNICRON_STATE, else ~/.local/state/unicron].",
+    ),
+]
+Url = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="The control plane, if it runs elsewhere; of several each one "
+        "[$UNICRON_URL, with commas between; the token is $UNICRON_TOKEN].",
+    ),
+]
+Ca = Annotated[
+    str | None,
+    typer.Option(
+        "--ca",
+        metavar="FILE|sha256:DIGEST",
+        callback=_trusted,
+        help="The authority of the certificate at https:// [$UNICRON_CA, else the system's].",
+    ),
+]
+Form = Annotated[
+    Literal["text", "json", "yaml"],
+    typer.Option("-o", "--output", help="text, json, or yaml: the same document."),
+]
+TaskArg = Annotated[
+    str, typer.Argument(metavar="TASK", autocompletion=complete_tasks, help="A task's name or id.")
+]
+NodeArg = Annotated[
+    str, typer.Argument(metavar="NODE", autocompletion=complete_nodes, help="A node's name.")
+]
+TasksArg = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TASK...",
+        autocompletion=complete_tasks,
+        help="Names, ids, or patterns of names such as 'sleep-*'.",
+    ),
+]
+NodesArg = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NODE...",
+        autocompletion=complete_nodes,
+        help="Names, also with commas between, or patterns such as 'rack1-*'.",
+    ),
+]
+SlotsArg = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NODE|NODE/SLOT...",
+        autocompletion=complete_slots,
+        help="Nodes, or slots as n1/0; also with commas between, or patterns such as 'rack1-*'.",
+    ),
+]
+Since = Annotated[
+    float | None,
+    typer.Option(
+        "--since",
+        parser=past_s,
+        metavar="2h|TIME",
+        help="Only what is as young, or younger than a time such as 2026-11-27T02:10:00Z.",
+    ),
+]
+Reason = Annotated[
+    str,
+    typer.Option("--reason", metavar="TEXT", help="Why; it goes into the log [your login name]."),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure", help="Talk to other hosts without encryption: on a network that you trust."
+    ),
+]
+Checks = Annotated[
+    Path | None,
+    typer.Option(
+        "--checks",
+        metavar="DIR",
+        help="Your own checks of the node: each executable in DIR is run "
+        "periodically; it exits with 0 healthy, 1 degraded, 2 unhealthy, 3 unknown.",
+    ),
+]
 
 
 def folder(given: Path | None) -> StateDir:

@@ -23,9 +23,12 @@ def past_s(text: str) -> float:
     length, now_s = length_s(text), time.time()
     at_s = time_s(text) if length is None else now_s - length
     if at_s is None:
-        raise UsageError(f"--since {text[:40]!r} is neither a length of time nor a time",
-                         "for example 2h, or 2026-11-27T02:10:00Z")
+        raise UsageError(
+            f"--since {text[:40]!r} is neither a length of time nor a time",
+            "for example 2h, or 2026-11-27T02:10:00Z",
+        )
     if at_s > now_s + 1.0:
-        raise UsageError(f"--since {text[:40]} is in the future",
-                         "give a past time, or a length such as 2h")
+        raise UsageError(
+            f"--since {text[:40]} is in the future", "give a past time, or a length such as 2h"
+        )
     return at_s

@@ -52,10 +52,13 @@ class Connection(web.RequestHandler):
 
     def __init__(self, listener: Listener, server: web.Server, limits: ConnectionLimits) -> None:
         super().__init__(
-            server, loop=asyncio.get_running_loop(), access_log=cast(Any, None),
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=cast(Any, None),
             keepalive_timeout=limits.headers_s_max,
             lingering_time=0.0,  # a refused body is not read
-            auto_decompress=False)  # the API takes no compressed bodies
+            auto_decompress=False,
+        )  # the API takes no compressed bodies
         self._listener = listener
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -74,20 +77,28 @@ class Connection(web.RequestHandler):
         if self.transport is not None:
             self._listener.admission.trust(self.transport)
 
-    def handle_error(self, request: web.BaseRequest, status: int = 500,
-                     exc: BaseException | None = None,
-                     message: str | None = None) -> web.StreamResponse:
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
         """The answer to a malformed request, or to one that met a bug; the connection ends."""
         if isinstance(exc, HttpProcessingError):
             self._listener.tell_malformed(request, exc.message)
-            answer = error_answer(400, f"not an HTTP request: {_bounded(exc.message)}",
-                                  "docs/guides/api.md")
+            answer = error_answer(
+                400, f"not an HTTP request: {_bounded(exc.message)}", "docs/guides/api.md"
+            )
         elif isinstance(exc, ConnectionError):  # the client has closed; nobody reads the answer
             answer = error_answer(400, "the connection is closed", "")
         else:
             super().handle_error(request, status, exc, message)  # logs the traceback
-            answer = error_answer(status, "the control plane met an error of its own",
-                                  "see the log of the control plane")
+            answer = error_answer(
+                status,
+                "the control plane met an error of its own",
+                "see the log of the control plane",
+            )
         answer.headers["Connection"] = "close"  # aiohttp adds none to an answer as HTTP/1.0
         answer.force_close()
         return answer
@@ -96,8 +107,9 @@ class Connection(web.RequestHandler):
 class Listener:
     """Serves an application on one TCP port, and on a unix socket."""
 
-    def __init__(self, app: web.Application, *, stop_s_max: float,
-                 limits: ConnectionLimits | None = None) -> None:
+    def __init__(
+        self, app: web.Application, *, stop_s_max: float, limits: ConnectionLimits | None = None
+    ) -> None:
         self._limits = limits or ConnectionLimits()
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=stop_s_max)
         self.admission = Admission(self._limits.connections_num_max)
@@ -110,7 +122,8 @@ class Listener:
         await self._runner.setup()
         try:
             server = await self.admission.listen(
-                self._connection, host, port, tls, handshake_s_max=self._limits.headers_s_max)
+                self._connection, host, port, tls, handshake_s_max=self._limits.headers_s_max
+            )
         except OSError:
             await self._runner.cleanup()
             raise
@@ -120,8 +133,11 @@ class Listener:
     async def start_locally(self, path: Path) -> None:
         """Listen on a unix socket as well, for this user only; after `start`. Raises OSError."""
         name = unix_socket.address(str(path))
-        self._servers.append(await asyncio.get_running_loop().create_unix_server(
-            self._connection, name, backlog=BACKLOG_NUM))
+        self._servers.append(
+            await asyncio.get_running_loop().create_unix_server(
+                self._connection, name, backlog=BACKLOG_NUM
+            )
+        )
         os.chmod(name, 0o600)
 
     def _connection(self) -> Connection:
@@ -138,21 +154,31 @@ class Listener:
     def tell_malformed(self, request: web.BaseRequest, why: str) -> None:
         """Log a malformed request, seldom and on one line."""
         if num := self._malformed.due():
-            self._logger.warning("malformed request", why=_bounded(why), peer=request.remote,
-                                 num_since_last_line=num)
+            self._logger.warning(
+                "malformed request", why=_bounded(why), peer=request.remote, num_since_last_line=num
+            )
 
 
 def error_answer(status: int, detail: str, hint: str) -> web.Response:
     """An error as problem details (RFC 9457)."""
-    return web.Response(body=problem(status, detail, hint), status=status,
-                        content_type="application/problem+json")
+    return web.Response(
+        body=problem(status, detail, hint), status=status, content_type="application/problem+json"
+    )
 
 
 def problem(status: int, detail: str, hint: str) -> bytes:
     """A problem on one line; also the last one of a stream of records that breaks off."""
-    return msgspec.json.encode(Problem(
-        title=HTTPStatus(status).phrase, status=status, detail=" ".join(detail.split()),
-        hint=hint)) + b"\n"
+    return (
+        msgspec.json.encode(
+            Problem(
+                title=HTTPStatus(status).phrase,
+                status=status,
+                detail=" ".join(detail.split()),
+                hint=hint,
+            )
+        )
+        + b"\n"
+    )
 
 
 def _bounded(text: str) -> str:
@@ -172,15 +198,20 @@ def limits_of_descriptors(limits: ConnectionLimits) -> tuple[ConnectionLimits, s
     if allowed == wanted:
         return limits, ""
     left = max(allowed - DESCRIPTORS_NUM_RESERVED, allowed // 4, 1)
-    num, relayed_num = (max(num_max * left // of_connections, 1) for num_max in (
-        limits.connections_num_max, limits.relayed_num_max))
-    return (msgspec.structs.replace(limits, connections_num_max=num, relayed_num_max=relayed_num),
-            f"ulimit -n is {allowed}: at most {num} connections instead of "
-            f"{limits.connections_num_max}; it should be {wanted}")
+    num, relayed_num = (
+        max(num_max * left // of_connections, 1)
+        for num_max in (limits.connections_num_max, limits.relayed_num_max)
+    )
+    return (
+        msgspec.structs.replace(limits, connections_num_max=num, relayed_num_max=relayed_num),
+        f"ulimit -n is {allowed}: at most {num} connections instead of "
+        f"{limits.connections_num_max}; it should be {wanted}",
+    )
 
 
-def seldom_logged(every_s: float = 10.0) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]],
-                                                     None]:
+def seldom_logged(
+    every_s: float = 10.0,
+) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
     """A handler for the event loop's errors: a lack of descriptors is a line, seldom, and no
     traceback."""
     seldom, logger = Seldom(every_s), structlog.get_logger("http")
@@ -188,8 +219,11 @@ def seldom_logged(every_s: float = 10.0) -> Callable[[asyncio.AbstractEventLoop,
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if isinstance(context.get("exception"), OSError) and "socket" in context:
             if num := seldom.due():
-                logger.error("cannot accept connections", why=str(context["exception"]),
-                             num_since_last_line=num)
+                logger.error(
+                    "cannot accept connections",
+                    why=str(context["exception"]),
+                    num_since_last_line=num,
+                )
             return
         loop.default_exception_handler(context)
 

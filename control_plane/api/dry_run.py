@@ -60,8 +60,10 @@ class Change(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cancel: tuple[str, ...] = ()
     """Ids of tasks to cancel; a dry run has them end at once."""
     unfreeze: bool = False
-    submit: Annotated[dict[str, Any], Meta(extra_json_schema={
-        "$ref": "#/components/schemas/JobSpec"})] | None = None
+    submit: (
+        Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/JobSpec"})]
+        | None
+    ) = None
     """A job spec."""
 
     def __post_init__(self) -> None:
@@ -160,8 +162,10 @@ def run_dry(data: bytes, change: Change) -> DryRunResult:
                 plans.append(body)
     # The costs in the log may be a minute old.
     costs = [node_cost(old, name) for name in change.without if name in old.degraded]
-    return replace(_result(old, state, problem, plans, first),
-                   degraded=tuple(cost for cost in costs if cost.cost_waf > 0))
+    return replace(
+        _result(old, state, problem, plans, first),
+        degraded=tuple(cost for cost in costs if cost.cost_waf > 0),
+    )
 
 
 def explain_present_plan(data: bytes) -> DryRunResult:
@@ -173,8 +177,11 @@ def explain_present_plan(data: bytes) -> DryRunResult:
 def operator_requests(data: bytes, change: Change, reason: str) -> list[t.Body]:
     """The requests that carry out the change. Raises what `run_dry` raises; Refusal for slots."""
     if change.slots:
-        raise Refusal(422, "slots that are not there cannot be applied",
-                      "unicron agent, on a new machine, has it join")
+        raise Refusal(
+            422,
+            "slots that are not there cannot be applied",
+            "unicron agent, on a new machine, has it join",
+        )
     state, found = decode_state(data), list[t.Body]()
     for report in _reports(state, change, reason):
         found.append(report)
@@ -194,9 +201,12 @@ def _reports(state: ClusterState, change: Change, reason: str = "") -> Iterator[
         yield requests.drain(state, requests.Drain(reason), node)
     for task, weight in change.weights.items():
         yield requests.set_weight(state, requests.Weight(weight, reason), task)
-    for make, names in ((requests.undrain, change.undrain), (requests.cancel, change.cancel),
-                        (requests.lift, change.lift),
-                        (requests.unfreeze, ("",) * change.unfreeze)):
+    for make, names in (
+        (requests.undrain, change.undrain),
+        (requests.cancel, change.cancel),
+        (requests.lift, change.lift),
+        (requests.unfreeze, ("",) * change.unfreeze),
+    ):
         for name in names:
             yield make(state, requests.Reason(reason), name)
     if change.submit is not None:
@@ -205,8 +215,12 @@ def _reports(state: ClusterState, change: Change, reason: str = "") -> Iterator[
 
 def _decisions(state: ClusterState, body: t.Body) -> Iterator[t.Body]:
     """Fold one report, then yield each decision before it is folded (as in `advance`)."""
-    report = Report(source="operator/dry-run", source_seq=state.sources.get(
-        "operator/dry-run", 0) + 1, occurred_s=state.at_s, body=body)
+    report = Report(
+        source="operator/dry-run",
+        source_seq=state.sources.get("operator/dry-run", 0) + 1,
+        occurred_s=state.at_s,
+        body=body,
+    )
     record = report_record(state, report, epoch=state.epoch, at_s=state.at_s)
     fold(state, record)
     yield from _decide(state, record)
@@ -224,8 +238,11 @@ def _decide(state: ClusterState, record: Record) -> Iterator[t.Body]:
 def _add_nodes(state: ClusterState, num: int) -> t.Body:
     """Add all new nodes but the last to the state; return the last one's NodeJoined."""
     if not 1 <= num <= MORE_NUM_MAX:
-        raise Refusal(422, f"slots: {num} is not from 1 to {MORE_NUM_MAX:,}",
-                      "slots that would be there besides those that are")
+        raise Refusal(
+            422,
+            f"slots: {num} is not from 1 to {MORE_NUM_MAX:,}",
+            "slots that would be there besides those that are",
+        )
     each = node_slots(state) or _NODE_SLOTS_NUM
     number = 1
     while True:
@@ -236,15 +253,33 @@ def _add_nodes(state: ClusterState, num: int) -> t.Body:
         part = min(each, num)
         num -= part
         if not num:
-            return r.NodeJoined(node=name, incarnation=1, host="", pid=0, num_slots=part,
-                                order_format=ORDER_FORMAT_VERSION)
-        state.nodes[name] = Node(name=name, incarnation=1, host="", pid=0, num_slots=part,
-                                 accelerator="", order_format=ORDER_FORMAT_VERSION)
+            return r.NodeJoined(
+                node=name,
+                incarnation=1,
+                host="",
+                pid=0,
+                num_slots=part,
+                order_format=ORDER_FORMAT_VERSION,
+            )
+        state.nodes[name] = Node(
+            name=name,
+            incarnation=1,
+            host="",
+            pid=0,
+            num_slots=part,
+            accelerator="",
+            order_format=ORDER_FORMAT_VERSION,
+        )
 
 
 # --- the result ---
-def _result(old: ClusterState, state: ClusterState, problem: PlanProblem,
-           plans: Sequence[PlanChosen], first: Mapping[int, TaskDemand]) -> DryRunResult:
+def _result(
+    old: ClusterState,
+    state: ClusterState,
+    problem: PlanProblem,
+    plans: Sequence[PlanChosen],
+    first: Mapping[int, TaskDemand],
+) -> DryRunResult:
     """`problem` is that of the last plan. `first`: task -> its demand in its first plan."""
     plan = plans[-1] if plans else old.plan if live_tasks(state) else None
     plan = _with_explanations(plan, problem) if plan is not None else None
@@ -257,17 +292,37 @@ def _result(old: ClusterState, state: ClusterState, problem: PlanProblem,
     more, waits = node_slots(old) or _NODE_SLOTS_NUM, explain_waiting(state)
     wider = with_hot_spare(replace(problem, num_slots=problem.num_slots + more)).plan.waf
     return DryRunResult(
-        tried=old is not state, input=input_digest(old), plan=plan, planned=bool(plans),
-        plan_s=old.plan_s, plan_seq=old.plan_seq,
+        tried=old is not state,
+        input=input_digest(old),
+        plan=plan,
+        planned=bool(plans),
+        plan_s=old.plan_s,
+        plan_seq=old.plan_seq,
         num_slots_before=len(planning_snapshot(old).slots),
-        tasks=tuple(_diff(state, old.tasks.get(task.id), task, given.get(task.id, len(task.target)),
-                          pauses_s.get(task.id, 0.0), waits.get(task.id))
-                    for task in live_tasks(state)),
-        num_plans=len(plans), transition_flop=math.fsum(
+        tasks=tuple(
+            _diff(
+                state,
+                old.tasks.get(task.id),
+                task,
+                given.get(task.id, len(task.target)),
+                pauses_s.get(task.id, 0.0),
+                waits.get(task.id),
+            )
+            for task in live_tasks(state)
+        ),
+        num_plans=len(plans),
+        transition_flop=math.fsum(
             waf_of(demand, first[demand.task].now) * pauses_s[demand.task]
-            for demand in problem.demands if plans), more_slots=more,
-        more_waf=max(wider - plan.waf, 0.0) if plan is not None else 0.0, held=state.held,
-        seq=old.seq, at_s=old.at_s, is_cut=exceeds_work_limit(problem))
+            for demand in problem.demands
+            if plans
+        ),
+        more_slots=more,
+        more_waf=max(wider - plan.waf, 0.0) if plan is not None else 0.0,
+        held=state.held,
+        seq=old.seq,
+        at_s=old.at_s,
+        is_cut=exceeds_work_limit(problem),
+    )
 
 
 def _with_explanations(plan: PlanChosen, problem: PlanProblem) -> PlanChosen:
@@ -277,13 +332,18 @@ def _with_explanations(plan: PlanChosen, problem: PlanProblem) -> PlanChosen:
     slots = tuple(given.get(demand.task, demand.now) for demand in problem.demands)
     known = [other.slots for other in plan.alternatives]
     fits = sum(slots) <= problem.num_slots and all(
-        not x or x in demand.sizes for demand, x in zip(problem.demands, slots, strict=True))
+        not x or x in demand.sizes for demand, x in zip(problem.demands, slots, strict=True)
+    )
     if not fits or exceeds_work_limit(problem):
         return plan
-    more = (other for other in explain.without_each_limit(problem, slots)
-            if other.slots not in known)
-    return replace(plan, alternatives=(*plan.alternatives, *more),
-                   paid_back_s=plan.paid_back_s or explain.paid_back_s(problem, slots))
+    more = (
+        other for other in explain.without_each_limit(problem, slots) if other.slots not in known
+    )
+    return replace(
+        plan,
+        alternatives=(*plan.alternatives, *more),
+        paid_back_s=plan.paid_back_s or explain.paid_back_s(problem, slots),
+    )
 
 
 def exceeds_work_limit(problem: PlanProblem) -> bool:
@@ -300,18 +360,33 @@ def _pause_s(demand: TaskDemand, allocations: Sequence[Allocation]) -> float:
     return max(x.transition_s for x in allocations)
 
 
-def _diff(state: ClusterState, old: Task | None, task: Task, slots: int, pause_s: float,
-          waits: WaitExplanation | None) -> TaskDiff:
+def _diff(
+    state: ClusterState,
+    old: Task | None,
+    task: Task,
+    slots: int,
+    pause_s: float,
+    waits: WaitExplanation | None,
+) -> TaskDiff:
     seats = old.target if old is not None else ()
     diff = TaskDiff(
-        task=task.id if old is not None else 0, name=task.spec.name,
-        tier="train" if task.heals_in_memory else "command", weight=task.weight,
-        slots_before=len(seats), slots=slots, waf_before=_waf(task, len(seats)),
-        waf=_waf(task, slots), pause_s=pause_s,
+        task=task.id if old is not None else 0,
+        name=task.spec.name,
+        tier="train" if task.heals_in_memory else "command",
+        weight=task.weight,
+        slots_before=len(seats),
+        slots=slots,
+        waf_before=_waf(task, len(seats)),
+        waf=_waf(task, slots),
+        pause_s=pause_s,
         origin=origin(task.spec, task.throughput, task.modelled),
-        seats_before=seats, seats=task.target, iteration=task.iteration,
+        seats_before=seats,
+        seats=task.target,
+        iteration=task.iteration,
         waits=f"{waits.why}; needs {waits.needs}" if waits is not None and not slots else "",
-        layout_before=_layout(task, len(seats)), layout=_layout(task, slots))
+        layout_before=_layout(task, len(seats)),
+        layout=_layout(task, slots),
+    )
     return diff if old is not None or not task.target else _with_copies(diff, state, task)
 
 
@@ -321,8 +396,12 @@ def _with_copies(diff: TaskDiff, state: ClusterState, task: Task) -> TaskDiff:
     found = assign_stores(state, task, nodes)
     charged = assigned_bytes(task, nodes, found.stores)
     most = max(sorted(charged), key=lambda name: charged[name], default="")
-    return replace(diff, copies_bytes=charged.get(most, 0), no_copies=found.why,
-                   copies_max=bytes_max_of(state, state.nodes[most]) if most else 0)
+    return replace(
+        diff,
+        copies_bytes=charged.get(most, 0),
+        no_copies=found.why,
+        copies_max=bytes_max_of(state, state.nodes[most]) if most else 0,
+    )
 
 
 def _layout(task: Task, slots: int) -> str:

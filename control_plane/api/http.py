@@ -71,8 +71,12 @@ EXTEND_S_MAX = 1.5
 ADDRESS = re.compile(r"^([\d.]+|\[[^\]]*:[^\]]*\])(:\d*)?$")
 KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 
-STATUSES: dict[type[UnicronError], int] = {SpecError: 422, UsageError: 400, Pruned: 410,
-                                           LogError: 503}
+STATUSES: dict[type[UnicronError], int] = {
+    SpecError: 422,
+    UsageError: 400,
+    Pruned: 410,
+    LogError: 503,
+}
 """Of errors without a status of their own; the first that fits."""
 CALLER = web.RequestKey("caller", Token)
 """The token with which a request came; absent where none is needed and none was given."""
@@ -118,11 +122,21 @@ class Address(Struct, frozen=True, kw_only=True):
 class HttpApi:
     """The HTTP calls of one control plane. Answers show only records that the log acknowledged."""
 
-    def __init__(self, routes: Sequence[Route], coordinator: Coordinator, log: ReaderPort, *,
-                 tokens: Tokens, address: Address, identities: Identities,
-                 metrics: Metrics, certificate: ServerCertificate | None = None,
-                 folder: Folder | None = None, timeline: Timeline | None = None,
-                 file: str = "") -> None:
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        coordinator: Coordinator,
+        log: ReaderPort,
+        *,
+        tokens: Tokens,
+        address: Address,
+        identities: Identities,
+        metrics: Metrics,
+        certificate: ServerCertificate | None = None,
+        folder: Folder | None = None,
+        timeline: Timeline | None = None,
+        file: str = "",
+    ) -> None:
         """`folder`: where the log's snapshots are. `file`: the log is that file, of the past."""
         self._routes = routes
         self._open = {route.path for route in routes if route.role is None}
@@ -160,34 +174,45 @@ class HttpApi:
         Others are refused unread."""
         if route.role is not None and not may((caller := request[CALLER]).role, route.role):
             raise Refusal(
-                403, f"this needs the role {route.role}; the token {caller.name} has the role "
-                f"{caller.role}", "an admin: unicron token create "
-                + ("--join" if route.role == "join" else f"--role {route.role}"))
+                403,
+                f"this needs the role {route.role}; the token {caller.name} has the role "
+                f"{caller.role}",
+                "an admin: unicron token create "
+                + ("--join" if route.role == "join" else f"--role {route.role}"),
+            )
         if route.needs_leader and (url := await self._coordinator.find_leader()):
             raise Refusal(307, f"this control plane follows, {url} leads", f"--url {url}")
         query = requests.convert(dict(request.query), route.query, strict=False)
         body = requests.convert(await _body(request), route.body) if route.body else None
-        answer = await route.handler(self, Call(
-            request, query, body, next(iter(request.match_info.values()), "")))
+        answer = await route.handler(
+            self, Call(request, query, body, next(iter(request.match_info.values()), ""))
+        )
         return answer if isinstance(answer, web.StreamResponse) else _json(answer)
 
     # --- calls ---
     async def health(self, call: Call[Nothing, None]) -> messages.Health:
-        """Whether this control plane leads; to a client with a token also of what, and who it is.
-        """
+        """Whether this control plane leads; to a client with a token also of what, and who it is."""
         leading = self._coordinator.leading
         if CALLER not in call.request or not may(call.caller.role, "view"):
             return {"ok": leading, "file": self._file} if self._file else {"ok": leading}
-        return {"ok": leading, "cluster": self._address.cluster, "epoch": self._coordinator.epoch,
-                "seq": self._coordinator.seq, "leader": leading, "pid": os.getpid(),
-                "follows": self._coordinator.leader_url, "file": self._file}
+        return {
+            "ok": leading,
+            "cluster": self._address.cluster,
+            "epoch": self._coordinator.epoch,
+            "seq": self._coordinator.seq,
+            "leader": leading,
+            "pid": os.getpid(),
+            "follows": self._coordinator.leader_url,
+            "file": self._file,
+        }
 
     async def ready(self, call: Call[messages.ReadyQuery, None]) -> web.Response:
         """Whether this control plane acknowledges; 503 if not, and to a client with a token why.
         With `follower=1` also whether it follows one that leads."""
         follows = call.query.follower and self._coordinator.leader_url
         away = self._coordinator.away or "it does not lead" * (
-            not self._coordinator.leading and not follows)
+            not self._coordinator.leading and not follows
+        )
         tells = CALLER in call.request and may(call.caller.role, "view")
         return _json({"ok": not away} | ({"why": away} if tells else {}), 503 if away else 200)
 
@@ -201,46 +226,72 @@ class HttpApi:
         now_s = None if at else self._coordinator.now_s
         if call.query.explain and is_any_waiting(state):
             data = encode_state(state)
-            shown = await aside(lambda: view(decode_state(data), explain=True, now_s=now_s,
-                                             num_ended=call.query.ended))
+            shown = await aside(
+                lambda: view(
+                    decode_state(data), explain=True, now_s=now_s, num_ended=call.query.ended
+                )
+            )
         else:
             shown = view(state, now_s=now_s, num_ended=call.query.ended)
-        shown["cluster"] |= {"follows": "" if at else self._coordinator.leader_url,
-                             "followers": [] if at else self._coordinator.followers,
-                             "insecure": self._address.insecure,
-                             "ca": self._certificate.ca if self._certificate else ""}
+        shown["cluster"] |= {
+            "follows": "" if at else self._coordinator.leader_url,
+            "followers": [] if at else self._coordinator.followers,
+            "insecure": self._address.insecure,
+            "ca": self._certificate.ca if self._certificate else "",
+        }
         return shown
 
     async def metrics(self, call: Call[Nothing, None]) -> web.Response:
         body, content_type = await self._metrics.scrape(
-            self._coordinator, self._log, call.request.headers.get("Accept", ""))
+            self._coordinator, self._log, call.request.headers.get("Accept", "")
+        )
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     @staticmethod
-    def listed(key: Callable[[str], K], items: Callable[[ClusterState], Mapping[K, T]],
-               show: Callable[[ClusterState, T], Any]) -> Operation:
+    def listed(
+        key: Callable[[str], K],
+        items: Callable[[ClusterState], Mapping[K, T]],
+        show: Callable[[ClusterState, T], Any],
+    ) -> Operation:
         """A handler that answers with a page of a part of the state."""
+
         async def call(api: HttpApi, call: Call[ListQuery, None]) -> Page[Any]:
             state = await api._state_at(call.query.at)
             found = items(state)
             if words := call.query.find.lower().split():
-                found = {name: one for name, one in found.items() if not isinstance(one, Task)
-                         or all(word in f"{one.id} {one.spec.name} {one.spec.team} "
-                                f"{state_in_words(state, one)}" for word in words)}
+                found = {
+                    name: one
+                    for name, one in found.items()
+                    if not isinstance(one, Task)
+                    or all(
+                        word in f"{one.id} {one.spec.name} {one.spec.team} "
+                        f"{state_in_words(state, one)}"
+                        for word in words
+                    )
+                }
             return _page(sorted(found), key, call.query, lambda name: show(state, found[name]))
+
         return call
 
     @staticmethod
-    def one(key: Callable[[str], K], items: Callable[[ClusterState], Mapping[K, T]],
-            show: Callable[[ClusterState, T], Any]) -> Operation:
+    def one(
+        key: Callable[[str], K],
+        items: Callable[[ClusterState], Mapping[K, T]],
+        show: Callable[[ClusterState, T], Any],
+    ) -> Operation:
         """A handler that answers with the item that the path names."""
+
         async def call(api: HttpApi, call: Call[messages.Moment, None]) -> Any:
             state = await api._state_at(call.query.at)
             found = items(state).get(key(call.of))
             if found is None:
-                raise Refusal(404, f"there is no {call.of[:64]!r} in the state",
-                              f"GET {call.request.path.rpartition('/')[0]}")
+                raise Refusal(
+                    404,
+                    f"there is no {call.of[:64]!r} in the state",
+                    f"GET {call.request.path.rpartition('/')[0]}",
+                )
             return show(state, found)
+
         return call
 
     async def records(self, call: Call[messages.LogQuery, None]) -> web.StreamResponse:
@@ -253,9 +304,12 @@ class HttpApi:
         if after > newest and self._coordinator.leading:  # a follower may be behind its client
             raise Refusal(404, f"after {after} is beyond the log", f"its last record is {newest}")
         write = _events if events else _lines
-        response = web.StreamResponse(headers={
-            "Content-Type": "text/event-stream" if events else "application/jsonl",
-            "Cache-Control": "no-store"})
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream" if events else "application/jsonl",
+                "Cache-Control": "no-store",
+            }
+        )
         try:
             if events or call.query.follow:
                 if after + 1 < self._log.first_seq:
@@ -270,8 +324,11 @@ class HttpApi:
                 await response.prepare(request)
                 kept = deque[Record](maxlen=call.query.newest)
                 while page:
-                    found = [one for one in page if not call.query.requests
-                             or isinstance(one.body, types.OperatorRequest)]
+                    found = [
+                        one
+                        for one in page
+                        if not call.query.requests or isinstance(one.body, types.OperatorRequest)
+                    ]
                     kept.extend(found)
                     await response.write(write(found if not call.query.newest else []))
                     page = await self._log.read(after=page[-1].seq, num_max=PAGE_RECORDS_MAX)
@@ -317,19 +374,22 @@ class HttpApi:
         async with self._computing:
             await self._log.open_segments()
             start = await asyncio.to_thread(
-                self._nearest, incident_facts.begin(of, self._log.first_seq))
+                self._nearest, incident_facts.begin(of, self._log.first_seq)
+            )
             reading = incident_facts.Reading(of, encode_state(start), shown)
             while num := min(reading.num_missing, PAGE_RECORDS_MAX):
                 page = await self._log.read(after=reading.last, num_max=num)
                 await aside(partial(reading.add, page))
-            return await aside(partial(reading.facts, call.query.option,
-                                       shown.at_s if call.query.at else now_s))
+            return await aside(
+                partial(reading.facts, call.query.option, shown.at_s if call.query.at else now_s)
+            )
 
     @staticmethod
     def of_timeline(make: Callable[[Timeline, Call[Any, None], int, float], object]) -> Operation:
         """A handler that answers from the timeline, which it reads until the present in a thread,
         for EXTEND_S_MAX; `_read_on` reads the rest. `make`: from the timeline, the call, the last
         record and the time. Of a past moment (`at`) it reads a timeline of its own."""
+
         async def call(api: HttpApi, call: Call[Any, None]) -> web.Response:
             if at := getattr(call.query, "at", ""):
                 then = await api._timeline_until(at)
@@ -348,12 +408,14 @@ class HttpApi:
                 if now.past.seq < last and (api._rest is None or api._rest.done()):
                     api._rest = asyncio.create_task(api._read_on(now, last))
                 return await aside(lambda: _json(make(now, call, last, now_s)))
+
         return call
 
     async def _extend(self, timeline: Timeline, num_max: int = 0) -> None:
         """Read the next records, in a thread. `num_max`: at most so many; 0: a page."""
-        page = await self._log.read(after=timeline.past.seq, num_max=min(
-            num_max or PAGE_RECORDS_MAX, PAGE_RECORDS_MAX))
+        page = await self._log.read(
+            after=timeline.past.seq, num_max=min(num_max or PAGE_RECORDS_MAX, PAGE_RECORDS_MAX)
+        )
         await aside(partial(timeline.add, page))
 
     async def _read_on(self, timeline: Timeline, last: int) -> None:
@@ -381,13 +443,17 @@ class HttpApi:
             return then
 
     @staticmethod
-    def write(make: Callable[[ClusterState, B, str], Body], answer: type[Struct] = Written,
-              ahead: Callable[[B], object] | None = None,
-              checks_devices: bool = False) -> Operation:
+    def write(
+        make: Callable[[ClusterState, B, str], Body],
+        answer: type[Struct] = Written,
+        ahead: Callable[[B], object] | None = None,
+        checks_devices: bool = False,
+    ) -> Operation:
         """A handler that writes a report for each comma-separated name in the path, in one append,
         and answers with the seq of the first, in each field of `answer`. Before the write, `ahead`
         runs in a thread, and agents check the devices of slots that return, so that neither
         delays other writes."""
+
         async def call(api: HttpApi, call: Call[Nothing, B]) -> Any:
             key = await _key(call.request)
             if ahead is not None:
@@ -400,10 +466,13 @@ class HttpApi:
                 state = await api._coordinator.settled()
                 seq = api._coordinator.answer(key)
                 if seq is None:
-                    reports = [requests.without_sick(make(state, call.body, name), answers)
-                               for name in names]
+                    reports = [
+                        requests.without_sick(make(state, call.body, name), answers)
+                        for name in names
+                    ]
                     seq = await api._coordinator.write(key, *_signed(call.caller, reports))
             return dict.fromkeys(answer.__struct_fields__, seq)
+
         return call
 
     async def file(self, call: Call[messages.FileQuery, None]) -> messages.FilePart:
@@ -414,8 +483,7 @@ class HttpApi:
         if known is None or known.health == "left":
             raise Refusal(404, f"node {node[:64]!r} has no agent", "unicron status nodes")
         async with self._reading[node]:
-            part = await self._log.ask_file(node, call.query.file, offset=offset,
-                                            wait_s=FILE_S_MAX)
+            part = await self._log.ask_file(node, call.query.file, offset=offset, wait_s=FILE_S_MAX)
         if part.error:
             raise Refusal(404, f"the agent of {node} cannot read it: {part.error}", "")
         text, num = codecs.utf_8_decode(part.data, "replace")  # a cut character is for the next
@@ -428,13 +496,18 @@ class HttpApi:
         for body in bodies:
             if isinstance(body, reports.QuarantineLifted):
                 slots[body.node].update(body.slots)
-        with_device = [name for name in slots
-                       if slots[name] and state.nodes[name].accelerator != "cpu"]
-        found = await asyncio.gather(*(self._check_node(name, sorted(slots[name]))
-                                       for name in with_device))
+        with_device = [
+            name for name in slots if slots[name] and state.nodes[name].accelerator != "cpu"
+        ]
+        found = await asyncio.gather(
+            *(self._check_node(name, sorted(slots[name])) for name in with_device)
+        )
         whys = dict(zip(with_device, found, strict=True))
-        return {f"{name}/{slot}": whys[name].get(slot, "it was not checked")
-                if name in whys else "" for name in slots for slot in slots[name]}
+        return {
+            f"{name}/{slot}": whys[name].get(slot, "it was not checked") if name in whys else ""
+            for name in slots
+            for slot in slots[name]
+        }
 
     async def _check_node(self, node: str, slots: list[int]) -> dict[int, str]:
         what = ", ".join(f"{node}/{slot}" for slot in slots)
@@ -442,11 +515,17 @@ class HttpApi:
             async with self._reading[node]:
                 part = await self._log.check_devices(node, slots, wait_s=CHECK_S_MAX)
         except LogError as error:
-            raise Refusal(503, f"the device of {what} was not checked: {error}",
-                          "unicron status nodes; nothing was done") from None
+            raise Refusal(
+                503,
+                f"the device of {what} was not checked: {error}",
+                "unicron status nodes; nothing was done",
+            ) from None
         if part.error:
-            raise Refusal(503, f"the agent of {node} did not check {what}: {part.error}",
-                          "an agent of an older version cannot; nothing was done")
+            raise Refusal(
+                503,
+                f"the agent of {node} did not check {what}: {part.error}",
+                "an agent of an older version cannot; nothing was done",
+            )
         return msgspec.msgpack.decode(part.data, type=dict[int, str])
 
     async def plan(self, call: Call[messages.Moment, None]) -> web.Response:
@@ -463,8 +542,9 @@ class HttpApi:
             return state
         async with self._computing:
             await self._log.open_segments()  # they may have been pruned
-            return await self._state_after(await moments.seq_at(
-                at, self._log.first_seq, state.seq, self._record))
+            return await self._state_after(
+                await moments.seq_at(at, self._log.first_seq, state.seq, self._record)
+            )
 
     async def _record(self, seq: int) -> Record:
         (record,) = await self._log.read(after=seq - 1, num_max=1)
@@ -477,8 +557,9 @@ class HttpApi:
         while state.seq < seq:
             if time.monotonic() - began_s > FOLD_S_MAX:
                 raise _too_far(seq)
-            page = await self._log.read(after=state.seq,
-                                        num_max=min(PAGE_RECORDS_MAX, seq - state.seq))
+            page = await self._log.read(
+                after=state.seq, num_max=min(PAGE_RECORDS_MAX, seq - state.seq)
+            )
             await aside(partial(_fold_all, state, page))
         return state
 
@@ -492,8 +573,9 @@ class HttpApi:
     async def simulate(self, call: Call[Nothing, messages.WhatIf]) -> messages.WhatIfAnswer:
         """Begin a simulation of the log with other choices."""
         last, begins = (await self._coordinator.settled()).seq, await self.beginning(call)
-        return self._what_ifs.start(call.body, self._log, begins["state"] * bool(begins["after"]),
-                                    last)
+        return self._what_ifs.start(
+            call.body, self._log, begins["state"] * bool(begins["after"]), last
+        )
 
     async def simulated(self, call: Call[Nothing, None]) -> messages.WhatIfAnswer:
         return self._what_ifs.answer
@@ -511,7 +593,8 @@ class HttpApi:
 
         async def carried_out() -> list[Body]:
             return await self._in_thread(
-                lambda data: dry_run.operator_requests(data, body.change, reason), check)
+                lambda data: dry_run.operator_requests(data, body.change, reason), check
+            )
 
         if body.change.lift and self._coordinator.answer(key) is None:
             answers = await self._check_devices(await carried_out())
@@ -520,8 +603,7 @@ class HttpApi:
             seq = self._coordinator.answer(key)
             if seq is None:
                 bodies = [requests.without_sick(one, answers) for one in await carried_out()]
-                seq = await self._coordinator.write(key, *_signed(call.caller, bodies),
-                                                    check=check)
+                seq = await self._coordinator.write(key, *_signed(call.caller, bodies), check=check)
         return Written(seq)
 
     async def _in_thread(self, call: Callable[[bytes], T], check: Check | None = None) -> T:
@@ -540,57 +622,95 @@ class HttpApi:
     async def join(self, call: Call[Nothing, messages.Join]) -> messages.Joined:
         body = call.body
         if not job.NAME.match(body.node) or body.node in RESERVED_NAMES:
-            raise Refusal(400, f"node: {body.node!r} is not a name",
-                          "lower-case letters, digits, '-' and '.', at most 63; not "
-                          + " or ".join(RESERVED_NAMES))
+            raise Refusal(
+                400,
+                f"node: {body.node!r} is not a name",
+                "lower-case letters, digits, '-' and '.', at most 63; not "
+                + " or ".join(RESERVED_NAMES),
+            )
         for key, value in body.labels.items():
             if why := types.label_error(key, value):
                 raise Refusal(400, f"labels: {why}", types.LABEL_HINT)
         state = await self._coordinator.settled()
         known = state.nodes.get(body.node)
         if known is not None and known.incarnation > body.incarnation:
-            raise Refusal(409, f"a newer agent of {body.node} has joined",
-                          "give this one another --node, or set its clock")
+            raise Refusal(
+                409,
+                f"a newer agent of {body.node} has joined",
+                "give this one another --node, or set its clock",
+            )
         await self._identify(call.caller, body, known)
-        if (known is not None and known.drained and known.drain_reason == reports.AGENT_STOPS
-                and body.incarnation > known.incarnation):
+        if (
+            known is not None
+            and known.drained
+            and known.drain_reason == reports.AGENT_STOPS
+            and body.incarnation > known.incarnation
+        ):
             async with self._writing:
-                await self._coordinator.write(secrets.token_hex(16), *_signed(call.caller, [
-                    reports.NodeUndrained(node=body.node, reason="its agent has started again")]))
+                await self._coordinator.write(
+                    secrets.token_hex(16),
+                    *_signed(
+                        call.caller,
+                        [
+                            reports.NodeUndrained(
+                                node=body.node, reason="its agent has started again"
+                            )
+                        ],
+                    ),
+                )
         await self._coordinator.admit(body.node, body.incarnation)
-        return {"redis_url": self._url_of(body.node, body.incarnation),
-                "cluster": self._address.cluster, "node": body.node,
-                "epoch": self._coordinator.epoch, "key": self._identities.key(body.node).hex(),
-                "redact": state.policy.redact, "version": __version__,
-                "agent_gone_s_max": state.policy.agent_gone_s_max}
+        return {
+            "redis_url": self._url_of(body.node, body.incarnation),
+            "cluster": self._address.cluster,
+            "node": body.node,
+            "epoch": self._coordinator.epoch,
+            "key": self._identities.key(body.node).hex(),
+            "redact": state.policy.redact,
+            "version": __version__,
+            "agent_gone_s_max": state.policy.agent_gone_s_max,
+        }
 
     async def _identify(self, caller: Token, body: messages.Join, known: Node | None) -> None:
         """Enrol the node if its agent asks for that; else raise Refusal if it is another node, or
         the agent of another node. Raises UsageError."""
         if body.identity and caller.role != "node":
             # Whoever made a token for this node alone knows that a silent one of its name is gone.
-            is_live = known is not None and (known.health == "healthy" or (
-                known.health == "unreachable" and caller.node != body.node))
+            is_live = known is not None and (
+                known.health == "healthy"
+                or (known.health == "unreachable" and caller.node != body.node)
+            )
             async with self._writing:
                 token = self._tokens.enrol(caller, body.node, body.identity, is_live=is_live)
                 await self._tell(caller, "enrolled", token)
         elif caller.role == "join":
-            raise Refusal(400, "a join token enrols a node, and this one sends no identity",
-                          "use an agent of this version")
+            raise Refusal(
+                400,
+                "a join token enrols a node, and this one sends no identity",
+                "use an agent of this version",
+            )
         elif caller.role == "node" and caller.name != body.node:
-            raise Refusal(400, f"this is the identity of {caller.name}, not of {body.node}",
-                          f"--node {caller.name}, or another --state")
+            raise Refusal(
+                400,
+                f"this is the identity of {caller.name}, not of {body.node}",
+                f"--node {caller.name}, or another --state",
+            )
         elif caller.role == "admin" and body.node in self._tokens.enrolled_nodes():
-            raise Refusal(409, f"the name {body.node} is taken by a node that was enrolled",
-                          f"give this one another --node, or unicron token revoke {body.node}")
+            raise Refusal(
+                409,
+                f"the name {body.node} is taken by a node that was enrolled",
+                f"give this one another --node, or unicron token revoke {body.node}",
+            )
 
     def _url_of(self, node: str, incarnation: int) -> str:
         """The log's URL for an agent."""
         address = self._address
         if address.shared_password:
             return address.redis_url
-        return with_credentials(address.redis_url, user_name(address.cluster, node),
-                                self._identities.password(node, incarnation))
+        return with_credentials(
+            address.redis_url,
+            user_name(address.cluster, node),
+            self._identities.password(node, incarnation),
+        )
 
     # --- sessions of browsers ---
     async def new_code(self, call: Call[Nothing, messages.NewCode]) -> messages.NewCodeMade:
@@ -608,29 +728,54 @@ class HttpApi:
     # --- tokens; a secret is in an answer once, and in no log ---
     async def list_tokens(self, call: Call[ListQuery, None]) -> Page[messages.TokenView]:
         found = {one.name: one for one in self._tokens.all()}
-        return _page(sorted(found), str, call.query, lambda name: {
-            "name": name, "role": (one := found[name]).role, "created_s": one.created_s,
-            "expires_s": one.expires_s, "expired": self._tokens.has_expired(one),
-            "node": one.node, "uses": one.uses, "used": one.used})
+        return _page(
+            sorted(found),
+            str,
+            call.query,
+            lambda name: {
+                "name": name,
+                "role": (one := found[name]).role,
+                "created_s": one.created_s,
+                "expires_s": one.expires_s,
+                "expired": self._tokens.has_expired(one),
+                "node": one.node,
+                "uses": one.uses,
+                "used": one.used,
+            },
+        )
 
     async def create_token(self, call: Call[Nothing, messages.NewToken]) -> messages.NewSecret:
         body = call.body
-        return await self._issue(call.caller, "created", body.reason, lambda: self._tokens.create(
-            body.name, body.role, body.life_s, node=body.node, uses=body.uses))
+        return await self._issue(
+            call.caller,
+            "created",
+            body.reason,
+            lambda: self._tokens.create(
+                body.name, body.role, body.life_s, node=body.node, uses=body.uses
+            ),
+        )
 
     async def rotate_token(self, call: Call[Nothing, Reason]) -> messages.NewSecret:
-        return await self._issue(call.caller, "rotated", call.body.reason,
-                                 lambda: self._tokens.rotate(call.of))
+        return await self._issue(
+            call.caller, "rotated", call.body.reason, lambda: self._tokens.rotate(call.of)
+        )
 
-    async def _issue(self, caller: Token, act: types.TokenAct, reason: str,
-                     make: Callable[[], tuple[Token, str]]) -> messages.NewSecret:
+    async def _issue(
+        self, caller: Token, act: types.TokenAct, reason: str, make: Callable[[], tuple[Token, str]]
+    ) -> messages.NewSecret:
         reason = requests.one_line(reason)
         async with self._writing:
             await self._coordinator.settled()
             token, secret = make()
             await self._tell(caller, act, token, reason)
-        return {"name": token.name, "role": token.role, "expires_s": token.expires_s,
-                "node": token.node, "uses": token.uses, "token": secret}
+        return {
+            "name": token.name,
+            "role": token.role,
+            "expires_s": token.expires_s,
+            "node": token.node,
+            "uses": token.uses,
+            "token": secret,
+        }
 
     async def revoke_token(self, call: Call[Nothing, Reason]) -> messages.TokenName:
         reason = requests.one_line(call.body.reason)
@@ -644,14 +789,23 @@ class HttpApi:
                     await self._coordinator.expel(token.name)
         return {"name": token.name}
 
-    async def _tell(self, caller: Token, act: types.TokenAct, token: Token, reason: str = ""
-                    ) -> None:
-        """Share a change of a token, and write who made it and why, before a secret is answered.
-        """
+    async def _tell(
+        self, caller: Token, act: types.TokenAct, token: Token, reason: str = ""
+    ) -> None:
+        """Share a change of a token, and write who made it and why, before a secret is answered."""
         await self._coordinator.keep_tokens(self._tokens.encoded())
         # Not under the caller's Idempotency-Key: with one that is in the log nothing is written.
-        await self._coordinator.write(secrets.token_hex(16), *_signed(caller, [
-            reports.TokenChanged(act=act, name=token.name, token_role=token.role, reason=reason)]))
+        await self._coordinator.write(
+            secrets.token_hex(16),
+            *_signed(
+                caller,
+                [
+                    reports.TokenChanged(
+                        act=act, name=token.name, token_role=token.role, reason=reason
+                    )
+                ],
+            ),
+        )
 
     # --- authorisation and errors ---
     @web.middleware
@@ -664,10 +818,14 @@ class HttpApi:
         except (UsageError, LogError) as error:
             answer = error_answer(*_status_of(error))
         except web.HTTPException as error:
-            answer = error_answer(error.status, f"{request.method} {request.path}: {error.reason}",
-                                  "GET /v1/openapi.json" * (error.status in (404, 405)))
-            answer.headers.update({key: value for key, value in error.headers.items()
-                                   if key == "Allow"})
+            answer = error_answer(
+                error.status,
+                f"{request.method} {request.path}: {error.reason}",
+                "GET /v1/openapi.json" * (error.status in (404, 405)),
+            )
+            answer.headers.update(
+                {key: value for key, value in error.headers.items() if key == "Allow"}
+            )
         if not request.content.is_eof() or answer.status in (401, 413, 415):
             answer.force_close()  # its body has not arrived
         return answer
@@ -677,8 +835,11 @@ class HttpApi:
         host = request.headers.get("Host", "localhost")
         if host.partition(":")[0].lower() not in self._names and not ADDRESS.match(host):
             # In a browser, a page of another name that now stands for our address (DNS rebinding).
-            raise Refusal(421, "the Host header names another host", "use this host's address, or "
-                          "start the control plane with --advertise NAME")
+            raise Refusal(
+                421,
+                "the Host header names another host",
+                "use this host's address, or start the control plane with --advertise NAME",
+            )
         origin = request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
             raise Refusal(403, "the Origin header names another site", "unicron open")
@@ -704,12 +865,18 @@ class HttpApi:
             return session
         if token is None:
             if node := self._tokens.revoked_node(secret):
-                raise Refusal(410, f"the identity of {node} was revoked",
-                              f"an admin: unicron token create --join --node {node}")
+                raise Refusal(
+                    410,
+                    f"the identity of {node} was revoked",
+                    f"an admin: unicron token create --join --node {node}",
+                )
             raise _unknown_token()
         if self._tokens.has_expired(token):
-            raise Refusal(401, f"the token {token.name} has expired",
-                          f"an admin: unicron token rotate {token.name}")
+            raise Refusal(
+                401,
+                f"the token {token.name} has expired",
+                f"an admin: unicron token rotate {token.name}",
+            )
         return token
 
     async def _mark(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -725,13 +892,20 @@ class HttpApi:
 
 def _signed(caller: Token, bodies: Sequence[Body]) -> list[Body]:
     """The requests, with who made them."""
-    return [msgspec.structs.replace(body, who=caller.name, role=caller.role)
-            if isinstance(body, types.OperatorRequest) else body for body in bodies]
+    return [
+        msgspec.structs.replace(body, who=caller.name, role=caller.role)
+        if isinstance(body, types.OperatorRequest)
+        else body
+        for body in bodies
+    ]
 
 
 def _unknown_token() -> Refusal:
-    return Refusal(401, "the token is missing, wrong or revoked",
-                   "Authorization: Bearer TOKEN, from the state folder's token file")
+    return Refusal(
+        401,
+        "the token is missing, wrong or revoked",
+        "Authorization: Bearer TOKEN, from the state folder's token file",
+    )
 
 
 def _fold_all(state: ClusterState, records: Sequence[Record]) -> None:
@@ -742,9 +916,13 @@ def _fold_all(state: ClusterState, records: Sequence[Record]) -> None:
 def _status_of(error: UnicronError) -> tuple[int, str, str]:
     """Status, detail and hint of an error."""
     status: int = getattr(error, "status", 0) or next(
-        status for kind, status in STATUSES.items() if isinstance(error, kind))
-    return status, str(error), error.hint or (
-        "training goes on; try again in a moment" if status == 503 else "")
+        status for kind, status in STATUSES.items() if isinstance(error, kind)
+    )
+    return (
+        status,
+        str(error),
+        error.hint or ("training goes on; try again in a moment" if status == 503 else ""),
+    )
 
 
 def _lines(records: Iterable[Record]) -> bytes:
@@ -753,26 +931,39 @@ def _lines(records: Iterable[Record]) -> bytes:
 
 def _events(records: Iterable[Record]) -> bytes:
     """Server-sent events; without a record a comment, so that the connection is seen to live."""
-    return b"".join(b"id: %d\ndata: %b\n\n" % (one.seq, msgspec.json.encode(codec.to_plain(one)))
-                    for one in records) or b":\n\n"
+    return (
+        b"".join(
+            b"id: %d\ndata: %b\n\n" % (one.seq, msgspec.json.encode(codec.to_plain(one)))
+            for one in records
+        )
+        or b":\n\n"
+    )
 
 
-def _page(keys: Sequence[K], key: Callable[[str], K], query: ListQuery, show: Callable[[K], T]
-          ) -> Page[T]:
+def _page(
+    keys: Sequence[K], key: Callable[[str], K], query: ListQuery, show: Callable[[K], T]
+) -> Page[T]:
     """The items behind the cursor, which is the key of the last item before."""
-    rest = keys[bisect_right(keys, key(query.cursor)):] if query.cursor else keys
-    shown = rest[:query.limit]
+    rest = keys[bisect_right(keys, key(query.cursor)) :] if query.cursor else keys
+    shown = rest[: query.limit]
     return Page([show(one) for one in shown], str(shown[-1]) if len(rest) > len(shown) else "")
 
 
 def _json(data: Any, status: int = 200, **headers: str) -> web.Response:
-    return web.Response(body=msgspec.json.encode(data), status=status, headers=headers,
-                        content_type="application/json")
+    return web.Response(
+        body=msgspec.json.encode(data),
+        status=status,
+        headers=headers,
+        content_type="application/json",
+    )
 
 
 def _too_far(seq: int) -> Refusal:
-    return Refusal(503, f"seq {seq} is not reached within {FOLD_S_MAX:g} s",
-                   "unicron export FILE, then unicron replay FILE --until SEQ")
+    return Refusal(
+        503,
+        f"seq {seq} is not reached within {FOLD_S_MAX:g} s",
+        "unicron export FILE, then unicron replay FILE --until SEQ",
+    )
 
 
 def _too_large() -> Refusal:
@@ -810,14 +1001,16 @@ async def _body(request: web.Request) -> Any:
     """The JSON body, strict: no duplicate keys, no NaN, no lone surrogate (`"\\ud800"` is JSON, but
     can be written neither to the log nor to an answer)."""
     if request.body_exists and request.content_type != "application/json":
-        raise Refusal(415, f"the body is {request.content_type[:64]}",
-                      "Content-Type: application/json")
+        raise Refusal(
+            415, f"the body is {request.content_type[:64]}", "Content-Type: application/json"
+        )
     try:
         async with asyncio.timeout(BODY_S_MAX):
             raw = await request.read()
     except TimeoutError:
-        raise Refusal(408, f"the body did not arrive within {BODY_S_MAX:g} s",
-                      "send it again") from None
+        raise Refusal(
+            408, f"the body did not arrive within {BODY_S_MAX:g} s", "send it again"
+        ) from None
     except web.HTTPRequestEntityTooLarge:
         raise _too_large() from None
     except web.RequestPayloadError as error:

@@ -49,12 +49,20 @@ from .requests import Refusal
 from .view import view
 
 Plain = dict[str, Any]
-PHASES = (("detect", "fault_s", "detected_s"), ("decide", "detected_s", "decided_s"),
-          ("rebuild", "decided_s", "resumed_s"), ("step", "resumed_s", "stepped_s"),
-          ("full", "stepped_s", "closed_s"))
+PHASES = (
+    ("detect", "fault_s", "detected_s"),
+    ("decide", "detected_s", "decided_s"),
+    ("rebuild", "decided_s", "resumed_s"),
+    ("step", "resumed_s", "stepped_s"),
+    ("full", "stepped_s", "closed_s"),
+)
 """Name, start, end. `full`: from the first iteration to full size."""
-PAUSED_PHASES = (*PHASES[:2], ("held", "decided_s", "ordered_s"),
-               ("rebuild", "ordered_s", "resumed_s"), *PHASES[3:])
+PAUSED_PHASES = (
+    *PHASES[:2],
+    ("held", "decided_s", "ordered_s"),
+    ("rebuild", "ordered_s", "resumed_s"),
+    *PHASES[3:],
+)
 RECORDS_BEFORE_NUM = 4_000
 """Records before an incident that are read for its facts: they tell of in-memory checkpoints."""
 LATE_RECORDS_NUM = 1_000
@@ -90,7 +98,8 @@ class Reading:
         if one is None:
             self.num_missing *= self.last < self._number
         elif not self.num_missing or (
-                one.closed_seq and self.last >= one.closed_seq + LATE_RECORDS_NUM):
+            one.closed_seq and self.last >= one.closed_seq + LATE_RECORDS_NUM
+        ):
             self._found = incident_records(one, self._records, decode_state(self._start))
             self.num_missing *= not self._found.is_over(self.last)
 
@@ -100,78 +109,127 @@ class Reading:
         past, shown, found = self._past, self._shown, self._found
         if found is None:
             newest = sorted(shown.incidents, reverse=True)[:NEWEST_NUM]
-            raise Refusal(404, f"no incident {self._number} in the log",
-                          "the newest: " + ", ".join(f"inc-{key}" for key in newest)
-                          if newest else "there are none: nothing has failed so far")
+            raise Refusal(
+                404,
+                f"no incident {self._number} in the log",
+                "the newest: " + ", ".join(f"inc-{key}" for key in newest)
+                if newest
+                else "there are none: nothing has failed so far",
+            )
         for key, task in shown.tasks.items():
             if key in past.tasks:
                 past.tasks[key].task = task
 
         def plan_at(seq: int) -> Plain:
-            state = replay(takewhile(lambda one: one.seq <= seq, self._records),
-                           decode_state(self._start))
+            state = replay(
+                takewhile(lambda one: one.seq <= seq, self._records), decode_state(self._start)
+            )
             return cast(Plain, msgspec.to_builtins(explain_present_plan(encode_state(state))))
 
-        return {**facts_of(past, found, view(shown, now_s=now_s), now_s=now_s, option=option),
-                **waits_of(past, found, plan_at), "seq": shown.seq,
-                "verify": f"unicron replay --live{option} --until "
-                          f"{found.incident.closed_seq or shown.seq} --verify"}
+        return {
+            **facts_of(past, found, view(shown, now_s=now_s), now_s=now_s, option=option),
+            **waits_of(past, found, plan_at),
+            "seq": shown.seq,
+            "verify": f"unicron replay --live{option} --until "
+            f"{found.incident.closed_seq or shown.seq} --verify",
+        }
 
 
 def begin(number: int, first_seq: int) -> int:
     """Behind which record to begin to read for an incident's facts. `first_seq`: of the log.
     Raises Refusal for an incident before it."""
     if 0 < number < first_seq:
-        raise Refusal(404, f"incident {number} began before the log, which was pruned",
-                      f"the log begins at seq {first_seq}")
+        raise Refusal(
+            404,
+            f"incident {number} began before the log, which was pruned",
+            f"the log begins at seq {first_seq}",
+        )
     return max(first_seq - 1, number - RECORDS_BEFORE_NUM)
 
 
-def facts_of(history: History, found: IncidentRecords, shown: Plain, *, now_s: float,
-             option: str = "") -> Plain:
+def facts_of(
+    history: History, found: IncidentRecords, shown: Plain, *, now_s: float, option: str = ""
+) -> Plain:
     """All facts of the page as plain data; times in s since 1970, `after_s` since detection."""
     one, known = found.incident, found.incident.incident
     task = history.tasks[one.task].task if one.task in history.tasks else None
     evidence = [x for x in found.records if x.seq in known.evidence]
     first = began(one, evidence)
-    lost = (lost_state(one.order, one.optimizer, one.alive) if known.source.origin in FARTHER
-            and one.order is not None and one.alive is not None else "")
+    lost = (
+        lost_state(one.order, one.optimizer, one.alive)
+        if known.source.origin in FARTHER and one.order is not None and one.alive is not None
+        else ""
+    )
     return {
-        "id": one.id, "task": one.task,
+        "id": one.id,
+        "task": one.task,
         "name": history.name_of(one.task) if one.task else f"node {known.node}",
-        "node": known.node, "ranks": known.ranks, "status": known.status,
-        "severity": known.severity, "outcome": one.outcome, "detected_s": one.detected_s,
-        "closed_s": one.closed_s, "seq": history.seq,
+        "node": known.node,
+        "ranks": known.ranks,
+        "status": known.status,
+        "severity": known.severity,
+        "outcome": one.outcome,
+        "detected_s": one.detected_s,
+        "closed_s": one.closed_s,
+        "seq": history.seq,
         "acknowledged": needs.acknowledged(msgspec.to_builtins(known)),
-        "over": bool(task is not None and task.outcome), "cost": cost(history, one, now_s),
-        "layouts": one.layouts, "lost": lost, "optimizer": one.optimizer,
+        "over": bool(task is not None and task.outcome),
+        "cost": cost(history, one, now_s),
+        "layouts": one.layouts,
+        "lost": lost,
+        "optimizer": one.optimizer,
         "copies_gone": [_event(history, one, x) for x in found.gone],
         "no_copies": found.no_copies,
-        "phases": phases(one, max((x.body.silence_s for x in evidence
-                                   if isinstance(x.body, NodeUnreachable)
-                                   and x.at_s <= one.detected_s), default=0.0),
-                         stalled=_stalled_until(one, evidence), began=first,
-                         paused=any(isinstance(x.body, OrderSuppressed) and x.body.task == one.task
-                                  for x in found.records)),
-        "part_of": next((x.in_words for x in history.node_losses
-                         if one.id in x.incidents), ""),
-        "on_purpose": [{"seq": x.request.seq, "what": _essentials(x.request)}
-                       for x in history.injected.behind(
-                           task=one.task, ranks=known.ranks, node=known.node,
-                           first_seq=one.first_seq, last_seq=max([one.id, *one.evidence]))],
+        "phases": phases(
+            one,
+            max(
+                (
+                    x.body.silence_s
+                    for x in evidence
+                    if isinstance(x.body, NodeUnreachable) and x.at_s <= one.detected_s
+                ),
+                default=0.0,
+            ),
+            stalled=_stalled_until(one, evidence),
+            began=first,
+            paused=any(
+                isinstance(x.body, OrderSuppressed) and x.body.task == one.task
+                for x in found.records
+            ),
+        ),
+        "part_of": next((x.in_words for x in history.node_losses if one.id in x.incidents), ""),
+        "on_purpose": [
+            {"seq": x.request.seq, "what": _essentials(x.request)}
+            for x in history.injected.behind(
+                task=one.task,
+                ranks=known.ranks,
+                node=known.node,
+                first_seq=one.first_seq,
+                last_seq=max([one.id, *one.evidence]),
+            )
+        ],
         "began": msgspec.to_builtins(first),
         "evidence": [{**_event(history, one, x), "later": x.seq in found.later} for x in evidence],
         "evidence_is_cut": len(known.evidence) >= NUM_EVIDENCE_MAX,
-        "decisions": [{"seq": x.seq, "severity": x.body.severity, "why": x.body.why,
-                       "rule": rule(x.body)} for x in found.records
-                      if isinstance(x.body, IncidentOpened | IncidentEscalated)],
+        "decisions": [
+            {"seq": x.seq, "severity": x.body.severity, "why": x.body.why, "rule": rule(x.body)}
+            for x in found.records
+            if isinstance(x.body, IncidentOpened | IncidentEscalated)
+        ],
         "plans": [plan_facts(history, x) for x in found.records if isinstance(x.body, PlanChosen)],
-        "waits": [], "computed_by": 0,
-        "effects": [*([_faulted_task(history, found, now_s)] if one.task else []),
-                    *(_unfaulted_task(history, key, found) for key in found.others)],
-        "dumps": needs.folders(one.logs, shown["nodes"]) if (
-            task is not None and task.spec.train is not None
-            and any(isinstance(x.body, RankStalled) for x in evidence)) else [],
+        "waits": [],
+        "computed_by": 0,
+        "effects": [
+            *([_faulted_task(history, found, now_s)] if one.task else []),
+            *(_unfaulted_task(history, key, found) for key in found.others),
+        ],
+        "dumps": needs.folders(one.logs, shown["nodes"])
+        if (
+            task is not None
+            and task.spec.train is not None
+            and any(isinstance(x.body, RankStalled) for x in evidence)
+        )
+        else [],
         "timeline": [_event(history, one, x) for x in found.records],
         "left": left(one, task, found, shown, option),
     }
@@ -181,8 +239,11 @@ def lost_state(order: Reconfigure, optimizer: Sharding, alive: Collection[tuple[
     """The parts of the state that no survivor holds. `alive`: (rank, attempt) of each survivor."""
     members = order.members
     axes = order.axes or Axes(dp=len(members))
-    there = [place for place, member in enumerate(members[:num_positions(axes)])
-             if (member.rank, member.attempt) in alive]
+    there = [
+        place
+        for place, member in enumerate(members[: num_positions(axes)])
+        if (member.rank, member.attempt) in alive
+    ]
     parts: list[str] = []
     for places in missing_parts(axes, optimizer, there):
         part = part_in_words(axes, places[0], sharded=optimizer != "whole")
@@ -205,23 +266,37 @@ def waits_of(history: History, found: IncidentRecords, plan_at: Callable[[int], 
         try:
             plan = plan_at(records[-1][0])
         except UsageError as error:
-            words |= {body.task: f"{body.why}; what it needed is not computed: {error}"
-                      for _, body in records if body.task not in words}
+            words |= {
+                body.task: f"{body.why}; what it needed is not computed: {error}"
+                for _, body in records
+                if body.task not in words
+            }
     waiting = {body.task for _, body in records} - words.keys()
     words |= {x["task"]: x["waits"] for x in plan["tasks"] if x["waits"] and x["task"] in waiting}
-    return {"computed_by": plan["computed_by"],
-            "waits": [{"task": history.name_of(task), "waits": waits}
-                      for task, waits in words.items()]}
+    return {
+        "computed_by": plan["computed_by"],
+        "waits": [{"task": history.name_of(task), "waits": waits} for task, waits in words.items()],
+    }
 
 
 def cost(history: History, one: IncidentHistory, now_s: float) -> Plain:
     known, source = one.incident, one.incident.source
-    return {"pause_s": one.pause_s, "iterations_lost": known.iterations_lost,
-            "slot_s": history.slot_s(one, now_s), "kept": known.kept, "dealt": known.dealt,
-            "ckpt_read": known.ckpt_read, "origin": source.origin, "origin_node": source.node,
-            "origin_path": source.path, "origin_step_version": source.step_version,
-            "origin_bytes": source.num_bytes, "peer_bytes": known.peer_bytes,
-            "near_bytes": known.near_bytes, "received_bytes": known.received_bytes}
+    return {
+        "pause_s": one.pause_s,
+        "iterations_lost": known.iterations_lost,
+        "slot_s": history.slot_s(one, now_s),
+        "kept": known.kept,
+        "dealt": known.dealt,
+        "ckpt_read": known.ckpt_read,
+        "origin": source.origin,
+        "origin_node": source.node,
+        "origin_path": source.path,
+        "origin_step_version": source.step_version,
+        "origin_bytes": source.num_bytes,
+        "peer_bytes": known.peer_bytes,
+        "near_bytes": known.near_bytes,
+        "received_bytes": known.received_bytes,
+    }
 
 
 STALL_PHASES = {"stopped": "stopped", "hang": "stood", "printed": "stood"}
@@ -230,27 +305,43 @@ STALL_PHASES = {"stopped": "stopped", "hang": "stood", "printed": "stood"}
 
 def _stalled_until(one: IncidentHistory, evidence: list[Record]) -> tuple[str, float]:
     """The name and the end of the phase in which a stalled task could resume, or "" and 0."""
-    due = [(STALL_PHASES[name], x.at_s) for x in evidence if isinstance(x.body, DeadlineReached)
-           and (name := x.body.deadline.partition("/")[0]) in STALL_PHASES
-           and x.at_s <= one.decided_s]
+    due = [
+        (STALL_PHASES[name], x.at_s)
+        for x in evidence
+        if isinstance(x.body, DeadlineReached)
+        and (name := x.body.deadline.partition("/")[0]) in STALL_PHASES
+        and x.at_s <= one.decided_s
+    ]
     return due[0] if due else ("", 0.0)
 
 
-def phases(one: IncidentHistory, silence_s: float = 0.0, *, stalled: tuple[str, float] = ("", 0.0),
-           began: FaultStart | None = None, paused: bool = False) -> list[Plain]:
+def phases(
+    one: IncidentHistory,
+    silence_s: float = 0.0,
+    *,
+    stalled: tuple[str, float] = ("", 0.0),
+    began: FaultStart | None = None,
+    paused: bool = False,
+) -> list[Plain]:
     """The length of each phase that the incident has reached. `silence_s`: how long the node was
     unreachable before, instead of `detect`. `stalled`: the name and end of the phase in which a
     stalled task could resume. `paused`: orders were suppressed, which is a phase of its own."""
-    found = [_phase(name, from_s, to_s) for name, from_, to in (PAUSED_PHASES if paused else PHASES)
-             if (from_s := getattr(one, from_)) is not None
-             and (to_s := getattr(one, to)) is not None and to_s >= from_s]
+    found = [
+        _phase(name, from_s, to_s)
+        for name, from_, to in (PAUSED_PHASES if paused else PHASES)
+        if (from_s := getattr(one, from_)) is not None
+        and (to_s := getattr(one, to)) is not None
+        and to_s >= from_s
+    ]
     if silence_s:
         silent = _phase("silent", one.detected_s - silence_s, one.detected_s)
         found = [silent, *(x for x in found if x["name"] != "detect")]
     elif began is not None and began.bound:
         detect = _phase("detect", one.detected_s - began.length_s, one.detected_s, began.bound)
-        found = [*([detect] if began.bound != "unknown" else []),
-                 *(x for x in found if x["name"] != "detect")]
+        found = [
+            *([detect] if began.bound != "unknown" else []),
+            *(x for x in found if x["name"] != "detect"),
+        ]
     name, until_s = stalled
     if name:
         parts = [_phase(name, one.detected_s, until_s), _phase("decide", until_s, one.decided_s)]
@@ -269,8 +360,9 @@ def rule(body: IncidentOpened | IncidentEscalated) -> str:
     by_table, status = severity_of(body.status), status_in_words(body.status)
     if by_table == body.severity:
         return f"{status!r} is {by_table}"
-    return (f"{status!r} is {by_table}, but a process ended or reattempts did not help: "
-            f"{body.severity}")
+    return (
+        f"{status!r} is {by_table}, but a process ended or reattempts did not help: {body.severity}"
+    )
 
 
 def _essentials(record: Record) -> str:
@@ -282,19 +374,30 @@ def _event(history: History, one: IncidentHistory, of: Record) -> Plain:
     record = to_plain(of)
     body: Plain = record["body"]
     task = body.get("task", 0)
-    return {"seq": of.seq, "after_s": of.at_s - one.detected_s,
-            "who": _who(record), "kind": record["kind"],
-            "task": task, "rank": body.get("rank"), "name": history.name_of(task) if task else "",
-            "other": task not in (0, one.task),
-            "what": essentials(record["kind"], body, record["v"]),
-            "alike": " ".join([record["kind"], *(str(body.get(key)) for key in SAME_EVENT.get(
-                record["kind"], ()))]) if record["kind"] in SAME_EVENT else str(record["seq"])}
+    return {
+        "seq": of.seq,
+        "after_s": of.at_s - one.detected_s,
+        "who": _who(record),
+        "kind": record["kind"],
+        "task": task,
+        "rank": body.get("rank"),
+        "name": history.name_of(task) if task else "",
+        "other": task not in (0, one.task),
+        "what": essentials(record["kind"], body, record["v"]),
+        "alike": " ".join(
+            [record["kind"], *(str(body.get(key)) for key in SAME_EVENT.get(record["kind"], ()))]
+        )
+        if record["kind"] in SAME_EVENT
+        else str(record["seq"]),
+    }
 
 
-SAME_EVENT = {"CollectiveFailed": ("task", "generation", "status"),
-         "RankStalled": ("task", "where", "iteration", "collective"),
-         "DeviceErred": ("node", "origin", "rule", "devices"),
-         "HealthChanged": ("node", "check", "health", "devices")}
+SAME_EVENT = {
+    "CollectiveFailed": ("task", "generation", "status"),
+    "RankStalled": ("task", "where", "iteration", "collective"),
+    "DeviceErred": ("node", "origin", "rule", "devices"),
+    "HealthChanged": ("node", "check", "health", "devices"),
+}
 """Kinds of which several records can report one event, with the fields that identify it."""
 
 
@@ -311,16 +414,26 @@ def plan_facts(history: History, record: Record) -> Plain:
     """A plan (PlanChosen) and the alternatives that it was preferred to."""
     body: Plain = to_plain(record)["body"]
     given = body["allocations"]
-    return {"seq": record.seq, "trigger": body["trigger"], "num_slots": body["num_slots"],
-            "waf": plan_waf(body), "ideal_waf": body.get("ideal_waf", 0.0),
-            "why": body.get("why", ""), "bound": bound_by(
-                body, {x["task"]: history.name_of(x["task"]) for x in given}),
-            "origins": list(history.origins.get(record.seq, ())),
-            "slots": {history.name_of(x["task"]): [x["slots_before"], x["slots"]] for x in given},
-            "beaten": [{"what": x["what"], "waf": plan_waf({**body, "waf": x["waf"]}),
-                        "by": _by(x, body),
-                        "slots": {history.name_of(task): slots for task, slots in x["slots"]}}
-                       for x in body["alternatives"]]}
+    return {
+        "seq": record.seq,
+        "trigger": body["trigger"],
+        "num_slots": body["num_slots"],
+        "waf": plan_waf(body),
+        "ideal_waf": body.get("ideal_waf", 0.0),
+        "why": body.get("why", ""),
+        "bound": bound_by(body, {x["task"]: history.name_of(x["task"]) for x in given}),
+        "origins": list(history.origins.get(record.seq, ())),
+        "slots": {history.name_of(x["task"]): [x["slots_before"], x["slots"]] for x in given},
+        "beaten": [
+            {
+                "what": x["what"],
+                "waf": plan_waf({**body, "waf": x["waf"]}),
+                "by": _by(x, body),
+                "slots": {history.name_of(task): slots for task, slots in x["slots"]},
+            }
+            for x in body["alternatives"]
+        ],
+    }
 
 
 def _by(beaten: Plain, plan: Plain) -> str:
@@ -328,9 +441,12 @@ def _by(beaten: Plain, plan: Plain) -> str:
     if beaten["objective"] == plan["objective"]:
         return "a tie, which the first task wins"
     if plan.get("alpha"):
-        return ("not comparable: other tasks wait" if beaten["objective"] == NOT_COMPARABLE_NUM else
-                f"is worth {'less' if beaten['objective'] < plan['objective'] else 'more'} "
-                f"by alpha-fairness {plan['alpha']:g}")
+        return (
+            "not comparable: other tasks wait"
+            if beaten["objective"] == NOT_COMPARABLE_NUM
+            else f"is worth {'less' if beaten['objective'] < plan['objective'] else 'more'} "
+            f"by alpha-fairness {plan['alpha']:g}"
+        )
     if beaten["waf"] < plan["waf"]:
         return f"earns less{hidden(beaten['waf'], plan['waf'])}"
     if beaten["objective"] > plan["objective"]:
@@ -339,63 +455,106 @@ def _by(beaten: Plain, plan: Plain) -> str:
 
 
 def _placed(task: int, found: IncidentRecords) -> list[int]:
-    return [len(x.body.seats) for x in found.records
-            if isinstance(x.body, TaskPlaced) and x.body.task == task]
+    return [
+        len(x.body.seats)
+        for x in found.records
+        if isinstance(x.body, TaskPlaced) and x.body.task == task
+    ]
 
 
 def _faulted_task(history: History, found: IncidentRecords, now_s: float) -> Plain:
     one, placed = found.incident, _placed(found.incident.task, found)
-    return {"task": history.name_of(one.task), "hurt": True,
-            "slots_before": one.num_slots, "slots": placed[-1] if placed else one.num_slots,
-            "pause_s": one.pause_s, "iterations_lost": one.incident.iterations_lost,
-            "slot_s": history.slot_s(one, now_s)}
+    return {
+        "task": history.name_of(one.task),
+        "hurt": True,
+        "slots_before": one.num_slots,
+        "slots": placed[-1] if placed else one.num_slots,
+        "pause_s": one.pause_s,
+        "iterations_lost": one.incident.iterations_lost,
+        "slot_s": history.slot_s(one, now_s),
+    }
 
 
 def _unfaulted_task(history: History, task: int, found: IncidentRecords) -> Plain:
     """The cost of the incident for a task without a fault; unknown while that task waits."""
     records = [x for x in found.records if getattr(x.body, "task", 0) == task]
     placed, seqs = _placed(task, found), [x.seq for x in records]
-    given = [x for record in found.records if isinstance(record.body, PlanChosen)
-             for x in record.body.allocations if x.task == task]
+    given = [
+        x
+        for record in found.records
+        if isinstance(record.body, PlanChosen)
+        for x in record.body.allocations
+        if x.task == task
+    ]
     slots_before = given[0].slots_before if given else 0
     mine = [one for one in history.transitions if one.seq in seqs]
-    left_seq, resumed_seq = (max((x.seq for x in records if isinstance(x.body, kind)), default=0)
-                             for kind in (Quiesced, Resume))
+    left_seq, resumed_seq = (
+        max((x.seq for x in records if isinstance(x.body, kind)), default=0)
+        for kind in (Quiesced, Resume)
+    )
     waits = left_seq > resumed_seq  # a later plan gives it slots again
     pause_s = None if waits else math.fsum(one.still_s for one in mine)
-    return {"task": history.name_of(task), "hurt": False, "slots_before": slots_before,
-            "slots": placed[-1] if placed else slots_before, "pause_s": pause_s,
-            "iterations_lost": max((one.lost for one in mine), default=0),
-            "slot_s": None if pause_s is None else pause_s * slots_before}
+    return {
+        "task": history.name_of(task),
+        "hurt": False,
+        "slots_before": slots_before,
+        "slots": placed[-1] if placed else slots_before,
+        "pause_s": pause_s,
+        "iterations_lost": max((one.lost for one in mine), default=0),
+        "slot_s": None if pause_s is None else pause_s * slots_before,
+    }
 
 
-def left(one: IncidentHistory, task: Task | None, found: IncidentRecords, shown: Plain,
-         option: str) -> list[str]:
+def left(
+    one: IncidentHistory, task: Task | None, found: IncidentRecords, shown: Plain, option: str
+) -> list[str]:
     """What an operator still has to do, one step a line."""
     words: list[str] = []
     evidence = [x for x in found.records if x.seq in one.evidence]
-    touched = {one.incident.node, *(getattr(x.body, "node", x.source.partition("/")[0])
-                                    for x in evidence)}
-    words += [f"{node['id']} {trouble}" for node in shown["nodes"]
-              if node["id"] in touched and (trouble := needs.node_trouble(node, option))]
-    words += [f"{node['id']} {kept}" for node in shown["nodes"]
-              if node["id"] in touched and (kept := needs.quarantine_reason(node, option))]
+    touched = {
+        one.incident.node,
+        *(getattr(x.body, "node", x.source.partition("/")[0]) for x in evidence),
+    }
+    words += [
+        f"{node['id']} {trouble}"
+        for node in shown["nodes"]
+        if node["id"] in touched and (trouble := needs.node_trouble(node, option))
+    ]
+    words += [
+        f"{node['id']} {kept}"
+        for node in shown["nodes"]
+        if node["id"] in touched and (kept := needs.quarantine_reason(node, option))
+    ]
     healing = shown["cluster"]["healing"]
     if one.outcome == "open" and healing != "on":
-        what = (f"healing is {healing}" if healing.startswith("frozen") else
-                "Unicron only observes: what would be done is in "
-                f"unicron status{option}, to have it done")
+        what = (
+            f"healing is {healing}"
+            if healing.startswith("frozen")
+            else "Unicron only observes: what would be done is in "
+            f"unicron status{option}, to have it done"
+        )
         words.append(f"{what}: {way_to_act(healing, option)}")
     if task is not None and task.outcome == "failed" and one.outcome != "open":
         later = "" if one.outcome == "failed" else " later"
-        words.append(f"{task.spec.name} failed{later} ({task.why}): "
-                     f"unicron logs {task.id}{option}, mend it, submit it again")
+        words.append(
+            f"{task.spec.name} failed{later} ({task.why}): "
+            f"unicron logs {task.id}{option}, mend it, submit it again"
+        )
     return words
 
 
 # --- When a fault began, as far as the first evidence shows. ---
-EXACT_KINDS = frozenset({"RankExited", "RankErrored", "RankSuspended", "DeviceErred",
-                           "NodeUnreachable", "NodeJoined", "NodeLeft"})
+EXACT_KINDS = frozenset(
+    {
+        "RankExited",
+        "RankErrored",
+        "RankSuspended",
+        "DeviceErred",
+        "NodeUnreachable",
+        "NodeJoined",
+        "NodeLeft",
+    }
+)
 """Kinds that carry the time of the event, or how long it has lasted (NodeUnreachable)."""
 
 
@@ -419,8 +578,12 @@ def began(one: IncidentHistory, evidence: list[Record]) -> FaultStart:
     if slow_iterations:  # the iteration has not ended, and the rank still passes marks
         since_s = min(at_s - max(x.iteration_s, 0.0) for at_s, x in slow_iterations)
         length_s = max(one.detected_s - since_s, 0.0)
-        return FaultStart("at most", length_s, f"after that iteration began, {span(length_s)} "
-                          "before the report; the exact time is not known")
+        return FaultStart(
+            "at most",
+            length_s,
+            f"after that iteration began, {span(length_s)} "
+            "before the report; the exact time is not known",
+        )
     stalls = [(x.at_s, x.body) for x in first if isinstance(x.body, RankStalled)]
     if stalls:
         own = [x for x in stalls if x[1].rank in one.incident.ranks]
@@ -428,13 +591,18 @@ def began(one: IncidentHistory, evidence: list[Record]) -> FaultStart:
     if step_times:
         num = step_times[0][1].num_iterations
         length_s = math.ceil(num / 2) * step_times[0][1].iteration_s
-        return FaultStart("at least", length_s, f"not known: of the last {num} iterations at least "
-                          "half were too slow")
+        return FaultStart(
+            "at least",
+            length_s,
+            f"not known: of the last {num} iterations at least half were too slow",
+        )
     if "HealthChanged" in kinds:
         return FaultStart("unknown", why="not known: before its check ran; checks run periodically")
     if NCCL_TIMEOUT in {one.incident.status, *(getattr(x.body, "status", "") for x in first)}:
-        return FaultStart("unknown", why="not known: a collective waited until its timeout, for "
-                          "what had happened before")
+        return FaultStart(
+            "unknown",
+            why="not known: a collective waited until its timeout, for what had happened before",
+        )
     if kinds == {"DeadlineReached"}:
         return FaultStart("unknown", why="not known: only a missed deadline shows it")
     return FaultStart()
@@ -444,5 +612,9 @@ def _after_last_mark(one: IncidentHistory, stalls: list[tuple[float, RankStalled
     """The fault began after the last progress mark of the stalled rank."""
     at_s, stall = min(stalls, key=lambda x: x[0] - max(x[1].in_s, 0.0))
     length_s = max(one.detected_s - (at_s - max(stall.in_s, 0.0)), 0.0)
-    return FaultStart("at most", length_s, f"after the last sign of {ranks([stall.rank])}, "
-                 f"{span(length_s)} before the report; the exact time is not known")
+    return FaultStart(
+        "at most",
+        length_s,
+        f"after the last sign of {ranks([stall.rank])}, "
+        f"{span(length_s)} before the report; the exact time is not known",
+    )

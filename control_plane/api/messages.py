@@ -57,8 +57,9 @@ class StateQuery(Moment, frozen=True):
 
 class ListQuery(Moment, frozen=True):
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
-    find: Annotated[str, Meta(description="Of tasks: words of id, name, team and state",
-                              max_length=100)] = ""
+    find: Annotated[
+        str, Meta(description="Of tasks: words of id, name, team and state", max_length=100)
+    ] = ""
     cursor: Annotated[str, Meta(description="`next` of the page before", max_length=64)] = ""
 
 
@@ -74,8 +75,9 @@ class HistoryQuery(Nothing, frozen=True):
 
 
 class FactsQuery(Moment, frozen=True):
-    option: Annotated[str, Meta(description="What commands in texts have behind them",
-                                max_length=4_096)] = ""
+    option: Annotated[
+        str, Meta(description="What commands in texts have behind them", max_length=4_096)
+    ] = ""
 
 
 class IncidentsQuery(Nothing, frozen=True):
@@ -172,177 +174,560 @@ class Page(Struct, Generic[T], frozen=True):
 
 # `leader`, `follows`: a URL, or empty. `file`: that `unicron view` shows, or empty. Times of
 # tokens: 0: never.
-Health = TypedDict("Health", {
-    "ok": bool, "cluster": NotRequired[str], "epoch": NotRequired[int], "seq": NotRequired[int],
-    "leader": NotRequired[bool], "pid": NotRequired[int], "follows": NotRequired[str],
-    "file": NotRequired[str]})
+Health = TypedDict(
+    "Health",
+    {
+        "ok": bool,
+        "cluster": NotRequired[str],
+        "epoch": NotRequired[int],
+        "seq": NotRequired[int],
+        "leader": NotRequired[bool],
+        "pid": NotRequired[int],
+        "follows": NotRequired[str],
+        "file": NotRequired[str],
+    },
+)
 Ready = TypedDict("Ready", {"ok": bool, "why": NotRequired[str]})
 Leader = TypedDict("Leader", {"leader": str})
 Beginning = TypedDict("Beginning", {"after": int, "state": str})
 FilePart = TypedDict("FilePart", {"text": str, "end": int})
 TokenName = TypedDict("TokenName", {"name": str})
-TokenView = TypedDict("TokenView", {
-    "name": str, "role": str, "created_s": float, "expires_s": float, "expired": bool, "node": str,
-    "uses": int, "used": int})
-NewSecret = TypedDict("NewSecret", {
-    "name": str, "role": str, "expires_s": float, "node": str, "uses": int, "token": str})
+TokenView = TypedDict(
+    "TokenView",
+    {
+        "name": str,
+        "role": str,
+        "created_s": float,
+        "expires_s": float,
+        "expired": bool,
+        "node": str,
+        "uses": int,
+        "used": int,
+    },
+)
+NewSecret = TypedDict(
+    "NewSecret",
+    {"name": str, "role": str, "expires_s": float, "node": str, "uses": int, "token": str},
+)
 NewCodeMade = TypedDict("NewCodeMade", {"code": str, "expires_s": float})
 Session = TypedDict("Session", {"secret": str, "name": str, "role": str, "expires_s": float})
-Joined = TypedDict("Joined", {
-    "redis_url": str, "cluster": str, "node": str, "epoch": int, "key": str,
-    "redact": tuple[str, ...], "version": str, "agent_gone_s_max": float})
+Joined = TypedDict(
+    "Joined",
+    {
+        "redis_url": str,
+        "cluster": str,
+        "node": str,
+        "epoch": int,
+        "key": str,
+        "redact": tuple[str, ...],
+        "version": str,
+        "agent_gone_s_max": float,
+    },
+)
 # `first_*`: where the log begins. `read_*`: how far it was read: below `last_seq`, ask again.
-Mark = TypedDict("Mark", {
-    "id": int, "at_s": float, "until_s": float | None, "task": int, "node": str, "severity": str,
-    "outcome": str, "why": str, "iteration": int | None, "num": int})
+Mark = TypedDict(
+    "Mark",
+    {
+        "id": int,
+        "at_s": float,
+        "until_s": float | None,
+        "task": int,
+        "node": str,
+        "severity": str,
+        "outcome": str,
+        "why": str,
+        "iteration": int | None,
+        "num": int,
+    },
+)
 Row = TypedDict("Row", {"task": int, "name": str, "spans": list[Span]})
-TimelineAnswer = TypedDict("TimelineAnswer", {
-    "first_seq": int, "first_s": float, "read_seq": int, "read_s": float, "last_seq": int,
-    "from_s": float, "to_s": float, "num_tasks": int, "rows": list[Row], "free": list[Span],
-    "incidents": list[Mark]})
+TimelineAnswer = TypedDict(
+    "TimelineAnswer",
+    {
+        "first_seq": int,
+        "first_s": float,
+        "read_seq": int,
+        "read_s": float,
+        "last_seq": int,
+        "from_s": float,
+        "to_s": float,
+        "num_tasks": int,
+        "rows": list[Row],
+        "free": list[Span],
+        "incidents": list[Mark],
+    },
+)
 Generation = TypedDict("Generation", {"at_s": float, "iteration": int, "layout": str})
-LogRecord = TypedDict("LogRecord", {
-    "seq": int, "epoch": int, "at_s": float, "kind": str, "v": int, "source": str,
-    "source_seq": int, "occurred_s": float, "cause": int, "incident": int,
-    "ignorable": NotRequired[bool], "body": Annotated[Plain, encoded(*KINDS.values())]})
+LogRecord = TypedDict(
+    "LogRecord",
+    {
+        "seq": int,
+        "epoch": int,
+        "at_s": float,
+        "kind": str,
+        "v": int,
+        "source": str,
+        "source_seq": int,
+        "occurred_s": float,
+        "cause": int,
+        "incident": int,
+        "ignorable": NotRequired[bool],
+        "body": Annotated[Plain, encoded(*KINDS.values())],
+    },
+)
 
 # --- the view of the state (view.py) ---
 Earned = TypedDict("Earned", {"at_s": float, "length_s": float, "flop": float})
-ClusterView = TypedDict("ClusterView", {
-    "seq": int, "epoch": int, "at_s": float, "hash": str, "heart": int, "input": int,
-    "num_slots": int, "num_tasks": int, "reports_lost": int, "num_open_orders": int,
-    "computed_by": int, "healing": str, "allow_inject": bool, "mtbf_gpu_s": float,
-    "num_faults": int, "observed_slot_s": float, "earned": list[Earned], "follows": str,
-    "followers": list[str], "insecure": bool, "ca": str})
-SlotView = TypedDict("SlotView", {
-    "index": int, "out": bool, "out_why": str, "degraded": bool, "task": int, "rank": int | None,
-    "pid": int})
-NodeView = TypedDict("NodeView", {
-    "id": str, "host": str, "pid": int,
-    "contact": Literal["heard", "unreachable", "lost", "left"],
-    "health": Literal["healthy", "degraded", "unhealthy", "unreachable", "lost", "left"],
-    "since_s": float, "drained": bool, "drain_reason": str, "down": bool,
-    "replaced_s": float | None, "quarantine": Annotated[Plain, encoded(Quarantine)] | None,
-    "sick_why": str, "recovers": Plain | None, "checks": list[Annotated[Plain, encoded(Check)]],
-    "incarnation": int, "accelerator": str, "num_slots": int,
-    "labels": Annotated[Plain, encoded(Labels)], "slots": list[SlotView],
-    "degraded": Plain | None})
-TaskSlots = TypedDict("TaskSlots", {
-    "now": int, "target": int, "min": int, "max": int, "multiple_of": int, "sizes": list[int]})
-RankView = TypedDict("RankView", {
-    "rank": int, "attempt": int, "node": str, "slot": int, "pid": int, "log_path": str,
-    "state": str, "ordered_s": float, "has_state": bool, "part": str})
-SlowRank = TypedDict("SlowRank", {
-    "rank": int, "node": str, "slot": int, "confirmed": bool, "ratio": float, "holds_up": float,
-    "since_s": float})
-MemoryCopy = TypedDict("MemoryCopy", {
-    "generation": int, "step_version": int, "nodes": list[str], "num_shares": int,
-    "copy_bytes": int})
-TaskView = TypedDict("TaskView", {
-    "id": int, "name": str, "tier": Literal["train", "command"],
-    "state": Literal["waiting", "starting", "running", "degraded", "healing", "finishing",
-                     "finished", "failed", "cancelled"],
-    "phase": str, "since_s": float, "submitted_s": float, "progressed_s": float, "weight": float,
-    "priority": int, "team": str, "slots": TaskSlots, "layout": str, "layout_in_words": str,
-    "beside": int, "replica_ranks": int, "generation": int, "iteration": int, "iterations": int,
-    "logged_batch": int, "model_batch": int, "loss": float | None, "step_s": float,
-    "rate_flops": float, "waf": float, "transition": Annotated[Plain, encoded(Transition)],
-    "throughput": Annotated[Plain, encoded(ThroughputSet)] | None, "optimizer": str,
-    "modelled_layout": str, "micro_batches": int, "forward_calls": int, "healed": int,
-    "iterations_lost": int | None, "slow": list[SlowRank], "slowdown": float,
-    "slower_alike": float, "stands": str, "stands_since_s": float, "hang_after_s": float | None,
-    "incident": int, "why": str, "needs": str, "cost_waf": float, "weight_from": float,
-    "adopted": bool, "start_s_max": float, "declined": str, "from_memory": bool, "withheld": str,
-    "output": str, "checkpoint": str, "checkpoint_iteration": int, "unsaved": int,
-    "unpublished": int, "copies": list[MemoryCopy],
-    "copies_bytes": int, "copies_max": int, "no_copies": str, "copies_fit": bool,
-    "copy_every": int, "kept_sum": bool, "reproducible": str, "rounding_why": str,
-    "ranks": list[RankView]})
+ClusterView = TypedDict(
+    "ClusterView",
+    {
+        "seq": int,
+        "epoch": int,
+        "at_s": float,
+        "hash": str,
+        "heart": int,
+        "input": int,
+        "num_slots": int,
+        "num_tasks": int,
+        "reports_lost": int,
+        "num_open_orders": int,
+        "computed_by": int,
+        "healing": str,
+        "allow_inject": bool,
+        "mtbf_gpu_s": float,
+        "num_faults": int,
+        "observed_slot_s": float,
+        "earned": list[Earned],
+        "follows": str,
+        "followers": list[str],
+        "insecure": bool,
+        "ca": str,
+    },
+)
+SlotView = TypedDict(
+    "SlotView",
+    {
+        "index": int,
+        "out": bool,
+        "out_why": str,
+        "degraded": bool,
+        "task": int,
+        "rank": int | None,
+        "pid": int,
+    },
+)
+NodeView = TypedDict(
+    "NodeView",
+    {
+        "id": str,
+        "host": str,
+        "pid": int,
+        "contact": Literal["heard", "unreachable", "lost", "left"],
+        "health": Literal["healthy", "degraded", "unhealthy", "unreachable", "lost", "left"],
+        "since_s": float,
+        "drained": bool,
+        "drain_reason": str,
+        "down": bool,
+        "replaced_s": float | None,
+        "quarantine": Annotated[Plain, encoded(Quarantine)] | None,
+        "sick_why": str,
+        "recovers": Plain | None,
+        "checks": list[Annotated[Plain, encoded(Check)]],
+        "incarnation": int,
+        "accelerator": str,
+        "num_slots": int,
+        "labels": Annotated[Plain, encoded(Labels)],
+        "slots": list[SlotView],
+        "degraded": Plain | None,
+    },
+)
+TaskSlots = TypedDict(
+    "TaskSlots",
+    {"now": int, "target": int, "min": int, "max": int, "multiple_of": int, "sizes": list[int]},
+)
+RankView = TypedDict(
+    "RankView",
+    {
+        "rank": int,
+        "attempt": int,
+        "node": str,
+        "slot": int,
+        "pid": int,
+        "log_path": str,
+        "state": str,
+        "ordered_s": float,
+        "has_state": bool,
+        "part": str,
+    },
+)
+SlowRank = TypedDict(
+    "SlowRank",
+    {
+        "rank": int,
+        "node": str,
+        "slot": int,
+        "confirmed": bool,
+        "ratio": float,
+        "holds_up": float,
+        "since_s": float,
+    },
+)
+MemoryCopy = TypedDict(
+    "MemoryCopy",
+    {
+        "generation": int,
+        "step_version": int,
+        "nodes": list[str],
+        "num_shares": int,
+        "copy_bytes": int,
+    },
+)
+TaskView = TypedDict(
+    "TaskView",
+    {
+        "id": int,
+        "name": str,
+        "tier": Literal["train", "command"],
+        "state": Literal[
+            "waiting",
+            "starting",
+            "running",
+            "degraded",
+            "healing",
+            "finishing",
+            "finished",
+            "failed",
+            "cancelled",
+        ],
+        "phase": str,
+        "since_s": float,
+        "submitted_s": float,
+        "progressed_s": float,
+        "weight": float,
+        "priority": int,
+        "team": str,
+        "slots": TaskSlots,
+        "layout": str,
+        "layout_in_words": str,
+        "beside": int,
+        "replica_ranks": int,
+        "generation": int,
+        "iteration": int,
+        "iterations": int,
+        "logged_batch": int,
+        "model_batch": int,
+        "loss": float | None,
+        "step_s": float,
+        "rate_flops": float,
+        "waf": float,
+        "transition": Annotated[Plain, encoded(Transition)],
+        "throughput": Annotated[Plain, encoded(ThroughputSet)] | None,
+        "optimizer": str,
+        "modelled_layout": str,
+        "micro_batches": int,
+        "forward_calls": int,
+        "healed": int,
+        "iterations_lost": int | None,
+        "slow": list[SlowRank],
+        "slowdown": float,
+        "slower_alike": float,
+        "stands": str,
+        "stands_since_s": float,
+        "hang_after_s": float | None,
+        "incident": int,
+        "why": str,
+        "needs": str,
+        "cost_waf": float,
+        "weight_from": float,
+        "adopted": bool,
+        "start_s_max": float,
+        "declined": str,
+        "from_memory": bool,
+        "withheld": str,
+        "output": str,
+        "checkpoint": str,
+        "checkpoint_iteration": int,
+        "unsaved": int,
+        "unpublished": int,
+        "copies": list[MemoryCopy],
+        "copies_bytes": int,
+        "copies_max": int,
+        "no_copies": str,
+        "copies_fit": bool,
+        "copy_every": int,
+        "kept_sum": bool,
+        "reproducible": str,
+        "rounding_why": str,
+        "ranks": list[RankView],
+    },
+)
 Deadline = TypedDict("Deadline", {"id": str, "due_s": float, "length_s": float})
-View = TypedDict("View", {
-    "cluster": ClusterView, "nodes": list[NodeView], "tasks": list[TaskView],
-    "incidents": list[Annotated[Plain, encoded(Incident)]],
-    "outages": list[Annotated[Plain, encoded(OutageEnded)]],
-    "plan": Annotated[Plain, encoded(PlanChosen)] | None, "deadlines": list[Deadline],
-    "needs": list[Annotated[Plain, encoded(Need)]]})
+View = TypedDict(
+    "View",
+    {
+        "cluster": ClusterView,
+        "nodes": list[NodeView],
+        "tasks": list[TaskView],
+        "incidents": list[Annotated[Plain, encoded(Incident)]],
+        "outages": list[Annotated[Plain, encoded(OutageEnded)]],
+        "plan": Annotated[Plain, encoded(PlanChosen)] | None,
+        "deadlines": list[Deadline],
+        "needs": list[Annotated[Plain, encoded(Need)]],
+    },
+)
 
 # --- the facts of an incident (incident_facts.py); `after_s`: seconds since it was detected ---
-Event = TypedDict("Event", {
-    "seq": int, "after_s": float, "who": str, "kind": str, "task": int, "rank": int | None,
-    "name": str, "other": bool, "what": str, "alike": str, "later": NotRequired[bool]})
-Cost = TypedDict("Cost", {
-    "pause_s": float | None, "iterations_lost": int | None, "slot_s": float, "kept": int,
-    "dealt": int, "ckpt_read": bool, "origin": str, "origin_node": str, "origin_path": str,
-    "origin_step_version": int, "origin_bytes": int, "peer_bytes": int, "near_bytes": int,
-    "received_bytes": int})
+Event = TypedDict(
+    "Event",
+    {
+        "seq": int,
+        "after_s": float,
+        "who": str,
+        "kind": str,
+        "task": int,
+        "rank": int | None,
+        "name": str,
+        "other": bool,
+        "what": str,
+        "alike": str,
+        "later": NotRequired[bool],
+    },
+)
+Cost = TypedDict(
+    "Cost",
+    {
+        "pause_s": float | None,
+        "iterations_lost": int | None,
+        "slot_s": float,
+        "kept": int,
+        "dealt": int,
+        "ckpt_read": bool,
+        "origin": str,
+        "origin_node": str,
+        "origin_path": str,
+        "origin_step_version": int,
+        "origin_bytes": int,
+        "peer_bytes": int,
+        "near_bytes": int,
+        "received_bytes": int,
+    },
+)
 Phase = TypedDict("Phase", {"name": str, "from_s": float, "length_s": float, "bound": str})
 Beaten = TypedDict("Beaten", {"what": str, "waf": float, "by": str, "slots": dict[str, int]})
-PlanFacts = TypedDict("PlanFacts", {
-    "seq": int, "trigger": str, "num_slots": int, "waf": float, "ideal_waf": float, "why": str,
-    "bound": str, "origins": list[str], "slots": dict[str, list[int]], "beaten": list[Beaten]})
+PlanFacts = TypedDict(
+    "PlanFacts",
+    {
+        "seq": int,
+        "trigger": str,
+        "num_slots": int,
+        "waf": float,
+        "ideal_waf": float,
+        "why": str,
+        "bound": str,
+        "origins": list[str],
+        "slots": dict[str, list[int]],
+        "beaten": list[Beaten],
+    },
+)
 Decided = TypedDict("Decided", {"seq": int, "severity": str, "why": str, "rule": str})
-Effect = TypedDict("Effect", {
-    "task": str, "hurt": bool, "slots_before": int, "slots": int, "pause_s": float | None,
-    "iterations_lost": int | None, "slot_s": float | None})
-IncidentFacts = TypedDict("IncidentFacts", {
-    "id": int, "task": int, "name": str, "node": str, "ranks": list[int], "status": str,
-    "severity": str, "outcome": str, "detected_s": float, "closed_s": float | None, "seq": int,
-    "acknowledged": str, "over": bool, "cost": Cost, "layouts": list[str], "lost": str,
-    "optimizer": str, "copies_gone": list[Event], "no_copies": str, "phases": list[Phase],
-    "part_of": str, "on_purpose": list[Plain], "began": dict[str, str | float],
-    "evidence": list[Event], "evidence_is_cut": bool, "decisions": list[Decided],
-    "plans": list[PlanFacts], "waits": list[dict[str, str]], "computed_by": int,
-    "effects": list[Effect], "dumps": list[Plain], "timeline": list[Event], "left": list[str],
-    "verify": str})
+Effect = TypedDict(
+    "Effect",
+    {
+        "task": str,
+        "hurt": bool,
+        "slots_before": int,
+        "slots": int,
+        "pause_s": float | None,
+        "iterations_lost": int | None,
+        "slot_s": float | None,
+    },
+)
+IncidentFacts = TypedDict(
+    "IncidentFacts",
+    {
+        "id": int,
+        "task": int,
+        "name": str,
+        "node": str,
+        "ranks": list[int],
+        "status": str,
+        "severity": str,
+        "outcome": str,
+        "detected_s": float,
+        "closed_s": float | None,
+        "seq": int,
+        "acknowledged": str,
+        "over": bool,
+        "cost": Cost,
+        "layouts": list[str],
+        "lost": str,
+        "optimizer": str,
+        "copies_gone": list[Event],
+        "no_copies": str,
+        "phases": list[Phase],
+        "part_of": str,
+        "on_purpose": list[Plain],
+        "began": dict[str, str | float],
+        "evidence": list[Event],
+        "evidence_is_cut": bool,
+        "decisions": list[Decided],
+        "plans": list[PlanFacts],
+        "waits": list[dict[str, str]],
+        "computed_by": int,
+        "effects": list[Effect],
+        "dumps": list[Plain],
+        "timeline": list[Event],
+        "left": list[str],
+        "verify": str,
+    },
+)
 
 # --- the past of a task, and all incidents (timeline_answer.py) ---
 # `median_s` of the `num` iterations with so many members as now, or slots of a command.
 Pace = TypedDict("Pace", {"slots": int, "num": int, "median_s": float})
-IncidentRow = TypedDict("IncidentRow", {
-    "id": int, "task": int, "severity": str, "status": str, "ranks": list[int], "outcome": str,
-    "detected_s": float, "pause_s": float | None, "iterations_lost": int | None, "slot_s": float,
-    "iteration": int | None})
+IncidentRow = TypedDict(
+    "IncidentRow",
+    {
+        "id": int,
+        "task": int,
+        "severity": str,
+        "status": str,
+        "ranks": list[int],
+        "outcome": str,
+        "detected_s": float,
+        "pause_s": float | None,
+        "iterations_lost": int | None,
+        "slot_s": float,
+        "iteration": int | None,
+    },
+)
 # `task` 0: none of that name so far. `read_seq` below `last_seq`: ask again. `view`: of a task that
 # has left the state. `losses`, `step_s`: by `iterations`. `copied_s` 0: never.
 Read = TypedDict("Read", {"first_seq": int, "read_seq": int, "last_seq": int})
-Curves = TypedDict("Curves", {
-    "first_seq": int, "read_seq": int, "last_seq": int, "task": int, "name": str,
-    "view": TaskView | None, "iterations": list[int], "losses": list[float | None],
-    "step_s": list[float | None], "layouts": list[Generation], "skipped": int,
-    "copied_s": float, "pace": Pace | None, "ended": bool,
-    "outputs": list[Annotated[Plain, encoded(Output)]], "incidents": list[IncidentRow]})
-LostNodes = TypedDict("LostNodes", {
-    "id": int, "what": str, "nodes": list[str], "since_s": float, "back_s": float,
-    "incidents": list[int], "in_words": str})
-LoggedOutage = TypedDict("LoggedOutage", {
-    "id": int, "outage": Annotated[Plain, encoded(OutageEnded)]})
-IncidentInFull = TypedDict("IncidentInFull", {
-    "id": int, "task": int, "name": str, "node": str, "severity": str, "status": str,
-    "ranks": list[int], "why": str, "evidence": list[int], "iteration": int | None,
-    "fault_s": float, "detected_s": float, "decided_s": float, "ordered_s": float | None,
-    "rebuilt_s": float | None, "resumed_s": float | None, "stepped_s": float | None,
-    "closed_s": float | None, "closed_seq": int, "first_seq": int, "outcome": str,
-    "acknowledged_by": str, "acknowledged_why": str, "layouts": list[str],
-    "order": Annotated[Plain, encoded(Reconfigure)] | None, "alive": list[tuple[int, int]] | None,
-    "optimizer": str, "num_slots": int, "counted_s": float, "pause_s": float | None,
-    "iterations_lost": int | None, "slot_s": float, "kept": int, "dealt": int, "ckpt_read": bool,
-    "origin": str, "origin_node": str, "origin_path": str, "origin_step_version": int,
-    "origin_bytes": int, "peer_bytes": int, "near_bytes": int, "received_bytes": int})
-AllIncidents = TypedDict("AllIncidents", {
-    "first_seq": int, "read_seq": int, "last_seq": int, "incidents": list[IncidentInFull],
-    "node_losses": list[LostNodes], "outages": list[LoggedOutage]})
+Curves = TypedDict(
+    "Curves",
+    {
+        "first_seq": int,
+        "read_seq": int,
+        "last_seq": int,
+        "task": int,
+        "name": str,
+        "view": TaskView | None,
+        "iterations": list[int],
+        "losses": list[float | None],
+        "step_s": list[float | None],
+        "layouts": list[Generation],
+        "skipped": int,
+        "copied_s": float,
+        "pace": Pace | None,
+        "ended": bool,
+        "outputs": list[Annotated[Plain, encoded(Output)]],
+        "incidents": list[IncidentRow],
+    },
+)
+LostNodes = TypedDict(
+    "LostNodes",
+    {
+        "id": int,
+        "what": str,
+        "nodes": list[str],
+        "since_s": float,
+        "back_s": float,
+        "incidents": list[int],
+        "in_words": str,
+    },
+)
+LoggedOutage = TypedDict(
+    "LoggedOutage", {"id": int, "outage": Annotated[Plain, encoded(OutageEnded)]}
+)
+IncidentInFull = TypedDict(
+    "IncidentInFull",
+    {
+        "id": int,
+        "task": int,
+        "name": str,
+        "node": str,
+        "severity": str,
+        "status": str,
+        "ranks": list[int],
+        "why": str,
+        "evidence": list[int],
+        "iteration": int | None,
+        "fault_s": float,
+        "detected_s": float,
+        "decided_s": float,
+        "ordered_s": float | None,
+        "rebuilt_s": float | None,
+        "resumed_s": float | None,
+        "stepped_s": float | None,
+        "closed_s": float | None,
+        "closed_seq": int,
+        "first_seq": int,
+        "outcome": str,
+        "acknowledged_by": str,
+        "acknowledged_why": str,
+        "layouts": list[str],
+        "order": Annotated[Plain, encoded(Reconfigure)] | None,
+        "alive": list[tuple[int, int]] | None,
+        "optimizer": str,
+        "num_slots": int,
+        "counted_s": float,
+        "pause_s": float | None,
+        "iterations_lost": int | None,
+        "slot_s": float,
+        "kept": int,
+        "dealt": int,
+        "ckpt_read": bool,
+        "origin": str,
+        "origin_node": str,
+        "origin_path": str,
+        "origin_step_version": int,
+        "origin_bytes": int,
+        "peer_bytes": int,
+        "near_bytes": int,
+        "received_bytes": int,
+    },
+)
+AllIncidents = TypedDict(
+    "AllIncidents",
+    {
+        "first_seq": int,
+        "read_seq": int,
+        "last_seq": int,
+        "incidents": list[IncidentInFull],
+        "node_losses": list[LostNodes],
+        "outages": list[LoggedOutage],
+    },
+)
 
 # --- what-if (what_if.py): of the JSON of `unicron simulate --from-log` what the page shows ---
-Loss = TypedDict("Loss", {
-    "at_s": float, "what": str, "lost_waf_flop": float, "full_after_s": float | None})
-Played = TypedDict("Played", {
-    "choice": str, "policy": str, "weights": dict[str, float],
-    "fields": dict[str, bool | float | str], "accumulated_waf_flop": float,
-    "difference_flop": float, "downtime_task_s": dict[str, float],
-    "lost_slot_s": dict[str, float], "incidents": list[Loss]})
-WhatIfResult = TypedDict("WhatIfResult", {
-    "began_s": float, "horizon_s": float, "recorded": Played, "choices": list[Played],
-    "evidence": list[str]})
+Loss = TypedDict(
+    "Loss", {"at_s": float, "what": str, "lost_waf_flop": float, "full_after_s": float | None}
+)
+Played = TypedDict(
+    "Played",
+    {
+        "choice": str,
+        "policy": str,
+        "weights": dict[str, float],
+        "fields": dict[str, bool | float | str],
+        "accumulated_waf_flop": float,
+        "difference_flop": float,
+        "downtime_task_s": dict[str, float],
+        "lost_slot_s": dict[str, float],
+        "incidents": list[Loss],
+    },
+)
+WhatIfResult = TypedDict(
+    "WhatIfResult",
+    {
+        "began_s": float,
+        "horizon_s": float,
+        "recorded": Played,
+        "choices": list[Played],
+        "evidence": list[str],
+    },
+)
 
 
 class WhatIf(Nothing, frozen=True):

@@ -1,5 +1,4 @@
-"""GET /metrics: what the state is now, and what happened since this process began, for Prometheus.
-"""
+"""GET /metrics: what the state is now, and what happened since this process began, for Prometheus."""
 
 import asyncio
 from collections import Counter as Sums
@@ -45,20 +44,29 @@ GAUGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "log_unsealed_records": ("Records that the loss of the log's server would cost.", "", ()),
     "spooled_reports": ("Reports that wait on the agents; 0 if this process follows.", "", ()),
     "reports_lost": ("Reports that agents have dropped since the log began.", "", ()),
-    "nodes": ("Nodes by state.", "state", ("healthy", "degraded", "unhealthy", "drained",
-                                           "quarantined", "unreachable", "lost")),
+    "nodes": (
+        "Nodes by state.",
+        "state",
+        ("healthy", "degraded", "unhealthy", "drained", "quarantined", "unreachable", "lost"),
+    ),
     "slots": ("Slots by state.", "state", ("busy", "free", "disabled", "unreachable")),
-    "tasks": ("Tasks by state; ended ones for a time.", "state", (
-        "waiting", "starting", "running", "degraded", "healing", "finishing", *ENDED)),
+    "tasks": (
+        "Tasks by state; ended ones for a time.",
+        "state",
+        ("waiting", "starting", "running", "degraded", "healing", "finishing", *ENDED),
+    ),
     "incidents_open": ("Open incidents.", "severity", SEVERITIES),
     "needs_person": ("What needs a person, as `unicron status` tells it.", "what", get_args(What)),
-    "waf_flops_per_second": ("Weighted FLOP/s: achieved now, of the plan, and of the best plan on "
-                             "all slots.", "kind", ("achieved", "planned", "ideal")),
+    "waf_flops_per_second": (
+        "Weighted FLOP/s: achieved now, of the plan, and of the best plan on all slots.",
+        "kind",
+        ("achieved", "planned", "ideal"),
+    ),
     "slot_mtbf_seconds": ("Mean time between faults of one slot, as plans use it.", "", ()),
 }
 """Name without `unicron_`, help, label, and all values of the label."""
-BUCKETS_S = (.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300, 1800)
-PLAN_BUCKETS_S = (.0005, .001, .005, .01, .05, .1, .5, 1, 5, 30)
+BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 1800)
+PLAN_BUCKETS_S = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30)
 
 
 class Metrics(Collector):
@@ -83,16 +91,19 @@ class Metrics(Collector):
         self._logger = structlog.get_logger("metrics")
         self._records = self._counter("records", "Records of the log.")
         self._incidents = self._counter("incidents", "Opened incidents.", "severity", SEVERITIES)
-        self._lost_s = self._counter("lost_slot_seconds", "Slot time without progress.", "cause",
-                                     CAUSES)
+        self._lost_s = self._counter(
+            "lost_slot_seconds", "Slot time without progress.", "cause", CAUSES
+        )
         self._iterations_lost = self._counter("iterations_lost", "Iterations done again.")
         whats = ("control plane", "leader", "server")
         self._outages = self._counter("outages", "Outages that ended.", "what", whats)
         self._outage_s = self._counter("outage_seconds", "Length of outages.", "what", whats)
-        self.notifications = self._counter("notifications", "Messages to the webhook.", "result",
-                                           ("sent", "failed"))
+        self.notifications = self._counter(
+            "notifications", "Messages to the webhook.", "result", ("sent", "failed")
+        )
         self.reports_rejected = self._counter(
-            "reports_rejected", "What the intake rejected, see dead-letters.jsonl.")
+            "reports_rejected", "What the intake rejected, see dead-letters.jsonl."
+        )
         of = self._histogram
         self._detection_s = of("detection", "From a fault to its first report in the log.")
         self._decision_s = of("decision", "From the first report of a fault to its incident.")
@@ -104,18 +115,25 @@ class Metrics(Collector):
         prometheus.ProcessCollector(namespace="unicron", registry=self._registry)
         self._registry.register(self)
 
-    def _counter(self, name: str, text: str, label: str = "", values: Sequence[str] = ()
-                 ) -> prometheus.Counter:
-        made = prometheus.Counter(f"unicron_{name}", f"{text[:-1]}, since this process began.",
-                                  [label] * bool(label), registry=self._registry)
+    def _counter(
+        self, name: str, text: str, label: str = "", values: Sequence[str] = ()
+    ) -> prometheus.Counter:
+        made = prometheus.Counter(
+            f"unicron_{name}",
+            f"{text[:-1]}, since this process began.",
+            [label] * bool(label),
+            registry=self._registry,
+        )
         for value in values:
             made.labels(value)
         return made
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float] = BUCKETS_S
-                   ) -> prometheus.Histogram:
-        return prometheus.Histogram(f"unicron_{name}_seconds", text, buckets=buckets,
-                                    registry=self._registry)
+    def _histogram(
+        self, name: str, text: str, buckets: Sequence[float] = BUCKETS_S
+    ) -> prometheus.Histogram:
+        return prometheus.Histogram(
+            f"unicron_{name}_seconds", text, buckets=buckets, registry=self._registry
+        )
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """The gauges, for the registry."""
@@ -127,8 +145,9 @@ class Metrics(Collector):
             yield family
 
     # --- a scrape ---
-    async def scrape(self, coordinator: Coordinator, log: ReaderPort, accept: str
-                     ) -> tuple[bytes, str]:
+    async def scrape(
+        self, coordinator: Coordinator, log: ReaderPort, accept: str
+    ) -> tuple[bytes, str]:
         """The metrics and their content type, for an Accept header."""
         reachable = not coordinator.away
         try:
@@ -139,13 +158,17 @@ class Metrics(Collector):
             self._values |= _of_view(shown) | {
                 "log_records": {"": last_seq},
                 "log_lag_records": {"": max(last_seq - shown["cluster"]["seq"], 0)},
-                "log_unsealed_records": {"": max(last_seq - log.sealed_seq, 0)}}
+                "log_unsealed_records": {"": max(last_seq - log.sealed_seq, 0)},
+            }
         except (LogError, TimeoutError):
             reachable = False
         self._values |= {
-            "build_info": {__version__: 1}, "log_reachable": {"": reachable},
-            "leader": {"": coordinator.leading}, "leader_epoch": {"": coordinator.epoch},
-            "spooled_reports": {"": coordinator.num_spooled}}
+            "build_info": {__version__: 1},
+            "log_reachable": {"": reachable},
+            "leader": {"": coordinator.leading},
+            "leader_epoch": {"": coordinator.epoch},
+            "spooled_reports": {"": coordinator.num_spooled},
+        }
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
@@ -255,23 +278,39 @@ def _of_view(shown: dict[str, Any]) -> dict[str, Mapping[str, float]]:
     """The gauges that follow from the view of the state."""
     cluster, plan, tasks = shown["cluster"], shown["plan"], shown["tasks"]
     nodes = [node for node in shown["nodes"] if node["contact"] != "left"]
-    live = {task["id"] for task in tasks if task["phase"] != "ended"
-            and not (task["throughput"] and task["throughput"]["origin"] == "nominal")}
+    live = {
+        task["id"]
+        for task in tasks
+        if task["phase"] != "ended"
+        and not (task["throughput"] and task["throughput"]["origin"] == "nominal")
+    }
     return {
         "healing_active": {"": cluster["healing"] == "on"},
         "reports_lost": {"": cluster["reports_lost"]},
         "nodes": Sums(_node_state(node) for node in nodes),
-        "slots": Sums("unreachable" if node["contact"] != "heard" else
-                      "disabled" if slot["out"] else "busy" if slot["task"] else "free"
-                      for node in nodes for slot in node["slots"]),
+        "slots": Sums(
+            "unreachable"
+            if node["contact"] != "heard"
+            else "disabled"
+            if slot["out"]
+            else "busy"
+            if slot["task"]
+            else "free"
+            for node in nodes
+            for slot in node["slots"]
+        ),
         "tasks": Sums(task["state"] for task in tasks),
         "incidents_open": Sums(one["severity"] for one in shown["incidents"] if not one["outcome"]),
         "needs_person": Sums(one["what"] for one in shown["needs"]),
         "waf_flops_per_second": {
             "achieved": fsum(task["waf"] for task in tasks),
-            "planned": fsum(one["waf"] for one in (*plan["allocations"], *plan["kept"])
-                            if one["task"] in live) if plan else 0.0,
-            "ideal": plan["ideal_waf"] if plan else 0.0},
+            "planned": fsum(
+                one["waf"] for one in (*plan["allocations"], *plan["kept"]) if one["task"] in live
+            )
+            if plan
+            else 0.0,
+            "ideal": plan["ideal_waf"] if plan else 0.0,
+        },
         "slot_mtbf_seconds": {"": cluster["mtbf_gpu_s"]},
     }
 
@@ -279,5 +318,10 @@ def _of_view(shown: dict[str, Any]) -> dict[str, Mapping[str, float]]:
 def _node_state(node: dict[str, Any]) -> str:
     if node["contact"] != "heard":
         return str(node["contact"])
-    return ("quarantined" if node["quarantine"] else "drained" if node["drained"]
-            else str(node["health"]))
+    return (
+        "quarantined"
+        if node["quarantine"]
+        else "drained"
+        if node["drained"]
+        else str(node["health"])
+    )

@@ -23,13 +23,17 @@ async def seq_at(text: str, first: int, last: int, read: Callable[[int], Awaitab
     has = f"it has seq {first} to {last}" + "; older ones were pruned" * (first > 1)
     if text.isdecimal():
         if not first <= int(text) <= last:
-            raise Refusal(410 if int(text) < first else 404, f"at: {text[:20]} is not in the log",
-                          has)
+            raise Refusal(
+                410 if int(text) < first else 404, f"at: {text[:20]} is not in the log", has
+            )
         return int(text)
     at_s = time_s(text)
     if at_s is None:
-        raise Refusal(400, f"at: {text[:40]!r} is neither a seq nor a time",
-                      "for example 41, or 2026-11-27T02:10:00Z")
+        raise Refusal(
+            400,
+            f"at: {text[:40]!r} is neither a seq nor a time",
+            "for example 41, or 2026-11-27T02:10:00Z",
+        )
     if at_s > time.time() + 1.0:
         raise Refusal(404, f"at: {text[:40]} is in the future", "give a seq or a past time")
     low, high = first - 1, last

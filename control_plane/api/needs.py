@@ -14,9 +14,24 @@ from ..incidents.stragglers import LASTS_S
 from ..planner.alternative_names import percent
 
 Plain = dict[str, Any]
-What = Literal["healing", "unreachable", "lost", "disabled", "quarantined", "unhealthy", "degraded",
-               "suppressed", "declined", "not ready", "no copies", "stalled", "silent", "drained",
-               "incident", "failed"]
+What = Literal[
+    "healing",
+    "unreachable",
+    "lost",
+    "disabled",
+    "quarantined",
+    "unhealthy",
+    "degraded",
+    "suppressed",
+    "declined",
+    "not ready",
+    "no copies",
+    "stalled",
+    "silent",
+    "drained",
+    "incident",
+    "failed",
+]
 ENDED = ("finished", "failed", "cancelled")
 NODES = "`unicron status nodes`"
 AWAY_S_MIN = 15.0
@@ -46,46 +61,76 @@ class Need(Struct, frozen=True, kw_only=True):
 def needs(view: Plain, now_s: float) -> list[Need]:
     """What needs a person, without what belongs to an acknowledged incident."""
     acknowledged = {one["id"] for one in view["incidents"] if one["acknowledged_by"]}
-    return [one for one in (*_healing(view), *_nodes(view, now_s), *_tasks(view, now_s),
-                            *_blocked_by_drain(view), *_incidents(view, now_s),
-                            *_failures(view, now_s)) if one.incident not in acknowledged]
+    return [
+        one
+        for one in (
+            *_healing(view),
+            *_nodes(view, now_s),
+            *_tasks(view, now_s),
+            *_blocked_by_drain(view),
+            *_incidents(view, now_s),
+            *_failures(view, now_s),
+        )
+        if one.incident not in acknowledged
+    ]
 
 
 def _healing(view: Plain) -> Iterator[Need]:
     healing: str = view["cluster"]["healing"]
     if healing.startswith("frozen"):
-        yield Need(what="healing", do="`unicron unfreeze`",
-                   why=f"healing is {healing}: faults are reported, not healed")
+        yield Need(
+            what="healing",
+            do="`unicron unfreeze`",
+            why=f"healing is {healing}: faults are reported, not healed",
+        )
     elif healing != "on":
-        yield Need(what="healing", why="observing: all is decided and logged, nothing is "
-                   "done; to have it done", do="`unicron down; unicron up --act`, which ends every "
-                   "rank")
+        yield Need(
+            what="healing",
+            why="observing: all is decided and logged, nothing is done; to have it done",
+            do="`unicron down; unicron up --act`, which ends every rank",
+        )
 
 
 # --- nodes ---
 def _nodes(view: Plain, now_s: float) -> Iterator[Need]:
     names = {task["id"]: task["name"] for task in view["tasks"]}
-    last = {node: one["id"] for one in view["incidents"]
-            for node in (one["node"], *(strike["slot"]["node"] for strike in one["strikes"]))}
+    last = {
+        node: one["id"]
+        for one in view["incidents"]
+        for node in (one["node"], *(strike["slot"]["node"] for strike in one["strikes"]))
+    }
     for node in view["nodes"]:
         name, since_s = node["id"], node["since_s"]
         found = [*_troubles(node, view["tasks"], now_s - since_s, last.get(name, 0))]
         priced: Plain | None = node["degraded"]
-        if (not found and priced is not None and priced["worth_draining"]
-                and node["contact"] == "heard" and not node["drained"]):
-            slower = ", ".join(f"{names.get(task, '?')} {ratio:.3g} x slower"
-                               for task, ratio in zip(priced["tasks"], priced["ratios"],
-                                                      strict=True))
-            found.append(("degraded", "is degraded" + (f", {slower}" if slower
-                                                       else f": {priced['why']}"),
-                          worth_draining(node), 0))
+        if (
+            not found
+            and priced is not None
+            and priced["worth_draining"]
+            and node["contact"] == "heard"
+            and not node["drained"]
+        ):
+            slower = ", ".join(
+                f"{names.get(task, '?')} {ratio:.3g} x slower"
+                for task, ratio in zip(priced["tasks"], priced["ratios"], strict=True)
+            )
+            found.append(
+                (
+                    "degraded",
+                    "is degraded" + (f", {slower}" if slower else f": {priced['why']}"),
+                    worth_draining(node),
+                    0,
+                )
+            )
         for what, why, do, incident in found:
-            yield Need(what=what, why=f"{name} {why}", do=do, node=name, since_s=since_s,
-                       incident=incident)
+            yield Need(
+                what=what, why=f"{name} {why}", do=do, node=name, since_s=since_s, incident=incident
+            )
 
 
-def _troubles(node: Plain, tasks: list[Plain], length_s: float, incident: int
-              ) -> Iterator[tuple[What, str, str, int]]:
+def _troubles(
+    node: Plain, tasks: list[Plain], length_s: float, incident: int
+) -> Iterator[tuple[What, str, str, int]]:
     """What is wrong, the words for it, what to do, and the incident."""
     if length_s >= AWAY_S_MIN and (found := away(node, f" for {span(length_s)}")):
         yield node["contact"], found[0], _joined(found[1], _moved(node, tasks), NODES), incident
@@ -94,18 +139,25 @@ def _troubles(node: Plain, tasks: list[Plain], length_s: float, incident: int
     if node["contact"] == "heard" and (found := disabled(node)):
         yield "disabled", found[0], _joined(found[1], NODES, _wanted(tasks)), incident
     if found := unhealthy(node):
-        yield ("unhealthy", f"is unhealthy, {found[0]}", _joined(found[1], NODES),
-               max(check["incident"] for check in node["checks"]))
+        yield (
+            "unhealthy",
+            f"is unhealthy, {found[0]}",
+            _joined(found[1], NODES),
+            max(check["incident"] for check in node["checks"]),
+        )
 
 
 def _moved(node: Plain, tasks: list[Plain]) -> str:
     """When tasks that have ranks on this silent node only are moved."""
-    only = [task["name"] for task in tasks
-            if {rank["node"] for rank in task["ranks"]} == {node["id"]}]
+    only = [
+        task["name"] for task in tasks if {rank["node"] for rank in task["ranks"]} == {node["id"]}
+    ]
     if not only or node["replaced_s"] is None:
         return ""
-    return (f"{listed(only)}: moved at {rfc3339(node['replaced_s'])[11:19]}Z, or now if its "
-            f"machine is off: `unicron drain {node['id']} --down`")
+    return (
+        f"{listed(only)}: moved at {rfc3339(node['replaced_s'])[11:19]}Z, or now if its "
+        f"machine is off: `unicron drain {node['id']} --down`"
+    )
 
 
 def _joined(*words: str) -> str:
@@ -116,12 +168,18 @@ def away(node: Plain, since: str = "") -> tuple[str, str] | None:
     """What is wrong with a silent node `since` when, and what to do; None if it is heard."""
     if node["contact"] == "unreachable":
         runs = any(slot["task"] for slot in node["slots"])
-        return (f"unreachable{since}{', its ranks go on' * runs}",
-                "look at its machine and network")
+        return (
+            f"unreachable{since}{', its ranks go on' * runs}",
+            "look at its machine and network",
+        )
     if node["contact"] != "lost":
         return None
-    then = (f"{_quarantine(node)}. It is given tasks when that ends, or after `unicron lift "
-            f"{node['id']}`" if node["quarantine"] else "it is given tasks at once")
+    then = (
+        f"{_quarantine(node)}. It is given tasks when that ends, or after `unicron lift "
+        f"{node['id']}`"
+        if node["quarantine"]
+        else "it is given tasks at once"
+    )
     return f"lost{since}", f"repair it and start its agent, {then}"
 
 
@@ -159,20 +217,37 @@ def disabled(node: Plain) -> tuple[str, str] | None:
     """Why slots are disabled, without those that a check disabled, and how to give them back; None
     if no slot is."""
     failed: list[int] = node["recovers"]["slots"] if node["recovers"] else []
-    found: dict[int, str] = {slot["index"]: slot["out_why"] for slot in node["slots"]
-                             if slot["out"] and slot["index"] not in failed}
+    found: dict[int, str] = {
+        slot["index"]: slot["out_why"]
+        for slot in node["slots"]
+        if slot["out"] and slot["index"] not in failed
+    }
     whys = "; ".join(dict.fromkeys(filter(None, found.values())))
     back = ",".join(f"{node['id']}/{index}" for index in found)
-    return (f"{named([*found])} out{f' ({whys})' if whys else ''}",
-            f"repair, then `unicron lift {back}`") if found else None
+    return (
+        (
+            f"{named([*found])} out{f' ({whys})' if whys else ''}",
+            f"repair, then `unicron lift {back}`",
+        )
+        if found
+        else None
+    )
 
 
 def _wanted(tasks: list[Plain]) -> str:
     """The tasks that wait for the disabled slots, else those that run below their maximum."""
-    return listed([f"{task['name']} waits for slots" for task in tasks
-                   if task["state"] == "waiting" and task["why"] == "not enough slots"]
-                  or [f"{task['name']} runs on {task['slots']['target']} of {task['slots']['max']}"
-                      for task in tasks if 0 < task["slots"]["target"] < task["slots"]["max"]])
+    return listed(
+        [
+            f"{task['name']} waits for slots"
+            for task in tasks
+            if task["state"] == "waiting" and task["why"] == "not enough slots"
+        ]
+        or [
+            f"{task['name']} runs on {task['slots']['target']} of {task['slots']['max']}"
+            for task in tasks
+            if 0 < task["slots"]["target"] < task["slots"]["max"]
+        ]
+    )
 
 
 def unhealthy(node: Plain) -> tuple[str, str] | None:
@@ -182,21 +257,25 @@ def unhealthy(node: Plain) -> tuple[str, str] | None:
     recovery: Plain | None = node["recovers"]
     return node["sick_why"], (
         f"repair it; its slots are used again {span(recovery['after_s'])} after the check says "
-        "healthy" if recovery is not None else "")
+        "healthy"
+        if recovery is not None
+        else ""
+    )
 
 
 def worth_draining(node: Plain) -> str:
-    """The share of all WAF that draining a degraded node gains, with the command if it is enough.
-    """
+    """The share of all WAF that draining a degraded node gains, with the command if it is enough."""
     priced: Plain = node["degraded"]
     share = float(priced["drain_share"])
     if share <= 0:
-        return "draining it would " + (f"cost {percent(-share)} of all WAF" if share
-                                       else "earn nothing")
+        return "draining it would " + (
+            f"cost {percent(-share)} of all WAF" if share else "earn nothing"
+        )
     if priced["worth_draining"]:
         return f"draining it earns {percent(share)}: `unicron plan --without {node['id']}`"
     return f"draining it would earn {percent(share)}, " + (
-        "below gain_min" if priced["lasts"] else f"if it lasts longer than {LASTS_S:g} s")
+        "below gain_min" if priced["lasts"] else f"if it lasts longer than {LASTS_S:g} s"
+    )
 
 
 # --- tasks ---
@@ -204,41 +283,67 @@ def _tasks(view: Plain, now_s: float) -> Iterator[Need]:
     unreachable = {node["id"] for node in view["nodes"] if node["contact"] == "unreachable"}
     for task in view["tasks"]:
         for what, why, do, since_s in _task(task, now_s, unreachable):
-            yield Need(what=what, why=f"{task['name']}{why}", since_s=since_s, task=task["id"],
-                       do=f"`unicron {do.replace('TASK', task['name'])}`" if do else "",
-                       incident=task["incident"])
+            yield Need(
+                what=what,
+                why=f"{task['name']}{why}",
+                since_s=since_s,
+                task=task["id"],
+                do=f"`unicron {do.replace('TASK', task['name'])}`" if do else "",
+                incident=task["incident"],
+            )
 
 
-def _task(task: Plain, now_s: float, unreachable: set[str]
-          ) -> Iterator[tuple[What, str, str, float]]:
+def _task(
+    task: Plain, now_s: float, unreachable: set[str]
+) -> Iterator[tuple[What, str, str, float]]:
     """What is wrong, the words for it, the command, and since when."""
     if task["withheld"]:
         yield "suppressed", f", suppressed: {task['withheld']}", "", 0.0
     if task["declined"] and task["state"] not in ENDED:
-        yield ("declined", f" starts again as a whole after a fault, since {task['declined']}",
-               "logs TASK", 0.0)
+        yield (
+            "declined",
+            f" starts again as a whole after a fault, since {task['declined']}",
+            "logs TASK",
+            0.0,
+        )
     if late := not_ready(task, now_s):
         since_s = min(float(one["ordered_s"]) for one in late)
         names = " ".join(str(one["rank"]) for one in late)
-        yield ("not ready", f" has adopted Unicron, but rank{'s' * (len(late) > 1)} {names} not "
-               f"ready after {span(now_s - since_s)} (start_s_max: {task['start_s_max']:g} s); "
-               "nothing is ended for that", "logs TASK", since_s)
+        yield (
+            "not ready",
+            f" has adopted Unicron, but rank{'s' * (len(late) > 1)} {names} not "
+            f"ready after {span(now_s - since_s)} (start_s_max: {task['start_s_max']:g} s); "
+            "nothing is ended for that",
+            "logs TASK",
+            since_s,
+        )
     if not task["copies_fit"]:
-        yield ("no copies", f" keeps no in-memory checkpoints: {task['no_copies']}", "status TASK",
-               0.0)
+        yield (
+            "no copies",
+            f" keeps no in-memory checkpoints: {task['no_copies']}",
+            "status TASK",
+            0.0,
+        )
     step, stalled = span(task["step_s"]), span(max(now_s - task["stands_since_s"], 0.0))
     if task["stands"] and task["tier"] == "command":
         after_s: float | None = task["hang_after_s"]
         then = f"; it starts again after {span(after_s)}" if after_s is not None else ""
-        yield ("stalled", f" has printed no line of progress for {stalled}, an iteration took "
-               f"{step}{then}", "logs TASK", task["stands_since_s"])
+        yield (
+            "stalled",
+            f" has printed no line of progress for {stalled}, an iteration took {step}{then}",
+            "logs TASK",
+            task["stands_since_s"],
+        )
     elif task["stands"]:
-        yield ("stalled", f" has stalled for {stalled}: {task['stands']}", "status TASK",
-               task["stands_since_s"])
+        yield (
+            "stalled",
+            f" has stalled for {stalled}: {task['stands']}",
+            "status TASK",
+            task["stands_since_s"],
+        )
     elif late_s := lag_s(task, now_s):
         if silent := sorted({one["node"] for one in task["ranks"]} & unreachable):
-            why = (f": no report for {span(late_s)}, its reporting rank may be on "
-                   f"{' '.join(silent)}")
+            why = f": no report for {span(late_s)}, its reporting rank may be on {' '.join(silent)}"
         elif task["progressed_s"]:
             why = f": last progress {span(late_s)} ago, an iteration took {step}"
         else:
@@ -248,14 +353,23 @@ def _task(task: Plain, now_s: float, unreachable: set[str]
 
 def not_ready(task: Plain, now_s: float) -> list[Plain]:
     """The ranks of a script that has adopted Unicron which prepare longer than `start_s_max`."""
-    return [one for one in task["ranks"] if task["adopted"] and task["tier"] == "train"
-            and one["state"] == "started" and now_s - one["ordered_s"] > task["start_s_max"]]
+    return [
+        one
+        for one in task["ranks"]
+        if task["adopted"]
+        and task["tier"] == "train"
+        and one["state"] == "started"
+        and now_s - one["ordered_s"] > task["start_s_max"]
+    ]
 
 
 def lag_s(task: Plain, now_s: float) -> float:
     """Seconds since the last progress of a training task; 0 below 3 step times or below 10 s."""
-    if (task["tier"] != "train" or task["phase"] != "training"
-            or task["state"] not in ("running", "degraded", "healing")):
+    if (
+        task["tier"] != "train"
+        or task["phase"] != "training"
+        or task["state"] not in ("running", "degraded", "healing")
+    ):
         return 0.0
     quiet_s = now_s - max(task["progressed_s"], task["since_s"])
     return quiet_s if quiet_s > max(LAG_TIMES * task["step_s"], LAG_S_MIN) else 0.0
@@ -264,49 +378,81 @@ def lag_s(task: Plain, now_s: float) -> float:
 def _blocked_by_drain(view: Plain) -> Iterator[Need]:
     """Each drained node, if a task waits only because of drained nodes."""
     heard = [node for node in view["nodes"] if node["contact"] == "heard"]
-    left, every = (sum(not slot["out"] for node in heard for slot in node["slots"]
-                       if node["drained"] <= drained and not node["quarantine"])
-                   for drained in (False, True))
+    left, every = (
+        sum(
+            not slot["out"]
+            for node in heard
+            for slot in node["slots"]
+            if node["drained"] <= drained and not node["quarantine"]
+        )
+        for drained in (False, True)
+    )
     for task in view["tasks"]:
         if task["state"] == "waiting" and left < _fewest_slots(task) <= every:
             for node in heard:
                 if node["drained"]:
                     because = f" ({node['drain_reason']})" if node["drain_reason"] else ""
-                    yield Need(what="drained", node=node["id"], since_s=task["since_s"],
-                               why=f"{node['id']} is drained{because}, too few slots are left for "
-                               f"{task['name']}", do=undrain(node))
+                    yield Need(
+                        what="drained",
+                        node=node["id"],
+                        since_s=task["since_s"],
+                        why=f"{node['id']} is drained{because}, too few slots are left for "
+                        f"{task['name']}",
+                        do=undrain(node),
+                    )
             return
 
 
 def _fewest_slots(task: Plain) -> int:
     """The smallest number of slots with a throughput above 0."""
     rates: Plain = task["throughput"] or {"sizes": [], "rates_flops": []}
-    return min((size for size, rate in zip(rates["sizes"], rates["rates_flops"], strict=True)
-                if rate > 0), default=int(task["slots"]["min"]))
+    return min(
+        (size for size, rate in zip(rates["sizes"], rates["rates_flops"], strict=True) if rate > 0),
+        default=int(task["slots"]["min"]),
+    )
 
 
 def _incidents(view: Plain, now_s: float) -> Iterator[Need]:
     names = {task["id"]: task["name"] for task in view["tasks"]}
     for one in view["incidents"]:
         if not one["outcome"] and (length_s := now_s - one["opened_s"]) > INCIDENT_S_MIN:
-            yield Need(what="incident", since_s=one["opened_s"], node=one["node"],
-                       task=one["task"], incident=one["id"], do=f"`unicron incident {one['id']}`",
-                       why=f"inc-{one['id']} {one['severity']} "
-                       f"{names.get(one['task'], one['node'])} is open for {span(length_s)}")
+            yield Need(
+                what="incident",
+                since_s=one["opened_s"],
+                node=one["node"],
+                task=one["task"],
+                incident=one["id"],
+                do=f"`unicron incident {one['id']}`",
+                why=f"inc-{one['id']} {one['severity']} "
+                f"{names.get(one['task'], one['node'])} is open for {span(length_s)}",
+            )
 
 
 def _failures(view: Plain, now_s: float) -> Iterator[Need]:
     """Recently failed tasks without a later task of the same name, the last to fail at the end."""
     last = {task["name"]: task["id"] for task in view["tasks"]}
     for task in sorted(view["tasks"], key=lambda task: float(task["since_s"])):
-        if (task["state"] == "failed" and task["id"] == last[task["name"]]
-                and now_s - task["since_s"] < FAILED_S_MAX):
-            yield Need(what="failed", task=task["id"], since_s=task["since_s"],
-                       incident=max((one["id"] for one in view["incidents"] if
-                                     one["task"] == task["id"] and one["outcome"] == "failed"),
-                                    default=0), why=f"{task['name']} failed: {task['why']}",
-                       do=f"`unicron logs {task['id']}`; shown for a day, or until you submit "
-                       f"{task['name']} again")
+        if (
+            task["state"] == "failed"
+            and task["id"] == last[task["name"]]
+            and now_s - task["since_s"] < FAILED_S_MAX
+        ):
+            yield Need(
+                what="failed",
+                task=task["id"],
+                since_s=task["since_s"],
+                incident=max(
+                    (
+                        one["id"]
+                        for one in view["incidents"]
+                        if one["task"] == task["id"] and one["outcome"] == "failed"
+                    ),
+                    default=0,
+                ),
+                why=f"{task['name']} failed: {task['why']}",
+                do=f"`unicron logs {task['id']}`; shown for a day, or until you submit "
+                f"{task['name']} again",
+            )
 
 
 def acknowledged(one: Plain) -> str:
@@ -320,14 +466,15 @@ def folders(ranks: Iterable[tuple[str, str]], nodes: list[Plain]) -> list[Plain]
     agent writes the dumps beside the log."""
     hosts = {node["id"]: str(node["host"]) for node in nodes}
     found = dict.fromkeys((node, str(PurePosixPath(log).parent)) for node, log in ranks if log)
-    return [{"node": node, "host": hosts.get(node, ""), "folder": folder}
-            for node, folder in sorted(found)]
+    return [
+        {"node": node, "host": hosts.get(node, ""), "folder": folder}
+        for node, folder in sorted(found)
+    ]
 
 
 def node_trouble(node: Plain, option: str = "") -> str:
     """What is wrong with a node, and how to repair it; empty if nothing is wrong."""
-    return _said(away(node)
-                 or (disabled(node) if node["contact"] == "heard" else None), option)
+    return _said(away(node) or (disabled(node) if node["contact"] == "heard" else None), option)
 
 
 def quarantine_reason(node: Plain, option: str = "") -> str:

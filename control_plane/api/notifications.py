@@ -50,16 +50,24 @@ def check_url(text: str) -> str:
     url = text.strip()
     parts = urlsplit(url.removeprefix(SLACK))
     if parts.scheme not in ("http", "https") or not parts.hostname or len(url.split()) != 1:
-        raise UsageError("the file of --notify has no URL of a webhook",
-                         "https://HOST/PATH, or slack+https://HOST/PATH, and nothing else")
+        raise UsageError(
+            "the file of --notify has no URL of a webhook",
+            "https://HOST/PATH, or slack+https://HOST/PATH, and nothing else",
+        )
     return url
 
 
 class Notifier:
     """Sends them while this control plane leads."""
 
-    def __init__(self, coordinator: Coordinator, url: str, cluster: str,
-                 metrics: Metrics, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        url: str,
+        cluster: str,
+        metrics: Metrics,
+        limits: Limits | None = None,
+    ) -> None:
         self._coordinator, self._cluster, self._metrics = coordinator, cluster, metrics
         self._url, self._is_slack = url.removeprefix(SLACK), url.startswith(SLACK)
         self._limits = limits or Limits()
@@ -95,35 +103,49 @@ class Notifier:
         found = {_key(one, names): one for one in needs_of(shown, now_s)}
         opened = [key for key in found if key in self._before and key not in state.notified]
         self._before = set(found)
-        self._gone_s = {key: self._gone_s.get(key, now_s) for key in state.notified
-                        if key not in found}
-        over = [key for key, since_s in self._gone_s.items()
-                if now_s - since_s >= self._limits.gone_s_min]
+        self._gone_s = {
+            key: self._gone_s.get(key, now_s) for key in state.notified if key not in found
+        }
+        over = [
+            key
+            for key, since_s in self._gone_s.items()
+            if now_s - since_s >= self._limits.gone_s_min
+        ]
         if not opened and not over:
             return look_s
         why = await self._post(session, self._message(now_s, [found[key] for key in opened], over))
         self._metrics.notifications.labels("failed" if why else "sent").inc()
         self._num_failed = self._num_failed + 1 if why else 0
-        pause_s = min(self._limits.pause_s * 2.0 ** self._num_failed, self._limits.pause_s_max)
+        pause_s = min(self._limits.pause_s * 2.0**self._num_failed, self._limits.pause_s_max)
         if why:
             self._logger.warning("the webhook takes no message", why=why, again_s=pause_s)
         else:
-            await self._coordinator.write(secrets.token_hex(16), PersonNotified(
-                opened=tuple(opened), over=tuple(over)))
+            await self._coordinator.write(
+                secrets.token_hex(16), PersonNotified(opened=tuple(opened), over=tuple(over))
+            )
         return pause_s
 
     def _message(self, now_s: float, opened: list[Need], over: list[str]) -> dict[str, Any]:
-        lines = [*(f"NEEDS YOU  {one.why}{': ' * bool(one.do)}{one.do}"
-                   for one in opened[:SHOWN_NUM_MAX]),
-                 *(f"NO LONGER  {key}" for key in over[:SHOWN_NUM_MAX])]
+        lines = [
+            *(
+                f"NEEDS YOU  {one.why}{': ' * bool(one.do)}{one.do}"
+                for one in opened[:SHOWN_NUM_MAX]
+            ),
+            *(f"NO LONGER  {key}" for key in over[:SHOWN_NUM_MAX]),
+        ]
         if num := max(len(opened) - SHOWN_NUM_MAX, 0) + max(len(over) - SHOWN_NUM_MAX, 0):
             lines.append(f"and {num} more: unicron status")
         text = "\n".join(_line(one) for one in (f"Unicron, cluster {self._cluster}:", *lines))
         if self._is_slack:
             return {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}
-        return {"cluster": self._cluster, "at": rfc3339(now_s), "text": text,
-                "opened": msgspec.to_builtins(opened[:SHOWN_NUM_MAX]),
-                "over": over[:SHOWN_NUM_MAX], "num_more": num}
+        return {
+            "cluster": self._cluster,
+            "at": rfc3339(now_s),
+            "text": text,
+            "opened": msgspec.to_builtins(opened[:SHOWN_NUM_MAX]),
+            "over": over[:SHOWN_NUM_MAX],
+            "num_more": num,
+        }
 
     async def _post(self, session: aiohttp.ClientSession, message: dict[str, Any]) -> str:
         """Why it was not taken; "": it was. No redirect is followed. The URL is a secret."""
@@ -139,8 +161,9 @@ class Notifier:
 def _key(one: Need, names: dict[int, str]) -> str:
     """What it is of: the same for as long as it lasts."""
     task = f"{names.get(one.task, '?')} ({one.task})" if one.task else ""
-    of: Iterable[str] = ((f"inc-{one.incident}",) if one.what == "incident" else
-                         filter(None, (one.node, task)))
+    of: Iterable[str] = (
+        (f"inc-{one.incident}",) if one.what == "incident" else filter(None, (one.node, task))
+    )
     return " ".join((one.what, *of))
 
 

@@ -14,10 +14,13 @@ load this page again. <code>unicron status</code> shows the same in a terminal.<
 """
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; style-src 'self'; "
-                               "object-src 'none'; base-uri 'none'; form-action 'none'; "
-                               "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin"}
+    "object-src 'none'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 
 async def page(request: web.Request) -> web.Response:
@@ -31,5 +34,9 @@ async def page(request: web.Request) -> web.Response:
         body = NOT_BUILT
     kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
     cache = "no-cache" if name == "index.html" else "max-age=31536000, immutable"
-    return web.Response(body=body, content_type=kind, headers=HEADERS | {"Cache-Control": cache},
-                        charset="utf-8" if kind.startswith("text/") else None)
+    return web.Response(
+        body=body,
+        content_type=kind,
+        headers=HEADERS | {"Cache-Control": cache},
+        charset="utf-8" if kind.startswith("text/") else None,
+    )

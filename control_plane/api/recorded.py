@@ -42,8 +42,11 @@ class Recorded:
 
     async def find_leader(self) -> NoReturn:
         """Every call that needs a leader is refused."""
-        raise Refusal(409, "this is a log of the past: nothing can be changed",
-                      "unicron open, for a cluster that runs")
+        raise Refusal(
+            409,
+            "this is a log of the past: nothing can be changed",
+            "unicron open, for a cluster that runs",
+        )
 
     async def follow(self, after: int) -> AsyncIterator[Sequence[Record]]:
         """The records after `after` in pages; then an empty page now and then."""
@@ -62,19 +65,33 @@ class Recorded:
         if after + 1 < self.first_seq:
             raise Pruned(self.first_seq)
         begin = after + 1 - self.first_seq
-        return self._records[begin:begin + num_max]
+        return self._records[begin : begin + num_max]
 
 
-async def serve(records: Sequence[Record], timeline: Timeline, state: ClusterState, *,
-                cluster: str, file: str, port: int, told: Callable[[str], None]) -> None:
+async def serve(
+    records: Sequence[Record],
+    timeline: Timeline,
+    state: ClusterState,
+    *,
+    cluster: str,
+    file: str,
+    port: int,
+    told: Callable[[str], None],
+) -> None:
     """Serve the log on loopback until a signal; `told` gets the URL. Raises OSError."""
     log = Recorded(records, state, timeline.first_seq)
     tokens = Tokens(Path("/nonexistent"), owner=secrets.token_hex())
-    api = HttpApi([one for one in ROUTES if one.path != "/metrics"], cast(Coordinator, log),
-                  cast(ReaderPort, log), tokens=tokens,
-                  address=Address(redis_url="", cluster=cluster),
-                  identities=Identities(secrets.token_bytes(SECRET_BYTES), cluster),
-                  metrics=Metrics(), timeline=timeline, file=file)
+    api = HttpApi(
+        [one for one in ROUTES if one.path != "/metrics"],
+        cast(Coordinator, log),
+        cast(ReaderPort, log),
+        tokens=tokens,
+        address=Address(redis_url="", cluster=cluster),
+        identities=Identities(secrets.token_bytes(SECRET_BYTES), cluster),
+        metrics=Metrics(),
+        timeline=timeline,
+        file=file,
+    )
     listener, stop = Listener(api.app(), stop_s_max=STOP_S_MAX), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -29,8 +29,12 @@ class Sessions:
 
     def code(self, caller: Token, role: Role) -> tuple[str, Token]:
         """A code for a session with that role, if the caller's is not lower."""
-        return self._keep(self._codes, caller, role if may(caller.role, role) else "view",
-                          CODE_S_MAX if self._once else SESSION_S_MAX)
+        return self._keep(
+            self._codes,
+            caller,
+            role if may(caller.role, role) else "view",
+            CODE_S_MAX if self._once else SESSION_S_MAX,
+        )
 
     def exchange(self, code: str) -> tuple[str, Token]:
         """The secret of a new session, and the session. Raises Refusal."""
@@ -38,8 +42,9 @@ class Sessions:
         if self._once:
             self._codes.pop(hash_of(code), None)
         if asked is None or asked.expires_s <= self._clock():
-            raise Refusal(401, "the code was used before, or is older than "
-                          f"{CODE_S_MAX:g} s", "unicron open")
+            raise Refusal(
+                401, f"the code was used before, or is older than {CODE_S_MAX:g} s", "unicron open"
+            )
         return self._keep(self._sessions, asked, asked.role, SESSION_S_MAX)
 
     def find(self, secret: str) -> Token | None:
@@ -50,11 +55,13 @@ class Sessions:
         """End a session; without effect if there is none."""
         self._sessions.pop(hash_of(secret), None)
 
-    def _keep(self, kept: dict[str, Token], of: Token, role: Role, life_s: float
-              ) -> tuple[str, Token]:
+    def _keep(
+        self, kept: dict[str, Token], of: Token, role: Role, life_s: float
+    ) -> tuple[str, Token]:
         secret = new_secret()
         kept[hash_of(secret)] = one = msgspec.structs.replace(
-            of, role=role, expires_s=self._clock() + life_s)
+            of, role=role, expires_s=self._clock() + life_s
+        )
         if len(kept) > KEPT_NUM_MAX:
             del kept[next(iter(kept))]
         return secret, one

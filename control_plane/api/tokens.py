@@ -75,8 +75,10 @@ class Tokens:
         except FileNotFoundError:
             found = _File()
         except msgspec.MsgspecError as error:
-            raise UsageError(f"{path} is not a file of tokens: {error}",
-                             "restore it, or remove it and create the tokens again") from None
+            raise UsageError(
+                f"{path} is not a file of tokens: {error}",
+                "restore it, or remove it and create the tokens again",
+            ) from None
         self._take(found)
 
     def _take(self, file: _File) -> None:
@@ -85,8 +87,11 @@ class Tokens:
 
     def encoded(self) -> bytes:
         """The content of the file."""
-        file = _File(version=self._version, revoked=self._revoked, tokens=tuple(
-            one for one in self._by_hash.values() if one is not self._owner))
+        file = _File(
+            version=self._version,
+            revoked=self._revoked,
+            tokens=tuple(one for one in self._by_hash.values() if one is not self._owner),
+        )
         return msgspec.json.format(msgspec.json.encode(file))
 
     def merge(self, shared: bytes, *, writes: bool) -> bool:
@@ -128,27 +133,43 @@ class Tokens:
     def all(self) -> list[Token]:
         return list(self._by_hash.values())
 
-    def create(self, name: str, role: Role, life_s: float, *, node: str = "", uses: int = 0
-               ) -> tuple[Token, str]:
+    def create(
+        self, name: str, role: Role, life_s: float, *, node: str = "", uses: int = 0
+    ) -> tuple[Token, str]:
         """A new token (`life_s` 0: for ever) and its secret, kept nowhere. Raises UsageError."""
         if role != "join" and (node or uses):
             raise UsageError("node and uses are of a token with the role join", "leave them out")
         if node and (uses > 1 or not job.NAME.match(node)):
-            raise UsageError(f"node: {node[:64]!r} with {uses or 1} uses is not one node's name",
-                             "--node NAME for one node, or --uses N for any")
+            raise UsageError(
+                f"node: {node[:64]!r} with {uses or 1} uses is not one node's name",
+                "--node NAME for one node, or --uses N for any",
+            )
         if not 0 <= uses <= TOKENS_NUM_MAX:
             raise UsageError(f"uses: {uses} is not from 1 to {TOKENS_NUM_MAX}", "--uses N")
         if not NAME.match(name) or name == OWNER:
-            raise UsageError(f"name: {name[:64]!r} is not a name for a token",
-                             f"letters, digits and . _ @ -, at most 63, not {OWNER!r}")
+            raise UsageError(
+                f"name: {name[:64]!r} is not a name for a token",
+                f"letters, digits and . _ @ -, at most 63, not {OWNER!r}",
+            )
         if not 0.0 <= life_s <= LIFE_S_MAX:
             raise UsageError(f"expires: {life_s:g} s is not a life of a token", "at most 10 years")
         if any(one.name == name and not one.is_used_up for one in self._by_hash.values()):
-            raise UsageError(f"there is a token named {name}",
-                             f"unicron token rotate {name}, or give another --name")
+            raise UsageError(
+                f"there is a token named {name}",
+                f"unicron token rotate {name}, or give another --name",
+            )
         self._check_room()
-        return self._add(Token(name=name, role=role, sha256="", created_s=0.0, node=node,
-                               uses=(uses or 1) if role == "join" else 0), life_s)
+        return self._add(
+            Token(
+                name=name,
+                role=role,
+                sha256="",
+                created_s=0.0,
+                node=node,
+                uses=(uses or 1) if role == "join" else 0,
+            ),
+            life_s,
+        )
 
     def enrol(self, caller: Token, node: str, secret: str, *, is_live: bool) -> Token:
         """Give a node the identity that its agent has made; it may be asked for again. `is_live`:
@@ -162,16 +183,24 @@ class Tokens:
         if held is None:
             raise UsageError(f"the token {caller.name} was revoked", "use another one")
         if caller.node not in ("", node):
-            raise UsageError(f"the token {caller.name} enrols {caller.node} only",
-                             f"--node {caller.node}, or another token")
+            raise UsageError(
+                f"the token {caller.name} enrols {caller.node} only",
+                f"--node {caller.node}, or another token",
+            )
         if held.is_used_up:
-            raise UsageError(f"the token {caller.name} is used up",
-                             f"an admin: unicron token rotate {caller.name}")
+            raise UsageError(
+                f"the token {caller.name} is used up",
+                f"an admin: unicron token rotate {caller.name}",
+            )
         if any(one.name == node for one in self._by_hash.values()) or (
-                is_live and node not in self.revoked_nodes()):
-            raise UsageError(f"the name {node} is taken", "give this node another --node; if the "
-                             f"other one is gone: unicron token revoke {node}, then unicron token "
-                             f"create --join --node {node}")
+            is_live and node not in self.revoked_nodes()
+        ):
+            raise UsageError(
+                f"the name {node} is taken",
+                "give this node another --node; if the "
+                f"other one is gone: unicron token revoke {node}, then unicron token "
+                f"create --join --node {node}",
+            )
         if mine is not None or self.revoked_node(secret):
             raise UsageError("identity: it was in use before", "")
         self._check_room()
@@ -185,24 +214,32 @@ class Tokens:
         """A new secret, for as long a life; the old one ends now. Raises UsageError."""
         old = self._named(name)
         if old.role == "node":
-            raise UsageError(f"{name} is a node: its agent alone has its secret", "unicron token "
-                             f"revoke {name}, then unicron token create --join --node {name}")
+            raise UsageError(
+                f"{name} is a node: its agent alone has its secret",
+                f"unicron token revoke {name}, then unicron token create --join --node {name}",
+            )
         return self._add(old, old.expires_s - old.created_s if old.expires_s else 0.0)
 
     def revoke(self, name: str) -> Token:
         """The token ends now; returns it. Raises UsageError."""
         old = self._named(name)
         revoked = {**self._revoked, old.sha256: name} if old.role == "node" else self._revoked
-        self._keep({key: one for key, one in self._by_hash.items() if one is not old},
-                   dict(list(revoked.items())[-TOKENS_NUM_MAX:]))
+        self._keep(
+            {key: one for key, one in self._by_hash.items() if one is not old},
+            dict(list(revoked.items())[-TOKENS_NUM_MAX:]),
+        )
         return old
 
     def _add(self, old: Token, life_s: float) -> tuple[Token, str]:
         """A token as `old`, in place of the one with its name, with a new secret."""
         secret, now_s = new_secret(), self._clock()
         token = msgspec.structs.replace(
-            old, sha256=hash_of(secret), created_s=now_s, used=0,
-            expires_s=now_s + life_s if life_s else 0.0)
+            old,
+            sha256=hash_of(secret),
+            created_s=now_s,
+            used=0,
+            expires_s=now_s + life_s if life_s else 0.0,
+        )
         kept = {key: one for key, one in self._by_hash.items() if one.name != old.name}
         self._keep({**kept, token.sha256: token})
         return token, secret
@@ -221,13 +258,16 @@ class Tokens:
         except OSError as error:
             self._by_hash, self._revoked = before
             self._version -= 1
-            raise UsageError(f"{self._path}: {error.strerror}",
-                             "the state folder cannot be written to") from None
+            raise UsageError(
+                f"{self._path}: {error.strerror}", "the state folder cannot be written to"
+            ) from None
 
     def _named(self, name: str) -> Token:
         if name == OWNER:
-            raise UsageError("the state folder's own token stays while the control plane runs",
-                             "stop it, remove the folder's file `token`, and start it again")
+            raise UsageError(
+                "the state folder's own token stays while the control plane runs",
+                "stop it, remove the folder's file `token`, and start it again",
+            )
         found = next((one for one in self._by_hash.values() if one.name == name), None)
         if found is None:
             raise UsageError(f"there is no token {name[:64]!r}", "unicron token list")

@@ -61,9 +61,13 @@ def first_day(query: Mapping[str, str]) -> int:
 def answer(usage: Usage, first: int) -> History:
     """The figures of the days from `first` on that the log has."""
     days = {day: figures for day, figures in usage.days.items() if day >= first}
-    return History(total=_row(days.values()), days=[
-        _row([days.get(day, {})], day=f"{datetime.fromtimestamp(day * 86400, UTC):%Y-%m-%d}")
-        for day in range(min(days, default=0), max(days, default=-1) + 1)])
+    return History(
+        total=_row(days.values()),
+        days=[
+            _row([days.get(day, {})], day=f"{datetime.fromtimestamp(day * 86400, UTC):%Y-%m-%d}")
+            for day in range(min(days, default=0), max(days, default=-1) + 1)
+        ],
+    )
 
 
 def _row(parts: Iterable[Figures], day: str = "") -> HistoryDay:
@@ -75,10 +79,20 @@ def _row(parts: Iterable[Figures], day: str = "") -> HistoryDay:
     slot_s = {what: total[what] / 1e6 for what in USES}
     faults = int(total["faults"])
     return HistoryDay(
-        day=day, records=int(total["records"]), slot_s=fsum(slot_s.values()),
-        used_slot_s=slot_s["used"], idle_slot_s=slot_s["idle"],
+        day=day,
+        records=int(total["records"]),
+        slot_s=fsum(slot_s.values()),
+        used_slot_s=slot_s["used"],
+        idle_slot_s=slot_s["idle"],
         lost_slot_s={what: slot_s[what] for what in CAUSES},
-        earned_flop=total["earned"], planned_flop=total["planned"], ideal_flop=total["ideal"],
-        incidents={what.partition(" ")[2]: int(num) for what, num in sorted(total.items())
-                   if what.startswith("incident ")},
-        faults=faults, mtbf_slot_s=total["observed"] / 1e6 / faults if faults else None)
+        earned_flop=total["earned"],
+        planned_flop=total["planned"],
+        ideal_flop=total["ideal"],
+        incidents={
+            what.partition(" ")[2]: int(num)
+            for what, num in sorted(total.items())
+            if what.startswith("incident ")
+        },
+        faults=faults,
+        mtbf_slot_s=total["observed"] / 1e6 / faults if faults else None,
+    )

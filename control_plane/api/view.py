@@ -29,13 +29,23 @@ from ..throughput.transition_cost import transition
 from .messages import TASKS_NUM_MAX
 from .needs import needs
 
-_PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
-           "quiescing": "running", "reconfiguring": "running"}
+_PHASES = {
+    "idle": "waiting",
+    "starting": "starting",
+    "training": "running",
+    "quiescing": "running",
+    "reconfiguring": "running",
+}
 Slow = list[tuple[int, Straggler]]
 
 
-def view(state: ClusterState, *, explain: bool = False, now_s: float | None = None,
-         num_ended: int = TASKS_NUM_MAX) -> dict[str, Any]:
+def view(
+    state: ClusterState,
+    *,
+    explain: bool = False,
+    now_s: float | None = None,
+    num_ended: int = TASKS_NUM_MAX,
+) -> dict[str, Any]:
     """Cluster, nodes, tasks, incidents, plan, deadlines, and what needs a person at `now_s` (None:
     at the last record); times in seconds since 1970. `explain` adds what each waiting task needs.
     It takes as long as a few plans: call it in a thread. `num_ended`: as `_shown_tasks`."""
@@ -43,29 +53,47 @@ def view(state: ClusterState, *, explain: bool = False, now_s: float | None = No
     slow = [task for task in state.tasks.values() if task.slow]
     shown: dict[str, Any] = {
         "cluster": {
-            "seq": state.seq, "epoch": state.epoch, "at_s": state.at_s,
-            "hash": state_hash(state), "heart": state.heart, "input": input_digest(state),
-            "num_slots": sum(node.num_slots for node in state.nodes.values()
-                             if node.health == "healthy"), "num_tasks": len(state.tasks),
-            "reports_lost": state.reports_lost, "num_open_orders": len(state.orders),
+            "seq": state.seq,
+            "epoch": state.epoch,
+            "at_s": state.at_s,
+            "hash": state_hash(state),
+            "heart": state.heart,
+            "input": input_digest(state),
+            "num_slots": sum(
+                node.num_slots for node in state.nodes.values() if node.health == "healthy"
+            ),
+            "num_tasks": len(state.tasks),
+            "reports_lost": state.reports_lost,
+            "num_open_orders": len(state.orders),
             "computed_by": DECIDER_VERSION if waits else 0,
-            "healing": state.held or "on", "allow_inject": state.policy.allow_inject,
-            "mtbf_gpu_s": state.mtbf_gpu_s, "num_faults": state.num_faults,
+            "healing": state.held or "on",
+            "allow_inject": state.policy.allow_inject,
+            "mtbf_gpu_s": state.mtbf_gpu_s,
+            "num_faults": state.num_faults,
             "observed_slot_s": state.observed_slot_s,
-            "earned": [{"at_s": span * WORK_SPAN_S, "length_s": WORK_SPAN_S, "flop": flop}
-                       for span, flop in sorted(state.earned.items())],
+            "earned": [
+                {"at_s": span * WORK_SPAN_S, "length_s": WORK_SPAN_S, "flop": flop}
+                for span, flop in sorted(state.earned.items())
+            ],
         },
         "nodes": [node_view(state, state.nodes[name], slow) for name in sorted(state.nodes)],
-        "tasks": [task_view(state, state.tasks[key], waits.get(key))
-                  for key in _shown_tasks(state, num_ended)],
-        "incidents": [msgspec.to_builtins(state.incidents[key])
-                      for key in sorted(state.incidents)],
+        "tasks": [
+            task_view(state, state.tasks[key], waits.get(key))
+            for key in _shown_tasks(state, num_ended)
+        ],
+        "incidents": [msgspec.to_builtins(state.incidents[key]) for key in sorted(state.incidents)],
         "outages": [msgspec.to_builtins(one) for one in state.outages],
         "plan": {"seq": state.plan_seq, "at_s": state.plan_s, **msgspec.to_builtins(state.plan)}
-                if state.plan is not None else None,
-        "deadlines": [{"id": name, "due_s": state.deadlines[name].due_s,
-                       "length_s": state.deadlines[name].length_s}
-                      for name in sorted(state.deadlines)],
+        if state.plan is not None
+        else None,
+        "deadlines": [
+            {
+                "id": name,
+                "due_s": state.deadlines[name].due_s,
+                "length_s": state.deadlines[name].length_s,
+            }
+            for name in sorted(state.deadlines)
+        ],
     }
     found = needs(shown, state.at_s if now_s is None else now_s)
     return shown | {"needs": msgspec.to_builtins(found)}
@@ -79,8 +107,11 @@ def _shown_tasks(state: ClusterState, num_ended: int) -> list[int]:
         return keys
     last = {state.tasks[key].spec.name: key for key in keys}
     ended = [key for key in keys if state.tasks[key].outcome]
-    hidden = {key for key in ended[:max(len(ended) - num_ended, 0)] if not (
-        (task := state.tasks[key]).outcome == "failed" and last[task.spec.name] == key)}
+    hidden = {
+        key
+        for key in ended[: max(len(ended) - num_ended, 0)]
+        if not ((task := state.tasks[key]).outcome == "failed" and last[task.spec.name] == key)
+    }
     return [key for key in keys if key not in hidden]
 
 
@@ -96,35 +127,53 @@ def state_in_words(state: ClusterState, task: Task) -> str:
     return "degraded" if task.phase == "training" and task.slow else _PHASES[task.phase]
 
 
-def node_view(state: ClusterState, node: Node, tasks: Sequence[Task] | None = None
-              ) -> dict[str, Any]:
+def node_view(
+    state: ClusterState, node: Node, tasks: Sequence[Task] | None = None
+) -> dict[str, Any]:
     """One node of the view. `tasks`: those with slow ranks, if that is known."""
     slots: list[dict[str, Any]] = []
     slow = _slow_on(state.tasks.values() if tasks is None else tasks, node)
     degraded, due = _slots_degraded(slow, node), state.deadlines.get(f"replace/{node.name}")
     for index in range(node.num_slots):
         occupant = node.occupants.get(index)
-        slot: dict[str, Any] = {"index": index, "out": node.is_disabled(index),
-                                "out_why": (node.disabled_why.get(index, "")
-                                            if index in node.slots_disabled else ""),
-                                "degraded": index in degraded, "task": 0, "rank": None, "pid": 0}
+        slot: dict[str, Any] = {
+            "index": index,
+            "out": node.is_disabled(index),
+            "out_why": (node.disabled_why.get(index, "") if index in node.slots_disabled else ""),
+            "degraded": index in degraded,
+            "task": 0,
+            "rank": None,
+            "pid": 0,
+        }
         if occupant is not None:
             task = state.tasks.get(occupant.task)
             rank = task.ranks.get(occupant.rank) if task is not None else None
-            slot |= {"task": occupant.task, "rank": occupant.rank,
-                     "pid": rank.pid if rank is not None else 0}
+            slot |= {
+                "task": occupant.task,
+                "rank": occupant.rank,
+                "pid": rank.pid if rank is not None else 0,
+            }
         slots.append(slot)
-    return {"id": node.name, "host": node.host, "pid": node.pid,
-            **_health(state, node, slow), "drained": node.drained,
-            "drain_reason": node.drain_reason, "down": bool(node.down_seq),
-            "replaced_s": due.due_s if due is not None else None,
-            "quarantine": msgspec.to_builtins(node.quarantine), "sick_why": node.unhealthy_why,
-            "recovers": _recovers(state, node),
-            "checks": [msgspec.to_builtins(check) for check in node.checks],
-            "incarnation": node.incarnation,
-            "accelerator": node.accelerator, "num_slots": node.num_slots,
-            "labels": msgspec.to_builtins(node.labels), "slots": slots,
-            "degraded": _degraded(state, node.name, slow)}
+    return {
+        "id": node.name,
+        "host": node.host,
+        "pid": node.pid,
+        **_health(state, node, slow),
+        "drained": node.drained,
+        "drain_reason": node.drain_reason,
+        "down": bool(node.down_seq),
+        "replaced_s": due.due_s if due is not None else None,
+        "quarantine": msgspec.to_builtins(node.quarantine),
+        "sick_why": node.unhealthy_why,
+        "recovers": _recovers(state, node),
+        "checks": [msgspec.to_builtins(check) for check in node.checks],
+        "incarnation": node.incarnation,
+        "accelerator": node.accelerator,
+        "num_slots": node.num_slots,
+        "labels": msgspec.to_builtins(node.labels),
+        "slots": slots,
+        "degraded": _degraded(state, node.name, slow),
+    }
 
 
 def _health(state: ClusterState, node: Node, slow: Slow) -> dict[str, Any]:
@@ -147,15 +196,22 @@ def _health(state: ClusterState, node: Node, slow: Slow) -> dict[str, Any]:
 
 def _slow_on(tasks: Iterable[Task], node: Node) -> Slow:
     """(slot, straggler) of the slow ranks on the node."""
-    return [(task.ranks[number].slot.index, slow) for task in tasks
-            for number, slow in task.slow.items()
-            if number in task.ranks and task.ranks[number].slot.node == node.name]
+    return [
+        (task.ranks[number].slot.index, slow)
+        for task in tasks
+        for number, slow in task.slow.items()
+        if number in task.ranks and task.ranks[number].slot.node == node.name
+    ]
 
 
 def _slots_degraded(slow: Slow, node: Node) -> set[int]:
     """Slots of degraded checks (all slots if a check names none) and of slow ranks."""
-    named = {index for check in node.checks if check.health == "degraded"
-            for index in check.devices or range(node.num_slots)}
+    named = {
+        index
+        for check in node.checks
+        if check.health == "degraded"
+        for index in check.devices or range(node.num_slots)
+    }
     return named | {index for index, _ in slow}
 
 
@@ -166,8 +222,11 @@ def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
     due = state.deadlines.get(f"recovered/{node.name}")
     ill = any(check.health == "unhealthy" for check in node.checks)
     last_s = max(node.slots_recovering.values(), default=0.0) + RECOVERED_S
-    return {"slots": list(node.slots_unhealthy), "after_s": RECOVERED_S,
-            "from_s": max(due.due_s, last_s) if due is not None and not ill else None}
+    return {
+        "slots": list(node.slots_unhealthy),
+        "after_s": RECOVERED_S,
+        "from_s": max(due.due_s, last_s) if due is not None and not ill else None,
+    }
 
 
 def _degraded(state: ClusterState, name: str, slow: Slow) -> dict[str, Any] | None:
@@ -178,50 +237,89 @@ def _degraded(state: ClusterState, name: str, slow: Slow) -> dict[str, Any] | No
     share = priced.drain_waf / priced.now_waf if priced.now_waf else 0.0
     since_s = min((one.since_s for _, one in slow), default=-1.0)
     lasts = since_s < 0 or state.at_s - since_s >= LASTS_S
-    return {**msgspec.to_builtins(priced), "drain_share": share, "lasts": lasts,
-            "worth_draining": lasts and priced.drain_waf > 0 and share >= state.policy.gain_min}
+    return {
+        **msgspec.to_builtins(priced),
+        "drain_share": share,
+        "lasts": lasts,
+        "worth_draining": lasts and priced.drain_waf > 0 and share >= state.policy.gain_min,
+    }
 
 
-def task_view(state: ClusterState, task: Task, waits: WaitExplanation | None = None
-              ) -> dict[str, Any]:
+def task_view(
+    state: ClusterState, task: Task, waits: WaitExplanation | None = None
+) -> dict[str, Any]:
     """One task of the view, also one that has left the state."""
     spec, waits = task.spec, waits or WaitExplanation(why=task.why, needs="")
     living, (stands, stands_since_s) = task.living_members(), _stalled(state, task)
     return {
-        "id": task.id, "name": spec.name, "tier": "train" if task.heals_in_memory else "command",
-        "state": state_in_words(state, task), "phase": task.phase, "since_s": task.since_s,
-        "submitted_s": task.submitted_s, "progressed_s": task.progressed_s,
-        "weight": task.weight, "priority": spec.priority, "team": spec.team,
-        "slots": {"now": len(task.ranks), "target": len(task.target), "min": spec.slots.min,
-                  "max": spec.slots.max, "multiple_of": spec.slots.multiple_of,
-                  "sizes": list(spec.slots.sizes)},
-        **_layout(task, len(living)), "generation": task.generation,
+        "id": task.id,
+        "name": spec.name,
+        "tier": "train" if task.heals_in_memory else "command",
+        "state": state_in_words(state, task),
+        "phase": task.phase,
+        "since_s": task.since_s,
+        "submitted_s": task.submitted_s,
+        "progressed_s": task.progressed_s,
+        "weight": task.weight,
+        "priority": spec.priority,
+        "team": spec.team,
+        "slots": {
+            "now": len(task.ranks),
+            "target": len(task.target),
+            "min": spec.slots.min,
+            "max": spec.slots.max,
+            "multiple_of": spec.slots.multiple_of,
+            "sizes": list(spec.slots.sizes),
+        },
+        **_layout(task, len(living)),
+        "generation": task.generation,
         "iteration": task.iteration,
-        "iterations": (spec.training.iterations if spec.training is not None
-                       else task.logged.iterations if task.logged is not None else 0),
+        "iterations": (
+            spec.training.iterations
+            if spec.training is not None
+            else task.logged.iterations
+            if task.logged is not None
+            else 0
+        ),
         "logged_batch": task.logged.global_batch if task.logged is not None else 0,
         "model_batch": spec.model.global_batch if spec.model is not None else 0,
-        "loss": task.loss, "step_s": task.step_s, "rate_flops": task.rate_flops,
+        "loss": task.loss,
+        "step_s": task.step_s,
+        "rate_flops": task.rate_flops,
         "waf": task.weight * task.rate_flops if _steps(task) else 0.0,
         "transition": msgspec.to_builtins(transition(state, task)),
-        "throughput": {**msgspec.to_builtins(task.throughput, str_keys=True),
-                       "origin": table.origin(spec, task.throughput, task.modelled)
-                       } if task.throughput is not None else None,
+        "throughput": {
+            **msgspec.to_builtins(task.throughput, str_keys=True),
+            "origin": table.origin(spec, task.throughput, task.modelled),
+        }
+        if task.throughput is not None
+        else None,
         "optimizer": (spec.training.parallel.optimizer if spec.training is not None else "whole"),
         "modelled_layout": _planned_layout(task),
-        "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
-        "healed": task.healed, "iterations_lost": _iterations_lost(task),
-        "slow": _slow(task), "slowdown": slowdown(task), "slower_alike": uniform_slowdown(task),
-        "stands": stands, "stands_since_s": stands_since_s, "hang_after_s": spec.hang_after_s,
-        "incident": task.incident, **msgspec.structs.asdict(waits),
-        "adopted": task.adopted, "start_s_max": state.policy.start_s_max,
-        "declined": task.declined, "from_memory": task.restarts_from_memory,
-        "withheld": task.withheld, "rounding_why": task.rounding_why or (
-            task.declined and "after a fault all its processes start again"),
+        "micro_batches": task.micro_batches,
+        "forward_calls": task.forward_calls,
+        "healed": task.healed,
+        "iterations_lost": _iterations_lost(task),
+        "slow": _slow(task),
+        "slowdown": slowdown(task),
+        "slower_alike": uniform_slowdown(task),
+        "stands": stands,
+        "stands_since_s": stands_since_s,
+        "hang_after_s": spec.hang_after_s,
+        "incident": task.incident,
+        **msgspec.structs.asdict(waits),
+        "adopted": task.adopted,
+        "start_s_max": state.policy.start_s_max,
+        "declined": task.declined,
+        "from_memory": task.restarts_from_memory,
+        "withheld": task.withheld,
+        "rounding_why": task.rounding_why
+        or (task.declined and "after a fault all its processes start again"),
         "reproducible": spec.training.reproducible if spec.training is not None else "rounding",
         "output": spec.training.output if spec.training is not None else "",
         "checkpoint": task.checkpoint_path,
-        "checkpoint_iteration": task.saved_iteration, "unsaved": task.lost_with(),
+        "checkpoint_iteration": task.saved_iteration,
+        "unsaved": task.lost_with(),
         "unpublished": max(task.iteration - task.saved_iteration, 0),
         **_copies(state, task),
         "copy_every": spec.training.copy_every if spec.training is not None else 0,
@@ -235,8 +333,11 @@ def _copies(state: ClusterState, task: Task) -> dict[str, Any]:
     none, those that also need unreachable nodes. `copies_bytes`: the most memory that they take on
     one node; `copies_max`: what all tasks may take there, 0: not known. `no_copies`: why the task
     makes none; `copies_fit`: False if they are too large for the stores."""
-    reached = [copy for copy in task.copies if (node := state.nodes.get(copy.node)) is not None
-               and node.health == "healthy"]
+    reached = [
+        copy
+        for copy in task.copies
+        if (node := state.nodes.get(copy.node)) is not None and node.health == "healthy"
+    ]
     charged = node_bytes(task)
     most = max(sorted(charged), key=lambda name: charged[name], default="")
     node = state.nodes.get(most)
@@ -245,23 +346,39 @@ def _copies(state: ClusterState, task: Task) -> dict[str, Any]:
     if nodes and not task.keepers:
         found = assign_stores(state, task, nodes)
     return {
-        "copies": [{"generation": whole.generation, "step_version": whole.step_version,
-                    "nodes": list(whole.nodes), "num_shares": whole.num_shares,
-                    "copy_bytes": whole.copy_bytes}
-                   for whole in whole_checkpoints(reached) or whole_checkpoints(task.copies)],
+        "copies": [
+            {
+                "generation": whole.generation,
+                "step_version": whole.step_version,
+                "nodes": list(whole.nodes),
+                "num_shares": whole.num_shares,
+                "copy_bytes": whole.copy_bytes,
+            }
+            for whole in whole_checkpoints(reached) or whole_checkpoints(task.copies)
+        ],
         "copies_bytes": charged.get(most, 0),
         "copies_max": bytes_max_of(state, node) if node is not None else 0,
-        "no_copies": found.why, "copies_fit": found.fits}
+        "no_copies": found.why,
+        "copies_fit": found.fits,
+    }
 
 
 def _layout(task: Task, num_living: int) -> dict[str, Any]:
     """The generation's layout if it has living members. `replica_ranks`: ranks of one replica."""
     axes = task.axes
     if not num_living or axes is None:
-        return {"layout": f"DP{num_living}" if num_living else "", "layout_in_words": "",
-                "beside": 0, "replica_ranks": 1}
-    return {"layout": layout_label(axes), "layout_in_words": layout_in_words(axes),
-            "beside": len(task.members) - num_positions(axes), "replica_ranks": axes.tp * axes.pp}
+        return {
+            "layout": f"DP{num_living}" if num_living else "",
+            "layout_in_words": "",
+            "beside": 0,
+            "replica_ranks": 1,
+        }
+    return {
+        "layout": layout_label(axes),
+        "layout_in_words": layout_in_words(axes),
+        "beside": len(task.members) - num_positions(axes),
+        "replica_ranks": axes.tp * axes.pp,
+    }
 
 
 def _planned_layout(task: Task) -> str:
@@ -283,10 +400,17 @@ def _stalled(state: ClusterState, task: Task) -> tuple[str, float]:
 def _slow(task: Task) -> list[dict[str, Any]]:
     """The slow ranks. `confirmed`: above the threshold, and another process reports it too."""
     confirmed = [rank.rank for rank in at_fault(task)]
-    return [{"rank": number, "node": task.ranks[number].slot.node,
-             "slot": task.ranks[number].slot.index, "confirmed": number in confirmed,
-             **msgspec.to_builtins(task.slow[number])}
-            for number in sorted(task.slow) if number in task.ranks]
+    return [
+        {
+            "rank": number,
+            "node": task.ranks[number].slot.node,
+            "slot": task.ranks[number].slot.index,
+            "confirmed": number in confirmed,
+            **msgspec.to_builtins(task.slow[number]),
+        }
+        for number in sorted(task.slow)
+        if number in task.ranks
+    ]
 
 
 def _iterations_lost(task: Task) -> int | None:
@@ -305,10 +429,18 @@ def _steps(task: Task) -> bool:
 
 
 def _rank(task: Task, rank: Rank) -> dict[str, Any]:
-    return {"rank": rank.rank, "attempt": rank.attempt, "node": rank.slot.node,
-            "slot": rank.slot.index, "pid": rank.pid, "log_path": rank.log_path,
-            "state": "stopping" if rank.stopping else "stopped" if rank.is_stopped else rank.state,
-            "ordered_s": rank.ordered_s, "has_state": rank.has_state, "part": _part(task, rank)}
+    return {
+        "rank": rank.rank,
+        "attempt": rank.attempt,
+        "node": rank.slot.node,
+        "slot": rank.slot.index,
+        "pid": rank.pid,
+        "log_path": rank.log_path,
+        "state": "stopping" if rank.stopping else "stopped" if rank.is_stopped else rank.state,
+        "ordered_s": rank.ordered_s,
+        "has_state": rank.has_state,
+        "part": _part(task, rank),
+    }
 
 
 def _part(task: Task, rank: Rank) -> str:
@@ -316,5 +448,6 @@ def _part(task: Task, rank: Rank) -> str:
     training = task.spec.training
     if training is None or task.axes is None or task.member(rank.rank) is None:
         return ""
-    return part_in_words(task.axes, position_of(task, rank),
-                         sharded=training.parallel.optimizer != "whole")
+    return part_in_words(
+        task.axes, position_of(task, rank), sharded=training.parallel.optimizer != "whole"
+    )

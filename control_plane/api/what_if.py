@@ -33,33 +33,57 @@ class WhatIfs:
         Raises Refusal if another simulation runs."""
         if self.answer.state in ("reading", "simulating"):
             raise Refusal(409, "a simulation runs already", "wait for its answer")
-        self.answer = WhatIfAnswer(state="reading", limit_s=LIMIT_S, last_seq=last_seq,
-                                   began_s=time.time())
-        self._task = asyncio.create_task(self._run(self.answer, log, begins, [
-            *(f"--policy={name}" for name in asked.policies),
-            *(f"--set=weight.{name}={weight:g}" for name, weight in asked.weights.items()),
-            *(f"--set=policy.{name}={value}" for name, value in asked.fields.items())]))
+        self.answer = WhatIfAnswer(
+            state="reading", limit_s=LIMIT_S, last_seq=last_seq, began_s=time.time()
+        )
+        self._task = asyncio.create_task(
+            self._run(
+                self.answer,
+                log,
+                begins,
+                [
+                    *(f"--policy={name}" for name in asked.policies),
+                    *(f"--set=weight.{name}={weight:g}" for name, weight in asked.weights.items()),
+                    *(f"--set=policy.{name}={value}" for name, value in asked.fields.items()),
+                ],
+            )
+        )
         return self.answer
 
-    async def _run(self, answer: WhatIfAnswer, log: ReaderPort, begins: str, words: list[str]
-                   ) -> None:
+    async def _run(
+        self, answer: WhatIfAnswer, log: ReaderPort, begins: str, words: list[str]
+    ) -> None:
         process, answer.read_seq = None, log.first_seq - 1
         try:
             with tempfile.TemporaryDirectory(prefix="unicron-what-if-") as folder:
                 path = Path(folder) / "log.jsonl"
                 async with asyncio.timeout(LIMIT_S):
-                    with archive.create(path, cluster="what-if", code="", begins=begins,
-                                        first_seq=log.first_seq) as writer:
+                    with archive.create(
+                        path, cluster="what-if", code="", begins=begins, first_seq=log.first_seq
+                    ) as writer:
                         while answer.read_seq < answer.last_seq:
-                            for record in await log.read(after=answer.read_seq,
-                                                         num_max=PAGE_RECORDS):
+                            for record in await log.read(
+                                after=answer.read_seq, num_max=PAGE_RECORDS
+                            ):
                                 writer.add(record)
                                 answer.read_seq = record.seq
                     answer.state = "simulating"
                     process = await asyncio.create_subprocess_exec(
-                        "nice", sys.executable, "-P", "-m", "unicron.cli.main", "simulate",
-                        "--from-log", str(path), "-o", "json", *words, stdin=DEVNULL,
-                        stdout=PIPE, stderr=PIPE)
+                        "nice",
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "unicron.cli.main",
+                        "simulate",
+                        "--from-log",
+                        str(path),
+                        "-o",
+                        "json",
+                        *words,
+                        stdin=DEVNULL,
+                        stdout=PIPE,
+                        stderr=PIPE,
+                    )
                     out, errors = await process.communicate()
             answer.why = errors.decode(errors="replace").replace(str(path), "the log").strip()
             if not process.returncode:

@@ -19,8 +19,9 @@ from ..state.cluster import ClusterState
 from .decide import Decide, decide
 
 
-def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
-            decide: Decide = decide) -> list[Record]:
+def advance(
+    state: ClusterState, report: Report, *, epoch: int, at_s: float, decide: Decide = decide
+) -> list[Record]:
     """Fold the report, which `accepts` has admitted, decide, fold the decisions; return all records
     as one batch for the log. A simulation may pass another policy as `decide`."""
     record = report_record(state, report, epoch=epoch, at_s=max(at_s, state.at_s))
@@ -35,18 +36,36 @@ def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
 
 def report_record(state: ClusterState, report: Report, *, epoch: int, at_s: float) -> Record:
     """The report as the next record of the log. Its `incident` is the open incident of the task."""
-    return Record(seq=state.seq + 1, epoch=epoch, at_s=at_s, occurred_s=report.occurred_s,
-                  source=report.source, source_seq=report.source_seq, cause=0,
-                  incident=_incident(state, report.body), body=report.body)
+    return Record(
+        seq=state.seq + 1,
+        epoch=epoch,
+        at_s=at_s,
+        occurred_s=report.occurred_s,
+        source=report.source,
+        source_seq=report.source_seq,
+        cause=0,
+        incident=_incident(state, report.body),
+        body=report.body,
+    )
 
 
 def decision_record(state: ClusterState, body: Body, *, cause: Record) -> Record:
     """The decision as the next record of the log."""
     seq = state.seq + 1
-    incident = seq if isinstance(body, IncidentOpened) else (
-        incident_of(body) or _incident(state, body))
-    return Record(seq=seq, epoch=cause.epoch, at_s=cause.at_s, occurred_s=cause.at_s,
-                  source="heart", source_seq=0, cause=cause.seq, incident=incident, body=body)
+    incident = (
+        seq if isinstance(body, IncidentOpened) else (incident_of(body) or _incident(state, body))
+    )
+    return Record(
+        seq=seq,
+        epoch=cause.epoch,
+        at_s=cause.at_s,
+        occurred_s=cause.at_s,
+        source="heart",
+        source_seq=0,
+        cause=cause.seq,
+        incident=incident,
+        body=body,
+    )
 
 
 def _incident(state: ClusterState, body: Body) -> int:
@@ -74,8 +93,9 @@ def is_foreign(state: ClusterState, report: Report) -> bool:
     agent does so by mistake: a process never moves, and an order names its nodes for ever."""
     node, body = report.source.rpartition("/")[0], report.body
     if isinstance(body, RankReport) and (task := state.tasks.get(body.task)) is not None:
-        rank = (find_rank(task, body.rank, body.attempt)
-                or find_orphan(task, body.rank, body.attempt))
+        rank = find_rank(task, body.rank, body.attempt) or find_orphan(
+            task, body.rank, body.attempt
+        )
         return rank is not None and rank.slot.node != node
     if isinstance(body, OrderRefused | CheckpointPublished) and body.order in state.orders:
         return node not in order_nodes(decode_record(state.orders[body.order]))

@@ -23,9 +23,19 @@ Decide = Callable[[ClusterState, Record], Iterator[t.Body]]
 Plan = Callable[[ClusterState], Iterator[t.Body]]
 """Yields the plan: slots per task, their placement, and the reasons of waiting tasks."""
 _ANSWERS = (r.RankStarted, r.RankReady, r.Quiesced, r.Reconfigured)
-_AFFECTING_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeReachable, r.PolicySet,
-                  r.OrderRefused, r.HealingFrozen, r.HealingResumed, r.DeviceErred,
-                  r.HealthChanged, r.QuarantineLifted)
+_AFFECTING_ALL = (
+    r.EpochStarted,
+    r.NodeJoined,
+    r.NodeLeft,
+    r.NodeReachable,
+    r.PolicySet,
+    r.OrderRefused,
+    r.HealingFrozen,
+    r.HealingResumed,
+    r.DeviceErred,
+    r.HealthChanged,
+    r.QuarantineLifted,
+)
 """Reports that may affect every task: of nodes, of the policy, of healing paused or on."""
 _PROGRESS = (r.TaskProgressed, r.IterationsLogged)
 
@@ -40,8 +50,9 @@ def decide(state: ClusterState, record: Record) -> Iterator[t.Body]:
 def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Body]:
     """As `decide`, with this plan function and without costs of degraded nodes."""
     if isinstance(record.body, r.TaskSubmitted):
-        yield table.table(record.seq, record.body.spec,
-                          state.slot_flops or table.SLOT_FLOPS, record.body.modelled)
+        yield table.table(
+            record.seq, record.body.spec, state.slot_flops or table.SLOT_FLOPS, record.body.modelled
+        )
     if isinstance(record.body, _PROGRESS) and record.body.task in state.tasks:
         yield from calibration.calibrate(state, state.tasks[record.body.task])
     if isinstance(record.body, r.FaultRequested):
@@ -51,8 +62,11 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
     yield from task_decisions(state, affected_tasks(state, record))
     yield from node_incidents.decide_nodes(state, record)
     for _ in range(2 * len(state.tasks) + 2):
-        if not state.replan or LOSSES in state.deadlines or all(
-                task.ending or is_pinned(state, task) for task in live_tasks(state)):
+        if (
+            not state.replan
+            or LOSSES in state.deadlines
+            or all(task.ending or is_pinned(state, task) for task in live_tasks(state))
+        ):
             break  # `state.replan` stays set until a plan may change any task
         yield from plan(state)
         yield from task_decisions(state, _all_tasks(state))
@@ -81,8 +95,12 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
         return [task for task in _all_tasks(state) if _uses(task, body.node)]
     if isinstance(body, r.RankExited):
         node = record.source.rpartition("/")[0]
-        return [task for task in _all_tasks(state) if task.id == number or any(
-            seat.slot.node == node and seat.rank not in task.ranks for seat in task.target)]
+        return [
+            task
+            for task in _all_tasks(state)
+            if task.id == number
+            or any(seat.slot.node == node and seat.rank not in task.ranks for seat in task.target)
+        ]
     task = state.tasks.get(number)
     if task is None:
         return []
@@ -97,10 +115,13 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
 
 def _uses(task: Task, node: str) -> bool:
     """Whether the task has a process, a seat, a member or an in-memory checkpoint on the node."""
-    return (any(rank.slot.node == node for rank in chain(task.ranks.values(), task.orphans))
-            or any(seat.slot.node == node for seat in task.target)
-            or any(member.node == node for member in task.members)
-            or any(node in one.stores for one in task.stores) or node in task.store_nodes)
+    return (
+        any(rank.slot.node == node for rank in chain(task.ranks.values(), task.orphans))
+        or any(seat.slot.node == node for seat in task.target)
+        or any(member.node == node for member in task.members)
+        or any(node in one.stores for one in task.stores)
+        or node in task.store_nodes
+    )
 
 
 def _all_tasks(state: ClusterState) -> list[Task]:
@@ -128,20 +149,24 @@ def plan(state: ClusterState) -> Iterator[t.Body]:
             continue
         if count == 0:
             yield from pending.record_waiting(
-                state, task, snapshot, short.get(task.id, 0),
-                by_quota=task.id in by_quota)
+                state, task, snapshot, short.get(task.id, 0), by_quota=task.id in by_quota
+            )
         elif state.held:  # it gets no seats while healing is paused
             yield from pending.record_reason(task, state.held)
 
 
-def place(state: ClusterState, tasks: list[Task], counts: tuple[int, ...],
-          snapshot: PlanningSnapshot) -> Iterator[t.Body]:
+def place(
+    state: ClusterState, tasks: list[Task], counts: tuple[int, ...], snapshot: PlanningSnapshot
+) -> Iterator[t.Body]:
     """Record the changed seats of all tasks. Tasks that do not grow come first."""
     labels = {name: node.labels for name, node in state.nodes.items()}
     slots = snapshot.slots
     seats = placement.place(tasks, counts, slots, labels, snapshot.unread)
     for task in sorted(tasks, key=lambda task: (len(seats[task.id]) > len(task.target), task.id)):
         if seats[task.id] != task.target:
-            why = (placement.why_placed(task, seats[task.id], slots, labels) if seats[task.id]
-                   else "the plan gives it no slots")
+            why = (
+                placement.why_placed(task, seats[task.id], slots, labels)
+                if seats[task.id]
+                else "the plan gives it no slots"
+            )
             yield TaskPlaced(task=task.id, seats=seats[task.id], why=why)

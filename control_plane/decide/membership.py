@@ -84,9 +84,11 @@ def expected_positions(task: Task) -> tuple[Axes | None, dict[int, int]]:
         left = [rank for rank in ranks if rank.has_state]
         between = layout_within(train, len(left))
         if between is not None and len(task.living_members()) < len(task.members):
-            held = {rank.rank: HeldState(generation=task.generation + 1, axes=between, place=place)
-                    for place, rank in enumerate(order_members(between, left, apart=apart))
-                    if place < num_positions(between)}
+            held = {
+                rank.rank: HeldState(generation=task.generation + 1, axes=between, place=place)
+                for place, rank in enumerate(order_members(between, left, apart=apart))
+                if place < num_positions(between)
+            }
             ranks = [replace(rank, held=held.get(rank.rank)) for rank in ranks]
         order = order_members(axes, ranks, apart=apart)
     return axes, {rank.rank: place for place, rank in enumerate(order)}
@@ -109,12 +111,18 @@ def _holds(task: Task, rank: Rank) -> bool:
 def order_members(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> list[Rank]:
     """The ranks by position, then the standby members. The ranks must suffice for the layout. With
     `apart`, consecutive replicas are on different nodes, since each mirrors the one before it."""
-    last = max((rank.held for rank in ranks if rank.held is not None),
-               key=lambda held: held.generation, default=None)
+    last = max(
+        (rank.held for rank in ranks if rank.held is not None),
+        key=lambda held: held.generation,
+        default=None,
+    )
     parts: dict[Slot, Coordinates] = {}
     if last is not None and shape(last.axes) == shape(axes):
-        parts = {rank.slot: coordinates(last.axes, rank.held.place) for rank in ranks
-                 if rank.held is not None and rank.held.generation == last.generation}
+        parts = {
+            rank.slot: coordinates(last.axes, rank.held.place)
+            for rank in ranks
+            if rank.held is not None and rank.held.generation == last.generation
+        }
     places = _kept_positions(axes, parts, same=last is not None and last.axes.dp == axes.dp)
     taken = set(places.values())
     left = [rank.slot for rank in ranks if rank.slot not in taken]
@@ -123,8 +131,8 @@ def order_members(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> 
     empty = [dp for dp in range(axes.dp) if replica(axes, dp)[0] not in places]
     each = len(replica(axes, 0))
     left = ranked(left, each, axes.tp)
-    groups = [left[at:at + each] for at in range(0, len(empty) * each, each)]
-    left = left[len(empty) * each:]
+    groups = [left[at : at + each] for at in range(0, len(empty) * each, each)]
+    left = left[len(empty) * each :]
     for dp, slots in zip(empty, _alternate_nodes(groups) if apart else groups, strict=True):
         places |= zip(replica(axes, dp), slots, strict=True)
     there = {rank.slot: rank for rank in ranks}
@@ -136,9 +144,12 @@ def _kept_positions(axes: Axes, parts: dict[Slot, Coordinates], *, same: bool) -
     replicas: dict[int, dict[Slot, Coordinates]] = {}
     for slot, at in parts.items():
         replicas.setdefault(at.dp, {})[slot] = at
-    fullest = sorted(replicas, key=lambda dp: (-len(replicas[dp]), dp))[:axes.dp]
-    return {position_of(axes, at._replace(dp=dp if same else number)): slot
-            for number, dp in enumerate(sorted(fullest)) for slot, at in replicas[dp].items()}
+    fullest = sorted(replicas, key=lambda dp: (-len(replicas[dp]), dp))[: axes.dp]
+    return {
+        position_of(axes, at._replace(dp=dp if same else number)): slot
+        for number, dp in enumerate(sorted(fullest))
+        for slot, at in replicas[dp].items()
+    }
 
 
 def _alternate_nodes(groups: Sequence[list[Slot]]) -> list[list[Slot]]:
@@ -150,18 +161,32 @@ def _alternate_nodes(groups: Sequence[list[Slot]]) -> list[list[Slot]]:
     return [own[at] for at in range(longest) for own in on.values() if at < len(own)]
 
 
-def _fill_holes(axes: Axes, own: Sequence[int], places: dict[int, Slot], left: list[Slot],
-                parts: dict[Slot, Coordinates]) -> None:
+def _fill_holes(
+    axes: Axes,
+    own: Sequence[int],
+    places: dict[int, Slot],
+    left: list[Slot],
+    parts: dict[Slot, Coordinates],
+) -> None:
     """Fill the open positions of a partly filled replica with the nearest slots of `left`."""
     for hole in own if any(place in places for place in own) else ():
         if hole in places:
             continue
         tp, pp, _ = coordinates(axes, hole)
         peers = {places[place].node for place in own if place in places}
-        near = {places[place].node for place in own
-                if place in places and coordinates(axes, place).pp == pp}
+        near = {
+            places[place].node
+            for place in own
+            if place in places and coordinates(axes, place).pp == pp
+        }
         # A group on two nodes slows every iteration, whereas moving its state costs time once.
-        places[hole] = slot = min(left, key=lambda slot: (
-            bool(near) and slot.node not in near, parts.get(slot, (-1, -1))[:2] != (tp, pp),
-            slot.node not in peers, slot))
+        places[hole] = slot = min(
+            left,
+            key=lambda slot: (
+                bool(near) and slot.node not in near,
+                parts.get(slot, (-1, -1))[:2] != (tp, pp),
+                slot.node not in peers,
+                slot,
+            ),
+        )
         left.remove(slot)

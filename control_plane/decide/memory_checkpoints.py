@@ -58,13 +58,17 @@ def assign_stores(state: ClusterState, task: Task, nodes: Sequence[str]) -> Stor
             stores.free[best] -= own_bytes
         if not chosen:
             most = in_gib(max(stores.free[name] for name in stores.usable))
-            return StoreAssignment(fits=False, why=f"they do not fit: {in_gib(own_bytes)} for the "
-                                   f"{num_shares[node]} ranks of {node}, and no node has more than "
-                                   f"{most} left for them")
+            return StoreAssignment(
+                fits=False,
+                why=f"they do not fit: {in_gib(own_bytes)} for the "
+                f"{num_shares[node]} ranks of {node}, and no node has more than "
+                f"{most} left for them",
+            )
         found.append(NodeStores(node, tuple(chosen)))
     keepers = sorted({name for one in found for name in one.stores})
     return StoreAssignment(
-        tuple(StoreEndpoint(name, state.nodes[name].keeper) for name in keepers), tuple(found))
+        tuple(StoreEndpoint(name, state.nodes[name].keeper) for name in keepers), tuple(found)
+    )
 
 
 def node_bytes(task: Task) -> dict[str, int]:
@@ -78,8 +82,9 @@ def node_bytes(task: Task) -> dict[str, int]:
     return dict(found)
 
 
-def assigned_bytes(task: Task, nodes: Sequence[str],
-                   stores: Sequence[NodeStores]) -> dict[str, int]:
+def assigned_bytes(
+    task: Task, nodes: Sequence[str], stores: Sequence[NodeStores]
+) -> dict[str, int]:
     """By node: the memory for the shares of members on `nodes` (one entry for each member)."""
     num_members, found = Counter(nodes), Counter[str]()
     each_bytes = CHECKPOINTS_NUM_MAX * share_bytes(task, len(nodes))
@@ -102,8 +107,7 @@ class _Stores:
         self._nodes, self._names, self._members = state.nodes, sorted(state.nodes), set(nodes)
         self._index = {name: place for place, name in enumerate(self._names)}
         self._now = {one.node: one.stores for one in task.stores}
-        self.usable = dict.fromkeys(
-            name for name in self._names if _is_usable(state.nodes[name]))
+        self.usable = dict.fromkeys(name for name in self._names if _is_usable(state.nodes[name]))
         self.load, self.free = Counter[str](), _free_bytes(state, task)
 
     def best(self, node: str, chosen: Sequence[str], own_bytes: int) -> str:
@@ -113,8 +117,13 @@ class _Stores:
         at, kept = self._index[node], self._now.get(node, ())
 
         def rank(name: str) -> tuple[bool, bool, int, bool, int]:
-            return (self._nodes[name].labels.rack in racks, name not in kept, self.load[name],
-                    name in self._members, (self._index[name] - at) % len(self._names))
+            return (
+                self._nodes[name].labels.rack in racks,
+                name not in kept,
+                self.load[name],
+                name in self._members,
+                (self._index[name] - at) % len(self._names),
+            )
 
         def may(name: str) -> bool:
             return name in self.usable and name not in chosen and self.free[name] >= own_bytes
@@ -122,7 +131,7 @@ class _Stores:
         found = min((name for name in kept if name != node and may(name)), key=rank, default="")
         if found and not rank(found)[0]:
             return found
-        for name in chain(self._names[at + 1:], self._names[:at]):
+        for name in chain(self._names[at + 1 :], self._names[:at]):
             if may(name) and (not found or rank(name) < rank(found)):
                 found = name
                 if rank(name)[:4] == (False, True, 0, False):
@@ -136,23 +145,27 @@ def _free_bytes(state: ClusterState, task: Task) -> dict[str, float]:
     for other in state.tasks.values():
         if other is not task and not other.outcome:
             taken.update(node_bytes(other))
-    return {name: (bytes_max_of(state, node) or float("inf")) - taken[name]
-            for name, node in state.nodes.items()}
+    return {
+        name: (bytes_max_of(state, node) or float("inf")) - taken[name]
+        for name, node in state.nodes.items()
+    }
 
 
 def _is_usable(node: Node) -> bool:
     return node.takes_tasks and bool(node.keeper)
 
 
-def recovery_sources(state: ClusterState, task: Task,
-                     members: Sequence[Rank]) -> tuple[MemoryCheckpoint, ...]:
+def recovery_sources(
+    state: ClusterState, task: Task, members: Sequence[Rank]
+) -> tuple[MemoryCheckpoint, ...]:
     """The whole in-memory checkpoints to recover from, the newest first: one entry for each
     generation and store, without lost nodes and those older than the published one. If each member
     has only a part of the state, the members find out whether all is there."""
     if not has_layouts(task) and any(rank.has_state for rank in members):
         return ()
-    reachable = [copy for copy in task.copies
-                 if state.nodes[copy.node].health in ("healthy", "unreachable")]
+    reachable = [
+        copy for copy in task.copies if state.nodes[copy.node].health in ("healthy", "unreachable")
+    ]
     return tuple(entry for whole in whole_checkpoints(reachable) for entry in _entries(task, whole))
 
 
@@ -171,10 +184,17 @@ def _entries(task: Task, whole: WholeCheckpoint) -> Iterator[MemoryCheckpoint]:
         shares = {one.share: one for one in whole.shares if one.node == node}
         first = shares[min(shares)]
         yield MemoryCheckpoint(
-            node=node, endpoint=first.endpoint, rank=first.rank, generation=whole.generation,
-            step_version=step_version, step_version_max=whole.step_version_max,
+            node=node,
+            endpoint=first.endpoint,
+            rank=first.rank,
+            generation=whole.generation,
+            step_version=step_version,
+            step_version_max=whole.step_version_max,
             copy_bytes=sum(share.copy_bytes for share in shares.values()),
-            checksum=first.checksum, share=first.share, num_shares=whole.num_shares)
+            checksum=first.checksum,
+            share=first.share,
+            num_shares=whole.num_shares,
+        )
 
 
 def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -188,10 +208,14 @@ def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
     wanted = assign_stores(state, task, nodes)
     now = {one.node: one.stores for one in task.stores}
     if any(not set(one.stores).issubset(now.get(one.node, ())) for one in wanted.stores):
-        yield SetCheckpointStores(nodes=tuple(sorted(set(nodes))), task=task.id,
-                                  generation=task.generation, keepers=wanted.keepers,
-                                  stores=wanted.stores,
-                                  copies_bytes_max=state.policy.copies_bytes_max)
+        yield SetCheckpointStores(
+            nodes=tuple(sorted(set(nodes))),
+            task=task.id,
+            generation=task.generation,
+            keepers=wanted.keepers,
+            stores=wanted.stores,
+            copies_bytes_max=state.policy.copies_bytes_max,
+        )
 
 
 def storing_nodes(task: Task) -> list[str]:
@@ -209,15 +233,21 @@ def _has_stores(state: ClusterState, task: Task) -> bool:
     now = {one.node: one.stores for one in task.stores}
     for node in dict.fromkeys(storing_nodes(task)):
         stores = now.get(node, ())
-        if len(stores) < NUM_STORES_MAX or node in stores or not all(
-                name in state.nodes and _is_usable(state.nodes[name]) for name in stores):
+        if (
+            len(stores) < NUM_STORES_MAX
+            or node in stores
+            or not all(name in state.nodes and _is_usable(state.nodes[name]) for name in stores)
+        ):
             return False
     return True
 
 
 def drop_checkpoints(state: ClusterState, task: Task) -> Iterator[Body]:
     """After the end of the task, order the stores to drop the task's checkpoints."""
-    there = [name for name in task.store_nodes
-             if name in state.nodes and state.nodes[name].health != "left"]
+    there = [
+        name
+        for name in task.store_nodes
+        if name in state.nodes and state.nodes[name].health != "left"
+    ]
     if task.outcome and there and not task.drop_order:
         yield DropMemoryCheckpoints(nodes=tuple(there), task=task.id)

@@ -28,8 +28,11 @@ def savers(task: Task) -> list[Rank]:
     if has_layouts(task):
         return _savers_of_parts(task, able)
     most = max((rank.step_version for rank in able), default=-1)
-    ordered = [rank for rank in able if rank.rank == task.saver
-               and (rank.step_version == most or not all_quiesced(task))]
+    ordered = [
+        rank
+        for rank in able
+        if rank.rank == task.saver and (rank.step_version == most or not all_quiesced(task))
+    ]
     return [*ordered, *(rank for rank in able if rank.step_version == most)][:1]
 
 
@@ -46,18 +49,27 @@ def position_to_save(task: Task, rank: Rank) -> int:
 
 def _reaches_boundary(task: Task, able: list[Rank]) -> bool:
     """Whether all members will end the same iteration together."""
-    return (task.failed_s < 0 and task.mode != "now" and len(able) == len(task.members)
-            and task.phase in ("training", "quiescing")
-            and (not all_quiesced(task) or len({rank.step_version for rank in able}) == 1)
-            and all(rank.quiesced != task.generation or rank.rank in task.savers for rank in able))
+    return (
+        task.failed_s < 0
+        and task.mode != "now"
+        and len(able) == len(task.members)
+        and task.phase in ("training", "quiescing")
+        and (not all_quiesced(task) or len({rank.step_version for rank in able}) == 1)
+        and all(rank.quiesced != task.generation or rank.rank in task.savers for rank in able)
+    )
 
 
 def _was_in_vain(task: Task, able: list[Rank]) -> bool:
     """Whether the members saved at the end of the iteration, and the checkpoint is not complete:
     the first reports it before it reports that it has left."""
     has_left = any(rank.rank == task.saver and rank.quiesced == task.generation for rank in able)
-    return (task.mode == "boundary" and has_left and task.saved is None and not task.publishing
-            and num_unsaved(task) > 0)
+    return (
+        task.mode == "boundary"
+        and has_left
+        and task.saved is None
+        and not task.publishing
+        and num_unsaved(task) > 0
+    )
 
 
 def _savers_of_parts(task: Task, able: list[Rank]) -> list[Rank]:
@@ -66,8 +78,11 @@ def _savers_of_parts(task: Task, able: list[Rank]) -> list[Rank]:
         return able if is_complete(task, able) else []
     states = {(rank.step_version, rank.held.generation) for rank in able if rank.held is not None}
     for state in sorted(states, reverse=True):
-        same = [rank for rank in able if rank.held is not None
-                and (rank.step_version, rank.held.generation) == state]
+        same = [
+            rank
+            for rank in able
+            if rank.held is not None and (rank.step_version, rank.held.generation) == state
+        ]
         if is_complete(task, same):
             return sorted(same, key=lambda rank: position_to_save(task, rank))
     return []
@@ -89,8 +104,11 @@ def save_not_ordered(state: ClusterState, task: Task) -> bool:
 
 def may_end(state: ClusterState, task: Task) -> bool:
     """True if the members may end: their state is published, or no member can write it."""
-    return task.phase == "quiescing" and is_preempted(state, task) and (
-        not savers(task) or (all_quiesced(task) and num_unsaved(task) == 0))
+    return (
+        task.phase == "quiescing"
+        and is_preempted(state, task)
+        and (not savers(task) or (all_quiesced(task) and num_unsaved(task) == 0))
+    )
 
 
 def num_unsaved(task: Task) -> int:
@@ -113,5 +131,9 @@ def _blocks_others(state: ClusterState, task: Task) -> bool:
     if any(seat.rank in task.ranks or is_starting(state, task, seat) for seat in task.target):
         return False
     own = {rank.slot for rank in task.living_members()}
-    return any(seat.slot in own for other in state.tasks.values() if other is not task
-               for seat in other.target)
+    return any(
+        seat.slot in own
+        for other in state.tasks.values()
+        if other is not task
+        for seat in other.target
+    )

@@ -25,8 +25,14 @@ def rendezvous_port(task: Task) -> int:
     return PORT_FIRST + (task.id * 131 + task.rounds * 17) % NUM_PORTS if task.spec.command else 0
 
 
-def start_rank(state: ClusterState, task: Task, seat: Seat, port: int, axes: Axes | None = None,
-               place: int = -1) -> StartRank:
+def start_rank(
+    state: ClusterState,
+    task: Task,
+    seat: Seat,
+    port: int,
+    axes: Axes | None = None,
+    place: int = -1,
+) -> StartRank:
     """The order that starts the seat's next process, at position `place` of the layout `axes`."""
     spec = task.spec
     host = state.nodes[task.target[0].slot.node].host if spec.command else ""
@@ -34,20 +40,35 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, port: int, axes: Axe
         # It is restarted as a plain command, without a pipe.
         spec = replace(spec, heal=None)
     return StartRank(
-        nodes=(seat.slot.node,), task=task.id, rank=seat.rank,
-        attempt=task.attempts.get(seat.rank, 0) + 1, slot=seat.slot, spec=spec,
-        num_seats=len(task.target), host=host, port=port,
+        nodes=(seat.slot.node,),
+        task=task.id,
+        rank=seat.rank,
+        attempt=task.attempts.get(seat.rank, 0) + 1,
+        slot=seat.slot,
+        spec=spec,
+        num_seats=len(task.target),
+        host=host,
+        port=port,
         checkpoint=task.checkpoint_path,
         incarnation=state.nodes[seat.slot.node].incarnation,
-        axes=axes if task.heals_in_memory or task.may_adopt else table.axes(
-            task.spec, task.modelled, len(task.target)),
-        place=place, declined=task.declined if task.restarts_from_memory else "",
-        copies=recovery_sources(state, task, ()) if task.restarts_from_memory else ())
+        axes=axes
+        if task.heals_in_memory or task.may_adopt
+        else table.axes(task.spec, task.modelled, len(task.target)),
+        place=place,
+        declined=task.declined if task.restarts_from_memory else "",
+        copies=recovery_sources(state, task, ()) if task.restarts_from_memory else (),
+    )
 
 
 def stop_rank(task: Task, rank: Rank, grace_s: float, why: str) -> StopRank:
-    return StopRank(nodes=(rank.slot.node,), task=task.id, rank=rank.rank, attempt=rank.attempt,
-                    grace_s=grace_s, why=why)
+    return StopRank(
+        nodes=(rank.slot.node,),
+        task=task.id,
+        rank=rank.rank,
+        attempt=rank.attempt,
+        grace_s=grace_s,
+        why=why,
+    )
 
 
 def stop_pending(state: ClusterState, task: Task, rank: Rank) -> bool:
@@ -61,8 +82,13 @@ def slot_free(state: ClusterState, task: Task, seat: Seat) -> bool:
     On a drained node nothing is started, nor where the agent cannot read the order, even for tasks
     whose seats still have to move."""
     node = state.nodes.get(seat.slot.node)
-    return (node is not None and node.takes_tasks and seat.slot.index not in node.occupants
-            and not node.is_disabled(seat.slot.index) and reads(node, task))
+    return (
+        node is not None
+        and node.takes_tasks
+        and seat.slot.index not in node.occupants
+        and not node.is_disabled(seat.slot.index)
+        and reads(node, task)
+    )
 
 
 # --- Healing paused: orders are suppressed and described ---
@@ -85,11 +111,17 @@ def _plan_changes(state: ClusterState, task: Task) -> list[str]:
     """The changes that the last plan has for this task, and the nodes that it has to leave."""
     given = [x.slots for x in state.plan.allocations if x.task == task.id] if state.plan else []
     num = len(task.target)
-    words = [f"from {num} to {slots} slot{'s' * (slots != 1)}, by the plan"
-             for slots in given if slots != num]
+    words = [
+        f"from {num} to {slots} slot{'s' * (slots != 1)}, by the plan"
+        for slots in given
+        if slots != num
+    ]
     usable = set(allocatable_slots(state))
-    left = dict.fromkeys(seat.slot.node for seat in task.target if seat.slot not in usable
-                         and state.nodes[seat.slot.node].health != "unreachable")
+    left = dict.fromkeys(
+        seat.slot.node
+        for seat in task.target
+        if seat.slot not in usable and state.nodes[seat.slot.node].health != "unreachable"
+    )
     return [*words, f"move off {' '.join(left)}"] if left else words
 
 

@@ -58,16 +58,19 @@ class Verdict(Struct, kw_only=True):
             return f"CORRUPT at seq {self.seq}: {self.problem}"
         if other:
             versions = ", ".join(map(str, self.hearts))
-            return (f"state equal, {other} of {equal + other} decisions differ: written by "
-                    f"decider version {versions}, recomputed by version {DECIDER_VERSION}")
+            return (
+                f"state equal, {other} of {equal + other} decisions differ: written by "
+                f"decider version {versions}, recomputed by version {DECIDER_VERSION}"
+            )
         return f"VERIFIED: {self.num_records} records, {equal} of {equal} decisions"
 
 
 class _Difference(Exception):
     """The first record that differs from the expected one."""
 
-    def __init__(self, seq: int, problem: str, expected: Record | None,
-                 recorded: Record | None) -> None:
+    def __init__(
+        self, seq: int, problem: str, expected: Record | None, recorded: Record | None
+    ) -> None:
         super().__init__(problem)
         self.seq, self.problem = seq, problem
         self.expected, self.recorded = expected, recorded
@@ -81,8 +84,13 @@ def replay(records: Iterable[Record], state: ClusterState | None = None) -> Clus
     return state
 
 
-def verify(records: Iterable[Record], *, complete: bool = True, state: ClusterState | None = None,
-           watch: Callable[[ClusterState, Record], None] | None = None) -> Verdict:
+def verify(
+    records: Iterable[Record],
+    *,
+    complete: bool = True,
+    state: ClusterState | None = None,
+    watch: Callable[[ClusterState, Record], None] | None = None,
+) -> Verdict:
     """Fold the log, recompute and compare every decision; errors are in the verdict. If not
     `complete`, the log may end inside a batch. `watch` is called with each record after its
     fold."""
@@ -103,8 +111,13 @@ def verify(records: Iterable[Record], *, complete: bool = True, state: ClusterSt
 class _Check:
     """One pass over the log, with a look-ahead of one record."""
 
-    def __init__(self, verdict: Verdict, state: ClusterState, complete: bool,
-                 watch: Callable[[ClusterState, Record], None] | None) -> None:
+    def __init__(
+        self,
+        verdict: Verdict,
+        state: ClusterState,
+        complete: bool,
+        watch: Callable[[ClusterState, Record], None] | None,
+    ) -> None:
         self.verdict, self.state, self.complete = verdict, state, complete
         self._watch = watch
         self._digest = hashlib.blake2b(digest_size=8)
@@ -117,22 +130,30 @@ class _Check:
         while self._ahead is not None:
             if _is_decision(self._ahead):
                 self._envelope(self._ahead)
-                raise _Difference(self._ahead.seq, "a decision without a report", None,
-                                  self._ahead)
+                raise _Difference(self._ahead.seq, "a decision without a report", None, self._ahead)
             self._batch(self._ahead)
         self.verdict.log_hash = self._digest.hexdigest()
 
     def _batch(self, report: Record) -> None:
         self._envelope(report)
         if isinstance(report.body, r.EpochStarted) and (
-                report.body.heart not in self.verdict.hearts):
+            report.body.heart not in self.verdict.hearts
+        ):
             self.verdict.hearts.append(report.body.heart)
-        given = Report(source=report.source, source_seq=report.source_seq,
-                      occurred_s=report.occurred_s, body=report.body)
+        given = Report(
+            source=report.source,
+            source_seq=report.source_seq,
+            occurred_s=report.occurred_s,
+            body=report.body,
+        )
         if accepts(self.state, given) != "next":
             last = self.state.sources.get(report.source, 0)
-            raise _Difference(report.seq, f"report {report.source_seq} of {report.source} follows "
-                              f"its report {last}", None, report)
+            raise _Difference(
+                report.seq,
+                f"report {report.source_seq} of {report.source} follows its report {last}",
+                None,
+                report,
+            )
         want = report_record(self.state, given, epoch=report.epoch, at_s=report.at_s)
         if want != report:
             raise _Difference(report.seq, "the envelope differs", want, report)
@@ -145,8 +166,11 @@ class _Check:
             if got is not None:
                 self._envelope(got)
             if got != want:
-                problem = "another decision was recorded" if got is not None else (
-                    f"the log ends where {want.kind} must follow")
+                problem = (
+                    "another decision was recorded"
+                    if got is not None
+                    else (f"the log ends where {want.kind} must follow")
+                )
                 self._differs(want.seq, problem, want, got)
                 break
             assert got is not None
@@ -155,15 +179,15 @@ class _Check:
         else:
             if self._ahead is not None and _is_decision(self._ahead):
                 self._envelope(self._ahead)
-                self._differs(self._ahead.seq, "a decision that the decider does not make", None,
-                              self._ahead)
+                self._differs(
+                    self._ahead.seq, "a decision that the decider does not make", None, self._ahead
+                )
         while self._ahead is not None and _is_decision(self._ahead):
             self._envelope(self._ahead)
             self._count(self.verdict.differ, self._ahead)
             self._take(self._ahead)
 
-    def _differs(self, seq: int, problem: str, now: Record | None, recorded: Record | None
-                 ) -> None:
+    def _differs(self, seq: int, problem: str, now: Record | None, recorded: Record | None) -> None:
         """Only another version of the decider may decide otherwise."""
         if self._is_same_version():
             raise _Difference(seq, problem, now, recorded)
@@ -171,22 +195,30 @@ class _Check:
             self._count(self.verdict.differ, now)
             recorded = None
         if len(self.verdict.different) < DIFFERENT_NUM_MAX:
-            self.verdict.different.append(Different(seq, *(
-                to_plain(one) if one is not None else None for one in (recorded, now))))
+            self.verdict.different.append(
+                Different(
+                    seq, *(to_plain(one) if one is not None else None for one in (recorded, now))
+                )
+            )
 
     def _envelope(self, record: Record) -> None:
         state = self.state
         if record.seq != state.seq + 1:
-            raise _Difference(state.seq + 1, f"seq {record.seq} where {state.seq + 1} must be",
-                              None, record)
+            raise _Difference(
+                state.seq + 1, f"seq {record.seq} where {state.seq + 1} must be", None, record
+            )
         if record.at_s < state.at_s:
             raise _Difference(record.seq, "time runs backwards", None, record)
         starts = isinstance(record.body, r.EpochStarted)
         if record.epoch <= state.epoch if starts else record.epoch != state.epoch:
-            raise _Difference(record.seq, f"epoch {record.epoch} in epoch {state.epoch}", None,
-                              record)
-        if (isinstance(record.body, UnknownBody) and _is_decision(record)
-                and self._is_same_version()):
+            raise _Difference(
+                record.seq, f"epoch {record.epoch} in epoch {state.epoch}", None, record
+            )
+        if (
+            isinstance(record.body, UnknownBody)
+            and _is_decision(record)
+            and self._is_same_version()
+        ):
             raise _Difference(record.seq, f"unknown kind {record.body.kind}", None, record)
 
     def _is_same_version(self) -> bool:

@@ -55,16 +55,20 @@ class Row(NamedTuple):
 # --- conditions ---
 def every_seat_ready(state: ClusterState, task: Task) -> bool:
     """Every seat has a healthy rank that is ready (RankReady). The ranks suffice for a layout."""
-    return bool(task.target) and not _awaits_plan(state, task) and all(
-        _ready(task.ranks.get(seat.rank), seat) for seat in task.target) and (
-            bool(next_membership(state, task).members))
+    return (
+        bool(task.target)
+        and not _awaits_plan(state, task)
+        and all(_ready(task.ranks.get(seat.rank), seat) for seat in task.target)
+        and (bool(next_membership(state, task).members))
+    )
 
 
 def member_gone(state: ClusterState, task: Task) -> bool:
     """A process of the generation has ended, has timed out, or has been ordered to stop."""
     living = task.living_members()
     return len(living) < len(task.members) or any(
-        rank.timeout_reason or rank.stop_orders for rank in living)
+        rank.timeout_reason or rank.stop_orders for rank in living
+    )
 
 
 def no_root_cause(state: ClusterState, task: Task) -> bool:
@@ -95,20 +99,28 @@ def no_slots(state: ClusterState, task: Task) -> bool:
 def boundary_disturbed(state: ClusterState, task: Task) -> bool:
     """The members cannot reach the end of the iteration: a member is gone or a collective failed.
     Once all members have left the generation, they have reached the end."""
-    return (task.mode == "boundary" and (task.failed_s >= 0 or member_gone(state, task))
-            and not may_end(state, task) and not all_quiesced(task))
+    return (
+        task.mode == "boundary"
+        and (task.failed_s >= 0 or member_gone(state, task))
+        and not may_end(state, task)
+        and not all_quiesced(task)
+    )
 
 
 def every_member_quiesced(state: ClusterState, task: Task) -> bool:
     """Every living member has left the generation, and the waiting ranks suffice for a layout."""
-    return (all_quiesced(task) and not _awaits_plan(state, task)
-            and bool(next_membership(state, task).members))
+    return (
+        all_quiesced(task)
+        and not _awaits_plan(state, task)
+        and bool(next_membership(state, task).members)
+    )
 
 
 def generation_broken(state: ClusterState, task: Task) -> bool:
     """The generation cannot be built: a member is gone or has reported a failure."""
-    return member_gone(state, task) or any(rank.failed == task.generation
-                                           for rank in task.living_members())
+    return member_gone(state, task) or any(
+        rank.failed == task.generation for rank in task.living_members()
+    )
 
 
 def every_member_reconfigured(state: ClusterState, task: Task) -> bool:
@@ -121,8 +133,10 @@ def _ready(rank: Rank | None, seat: Seat) -> bool:
 
 
 def _unreachable(state: ClusterState, task: Task) -> bool:
-    return any((node := state.nodes.get(rank.slot.node)) is None or node.health != "healthy"
-               for rank in task.living_members())
+    return any(
+        (node := state.nodes.get(rank.slot.node)) is None or node.health != "healthy"
+        for rank in task.living_members()
+    )
 
 
 def _awaits_plan(state: ClusterState, task: Task) -> bool:
@@ -149,33 +163,49 @@ def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
     """The Quiesce order to all living members, with those that save as the first of them."""
     saving = savers(task) if is_preempted(state, task) and may_order_save(task) else []
     living = [*saving, *(rank for rank in task.living_members() if rank not in saving)]
-    return Quiesce(nodes=_nodes([rank.slot.node for rank in living]), task=task.id,
-                   generation=task.generation, mode=mode, save=bool(saving),
-                   ranks=tuple(rank.rank for rank in living),
-                   saving=tuple(position_to_save(task, rank) for rank in saving))
+    return Quiesce(
+        nodes=_nodes([rank.slot.node for rank in living]),
+        task=task.id,
+        generation=task.generation,
+        mode=mode,
+        save=bool(saving),
+        ranks=tuple(rank.rank for rank in living),
+        saving=tuple(position_to_save(task, rank) for rank in saving),
+    )
 
 
 def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
     """Form the next generation from the members that `next_membership` selects."""
     yield from network_incident(state, task)
     axes, ranks = next_membership(state, task)
-    members = tuple(Member(rank.rank, rank.attempt, rank.slot.node, rank.endpoint)
-                    for rank in ranks)
+    members = tuple(
+        Member(rank.rank, rank.attempt, rank.slot.node, rank.endpoint) for rank in ranks
+    )
     stores = memory_checkpoints.assign_stores(state, task, [member.node for member in members])
     yield Reconfigure(
-        nodes=_nodes([member.node for member in members]), task=task.id,
-        generation=task.generation + 1, members=members, store=members[0].endpoint,
-        dp=len(members) if axes is None else axes.dp, axes=axes,
+        nodes=_nodes([member.node for member in members]),
+        task=task.id,
+        generation=task.generation + 1,
+        members=members,
+        store=members[0].endpoint,
+        dp=len(members) if axes is None else axes.dp,
+        axes=axes,
         checkpoint=task.checkpoint_path,
         copies=memory_checkpoints.recovery_sources(state, task, ranks),
-        keepers=stores.keepers, stores=stores.stores,
-        copies_bytes_max=state.policy.copies_bytes_max)
+        keepers=stores.keepers,
+        stores=stores.stores,
+        copies_bytes_max=state.policy.copies_bytes_max,
+    )
 
 
 def resume(state: ClusterState, task: Task) -> Iterator[Body]:
     """Continue to train. `progress_from` repeats reports that a lost first member did not send."""
-    yield Resume(nodes=_nodes([member.node for member in task.members]), task=task.id,
-                 generation=task.generation, progress_from=min(task.iteration, task.settled))
+    yield Resume(
+        nodes=_nodes([member.node for member in task.members]),
+        task=task.id,
+        generation=task.generation,
+        progress_from=min(task.iteration, task.settled),
+    )
 
 
 def _nodes(names: list[str]) -> tuple[str, ...]:
@@ -276,8 +306,9 @@ def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
                     continue
             num = num_unsaved(task) if task.member(key) is not None else 0
             lost = f"; {num} iterations could not be saved" if num else ""
-            yield stop_rank(task, rank, state.policy.stop_s_max,
-                            f"the plan has no seat for it{lost}")
+            yield stop_rank(
+                task, rank, state.policy.stop_s_max, f"the plan has no seat for it{lost}"
+            )
             ends = None
 
 
@@ -291,8 +322,9 @@ def _stop_orphans(state: ClusterState, task: Task) -> Iterator[Body]:
 
 def _start(state: ClusterState, task: Task) -> Iterator[Body]:
     """Start a process in each empty seat whose slot is free."""
-    seats = [seat for seat in task.target
-             if seat.rank not in task.ranks and slot_free(state, task, seat)]
+    seats = [
+        seat for seat in task.target if seat.rank not in task.ranks and slot_free(state, task, seat)
+    ]
     if not seats:
         return
     axes, places = expected_positions(task)
@@ -308,37 +340,53 @@ def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
     if task.saved is not None and task.members:
         first = task.member(task.saver)
         name = first.slot.node if first is not None else task.members[0].node
-        yield PublishCheckpoint(nodes=(name,), task=task.id,
-                                generation=task.saved.generation, output=output,
-                                path=task.saved.path)
+        yield PublishCheckpoint(
+            nodes=(name,),
+            task=task.id,
+            generation=task.saved.generation,
+            output=output,
+            path=task.saved.path,
+        )
     for waiting in list(task.publishing.values()):
         node = state.nodes.get(waiting.node)
         gone = node is None or node.health in ("lost", "left") or node.replace
         healthy = (name for name in sorted(state.nodes) if state.nodes[name].health == "healthy")
         other = next(healthy, "") if waiting.final and gone else ""
         if other:
-            yield PublishCheckpoint(nodes=(other,), task=task.id, output=output,
-                                    generation=waiting.generation, path=waiting.path)
+            yield PublishCheckpoint(
+                nodes=(other,),
+                task=task.id,
+                output=output,
+                generation=waiting.generation,
+                path=waiting.path,
+            )
 
 
 def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
     """All iterations are done: publish the final checkpoint, then stop the processes."""
     member_lost = len(task.living_members()) + len(task.finished) < len(task.members) and any(
-        rank.state != "finished" for rank in task.living_members())
+        rank.state != "finished" for rank in task.living_members()
+    )
     for key in sorted(task.ranks):
         rank = task.ranks[key]
         if rank.state == "finished" and not rank.timeout_reason:
             continue
         if rank.timeout_reason and not stop_pending(state, task, rank):
             yield stop_rank(task, rank, 0.0, f"it {rank.timeout_reason}")
-        elif not rank.stopping and (task.member(key) is None or member_lost
-                                    or (task.final_known and rank.quiesced == task.generation)):
+        elif not rank.stopping and (
+            task.member(key) is None
+            or member_lost
+            or (task.final_known and rank.quiesced == task.generation)
+        ):
             yield stop_rank(task, rank, state.policy.stop_s_max, "the task is done")
     final = task.checkpoint is not None and task.checkpoint.final
     if not task.ranks and final and not task.publishing and task.saved is None:
         yield from end_incident(state, task, "the task is finished")
-        yield TaskEnded(task=task.id, outcome="finished",
-                        why=f"{task.iteration} iterations; {task.checkpoint_path}")
+        yield TaskEnded(
+            task=task.id,
+            outcome="finished",
+            why=f"{task.iteration} iterations; {task.checkpoint_path}",
+        )
 
 
 def _end(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -371,16 +419,22 @@ def _command(state: ClusterState, task: Task) -> Iterator[Body]:
         return
     whole = all(number in task.ranks or number in task.finished for number in seats)
     moved = any(seats.get(rank.rank) != rank.slot for rank in task.ranks.values())
-    restarts = moved or not whole or any(
-        rank.stopping or rank.timeout_reason for rank in task.ranks.values())
+    restarts = (
+        moved
+        or not whole
+        or any(rank.stopping or rank.timeout_reason for rank in task.ranks.values())
+    )
     for key in sorted(task.ranks):
         rank = task.ranks[key]
         if rank.timeout_reason:
             if not stop_pending(state, task, rank):
                 yield stop_rank(task, rank, 0.0, f"it {rank.timeout_reason}")
         elif not rank.stopping and restarts:
-            why = ("another process of the task failed" if task.incident and not moved
-                   else "the plan has other seats")
+            why = (
+                "another process of the task failed"
+                if task.incident and not moved
+                else "the plan has other seats"
+            )
             yield stop_rank(task, rank, state.policy.stop_s_max, why)
     if task.restarts_from_memory and not restarts:
         yield from memory_checkpoints.replace_stores(state, task)

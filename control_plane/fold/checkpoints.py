@@ -15,21 +15,31 @@ from .edits import close_orders, forget_store, set_stores
 
 
 # --- checkpoints on disk ---
-def checkpoint_saved(state: ClusterState, record: Record, task: Task,
-                     body: r.CheckpointSaved) -> None:
+def checkpoint_saved(
+    state: ClusterState, record: Record, task: Task, body: r.CheckpointSaved
+) -> None:
     if body.generation != task.generation:
         return
     ways = [task.saved, task.checkpoint, *task.publishing.values()]
-    if any(way is not None and way.generation == body.generation
-           and way.step_version > body.step_version for way in ways):
+    if any(
+        way is not None
+        and way.generation == body.generation
+        and way.step_version > body.step_version
+        for way in ways
+    ):
         return  # another rank took over the save and has saved a newer state
     output = task.spec.training.output if task.spec.training is not None else ""
-    task.saved = Checkpoint(generation=body.generation, step_version=body.step_version,
-                            path=body.path.removeprefix(output).lstrip("/"), final=body.final)
+    task.saved = Checkpoint(
+        generation=body.generation,
+        step_version=body.step_version,
+        path=body.path.removeprefix(output).lstrip("/"),
+        final=body.final,
+    )
 
 
-def checkpoint_published(state: ClusterState, record: Record, task: Task,
-                         body: r.CheckpointPublished) -> None:
+def checkpoint_published(
+    state: ClusterState, record: Record, task: Task, body: r.CheckpointPublished
+) -> None:
     published = task.publishing.get(body.order)
     if published is None:
         return
@@ -39,10 +49,14 @@ def checkpoint_published(state: ClusterState, record: Record, task: Task,
     task.checkpoint = published
 
 
-def publish_ordered(state: ClusterState, record: Record, task: Task,
-                    body: o.PublishCheckpoint) -> None:
-    known = [x for x in (task.saved, *task.publishing.values())
-             if x is not None and (x.generation, x.path) == (body.generation, body.path)]
+def publish_ordered(
+    state: ClusterState, record: Record, task: Task, body: o.PublishCheckpoint
+) -> None:
+    known = [
+        x
+        for x in (task.saved, *task.publishing.values())
+        if x is not None and (x.generation, x.path) == (body.generation, body.path)
+    ]
     if not known:
         return
     for order in [key for key, value in task.publishing.items() if value is known[0]]:
@@ -66,16 +80,23 @@ def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpo
     if task.phase == "ended":  # stored by an orphaned process: order the drop again
         close_orders(state, [task.drop_order])
         task.store_nodes, task.drop_order = sorted({*task.store_nodes, node.name}), 0
-    if task.phase == "ended" or (body.generation != task.generation
-                                 and not task.restarts_from_memory):
+    if task.phase == "ended" or (
+        body.generation != task.generation and not task.restarts_from_memory
+    ):
         return
     if start > node.keeper_start:
         _store_ended(state, node, start)
     copy = t.MemoryCheckpoint(
-        node=node.name, endpoint=node.keeper, rank=body.rank, generation=body.generation,
-        step_version=body.step_version, copy_bytes=body.copy_bytes, checksum=body.checksum,
+        node=node.name,
+        endpoint=node.keeper,
+        rank=body.rank,
+        generation=body.generation,
+        step_version=body.step_version,
+        copy_bytes=body.copy_bytes,
+        checksum=body.checksum,
         share=min(max(body.share, 0), max(body.num_shares, 1) - 1),
-        num_shares=max(body.num_shares, 1))
+        num_shares=max(body.num_shares, 1),
+    )
     here = [one for one in task.copies if one.node == node.name and one.share == copy.share]
     task.copies = [one for one in task.copies if one.node != node.name or one.share != copy.share]
     task.copies += [*here[1 - t.CHECKPOINTS_NUM_MAX :], copy]
@@ -83,12 +104,16 @@ def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpo
         # Once a version is whole, no newer share replaces those of other numbers of shares.
         whole = next(iter(whole_checkpoints(task.copies)), None)
         if whole is not None and whole.generation == task.generation:
-            task.copies = [one for one in task.copies if one.generation == task.generation
-                           or one.num_shares == whole.num_shares]
+            task.copies = [
+                one
+                for one in task.copies
+                if one.generation == task.generation or one.num_shares == whole.num_shares
+            ]
 
 
-def checkpoints_lost(state: ClusterState, record: Record, node: Node,
-                     body: r.MemoryCheckpointsLost) -> None:
+def checkpoints_lost(
+    state: ClusterState, record: Record, node: Node, body: r.MemoryCheckpointsLost
+) -> None:
     task = state.tasks.get(body.task)
     if task is not None and body.order:
         if body.order == task.drop_order:
@@ -110,8 +135,9 @@ def _store_ended(state: ClusterState, node: Node, start: int) -> None:
         task.copies = [copy for copy in task.copies if copy.node != node.name]
 
 
-def stores_ordered(state: ClusterState, record: Record, task: Task,
-                   body: o.SetCheckpointStores) -> None:
+def stores_ordered(
+    state: ClusterState, record: Record, task: Task, body: o.SetCheckpointStores
+) -> None:
     if body.generation != task.generation:
         return
     close_orders(state, [task.keep_order])
@@ -120,8 +146,9 @@ def stores_ordered(state: ClusterState, record: Record, task: Task,
     set_stores(task, body.keepers, body.stores)
 
 
-def drop_ordered(state: ClusterState, record: Record, task: Task,
-                 body: o.DropMemoryCheckpoints) -> None:
+def drop_ordered(
+    state: ClusterState, record: Record, task: Task, body: o.DropMemoryCheckpoints
+) -> None:
     if task.phase == "ended":
         close_orders(state, [task.drop_order])
         task.drop_order, task.store_nodes = record.seq, list(body.nodes)

@@ -31,14 +31,24 @@ def _late_rank(state: ClusterState, record: Record, task: Task, rest: list[int])
     """A start takes longer than `start_s_max`. A script prepares for as long as it likes: its
     process is only told about, and the task counts as a plain command until one adopts."""
     rank = find_rank(task, rest[0], rest[1])
-    if rank is not None and task.heals_in_memory and task.spec.command and (
-            rank.state == "started" or is_unreachable(state, rank)):
+    if (
+        rank is not None
+        and task.heals_in_memory
+        and task.spec.command
+        and (rank.state == "started" or is_unreachable(state, rank))
+    ):
         if rank.state == "ordered":  # whether it runs is not known
-            set_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}",
-                         state.policy.start_s_max)
+            set_deadline(
+                state, f"start/{task.id}/{rank.rank}/{rank.attempt}", state.policy.start_s_max
+            )
         elif is_recovery_unproven(task) and not task.adopted:
-            decline_recovery(state, record, task, "no process has adopted Unicron within "
-                             f"{state.policy.start_s_max:g} s (start_s_max)")
+            decline_recovery(
+                state,
+                record,
+                task,
+                "no process has adopted Unicron within "
+                f"{state.policy.start_s_max:g} s (start_s_max)",
+            )
     elif rank is not None and not rank.timeout_reason:
         rank.timeout_reason = "did not get ready in time"
         record_fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} {rank.timeout_reason}")
@@ -58,8 +68,15 @@ def _late_stopped(state: ClusterState, record: Record, task: Task, rest: list[in
         return
     rank.timeout_reason = STOPPED
     if rank.state != "finished" and not rank.error_seq:  # otherwise only its exit is awaited
-        record_fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} on {node.name} {STOPPED}",
-              evidence=(rank.suspended_seq,), since_s=rank.suspended_s)
+        record_fault(
+            task,
+            record,
+            [rank],
+            TASK_HANG,
+            f"rank {rank.rank} on {node.name} {STOPPED}",
+            evidence=(rank.suspended_seq,),
+            since_s=rank.suspended_s,
+        )
 
 
 def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
@@ -88,18 +105,29 @@ def _time_out_unanswered(record: Record, task: Task) -> list[Rank]:
 
 def _late_reconfigure(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     late = [rank for rank in task.living_members() if not has_settled(task, rank)]
-    record_generation_failure(task, record, late, network_status("timeout"),
-            f"{_names(late)} did not come up in generation {task.generation} in time")
+    record_generation_failure(
+        task,
+        record,
+        late,
+        network_status("timeout"),
+        f"{_names(late)} did not come up in generation {task.generation} in time",
+    )
 
 
 def _late_evidence(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     failed = [rank for rank in task.living_members() if rank.failed == task.generation]
     if failed and not task.faults and len(task.living_members()) == len(task.members):
         task.uncaused_generation = task.generation
-        record_fault(task, record, failed, failed[0].failed_status,
-              f"a collective failed under {_names(failed)}, no root cause in "
-              f"{state.policy.evidence_s_max:g} s", evidence=tuple(x.failed_seq for x in failed),
-              second_hand=True)
+        record_fault(
+            task,
+            record,
+            failed,
+            failed[0].failed_status,
+            f"a collective failed under {_names(failed)}, no root cause in "
+            f"{state.policy.evidence_s_max:g} s",
+            evidence=tuple(x.failed_seq for x in failed),
+            second_hand=True,
+        )
 
 
 def _late_finish(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
@@ -114,10 +142,17 @@ def _names(ranks: list[Rank]) -> str:
 
 
 _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
-    "start": _late_rank, "error": _late_exit, "stop": _late_exit, "stopped": _late_stopped,
-    "quiesce": _late_quiesce, "hang": hang_timed_out, "printed": command_hang_timed_out,
+    "start": _late_rank,
+    "error": _late_exit,
+    "stop": _late_exit,
+    "stopped": _late_stopped,
+    "quiesce": _late_quiesce,
+    "hang": hang_timed_out,
+    "printed": command_hang_timed_out,
     "silent": _late_silent,
-    "reconfigure": _late_reconfigure, "evidence": _late_evidence, "finish": _late_finish,
+    "reconfigure": _late_reconfigure,
+    "evidence": _late_evidence,
+    "finish": _late_finish,
 }
 
 

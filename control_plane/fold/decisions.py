@@ -30,10 +30,17 @@ from .node_health import assign_evidence, count_sev1_fault, disable_slots
 def incident_opened(state: ClusterState, record: Record, body: d.IncidentOpened) -> None:
     task = state.tasks.get(body.task)
     state.incidents[record.seq] = incident = Incident(
-        id=record.seq, task=body.task, node=body.node, severity=body.severity,
-        status=body.status, ranks=sorted(body.ranks), why=body.why,
-        evidence=list(body.evidence), opened_s=record.at_s,
-        iterations_lost=None if task is not None and not task.heals_in_memory else 0)
+        id=record.seq,
+        task=body.task,
+        node=body.node,
+        severity=body.severity,
+        status=body.status,
+        ranks=sorted(body.ranks),
+        why=body.why,
+        evidence=list(body.evidence),
+        opened_s=record.at_s,
+        iterations_lost=None if task is not None and not task.heals_in_memory else 0,
+    )
     count_sev1_fault(state, incident, body, on_purpose=_was_injected(state, task, body.node))
     assign_evidence(state, incident, body)
     if task is not None:
@@ -51,7 +58,8 @@ def _was_injected(state: ClusterState, task: Task | None, name: str) -> bool:
     harmed = [rank.fault_injected_s for rank in ranks]
     harmed += [node.fault_injected_s] if node is not None else []
     return any(was_injected(harmed_s, state.at_s) for harmed_s in harmed) or (
-        task is not None and any(fault.on_purpose for fault in task.faults))
+        task is not None and any(fault.on_purpose for fault in task.faults)
+    )
 
 
 def _update_evidence(incident: Incident, task: Task, *, opened: bool) -> None:
@@ -86,19 +94,25 @@ def incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsca
 def _down_since_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
     """When the downtime began: now, or when ranks began to wait for an unreachable node. If all
     nodes of the task are unreachable: since the first is, or since the last progress."""
-    if any(rank.rank in ranks and rank.timeout_reason == WAITED_FOR
-           for rank in task.ranks.values()):
+    if any(
+        rank.rank in ranks and rank.timeout_reason == WAITED_FOR for rank in task.ranks.values()
+    ):
         return min((stall.since_s for stall in task.stalls.values()), default=state.at_s)
-    nodes = [state.nodes.get(rank.slot.node)
-             for rank in task.living_members() or task.ranks.values()]
+    nodes = [
+        state.nodes.get(rank.slot.node) for rank in task.living_members() or task.ranks.values()
+    ]
     silent_s = [node.since_s for node in nodes if node is not None and node.unreachable]
     if silent_s and len(silent_s) == len(nodes):
         return max(min(silent_s), task.progressed_s)
     return state.at_s
 
 
-def _settle_faults(state: ClusterState, task: Task, incident: Incident,
-             body: d.IncidentOpened | d.IncidentEscalated) -> None:
+def _settle_faults(
+    state: ClusterState,
+    task: Task,
+    incident: Incident,
+    body: d.IncidentOpened | d.IncidentEscalated,
+) -> None:
     """Clear the faults that this decision handles. SEV1 disables the slots of its ranks."""
     severity, ranks = body.severity, body.ranks
     down_s = [fault.at_s for fault in task.faults if fault.hurts]
@@ -109,9 +123,11 @@ def _settle_faults(state: ClusterState, task: Task, incident: Incident,
     if down_s and incident.down_since_s < 0:
         incident.down_since_s = min(down_s)
     task.faults = []
-    if not task.heals_in_memory and any(not node.takes_tasks or node.is_disabled(seat.slot.index)
-                                 for seat in task.target
-                                 if (node := state.nodes.get(seat.slot.node)) is not None):
+    if not task.heals_in_memory and any(
+        not node.takes_tasks or node.is_disabled(seat.slot.index)
+        for seat in task.target
+        if (node := state.nodes.get(seat.slot.node)) is not None
+    ):
         state.replan = f"task {task.spec.name} is to start elsewhere"
     if task.reattempts > state.policy.restarts_max:  # reattempts in place did not help
         task.reattempts = 0
@@ -136,8 +152,7 @@ def _disable(state: ClusterState, task: Task, number: int, why: str) -> None:
     if node.unreachable:
         if node.health == "unreachable":
             edits.set_health(state, node, "lost")
-        state.replan = ("nodes lost" if edits.LOSSES in state.deadlines
-                        else f"node {node.name} lost")
+        state.replan = "nodes lost" if edits.LOSSES in state.deadlines else f"node {node.name} lost"
         if state.plan_s == state.at_s:
             edits.set_deadline(state, edits.LOSSES, 0.0)
     else:
@@ -156,7 +171,10 @@ def incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed)
     if incident is None:
         return
     incident.outcome, incident.closed_s, incident.pause_s = (
-        body.outcome, record.at_s, body.pause_s)
+        body.outcome,
+        record.at_s,
+        body.pause_s,
+    )
     task, node = state.tasks.get(incident.task), state.nodes.get(incident.node)
     if node is not None and node.incident == incident.id:
         node.incident = 0
@@ -203,15 +221,24 @@ def task_waiting(state: ClusterState, record: Record, task: Task, body: d.TaskWa
     task.why = body.why
 
 
-def order_suppressed(state: ClusterState, record: Record, task: Task,
-                     body: d.OrderSuppressed) -> None:
+def order_suppressed(
+    state: ClusterState, record: Record, task: Task, body: d.OrderSuppressed
+) -> None:
     task.withheld = body.what
 
 
 def task_ended(state: ClusterState, record: Record, task: Task, body: d.TaskEnded) -> None:
     edits.clear_phase_deadlines(state, task)
-    edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
-                               task.keep_order, *task.publishing])
+    edits.close_orders(
+        state,
+        [
+            task.quiesce_order,
+            task.reconfigure_order,
+            task.resume_order,
+            task.keep_order,
+            *task.publishing,
+        ],
+    )
     task.copies, task.keepers, task.stores = [], (), ()
     edits.set_members(task, ())
     task.target, task.incident, task.faults = (), 0, []
@@ -219,8 +246,9 @@ def task_ended(state: ClusterState, record: Record, task: Task, body: d.TaskEnde
         for slot in task.disabled_slots.values():
             if slot.node in state.nodes:
                 node = state.nodes[slot.node]
-                node.slots_disabled = [index for index in node.slots_disabled
-                                       if index != slot.index]
+                node.slots_disabled = [
+                    index for index in node.slots_disabled if index != slot.index
+                ]
     task.disabled_slots, task.times_s, task.transition, task.downtime_s = {}, {}, None, {}
     task.stalls, task.slow_iterations, task.step_times, task.slow_restarts = {}, {}, {}, {}
     task.outcome, task.ending, task.withheld = body.outcome, "", ""
@@ -243,18 +271,25 @@ def start_ordered(state: ClusterState, record: Record, body: o.StartRank) -> Non
     state.num_running += old is None
     if awaited(task) == "processes":
         task.num_outstanding += 1 - (old is not None and is_starting(task, old))
-    task.ranks[body.rank] = Rank(rank=body.rank, attempt=body.attempt, slot=body.slot,
-                                 start_order=record.seq, ordered_s=record.at_s)
+    task.ranks[body.rank] = Rank(
+        rank=body.rank,
+        attempt=body.attempt,
+        slot=body.slot,
+        start_order=record.seq,
+        ordered_s=record.at_s,
+    )
     task.attempts[body.rank] = body.attempt
     node.occupants[body.slot.index] = Occupant(body.task, body.rank, body.attempt)
     state.orders[record.seq] = encode_record(record)
-    edits.set_deadline(state, f"start/{task.id}/{body.rank}/{body.attempt}",
-                       state.policy.start_s_max)
+    edits.set_deadline(
+        state, f"start/{task.id}/{body.rank}/{body.attempt}", state.policy.start_s_max
+    )
 
 
 def stop_ordered(state: ClusterState, record: Record, task: Task, body: o.StopRank) -> None:
-    rank = (edits.find_rank(task, body.rank, body.attempt)
-            or edits.find_orphan(task, body.rank, body.attempt))
+    rank = edits.find_rank(task, body.rank, body.attempt) or edits.find_orphan(
+        task, body.rank, body.attempt
+    )
     if rank is None:
         return
     edits.close_orders(state, [rank.start_order, *rank.stop_orders])
@@ -274,23 +309,28 @@ def quiesce_ordered(state: ClusterState, record: Record, task: Task, body: o.Qui
     edits.clear_phase_deadlines(state, task)
     edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
     task.quiesce_order, task.mode = record.seq, body.mode
-    task.savers = list(body.ranks[:max(len(body.saving), 1)]) if body.save else []
+    task.savers = list(body.ranks[: max(len(body.saving), 1)]) if body.save else []
     state.orders[record.seq] = encode_record(record)
     policy = state.policy
-    edits.set_deadline(state, f"quiesce/{task.id}/{task.generation}",
-        policy.quiesce_s_max if body.mode == "now" else policy.boundary_s_max)
+    edits.set_deadline(
+        state,
+        f"quiesce/{task.id}/{task.generation}",
+        policy.quiesce_s_max if body.mode == "now" else policy.boundary_s_max,
+    )
     transition_began(state, task)
     edits.set_phase(state, task, "quiescing")
     edits.update_unreachable_deadline(state, task)
 
 
-def reconfigure_ordered(state: ClusterState, record: Record, task: Task,
-                        body: o.Reconfigure) -> None:
+def reconfigure_ordered(
+    state: ClusterState, record: Record, task: Task, body: o.Reconfigure
+) -> None:
     if body.generation <= task.generation:
         return
     edits.clear_phase_deadlines(state, task)
-    edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
-                               task.keep_order])
+    edits.close_orders(
+        state, [task.quiesce_order, task.reconfigure_order, task.resume_order, task.keep_order]
+    )
     edits.set_stores(task, body.keepers, body.stores)
     edits.set_members(task, body.members)
     task.reconfigure_order, task.generation = record.seq, body.generation
@@ -302,8 +342,9 @@ def reconfigure_ordered(state: ClusterState, record: Record, task: Task,
     for rank in task.living_members():
         rank.state = "member"
     state.orders[record.seq] = encode_record(record)
-    edits.set_deadline(state, f"reconfigure/{task.id}/{task.generation}",
-                       state.policy.reconfigure_s_max)
+    edits.set_deadline(
+        state, f"reconfigure/{task.id}/{task.generation}", state.policy.reconfigure_s_max
+    )
     edits.set_phase(state, task, "reconfiguring")
     edits.update_unreachable_deadline(state, task)
     incident = state.incidents.get(task.incident)
@@ -319,9 +360,16 @@ def resume_ordered(state: ClusterState, record: Record, task: Task, body: o.Resu
     task.resume_order = record.seq
     state.orders[record.seq] = encode_record(record)
     # The task continues from `settled`. A store may have newer checkpoints that it did not report.
-    task.copies = [replace(copy, step_version_max=min(
-        task.settled, copy.step_version_max if copy.step_version_max >= 0 else task.settled))
-        for copy in task.copies if copy.step_version <= task.settled]
+    task.copies = [
+        replace(
+            copy,
+            step_version_max=min(
+                task.settled, copy.step_version_max if copy.step_version_max >= 0 else task.settled
+            ),
+        )
+        for copy in task.copies
+        if copy.step_version <= task.settled
+    ]
     for rank in task.living_members():
         if is_standby(task, rank):  # it gives up the state that it held
             rank.held, rank.has_state, rank.step_version = None, False, -1

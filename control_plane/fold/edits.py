@@ -55,9 +55,13 @@ def task_of_deadline(name: str) -> int:
 def expired_tasks(state: ClusterState, now_s: float) -> list[Task]:
     """Ended tasks that leave the state: after `ended_keep_s`, when no node has anything of them."""
     until_s = now_s - state.policy.ended_keep_s
-    return [task for task in state.tasks.values()
-            if task.phase == "ended" and task.since_s <= until_s
-            and not (task.ranks or task.orphans or task.store_nodes)]
+    return [
+        task
+        for task in state.tasks.values()
+        if task.phase == "ended"
+        and task.since_s <= until_s
+        and not (task.ranks or task.orphans or task.store_nodes)
+    ]
 
 
 def forget_tasks(state: ClusterState) -> None:
@@ -78,8 +82,11 @@ def running_deadlines(state: ClusterState) -> dict[str, Deadline]:
     wait: training may go on, and answers cannot come."""
     if not state.hears_no_node:
         return state.deadlines
-    return {name: deadline for name, deadline in state.deadlines.items()
-            if not task_of_deadline(name) and not name.startswith("replace/")}
+    return {
+        name: deadline
+        for name, deadline in state.deadlines.items()
+        if not task_of_deadline(name) and not name.startswith("replace/")
+    }
 
 
 def restart_deadlines(state: ClusterState) -> None:
@@ -125,8 +132,10 @@ def find_rank(task: Task | None, number: int, attempt: int) -> Rank | None:
 
 def find_orphan(task: Task, number: int, attempt: int) -> Rank | None:
     """The orphaned process of this attempt, if there is one."""
-    return next((orphan for orphan in task.orphans
-                 if (orphan.rank, orphan.attempt) == (number, attempt)), None)
+    return next(
+        (orphan for orphan in task.orphans if (orphan.rank, orphan.attempt) == (number, attempt)),
+        None,
+    )
 
 
 def close_orders(state: ClusterState, orders: list[int]) -> None:
@@ -239,8 +248,13 @@ def update_unreachable_deadline(state: ClusterState, task: Task) -> None:
     """Set or clear the deadline of members on unreachable nodes: it runs while the task waits for
     them (`_silent_alone`) and the others hold the complete state."""
     name = f"silent/{task.id}/{task.generation}"
-    if not state.unreachable or not _silent_alone(state, task) or not is_complete(task, [
-            rank for rank in task.living_members() if not is_unreachable(state, rank)]):
+    if (
+        not state.unreachable
+        or not _silent_alone(state, task)
+        or not is_complete(
+            task, [rank for rank in task.living_members() if not is_unreachable(state, rank)]
+        )
+    ):
         clear_deadline(state, name)
     elif name not in state.deadlines:
         set_deadline(state, name, state.policy.evidence_s_max)
@@ -251,15 +265,19 @@ def _silent_alone(state: ClusterState, task: Task) -> bool:
     """Whether the task waits for unreachable members. While it quiesces: only for these, as the
     others have left. While it reconfigures, the others cannot build the generation without them."""
     unreachable = [
-        rank for name in state.unreachable for one in state.nodes[name].occupants.values()
-        if one.task == task.id and (rank := find_rank(task, one.rank, one.attempt)) is not None]
+        rank
+        for name in state.unreachable
+        for one in state.nodes[name].occupants.values()
+        if one.task == task.id and (rank := find_rank(task, one.rank, one.attempt)) is not None
+    ]
     if task.phase == "quiescing":
         if task.num_outstanding > len(unreachable):
             return False  # the usual case: avoids a scan of all members
         waits = unanswered(task)
         return bool(waits) and all(is_unreachable(state, rank) for rank in waits)
     return task.phase == "reconfiguring" and any(
-        not has_settled(task, rank) and task.member(rank.rank) is rank for rank in unreachable)
+        not has_settled(task, rank) and task.member(rank.rank) is rank for rank in unreachable
+    )
 
 
 def update_hang_deadline(state: ClusterState, task: Task, *, restart: bool = False) -> None:
@@ -277,8 +295,9 @@ def update_hang_deadline(state: ClusterState, task: Task, *, restart: bool = Fal
 def set_resume_deadline(state: ClusterState, task: Task, rank: Rank) -> None:
     """Set the deadline for a stopped training rank to continue, unless it is to end anyway."""
     if task.heals_in_memory and not task.ending and not rank.stopping and not rank.timeout_reason:
-        set_deadline(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}",
-                     state.policy.stopped_s_max)
+        set_deadline(
+            state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stopped_s_max
+        )
 
 
 def remove_node(state: ClusterState, record: Record, node: Node, why: str) -> None:
@@ -295,40 +314,70 @@ def remove_node(state: ClusterState, record: Record, node: Node, why: str) -> No
             continue
         for orphan in [orphan for orphan in task.orphans if orphan.slot.node == node.name]:
             remove_process(state, task, orphan)
-        gone = [task.ranks[key] for key in sorted(task.ranks)
-                if task.ranks[key].slot.node == node.name]
-        faulty = [x for x in gone if x.state != "finished" and not x.stopping
-                  and not x.timeout_reason]
+        gone = [
+            task.ranks[key] for key in sorted(task.ranks) if task.ranks[key].slot.node == node.name
+        ]
+        faulty = [
+            x for x in gone if x.state != "finished" and not x.stopping and not x.timeout_reason
+        ]
         hurts = any(task.member(rank.rank) is not None for rank in faulty)
-        since_s, signs = (_first_sign(state, task, node) if hurts or not task.heals_in_memory
-                          else (record.at_s, ()))
+        since_s, signs = (
+            _first_sign(state, task, node)
+            if hurts or not task.heals_in_memory
+            else (record.at_s, ())
+        )
         for rank in gone:
             rank.fault_injected_s = max(rank.fault_injected_s, node.fault_injected_s)
             remove_process(state, task, rank)
         if faulty and why and not task.ending and not (task.finished and task.final_known):
-            record_fault(task, record, faulty, EXITED_ABNORMALLY, why, hurts=hurts or None,
-                  evidence=signs, since_s=since_s)
+            record_fault(
+                task,
+                record,
+                faulty,
+                EXITED_ABNORMALLY,
+                why,
+                hurts=hurts or None,
+                evidence=signs,
+                since_s=since_s,
+            )
 
 
 def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tuple[int, ...]]:
     """When the task stopped because of this node: at the earliest of a failed collective, missed
     heartbeats and the due time of the next iteration. Also the seqs that show it."""
-    failed = sorted(rank.failed_seq for rank in task.living_members()
-                    if task.failed_s >= 0 and rank.failed == task.generation and rank.failed_seq)
+    failed = sorted(
+        rank.failed_seq
+        for rank in task.living_members()
+        if task.failed_s >= 0 and rank.failed == task.generation and rank.failed_seq
+    )
     since_s = task.failed_s if failed else state.at_s
     seqs = tuple(failed)
     if node.unreachable:
         since_s = min(since_s, node.since_s)
         seqs = tuple(sorted({*seqs, node.unreachable_seq} - {0}))
-    if task.heals_in_memory and task.phase == "training" and task.stepped == task.generation and (
-            task.step_s > 0 and not task.finished):
+    if (
+        task.heals_in_memory
+        and task.phase == "training"
+        and task.stepped == task.generation
+        and (task.step_s > 0 and not task.finished)
+    ):
         since_s = min(since_s, task.progressed_s + task.step_s)
     return since_s, seqs
 
 
-def record_fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
-          evidence: tuple[int, ...] = (), hurts: bool | None = None, ended: bool = False,
-          second_hand: bool = False, since_s: float = -1.0) -> None:
+def record_fault(
+    task: Task,
+    record: Record,
+    ranks: list[Rank],
+    status: str,
+    why: str,
+    *,
+    evidence: tuple[int, ...] = (),
+    hurts: bool | None = None,
+    ended: bool = False,
+    second_hand: bool = False,
+    since_s: float = -1.0,
+) -> None:
     """Record a fault, dated `since_s` (below 0: now). With `hurts` None, it interrupts training if
     one of `ranks` is a member, or if no member runs."""
     if hurts is None:
@@ -345,11 +394,21 @@ def record_fault(task: Task, record: Record, ranks: list[Rank], status: str, why
         _count_repeated(task, status)
     node = ranks[0].slot.node if ranks else ""
     strikes = tuple(FailureLocation(rank.rank, rank.slot, record.at_s) for rank in ranks)
-    task.faults.append(Fault(
-        ranks=tuple(rank.rank for rank in ranks), node=node, status=status, why=why,
-        evidence=(*evidence, record.seq), at_s=since_s if since_s >= 0 else record.at_s,
-        hurts=hurts, ended=ended, second_hand=second_hand, strikes=strikes,
-        on_purpose=injected))
+    task.faults.append(
+        Fault(
+            ranks=tuple(rank.rank for rank in ranks),
+            node=node,
+            status=status,
+            why=why,
+            evidence=(*evidence, record.seq),
+            at_s=since_s if since_s >= 0 else record.at_s,
+            hurts=hurts,
+            ended=ended,
+            second_hand=second_hand,
+            strikes=strikes,
+            on_purpose=injected,
+        )
+    )
 
 
 def _count_repeated(task: Task, status: str) -> None:
@@ -357,14 +416,16 @@ def _count_repeated(task: Task, status: str) -> None:
     generation = task.generation if task.heals_in_memory else task.rounds
     series = task.repeated_failure
     if series is None or (series.status, series.iteration) != (status, task.max_iteration):
-        task.repeated_failure = RepeatedFailure(status=status, iteration=task.max_iteration,
-                                                generation=generation)
+        task.repeated_failure = RepeatedFailure(
+            status=status, iteration=task.max_iteration, generation=generation
+        )
     elif series.generation != generation:
         series.generation, series.num = generation, series.num + 1
 
 
-def record_generation_failure(task: Task, record: Record, ranks: list[Rank], status: str,
-                              why: str) -> None:
+def record_generation_failure(
+    task: Task, record: Record, ranks: list[Rank], status: str, why: str
+) -> None:
     """Record that the generation did not come up. Further reports of it are ignored."""
     if any(rank.failed == task.generation for rank in task.living_members()) or not ranks:
         return
@@ -396,8 +457,9 @@ def set_members(task: Task, members: tuple[Member, ...]) -> None:
     task.positions = {member.rank: position for position, member in enumerate(members)}
 
 
-def set_stores(task: Task, keepers: tuple[StoreEndpoint, ...], stores: tuple[NodeStores, ...]
-               ) -> None:
+def set_stores(
+    task: Task, keepers: tuple[StoreEndpoint, ...], stores: tuple[NodeStores, ...]
+) -> None:
     """Set the task's checkpoint stores. Former stores still hold in-memory checkpoints."""
     task.keepers, task.stores = keepers, stores
     task.store_nodes = sorted({*task.store_nodes, *(keeper.node for keeper in keepers)})
@@ -420,7 +482,8 @@ def record_origin(incident: Incident, body: Reconfigured, checkpoint: str, node:
     received_bytes = max(body.received_bytes, 0)
     incident.received_bytes += received_bytes
     received_from = body.received_from or (
-        (ReceivedState(body.source, body.origin_node, received_bytes),) if body.source >= 0 else ())
+        (ReceivedState(body.source, body.origin_node, received_bytes),) if body.source >= 0 else ()
+    )
     for one in received_from:
         incident.peer_bytes += max(one.taken_bytes, 0)
         incident.near_bytes += max(one.taken_bytes, 0) if one.node == node else 0
@@ -429,8 +492,12 @@ def record_origin(incident: Incident, body: Reconfigured, checkpoint: str, node:
     incident.ckpt_read = incident.ckpt_read or origin == "checkpoint"
     if ORIGINS.index(origin) > ORIGINS.index(incident.source.origin):
         incident.source = Source(
-            origin=origin, node=body.origin_node, step_version=body.step_version,
-            path=checkpoint if origin == "checkpoint" else "", num_bytes=received_bytes)
+            origin=origin,
+            node=body.origin_node,
+            step_version=body.step_version,
+            path=checkpoint if origin == "checkpoint" else "",
+            num_bytes=received_bytes,
+        )
 
 
 def add_work(state: ClusterState, task: Task, iteration: int) -> None:

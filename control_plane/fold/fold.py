@@ -34,8 +34,19 @@ from . import (
 from .deadlines import deadline_reached
 from .edits import find_rank, restart_deadlines
 
-_PLANNED_BY = ("mtbf_gpu_s", "mtbf_faults", "transition_s", "reshape_s", "gain_min", "moves_max",
-               "quotas", "floor", "alpha", "hot_spare", "repair_s")
+_PLANNED_BY = (
+    "mtbf_gpu_s",
+    "mtbf_faults",
+    "transition_s",
+    "reshape_s",
+    "gain_min",
+    "moves_max",
+    "quotas",
+    "floor",
+    "alpha",
+    "hot_spare",
+    "repair_s",
+)
 """Policy fields that a plan depends on."""
 
 
@@ -68,7 +79,9 @@ def _unknown(state: ClusterState, record: Record, body: UnknownBody) -> None:
         raise NewerLog(
             f"seq {record.seq}: {body.kind} (version {body.version}) needs Unicron "
             f"{state.code or 'of a later version'}, decider version {state.heart}; this one has "
-            f"{DECIDER_VERSION}", "read this log with that version, or a later one")
+            f"{DECIDER_VERSION}",
+            "read this log with that version, or a later one",
+        )
 
 
 # --- reports of the leader ---
@@ -84,8 +97,9 @@ def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
     old, held, state.policy = state.policy, state.held, body.policy
     node_health.update_unhealthy_slots(state)
     update_undecided(state)
-    if live_tasks(state) and any(getattr(old, name) != getattr(body.policy, name)
-                                 for name in _PLANNED_BY):
+    if live_tasks(state) and any(
+        getattr(old, name) != getattr(body.policy, name) for name in _PLANNED_BY
+    ):
         state.replan = "the policy was set"
     state.mtbf_gpu_s = 0.0  # the prior may have changed
     update_mtbf(state)
@@ -134,68 +148,116 @@ def _node(state: ClusterState, body: Any) -> tuple[Any, ...]:
     return (node,)
 
 
-def _of(find: Callable[[ClusterState, Any], tuple[Any, ...]], handlers: dict[type[t.Body], Any]
-        ) -> dict[type[t.Body], Handler]:
+def _of(
+    find: Callable[[ClusterState, Any], tuple[Any, ...]], handlers: dict[type[t.Body], Any]
+) -> dict[type[t.Body], Handler]:
     """The handlers, called with what `find` returns, unless that is empty."""
+
     def of(handler: Any) -> Handler:
         def handle(state: ClusterState, record: Record, body: Any) -> None:
             if found := find(state, body):
                 handler(state, record, *found, body)
+
         return handle
+
     return {kind: of(handler) for kind, handler in handlers.items()}
 
 
 HANDLERS: dict[type[t.Body], Handler] = {
-    r.EpochStarted: _epoch_started, r.PolicySet: _policy_set, r.DeadlineReached: deadline_reached,
-    r.OutageEnded: _outage_ended, r.NodeJoined: nodes.node_joined,
-    r.OrderRefused: nodes.order_refused, r.ReportsLost: nodes.reports_lost,
-    r.MemoryCheckpointStored: checkpoints.checkpoint_stored, r.RankReportsDropped: _recorded,
+    r.EpochStarted: _epoch_started,
+    r.PolicySet: _policy_set,
+    r.DeadlineReached: deadline_reached,
+    r.OutageEnded: _outage_ended,
+    r.NodeJoined: nodes.node_joined,
+    r.OrderRefused: nodes.order_refused,
+    r.ReportsLost: nodes.reports_lost,
+    r.MemoryCheckpointStored: checkpoints.checkpoint_stored,
+    r.RankReportsDropped: _recorded,
     r.TaskSubmitted: operator_requests.task_submitted,
     r.HealingFrozen: operator_requests.healing_frozen,
     r.HealingResumed: operator_requests.healing_resumed,
     r.IncidentAcknowledged: operator_requests.incident_acknowledged,
     r.PersonNotified: operator_requests.person_notified,
-    r.FaultRequested: operator_requests.fault_requested, r.TokenChanged: _recorded,
-    d.IncidentOpened: decisions.incident_opened, d.IncidentEscalated: decisions.incident_escalated,
-    d.IncidentClosed: decisions.incident_closed, d.PlanChosen: decisions.plan_chosen,
+    r.FaultRequested: operator_requests.fault_requested,
+    r.TokenChanged: _recorded,
+    d.IncidentOpened: decisions.incident_opened,
+    d.IncidentEscalated: decisions.incident_escalated,
+    d.IncidentClosed: decisions.incident_closed,
+    d.PlanChosen: decisions.plan_chosen,
     d.StragglerCostEstimated: stragglers.straggler_cost_estimated,
-    o.StartRank: decisions.start_ordered, o.InjectFault: _recorded, UnknownBody: _unknown,
-    **_of(_node, {
-        r.NodeLeft: nodes.node_left, r.AgentRestarting: nodes.agent_restarting,
-        r.AgentRestarted: nodes.agent_restarted, r.NodeUnreachable: nodes.node_unreachable,
-        r.NodeReachable: nodes.node_reachable, r.DeviceErred: node_health.device_erred,
-        r.HealthChanged: node_health.health_changed,
-        r.MemoryCheckpointsLost: checkpoints.checkpoints_lost,
-        r.NodeDrained: operator_requests.node_drained,
-        r.NodeUndrained: operator_requests.node_undrained,
-        r.QuarantineLifted: node_health.quarantine_lifted,
-        d.NodeQuarantined: node_health.node_quarantined}),
-    **_of(_process, {
-        r.RankStarted: ranks.rank_started, r.RankAdopted: ranks.rank_adopted,
-        r.RankReady: ranks.rank_ready,
-        r.RankErrored: ranks.rank_errored, r.RankSuspended: ranks.rank_suspended,
-        r.RankContinued: ranks.rank_continued, r.InMemoryRecoveryDeclined: ranks.recovery_declined,
-        r.IterationsLogged: progress.iterations_logged}),
-    **_of(_member, {
-        r.StepTimeChanged: stragglers.step_time_changed,
-        r.CollectiveFailed: generations.collective_failed, r.Quiesced: generations.quiesced,
-        r.Reconfigured: generations.reconfigured,
-        r.ReconfigureFailed: generations.reconfigure_failed,
-        r.RankFinished: generations.rank_finished}),
-    **_of(_task, {
-        r.RankExited: ranks.rank_exited, r.RankStalled: hangs.rank_stalled,
-        r.RankUnstalled: hangs.rank_unstalled,
-        r.CheckpointPublished: checkpoints.checkpoint_published,
-        d.TaskWaiting: decisions.task_waiting, d.OrderSuppressed: decisions.order_suppressed,
-        o.StopRank: decisions.stop_ordered, o.Quiesce: decisions.quiesce_ordered,
-        o.Reconfigure: decisions.reconfigure_ordered, o.Resume: decisions.resume_ordered,
-        o.PublishCheckpoint: checkpoints.publish_ordered,
-        o.DropMemoryCheckpoints: checkpoints.drop_ordered}),
-    **_of(_live_task, {
-        r.TaskProgressed: progress.progressed, r.LossNotFinite: progress.loss_not_finite,
-        r.CheckpointSaved: checkpoints.checkpoint_saved,
-        r.TaskCancelRequested: operator_requests.cancel_requested,
-        r.TaskWeightSet: operator_requests.weight_set,
-        d.ThroughputSet: decisions.throughput_set, d.TaskPlaced: decisions.task_placed,
-        d.TaskEnded: decisions.task_ended, o.SetCheckpointStores: checkpoints.stores_ordered}),
+    o.StartRank: decisions.start_ordered,
+    o.InjectFault: _recorded,
+    UnknownBody: _unknown,
+    **_of(
+        _node,
+        {
+            r.NodeLeft: nodes.node_left,
+            r.AgentRestarting: nodes.agent_restarting,
+            r.AgentRestarted: nodes.agent_restarted,
+            r.NodeUnreachable: nodes.node_unreachable,
+            r.NodeReachable: nodes.node_reachable,
+            r.DeviceErred: node_health.device_erred,
+            r.HealthChanged: node_health.health_changed,
+            r.MemoryCheckpointsLost: checkpoints.checkpoints_lost,
+            r.NodeDrained: operator_requests.node_drained,
+            r.NodeUndrained: operator_requests.node_undrained,
+            r.QuarantineLifted: node_health.quarantine_lifted,
+            d.NodeQuarantined: node_health.node_quarantined,
+        },
+    ),
+    **_of(
+        _process,
+        {
+            r.RankStarted: ranks.rank_started,
+            r.RankAdopted: ranks.rank_adopted,
+            r.RankReady: ranks.rank_ready,
+            r.RankErrored: ranks.rank_errored,
+            r.RankSuspended: ranks.rank_suspended,
+            r.RankContinued: ranks.rank_continued,
+            r.InMemoryRecoveryDeclined: ranks.recovery_declined,
+            r.IterationsLogged: progress.iterations_logged,
+        },
+    ),
+    **_of(
+        _member,
+        {
+            r.StepTimeChanged: stragglers.step_time_changed,
+            r.CollectiveFailed: generations.collective_failed,
+            r.Quiesced: generations.quiesced,
+            r.Reconfigured: generations.reconfigured,
+            r.ReconfigureFailed: generations.reconfigure_failed,
+            r.RankFinished: generations.rank_finished,
+        },
+    ),
+    **_of(
+        _task,
+        {
+            r.RankExited: ranks.rank_exited,
+            r.RankStalled: hangs.rank_stalled,
+            r.RankUnstalled: hangs.rank_unstalled,
+            r.CheckpointPublished: checkpoints.checkpoint_published,
+            d.TaskWaiting: decisions.task_waiting,
+            d.OrderSuppressed: decisions.order_suppressed,
+            o.StopRank: decisions.stop_ordered,
+            o.Quiesce: decisions.quiesce_ordered,
+            o.Reconfigure: decisions.reconfigure_ordered,
+            o.Resume: decisions.resume_ordered,
+            o.PublishCheckpoint: checkpoints.publish_ordered,
+            o.DropMemoryCheckpoints: checkpoints.drop_ordered,
+        },
+    ),
+    **_of(
+        _live_task,
+        {
+            r.TaskProgressed: progress.progressed,
+            r.LossNotFinite: progress.loss_not_finite,
+            r.CheckpointSaved: checkpoints.checkpoint_saved,
+            r.TaskCancelRequested: operator_requests.cancel_requested,
+            r.TaskWeightSet: operator_requests.weight_set,
+            d.ThroughputSet: decisions.throughput_set,
+            d.TaskPlaced: decisions.task_placed,
+            d.TaskEnded: decisions.task_ended,
+            o.SetCheckpointStores: checkpoints.stores_ordered,
+        },
+    ),
 }

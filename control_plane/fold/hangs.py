@@ -24,13 +24,17 @@ def stalled_command(state: ClusterState, task: Task) -> tuple[str, float]:
         return "", 0.0
     rank, stall = stalled
     act_s = task.spec.hang_after_s
-    then = (f"all start again after {act_s:g} s of that (hang_after_s)" if act_s is not None else
-            "nothing is done about that: its job spec has no hang_after_s")
+    then = (
+        f"all start again after {act_s:g} s of that (hang_after_s)"
+        if act_s is not None
+        else "nothing is done about that: its job spec has no hang_after_s"
+    )
     return f"{_why(rank, stall)}; {then}", stall.since_s
 
 
-def command_stalled(state: ClusterState, task: Task, number: int, attempt: int,
-                   stall: Stall) -> None:
+def command_stalled(
+    state: ClusterState, task: Task, number: int, attempt: int, stall: Stall
+) -> None:
     """Record a stall of the process whose log counts; other processes are ignored."""
     rank, logged = edits.find_rank(task, number, attempt), task.logged
     if rank is None or logged is None or task.phase != "training" or rank.stopping:
@@ -39,8 +43,11 @@ def command_stalled(state: ClusterState, task: Task, number: int, attempt: int,
         return
     task.stalls[number] = stall
     if task.spec.hang_after_s is not None:
-        edits.set_deadline(state, _deadline(task, rank),
-            max(stall.since_s + task.spec.hang_after_s - state.at_s, 0.0))
+        edits.set_deadline(
+            state,
+            _deadline(task, rank),
+            max(stall.since_s + task.spec.hang_after_s - state.at_s, 0.0),
+        )
 
 
 def command_unstalled(state: ClusterState, task: Task, number: int, attempt: int) -> None:
@@ -54,8 +61,9 @@ def command_unstalled(state: ClusterState, task: Task, number: int, attempt: int
         rank.timeout_reason = ""
 
 
-def command_hang_timed_out(state: ClusterState, record: Record, task: Task,
-                           rest: list[int]) -> None:
+def command_hang_timed_out(
+    state: ClusterState, record: Record, task: Task, rest: list[int]
+) -> None:
     """The stall exceeds the spec's limit: record a fault, so that all processes restart. Wait while
     the node's log may be delayed, or while a process is stopped, which a person intends."""
     stalled, after_s = _stalled(task), task.spec.hang_after_s
@@ -65,14 +73,23 @@ def command_hang_timed_out(state: ClusterState, record: Record, task: Task,
     node = state.nodes.get(rank.slot.node)
     if node is None or task.ending or rank.stopping or rank.timeout_reason:
         return
-    if (node.unreachable or record.at_s < node.since_s + state.policy.evidence_s_max
-            or any(one.is_stopped for one in task.ranks.values())):
+    if (
+        node.unreachable
+        or record.at_s < node.since_s + state.policy.evidence_s_max
+        or any(one.is_stopped for one in task.ranks.values())
+    ):
         edits.set_deadline(state, _deadline(task, rank), max(after_s, state.policy.evidence_s_max))
         return
     rank.timeout_reason = UNPRINTED
-    edits.record_fault(task, record, [rank], TASK_HANG,
-          f"{_why(rank, stall)}, {record.at_s - stall.since_s:.3g} s ago", evidence=(stall.seq,),
-          since_s=stall.since_s)
+    edits.record_fault(
+        task,
+        record,
+        [rank],
+        TASK_HANG,
+        f"{_why(rank, stall)}, {record.at_s - stall.since_s:.3g} s ago",
+        evidence=(stall.seq,),
+        since_s=stall.since_s,
+    )
 
 
 def _stalled(task: Task) -> tuple[Rank, Stall] | None:
@@ -85,12 +102,15 @@ def _stalled(task: Task) -> tuple[Rank, Stall] | None:
 def _why(rank: Rank, stall: Stall) -> str:
     """For example `rank 3 on n2 has printed no line of progress since iteration 40; ...`."""
     does = f" and {stall.stack}" if stall.stack else ""
-    return (f"rank {rank.rank} on {rank.slot.node} {UNPRINTED} since iteration {stall.iteration}"
-            f"{does}, an iteration took {stall.normal_s:.3g} s")
+    return (
+        f"rank {rank.rank} on {rank.slot.node} {UNPRINTED} since iteration {stall.iteration}"
+        f"{does}, an iteration took {stall.normal_s:.3g} s"
+    )
 
 
 def _deadline(task: Task, rank: Rank) -> str:
     return f"printed/{task.id}/{rank.rank}/{rank.attempt}"
+
 
 NORMAL_S_MAX = 1e6
 """Limit of a reported iteration time."""
@@ -98,10 +118,17 @@ NORMAL_S_MAX = 1e6
 
 def rank_stalled(state: ClusterState, record: Record, task: Task, body: r.RankStalled) -> None:
     stall = Stall(
-        iteration=body.iteration, where=body.where, what=body.what, collective=body.collective,
+        iteration=body.iteration,
+        where=body.where,
+        what=body.what,
+        collective=body.collective,
         since_s=record.at_s - min(max(body.in_s, 0.0), record.at_s),
-        normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX), told_s=record.at_s, seq=record.seq,
-        stack=body.stack, silent_peers=body.silent_peers)
+        normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX),
+        told_s=record.at_s,
+        seq=record.seq,
+        stack=body.stack,
+        silent_peers=body.silent_peers,
+    )
     if not task.heals_in_memory:
         command_stalled(state, task, body.rank, body.attempt, stall)
         return
@@ -114,16 +141,20 @@ def rank_stalled(state: ClusterState, record: Record, task: Task, body: r.RankSt
     edits.update_hang_deadline(state, task, restart=True)
 
 
-def record_slow_iteration(state: ClusterState, record: Record, task: Task,
-                          body: r.StepTimeChanged) -> None:
+def record_slow_iteration(
+    state: ClusterState, record: Record, task: Task, body: r.StepTimeChanged
+) -> None:
     """Record a slow iteration: a member's own work takes too long and has not ended yet."""
     if task.phase not in ("training", "quiescing") or body.iteration < task.iteration:
         return
     task.slow_iterations[body.rank] = SlowIteration(
-        iteration=body.iteration, own_s=body.own_s,
+        iteration=body.iteration,
+        own_s=body.own_s,
         normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX),
-        since_s=record.at_s - min(max(body.iteration_s, 0.0), record.at_s), told_s=record.at_s,
-        seq=record.seq)
+        since_s=record.at_s - min(max(body.iteration_s, 0.0), record.at_s),
+        told_s=record.at_s,
+        seq=record.seq,
+    )
     edits.update_hang_deadline(state, task, restart=True)
 
 
@@ -146,18 +177,25 @@ def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
     a member may still be stalled, since a collective can end for some members only, or in its own
     work after it. Such a stall is reported once and stays until RankUnstalled."""
     if any(stall.iteration < iteration - 1 for stall in task.stalls.values()):
-        task.stalls = {number: stall for number, stall in task.stalls.items()
-                       if stall.iteration >= iteration - 1}
+        task.stalls = {
+            number: stall
+            for number, stall in task.stalls.items()
+            if stall.iteration >= iteration - 1
+        }
         edits.update_hang_deadline(state, task, restart=True)
-    for number in [one for one, crawl in task.slow_iterations.items()
-                   if crawl.iteration < iteration]:
+    for number in [
+        one for one, crawl in task.slow_iterations.items() if crawl.iteration < iteration
+    ]:
         del task.slow_iterations[number]
         rank = task.member(number)
         if rank is not None and rank.timeout_reason == WORKS_ON and not rank.stopping:
             rank.timeout_reason = ""  # the iteration ended while healing was paused
         edits.update_hang_deadline(state, task, restart=True)
-    if task.uncaused_generation == task.generation and not task.stalls and not any(
-            rank.failed == task.generation for rank in task.living_members()):
+    if (
+        task.uncaused_generation == task.generation
+        and not task.stalls
+        and not any(rank.failed == task.generation for rank in task.living_members())
+    ):
         task.uncaused_generation, task.failed_s = 0, -1.0  # the task steps; healing was paused
 
 
@@ -179,5 +217,12 @@ def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[i
     else:
         for rank in ranks:
             rank.timeout_reason = WORKS_ON if hang.kind == "slow" else STALLED
-    edits.record_fault(task, record, ranks, NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG,
-                       hang.why, evidence=hang.evidence, since_s=hang.since_s)
+    edits.record_fault(
+        task,
+        record,
+        ranks,
+        NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG,
+        hang.why,
+        evidence=hang.evidence,
+        since_s=hang.since_s,
+    )

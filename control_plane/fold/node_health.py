@@ -33,10 +33,22 @@ UNSURE = "; now it cannot say: "
 # --- reports of agents ---
 def device_erred(state: ClusterState, record: Record, node: Node, body: DeviceErred) -> None:
     devices = _devices(state, node, body.devices, body.pid)
-    _evidence(state, record, node, DeviceError(
-        seq=record.seq, at_s=record.at_s, origin=body.origin, status=body.status, rule=body.rule,
-        text=" ".join(body.text.split())[:TEXT_CHARS_MAX], devices=devices, code=body.code,
-        pid=body.pid))
+    _evidence(
+        state,
+        record,
+        node,
+        DeviceError(
+            seq=record.seq,
+            at_s=record.at_s,
+            origin=body.origin,
+            status=body.status,
+            rule=body.rule,
+            text=" ".join(body.text.split())[:TEXT_CHARS_MAX],
+            devices=devices,
+            code=body.code,
+            pid=body.pid,
+        ),
+    )
 
 
 def health_changed(state: ClusterState, record: Record, node: Node, body: HealthChanged) -> None:
@@ -49,18 +61,40 @@ def health_changed(state: ClusterState, record: Record, node: Node, body: Health
     before = node.checks
     node.checks = [one for one in node.checks if not _is_of(one, body, devices)]
     if body.health != "healthy":
-        said_s = [one.at_s for one in before if one not in node.checks
-                  and one.health == body.health]
-        check = Check(check=body.check, health=body.health, why=body.why[:TEXT_CHARS_MAX],
-                      devices=devices, status=body.status, rule=body.rule, seq=record.seq,
-                      at_s=min(said_s, default=record.at_s))
+        said_s = [
+            one.at_s for one in before if one not in node.checks and one.health == body.health
+        ]
+        check = Check(
+            check=body.check,
+            health=body.health,
+            why=body.why[:TEXT_CHARS_MAX],
+            devices=devices,
+            status=body.status,
+            rule=body.rule,
+            seq=record.seq,
+            at_s=min(said_s, default=record.at_s),
+        )
         node.checks = [*node.checks, check][-NUM_CHECKS_MAX:]
         if _is_confirmed(check):
-            _evidence(state, record, node, DeviceError(
-                seq=record.seq, at_s=record.at_s, origin="check", status=body.status,
-                rule=body.rule, text=check.why, devices=devices, code=0, pid=0))
+            _evidence(
+                state,
+                record,
+                node,
+                DeviceError(
+                    seq=record.seq,
+                    at_s=record.at_s,
+                    origin="check",
+                    status=body.status,
+                    rule=body.rule,
+                    text=check.why,
+                    devices=devices,
+                    code=0,
+                    pid=0,
+                ),
+            )
     if any(one.health == "unhealthy" for one in before) and not any(
-            one.health == "unhealthy" for one in node.checks):
+        one.health == "unhealthy" for one in node.checks
+    ):
         node.improved_s = state.at_s
     if was != [(one.check, one.why) for one in node.checks if one.health == "degraded"]:
         schedule_estimate(state, node.name)
@@ -70,7 +104,8 @@ def health_changed(state: ClusterState, record: Record, node: Node, body: Health
 def _is_of(one: Check, body: HealthChanged, devices: tuple[int, ...]) -> bool:
     """Whether the new result replaces `one`: the same check, and overlapping devices."""
     return one.check == body.check and not (
-        devices and one.devices and not set(devices) & set(one.devices))
+        devices and one.devices and not set(devices) & set(one.devices)
+    )
 
 
 def _cannot_say(node: Node, body: HealthChanged, devices: tuple[int, ...]) -> bool:
@@ -100,8 +135,9 @@ def _evidence(state: ClusterState, record: Record, node: Node, erred: DeviceErro
     for other in reversed(node.erred):
         incident = state.incidents.get(other.incident)
         is_open = incident is not None and not incident.outcome
-        if other.incident and ((is_open and other.is_like(erred))
-                               or _is_out_for(node, other, erred)):
+        if other.incident and (
+            (is_open and other.is_like(erred)) or _is_out_for(node, other, erred)
+        ):
             erred.incident = other.incident
             add_evidence(incident, record)
             break
@@ -115,42 +151,62 @@ def _evidence(state: ClusterState, record: Record, node: Node, erred: DeviceErro
 def _is_out_for(node: Node, other: DeviceError, erred: DeviceError) -> bool:
     """Whether all slots that `erred` can affect are already disabled for a related error."""
     slots = erred.devices or tuple(range(node.num_slots))
-    return (all(index in node.slots_disabled for index in slots)
-            and (not other.devices or bool(set(slots) & set(other.devices))))
+    return all(index in node.slots_disabled for index in slots) and (
+        not other.devices or bool(set(slots) & set(other.devices))
+    )
 
 
 # --- slots that a check disables ---
 def _is_confirmed(check: Check) -> bool:
     """Whether a driver reports the result, with a SEV1 status. A site's own check may be wrong."""
-    return (check.health == "unhealthy" and not check.check.startswith("check/")
-            and TABLE.get(check.status) == "SEV1")
+    return (
+        check.health == "unhealthy"
+        and not check.check.startswith("check/")
+        and TABLE.get(check.status) == "SEV1"
+    )
 
 
 def update_unhealthy_slots(state: ClusterState) -> None:
     """Fold: update the slots that checks disable. Of nodes with only unconfirmed checks the first
     few are believed: if many fail, the check is suspect. A node stays believed until its slots are
     used again, or a check that recovers on one node after the other would disable all in turn."""
-    if not any(node.checks or node.slots_unhealthy or node.slots_recovering or node.unhealthy_why
-               for node in state.nodes.values()):
+    if not any(
+        node.checks or node.slots_unhealthy or node.slots_recovering or node.unhealthy_why
+        for node in state.nodes.values()
+    ):
         return
-    unhealthy = {node.name: [x for x in node.checks if x.health == "unhealthy"]
-                 for node in state.nodes.values() if node.health != "left"}
-    doubtful = sorted((min(x.seq for x in found), name) for name, found in unhealthy.items()
-                      if found and not any(_is_confirmed(x) for x in found))
+    unhealthy = {
+        node.name: [x for x in node.checks if x.health == "unhealthy"]
+        for node in state.nodes.values()
+        if node.health != "left"
+    }
+    doubtful = sorted(
+        (min(x.seq for x in found), name)
+        for name, found in unhealthy.items()
+        if found and not any(_is_confirmed(x) for x in found)
+    )
     most = num_unconfirmed_max(state)
-    believed = {node.name for node in state.nodes.values() if node.health != "left"
-                and node.slots_unhealthy and not any(map(_is_confirmed, unhealthy[node.name]))}
-    believed.update([name for _, name in doubtful if name not in believed]
-                    [:max(most - len(believed), 0)])
+    believed = {
+        node.name
+        for node in state.nodes.values()
+        if node.health != "left"
+        and node.slots_unhealthy
+        and not any(map(_is_confirmed, unhealthy[node.name]))
+    }
+    believed.update(
+        [name for _, name in doubtful if name not in believed][: max(most - len(believed), 0)]
+    )
     for node in state.nodes.values():
         found = unhealthy.get(node.name, [])
         taken = [x for x in found if _is_confirmed(x) or node.name in believed]
         slots = sorted({index for x in taken for index in x.devices or range(node.num_slots)})
         why = "; ".join(f"{x.check}: {x.why}" for x in taken)
         if found and not taken:
-            why = (f"not acted upon, {len(doubtful)} of {len(unhealthy)} nodes say so"
-                   f"{_still_out(believed, unhealthy)} and at most {most} is believed unconfirmed: "
-                   + "; ".join(f"{x.check}: {x.why}" for x in found))
+            why = (
+                f"not acted upon, {len(doubtful)} of {len(unhealthy)} nodes say so"
+                f"{_still_out(believed, unhealthy)} and at most {most} is believed unconfirmed: "
+                + "; ".join(f"{x.check}: {x.why}" for x in found)
+            )
         _set_sick(state, node, slots, why)
 
 
@@ -160,16 +216,20 @@ def _still_out(believed: set[str], unhealthy: dict[str, list[Check]]) -> str:
     if not names:
         return ""
     some = " ".join(names[:NUM_NAMED_MAX]) + (
-        f" and {len(names) - NUM_NAMED_MAX} more" * (len(names) > NUM_NAMED_MAX))
-    return (f", slots of {some} are still out (used again {RECOVERED_S:g} s after it says healthy)")
+        f" and {len(names) - NUM_NAMED_MAX} more" * (len(names) > NUM_NAMED_MAX)
+    )
+    return f", slots of {some} are still out (used again {RECOVERED_S:g} s after it says healthy)"
 
 
 def _set_sick(state: ClusterState, node: Node, slots: list[int], why: str) -> None:
     name = f"recovered/{node.name}"
     if set(slots) - set(node.slots_unhealthy):
         state.replan = f"{node.name} is unhealthy: {why}"
-    node.slots_recovering = {index: node.slots_recovering.get(index, state.at_s)
-                       for index in node.slots_unhealthy if index not in slots}
+    node.slots_recovering = {
+        index: node.slots_recovering.get(index, state.at_s)
+        for index in node.slots_unhealthy
+        if index not in slots
+    }
     if node.slots_recovering:
         due, due_s = state.deadlines.get(name), min(node.slots_recovering.values()) + RECOVERED_S
         if due is None or due.due_s < due_s:  # a new leader may have moved it
@@ -182,13 +242,19 @@ def _set_sick(state: ClusterState, node: Node, slots: list[int], why: str) -> No
 
 def _recovered(state: ClusterState, node: Node) -> None:
     """Enable the slots that have been healthy for RECOVERED_S. The others keep waiting."""
-    well = sorted(index for index, since_s in node.slots_recovering.items()
-                  if state.at_s >= since_s + RECOVERED_S - EARLY_S)
+    well = sorted(
+        index
+        for index, since_s in node.slots_recovering.items()
+        if state.at_s >= since_s + RECOVERED_S - EARLY_S
+    )
     node.slots_unhealthy = [index for index in node.slots_unhealthy if index not in well]
     update_unhealthy_slots(state)
     if well:
-        which = "" if not node.slots_unhealthy else f"slot{'s' * (len(well) > 1)} " + " ".join(
-            map(str, well)) + " of "
+        which = (
+            ""
+            if not node.slots_unhealthy
+            else f"slot{'s' * (len(well) > 1)} " + " ".join(map(str, well)) + " of "
+        )
         state.replan = f"{which}{node.name} is healthy again"
 
 
@@ -213,16 +279,21 @@ def node_deadline_reached(state: ClusterState, what: str, rest: str) -> None:
 
 
 # --- decisions ---
-def assign_evidence(state: ClusterState, incident: Incident,
-                  body: IncidentOpened | IncidentEscalated) -> None:
+def assign_evidence(
+    state: ClusterState, incident: Incident, body: IncidentOpened | IncidentEscalated
+) -> None:
     """Assign device errors to the incident. At SEV1, disable the slots that the errors name."""
     node = state.nodes.get(body.node)
     if node is not None:
         for erred in [one for one in node.erred if one.seq in body.evidence]:
             erred.incident = incident.id
             clear_deadline(state, f"device/{node.name}/{erred.seq}")
-            if body.severity == "SEV1" and severity_of(erred.status) == "SEV1" and (
-                    erred.origin != "check") and (erred.devices or not incident.task):
+            if (
+                body.severity == "SEV1"
+                and severity_of(erred.status) == "SEV1"
+                and (erred.origin != "check")
+                and (erred.devices or not incident.task)
+            ):
                 _disable(state, node, erred)
         if not incident.task:
             node.incident = incident.id
@@ -246,12 +317,26 @@ def _disable(state: ClusterState, node: Node, erred: DeviceError) -> None:
         state.replan = f"slot{'s' * (len(slots) > 1)} {node.name}/{named} erred"
 
 
-def count_sev1_fault(state: ClusterState, incident: Incident,
-                     body: IncidentOpened | IncidentEscalated, *, on_purpose: bool) -> None:
+def count_sev1_fault(
+    state: ClusterState,
+    incident: Incident,
+    body: IncidentOpened | IncidentEscalated,
+    *,
+    on_purpose: bool,
+) -> None:
     """Count a fault against the node that a SEV1 incident names, unless it was injected."""
-    if body.severity == "SEV1" and body.node and not on_purpose and count_fault(
-            state, incident=incident.id, node=body.node, status=body.status,
-            why=body.why[:TEXT_CHARS_MAX]):
+    if (
+        body.severity == "SEV1"
+        and body.node
+        and not on_purpose
+        and count_fault(
+            state,
+            incident=incident.id,
+            node=body.node,
+            status=body.status,
+            why=body.why[:TEXT_CHARS_MAX],
+        )
+    ):
         mark_undecided(state, body.node)
 
 
@@ -259,15 +344,22 @@ def count_slot_fault(state: ClusterState, task: Task, slot: Slot, rank: int) -> 
     """Count a fault: a rank failed repeatedly on this slot and makes progress elsewhere."""
     at = [x.id for x in state.incidents.values() if x.task == task.id and rank in x.ranks]
     why = f"rank {rank} of {task.spec.name} failed on slot {slot.index} again and again"
-    if count_fault(state, node=slot.node, incident=max(at, default=0), status=TASK_HANG,
-              why=f"{why}, and not elsewhere"):
+    if count_fault(
+        state,
+        node=slot.node,
+        incident=max(at, default=0),
+        status=TASK_HANG,
+        why=f"{why}, and not elsewhere",
+    ):
         mark_undecided(state, slot.node)
 
 
-def node_quarantined(state: ClusterState, record: Record, node: Node,
-                     body: NodeQuarantined) -> None:
-    node.quarantine = Quarantine(since_s=record.at_s, until_s=body.until_s, why=body.why,
-                                 incidents=body.incidents)
+def node_quarantined(
+    state: ClusterState, record: Record, node: Node, body: NodeQuarantined
+) -> None:
+    node.quarantine = Quarantine(
+        since_s=record.at_s, until_s=body.until_s, why=body.why, incidents=body.incidents
+    )
     for offence in node.node_faults:
         offence.fresh = False
     update_undecided(state)
@@ -275,8 +367,9 @@ def node_quarantined(state: ClusterState, record: Record, node: Node,
     state.replan = f"node {node.name} quarantined"
 
 
-def quarantine_lifted(state: ClusterState, record: Record, node: Node,
-                      body: QuarantineLifted) -> None:
+def quarantine_lifted(
+    state: ClusterState, record: Record, node: Node, body: QuarantineLifted
+) -> None:
     if body.quarantine:
         node.node_faults = []
         clear_deadline(state, f"quarantine/{node.name}")
@@ -293,8 +386,11 @@ def _give_back(state: ClusterState, node: Node, index: int) -> None:
     """Enable a disabled slot, and forget what took it out: else that would count again at once."""
     slot = Slot(node.name, index)
     known = [one.incident for one in node.erred if index in (one.devices or (index,))]
-    known += [one.id for one in state.incidents.values()
-              if any(strike.slot == slot for strike in one.strikes)]
+    known += [
+        one.id
+        for one in state.incidents.values()
+        if any(strike.slot == slot for strike in one.strikes)
+    ]
     node.node_faults = [one for one in node.node_faults if one.incident not in known]
     node.slots_disabled = [other for other in node.slots_disabled if other != index]
     node.disabled_why.pop(index, None)
@@ -304,8 +400,9 @@ def _give_back(state: ClusterState, node: Node, index: int) -> None:
             clear_deadline(state, f"device/{node.name}/{erred.seq}")
             node.erred = [one for one in node.erred if one is not erred]
     for task in state.tasks.values():
-        task.disabled_slots = {rank: one for rank, one in task.disabled_slots.items()
-                               if one != slot}
+        task.disabled_slots = {
+            rank: one for rank, one in task.disabled_slots.items() if one != slot
+        }
     state.replan = f"slot {node.name}/{index} was given back"
 
 

@@ -12,8 +12,9 @@ from . import edits
 from .node_health import inherit, update_unhealthy_slots
 
 
-def node_unreachable(state: ClusterState, record: Record, node: Node,
-                     body: r.NodeUnreachable) -> None:
+def node_unreachable(
+    state: ClusterState, record: Record, node: Node, body: r.NodeUnreachable
+) -> None:
     if node.health != "healthy":
         return
     edits.set_health(state, node, "unreachable")
@@ -47,10 +48,17 @@ def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None
     if old is not None:
         edits.remove_node(state, record, old, why)
     state.nodes[body.node] = node = Node(
-        name=body.node, incarnation=body.incarnation, host=body.host, pid=body.pid,
-        num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX), accelerator=body.accelerator,
-        since_s=record.at_s, keeper=body.keeper, keeper_start=first_store_number(body.incarnation),
-        copies_bytes_max=max(body.copies_bytes_max, 0), labels=body.labels,
+        name=body.node,
+        incarnation=body.incarnation,
+        host=body.host,
+        pid=body.pid,
+        num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX),
+        accelerator=body.accelerator,
+        since_s=record.at_s,
+        keeper=body.keeper,
+        keeper_start=first_store_number(body.incarnation),
+        copies_bytes_max=max(body.copies_bytes_max, 0),
+        labels=body.labels,
         order_format=body.order_format,
         drained=old is not None and old.drained,
         drain_reason=old.drain_reason if old is not None else "",
@@ -63,8 +71,10 @@ def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None
     _forget_incarnations(state, body.node, old.incarnation if old is not None else 0)
     edits.update_unreachable(state, node)
     update_undecided(state)
-    state.num_slots_max = max(state.num_slots_max, sum(
-        one.num_slots for one in state.nodes.values() if one.health == "healthy"))
+    state.num_slots_max = max(
+        state.num_slots_max,
+        sum(one.num_slots for one in state.nodes.values() if one.health == "healthy"),
+    )
     if was_deaf:
         edits.restart_deadlines(state)
     state.replan = f"node {body.node} joined"
@@ -75,18 +85,19 @@ def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
     own = f"{name}/"
     for source in [source for source in state.sources if source.startswith(own)] if oldest else ():
         incarnation = incarnation_of(source)
-        if (incarnation is not None and incarnation < oldest
-                and source.rpartition("/")[0] == name):
+        if incarnation is not None and incarnation < oldest and source.rpartition("/")[0] == name:
             del state.sources[source]
 
 
-def agent_restarting(state: ClusterState, record: Record, node: Node,
-                     body: r.AgentRestarting) -> None:
+def agent_restarting(
+    state: ClusterState, record: Record, node: Node, body: r.AgentRestarting
+) -> None:
     node.away_until_s = record.at_s + min(max(body.back_s, 0.0), state.policy.agent_gone_s_max)
 
 
-def agent_restarted(state: ClusterState, record: Record, node: Node,
-                    body: r.AgentRestarted) -> None:
+def agent_restarted(
+    state: ClusterState, record: Record, node: Node, body: r.AgentRestarted
+) -> None:
     node.pid, node.away_until_s = body.pid, record.at_s
     if body.order_format != node.order_format:
         node.order_format = body.order_format
@@ -111,8 +122,13 @@ def order_refused(state: ClusterState, record: Record, body: r.OrderRefused) -> 
         for rank in list(task.ranks.values()):
             if rank.start_order == body.order and rank.state == "ordered":
                 edits.remove_process(state, task, rank)
-                edits.record_fault(task, record, [rank], EXITED_ABNORMALLY,
-                      f"{body.node} refused to start rank {rank.rank}: {body.why}")
+                edits.record_fault(
+                    task,
+                    record,
+                    [rank],
+                    EXITED_ABNORMALLY,
+                    f"{body.node} refused to start rank {rank.rank}: {body.why}",
+                )
                 return
         for rank in [*task.ranks.values(), *task.orphans]:
             if body.order in rank.stop_orders:

@@ -28,9 +28,14 @@ def forget_requests(state: ClusterState) -> None:
 def task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -> None:
     model = body.spec.model  # None: the ranks report the FLOP of an iteration (RankReady)
     state.tasks[record.seq] = Task(
-        id=record.seq, spec=body.spec, weight=body.spec.weight, submitted_s=record.at_s,
-        since_s=record.at_s, modelled=body.modelled,
-        iteration_flops=iteration_flops(model) if model is not None else 0.0)
+        id=record.seq,
+        spec=body.spec,
+        weight=body.spec.weight,
+        submitted_s=record.at_s,
+        since_s=record.at_s,
+        modelled=body.modelled,
+        iteration_flops=iteration_flops(model) if model is not None else 0.0,
+    )
     num_more = len([0 for one in state.tasks.values() if one.phase != "ended"]) - PLAN_ALONE_NUM
     wait_s = min(PLAN_WAIT_S_MAX, PLAN_WAIT_S_PER_TASK * num_more)
     if state.at_s >= state.plan_s + wait_s:
@@ -39,8 +44,9 @@ def task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -
         set_deadline(state, PLAN, wait_s)
 
 
-def cancel_requested(state: ClusterState, record: Record, task: Task,
-                     body: r.TaskCancelRequested) -> None:
+def cancel_requested(
+    state: ClusterState, record: Record, task: Task, body: r.TaskCancelRequested
+) -> None:
     # While healing is paused, a failed task is not ended, so it can still be cancelled.
     if not task.ending or (state.held and task.ending == "failed"):
         before = f"; it had failed: {task.why}" if task.ending else ""
@@ -85,8 +91,9 @@ def fault_requested(state: ClusterState, record: Record, body: r.FaultRequested)
             task.ranks[order.rank].fault_injected_s = record.at_s
 
 
-def incident_acknowledged(state: ClusterState, record: Record, body: r.IncidentAcknowledged
-                          ) -> None:
+def incident_acknowledged(
+    state: ClusterState, record: Record, body: r.IncidentAcknowledged
+) -> None:
     one = state.incidents.get(body.of)
     if one is not None:
         one.acknowledged_by, one.acknowledged_why = body.who or "operator", body.reason

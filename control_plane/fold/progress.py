@@ -21,7 +21,10 @@ def progressed(state: ClusterState, record: Record, task: Task, body: TaskProgre
     if body.generation != task.generation or not body.losses or task.phase == "reconfiguring":
         return
     task.loss, task.rate_flops, task.micro_batches = (
-        body.losses[-1], body.rate_flops, body.micro_batches)
+        body.losses[-1],
+        body.rate_flops,
+        body.micro_batches,
+    )
     keep_times(state, task, body)
     if body.step_s:
         task.step_s = body.step_s[-1]
@@ -43,8 +46,8 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     task.iteration = max(task.iteration, iteration)
     task.max_iteration = max(task.max_iteration, iteration)
     if task.stepped == task.generation and not (
-            task.incident or task.transition or task.restarts or task.disabled_slots
-            or task.reattempts):
+        task.incident or task.transition or task.restarts or task.disabled_slots or task.reattempts
+    ):
         return  # nothing has happened: most reports need no look at the ranks
     living = task.living_members()
     for rank in living:
@@ -56,7 +59,8 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
             task.reattempts = 0
     # A late report of iterations before the fault does not end the interruption.
     whole = len(living) == len(task.members) and not any(
-        rank.error_seq or rank.timeout_reason for rank in living)
+        rank.error_seq or rank.timeout_reason for rank in living
+    )
     # An iteration also counts while the generation quiesces at a boundary for a new member.
     at_boundary = task.phase == "quiescing" and task.mode == "boundary"
     if iteration > task.settled and (task.phase == "training" or at_boundary) and whole:
@@ -66,8 +70,9 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
 
 
 # --- of commands ---
-def iterations_logged(state: ClusterState, record: Record, task: Task, rank: Rank,
-                      body: IterationsLogged) -> None:
+def iterations_logged(
+    state: ClusterState, record: Record, task: Task, rank: Rank, body: IterationsLogged
+) -> None:
     """Record progress of a command, from the first rank of a round that logs any. It counts its own
     iterations, also after a restart. Work before its first report does not count."""
     if task.heals_in_memory or task.phase == "ended":
@@ -78,8 +83,13 @@ def iterations_logged(state: ClusterState, record: Record, task: Task, rank: Ran
     if logged is None or logged.round != task.rounds:
         _round_begins(state, task, body.iteration)
         task.logged = logged = CommandProgress(
-            round=task.rounds, rank=body.rank, first=body.iteration, iterations=0,
-            size=num_slots(task), max_iteration=task.max_iteration or body.iteration)
+            round=task.rounds,
+            rank=body.rank,
+            first=body.iteration,
+            iterations=0,
+            size=num_slots(task),
+            max_iteration=task.max_iteration or body.iteration,
+        )
         command_resumed(state, task, body.iteration)
     elif logged.rank != body.rank:
         return

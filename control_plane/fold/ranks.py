@@ -10,8 +10,9 @@ from ..state.task import Rank, Task
 from . import edits
 
 
-def rank_started(state: ClusterState, record: Record, task: Task, rank: Rank,
-                 body: r.RankStarted) -> None:
+def rank_started(
+    state: ClusterState, record: Record, task: Task, rank: Rank, body: r.RankStarted
+) -> None:
     if rank.state != "ordered":
         return
     if not task.heals_in_memory and awaited(task) == "processes":
@@ -26,14 +27,19 @@ def rank_started(state: ClusterState, record: Record, task: Task, rank: Rank,
 
 def _round_started(state: ClusterState, record: Record, task: Task) -> None:
     """Of a command: the task trains when every seat has a process."""
-    if all((rank := task.ranks.get(seat.rank)) is not None and rank.state == "started"
-           and rank.slot == seat.slot for seat in reversed(task.target)):  # they start in order
+    if all(
+        (rank := task.ranks.get(seat.rank)) is not None
+        and rank.state == "started"
+        and rank.slot == seat.slot
+        for seat in reversed(task.target)
+    ):  # they start in order
         edits.set_phase(state, task, "training")
         edits.end_pause(state, task)
 
 
-def rank_adopted(state: ClusterState, record: Record, task: Task, rank: Rank,
-                 body: r.RankAdopted) -> None:
+def rank_adopted(
+    state: ClusterState, record: Record, task: Task, rank: Rank, body: r.RankAdopted
+) -> None:
     """The script adopts Unicron. If the task became a plain command because none of its processes
     had, it heals in memory after all."""
     if task.may_adopt and not (task.finished or task.ending):
@@ -46,13 +52,19 @@ def rank_adopted(state: ClusterState, record: Record, task: Task, rank: Rank,
     task.adopted = True
 
 
-def rank_ready(state: ClusterState, record: Record, task: Task, rank: Rank,
-               body: r.RankReady) -> None:
+def rank_ready(
+    state: ClusterState, record: Record, task: Task, rank: Rank, body: r.RankReady
+) -> None:
     if rank.state not in ("ordered", "started"):
         return
     if task.spec.command:
-        rank_adopted(state, record, task, rank, r.RankAdopted(
-            task=task.id, rank=rank.rank, attempt=rank.attempt))  # an older agent does not say it
+        rank_adopted(
+            state,
+            record,
+            task,
+            rank,
+            r.RankAdopted(task=task.id, rank=rank.rank, attempt=rank.attempt),
+        )  # an older agent does not say it
     if not task.heals_in_memory:
         rank.timeout_reason = "adopted Unicron, but another process of the task did not"
         count_outstanding(task)
@@ -67,8 +79,12 @@ def rank_ready(state: ClusterState, record: Record, task: Task, rank: Rank,
 
 def is_recovery_unproven(task: Task) -> bool:
     """Whether a command is to recover in memory, but no process has reported that it can."""
-    return bool(task.spec.command) and task.heals_in_memory and task.generation == 0 and not any(
-        rank.state == "ready" for rank in task.ranks.values())
+    return (
+        bool(task.spec.command)
+        and task.heals_in_memory
+        and task.generation == 0
+        and not any(rank.state == "ready" for rank in task.ranks.values())
+    )
 
 
 def decline_recovery(state: ClusterState, record: Record, task: Task, why: str) -> None:
@@ -81,30 +97,44 @@ def decline_recovery(state: ClusterState, record: Record, task: Task, why: str) 
     _round_started(state, record, task)
 
 
-def recovery_declined(state: ClusterState, record: Record, task: Task, rank: Rank,
-                      body: r.InMemoryRecoveryDeclined) -> None:
+def recovery_declined(
+    state: ClusterState, record: Record, task: Task, rank: Rank, body: r.InMemoryRecoveryDeclined
+) -> None:
     """Each process reports at its start that it declines; the first report counts."""
-    rank_adopted(state, record, task, rank, r.RankAdopted(
-        task=task.id, rank=rank.rank, attempt=rank.attempt))
+    rank_adopted(
+        state, record, task, rank, r.RankAdopted(task=task.id, rank=rank.rank, attempt=rank.attempt)
+    )
     if is_recovery_unproven(task):
         task.restarts_from_memory = body.from_memory
         decline_recovery(state, record, task, body.why)
 
 
-def rank_errored(state: ClusterState, record: Record, task: Task, rank: Rank,
-                 body: r.RankErrored) -> None:
+def rank_errored(
+    state: ClusterState, record: Record, task: Task, rank: Rank, body: r.RankErrored
+) -> None:
     if rank.error_seq or rank.state == "finished":
         return
     rank.error, rank.error_text, rank.error_seq = (
-        classified_status(body.status, status_of(body.error)), body.text, record.seq)
+        classified_status(body.status, status_of(body.error)),
+        body.text,
+        record.seq,
+    )
     rank.second_hand = body.second_hand
     count_outstanding(task)
     if not rank.stopping and not task.ending:
-        edits.set_deadline(state, f"error/{task.id}/{rank.rank}/{rank.attempt}",
-                           state.policy.stop_s_max)
+        edits.set_deadline(
+            state, f"error/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stop_s_max
+        )
         what = last_line(body.text) or body.error
-        edits.record_fault(task, record, [rank], rank.error, f"rank {rank.rank}: {what}",
-                           ended=True, second_hand=body.second_hand)
+        edits.record_fault(
+            task,
+            record,
+            [rank],
+            rank.error,
+            f"rank {rank.rank}: {what}",
+            ended=True,
+            second_hand=body.second_hand,
+        )
 
 
 def rank_exited(state: ClusterState, record: Record, task: Task, body: r.RankExited) -> None:
@@ -118,26 +148,40 @@ def rank_exited(state: ClusterState, record: Record, task: Task, body: r.RankExi
     member = any(m.rank == rank.rank and m.attempt == rank.attempt for m in task.members)
     edits.remove_process(state, task, rank)
     if is_recovery_unproven(task) and body.exit_code == 0 and not rank.stopping:
-        decline_recovery(state, record, task, f"rank {rank.rank} ended " + (
-            "before it was ready" if task.adopted else "without having adopted Unicron"))
+        decline_recovery(
+            state,
+            record,
+            task,
+            f"rank {rank.rank} ended "
+            + ("before it was ready" if task.adopted else "without having adopted Unicron"),
+        )
     if not task.heals_in_memory and body.exit_code == 0 and not rank.stopping:
         task.finished.append(rank.rank)
         return
     if rank.state == "finished" and task.phase == "starting" and not task.ending:
-        edits.record_fault(task, record, [rank], OTHER_SOFTWARE,
-                           "all are done, but nobody saved the model")
+        edits.record_fault(
+            task, record, [rank], OTHER_SOFTWARE, "all are done, but nobody saved the model"
+        )
     if rank.state == "finished" or task.ending or rank.stopping or rank.timeout_reason:
         return
     if rank.error_seq and not (rank.second_hand and body.status and not body.second_hand):
         edits.add_evidence(state.incidents.get(task.incident), record)
         return  # else the exit has the cause
-    edits.record_fault(task, record, [rank], classified_status(body.status, EXITED_ABNORMALLY),
-          f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}", hurts=member or None,
-          ended=True, second_hand=body.second_hand)
+    edits.record_fault(
+        task,
+        record,
+        [rank],
+        classified_status(body.status, EXITED_ABNORMALLY),
+        f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}",
+        hurts=member or None,
+        ended=True,
+        second_hand=body.second_hand,
+    )
 
 
-def rank_suspended(state: ClusterState, record: Record, task: Task, rank: Rank,
-                   body: r.RankSuspended) -> None:
+def rank_suspended(
+    state: ClusterState, record: Record, task: Task, rank: Rank, body: r.RankSuspended
+) -> None:
     """Set a deadline, as peers wait for the process. A command gets none: a person stopped it."""
     if rank.is_stopped:
         return
@@ -148,8 +192,9 @@ def rank_suspended(state: ClusterState, record: Record, task: Task, rank: Rank,
     edits.update_hang_deadline(state, task, restart=True)
 
 
-def rank_continued(state: ClusterState, record: Record, task: Task, rank: Rank,
-                   body: r.RankContinued) -> None:
+def rank_continued(
+    state: ClusterState, record: Record, task: Task, rank: Rank, body: r.RankContinued
+) -> None:
     """The process runs again. If its timeout was not acted upon (healing was paused), cancel it."""
     if not rank.is_stopped:
         return

@@ -22,8 +22,9 @@ CHANGED_RATIO = 1.05
 """Relative change of a straggler's delay that triggers a new cost estimate."""
 
 
-def step_time_changed(state: ClusterState, record: Record, task: Task, rank: Rank,
-                      body: r.StepTimeChanged) -> None:
+def step_time_changed(
+    state: ClusterState, record: Record, task: Task, rank: Rank, body: r.StepTimeChanged
+) -> None:
     if body.own_s <= 0 or body.iteration_s <= 0:
         return
     if body.num_iterations == 1:
@@ -34,8 +35,12 @@ def step_time_changed(state: ClusterState, record: Record, task: Task, rank: Ran
     before, task.slow = task.slow, slow_ranks(task, record.at_s)
     for number in sorted(before.keys() | task.slow.keys()):
         was, now = before.get(number), task.slow.get(number)
-        if was is None or now is None or before.keys() != task.slow.keys() or not (
-                1 / CHANGED_RATIO <= now.holds_up / was.holds_up <= CHANGED_RATIO):
+        if (
+            was is None
+            or now is None
+            or before.keys() != task.slow.keys()
+            or not (1 / CHANGED_RATIO <= now.holds_up / was.holds_up <= CHANGED_RATIO)
+        ):
             schedule_estimate(state, task.ranks[number].slot.node)
     if task.slow and not before:
         forget_times(state, task, body.num_iterations)
@@ -49,13 +54,21 @@ def step_time_changed(state: ClusterState, record: Record, task: Task, rank: Ran
 def _pace(task: Task, seq: int, body: r.StepTimeChanged, old: StepTime | None) -> StepTime:
     """The new step time. The old reference stays if it is no slower, for as many micro-batches."""
     num = _num_micro_batches(task, body.rank)
-    new = StepTime(generation=body.generation, num_micro_batches=num, iteration_s=body.iteration_s,
-               own_s=body.own_s, normal_s=body.normal_s, normal_num=num,
-               normal_iteration_s=body.iteration_s, seq=seq)
+    new = StepTime(
+        generation=body.generation,
+        num_micro_batches=num,
+        iteration_s=body.iteration_s,
+        own_s=body.own_s,
+        normal_s=body.normal_s,
+        normal_num=num,
+        normal_iteration_s=body.iteration_s,
+        seq=seq,
+    )
     if old is None or old.normal_num != num or not 0 < old.normal_s <= body.own_s:
         return new
-    return replace(new, normal_s=old.normal_s, normal_iteration_s=min(
-        old.normal_iteration_s, body.iteration_s))
+    return replace(
+        new, normal_s=old.normal_s, normal_iteration_s=min(old.normal_iteration_s, body.iteration_s)
+    )
 
 
 def _num_micro_batches(task: Task, number: int) -> int:
@@ -74,23 +87,42 @@ def _num_micro_batches(task: Task, number: int) -> int:
 def restart_stragglers(state: ClusterState, record: Record, task: Task) -> None:
     """Restart persistent stragglers; the others finish the iteration. A slot with repeated restarts
     is disabled. Progress does not reset `slow_restarts`, since a straggler progresses too."""
-    if not task.slow or task.phase != "training" or task.incident or task.ending or (
-            len(task.living_members()) < len(task.members)):
+    if (
+        not task.slow
+        or task.phase != "training"
+        or task.incident
+        or task.ending
+        or (len(task.living_members()) < len(task.members))
+    ):
         return
     for rank in at_fault(task):
         pace, slow = task.step_times[rank.rank], task.slow[rank.rank]
         key = f"{rank.slot.node}/{rank.slot.index}"
         task.slow_restarts[key] = task.slow_restarts.get(key, 0) + 1
         rank.timeout_reason = SLOWED
-        record_fault(task, record, [rank], TASK_HANG,
-              f"rank {rank.rank} on {rank.slot.node} works {slow.ratio:.3g} x as long as is "
-              f"usual, iterations take {slow.holds_up:.3g} x", evidence=(pace.seq,))
+        record_fault(
+            task,
+            record,
+            [rank],
+            TASK_HANG,
+            f"rank {rank.rank} on {rank.slot.node} works {slow.ratio:.3g} x as long as is "
+            f"usual, iterations take {slow.holds_up:.3g} x",
+            evidence=(pace.seq,),
+        )
         task.restarts[rank.rank] = max(task.restarts[rank.rank], task.slow_restarts[key])
 
 
-def straggler_cost_estimated(state: ClusterState, record: Record,
-                             body: StragglerCostEstimated) -> None:
+def straggler_cost_estimated(
+    state: ClusterState, record: Record, body: StragglerCostEstimated
+) -> None:
     state.to_price = [name for name in state.to_price if name != body.node]
     state.degraded[body.node] = StragglerCost(
-        tasks=body.tasks, ratios=body.ratios, cost_waf=body.cost_waf, drain_waf=body.drain_waf,
-        why=body.why, now_waf=body.now_waf, seq=record.seq, at_s=record.at_s)
+        tasks=body.tasks,
+        ratios=body.ratios,
+        cost_waf=body.cost_waf,
+        drain_waf=body.drain_waf,
+        why=body.why,
+        now_waf=body.now_waf,
+        seq=record.seq,
+        at_s=record.at_s,
+    )

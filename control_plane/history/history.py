@@ -58,15 +58,19 @@ class Injected(Struct, kw_only=True):
         """Whether its effects are over: the rank ended or trains, or the node has joined again."""
         order, body = self.order, record.body
         if order.what == "node":
-            return (isinstance(body, NodeJoined) and body.node in order.nodes
-                    and body.incarnation > order.incarnation)
+            return (
+                isinstance(body, NodeJoined)
+                and body.node in order.nodes
+                and body.incarnation > order.incarnation
+            )
         if getattr(body, "task", 0) != order.task:
             return False
         if isinstance(body, RankExited):
             return body.rank == order.rank and body.attempt >= order.attempt
         if isinstance(body, TaskProgressed | IterationsLogged):  # it continues on its own
-            return (order.what == "stop" and order.stop_s > 0
-                    and record.at_s > self.at_s + order.stop_s)
+            return (
+                order.what == "stop" and order.stop_s > 0 and record.at_s > self.at_s + order.stop_s
+            )
         return isinstance(body, TaskEnded)
 
 
@@ -82,21 +86,32 @@ class InjectedFaults(Struct):
             self.request = record
         elif isinstance(record.body, InjectFault):
             asked = self.request is not None and self.request.seq == record.cause
-            self.faults.append(Injected(
-                request=self.request if asked and self.request is not None else record,
-                order=record.body, at_s=record.at_s))
+            self.faults.append(
+                Injected(
+                    request=self.request if asked and self.request is not None else record,
+                    order=record.body,
+                    at_s=record.at_s,
+                )
+            )
         for one in self.faults:
             if not one.over_seq and one.is_over(record):
                 one.over_seq = record.seq
 
-    def behind(self, *, task: int, ranks: Sequence[int], node: str, first_seq: int,
-               last_seq: int) -> list[Injected]:
+    def behind(
+        self, *, task: int, ranks: Sequence[int], node: str, first_seq: int, last_seq: int
+    ) -> list[Injected]:
         """Injected faults that explain an incident with signs from `first_seq` to `last_seq`."""
-        return [one for one in self.faults
-                if one.request.seq < last_seq
-                and (not one.over_seq or one.over_seq >= first_seq)
-                and (node in one.order.nodes if one.order.what == "node"
-                     else one.order.task == task and one.order.rank in ranks)]
+        return [
+            one
+            for one in self.faults
+            if one.request.seq < last_seq
+            and (not one.over_seq or one.over_seq >= first_seq)
+            and (
+                node in one.order.nodes
+                if one.order.what == "node"
+                else one.order.task == task and one.order.rank in ranks
+            )
+        ]
 
 
 # --- Transitions of a task: stopped from its last member's leave of a generation to Resume ---
@@ -134,8 +149,12 @@ class TaskTransitions(Struct):
             if body.rank not in self.left:  # a member that already left repeats it when ordered
                 self.left_s = max(self.left_s, record.occurred_s)
             self.left[body.rank] = body.step_version
-        elif (isinstance(body, Resume) and self.order is not None and self.up
-              and body.generation == newest):
+        elif (
+            isinstance(body, Resume)
+            and self.order is not None
+            and self.up
+            and body.generation == newest
+        ):
             stopped_s = self.left_s if self.left else record.at_s
             lost = max([version - min(self.up) for version in self.left.values()] + [0])
             self.generation, self.left, self.left_s = newest, {}, -1.0
@@ -296,10 +315,14 @@ class History(Struct):
             one.closed_s, one.closed_seq = record.at_s, record.seq
             one.slot_s = max(one.slot_s, body.pause_s * one.num_slots)
         elif isinstance(body, PlanChosen):
-            tasks = [task for x in (*body.allocations, *body.kept)
-                     if x.slots and (task := self.state.tasks.get(x.task)) is not None]
-            self.origins[record.seq] = tuple(sorted({
-                origin(x.spec, x.throughput, x.modelled) for x in tasks} - {""}))
+            tasks = [
+                task
+                for x in (*body.allocations, *body.kept)
+                if x.slots and (task := self.state.tasks.get(x.task)) is not None
+            ]
+            self.origins[record.seq] = tuple(
+                sorted({origin(x.spec, x.throughput, x.modelled) for x in tasks} - {""})
+            )
         elif isinstance(body, OutageEnded):
             self.outages[record.seq] = body
         self.injected.add(record)
@@ -309,8 +332,9 @@ class History(Struct):
 
     @property
     def node_losses(self) -> list[NodeLoss]:
-        return self.absences.of_consequence({
-            key: one.incident.evidence for key, one in self.incidents.items()})
+        return self.absences.of_consequence(
+            {key: one.incident.evidence for key, one in self.incidents.items()}
+        )
 
     def name_of(self, task: int) -> str:
         """The task's name; with its id if the name is not unique."""
@@ -333,12 +357,20 @@ class History(Struct):
         stamps = stamps or [(record.at_s, record.occurred_s)]
         fault_s, first_seq = [one[1] for one in stamps], [record.seq, *body.evidence]
         self.incidents[record.seq] = self.open[record.seq] = one = IncidentHistory(
-            incident=known, evidence=list(body.evidence), fault_s=0.0, detected_s=stamps[0][0],
-            decided_s=record.at_s, first_seq=0)
+            incident=known,
+            evidence=list(body.evidence),
+            fault_s=0.0,
+            detected_s=stamps[0][0],
+            decided_s=record.at_s,
+            first_seq=0,
+        )
         if past is not None:
             task = past.task
-            fault_s += [stall.since_s for rank, stall in task.stalls.items()
-                        if rank in body.ranks and stall.seq in body.evidence]
+            fault_s += [
+                stall.since_s
+                for rank, stall in task.stalls.items()
+                if rank in body.ranks and stall.seq in body.evidence
+            ]
             if past.failed is not None:
                 fault_s.append(past.failed.occurred_s)
                 first_seq.append(past.failed.seq)
@@ -368,8 +400,9 @@ class History(Struct):
                 _phase(one, record, task)
 
     # --- tasks ----------------------------------------------------------------------------------
-    def _task(self, past: TaskHistory, record: Record, furthest: int,
-              logged: CommandProgress | None) -> None:
+    def _task(
+        self, past: TaskHistory, record: Record, furthest: int, logged: CommandProgress | None
+    ) -> None:
         """Update the task; `furthest`, `logged`: values before the record."""
         task, body = past.task, record.body
         made = past.transitions.add(record)
@@ -377,14 +410,16 @@ class History(Struct):
             self.transitions.append(made)
         if isinstance(body, RankStarted):
             past.logs[body.rank] = body.node, body.log_path
-            past.outputs.setdefault((body.rank, body.attempt), Output(
-                body.rank, body.attempt, body.node, body.log_path))
+            past.outputs.setdefault(
+                (body.rank, body.attempt), Output(body.rank, body.attempt, body.node, body.log_path)
+            )
         elif isinstance(body, RankExited):
             if (output := past.outputs.get((body.rank, body.attempt))) is not None:
                 output.ended_s = record.at_s
         elif isinstance(body, TaskPlaced):
-            past.logs = {seat.rank: past.logs[seat.rank] for seat in body.seats
-                         if seat.rank in past.logs}
+            past.logs = {
+                seat.rank: past.logs[seat.rank] for seat in body.seats if seat.rank in past.logs
+            }
         elif isinstance(body, MemoryCheckpointStored):
             past.copied_s = record.at_s if body.generation == task.generation else past.copied_s
         elif isinstance(body, Reconfigure):
@@ -399,8 +434,13 @@ class History(Struct):
             if body.generation == task.generation:
                 past.paces_s.setdefault(len(task.members), []).extend(body.step_s)
             past.skipped = body.skipped
-        elif isinstance(body, IterationsLogged) and task.logged is not None and (  # it counts
-                task.logged.rank == body.rank and task.attempts.get(body.rank) == body.attempt):
+        elif (
+            isinstance(body, IterationsLogged)
+            and task.logged is not None
+            and (  # it counts
+                task.logged.rank == body.rank and task.attempts.get(body.rank) == body.attempt
+            )
+        ):
             if body.num_iterations:
                 past.paces_s.setdefault(len(task.target), []).append(body.step_s)
             if task.max_iteration > furthest:  # else the iterations are repeated
@@ -415,12 +455,24 @@ class History(Struct):
 def history(records: Iterable[Record], state: ClusterState | None = None) -> History:
     """`state`: that before the records, which is changed; None: the empty one."""
     state = state or ClusterState()
-    it = History(state=state, tasks={
-        key: TaskHistory(task=task, logs={one.rank: (one.node, one.log_path) for one in outputs},
-                         outputs={(one.rank, one.attempt): one for one in outputs})
-        for key, task in state.tasks.items() for outputs in [[
-            Output(rank.rank, rank.attempt, rank.slot.node, rank.log_path)
-            for rank in task.ranks.values() if rank.log_path]]})
+    it = History(
+        state=state,
+        tasks={
+            key: TaskHistory(
+                task=task,
+                logs={one.rank: (one.node, one.log_path) for one in outputs},
+                outputs={(one.rank, one.attempt): one for one in outputs},
+            )
+            for key, task in state.tasks.items()
+            for outputs in [
+                [
+                    Output(rank.rank, rank.attempt, rank.slot.node, rank.log_path)
+                    for rank in task.ranks.values()
+                    if rank.log_path
+                ]
+            ]
+        },
+    )
     for record in records:
         it.add(record)
     return it

@@ -92,9 +92,14 @@ class IncidentRecords(Struct, kw_only=True):
                 self.kept[body.node, body.step_version] = record
                 self.lost.pop(body.node, None)
             return True
-        if before_end and isinstance(body, NodeJoined | NodeLeft | MemoryCheckpointsLost) and (
+        if (
+            before_end
+            and isinstance(body, NodeJoined | NodeLeft | MemoryCheckpointsLost)
+            and (
                 getattr(body, "task", 0) in (0, own)
-                and any(node == body.node for node, _ in self.kept)):
+                and any(node == body.node for node, _ in self.kept)
+            )
+        ):
             self.lost[body.node] = record
         return False
 
@@ -102,8 +107,11 @@ class IncidentRecords(Struct, kw_only=True):
     def gone(self) -> list[Record]:
         """Records that ended the in-memory checkpoints, if a farther source was used."""
         origin = self.incident.incident.source.origin
-        return (sorted(self.lost.values(), key=attrgetter("seq"))
-                if origin in ("checkpoint", "seed") else [])
+        return (
+            sorted(self.lost.values(), key=attrgetter("seq"))
+            if origin in ("checkpoint", "seed")
+            else []
+        )
 
     @property
     def no_copies(self) -> str:
@@ -114,8 +122,11 @@ class IncidentRecords(Struct, kw_only=True):
         training = task.spec.training if task is not None else None
         if training is None:
             return ""
-        return ("none had been reported" if training.copy_every else
-                "none are kept: train.copy_every is 0")
+        return (
+            "none had been reported"
+            if training.copy_every
+            else "none are kept: train.copy_every is 0"
+        )
 
     def settle(self) -> None:
         """Add the records of the in-memory checkpoint that was used, or of the loss of all."""
@@ -129,9 +140,12 @@ class IncidentRecords(Struct, kw_only=True):
     def _is_own(self, record: Record, task: int) -> bool:
         number = self.incident.id
         early = self.incident.first_seq <= record.seq < number  # a peer's collective failed
-        return (number in (record.incident, record.seq)
-                or record.seq in self.incident.evidence or record.seq in self.later
-                or (early and task == self.incident.task))
+        return (
+            number in (record.incident, record.seq)
+            or record.seq in self.incident.evidence
+            or record.seq in self.later
+            or (early and task == self.incident.task)
+        )
 
     def _follows(self, record: Record, task: int, *, begins: bool) -> bool:
         if isinstance(record.body, PlanChosen | TaskPlaced | TaskWaiting | OrderSuppressed):
@@ -142,20 +156,25 @@ class IncidentRecords(Struct, kw_only=True):
     def _keep_plan(self, record: Record) -> None:
         """Add the plan that precedes a placement of the incident."""
         plan = self.plan
-        if plan is not None and (record is plan or (
-                isinstance(record.body, TaskPlaced) and plan.cause == record.cause)):
+        if plan is not None and (
+            record is plan or (isinstance(record.body, TaskPlaced) and plan.cause == record.cause)
+        ):
             self.records.append(plan)
             self.plan = None
 
     def is_over(self, seq: int) -> bool:
         """Whether no record after `seq` can belong to it."""
         end = self.incident.closed_seq
-        return bool(end) and seq >= max(end, *self.later, 0) and (
-            "moves" not in self.others.values() or seq > end + AFTER_RECORDS_MAX)
+        return (
+            bool(end)
+            and seq >= max(end, *self.later, 0)
+            and ("moves" not in self.others.values() or seq > end + AFTER_RECORDS_MAX)
+        )
 
 
-def incident_records(one: IncidentHistory, records: Iterable[Record],
-                     state: ClusterState | None = None) -> IncidentRecords:
+def incident_records(
+    one: IncidentHistory, records: Iterable[Record], state: ClusterState | None = None
+) -> IncidentRecords:
     """Read the log from `state`, which is changed, until the incident is complete."""
     later = frozenset(one.incident.evidence) - frozenset(one.evidence)
     found = IncidentRecords(incident=one, later=later, state=state or ClusterState())

@@ -64,8 +64,11 @@ class NodeLosses(Struct):
                 self.joined[body.node] = body
             if known is not None and known.incarnation < body.incarnation:
                 unseen_s = at_s if at_s > self.epoch_s + lease_s else self.unled_s
-                self._back(self._lose(record, body.node, "agent started again", unseen_s), record,
-                           is_reboot=known.boot_id != body.boot_id != "" != known.boot_id)
+                self._back(
+                    self._lose(record, body.node, "agent started again", unseen_s),
+                    record,
+                    is_reboot=known.boot_id != body.boot_id != "" != known.boot_id,
+                )
         elif known is None or known.incarnation != body.incarnation:
             return
         elif isinstance(body, r.NodeReachable) and (loss := self.away.pop(body.node, None)):
@@ -108,8 +111,16 @@ class NodeLosses(Struct):
                 resting.setdefault(seq, []).append(key)
         taken = set[int]()
         for loss in self.losses:
-            loss.incidents = sorted(dict.fromkeys(
-                key for seq in loss.seqs for key in resting.get(seq, ()) if key not in taken))
+            loss.incidents = sorted(
+                dict.fromkeys(
+                    key for seq in loss.seqs for key in resting.get(seq, ()) if key not in taken
+                )
+            )
             taken.update(loss.incidents)
-        return [loss for loss in self.losses if loss.incidents or loss.what.endswith("rebooted")
-                or (loss.what == "lost" and not loss.back_s)]
+        return [
+            loss
+            for loss in self.losses
+            if loss.incidents
+            or loss.what.endswith("rebooted")
+            or (loss.what == "lost" and not loss.back_s)
+        ]

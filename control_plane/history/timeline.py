@@ -38,8 +38,9 @@ class Spans(UsageMeter):
 
     def _detect(self, key: int, what: str, num: float, since_us: int, at_us: int) -> None:
         super()._detect(key, what, num, since_us, at_us)
-        begin, end = (bisect_left(self.changes[key], us, key=lambda one: one[0])
-                      for us in (since_us, at_us))
+        begin, end = (
+            bisect_left(self.changes[key], us, key=lambda one: one[0]) for us in (since_us, at_us)
+        )
         self.changes[key][begin:end] = [(since_us, {"detection": num})]
 
     def of(self, task: int, from_s: float, to_s: float, num_max: int) -> list[Span]:
@@ -54,8 +55,15 @@ class Spans(UsageMeter):
                 found.append((since_s, until_s, slots))
 
         def add_average(until_s: float) -> None:
-            add(short_s, until_s, {use: round(value / (until_s - short_s), 3)
-                                   for use, value in slot_s.items() if value})
+            add(
+                short_s,
+                until_s,
+                {
+                    use: round(value / (until_s - short_s), 3)
+                    for use, value in slot_s.items()
+                    if value
+                },
+            )
             slot_s.clear()
 
         changes = self.changes[task]
@@ -102,8 +110,9 @@ class Timeline:
             elif isinstance(body, IterationsLogged):
                 self.step_s[body.task][body.iteration] = body.step_s
             elif isinstance(body, Reconfigure) and body.task in self.past.tasks:
-                self.layouts[body.task].append((
-                    record.at_s, self.past.tasks[body.task].task.iteration, layout(body)))
+                self.layouts[body.task].append(
+                    (record.at_s, self.past.tasks[body.task].task.iteration, layout(body))
+                )
             if record.seq - self._copies[-1][0] >= COPY_RECORDS:
                 self._copies.append((record.seq, zlib.compress(encode_state(self.past.state), 1)))
 
@@ -112,12 +121,20 @@ class Timeline:
         at = bisect_right(self._copies, seq, key=lambda one: one[0]) - 1
         return decode_state(zlib.decompress(self._copies[at][1])) if at >= 0 else None
 
-    def most_used(self, from_s: float, to_s: float, num_max: int, tasks_num_max: int
-                  ) -> tuple[list[tuple[int, list[Span]]], int]:
+    def most_used(
+        self, from_s: float, to_s: float, num_max: int, tasks_num_max: int
+    ) -> tuple[list[tuple[int, list[Span]]], int]:
         """The spans of the tasks with most slot time in a window, and how many have any."""
-        found = [(task, spans) for task in list(self.spans.changes)
-                 if task and (spans := self.spans.of(task, from_s, to_s, num_max))]
-        slot_s = {task: fsum((until_s - since_s) * fsum(slots.values())
-                             for since_s, until_s, slots in spans) for task, spans in found}
+        found = [
+            (task, spans)
+            for task in list(self.spans.changes)
+            if task and (spans := self.spans.of(task, from_s, to_s, num_max))
+        ]
+        slot_s = {
+            task: fsum(
+                (until_s - since_s) * fsum(slots.values()) for since_s, until_s, slots in spans
+            )
+            for task, spans in found
+        }
         most = sorted(found, key=lambda one: -slot_s[one[0]])[:tasks_num_max]
         return sorted(most, key=lambda one: one[0]), len(found)

@@ -36,8 +36,20 @@ CAUSES = ("detection", "decision", "rebuild", "redone", "transition", "waiting",
 """What slot time is lost to (docs/guides/log-files.md, "History by day")."""
 USES = ("used", "idle", *CAUSES)
 """All slot time is one of these."""
-SAME_SLOTS = (TaskProgressed, IterationsLogged, MemoryCheckpointStored, RankStarted, RankReady,
-              Quiesced, Reconfigured, StartRank, StopRank, Quiesce, Reconfigure, Resume)
+SAME_SLOTS = (
+    TaskProgressed,
+    IterationsLogged,
+    MemoryCheckpointStored,
+    RankStarted,
+    RankReady,
+    Quiesced,
+    Reconfigured,
+    StartRank,
+    StopRank,
+    Quiesce,
+    Reconfigure,
+    Resume,
+)
 """The frequent records after which tasks have the same slots, and nodes as many."""
 Figures = dict[str, float]
 """USES, `observed`: slot microseconds, whole numbers, so that sums are exact. `earned`, `planned`,
@@ -100,8 +112,11 @@ class UsageMeter:
         usage.count(day, "faults", state.num_faults - self._num_faults)
         if (task := state.tasks.get(number)) is not None:
             span = int(state.at_s // WORK_SPAN_S)
-            usage.count(day, "earned", state.earned.get(span, 0.0) - (
-                self._earned if span == self._span else 0.0))
+            usage.count(
+                day,
+                "earned",
+                state.earned.get(span, 0.0) - (self._earned if span == self._span else 0.0),
+            )
         if isinstance(body, IncidentOpened):
             usage.count(day, f"incident {body.severity} {body.status}", 1)
         if task is None or not isinstance(body, SAME_SLOTS):
@@ -134,13 +149,25 @@ class UsageMeter:
             if task is None or task.phase == "ended":
                 del self._live[key], self._rates[key]
         plan, tasks = state.plan, {key: state.tasks[key] for key in self._live}
-        earns = [one.waf for one in (*plan.allocations, *plan.kept)
-                 if (task := tasks.get(one.task)) is not None and origin(
-                     task.spec, task.throughput, task.modelled) != "nominal"
-                 ] if plan is not None else []
-        self._set(0, at_us, {
-            **uses_of_no_task(state, tasks.values()),
-            "planned": fsum(earns) / 1e6, "ideal": plan.ideal_waf / 1e6 if plan is not None else 0})
+        earns = (
+            [
+                one.waf
+                for one in (*plan.allocations, *plan.kept)
+                if (task := tasks.get(one.task)) is not None
+                and origin(task.spec, task.throughput, task.modelled) != "nominal"
+            ]
+            if plan is not None
+            else []
+        )
+        self._set(
+            0,
+            at_us,
+            {
+                **uses_of_no_task(state, tasks.values()),
+                "planned": fsum(earns) / 1e6,
+                "ideal": plan.ideal_waf / 1e6 if plan is not None else 0,
+            },
+        )
 
     def _set(self, key: int, at_us: int, by_use: dict[str, float]) -> None:
         """Count what the slots did until now; from now on they do `by_use`."""
@@ -211,8 +238,9 @@ def _cause(state: ClusterState, task: Task, stepping: int) -> str:
     incident = state.incidents.get(task.incident)
     if (incident is None or incident.outcome) and task.failed_s < 0:
         return "transition"
-    undecided = task.withheld or (task.heals_in_memory and task.phase == "training"
-                                  and task.stepped == task.generation)
+    undecided = task.withheld or (
+        task.heals_in_memory and task.phase == "training" and task.stepped == task.generation
+    )
     return "decision" if undecided and not stepping else "rebuild"
 
 
@@ -228,7 +256,14 @@ def num_stepping(state: ClusterState, task: Task) -> int:
     if task.stepped != task.generation or not (task.phase == "training" or at_boundary):
         return 0
     living = task.living_members()
-    whole = len(living) == len(task.members) and task.failed_s < 0 and not any(
-        rank.error_seq or rank.timeout_reason or (
-            at_boundary and rank.quiesced == task.generation) for rank in living)
+    whole = (
+        len(living) == len(task.members)
+        and task.failed_s < 0
+        and not any(
+            rank.error_seq
+            or rank.timeout_reason
+            or (at_boundary and rank.quiesced == task.generation)
+            for rank in living
+        )
+    )
     return len(living) if whole else 0

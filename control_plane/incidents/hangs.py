@@ -54,12 +54,16 @@ def locate_hang(state: ClusterState, task: Task) -> Hang | None:
     if task.phase != "training" and (task.phase, task.mode) != ("quiescing", "boundary"):
         return None
     silent = frozenset(state.unreachable)
-    if len(task.stalls) + len(task.slow_iterations) < len(task.members) and not silent and not any(
-            rank.is_stopped for rank in task.ranks.values()):
+    if (
+        len(task.stalls) + len(task.slow_iterations) < len(task.members)
+        and not silent
+        and not any(rank.is_stopped for rank in task.ranks.values())
+    ):
         return None
     living = task.living_members()
     if len(living) < len(task.members) or any(
-            not rank.is_healthy or rank.quiesced == task.generation for rank in living):
+        not rank.is_healthy or rank.quiesced == task.generation for rank in living
+    ):
         return None
     reachable = [rank for rank in living if not rank.is_stopped and rank.slot.node not in silent]
     if not reachable:
@@ -67,50 +71,84 @@ def locate_hang(state: ClusterState, task: Task) -> Hang | None:
     if any(rank.rank not in task.stalls for rank in reachable):
         return _slow_hang(state, task, reachable)
     unreachable = tuple(rank.rank for rank in living if rank.slot.node in silent)
-    return _classify(state, task, reachable, unreachable,
-                     all_reachable=len(reachable) == len(living))
+    return _classify(
+        state, task, reachable, unreachable, all_reachable=len(reachable) == len(living)
+    )
 
 
-def _classify(state: ClusterState, task: Task, reachable: list[Rank],
-              unreachable: tuple[int, ...], *, all_reachable: bool) -> Hang | None:
+def _classify(
+    state: ClusterState,
+    task: Task,
+    reachable: list[Rank],
+    unreachable: tuple[int, ...],
+    *,
+    all_reachable: bool,
+) -> Hang | None:
     stalls = {rank.rank: task.stalls[rank.rank] for rank in reachable}
     own = [rank for rank in reachable if stalls[rank.rank].where == "own"]
-    limits_s = {number: max(STANDS_TIMES * stall.normal_s, state.policy.hang_s_min)
-                for number, stall in stalls.items()}
+    limits_s = {
+        number: max(STANDS_TIMES * stall.normal_s, state.policy.hang_s_min)
+        for number, stall in stalls.items()
+    }
     evidence = tuple(stalls[rank.rank].seq for rank in reachable)
     # After a pause of a whole machine, its agent reports stalls of ranks that then continue.
     sure_s = max(stall.told_s + stall.normal_s for stall in stalls.values())
     num_waiting = len(reachable) - len(own)
     if own and num_waiting and 2 * len(own) <= len(reachable):
         numbers = tuple(rank.rank for rank in own)
-        return Hang(kind="rank", ranks=numbers, evidence=evidence,
-                    since_s=min(stalls[number].since_s for number in numbers),
-                    due_s=max(sure_s, *(stalls[number].since_s + limits_s[number]
-                                        for number in numbers)),
-                    why=_of_ranks(own, stalls, num_waiting))
+        return Hang(
+            kind="rank",
+            ranks=numbers,
+            evidence=evidence,
+            since_s=min(stalls[number].since_s for number in numbers),
+            due_s=max(sure_s, *(stalls[number].since_s + limits_s[number] for number in numbers)),
+            why=_of_ranks(own, stalls, num_waiting),
+        )
     if unreachable and not own:
         # The expired lease is one source, unless the node returns within evidence_s_max. The stalls
         # of all other ranks are the second.
         back_s = max(state.nodes[task.ranks[number].slot.node].since_s for number in unreachable)
         due_s = max(stall.since_s + limits_s[number] for number, stall in stalls.items())
-        return Hang(kind="silent", ranks=unreachable, evidence=evidence, why=_of_network(stalls),
-                    since_s=min(stall.since_s for stall in stalls.values()),
-                    due_s=max(due_s, back_s + state.policy.evidence_s_max))
+        return Hang(
+            kind="silent",
+            ranks=unreachable,
+            evidence=evidence,
+            why=_of_network(stalls),
+            since_s=min(stall.since_s for stall in stalls.values()),
+            due_s=max(due_s, back_s + state.policy.evidence_s_max),
+        )
     if not all_reachable:
         return None
     numbers = tuple(stalls)
     if not own:
         since_s = min(stall.since_s for stall in stalls.values())
-        due_s = max(sure_s, *(stall.since_s + NETWORK_TIMES * limits_s[number]
-                              for number, stall in stalls.items()))
-        return Hang(kind="network", ranks=numbers, since_s=since_s, due_s=due_s,
-                    evidence=evidence, why=_of_network(stalls) + _of_links(state, task, stalls))
-    due_s = max(sure_s, *(stall.since_s + max(
-        limits_s[number], UNKNOWN_TIMES * stall.normal_s, UNKNOWN_S_MIN)
-        for number, stall in stalls.items()))
-    return Hang(kind="unknown", ranks=tuple(rank.rank for rank in own), evidence=evidence,
-                since_s=min(stalls[rank.rank].since_s for rank in own), due_s=due_s,
-                why=_of_own(stalls, len(own)))
+        due_s = max(
+            sure_s,
+            *(stall.since_s + NETWORK_TIMES * limits_s[number] for number, stall in stalls.items()),
+        )
+        return Hang(
+            kind="network",
+            ranks=numbers,
+            since_s=since_s,
+            due_s=due_s,
+            evidence=evidence,
+            why=_of_network(stalls) + _of_links(state, task, stalls),
+        )
+    due_s = max(
+        sure_s,
+        *(
+            stall.since_s + max(limits_s[number], UNKNOWN_TIMES * stall.normal_s, UNKNOWN_S_MIN)
+            for number, stall in stalls.items()
+        ),
+    )
+    return Hang(
+        kind="unknown",
+        ranks=tuple(rank.rank for rank in own),
+        evidence=evidence,
+        since_s=min(stalls[rank.rank].since_s for rank in own),
+        due_s=due_s,
+        why=_of_own(stalls, len(own)),
+    )
 
 
 def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang | None:
@@ -119,12 +157,14 @@ def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang |
     going = [rank for rank in reachable if rank.rank not in task.stalls]
     waiting = [task.stalls[rank.rank] for rank in reachable if rank.rank in task.stalls]
     if 2 * len(going) > len(reachable) or any(
-            rank.rank not in task.slow_iterations for rank in going):
+        rank.rank not in task.slow_iterations for rank in going
+    ):
         return None
     crawls = {rank.rank: task.slow_iterations[rank.rank] for rank in going}
     known: list[Stall | SlowIteration] = [*waiting, *crawls.values()]
     if any(stall.where == "own" for stall in waiting) or (
-            len({one.iteration for one in known}) > 1):
+        len({one.iteration for one in known}) > 1
+    ):
         return None
     normal_s = max(one.normal_s for one in known)
     least_s = max(CRAWLS_TIMES * normal_s, state.policy.hang_s_min)
@@ -134,13 +174,15 @@ def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang |
     longest = max(crawls.values(), key=lambda crawl: crawl.own_s)
     others = "1 other waits" if len(waiting) == 1 else f"{len(waiting)} others wait"
     return Hang(
-        kind="slow", ranks=tuple(crawls), is_actionable=all(
-            crawl.own_s >= least_s for crawl in crawls.values()),
+        kind="slow",
+        ranks=tuple(crawls),
+        is_actionable=all(crawl.own_s >= least_s for crawl in crawls.values()),
         since_s=min(crawl.since_s for crawl in crawls.values()),
         due_s=max(sure_s, *(crawl.since_s + least_s for crawl in crawls.values())),
         why=f"{who} {verb} in iteration {longest.iteration}, for {longest.own_s:.3g} s, usual is "
-            f"{longest.normal_s:.3g} s; {others}",
-        evidence=tuple(sorted(one.seq for one in known)))
+        f"{longest.normal_s:.3g} s; {others}",
+        evidence=tuple(sorted(one.seq for one in known)),
+    )
 
 
 def _of_ranks(guilty: list[Rank], stalls: dict[int, Stall], num_waiting: int) -> str:
@@ -150,16 +192,20 @@ def _of_ranks(guilty: list[Rank], stalls: dict[int, Stall], num_waiting: int) ->
     after = f" after {stall.what}" if stall.what else ""
     verb = "is stalled" if len(guilty) == 1 else "are stalled"
     others = "1 other waits" if num_waiting == 1 else f"{num_waiting} others wait"
-    return (f"{who} {verb}{after} in iteration {stall.iteration}, collective "
-            f"{stall.collective + 1} not entered; {others}")
+    return (
+        f"{who} {verb}{after} in iteration {stall.iteration}, collective "
+        f"{stall.collective + 1} not entered; {others}"
+    )
 
 
 def _of_network(stalls: dict[int, Stall]) -> str:
     where = sorted({stall.position for stall in stalls.values()})
     iteration, place = where[0]
     if len(where) == 1:
-        return (f"all {len(stalls)} members entered collective {place // 2} of iteration "
-                f"{iteration}, and it does not end")
+        return (
+            f"all {len(stalls)} members entered collective {place // 2} of iteration "
+            f"{iteration}, and it does not end"
+        )
     return f"all {len(stalls)} members wait in collectives of iteration {iteration}, none works"
 
 
@@ -168,8 +214,13 @@ def _of_links(state: ClusterState, task: Task, stalls: dict[int, Stall]) -> str:
     if not any(stall.silent_peers for stall in stalls.values()):
         return ""
     hosts = {node.host: name for name, node in state.nodes.items()}
-    links = sorted({f"{task.ranks[number].slot.node} -> {hosts.get(peer, peer)}"
-                    for number, stall in stalls.items() for peer in stall.silent_peers})
+    links = sorted(
+        {
+            f"{task.ranks[number].slot.node} -> {hosts.get(peer, peer)}"
+            for number, stall in stalls.items()
+            for peer in stall.silent_peers
+        }
+    )
     return f"; not acknowledged is {', '.join(links)}"
 
 
@@ -178,5 +229,7 @@ def _of_own(stalls: dict[int, Stall], num: int) -> str:
     if len(stalls) == 1:
         return f"its only member is stalled in its own work of iteration {iteration}"
     many = f"all {num}" if num == len(stalls) else f"{num} of {len(stalls)}"
-    return (f"{many} members are stalled outside collectives in iteration {iteration}: a file "
-            "system, a machine, or what all of them read")
+    return (
+        f"{many} members are stalled outside collectives in iteration {iteration}: a file "
+        "system, a machine, or what all of them read"
+    )

@@ -25,33 +25,53 @@ def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
         return
     for rank in [task.ranks[key] for key in sorted(task.ranks)]:
         is_stuck = len(rank.stop_orders) >= NUM_STOPS_MAX and (
-            f"stop/{task.id}/{rank.rank}/{rank.attempt}" not in state.deadlines)
+            f"stop/{task.id}/{rank.rank}/{rank.attempt}" not in state.deadlines
+        )
         if rank.timeout_reason and is_stuck:
-            yield _open_or_escalate(state, task, "SEV1", TASK_HANG, rank.slot.node, (rank.rank,),
-                                    f"rank {rank.rank} could not be ended in "
-                                    f"{NUM_STOPS_MAX} orders", tuple(rank.stop_orders[-1:]))
+            yield _open_or_escalate(
+                state,
+                task,
+                "SEV1",
+                TASK_HANG,
+                rank.slot.node,
+                (rank.rank,),
+                f"rank {rank.rank} could not be ended in {NUM_STOPS_MAX} orders",
+                tuple(rank.stop_orders[-1:]),
+            )
 
 
 def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
     limit = state.policy.restarts_max
     cause = root_cause(state, task)
     severity, status, ranks, why, evidence = (
-        cause.severity, cause.status, cause.ranks, cause.why, cause.evidence)
+        cause.severity,
+        cause.status,
+        cause.ranks,
+        cause.why,
+        cause.evidence,
+    )
     if task.reattempts > limit:
         ranks, severity = tuple(x.rank for x in task.living_members()), worst(severity, "SEV2")
         why = f"{limit} reattempts in place did not help, the processes start again: {why}"
-    yield _open_or_escalate(state, task, severity, status, cause.node, ranks, why, evidence,
-                            root=cause.root)
-    if not task.max_iteration and any(task.ranks[number].error == WRONG_INPUT
-                                 for number in ranks if number in task.ranks):
+    yield _open_or_escalate(
+        state, task, severity, status, cause.node, ranks, why, evidence, root=cause.root
+    )
+    if not task.max_iteration and any(
+        task.ranks[number].error == WRONG_INPUT for number in ranks if number in task.ranks
+    ):
         yield _close(state, task, "failed", f"it cannot start: {why}")
         return
     series = task.repeated_failure
     # Another process has met the same wrong input: no restart changes it.
     num_max = 1 if series is not None and series.status == WRONG_INPUT else 2 * (limit + 1)
     if series is not None and series.num > num_max:
-        yield _close(state, task, "failed", f"{series.num} times the same ({series.status}) at "
-                     f"iteration {series.iteration}, in whichever rank: {why}")
+        yield _close(
+            state,
+            task,
+            "failed",
+            f"{series.num} times the same ({series.status}) at "
+            f"iteration {series.iteration}, in whichever rank: {why}",
+        )
         return
     spent = [number for number in ranks if task.restarts.get(number, 0) > limit]
     if not spent or cause.is_indirect:
@@ -73,18 +93,27 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
 def _budget_spent(state: ClusterState) -> str:
     """Why the restart budget is used up. Enough new iterations restore the budget."""
     limit, num = state.policy.restarts_max, state.policy.restart_iterations
-    return (f"failed {limit + 1} times without {num} new iterations in between" if limit else
-            "failed, and restarts_max is 0")
+    return (
+        f"failed {limit + 1} times without {num} new iterations in between"
+        if limit
+        else "failed, and restarts_max is 0"
+    )
 
 
 def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
     """Open a SEV3 incident if only a collective failed, before the reattempt in place."""
     failed = [rank for rank in task.living_members() if rank.failed == task.generation]
     if failed and task.failed_s >= 0 and not task.incident:
-        yield _open_or_escalate(state, task, "SEV3", failed[0].failed_status,
-                                failed[0].slot.node, tuple(rank.rank for rank in failed),
-                                "a collective failed, no rank is lost",
-                                tuple(rank.failed_seq for rank in failed))
+        yield _open_or_escalate(
+            state,
+            task,
+            "SEV3",
+            failed[0].failed_status,
+            failed[0].slot.node,
+            tuple(rank.rank for rank in failed),
+            "a collective failed, no rank is lost",
+            tuple(rank.failed_seq for rank in failed),
+        )
 
 
 def close_incident(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -94,12 +123,16 @@ def close_incident(state: ClusterState, task: Task) -> Iterator[Body]:
         return
     if task.phase != "training" or (task.heals_in_memory and task.stepped != task.generation):
         return
-    full = all((rank := task.ranks.get(seat.rank)) is not None and rank.slot == seat.slot
-               and (not task.heals_in_memory or task.member(seat.rank) is not None)
-               for seat in task.target)
+    full = all(
+        (rank := task.ranks.get(seat.rank)) is not None
+        and rank.slot == seat.slot
+        and (not task.heals_in_memory or task.member(seat.rank) is not None)
+        for seat in task.target
+    )
     if full and len(task.ranks) == len(task.target):
-        what = (f"generation {task.generation} steps" if task.heals_in_memory
-                else "all processes run")
+        what = (
+            f"generation {task.generation} steps" if task.heals_in_memory else "all processes run"
+        )
         outcome: Outcome = "set back" if incident.iterations_lost else "healed"
         yield _close(state, task, outcome, f"{what}, {len(task.target)} of {len(task.target)}")
 
@@ -111,27 +144,61 @@ def end_incident(state: ClusterState, task: Task, why: str) -> Iterator[Body]:
         yield _close(state, task, "ended", why)
 
 
-def _open_or_escalate(state: ClusterState, task: Task, severity: Severity, status: str, node: str,
-                      ranks: tuple[int, ...], why: str, evidence: tuple[int, ...], *,
-                      root: bool = False) -> Body:
+def _open_or_escalate(
+    state: ClusterState,
+    task: Task,
+    severity: Severity,
+    status: str,
+    node: str,
+    ranks: tuple[int, ...],
+    why: str,
+    evidence: tuple[int, ...],
+    *,
+    root: bool = False,
+) -> Body:
     incident = state.incidents.get(task.incident)
     if incident is not None and not incident.outcome:
         # The severity is that of the new evidence: SEV1 disables only the slots of `ranks`.
-        return IncidentEscalated(of=incident.id, severity=severity, ranks=ranks, why=why,
-                                 evidence=evidence, status=status, node=node, root=root)
-    return IncidentOpened(severity=severity, status=status, task=task.id, node=node, ranks=ranks,
-                          why=why, evidence=evidence)
+        return IncidentEscalated(
+            of=incident.id,
+            severity=severity,
+            ranks=ranks,
+            why=why,
+            evidence=evidence,
+            status=status,
+            node=node,
+            root=root,
+        )
+    return IncidentOpened(
+        severity=severity,
+        status=status,
+        task=task.id,
+        node=node,
+        ranks=ranks,
+        why=why,
+        evidence=evidence,
+    )
 
 
 def _close(state: ClusterState, task: Task, outcome: Outcome, why: str) -> Body:
     incident = state.incidents[task.incident]
     source = incident.source
     down_s = state.at_s - incident.down_since_s if incident.down_since_s >= 0 else 0.0
-    return IncidentClosed(of=incident.id, outcome=outcome, pause_s=incident.pause_s + down_s,
-                          iterations_lost=incident.iterations_lost, kept=incident.kept,
-                          dealt=incident.dealt, ckpt_read=incident.ckpt_read, why=why,
-                          origin=source.origin, origin_node=source.node,
-                          origin_step_version=source.step_version, origin_path=source.path,
-                          origin_bytes=source.num_bytes, peer_bytes=incident.peer_bytes,
-                          near_bytes=incident.near_bytes,
-                          received_bytes=incident.received_bytes)
+    return IncidentClosed(
+        of=incident.id,
+        outcome=outcome,
+        pause_s=incident.pause_s + down_s,
+        iterations_lost=incident.iterations_lost,
+        kept=incident.kept,
+        dealt=incident.dealt,
+        ckpt_read=incident.ckpt_read,
+        why=why,
+        origin=source.origin,
+        origin_node=source.node,
+        origin_step_version=source.step_version,
+        origin_path=source.path,
+        origin_bytes=source.num_bytes,
+        peer_bytes=incident.peer_bytes,
+        near_bytes=incident.near_bytes,
+        received_bytes=incident.received_bytes,
+    )

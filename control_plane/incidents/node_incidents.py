@@ -37,8 +37,11 @@ def update_undecided(state: ClusterState) -> None:
 
 def is_open(state: ClusterState, node: Node) -> bool:
     """Whether a decision about the node is pending."""
-    return bool(node.incident) or quarantine.is_due(state, node) or any(
-        not one.incident and (not one.due or _slots(state, node, one)) for one in node.erred)
+    return (
+        bool(node.incident)
+        or quarantine.is_due(state, node)
+        or any(not one.incident and (not one.due or _slots(state, node, one)) for one in node.erred)
+    )
 
 
 def _join(state: ClusterState, node: Node) -> Iterator[Body]:
@@ -50,16 +53,27 @@ def _join(state: ClusterState, node: Node) -> Iterator[Body]:
             incident = state.incidents.get(task.incident)
             if incident is None or incident.outcome:
                 continue
-            struck = [x for x in incident.strikes
-                      if matches(node, erred, x) and is_near(state, erred, x.at_s)]
+            struck = [
+                x
+                for x in incident.strikes
+                if matches(node, erred, x) and is_near(state, erred, x.at_s)
+            ]
             if struck:
                 graver = worst(incident.severity, severity) != incident.severity
-                there = [x.rank for x in struck if (rank := task.ranks.get(x.rank)) is None
-                         or rank.slot == x.slot]
+                there = [
+                    x.rank
+                    for x in struck
+                    if (rank := task.ranks.get(x.rank)) is None or rank.slot == x.slot
+                ]
                 yield IncidentEscalated(
-                    of=incident.id, severity=severity, status=erred.status, node=node.name,
+                    of=incident.id,
+                    severity=severity,
+                    status=erred.status,
+                    node=node.name,
                     ranks=tuple(sorted(set(there))) if graver else (),
-                    why=in_words(node.name, erred), evidence=(erred.seq,))
+                    why=in_words(node.name, erred),
+                    evidence=(erred.seq,),
+                )
 
 
 def _open(state: ClusterState, node: Node) -> Iterator[Body]:
@@ -67,18 +81,40 @@ def _open(state: ClusterState, node: Node) -> Iterator[Body]:
     for erred in list(node.erred):
         if erred.incident or not erred.due or not _slots(state, node, erred):
             continue
-        related = [erred, *(x for x in node.erred if x is not erred and not x.incident
-                         and (x.is_like(erred) or _confirms(state, erred, x)))]
+        related = [
+            erred,
+            *(
+                x
+                for x in node.erred
+                if x is not erred
+                and not x.incident
+                and (x.is_like(erred) or _confirms(state, erred, x))
+            ),
+        ]
         out = " ".join(map(str, erred.devices))
         what = f"slot{'s' * (len(erred.devices) > 1)} {out}" if erred.devices else "all its slots"
         why = f"{in_words(node.name, erred)}; no rank failed of it, {what} shall be left"
         evidence = tuple(sorted(x.seq for x in related))
         if node.incident:
-            yield IncidentEscalated(of=node.incident, severity="SEV1", ranks=(), why=why,
-                                    evidence=evidence, status=erred.status, node=node.name)
+            yield IncidentEscalated(
+                of=node.incident,
+                severity="SEV1",
+                ranks=(),
+                why=why,
+                evidence=evidence,
+                status=erred.status,
+                node=node.name,
+            )
         else:
-            yield IncidentOpened(severity="SEV1", status=erred.status, task=0, node=node.name,
-                                 ranks=(), why=why, evidence=evidence)
+            yield IncidentOpened(
+                severity="SEV1",
+                status=erred.status,
+                task=0,
+                node=node.name,
+                ranks=(),
+                why=why,
+                evidence=evidence,
+            )
 
 
 def _slots(state: ClusterState, node: Node, erred: DeviceError) -> list[int]:
@@ -89,22 +125,37 @@ def _slots(state: ClusterState, node: Node, erred: DeviceError) -> list[int]:
     if erred.devices:
         return [index for index in erred.devices if index not in node.slots_disabled]
     second = any(_confirms(state, erred, other) for other in node.erred if other is not erred)
-    return [index for index in range(node.num_slots)
-            if index not in node.slots_disabled] if second else []
+    return (
+        [index for index in range(node.num_slots) if index not in node.slots_disabled]
+        if second
+        else []
+    )
 
 
 def _confirms(state: ClusterState, erred: DeviceError, other: DeviceError) -> bool:
     """Whether `other` confirms `erred`: both of the whole node, of different source or rule."""
-    return (not erred.devices and not other.devices and severity_of(other.status) == "SEV1"
-            and is_near(state, erred, other.at_s)
-            and (other.origin, other.rule) != (erred.origin, erred.rule))
+    return (
+        not erred.devices
+        and not other.devices
+        and severity_of(other.status) == "SEV1"
+        and is_near(state, erred, other.at_s)
+        and (other.origin, other.rule) != (erred.origin, erred.rule)
+    )
 
 
 def _close(state: ClusterState, node: Node) -> Iterator[Body]:
     """Close the node's incident when no process runs on disabled slots."""
     if node.incident and not any(node.is_disabled(index) for index in node.occupants):
         is_out = node.slots_disabled or node.slots_unhealthy
-        yield IncidentClosed(of=node.incident, outcome="healed", pause_s=0.0, iterations_lost=0,
-                             kept=0, dealt=0, ckpt_read=False,
-                             why=f"nothing runs there any more, {node.name} is to be repaired"
-                             if is_out else f"{node.name} has all its slots again")
+        yield IncidentClosed(
+            of=node.incident,
+            outcome="healed",
+            pause_s=0.0,
+            iterations_lost=0,
+            kept=0,
+            dealt=0,
+            ckpt_read=False,
+            why=f"nothing runs there any more, {node.name} is to be repaired"
+            if is_out
+            else f"{node.name} has all its slots again",
+        )

@@ -10,8 +10,9 @@ from ..state.cluster import ClusterState
 from ..state.task import Rank, Task
 
 
-def lost_nodes(state: ClusterState, task: Task) -> Iterator[
-        tuple[str, tuple[int, ...], str, tuple[int, ...]]]:
+def lost_nodes(
+    state: ClusterState, task: Task
+) -> Iterator[tuple[str, tuple[int, ...], str, tuple[int, ...]]]:
     """(node, the task's ranks there, why, evidence) of each unreachable node whose loss a second
     source confirms: a failed collective of a peer, or a missed deadline of a rank there. If all
     nodes of the task are unreachable: a request that says they are off, or replace_after_s."""
@@ -20,8 +21,11 @@ def lost_nodes(state: ClusterState, task: Task) -> Iterator[
     for name in silent:
         node, living = state.nodes[name], task.living_members()
         there = [task.ranks[key] for key in sorted(task.ranks) if task.ranks[key].slot.node == name]
-        peers = [rank for rank in living
-                 if rank.slot.node not in silent and rank.failed == task.generation]
+        peers = [
+            rank
+            for rank in living
+            if rank.slot.node not in silent and rank.failed == task.generation
+        ]
         late = [rank for rank in there if rank.timeout_reason]
         if peers and len(living) == len(task.members):
             second = f"a collective failed under its peer rank {peers[0].rank}"
@@ -30,19 +34,27 @@ def lost_nodes(state: ClusterState, task: Task) -> Iterator[
             second = f"rank {late[0].rank} {late[0].timeout_reason}"
             seq = min((stall.seq for stall in task.stalls.values()), default=0)
         elif not state.held and (node.replace or node.down_seq) and _is_replaced(state, task):
-            second, seq = (f"its machine is off: {node.drain_reason}" if node.down_seq else
-                           f"silent for {state.policy.replace_after_s:g} s, the whole task on it",
-                           node.down_seq)
+            second, seq = (
+                f"its machine is off: {node.drain_reason}"
+                if node.down_seq
+                else f"silent for {state.policy.replace_after_s:g} s, the whole task on it",
+                node.down_seq,
+            )
         else:
             continue
-        yield (name, tuple(rank.rank for rank in there), f"node {name} is silent; {second}",
-               tuple(sorted(x for x in (node.unreachable_seq, seq) if x)))
+        yield (
+            name,
+            tuple(rank.rank for rank in there),
+            f"node {name} is silent; {second}",
+            tuple(sorted(x for x in (node.unreachable_seq, seq) if x)),
+        )
 
 
 def _is_replaced(state: ClusterState, task: Task) -> bool:
     """Whether all nodes of the task (without members: of its processes) are to be replaced."""
-    nodes = [state.nodes.get(rank.slot.node)
-             for rank in task.living_members() or task.ranks.values()]
+    nodes = [
+        state.nodes.get(rank.slot.node) for rank in task.living_members() or task.ranks.values()
+    ]
     return all(node is not None and (node.replace or node.down_seq) for node in nodes)
 
 
@@ -53,16 +65,25 @@ def suspects(state: ClusterState) -> set[str]:
     for task in state.tasks.values():
         # A collective of this generation failed, or the generation did not come up.
         if task.phase != "ended" and (task.failed_s >= 0 or task.phase == "reconfiguring"):
-            found.update(_without_report(task, [rank for rank in task.living_members()
-                                      if rank.failed == task.generation]))
+            found.update(
+                _without_report(
+                    task, [rank for rank in task.living_members() if rank.failed == task.generation]
+                )
+            )
         elif any(stall.where == "collective" for stall in task.stalls.values()):
-            found.update(_without_report(task, [rank for rank in task.living_members()
-                                      if rank.rank in task.stalls]))
+            found.update(
+                _without_report(
+                    task, [rank for rank in task.living_members() if rank.rank in task.stalls]
+                )
+            )
     return found
 
 
 def _without_report(task: Task, reporting: list[Rank]) -> list[str]:
     """Nodes without a report of any member, if a member on another node has reported."""
     reported = {rank.slot.node for rank in reporting}
-    return [rank.slot.node for rank in task.living_members()
-            if reported and rank.slot.node not in reported]
+    return [
+        rank.slot.node
+        for rank in task.living_members()
+        if reported and rank.slot.node not in reported
+    ]

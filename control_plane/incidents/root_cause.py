@@ -31,17 +31,25 @@ def root_cause(state: ClusterState, task: Task) -> Cause:
     first = [fault for fault in task.faults if not fault.second_hand]
     direct = first or task.faults
     severities: list[Severity] = [
-        severity_of(fault.status, process_ended=fault.ended) for fault in direct]
+        severity_of(fault.status, process_ended=fault.ended) for fault in direct
+    ]
     severity = worst(*severities)
     main = direct[severities.index(severity)]
     # If a process died or hangs, failed collectives of others are consequences.
-    causes = [fault for fault, own in zip(direct, severities, strict=True)
-              if own != "SEV3" or severity == "SEV3"]
+    causes = [
+        fault
+        for fault, own in zip(direct, severities, strict=True)
+        if own != "SEV3" or severity == "SEV3"
+    ]
     status, node = main.status, main.node
     ranks = sorted({number for fault in causes for number in fault.ranks})
     whys = [fault.why for fault in direct]
-    pairs = [(erred, strike) for fault in causes for strike in fault.strikes
-             for erred in _near(state, task, strike)]
+    pairs = [
+        (erred, strike)
+        for fault in causes
+        for strike in fault.strikes
+        for erred in _near(state, task, strike)
+    ]
     if pairs:
         of_pairs: list[Severity] = [severity_of(one.status) for one, _ in pairs]
         gravest = worst(*of_pairs)
@@ -54,15 +62,23 @@ def root_cause(state: ClusterState, task: Task) -> Cause:
     rest = [fault for fault in task.faults if fault not in direct]
     evidence = [erred.seq for erred, _ in pairs]
     evidence += [seq for fault in (*direct, *rest) for seq in fault.evidence]
-    evidence += [rank.failed_seq for rank in task.living_members()  # seen by others
-                 if rank.failed == task.generation and rank.failed_seq and task.failed_s >= 0]
+    evidence += [
+        rank.failed_seq
+        for rank in task.living_members()  # seen by others
+        if rank.failed == task.generation and rank.failed_seq and task.failed_s >= 0
+    ]
     incident = state.incidents.get(task.incident)
     known = incident is not None and not incident.outcome
-    return Cause(severity=severity, status=status, node=node,
-                 ranks=tuple(ranks) if first or not known else (),
-                 why="; ".join(dict.fromkeys(whys)), evidence=tuple(dict.fromkeys(evidence)),
-                 is_indirect=not first and all(fault.ended for fault in direct),
-                 root=known and incident is not None and incident.second_hand and bool(first))
+    return Cause(
+        severity=severity,
+        status=status,
+        node=node,
+        ranks=tuple(ranks) if first or not known else (),
+        why="; ".join(dict.fromkeys(whys)),
+        evidence=tuple(dict.fromkeys(evidence)),
+        is_indirect=not first and all(fault.ended for fault in direct),
+        root=known and incident is not None and incident.second_hand and bool(first),
+    )
 
 
 def in_words(node: str, erred: DeviceError) -> str:
@@ -86,7 +102,16 @@ def is_near(state: ClusterState, erred: DeviceError, at_s: float) -> bool:
 def _near(state: ClusterState, task: Task, strike: FailureLocation) -> list[DeviceError]:
     """Device errors near the failure, or errors for which its slot is already disabled."""
     node = state.nodes.get(strike.slot.node)
-    return [erred for erred in node.erred if matches(node, erred, strike) and (
-        is_near(state, erred, strike.at_s) or (
-            erred.incident > 0 and erred.devices and node.is_disabled(strike.slot.index)))
-            ] if node is not None else []
+    return (
+        [
+            erred
+            for erred in node.erred
+            if matches(node, erred, strike)
+            and (
+                is_near(state, erred, strike.at_s)
+                or (erred.incident > 0 and erred.devices and node.is_disabled(strike.slot.index))
+            )
+        ]
+        if node is not None
+        else []
+    )

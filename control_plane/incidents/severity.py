@@ -28,21 +28,36 @@ TABLE: dict[str, Severity] = {
     s.SILENT_CORRUPTION: "SEV2",
     s.WRONG_INPUT: "SEV2",
 }
-OF_DEVICES = frozenset((s.ILLEGAL_MEMORY_ACCESS, s.ECC_ERRORS, s.INVALID_DMA_MAPPING, s.CUDA_ERRORS,
-                        s.NVLINK_ERRORS, s.GPU_DRIVER_ERRORS, s.SILENT_CORRUPTION))
+OF_DEVICES = frozenset(
+    (
+        s.ILLEGAL_MEMORY_ACCESS,
+        s.ECC_ERRORS,
+        s.INVALID_DMA_MAPPING,
+        s.CUDA_ERRORS,
+        s.NVLINK_ERRORS,
+        s.GPU_DRIVER_ERRORS,
+        s.SILENT_CORRUPTION,
+    )
+)
 """Statuses that concern the reporting rank's own device: never indirect evidence."""
 HANDLING: dict[Severity, tuple[str, str, str]] = {
-    "SEV3": ("reattempt in place: the communicators are built again, every process lives",
-             "restarts_max reattempts within restart_iterations iterations",
-             "the processes are started again, as SEV2"),
-    "SEV2": ("restart the process on its slot; the others keep their state and go on",
-             "restarts_max restarts of a rank, with fewer than restart_iterations new iterations "
-             "between each two; the same fault at the same iteration 2 x (restarts_max + 1) times "
-             "in whichever rank, wrong input twice",
-             "its slot is taken out, as SEV1; if it fails elsewhere too, the task has failed"),
-    "SEV1": ("reconfigure: the slot, or the lost node, is taken out, and the plan is made anew",
-             "quarantine_faults faults of one node within quarantine_window_s",
-             "the node is quarantined for quarantine_s, until unicron lift"),
+    "SEV3": (
+        "reattempt in place: the communicators are built again, every process lives",
+        "restarts_max reattempts within restart_iterations iterations",
+        "the processes are started again, as SEV2",
+    ),
+    "SEV2": (
+        "restart the process on its slot; the others keep their state and go on",
+        "restarts_max restarts of a rank, with fewer than restart_iterations new iterations "
+        "between each two; the same fault at the same iteration 2 x (restarts_max + 1) times "
+        "in whichever rank, wrong input twice",
+        "its slot is taken out, as SEV1; if it fails elsewhere too, the task has failed",
+    ),
+    "SEV1": (
+        "reconfigure: the slot, or the lost node, is taken out, and the plan is made anew",
+        "quarantine_faults faults of one node within quarantine_window_s",
+        "the node is quarantined for quarantine_s, until unicron lift",
+    ),
 }
 """By severity: the first action, its budget (from the policy), and the next action."""
 _NETWORK = {
@@ -50,10 +65,26 @@ _NETWORK = {
     s.CONNECTION_REFUSED: ("connection refused",),
     s.NCCL_TIMEOUT: ("timed out", "timeout", "time out"),
 }
-SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT",
-           7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2",
-           13: "SIGPIPE", 14: "SIGALRM", 15: "SIGTERM", 24: "SIGXCPU", 25: "SIGXFSZ",
-           31: "SIGSYS"}
+SIGNALS = {
+    1: "SIGHUP",
+    2: "SIGINT",
+    3: "SIGQUIT",
+    4: "SIGILL",
+    5: "SIGTRAP",
+    6: "SIGABRT",
+    7: "SIGBUS",
+    8: "SIGFPE",
+    9: "SIGKILL",
+    10: "SIGUSR1",
+    11: "SIGSEGV",
+    12: "SIGUSR2",
+    13: "SIGPIPE",
+    14: "SIGALRM",
+    15: "SIGTERM",
+    24: "SIGXCPU",
+    25: "SIGXFSZ",
+    31: "SIGSYS",
+}
 """Names of Linux signals. Fixed, so that a log reads the same on every machine."""
 CAUSE_CHARS_MAX = 120
 """Maximum length of a cause in a sentence; the record has the whole text."""

@@ -37,16 +37,24 @@ def slow_ranks(task: Task, at_s: float) -> dict[int, Straggler]:
     for number, pace in task.step_times.items():
         if not pace.generation or not (_may_be_slow(pace) or _differs(task.step_times, pace)):
             continue
-        others = [other for one, other in task.step_times.items()
-                  if one != number and other.generation == pace.generation]
-        ratio, holds_up = max(_beside_itself(pace, others), _beside_peers(pace, others),
-                              key=lambda one: one[1])
+        others = [
+            other
+            for one, other in task.step_times.items()
+            if one != number and other.generation == pace.generation
+        ]
+        ratio, holds_up = max(
+            _beside_itself(pace, others), _beside_peers(pace, others), key=lambda one: one[1]
+        )
         if holds_up >= SLOW_RATIO:
             found[number] = ratio, holds_up
-    return {number: Straggler(
-        ratio=min(found[number][0], RATIO_MAX), holds_up=min(times, RATIO_MAX),
-        since_s=task.slow[number].since_s if number in task.slow else at_s)
-        for number, times in _last_to_arrive(task, found).items()}
+    return {
+        number: Straggler(
+            ratio=min(found[number][0], RATIO_MAX),
+            holds_up=min(times, RATIO_MAX),
+            since_s=task.slow[number].since_s if number in task.slow else at_s,
+        )
+        for number, times in _last_to_arrive(task, found).items()
+    }
 
 
 def _last_to_arrive(task: Task, found: dict[int, tuple[float, float]]) -> dict[int, float]:
@@ -68,8 +76,14 @@ def _beside_itself(pace: StepTime, others: list[StepTime]) -> tuple[float, float
     alike = max(median(known), 1.0)
     if _grown(pace) < SLOW_RATIO * alike:
         return 1.0, 1.0
-    most_s = max((other.own_s for other in others if not (
-        _may_be_slow(other) and _grown(other) >= SLOW_RATIO * alike)), default=0.0)
+    most_s = max(
+        (
+            other.own_s
+            for other in others
+            if not (_may_be_slow(other) and _grown(other) >= SLOW_RATIO * alike)
+        ),
+        default=0.0,
+    )
     usual_s = min(max(alike * pace.normal_s, most_s), pace.own_s)
     grew = pace.iteration_s / pace.normal_iteration_s
     return _grown(pace), min(grew, _held_up(pace, usual_s))
@@ -89,15 +103,20 @@ def uniform_slowdown(task: Task) -> float:
     cause (machines, network or job) cannot be determined from the ranks."""
     if task.slow or len(task.members) < 2:
         return 1.0
-    grew = [pace.iteration_s / pace.normal_iteration_s for pace in task.step_times.values()
-            if pace.generation == task.generation and _may_be_slow(pace)]
+    grew = [
+        pace.iteration_s / pace.normal_iteration_s
+        for pace in task.step_times.values()
+        if pace.generation == task.generation and _may_be_slow(pace)
+    ]
     return min(median(grew), RATIO_MAX) if 2 * len(grew) > len(task.members) else 1.0
 
 
 def _may_be_slow(pace: StepTime) -> bool:
-    return (_is_comparable(pace)
-            and pace.own_s >= SLOW_RATIO * pace.normal_s
-            and pace.iteration_s >= SLOW_RATIO * pace.normal_iteration_s)
+    return (
+        _is_comparable(pace)
+        and pace.own_s >= SLOW_RATIO * pace.normal_s
+        and pace.iteration_s >= SLOW_RATIO * pace.normal_iteration_s
+    )
 
 
 def _beside_peers(pace: StepTime, others: list[StepTime]) -> tuple[float, float]:
@@ -126,14 +145,23 @@ def _held_up(pace: StepTime, usual_s: float) -> float:
 
 def slow_on(task: Task, node: str) -> list[int]:
     """The task's stragglers on the node, by rank."""
-    return [number for number in sorted(task.slow)
-            if number in task.ranks and task.ranks[number].slot.node == node]
+    return [
+        number
+        for number in sorted(task.slow)
+        if number in task.ranks and task.ranks[number].slot.node == node
+    ]
 
 
 def slowdown(task: Task, *, without: str = "") -> float:
     """Ratio of iteration times caused by stragglers, except stragglers on node `without`."""
-    return max((slow.holds_up for number, slow in task.slow.items()
-                if number in task.ranks and task.ranks[number].slot.node != without), default=1.0)
+    return max(
+        (
+            slow.holds_up
+            for number, slow in task.slow.items()
+            if number in task.ranks and task.ranks[number].slot.node != without
+        ),
+        default=1.0,
+    )
 
 
 def at_fault(task: Task) -> list[Rank]:
@@ -146,8 +174,11 @@ def at_fault(task: Task) -> list[Rank]:
         if slow.holds_up <= FAULT_RATIO or rank is None or pace is None or not rank.is_healthy:
             continue
         least_s = CONFIRMED_SHARE * pace.iteration_s
-        wait = any(other.iteration_s >= least_s for one, other in task.step_times.items()
-                   if one not in task.slow and other.generation == pace.generation)
+        wait = any(
+            other.iteration_s >= least_s
+            for one, other in task.step_times.items()
+            if one not in task.slow and other.generation == pace.generation
+        )
         confirmed = task.members[0].rank not in task.slow and task.step_s >= least_s
         if wait or confirmed:
             found.append(rank)

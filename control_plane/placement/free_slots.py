@@ -15,19 +15,23 @@ def domain(node: str, where: Mapping[str, Labels]) -> str:
     return f"rack {rack}" if rack else f"node {node}"
 
 
-def neighbours(nodes: Iterable[str], where: Mapping[str, Labels]) -> tuple[
-        dict[str, None], dict[str, None]]:
+def neighbours(
+    nodes: Iterable[str], where: Mapping[str, Labels]
+) -> tuple[dict[str, None], dict[str, None]]:
     """(the switches, the racks) of those nodes that have these labels."""
     labels = [where.get(node, NOWHERE) for node in nodes]
-    return (dict.fromkeys(f"switch {one.switch}" for one in labels if one.switch),
-            dict.fromkeys(f"rack {one.rack}" for one in labels if one.rack))
+    return (
+        dict.fromkeys(f"switch {one.switch}" for one in labels if one.switch),
+        dict.fromkeys(f"rack {one.rack}" for one in labels if one.rack),
+    )
 
 
 class FreeSlots:
     """The slots among `slots` that are not assigned. A query is logarithmic in the nodes."""
 
-    def __init__(self, slots: Sequence[Slot], given: Collection[Slot],
-                 where: Mapping[str, Labels]) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], given: Collection[Slot], where: Mapping[str, Labels]
+    ) -> None:
         self._where, self.allocatable = where, set(slots)
         self._free: dict[str, list[Slot]] = {}
         """By node: its free slots, the first one last. Full nodes may be absent."""
@@ -47,8 +51,9 @@ class FreeSlots:
     def on(self, node: str) -> int:
         return len(self._free.get(node, ()))
 
-    def most_free(self, group: str = ANYWHERE,
-                 but: Callable[[str], bool] | None = None) -> str | None:
+    def most_free(
+        self, group: str = ANYWHERE, but: Callable[[str], bool] | None = None
+    ) -> str | None:
         """The node of a group with the most free slots, on a tie the first by name; None if no slot
         is free. `but` excludes nodes. Each excluded node with more free slots costs one step."""
         heap = self._heaps.get(group, [])
@@ -70,8 +75,11 @@ class FreeSlots:
         """The node with the most free slots, at least `least`. The first item of `groups` that has
         such a node comes first, then the other items, then all nodes. None: no such node."""
         for keys in (*groups, (ANYWHERE,)):
-            found = [node for key in keys if (node := self.most_free(key)) is not None
-                     and self.on(node) >= least]
+            found = [
+                node
+                for key in keys
+                if (node := self.most_free(key)) is not None and self.on(node) >= least
+            ]
             if found:
                 return min(found, key=lambda node: (-self.on(node), node))
         return None

@@ -31,17 +31,21 @@ def unread(state: ClusterState, tasks: Sequence[Task]) -> Unread:
     for task in tasks:
         here = {rank.slot.node for rank in task.ranks.values()}
         found[task.id] = frozenset(
-            node.name for node in state.nodes.values()
-            if node.order_format < needs.get(task.id, 0) and node.name not in here)
+            node.name
+            for node in state.nodes.values()
+            if node.order_format < needs.get(task.id, 0) and node.name not in here
+        )
     return {key: names for key, names in found.items() if names}
 
 
 def reads(node: Node, task: Task) -> bool:
     """Whether a process of the task can start on the node, as in `unread`: its agent may have been
     replaced by an older one while the task has a seat there."""
-    return (node.order_format >= ORDER_FORMAT_VERSION
-            or node.order_format >= needed_format(task.spec)
-            or any(rank.slot.node == node.name for rank in task.ranks.values()))
+    return (
+        node.order_format >= ORDER_FORMAT_VERSION
+        or node.order_format >= needed_format(task.spec)
+        or any(rank.slot.node == node.name for rank in task.ranks.values())
+    )
 
 
 def pools(tasks: Sequence[Task], slots: Sequence[Slot], nodes: Unread) -> dict[int, Pool]:
@@ -52,8 +56,10 @@ def pools(tasks: Sequence[Task], slots: Sequence[Slot], nodes: Unread) -> dict[i
         if names := nodes.get(task.id):
             mine = {seat.slot for seat in task.target}
             may = [slot for slot in slots if slot.node not in names]
-            found[task.id] = Pool(tuple(slot for slot in may if slot in mine),
-                                  tuple(slot for slot in may if slot not in claimed))
+            found[task.id] = Pool(
+                tuple(slot for slot in may if slot in mine),
+                tuple(slot for slot in may if slot not in claimed),
+            )
     return found
 
 

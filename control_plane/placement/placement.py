@@ -19,8 +19,13 @@ Where = Mapping[str, Labels]
 """Labels by node."""
 
 
-def place(tasks: Sequence[Task], counts: Sequence[int], slots: Sequence[Slot], where: Where,
-          unread: Unread | None = None) -> dict[int, tuple[Seat, ...]]:
+def place(
+    tasks: Sequence[Task],
+    counts: Sequence[int],
+    slots: Sequence[Slot],
+    where: Where,
+    unread: Unread | None = None,
+) -> dict[int, tuple[Seat, ...]]:
     """The seats by task: `counts[i]` slots for task i. The counts must fit into `slots`, and those
     of tasks in `unread` into what it leaves (order_formats.most_slots): these come first."""
     found: dict[int, tuple[Seat, ...]] = {}
@@ -32,45 +37,76 @@ def place(tasks: Sequence[Task], counts: Sequence[int], slots: Sequence[Slot], w
             room = [slot for slot in (*pool.own, *more) if slot not in taken]
             found |= _place([task], [count], sorted(room), where)
             taken |= {seat.slot for seat in found[task.id]}
-    rest = [(task, count) for task, count in zip(tasks, counts, strict=True)
-            if task.id not in limited]
-    return found | _place([task for task, _ in rest], [count for _, count in rest],
-                          [slot for slot in slots if slot not in taken] if taken else slots, where)
+    rest = [
+        (task, count) for task, count in zip(tasks, counts, strict=True) if task.id not in limited
+    ]
+    return found | _place(
+        [task for task, _ in rest],
+        [count for _, count in rest],
+        [slot for slot in slots if slot not in taken] if taken else slots,
+        where,
+    )
 
 
-def _place(tasks: Sequence[Task], counts: Sequence[int],
-           slots: Sequence[Slot], where: Where) -> dict[int, tuple[Seat, ...]]:
+def _place(
+    tasks: Sequence[Task], counts: Sequence[int], slots: Sequence[Slot], where: Where
+) -> dict[int, tuple[Seat, ...]]:
     wanted = {task.id: count for task, count in zip(tasks, counts, strict=True)}
     usable = set(slots)
     taken = _claims(tasks, wanted, usable, where)
-    grouped = [task for task in tasks if tensor_groups.size(task, wanted[task.id]) > 1
-               and (len(task.target) != wanted[task.id]
-                    or sorted(taken[task.id]) != sorted(seat.slot for seat in task.target))]
+    grouped = [
+        task
+        for task in tasks
+        if tensor_groups.size(task, wanted[task.id]) > 1
+        and (
+            len(task.target) != wanted[task.id]
+            or sorted(taken[task.id]) != sorted(seat.slot for seat in task.target)
+        )
+    ]
     for task in grouped:
         taken[task.id] = []
     given = {slot for own in taken.values() for slot in own}
     dealt, room = tensor_groups.assign_groups(grouped, wanted, slots, given, where)
     taken |= dealt
     short = [task for task in tasks if len(taken[task.id]) < wanted[task.id]]
-    for task in sorted(short, key=lambda task: (  # a task without slots has no near node
-            not taken[task.id], -seat_bytes(task, wanted[task.id]), task.id)):
+    for task in sorted(
+        short,
+        key=lambda task: (  # a task without slots has no near node
+            not taken[task.id],
+            -seat_bytes(task, wanted[task.id]),
+            task.id,
+        ),
+    ):
         own = taken[task.id]
         own += _choose(room, own, wanted[task.id] - len(own), where)
-    movable = [task for task in tasks if len(task.target) != wanted[task.id]
-               or any(seat.slot not in usable for seat in task.target)]
+    movable = [
+        task
+        for task in tasks
+        if len(task.target) != wanted[task.id]
+        or any(seat.slot not in usable for seat in task.target)
+    ]
     alone = [task for task in movable if task.id not in dealt]
     spread(alone, taken, room, where, {})
     if dealt:  # copies are on two nodes in any case: no tensor-parallel group is split for a spread
         tensor_groups.exchange(alone, grouped, taken, room, where)
-        spread(movable, taken, room, where,
-               {task.id: tensor_groups.size(task, wanted[task.id]) for task in grouped
-                if tensor_groups.has_tensor_axis(task, wanted[task.id])})
+        spread(
+            movable,
+            taken,
+            room,
+            where,
+            {
+                task.id: tensor_groups.size(task, wanted[task.id])
+                for task in grouped
+                if tensor_groups.has_tensor_axis(task, wanted[task.id])
+            },
+        )
     return {task.id: _seats(task, taken[task.id]) for task in tasks}
 
 
 # --- kept slots ---
-def _claims(tasks: Sequence[Task], wanted: dict[int, int], usable: set[Slot],
-            where: Where) -> Taken:
+def _claims(
+    tasks: Sequence[Task], wanted: dict[int, int], usable: set[Slot], where: Where
+) -> Taken:
     """The slots that each task keeps. Seats with a process come first, then slots of processes that
     were to leave, then empty seats. So no two tasks wait for each other's slots."""
     taken: Taken = {}
@@ -82,8 +118,11 @@ def _claims(tasks: Sequence[Task], wanted: dict[int, int], usable: set[Slot],
     for kind in (_processes, _empty):
         for task in short:
             for slot in kind(task):
-                if slot in usable and slot not in claimed and (
-                        len(taken[task.id]) < wanted[task.id]):
+                if (
+                    slot in usable
+                    and slot not in claimed
+                    and (len(taken[task.id]) < wanted[task.id])
+                ):
                     taken[task.id].append(slot)
                     claimed.add(slot)
     return taken
@@ -132,8 +171,11 @@ def _emptiest_first(seats: Sequence[Seat]) -> list[Seat]:
     on: dict[str, list[Seat]] = {}
     for seat in sorted(seats, reverse=True):
         on.setdefault(seat.slot.node, []).append(seat)
-    return [seat for own in sorted(on.values(), key=lambda own: (len(own), -own[0].rank))
-            for seat in own]
+    return [
+        seat
+        for own in sorted(on.values(), key=lambda own: (len(own), -own[0].rank))
+        for seat in own
+    ]
 
 
 # --- new slots ---
@@ -163,8 +205,9 @@ def _choose(room: FreeSlots, own: Sequence[Slot], count: int, where: Where) -> l
     return chosen
 
 
-def _elsewhere(room: FreeSlots, nodes: Collection[str], racks: Collection[str],
-               where: Where) -> str | None:
+def _elsewhere(
+    room: FreeSlots, nodes: Collection[str], racks: Collection[str], where: Where
+) -> str | None:
     """A node for the last seat, if else all seats were on one rack or node; None: any node."""
     if len(racks) != 1:
         return None
@@ -185,16 +228,21 @@ def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
     known |= {seat.slot: seat.rank for seat in task.target}
     used = {known[slot] for slot in slots if slot in known} | set(task.ranks)
     numbers = (number for number in range(len(used) + len(slots)) if number not in used)
-    return tuple(sorted(Seat(known[slot] if slot in known else next(numbers), slot)
-                        for slot in sorted(slots)))
+    return tuple(
+        sorted(
+            Seat(known[slot] if slot in known else next(numbers), slot) for slot in sorted(slots)
+        )
+    )
 
 
 def why_placed(task: Task, seats: Sequence[Seat], slots: Sequence[Slot], where: Where) -> str:
     """Explain the placement: what the loss of a node costs; why all are on one node or rack."""
     nodes = sorted({seat.slot.node for seat in seats})
     if not task.heals_in_memory or len(nodes) > 1:
-        text = (f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"
-                f"{tensor_groups.why_split(task, seats, slots)}")
+        text = (
+            f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"
+            f"{tensor_groups.why_split(task, seats, slots)}"
+        )
         if not task.heals_in_memory or len({domain(node, where) for node in nodes}) > 1:
             return text
         only = len({domain(slot.node, where) for slot in slots}) == 1

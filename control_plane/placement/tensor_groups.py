@@ -32,8 +32,13 @@ def has_tensor_axis(task: Task, count: int) -> bool:
     return axes is not None and axes.tp > 1
 
 
-def assign_groups(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Sequence[Slot],
-         given: Collection[Slot], where: Mapping[str, Labels]) -> tuple[Taken, FreeSlots]:
+def assign_groups(
+    tasks: Sequence[Task],
+    wanted: Mapping[int, int],
+    slots: Sequence[Slot],
+    given: Collection[Slot],
+    where: Mapping[str, Labels],
+) -> tuple[Taken, FreeSlots]:
     """Assign slots to whole groups: (slots by task, the remaining free slots). `given`: slots of
     other tasks. The largest groups come first: if sizes divide one another, this never costs a
     smaller one its place. Groups on one node stay, unless then fewer seats are in groups."""
@@ -48,8 +53,14 @@ def assign_groups(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Seque
     return found, room
 
 
-def _deal(tasks: Sequence[Task], wanted: Mapping[int, int], room: FreeSlots,
-          where: Mapping[str, Labels], *, stay: bool) -> Taken:
+def _deal(
+    tasks: Sequence[Task],
+    wanted: Mapping[int, int],
+    room: FreeSlots,
+    where: Mapping[str, Labels],
+    *,
+    stay: bool,
+) -> Taken:
     """With `stay`, all tasks keep their whole groups before any task gets new groups."""
     assignments = [_GroupAssignment(task, wanted[task.id], room, where) for task in tasks]
     assignments.sort(key=lambda one: (-one.each, -one.num_bytes, one.key))
@@ -62,8 +73,9 @@ def _deal(tasks: Sequence[Task], wanted: Mapping[int, int], room: FreeSlots,
 
 
 class _GroupAssignment:
-    def __init__(self, task: Task, count: int, room: FreeSlots,
-                 where: Mapping[str, Labels]) -> None:
+    def __init__(
+        self, task: Task, count: int, room: FreeSlots, where: Mapping[str, Labels]
+    ) -> None:
         self.key, self.each, self.num_bytes = task.id, size(task, count), seat_bytes(task, count)
         self.taken: list[Slot] = []
         self._left: int = count // self.each
@@ -123,8 +135,13 @@ class _GroupAssignment:
             self._left -= num
 
 
-def exchange(alone: Sequence[Task], grouped: Sequence[Task], taken: Taken, room: FreeSlots,
-             where: Mapping[str, Labels]) -> None:
+def exchange(
+    alone: Sequence[Task],
+    grouped: Sequence[Task],
+    taken: Taken,
+    room: FreeSlots,
+    where: Mapping[str, Labels],
+) -> None:
     """Change `taken` so that the tasks `alone`, which have no groups, are on two nodes, if possible
     on two racks: a whole group of another task takes their slots. No group is split. Exact for
     groups of one size: an exchange for several smaller ones is not tried."""
@@ -133,13 +150,19 @@ def exchange(alone: Sequence[Task], grouped: Sequence[Task], taken: Taken, room:
         if num_elsewhere(task, len(own)) != 1 or len({slot.node for slot in own}) > 1:
             continue
         home = own[0].node
-        found = min((offer for other in grouped
-                     for offer in _offers(other, taken[other.id], home, where)
-                     if len(offer.slots) - room.on(home) < len(own)), default=None)
+        found = min(
+            (
+                offer
+                for other in grouped
+                for offer in _offers(other, taken[other.id], home, where)
+                if len(offer.slots) - room.on(home) < len(own)
+            ),
+            default=None,
+        )
         if found is None:
             continue
         num = max(len(found.slots) - room.on(home), 1)
-        given, free = _idle_first(task, own)[:num], room.slots(home)[:len(found.slots) - num]
+        given, free = _idle_first(task, own)[:num], room.slots(home)[: len(found.slots) - num]
         got, freed = found.slots[:num], found.slots[num:]
         for one, other in zip(free, freed, strict=True):
             room.exchange(one, other)
@@ -157,8 +180,9 @@ class _Offer(NamedTuple):
     slots: tuple[Slot, ...]
 
 
-def _offers(task: Task, slots: Sequence[Slot], home: str,
-            where: Mapping[str, Labels]) -> Iterator[_Offer]:
+def _offers(
+    task: Task, slots: Sequence[Slot], home: str, where: Mapping[str, Labels]
+) -> Iterator[_Offer]:
     """A group of each other node that may move to `home`. The task stays on two nodes if it is."""
     each, at = size(task, len(slots)), {seat.slot for seat in task.target}
     most = len(slots) - num_elsewhere(task, len(slots))
@@ -168,8 +192,12 @@ def _offers(task: Task, slots: Sequence[Slot], home: str,
     num_home = len(on.get(home, ()))
     for node, there in on.items():
         if node != home and len(there) >= each and not num_home <= most < num_home + each:
-            yield _Offer(domain(node, where) == domain(home, where),
-                         len(at.intersection(there[:each])), task.id, tuple(there[:each]))
+            yield _Offer(
+                domain(node, where) == domain(home, where),
+                len(at.intersection(there[:each])),
+                task.id,
+                tuple(there[:each]),
+            )
 
 
 def _idle_first(task: Task, slots: Sequence[Slot]) -> list[Slot]:
@@ -186,8 +214,8 @@ def ranked(slots: Sequence[Slot], *sizes: int) -> list[Slot]:
     if not sizes:
         return [slot for own in on.values() for slot in own]
     each = sizes[0]
-    whole = [slot for own in on.values() for slot in own[:len(own) // each * each]]
-    rest = [slot for own in on.values() for slot in own[len(own) // each * each:]]
+    whole = [slot for own in on.values() for slot in own[: len(own) // each * each]]
+    rest = [slot for own in on.values() for slot in own[len(own) // each * each :]]
     return whole + ranked(rest, *sizes[1:])
 
 
@@ -198,8 +226,9 @@ def num_split(task: Task, seats: Sequence[Seat], each: int) -> int:
         on = Counter(seat.slot.node for seat in seats)
         return max(len(seats) // each - sum(num // each for num in on.values()), 0)
     nodes = [seat.slot.node for seat in sorted(seats)]
-    return sum(len(set(nodes[at:at + each])) > 1
-               for at in range(0, len(nodes) // each * each, each))
+    return sum(
+        len(set(nodes[at : at + each])) > 1 for at in range(0, len(nodes) // each * each, each)
+    )
 
 
 def why_split(task: Task, seats: Sequence[Seat], slots: Sequence[Slot]) -> str:
@@ -209,10 +238,15 @@ def why_split(task: Task, seats: Sequence[Seat], slots: Sequence[Slot]) -> str:
         return ""
     on = Counter(slot.node for slot in slots)
     most, num_groups = max(on.values(), default=0), len(seats) // each
-    why = (f"no node has more than {most} slot{'s' * (most != 1)}" if most < each
-           else f"too few nodes have {each} together"
-           if sum(have // each for have in on.values()) < num_groups
-           else f"other tasks have slots of the nodes with {each}")
+    why = (
+        f"no node has more than {most} slot{'s' * (most != 1)}"
+        if most < each
+        else f"too few nodes have {each} together"
+        if sum(have // each for have in on.values()) < num_groups
+        else f"other tasks have slots of the nodes with {each}"
+    )
     kind = "tensor-parallel groups" if has_tensor_axis(task, len(seats)) else "pipelines"
-    return (f"; {num} of {num_groups} {kind} of {each} "
-            f"{'is' if num == 1 else 'are'} not on one node: {why}")
+    return (
+        f"; {num} of {num_groups} {kind} of {each} "
+        f"{'is' if num == 1 else 'are'} not on one node: {why}"
+    )

@@ -39,12 +39,21 @@ def num_elsewhere(task: Task, count: int) -> int:
     return axes.tp * axes.pp if axes.dp > 1 else 0
 
 
-def spread(movable: Sequence[Task], taken: Taken, room: FreeSlots, where: Mapping[str, Labels],
-           groups: Mapping[int, int]) -> None:
+def spread(
+    movable: Sequence[Task],
+    taken: Taken,
+    room: FreeSlots,
+    where: Mapping[str, Labels],
+    groups: Mapping[int, int],
+) -> None:
     """Change `taken`, with few moves, until the constraint holds for as many tasks as possible.
     `groups`: by task, the size of its groups. The seats of a group that is on one node stay."""
-    one_rack = [task.id for task in movable if num_elsewhere(task, len(taken[task.id])) == 1
-                and len({domain(slot.node, where) for slot in taken[task.id]}) == 1]
+    one_rack = [
+        task.id
+        for task in movable
+        if num_elsewhere(task, len(taken[task.id])) == 1
+        and len({domain(slot.node, where) for slot in taken[task.id]}) == 1
+    ]
     if not one_rack:
         return
     board = SeatMoves(movable, taken, room, where, groups)
@@ -71,14 +80,21 @@ class _Step(Struct, frozen=True, order=True):
 class SeatMoves:
     """The seats by node and by rack while seats are moved."""
 
-    def __init__(self, movable: Sequence[Task], taken: Taken, room: FreeSlots,
-                 where: Mapping[str, Labels], groups: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        movable: Sequence[Task],
+        taken: Taken,
+        room: FreeSlots,
+        where: Mapping[str, Labels],
+        groups: Mapping[int, int],
+    ) -> None:
         self.taken, self.room, self.where, self.groups = taken, room, where, groups
         self.ruled = {task.id: num_elsewhere(task, len(taken[task.id])) == 1 for task in movable}
         self.at = {task.id: room.allocatable.intersection(_kept(task)) for task in movable}
         self.mine = {key: Counter(slot.node for slot in at) for key, at in self.at.items()}
-        self.moved = {task.id: MOVED + BYTE * seat_bytes(task, len(taken[task.id]))
-                      for task in movable}
+        self.moved = {
+            task.id: MOVED + BYTE * seat_bytes(task, len(taken[task.id])) for task in movable
+        }
         self.on = {task.id: Counter(slot.node for slot in taken[task.id]) for task in movable}
         self.nodes = sorted({slot.node for slot in room.allocatable})
         self.rack = {node: domain(node, where) for node in self.nodes}
@@ -147,10 +163,15 @@ class SeatMoves:
     def _direct(self, key: int) -> list[Move] | None:
         """A single move into a free slot on another rack, if no longer path can be cheaper."""
         home, old = self.racks[key], self.leaving(key)
-        spare = [node for node in self.mine[key]
-                 if self.rack[node] not in home and self.mine[key][node]]
-        near = spare or [node for own in self.on[key] for node in self.near[self._groups(own)[-1]]
-                         if self.rack[node] not in home]
+        spare = [
+            node for node in self.mine[key] if self.rack[node] not in home and self.mine[key][node]
+        ]
+        near = spare or [
+            node
+            for own in self.on[key]
+            for node in self.near[self._groups(own)[-1]]
+            if self.rack[node] not in home
+        ]
         found = [node for node in near if self.room.on(node)]
         new: str | None = None
         if found:
@@ -161,9 +182,14 @@ class SeatMoves:
 
     def _follow(self, path: Sequence[Move]) -> None:
         """Execute the moves. Each takes the slot that the next one frees, the last a free slot."""
-        left = [max((slot not in self.at[key], slot in self.at[into], slot)
-                    for slot in self.taken[key] if slot.node == node)[2]
-                for (key, node, _), (into, _, _) in zip(path, [path[-1], *path], strict=False)]
+        left = [
+            max(
+                (slot not in self.at[key], slot in self.at[into], slot)
+                for slot in self.taken[key]
+                if slot.node == node
+            )[2]
+            for (key, node, _), (into, _, _) in zip(path, [path[-1], *path], strict=False)
+        ]
         last, _, end = path[-1]
         ends = [*self.room.slots(end), *(slot for slot in left[:1] if slot.node == end)]
         final = min((slot not in self.at[last], slot) for slot in ends)[1]
@@ -182,8 +208,9 @@ class SeatMoves:
         own = self.taken[key]
         for want in sorted(slot for slot in self.at[key] if slot.node == node and slot not in own):
             spare = sorted(slot for slot in own if slot.node == node and slot not in self.at[key])
-            holder = next((other for other in sorted(self.guests[node])
-                           if want in self.taken[other]), None)
+            holder = next(
+                (other for other in sorted(self.guests[node]) if want in self.taken[other]), None
+            )
             if not spare or holder is None or want in self.at[holder]:
                 continue
             for of, old, new in ((key, spare[0], want), (holder, want, spare[0])):
@@ -241,8 +268,10 @@ class Search:
                 continue
             self._done[node] = None
             best = self._best
-            if best is not None and (cost + board.leaves(first, self._leaving) >= best[0]
-                                     or (len(self._done) > LOOK_NUM_MAX and best[0] < BROKEN // 2)):
+            if best is not None and (
+                cost + board.leaves(first, self._leaving) >= best[0]
+                or (len(self._done) > LOOK_NUM_MAX and best[0] < BROKEN // 2)
+            ):
                 break
             self._expand(node, cost)
         best = self._best
@@ -266,7 +295,8 @@ class Search:
         board, rack = self._board, self._board.rack[node]
         for key in sorted(board.guests[node]):
             if key == self._first or (  # no group may be split
-                    key in board.groups and not board.on[key][node] % board.groups[key]):
+                key in board.groups and not board.on[key][node] % board.groups[key]
+            ):
                 continue
             hand = cost + board.leaves(key, node)
             for held in ("", rack):
@@ -298,7 +328,8 @@ class Search:
     def _reach(self, node: str, key: int, old: str, hand: int) -> None:
         board = self._board
         if node in self._done or (  # the task must stay on two nodes
-                board.ruled[key] and board.on[key][node] >= len(board.taken[key]) - 1):
+            board.ruled[key] and board.on[key][node] >= len(board.taken[key]) - 1
+        ):
             return
         cost = hand + board.comes(key, node)
         if node not in self._found or cost < self._found[node].cost:

@@ -16,8 +16,12 @@ def without(names: Sequence[str]) -> str:
 
 
 FLOORLESS = without(("floors",))
-LIMITS_BY_NAME = {without(some): some
-          for num in (1, 2, 3, 4) for some in combinations(LIMIT_NAMES, num) if some != ("floors",)}
+LIMITS_BY_NAME = {
+    without(some): some
+    for num in (1, 2, 3, 4)
+    for some in combinations(LIMIT_NAMES, num)
+    if some != ("floors",)
+}
 UNCHANGED = "keep as it is"
 """The plan in which every task keeps its slots."""
 ALPHALESS = "the best by WAF, without alpha"
@@ -25,10 +29,16 @@ SPARELESS = "without a hot spare"
 NOT_COMPARABLE_NUM = -(1 << 53)
 """Objective of a plan that cannot be compared, since another set of tasks has no slots in it."""
 
-BREAKS = {FLOORLESS: ", and leaves a task below its floor", SPARELESS: " until the next fault",
-          "without priorities": ", and a higher priority comes first",
-          **{what: f", and breaks {'it' if len(some) == 1 else 'one of them'}"
-             for what, some in LIMITS_BY_NAME.items() if some != ("priorities",)}}
+BREAKS = {
+    FLOORLESS: ", and leaves a task below its floor",
+    SPARELESS: " until the next fault",
+    "without priorities": ", and a higher priority comes first",
+    **{
+        what: f", and breaks {'it' if len(some) == 1 else 'one of them'}"
+        for what, some in LIMITS_BY_NAME.items()
+        if some != ("priorities",)
+    },
+}
 """Why an alternative with a higher value was excluded."""
 TIE_RATIO = 1e-4
 """Two plans whose WAF differs by less are printed as equal."""
@@ -49,16 +59,28 @@ def slots_in_words(num: int) -> str:
 def bound_by(plan: Mapping[str, Any], names: Mapping[int, str]) -> str:
     """The binding constraint of a plan (PlanChosen); empty if the log does not have it."""
     of = listed([names.get(task, f"task {task}") for task in plan.get("bound_tasks", ())])
-    return {"slots": number_of(plan["num_slots"], "slot"), "max": f"the max of {of}",
-            "min": f"the min of {of}", "gain_min": "gain_min", "nothing": "nothing",
-            "limits": _limits(plan), "floor": f"the floor of {of}",
-            "spare": "the hot spare"}.get(plan.get("bound", ""), "")
+    return {
+        "slots": number_of(plan["num_slots"], "slot"),
+        "max": f"the max of {of}",
+        "min": f"the min of {of}",
+        "gain_min": "gain_min",
+        "nothing": "nothing",
+        "limits": _limits(plan),
+        "floor": f"the floor of {of}",
+        "spare": "the hot spare",
+    }.get(plan.get("bound", ""), "")
 
 
 def _limits(plan: Mapping[str, Any]) -> str:
     """The limits that bind: those that the first such alternative breaks, else any."""
-    some = next((LIMITS_BY_NAME[other["what"]] for other in plan.get("alternatives", ())
-                 if other["what"] in LIMITS_BY_NAME), ("moves_max", "quotas", "priorities"))
+    some = next(
+        (
+            LIMITS_BY_NAME[other["what"]]
+            for other in plan.get("alternatives", ())
+            if other["what"] in LIMITS_BY_NAME
+        ),
+        ("moves_max", "quotas", "priorities"),
+    )
     return f"{', '.join(some[:-1])}{' or ' * (len(some) > 1)}{some[-1]}"
 
 

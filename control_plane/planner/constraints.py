@@ -21,8 +21,9 @@ def best(rows: Candidates, capacity: int, limits: PlanLimits) -> SlotsAndGain | 
     `moves_max`, it is the best plan with the fewest moves. The choice on a tie is deterministic."""
     found = within_limits(rows, capacity, limits)
     if found is None and limits.moves_max is not None:
-        few = within_limits(_moves_as_losses(rows, limits), capacity,
-                            replace(limits, moves_max=None, priorities=()))
+        few = within_limits(
+            _moves_as_losses(rows, limits), capacity, replace(limits, moves_max=None, priorities=())
+        )
         if few is not None:
             found = within_limits(rows, capacity, replace(limits, moves_max=-few[1]))
     return found
@@ -38,8 +39,11 @@ def _moves_as_losses(rows: Candidates, limits: PlanLimits) -> Candidates:
     """The rows with other gains: -1 for a move of a healthy task, else 0."""
     row_of = rows.row_of
     healthy, now = np.array(limits.healthy)[row_of], np.array(limits.now)[row_of]
-    return Candidates(sizes=rows.sizes, starts=rows.starts,
-                gains=-(healthy & (rows.sizes != now)).astype(np.int64))
+    return Candidates(
+        sizes=rows.sizes,
+        starts=rows.starts,
+        gains=-(healthy & (rows.sizes != now)).astype(np.int64),
+    )
 
 
 class _Option(Struct, frozen=True):
@@ -93,8 +97,11 @@ class _Search:
             return None
         return self._follow(units, layers[::-1])
 
-    def _follow(self, units: Sequence[tuple[tuple[int, ...], int | None]],
-                layers: Sequence[tuple[_Layer, list[_Layer]]]) -> tuple[int, ...]:
+    def _follow(
+        self,
+        units: Sequence[tuple[tuple[int, ...], int | None]],
+        layers: Sequence[tuple[_Layer, list[_Layer]]],
+    ) -> tuple[int, ...]:
         found = [0] * self._rows.num
         moves, left = self._num_moves, self._capacity
         for (team, quota), (layer, inner) in zip(units, layers, strict=True):
@@ -116,9 +123,14 @@ class _Search:
         limits, part = self._limits, self._rows.part(row, row + 1)
         priority = self._priorities.index(limits.priorities[row]) if limits.priorities else 0
         counted = limits.moves_max is not None and limits.healthy[row]
-        return [_Option(size // self._unit, int(counted and size != limits.now[row]),
-                        tuple(gain if at == priority else 0 for at in range(len(self._priorities))))
-                for size, gain in zip(part.sizes.tolist(), part.gains.tolist(), strict=True)]
+        return [
+            _Option(
+                size // self._unit,
+                int(counted and size != limits.now[row]),
+                tuple(gain if at == priority else 0 for at in range(len(self._priorities))),
+            )
+            for size, gain in zip(part.sizes.tolist(), part.gains.tolist(), strict=True)
+        ]
 
 
 def _add(values: Ints, options: list[_Option]) -> tuple[Ints, _Layer]:
@@ -130,11 +142,11 @@ def _add(values: Ints, options: list[_Option]) -> tuple[Ints, _Layer]:
         if option.moves >= num_moves or option.size >= num_slots:
             continue
         gains = np.array(option.gains, dtype=np.int64)[:, None, None]
-        offered = values[:, :num_moves - option.moves, :num_slots - option.size] + gains
-        known = found[:, option.moves:, option.size:]
+        offered = values[:, : num_moves - option.moves, : num_slots - option.size] + gains
+        known = found[:, option.moves :, option.size :]
         better = _at_least(offered, known)
         np.copyto(known, offered, where=better)
-        np.copyto(choices[option.moves:, option.size:], choices.dtype.type(number), where=better)
+        np.copyto(choices[option.moves :, option.size :], choices.dtype.type(number), where=better)
     return found, _Layer(options, choices)
 
 
@@ -151,8 +163,10 @@ def _useful(values: Ints) -> list[_Option]:
     new = np.ones(values.shape[1:], dtype=np.bool_)
     new[:, 1:] = (values[:, :, 1:] != values[:, :, :-1]).any(axis=0)
     new &= values[0] > IMPOSSIBLE // 2
-    return [_Option(size, moves, tuple(values[:, moves, size].tolist()))
-            for size, moves in sorted((size, moves) for moves, size in np.argwhere(new).tolist())]
+    return [
+        _Option(size, moves, tuple(values[:, moves, size].tolist()))
+        for size, moves in sorted((size, moves) for moves, size in np.argwhere(new).tolist())
+    ]
 
 
 # --- Floors: the fewest slots that a plan gives a task ---
@@ -174,15 +188,29 @@ def floors_of(problem: PlanProblem, demand: TaskDemand) -> tuple[int, ...]:
     minus infinity). A task without any WAF has no floor."""
     least = problem.floor or problem.alpha >= 1
     levels = (*([demand.floor] if demand.floor else []), *([0] if least else []))
-    found = (next((size for size, waf in zip(demand.sizes, demand.wafs, strict=True)
-                   if waf > 0 and size >= level), 0) for level in levels)
+    found = (
+        next(
+            (
+                size
+                for size, waf in zip(demand.sizes, demand.wafs, strict=True)
+                if waf > 0 and size >= level
+            ),
+            0,
+        )
+        for level in levels
+    )
     return tuple(dict.fromkeys(floor for floor in found if floor))
 
 
 def without_floors(problem: PlanProblem) -> PlanProblem:
     """The problem without the floors of jobs and policy. The floors of alpha stay."""
-    return replace(problem, floor=False, demands=tuple(
-        replace(demand, floor=0) if demand.floor else demand for demand in problem.demands))
+    return replace(
+        problem,
+        floor=False,
+        demands=tuple(
+            replace(demand, floor=0) if demand.floor else demand for demand in problem.demands
+        ),
+    )
 
 
 def kinds_of_limits(problem: PlanProblem) -> list[str]:
@@ -190,8 +218,11 @@ def kinds_of_limits(problem: PlanProblem) -> list[str]:
     limits = problem.limits
     kinds = {"floor": has_floors(replace(problem, alpha=0.0))}  # alpha alone does not count
     if limits is not None:
-        kinds |= {"moves_max": limits.moves_max is not None, "quota": bool(limits.teams),
-                  "priority": bool(limits.priorities)}
+        kinds |= {
+            "moves_max": limits.moves_max is not None,
+            "quota": bool(limits.teams),
+            "priority": bool(limits.priorities),
+        }
     return [kind for kind, is_there in kinds.items() if is_there]
 
 
@@ -204,8 +235,9 @@ def without_limits(problem: PlanProblem, kinds: Sequence[str], team: str = "") -
     if "floor" in kinds:
         problem = without_floors(problem)
     if "priority" in kinds:
-        problem = replace(problem, demands=tuple(
-            replace(demand, priority=0) for demand in problem.demands))
+        problem = replace(
+            problem, demands=tuple(replace(demand, priority=0) for demand in problem.demands)
+        )
     return problem
 
 
@@ -213,8 +245,10 @@ def granted_floors(problem: PlanProblem) -> tuple[int, ...]:
     """By demand: its granted floor, or 0. All granted floors together fit the slots and quotas."""
     demands, found = problem.demands, [0] * len(problem.demands)
     left, quota_left = problem.num_slots, dict(problem.quotas)
-    for i in sorted(range(len(demands)), key=lambda i: (
-            -demands[i].priority, -demands[i].weight, demands[i].task)):
+    for i in sorted(
+        range(len(demands)),
+        key=lambda i: (-demands[i].priority, -demands[i].weight, demands[i].task),
+    ):
         for floor in floors_of(problem, demands[i]):
             team = demands[i].team
             if floor <= left and floor <= quota_left.get(team, floor):
@@ -231,16 +265,20 @@ def allowed(problem: PlanProblem, rows: Candidates) -> NDArray[np.bool_]:
     least, row_of = np.array(granted_floors(problem), dtype=np.int64), rows.row_of
     found: NDArray[np.bool_] = rows.sizes >= least[row_of]
     if problem.alpha >= 1:
-        can_earn = np.array([bool(floors_of(problem, one)) for one in problem.demands],
-                            dtype=np.bool_)
+        can_earn = np.array(
+            [bool(floors_of(problem, one)) for one in problem.demands], dtype=np.bool_
+        )
         found &= (rows.sizes == 0) | (least > 0)[row_of] | ~can_earn[row_of]
     return found
 
 
 def unserved_tasks(problem: PlanProblem, slots: Sequence[int]) -> tuple[int, ...]:
     """Tasks that have a WAF of 0 in this plan, although some size has a WAF above 0."""
-    return tuple(demand.task for demand, x in zip(problem.demands, slots, strict=True)
-                 if not waf_of(demand, x) and any(demand.wafs))
+    return tuple(
+        demand.task
+        for demand, x in zip(problem.demands, slots, strict=True)
+        if not waf_of(demand, x) and any(demand.wafs)
+    )
 
 
 def below_floor(problem: PlanProblem, slots: Sequence[int]) -> dict[int, int]:
@@ -263,8 +301,9 @@ def blocked_by_quota(problem: PlanProblem, tasks: Iterable[int]) -> tuple[int, .
         if team not in quotas:
             continue
         if team not in teams:
-            teams[team] = granted_floors(replace(problem, quotas=tuple(
-                x for x in problem.quotas if x[0] != team)))
+            teams[team] = granted_floors(
+                replace(problem, quotas=tuple(x for x in problem.quotas if x[0] != team))
+            )
         if teams[team][row_of[task]]:
             found.append(task)
     return tuple(found)

@@ -41,10 +41,14 @@ def with_hot_spare(problem: PlanProblem) -> Choice:
         return replace(free, spare=spare)
     kept = planner.choose_plan(fewer)
     slots = tuple((one.task, x) for one, x in zip(problem.demands, free.plan.slots, strict=True))
-    beaten = Alternative(what=SPARELESS, slots=slots, waf=free.plan.waf,
-                         objective=free.plan.objective)
-    return replace(kept, spare=spare, alternatives=(
-        beaten, *(other for other in kept.alternatives if other.slots != slots)))
+    beaten = Alternative(
+        what=SPARELESS, slots=slots, waf=free.plan.waf, objective=free.plan.objective
+    )
+    return replace(
+        kept,
+        spare=spare,
+        alternatives=(beaten, *(other for other in kept.alternatives if other.slots != slots)),
+    )
 
 
 def exceeds_work_limit(problem: PlanProblem) -> bool:
@@ -79,7 +83,7 @@ class _AfterFault(Struct, frozen=True):
         total = num_idle * rows.sums(rows.vector(planner.solve(self.problem).slots))[0]
         for i, demand in enumerate(demands):
             if demand.now:  # the task loses a node, and `problem` has only the slots left
-                lost = (*demands[:i], replace(demand, faulted=True), *demands[i + 1:])
+                lost = (*demands[:i], replace(demand, faulted=True), *demands[i + 1 :])
                 slots = planner.solve(replace(self.problem, demands=lost)).slots
                 value = rows.sums(rows.vector(slots))[0]
                 value -= restarts[i] if slots[i] == demand.now else 0
@@ -89,12 +93,25 @@ class _AfterFault(Struct, frozen=True):
 
 def _after_fault(problem: PlanProblem, slots: Sequence[int]) -> _AfterFault:
     num_left = max(problem.num_slots - problem.spare_slots, 0)
-    then = replace(problem, num_slots=num_left, demands=tuple(
-        replace(one, now=x, faulted=False) for one, x in zip(problem.demands, slots, strict=True)))
+    then = replace(
+        problem,
+        num_slots=num_left,
+        demands=tuple(
+            replace(one, now=x, faulted=False)
+            for one, x in zip(problem.demands, slots, strict=True)
+        ),
+    )
     lasts_s = min(problem.repair_s, then.running_s)
-    return _AfterFault(then, objective.objective_values(then.demands, lasts_s, then.num_slots),
-                       np.array([waf_of(one, one.now) * one.transition.same_s
-                                 if one.now <= then.num_slots else 0.0 for one in then.demands]))
+    return _AfterFault(
+        then,
+        objective.objective_values(then.demands, lasts_s, then.num_slots),
+        np.array(
+            [
+                waf_of(one, one.now) * one.transition.same_s if one.now <= then.num_slots else 0.0
+                for one in then.demands
+            ]
+        ),
+    )
 
 
 def _compared(problem: PlanProblem, free: Sequence[int], kept: Sequence[int]) -> HotSpare:
@@ -107,12 +124,17 @@ def _compared(problem: PlanProblem, free: Sequence[int], kept: Sequence[int]) ->
     rows = values.rows(shift)[0]
     cost = rows.sums(rows.vector(free))[0] - rows.sums(rows.vector(kept))[0]
     without, with_it = (one.total(num, shift) for one in thens)
-    stops = any(demand.now and x and not y
-                for demand, x, y in zip(problem.demands, free, kept, strict=True))
-    starves = (constraints.below_floor(problem, kept).keys()
-               - constraints.below_floor(problem, free).keys())
+    stops = any(
+        demand.now and x and not y for demand, x, y in zip(problem.demands, free, kept, strict=True)
+    )
+    starves = (
+        constraints.below_floor(problem, kept).keys()
+        - constraints.below_floor(problem, free).keys()
+    )
     pays = any(kept) and not stops and not starves and with_it - without > cost * num
     return HotSpare(
-        num_slots=problem.spare_slots, verdict="kept" if pays else "not kept",
+        num_slots=problem.spare_slots,
+        verdict="kept" if pays else "not kept",
         cost_flop=math.ldexp(cost, -shift),
-        saves_flop=math.ldexp((with_it - without) / max(num, 1), -shift))
+        saves_flop=math.ldexp((with_it - without) / max(num, 1), -shift),
+    )

@@ -50,9 +50,15 @@ _SQRT_HALF_RATIO = 0.7071067811865476
 # --- one plan, in FLOP ---
 def objective_flop(problem: PlanProblem, slots: Sequence[int]) -> float:
     """The objective of a plan in FLOP, without rounding and without alpha."""
-    return math.fsum(part for demand, x in zip(problem.demands, slots, strict=True)
-                     for part in (waf_of(demand, x) * problem.running_s, -cost_flop(demand, x),
-                                  -hysteresis_flop(problem, demand, x)))
+    return math.fsum(
+        part
+        for demand, x in zip(problem.demands, slots, strict=True)
+        for part in (
+            waf_of(demand, x) * problem.running_s,
+            -cost_flop(demand, x),
+            -hysteresis_flop(problem, demand, x),
+        )
+    )
 
 
 def transition_flop(problem: PlanProblem, slots: Sequence[int]) -> float:
@@ -104,8 +110,10 @@ class Objective(Struct, frozen=True, kw_only=True):
         changes = to_fixed_point(self.change_flop, shift)
         if self.marginal_flop is not None:
             gains = to_fixed_point(self.running_flop, shift) - changes
-            return (Candidates(sizes=self.sizes, gains=gains, starts=self.starts),
-                    to_fixed_point(self.marginal_flop, shift))
+            return (
+                Candidates(sizes=self.sizes, gains=gains, starts=self.starts),
+                to_fixed_point(self.marginal_flop, shift),
+            )
         new = np.ones(len(self.sizes), dtype=np.bool_)
         new[1:] = self.running_flop[1:] != self.running_flop[:-1]
         new[self.starts[:-1]] = True
@@ -126,8 +134,15 @@ def to_fixed_point(values: Floats, shift: int) -> Ints:
     return np.rint(np.ldexp(values, shift)).astype(np.int64)
 
 
-def objective_values(demands: Sequence[TaskDemand], running_s: float, num_slots: int, *,
-                     free: bool = False, alpha: float = 0.0, gain_min: float = 0.0) -> Objective:
+def objective_values(
+    demands: Sequence[TaskDemand],
+    running_s: float,
+    num_slots: int,
+    *,
+    free: bool = False,
+    alpha: float = 0.0,
+    gain_min: float = 0.0,
+) -> Objective:
     """G of every candidate on `num_slots` slots. `free`: changes cost nothing."""
     counts = [len(demand.sizes) + 1 for demand in demands]
     starts = np.cumsum([0, *counts], dtype=np.int64)
@@ -144,25 +159,49 @@ def objective_values(demands: Sequence[TaskDemand], running_s: float, num_slots:
     change_s = np.zeros(len(sizes))
     if not free:
         faulted = np.repeat(np.array([one.faulted for one in demands], dtype=np.bool_), counts)
-        hysteresis_s = np.where(faulted | (sizes == now) | (now > num_slots), 0.0,
-                                gain_min * running_s)
+        hysteresis_s = np.where(
+            faulted | (sizes == now) | (now > num_slots), 0.0, gain_min * running_s
+        )
         change_s = _transition_s(demands, sizes, now, faulted, counts) + hysteresis_s
-    return Objective(sizes=sizes, starts=starts, running_flop=f[last_fit] * running_s,
-                     change_flop=np.where(fits, np.repeat(f_now, counts) * change_s, 0.0),
-                     marginal_flop=f_prime[last_fit] * running_s if alpha else None)
+    return Objective(
+        sizes=sizes,
+        starts=starts,
+        running_flop=f[last_fit] * running_s,
+        change_flop=np.where(fits, np.repeat(f_now, counts) * change_s, 0.0),
+        marginal_flop=f_prime[last_fit] * running_s if alpha else None,
+    )
 
 
-def _transition_s(demands: Sequence[TaskDemand], sizes: Ints, now: Ints, faulted: NDArray[np.bool_],
-                  counts: Sequence[int]) -> Floats:
+def _transition_s(
+    demands: Sequence[TaskDemand],
+    sizes: Ints,
+    now: Ints,
+    faulted: NDArray[np.bool_],
+    counts: Sequence[int],
+) -> Floats:
     """D_transition by candidate."""
-    kind = np.where(sizes < now, np.where(sizes == 0, STOP, SHRINK),
-                    np.where(sizes > now, GROW, np.where(faulted, SAME, NO_CHANGE)))
+    kind = np.where(
+        sizes < now,
+        np.where(sizes == 0, STOP, SHRINK),
+        np.where(sizes > now, GROW, np.where(faulted, SAME, NO_CHANGE)),
+    )
     if any(demand.shapes for demand in demands):
         moves = [moves for demand in demands for moves in (False, *reshapes(demand))]
         kind = np.where(np.array(moves, dtype=np.bool_), RESHAPE, kind)
-    costs_s = np.array([
-        cost_s for kinds in (demand.transition for demand in demands) for cost_s in
-        (kinds.same_s, kinds.shrink_s, kinds.grow_s, kinds.stop_s, kinds.reshape_s, 0.0)])
+    costs_s = np.array(
+        [
+            cost_s
+            for kinds in (demand.transition for demand in demands)
+            for cost_s in (
+                kinds.same_s,
+                kinds.shrink_s,
+                kinds.grow_s,
+                kinds.stop_s,
+                kinds.reshape_s,
+                0.0,
+            )
+        ]
+    )
     row_of = np.repeat(np.arange(len(demands)), counts)
     transition_s: Floats = costs_s[NUM_KINDS * row_of + kind]
     return transition_s
@@ -173,16 +212,24 @@ def in_units(rates: Floats) -> Floats:
     """The rates divided by the power of two above the largest rate, so that no rate exceeds 1."""
     largest = float(rates.max(initial=0.0))
     unit_bits = int(np.frexp(largest)[1]) if largest > 0 else 0
-    found: Floats = np.where(rates > 0, np.maximum(np.ldexp(rates, -unit_bits), 2.0**-RATIO_BITS),
-                             0.0)
+    found: Floats = np.where(
+        rates > 0, np.maximum(np.ldexp(rates, -unit_bits), 2.0**-RATIO_BITS), 0.0
+    )
     return found
 
 
 def utility(rates: Floats, alpha: float) -> Floats:
     """U(T). It is set to 0 for a rate of 0, where U is not defined if alpha is 1 or more."""
     known = np.where(rates > 0, rates, 1.0)
-    found = (2.0 * np.sqrt(known) if alpha == 0.5 else logarithm(known) if alpha == 1.0
-             else -1.0 / known if alpha == 2.0 else known)
+    found = (
+        2.0 * np.sqrt(known)
+        if alpha == 0.5
+        else logarithm(known)
+        if alpha == 1.0
+        else -1.0 / known
+        if alpha == 2.0
+        else known
+    )
     utilities: Floats = np.where(rates > 0, found, 0.0)
     return utilities
 
@@ -190,8 +237,15 @@ def utility(rates: Floats, alpha: float) -> Floats:
 def marginal(rates: Floats, alpha: float) -> Floats:
     """T U'(T) = T^(1 - alpha), the derivative of U by ln T. It is 0 for a rate of 0."""
     known = np.where(rates > 0, rates, 1.0)
-    found = (np.sqrt(known) if alpha == 0.5 else np.ones_like(known) if alpha == 1.0
-             else 1.0 / known if alpha == 2.0 else known)
+    found = (
+        np.sqrt(known)
+        if alpha == 0.5
+        else np.ones_like(known)
+        if alpha == 1.0
+        else 1.0 / known
+        if alpha == 2.0
+        else known
+    )
     marginals: Floats = np.where(rates > 0, found, 0.0)
     return marginals
 

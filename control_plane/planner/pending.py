@@ -58,35 +58,53 @@ def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
     """
     if not has_prices(problem):
         return {}
-    after = replace(problem, demands=tuple(
-        replace(demand, now=slots, faulted=False)
-        for demand, slots in zip(problem.demands, plan.slots, strict=True)))
+    after = replace(
+        problem,
+        demands=tuple(
+            replace(demand, now=slots, faulted=False)
+            for demand, slots in zip(problem.demands, plan.slots, strict=True)
+        ),
+    )
     num, rows, limits = problem.num_slots, allowed_candidates(after), after.limits
-    solve_rows = knapsack.best if limits is None else partial(
-        constraints.within_limits, limits=limits)
+    solve_rows = (
+        knapsack.best if limits is None else partial(constraints.within_limits, limits=limits)
+    )
     (work, left), found = _price_work(after), dict[int, Price]()
     for i, (begin, end) in enumerate(pairwise(rows.starts.tolist())):
-        gain_of = {0: 0, **{size: gain for size, gain in zip(
-            rows.sizes[begin:end].tolist(), rows.gains[begin:end].tolist(), strict=True)
-            if 0 < size <= num and gain > 0}}
+        gain_of = {
+            0: 0,
+            **{
+                size: gain
+                for size, gain in zip(
+                    rows.sizes[begin:end].tolist(), rows.gains[begin:end].tolist(), strict=True
+                )
+                if 0 < size <= num and gain > 0
+            },
+        }
         if plan.slots[i] or len(gain_of) == 1:
             continue
         left -= len(gain_of) * work
         if left < 0:
             break
         # By size of the row, 0 included: the best plan in which the row has that size.
-        free = {size: solve_rows(rows.only((rows.row_of != i) | (rows.sizes == size)), num)
-                for size in gain_of}
+        free = {
+            size: solve_rows(rows.only((rows.row_of != i) | (rows.sizes == size)), num)
+            for size in gain_of
+        }
         runs = [(one[1], size, one[0]) for size, one in free.items() if size and one is not None]
         if not runs:
             continue
         value, _, slots = max(runs)
         best = plan_of(after.demands, (slots, value))
-        rest = {num - size: one[1] - gain_of[size] if one is not None else IMPOSSIBLE
-                for size, one in free.items()}
+        rest = {
+            num - size: one[1] - gain_of[size] if one is not None else IMPOSSIBLE
+            for size, one in free.items()
+        }
         found[problem.demands[i].task] = Price(
-            cost_waf=max(plan.waf - best.waf, 0.0), plan=best,
-            times=_times(list(gain_of.items())[1:], num, rest.__getitem__))
+            cost_waf=max(plan.waf - best.waf, 0.0),
+            plan=best,
+            times=_times(list(gain_of.items())[1:], num, rest.__getitem__),
+        )
     return found
 
 
@@ -94,14 +112,17 @@ def _price_work(problem: PlanProblem) -> tuple[int, int]:
     """(the work of one solve, its limit over all of them)."""
     if problem.limits is not None:
         return work_under_limits(problem), LIMITED_WORK_NUM_MAX
-    return (_ROW_NUM + sum(len(demand.sizes) + 1 for demand in problem.demands),
-            SOLVES_WORK_NUM_MAX)
+    return (
+        _ROW_NUM + sum(len(demand.sizes) + 1 for demand in problem.demands),
+        SOLVES_WORK_NUM_MAX,
+    )
 
 
 def has_prices(problem: PlanProblem) -> bool:
     """True if a single weight decides whether a waiting task runs."""
     return not (problem.spare_slots or problem.alpha or constraints.has_floors(problem)) and not (
-        problem.limits is not None and problem.limits.priorities)
+        problem.limits is not None and problem.limits.priorities
+    )
 
 
 def exceeds_work_limit(problem: PlanProblem) -> bool:
@@ -123,8 +144,14 @@ def work_under_limits(problem: PlanProblem) -> int:
 def _times(sizes: Sequence[tuple[int, int]], num_slots: int, rest: Callable[[int], int]) -> float:
     """The lowest factor on the task's gains with which `choose_plan` gives it slots. With factor f
     the objective at size x is rest(n - x) + f g(x). Without the task the objective is rest(n)."""
-    return min(((rest(num_slots) - value) / gain for size, gain in sizes
-                if (value := rest(num_slots - size)) > IMPOSSIBLE // 2), default=float("inf"))
+    return min(
+        (
+            (rest(num_slots) - value) / gain
+            for size, gain in sizes
+            if (value := rest(num_slots - size)) > IMPOSSIBLE // 2
+        ),
+        default=float("inf"),
+    )
 
 
 # --- Blocking constraint of a waiting task: without this limit the plan would give it slots ---
@@ -142,8 +169,9 @@ class Blocker(Struct, frozen=True, kw_only=True):
     """The quota of its team, if more slots would help the task only within this quota."""
 
 
-def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
-           num_idle: int = 0) -> dict[int, Blocker]:
+def blocking_constraints(
+    problem: PlanProblem, slots: Sequence[int], num_idle: int = 0
+) -> dict[int, Blocker]:
     """The limit that blocks each task without slots in the plan `slots`, by task; empty without
     limits. `num_idle`: slots of a hot spare. Limits are removed together, then each on its own;
     beyond LIMITED_WORK_NUM_MAX all are named instead."""
@@ -165,21 +193,27 @@ def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
         mine = [what for what in kinds if what != "quota" or demand.team in dict(problem.quotas)]
         quota = dict(problem.quotas).get(demand.team)
         if quota is not None and quota < demand.sizes[0]:
-            found[demand.task] = Blocker(why=_quota(demand.team, quota),
-                                     needs=f"a quota of {slots_in_words(demand.sizes[0])} or more")
+            found[demand.task] = Blocker(
+                why=_quota(demand.team, quota),
+                needs=f"a quota of {slots_in_words(demand.sizes[0])} or more",
+            )
         elif not without[i]:
             found[demand.task] = Blocker(within=_within(problem, demand, slots))
         else:
             one = _alone(problem, i, mine, plans, most) if len(mine) > 1 else mine
-            peers = any(x and other.priority == demand.priority
-                        for x, other in zip(slots, problem.demands, strict=True))
-            found[demand.task] = _bar(problem, demand, one or mine or kinds, alone=bool(one),
-                                      peers=peers)
+            peers = any(
+                x and other.priority == demand.priority
+                for x, other in zip(slots, problem.demands, strict=True)
+            )
+            found[demand.task] = _bar(
+                problem, demand, one or mine or kinds, alone=bool(one), peers=peers
+            )
     return found
 
 
-def _alone(problem: PlanProblem, row: int, kinds: Sequence[str], plans: dict[str, Sequence[int]],
-           most: int) -> list[str]:
+def _alone(
+    problem: PlanProblem, row: int, kinds: Sequence[str], plans: dict[str, Sequence[int]], most: int
+) -> list[str]:
     """The limits without each of which a plan runs the task. `plans`: at most `most` such plans."""
     found: list[str] = []
     for kind in kinds:
@@ -192,22 +226,31 @@ def _alone(problem: PlanProblem, row: int, kinds: Sequence[str], plans: dict[str
     return found
 
 
-def _bar(problem: PlanProblem, demand: TaskDemand, kinds: Sequence[str], *, alone: bool,
-         peers: bool) -> Blocker:
+def _bar(
+    problem: PlanProblem, demand: TaskDemand, kinds: Sequence[str], *, alone: bool, peers: bool
+) -> Blocker:
     """`alone`: each limit in `kinds` blocks the task alone. Else all together do, or it is unknown
     which. `peers`: tasks of its priority have slots that a higher weight may win."""
     quota = dict(problem.quotas).get(demand.team)
-    words = {"moves_max": (f"moves_max {problem.moves_max}", "a larger moves_max"),
-             "quota": (_quota(demand.team, quota) if quota is not None else "quotas of teams",
-                       "a larger quota"),
-             "floor": ("the floors of others", "smaller floors"),
-             "priority": (f"priority {demand.priority}, where others have more",
-                          "a higher priority" + " (a higher weight may do)" * peers)}
+    words = {
+        "moves_max": (f"moves_max {problem.moves_max}", "a larger moves_max"),
+        "quota": (
+            _quota(demand.team, quota) if quota is not None else "quotas of teams",
+            "a larger quota",
+        ),
+        "floor": ("the floors of others", "smaller floors"),
+        "priority": (
+            f"priority {demand.priority}, where others have more",
+            "a higher priority" + " (a higher weight may do)" * peers,
+        ),
+    }
     whys, needs = [words[kind][0] for kind in kinds], [words[kind][1] for kind in kinds]
     if alone or len(kinds) == 1:
         return Blocker(why=f"blocked by {', and by '.join(whys)}", needs=", or ".join(needs))
-    return Blocker(why=f"blocked by the limits of the plan: {', '.join(whys)}",
-               needs=f"fewer limits: {', '.join(needs)}")
+    return Blocker(
+        why=f"blocked by the limits of the plan: {', '.join(whys)}",
+        needs=f"fewer limits: {', '.join(needs)}",
+    )
 
 
 def _quota(team: str, quota: int) -> str:
@@ -244,8 +287,14 @@ class WaitExplanation(Struct, frozen=True, kw_only=True):
     """The weight from which the plan gives the task slots; 0: too few slots, or not known."""
 
 
-def record_waiting(state: ClusterState, task: Task, snapshot: PlanningSnapshot, floor: int = 0,
-                   *, by_quota: bool = False) -> Iterator[Body]:
+def record_waiting(
+    state: ClusterState,
+    task: Task,
+    snapshot: PlanningSnapshot,
+    floor: int = 0,
+    *,
+    by_quota: bool = False,
+) -> Iterator[Body]:
     """Record that the plan gives a task no slots.
     `floor`: a floor that is not granted. `by_quota`: only the quota of its team prevents it."""
     why = _missing(state, task, snapshot, floor, by_quota=by_quota)[0] or NOT_CHOSEN
@@ -265,8 +314,11 @@ def explain_waiting(state: ClusterState) -> dict[int, WaitExplanation]:
     snapshot = planning_snapshot(state)
     problem, given = snapshot.problem, {x.task: x.slots for x in state.plan.allocations}
     slots = tuple(given.get(demand.task, demand.now) for demand in problem.demands)
-    plan = Plan(slots=slots, objective=0, waf=fsum(
-        waf_of(demand, x) for demand, x in zip(problem.demands, slots, strict=True)))
+    plan = Plan(
+        slots=slots,
+        objective=0,
+        waf=fsum(waf_of(demand, x) for demand, x in zip(problem.demands, slots, strict=True)),
+    )
     short = constraints.below_floor(problem, slots)
     by_quota = constraints.blocked_by_quota(problem, short)
     is_spare = state.plan.binding == "spare"
@@ -283,16 +335,20 @@ def explain_waiting(state: ClusterState) -> dict[int, WaitExplanation]:
             if state.held:  # else TaskPlaced follows in the same batch
                 found[task.id] = WaitExplanation(why=state.held, needs="healing to be on")
             continue
-        why, needs = _missing(state, task, snapshot, short.get(task.id, 0),
-                              by_quota=task.id in by_quota)
+        why, needs = _missing(
+            state, task, snapshot, short.get(task.id, 0), by_quota=task.id in by_quota
+        )
         if why:
             found[task.id] = WaitExplanation(why=why, needs=needs)
         elif without:
-            found[task.id] = WaitExplanation(why="its slots are kept idle as a hot spare",
-                                   needs="more slots, or a policy without hot_spare")
+            found[task.id] = WaitExplanation(
+                why="its slots are kept idle as a hot spare",
+                needs="more slots, or a policy without hot_spare",
+            )
         else:
-            found[task.id] = _not_chosen(state, problem, task, slots, price_of.get(task.id),
-                                         bars.get(task.id, Blocker()))
+            found[task.id] = _not_chosen(
+                state, problem, task, slots, price_of.get(task.id), bars.get(task.id, Blocker())
+            )
     return found
 
 
@@ -306,15 +362,21 @@ def is_waiting(task: Task) -> bool:
     return not task.target and not task.ending and task.phase != "ended"
 
 
-def _missing(state: ClusterState, task: Task, snapshot: PlanningSnapshot, floor: int, *,
-             by_quota: bool) -> tuple[str, str]:
+def _missing(
+    state: ClusterState, task: Task, snapshot: PlanningSnapshot, floor: int, *, by_quota: bool
+) -> tuple[str, str]:
     """(why no plan can run the task, what the task needs); both empty if a plan could run it."""
     low, num_slots = _smallest(task), len(snapshot.slots)
     if low > state.num_slots_max:
-        return ("too large",
-                f"{slots_in_words(low)}; the cluster has had at most {state.num_slots_max}")
-    if task.modelled is not None and task.modelled.refused and not any(
-            task.throughput.rates_flops if task.throughput is not None else ()):
+        return (
+            "too large",
+            f"{slots_in_words(low)}; the cluster has had at most {state.num_slots_max}",
+        )
+    if (
+        task.modelled is not None
+        and task.modelled.refused
+        and not any(task.throughput.rates_flops if task.throughput is not None else ())
+    ):
         return task.modelled.refused, "a larger slots.max, or a smaller model"
     if task.throughput is not None and not any(task.throughput.rates_flops):
         return "its throughput is 0 for every size", "a declared throughput above 0"
@@ -324,8 +386,9 @@ def _missing(state: ClusterState, task: Task, snapshot: PlanningSnapshot, floor:
         return _no_room(state, task, floor, by_quota=by_quota)
     if low <= num_slots:
         return "", ""
-    num_out = sum(node.is_disabled(index) for node in state.nodes.values()
-                  for index in range(node.num_slots))
+    num_out = sum(
+        node.is_disabled(index) for node in state.nodes.values() for index in range(node.num_slots)
+    )
     away = [f"{num_out} out"] if num_out else []
     drained = [name for name in sorted(state.nodes) if state.nodes[name].drained]
     away += [f"{' '.join(drained)} drained"] if drained else []
@@ -340,19 +403,31 @@ def _unread(state: ClusterState, task: Task, nodes: Collection[str]) -> tuple[st
     names = sorted(name for name in nodes if state.nodes[name].takes_tasks)
     one, known = len(names) == 1, {state.nodes[name].order_format for name in names}
     shown = " ".join(names[:NAMES_NUM_MAX]) + f" and {len(names) - NAMES_NUM_MAX} more" * (
-        len(names) > NAMES_NUM_MAX)
-    return (f"the agent{'s' * (not one)} of {shown} read{'s' * one} order format "
-            f"{' '.join(map(str, sorted(known)))}, and this job needs {needed_format(task.spec)}",
-            f"{'a newer agent' if one else 'newer agents'} there, or other nodes with newer agents")
+        len(names) > NAMES_NUM_MAX
+    )
+    return (
+        f"the agent{'s' * (not one)} of {shown} read{'s' * one} order format "
+        f"{' '.join(map(str, sorted(known)))}, and this job needs {needed_format(task.spec)}",
+        f"{'a newer agent' if one else 'newer agents'} there, or other nodes with newer agents",
+    )
 
 
-def _not_chosen(state: ClusterState, problem: PlanProblem, task: Task, slots: Sequence[int],
-                price: Price | None, bar: Blocker) -> WaitExplanation:
+def _not_chosen(
+    state: ClusterState,
+    problem: PlanProblem,
+    task: Task,
+    slots: Sequence[int],
+    price: Price | None,
+    bar: Blocker,
+) -> WaitExplanation:
     """Why the plan prefers other tasks, and what the task needs."""
     why, needs = bar.why, bar.needs
     if not why:
-        why = ("the plan has better use for the slots" if price is None
-               else _who_earns_more(state, problem, slots, price))
+        why = (
+            "the plan has better use for the slots"
+            if price is None
+            else _who_earns_more(state, problem, slots, price)
+        )
         # How many is not known, since other tasks may get the first additional slots.
         needs = f"more slots within {bar.within}" if bar.within else "more slots"
         needs += ", or more weight" * state.policy.hot_spare  # there are no prices then
@@ -370,12 +445,17 @@ def _no_room(state: ClusterState, task: Task, floor: int, *, by_quota: bool) -> 
     team = task.spec.team
     quota = state.policy.quotas.get(team, floor)
     if quota < floor:
-        return (f"the quota of team {team} is {slots_in_words(quota)}",
-                f"a quota of {slots_in_words(floor)}, its floor")
+        return (
+            f"the quota of team {team} is {slots_in_words(quota)}",
+            f"a quota of {slots_in_words(floor)}, its floor",
+        )
     first = "or a higher priority (a higher weight may do)"  # floors are granted in this order
     if by_quota:
-        return (f"its floor does not fit the quota of team {team}, {slots_in_words(quota)}, beside "
-                "those before it", f"a larger quota, {first}")
+        return (
+            f"its floor does not fit the quota of team {team}, {slots_in_words(quota)}, beside "
+            "those before it",
+            f"a larger quota, {first}",
+        )
     more = "more slots (and maybe a larger quota)" if team in state.policy.quotas else "more slots"
     return "there is no room for its floor beside those before it", f"{more}, {first}"
 
@@ -387,14 +467,20 @@ def _smallest(task: Task) -> int:
     return min((size for size, rate in pairs if rate > 0), default=task.spec.slots.min)
 
 
-def _who_earns_more(state: ClusterState, problem: PlanProblem, slots: Sequence[int],
-                    price: Price) -> str:
+def _who_earns_more(
+    state: ClusterState, problem: PlanProblem, slots: Sequence[int], price: Price
+) -> str:
     """The tasks whose slots the waiting task would get at its price."""
-    names = [demand.name for demand, x, then in
-             zip(problem.demands, slots, price.plan.slots, strict=True) if then < x]
+    names = [
+        demand.name
+        for demand, x, then in zip(problem.demands, slots, price.plan.slots, strict=True)
+        if then < x
+    ]
     if not names:
         return "the plan has better use for the slots"
     if price.cost_waf == 0.0:
-        return (f"{', '.join(names)} keep{'s' * (len(names) == 1)} the slots: a change must gain "
-                f"{100 * state.policy.gain_min:g} % of the WAF")
+        return (
+            f"{', '.join(names)} keep{'s' * (len(names) == 1)} the slots: a change must gain "
+            f"{100 * state.policy.gain_min:g} % of the WAF"
+        )
     return f"{', '.join(names)} earn{'s' * (len(names) == 1)} more with the slots"

@@ -60,14 +60,17 @@ def choose_plan(problem: PlanProblem) -> Choice:
         free = comparable(problem, plan, free)
         others.insert(0, (without(found.violated), free))
     costs = bool(found.violated) and free.objective > plan.objective
-    allocations = tuple(allocation(demand, x)
-                        for demand, x in zip(problem.demands, plan.slots, strict=True))
-    running = int(found.first_terms[
-        found.every.vector(plan.slots)].sum()) if problem.alpha else 0
-    return Choice(plan=plan, allocations=allocations,
-                  alternatives=alternatives(problem, plan, others, running),
-                  unconstrained=free if costs else None,
-                  binding=found.violated if costs else ())
+    allocations = tuple(
+        allocation(demand, x) for demand, x in zip(problem.demands, plan.slots, strict=True)
+    )
+    running = int(found.first_terms[found.every.vector(plan.slots)].sum()) if problem.alpha else 0
+    return Choice(
+        plan=plan,
+        allocations=allocations,
+        alternatives=alternatives(problem, plan, others, running),
+        unconstrained=free if costs else None,
+        binding=found.violated if costs else (),
+    )
 
 
 def solve(problem: PlanProblem) -> Plan:
@@ -85,8 +88,13 @@ def allowed_candidates(problem: PlanProblem) -> Candidates:
 
 def all_rows(problem: PlanProblem) -> tuple[Candidates, Ints]:
     """(all candidates, regardless of floors, with their objective; its first term by candidate)."""
-    found = objective_values(problem.demands, problem.running_s, problem.num_slots,
-                             alpha=problem.alpha, gain_min=problem.gain_min)
+    found = objective_values(
+        problem.demands,
+        problem.running_s,
+        problem.num_slots,
+        alpha=problem.alpha,
+        gain_min=problem.gain_min,
+    )
     return found.rows(fixed_point_shift(found.most()))
 
 
@@ -94,16 +102,24 @@ def best_among(problem: PlanProblem, allowed: Callable[[TaskDemand, int], bool])
     """The best plan in which `allowed` accepts the size of every task; None if there is none."""
     every = all_rows(problem)[0]
     row_of: list[int] = every.row_of.tolist()
-    kept = np.array([allowed(problem.demands[row], size) for row, size in
-                     zip(row_of, every.sizes.tolist(), strict=True)], dtype=np.bool_)
+    kept = np.array(
+        [
+            allowed(problem.demands[row], size)
+            for row, size in zip(row_of, every.sizes.tolist(), strict=True)
+        ],
+        dtype=np.bool_,
+    )
     if constraints.has_floors(problem):
         kept &= constraints.allowed(problem, every)
     if (np.bincount(every.row_of[kept], minlength=every.num) == 0).any():
         return None
     rows, limits = every.only(kept), problem.limits
     found = best(rows, problem.num_slots)
-    if found is not None and limits is not None and (
-            limits.priorities or not limits.allow(found[0])):
+    if (
+        found is not None
+        and limits is not None
+        and (limits.priorities or not limits.allow(found[0]))
+    ):
         found = constraints.within_limits(rows, problem.num_slots, limits)
     return None if found is None else plan_of(problem.demands, found)
 
@@ -116,8 +132,10 @@ def preferred_slots(problem: PlanProblem) -> tuple[int, ...]:
     more = replace(problem, num_slots=most)
     if constraints.has_floors(more):
         rows = rows.only(constraints.allowed(more, rows))
-    return tuple(int(rows.sizes[begin + int(np.argmax(rows.gains[begin:end]))])
-                 for begin, end in pairwise(rows.starts.tolist()))
+    return tuple(
+        int(rows.sizes[begin + int(np.argmax(rows.gains[begin:end]))])
+        for begin, end in pairwise(rows.starts.tolist())
+    )
 
 
 def ideal_waf(demands: Sequence[TaskDemand], num_slots: int) -> float:
@@ -135,14 +153,17 @@ def plan_of(demands: Sequence[TaskDemand], found: SlotsAndGain) -> Plan:
 
 def comparable(problem: PlanProblem, plan: Plan, other: Plan) -> Plan:
     """`other`; marked NOT_COMPARABLE_NUM if alpha >= 1 and not the same tasks have a WAF of 0."""
-    if problem.alpha >= 1 and (constraints.unserved_tasks(problem, plan.slots)
-                               != constraints.unserved_tasks(problem, other.slots)):
+    if problem.alpha >= 1 and (
+        constraints.unserved_tasks(problem, plan.slots)
+        != constraints.unserved_tasks(problem, other.slots)
+    ):
         return replace(other, objective=NOT_COMPARABLE_NUM)
     return other
 
 
-def alternatives(problem: PlanProblem, plan: Plan, others: Sequence[tuple[str, Plan]],
-                 running: int) -> tuple[Alternative, ...]:
+def alternatives(
+    problem: PlanProblem, plan: Plan, others: Sequence[tuple[str, Plan]], running: int
+) -> tuple[Alternative, ...]:
     """The other plans that differ from `plan` and from each other. `running`: with alpha, the first
     term of the objective of `plan`, on the scale of this objective."""
     found: list[Alternative] = []
@@ -153,8 +174,15 @@ def alternatives(problem: PlanProblem, plan: Plan, others: Sequence[tuple[str, P
         seen.append(other.slots)
         slots = tuple((one.task, x) for one, x in zip(problem.demands, other.slots, strict=True))
         behind = plan.objective - other.objective if other.objective != NOT_COMPARABLE_NUM else 0
-        found.append(Alternative(what=what, slots=slots, waf=other.waf, objective=other.objective,
-                                 behind_share=behind / running if running > 0 else 0.0))
+        found.append(
+            Alternative(
+                what=what,
+                slots=slots,
+                waf=other.waf,
+                objective=other.objective,
+                behind_share=behind / running if running > 0 else 0.0,
+            )
+        )
     return tuple(found)
 
 
@@ -186,8 +214,16 @@ class _Solutions(Struct, frozen=True, kw_only=True):
         solved = Solution.of(rows, problem.num_slots)
         assert solved is not None, "the floors alone fit"
         free = plan_of(problem.demands, (rows.slots(solved.vector), solved.gain))
-        found = cls(problem=problem, limits=problem.limits, every=every, kept=kept,
-                    first_terms=first_terms, solved=solved, free=free, plan=free)
+        found = cls(
+            problem=problem,
+            limits=problem.limits,
+            every=every,
+            kept=kept,
+            first_terms=first_terms,
+            solved=solved,
+            free=free,
+            plan=free,
+        )
         violated = found._violated(free.slots)
         if not violated:
             return found
@@ -225,8 +261,11 @@ class _Solutions(Struct, frozen=True, kw_only=True):
         """The plan in which every task keeps its slots; nothing if it is not allowed."""
         slots = tuple(demand.now for demand in self.problem.demands)
         vector = self.every.vector(slots)
-        if len(vector) == len(slots) and sum(slots) <= self.problem.num_slots and (
-                self._allow(slots)):
+        if (
+            len(vector) == len(slots)
+            and sum(slots) <= self.problem.num_slots
+            and (self._allow(slots))
+        ):
             yield UNCHANGED, plan_of(self.problem.demands, (slots, self.every.sums(vector)[0]))
 
     def runner_up(self) -> Iterator[tuple[str, Plan]]:

@@ -32,7 +32,8 @@ class PlanLimits(Struct, frozen=True, kw_only=True):
     def allow_moves(self, slots: Sequence[int]) -> bool:
         return self.moves_max is None or self.moves_max >= sum(
             healthy and x != now
-            for x, now, healthy in zip(slots, self.now, self.healthy, strict=True))
+            for x, now, healthy in zip(slots, self.now, self.healthy, strict=True)
+        )
 
     def allow_quotas(self, slots: Sequence[int]) -> bool:
         return all(sum(slots[row] for row in rows) <= quota for rows, quota in self.teams)
@@ -92,27 +93,38 @@ class PlanProblem(Struct, frozen=True, kw_only=True):
     def limits(self) -> PlanLimits | None:
         """The constraints of the plan beside `num_slots`; None: there are none."""
         priorities = tuple(demand.priority for demand in self.demands)
-        teams = tuple((rows, quota) for team, quota in self.quotas if (
-            rows := tuple(i for i, demand in enumerate(self.demands) if demand.team == team)))
+        teams = tuple(
+            (rows, quota)
+            for team, quota in self.quotas
+            if (rows := tuple(i for i, demand in enumerate(self.demands) if demand.team == team))
+        )
         differ = any(priority != priorities[0] for priority in priorities)
         if self.moves_max is None and not teams and not differ:
             return None
-        return PlanLimits(now=tuple(demand.now for demand in self.demands),
-                      healthy=tuple(one.now > 0 and not one.faulted for one in self.demands),
-                      moves_max=self.moves_max, teams=teams,
-                      priorities=priorities if differ else ())
+        return PlanLimits(
+            now=tuple(demand.now for demand in self.demands),
+            healthy=tuple(one.now > 0 and not one.faulted for one in self.demands),
+            moves_max=self.moves_max,
+            teams=teams,
+            priorities=priorities if differ else (),
+        )
 
 
 def allocation(demand: TaskDemand, slots: int) -> Allocation:
-    return Allocation(task=demand.task, slots_before=demand.now, slots=slots,
-                      waf=waf_of(demand, slots), waf_before=waf_of(demand, demand.now),
-                      transition_s=transition_cost_s(demand, slots))
+    return Allocation(
+        task=demand.task,
+        slots_before=demand.now,
+        slots=slots,
+        waf=waf_of(demand, slots),
+        waf_before=waf_of(demand, demand.now),
+        transition_s=transition_cost_s(demand, slots),
+    )
 
 
 def waf_of(demand: TaskDemand, slots: int) -> float:
     """F(t, x) for a candidate x; 0 for 0 slots."""
     at = bisect_left(demand.sizes, slots)
-    return demand.wafs[at] if slots in demand.sizes[at:at + 1] else 0.0
+    return demand.wafs[at] if slots in demand.sizes[at : at + 1] else 0.0
 
 
 def reshapes(demand: TaskDemand) -> tuple[bool, ...]:
@@ -131,5 +143,12 @@ def transition_cost_s(demand: TaskDemand, slots: int) -> float:
         return 0.0
     if slots and reshapes(demand)[demand.sizes.index(slots)]:
         return kinds.reshape_s
-    return (kinds.same_s if slots == demand.now else kinds.grow_s if slots > demand.now
-            else kinds.shrink_s if slots else kinds.stop_s)
+    return (
+        kinds.same_s
+        if slots == demand.now
+        else kinds.grow_s
+        if slots > demand.now
+        else kinds.shrink_s
+        if slots
+        else kinds.stop_s
+    )

@@ -42,8 +42,11 @@ class PlanningSnapshot(Struct, frozen=True, kw_only=True):
 def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnapshot:
     """The snapshot for a plan now, or after a drain of the node `without`. A task that is ending,
     or pinned, keeps its slots, except those in which another task already has a seat."""
-    slots = [slot for slot in allocatable_slots(state) if slot.node != without] if without else (
-        allocatable_slots(state))
+    slots = (
+        [slot for slot in allocatable_slots(state) if slot.node != without]
+        if without
+        else (allocatable_slots(state))
+    )
     open_tasks: list[Task] = []
     pinned: list[Slot] = []
     for task in live_tasks(state):
@@ -60,19 +63,32 @@ def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnap
     usable = set(slots)
     unread = order_formats.unread(state, open_tasks)
     most = order_formats.most_slots(open_tasks, order_formats.pools(open_tasks, free, unread))
-    all_demands = {task.id: _demand(state, task, usable, most.get(task.id))
-             for task in live_tasks(state) if not task.ending}
+    all_demands = {
+        task.id: _demand(state, task, usable, most.get(task.id))
+        for task in live_tasks(state)
+        if not task.ending
+    }
     spares = policy.hot_spare and not policy.alpha  # its price is in WAF
     problem = PlanProblem(
-        demands=tuple(all_demands[task.id] for task in open_tasks), num_slots=len(free),
-        mtbf_gpu_s=state.mtbf_gpu_s or policy.mtbf_gpu_s, gain_min=policy.gain_min,
-        moves_max=policy.moves_max, quotas=tuple(sorted(policy.quotas.items())),
-        floor=policy.floor, alpha=policy.alpha, repair_s=policy.repair_s if spares else 0.0,
-        spare_slots=node_slots(state) if spares else 0)
-    return PlanningSnapshot(problem=problem, slots=free, all_demands=tuple(all_demands.values()),
-                  num_slots_all=sum(node.num_slots for node in state.nodes.values()
-                                    if node.health != "left"),
-                  unread=unread, most=most)
+        demands=tuple(all_demands[task.id] for task in open_tasks),
+        num_slots=len(free),
+        mtbf_gpu_s=state.mtbf_gpu_s or policy.mtbf_gpu_s,
+        gain_min=policy.gain_min,
+        moves_max=policy.moves_max,
+        quotas=tuple(sorted(policy.quotas.items())),
+        floor=policy.floor,
+        alpha=policy.alpha,
+        repair_s=policy.repair_s if spares else 0.0,
+        spare_slots=node_slots(state) if spares else 0,
+    )
+    return PlanningSnapshot(
+        problem=problem,
+        slots=free,
+        all_demands=tuple(all_demands.values()),
+        num_slots_all=sum(node.num_slots for node in state.nodes.values() if node.health != "left"),
+        unread=unread,
+        most=most,
+    )
 
 
 def digest(state: ClusterState, snapshot: PlanningSnapshot) -> int:
@@ -89,8 +105,9 @@ def input_digest(state: ClusterState) -> int:
 
 def node_slots(state: ClusterState) -> int:
     """The most frequent number of slots per node; the largest on a tie; 0 without nodes."""
-    counts = Counter(node.num_slots for node in state.nodes.values()
-                     if node.health != "left" and node.num_slots)
+    counts = Counter(
+        node.num_slots for node in state.nodes.values() if node.health != "left" and node.num_slots
+    )
     return max(counts, key=lambda num: (counts[num], num), default=0)
 
 
@@ -102,11 +119,20 @@ def _demand(state: ClusterState, task: Task, usable: set[Slot], most: int | None
     fits = usable.issuperset([seat.slot for seat in task.target])
     faulted = bool(task.target) and not (fits and (not task.incident or is_whole(task)))
     weight = task.weight
-    return TaskDemand(task=task.id, name=task.spec.name, now=len(task.target), faulted=faulted,
-                transition=transition_cost.transition(state, task),
-                sizes=tuple(size for size, _ in found), shapes=shapes(task, found),
-                wafs=tuple(weight * rate for _, rate in found), priority=task.spec.priority,
-                team=task.spec.team, weight=weight, floor=task.spec.slots.floor)
+    return TaskDemand(
+        task=task.id,
+        name=task.spec.name,
+        now=len(task.target),
+        faulted=faulted,
+        transition=transition_cost.transition(state, task),
+        sizes=tuple(size for size, _ in found),
+        shapes=shapes(task, found),
+        wafs=tuple(weight * rate for _, rate in found),
+        priority=task.spec.priority,
+        team=task.spec.team,
+        weight=weight,
+        floor=task.spec.slots.floor,
+    )
 
 
 def shapes(task: Task, found: list[tuple[int, float]]) -> tuple[int, ...]:

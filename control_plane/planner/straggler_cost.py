@@ -20,17 +20,24 @@ def node_cost(state: ClusterState, name: str) -> StragglerCostEstimated:
     then = hot_spare.with_hot_spare(snapshot.problem).plan.slots if snapshot.problem.demands else ()
     waf_then = math.fsum(
         waf_of(demand, slots) / slowdown(state.tasks[demand.task], without=name)
-        for demand, slots in zip(snapshot.problem.demands, then, strict=True))
+        for demand, slots in zip(snapshot.problem.demands, then, strict=True)
+    )
     cost = math.fsum(
         waf_of(demand, demand.now) * (1 - 1 / _holds_up(state.tasks[demand.task], name))
-        for demand in now.demands)
-    achieved = math.fsum(waf_of(demand, demand.now) / slowdown(state.tasks[demand.task])
-                         for demand in now.demands)
+        for demand in now.demands
+    )
+    achieved = math.fsum(
+        waf_of(demand, demand.now) / slowdown(state.tasks[demand.task]) for demand in now.demands
+    )
     return StragglerCostEstimated(
-        node=name, tasks=tuple(task.id for task in here),
+        node=name,
+        tasks=tuple(task.id for task in here),
         ratios=tuple(_holds_up(task, name) for task in here),
-        cost_waf=cost, drain_waf=waf_then - achieved,
-        why=_why(state, here, name), now_waf=achieved)
+        cost_waf=cost,
+        drain_waf=waf_then - achieved,
+        why=_why(state, here, name),
+        now_waf=achieved,
+    )
 
 
 def _holds_up(task: Task, name: str) -> float:
@@ -40,10 +47,18 @@ def _holds_up(task: Task, name: str) -> float:
 
 def _why(state: ClusterState, tasks: list[Task], name: str) -> str:
     """The results of the node's checks, then its slow ranks."""
-    checks = [check.why or check.check for check in state.nodes[name].checks
-              if check.health == "degraded"] if name in state.nodes else []
-    return "; ".join([*checks, *(in_words(task, number) for task in tasks
-                                 for number in slow_on(task, name))])
+    checks = (
+        [
+            check.why or check.check
+            for check in state.nodes[name].checks
+            if check.health == "degraded"
+        ]
+        if name in state.nodes
+        else []
+    )
+    return "; ".join(
+        [*checks, *(in_words(task, number) for task in tasks for number in slow_on(task, name))]
+    )
 
 
 def in_words(task: Task, number: int) -> str:
@@ -52,7 +67,12 @@ def in_words(task: Task, number: int) -> str:
     num = len(task.members) - len(task.slow)
     others = [str(other) for other in sorted(task.slow) if other != number]
     also = f" with rank{'s' * (len(others) > 1)} {' '.join(others)}" if others else ""
-    own = (f", its own work {slow.ratio:.3g} x"
-           if f"{slow.ratio:.2f}" != f"{slow.holds_up:.2f}" else "")
-    return (f"rank {number} of {task.spec.name} ({slot.node}/{slot.index}) holds up {num} "
-            f"other{'s' * (num != 1)}{also}, {slow.holds_up:.3g} x{own}")
+    own = (
+        f", its own work {slow.ratio:.3g} x"
+        if f"{slow.ratio:.2f}" != f"{slow.holds_up:.2f}"
+        else ""
+    )
+    return (
+        f"rank {number} of {task.spec.name} ({slot.node}/{slot.index}) holds up {num} "
+        f"other{'s' * (num != 1)}{also}, {slow.holds_up:.3g} x{own}"
+    )

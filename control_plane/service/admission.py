@@ -19,15 +19,31 @@ class Admission:
         self._strangers: dict[object, asyncio.Transport] = {}  # by socket, ordered by age
         self._trusted: set[object] = set()
 
-    async def listen(self, made: Callable[[], asyncio.Protocol], host: str, port: int,
-                     tls: ssl.SSLContext | None, *, handshake_s_max: float) -> asyncio.Server:
+    async def listen(
+        self,
+        made: Callable[[], asyncio.Protocol],
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None,
+        *,
+        handshake_s_max: float,
+    ) -> asyncio.Server:
         """Listen; `made` gives the protocol of each connection. Raises OSError."""
         loop = asyncio.get_running_loop()
 
         def accepted() -> Any:
-            protocol: asyncio.BaseProtocol = made() if tls is None else _Tls(
-                loop, made(), tls, cast(Any, None), server_side=True,
-                ssl_handshake_timeout=cast(Any, handshake_s_max))
+            protocol: asyncio.BaseProtocol = (
+                made()
+                if tls is None
+                else _Tls(
+                    loop,
+                    made(),
+                    tls,
+                    cast(Any, None),
+                    server_side=True,
+                    ssl_handshake_timeout=cast(Any, handshake_s_max),
+                )
+            )
             if isinstance(protocol, Counted):
                 protocol.admission = self
             return protocol

@@ -89,18 +89,35 @@ class Coordinator:
     it ends, nothing is lost: the intake's cursor moves only with the append.
     """
 
-    def __init__(self, log: RedisLog, *, clock: Callable[[], float], nonce: str, code: str,
-                 policy: Policy, jitter: random.Random | None = None,
-                 limits: Limits | None = None, access: Access | None = None,
-                 folder: Folder | None = None, observe: Observe | None = None,
-                 dead_letters: DeadLetters | None = None) -> None:
+    def __init__(
+        self,
+        log: RedisLog,
+        *,
+        clock: Callable[[], float],
+        nonce: str,
+        code: str,
+        policy: Policy,
+        jitter: random.Random | None = None,
+        limits: Limits | None = None,
+        access: Access | None = None,
+        folder: Folder | None = None,
+        observe: Observe | None = None,
+        dead_letters: DeadLetters | None = None,
+    ) -> None:
         self._log, self._observe = log, observe
         self._dead_letters = dead_letters or DeadLetters()
         self._folder = folder
         self._limits = limits or Limits()
         self._jitter = jitter or random.Random()
-        self._leader = Leader(log, clock=clock, nonce=nonce, code=code, policy=policy,
-                              folder=folder, dead_letters=self._dead_letters)
+        self._leader = Leader(
+            log,
+            clock=clock,
+            nonce=nonce,
+            code=code,
+            policy=policy,
+            folder=folder,
+            dead_letters=self._dead_letters,
+        )
         self._leases = Leases()
         self._outages = Outages()
         self._led_until_s: float | None = None
@@ -172,8 +189,9 @@ class Coordinator:
         if epoch != self.epoch:
             return ""
         if not self.followers:
-            raise UsageError("no other control plane follows this one",
-                             "unicron up --control-planes 2")
+            raise UsageError(
+                "no other control plane follows this one", "unicron up --control-planes 2"
+            )
         self._hand_to = self.followers[0]
         self._leader_known.clear()
         self._wake.set()
@@ -181,8 +199,10 @@ class Coordinator:
 
     async def keep_tokens(self, tokens: bytes) -> None:
         """Store the tokens' hashes for the next leader. Raises LogError."""
-        await self._with_timeout(self._log.keep_tokens(tokens, epoch=self._leader.epoch),
-                                 Unavailable("the log cannot be reached; try again"))
+        await self._with_timeout(
+            self._log.keep_tokens(tokens, epoch=self._leader.epoch),
+            Unavailable("the log cannot be reached; try again"),
+        )
 
     async def settled(self) -> ClusterState:
         """Wait until the state matches the log exactly, or was folded along, and return it. Read
@@ -203,28 +223,38 @@ class Coordinator:
         """
         if len(self._writes) >= self._limits.writes_max or not self.leading:
             raise Unavailable("the control plane takes no more writes at the moment")
-        reports = [Report(source=f"operator/{request_id}", source_seq=number,
-                          occurred_s=self._leader.now_s(), body=body)
-                   for number, body in enumerate(bodies, 1)]
+        reports = [
+            Report(
+                source=f"operator/{request_id}",
+                source_seq=number,
+                occurred_s=self._leader.now_s(),
+                body=body,
+            )
+            for number, body in enumerate(bodies, 1)
+        ]
         write = _Write(reports, check, asyncio.get_running_loop().create_future())
         self._writes.append(write)
         self._wake.set()
-        return await self._with_timeout(asyncio.shield(write.done),
-                                        Unavailable("the log cannot be reached; try again"))
+        return await self._with_timeout(
+            asyncio.shield(write.done), Unavailable("the log cannot be reached; try again")
+        )
 
     async def admit(self, node: str, incarnation: int) -> None:
         """Let an agent use the log, in place of its predecessors. Raises LogError."""
         self._expelled.discard(node)
         self._admitted[node] = incarnation
-        await self._with_timeout(self._log.admit({node: incarnation}),
-                                 Unavailable("the log cannot be reached; try again"))
+        await self._with_timeout(
+            self._log.admit({node: incarnation}),
+            Unavailable("the log cannot be reached; try again"),
+        )
 
     async def expel(self, node: str) -> None:
         """End a node's access until it is admitted. Raises LogError; it is tried again."""
         self._expelled.add(node)
         self._have_users = False
-        await self._with_timeout(self._log.expel((node,)),
-                                 Unavailable("the log cannot be reached; try again"))
+        await self._with_timeout(
+            self._log.expel((node,)), Unavailable("the log cannot be reached; try again")
+        )
 
     async def follow(self, after: int) -> AsyncIterator[Sequence[Record]]:
         """Pages of records after `after`, until this control plane stops; an empty page every
@@ -365,7 +395,8 @@ class Coordinator:
         if self._led_until_s is not None:
             self._outages.leader_gone(
                 "leader" if self._led_until_s > self._started_s else "control plane",
-                self._led_until_s)
+                self._led_until_s,
+            )
 
     async def _recover(self) -> None:
         self._committed.clear()
@@ -409,11 +440,15 @@ class Coordinator:
             except (Unavailable, TimeoutError) as error:
                 self._committed.clear()
                 if not reported:
-                    self._logger.warning("the log cannot be reached, ranks continue",
-                                         why=str(error))
+                    self._logger.warning(
+                        "the log cannot be reached, ranks continue", why=str(error)
+                    )
                 reported = True
-                self._outages.began("server", self._outages.alive_s or self._leader.now_s(),
-                                    str(error) or "the log's server does not answer in time")
+                self._outages.began(
+                    "server",
+                    self._outages.alive_s or self._leader.now_s(),
+                    str(error) or "the log's server does not answer in time",
+                )
             except (Conflict, Ambiguous):
                 disputes += 1
                 if disputes > self._limits.disputes_max:
@@ -444,11 +479,16 @@ class Coordinator:
         self._committed.clear()
         records = await self._with_timeout(
             self._leader.commit(
-                chain(batch.reports, self._checked_reports(writes),
-                      self._timed_reports(self._leader.now_s()) if has_timed else (),
-                      self._losses()),
-                cursor=batch.cursor),
-            Ambiguous("the append was not acknowledged in time"))
+                chain(
+                    batch.reports,
+                    self._checked_reports(writes),
+                    self._timed_reports(self._leader.now_s()) if has_timed else (),
+                    self._losses(),
+                ),
+                cursor=batch.cursor,
+            ),
+            Ambiguous("the append was not acknowledged in time"),
+        )
         self._dead_letters.keep(batch.rejected)  # only now: a turn that fails takes them again
         self._publish(records)
         self._outages.appended(records)
@@ -483,12 +523,16 @@ class Coordinator:
         num_max = self._limits.batch_reports_max
         more = await self._with_timeout(
             self._log.take(after=batch.cursor, num_max=num_max, wait_s=0.0),
-            Unavailable("the intake does not answer"))
+            Unavailable("the intake does not answer"),
+        )
         full = more.num_entries >= num_max
         if full:
             self._wake.set()
-        return Batch(reports=batch.reports + more.reports, cursor=more.cursor,
-                     rejected=batch.rejected + more.rejected), not full
+        return Batch(
+            reports=batch.reports + more.reports,
+            cursor=more.cursor,
+            rejected=batch.rejected + more.rejected,
+        ), not full
 
     def _publish(self, records: Sequence[Record]) -> None:
         """The log has these records: wake those that follow it."""
@@ -503,8 +547,10 @@ class Coordinator:
         now_s = self._leader.now_s()
         if now_s - self._trimmed_s >= self._limits.trim_s and self._leader.position != "0-0":
             self._trimmed_s = now_s
-            await self._with_timeout(self._log.trim_reports(before=self._leader.position),
-                                     Unavailable("the intake cannot be trimmed"))
+            await self._with_timeout(
+                self._log.trim_reports(before=self._leader.position),
+                Unavailable("the intake cannot be trimmed"),
+            )
 
     # --- the intake -------------------------------------------------------------------------------
     def _prepare_wakeup(self, group: asyncio.TaskGroup) -> None:
@@ -514,8 +560,12 @@ class Coordinator:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        due_s = min([self._outages.due_s, *(
-            d.due_s for d in running_deadlines(self._leader.state).values())])
+        due_s = min(
+            [
+                self._outages.due_s,
+                *(d.due_s for d in running_deadlines(self._leader.state).values()),
+            ]
+        )
         if due_s < math.inf:
             delay_s = max(0.0, due_s - self._leader.now_s())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
@@ -525,7 +575,8 @@ class Coordinator:
         try:
             async with asyncio.timeout(limits.take_wait_s + limits.call_s_max):
                 found: Batch | LogError = await self._log.take(
-                    after=after, num_max=limits.batch_reports_max, wait_s=limits.take_wait_s)
+                    after=after, num_max=limits.batch_reports_max, wait_s=limits.take_wait_s
+                )
         except LogError as error:
             found = error
         except TimeoutError:
@@ -545,17 +596,21 @@ class Coordinator:
     # --- timed events -----------------------------------------------------------------------------
     def _has_timed_events(self) -> bool:
         state, now_s = self._leader.state, self._leader.now_s()
-        return self._outages.due_s <= now_s or any(
-            d.due_s <= now_s for d in running_deadlines(state).values()) or any(
-            True for _ in self._leases.verdicts(state)) or bool(expired_tasks(state, now_s))
+        return (
+            self._outages.due_s <= now_s
+            or any(d.due_s <= now_s for d in running_deadlines(state).values())
+            or any(True for _ in self._leases.verdicts(state))
+            or bool(expired_tasks(state, now_s))
+        )
 
     def _timed_reports(self, now_s: float) -> Iterator[Report]:
         """An outage that is over, passed deadlines and changed leases, in the current state."""
         state = self._leader.state
         if self._outages.outage is not None and self._outages.due_s <= now_s:
             yield self._leader.report(self._outages.outage)
-        due = sorted((d.due_s, name) for name, d in running_deadlines(state).items()
-                     if d.due_s <= now_s)
+        due = sorted(
+            (d.due_s, name) for name, d in running_deadlines(state).items() if d.due_s <= now_s
+        )
         for _, name in due:
             current = running_deadlines(state).get(name)
             if current is not None and current.due_s <= now_s:
@@ -580,12 +635,14 @@ class Coordinator:
             await asyncio.sleep(pause_s)
             await self._keep_alive(before_s, pause_s)
             try:
-                beats = await self._with_timeout(self._log.beats(sorted(self._leader.state.nodes)),
-                                                 Unavailable("no heartbeats"))
+                beats = await self._with_timeout(
+                    self._log.beats(sorted(self._leader.state.nodes)), Unavailable("no heartbeats")
+                )
             except LogError:
                 continue
-            self._leases.observe(beats, self._leader.now_s(), pause_s=pause_s,
-                                 state=self._leader.state)
+            self._leases.observe(
+                beats, self._leader.now_s(), pause_s=pause_s, state=self._leader.state
+            )
             if self._committed.is_set() and self._has_timed_events():
                 self._wake.set()
 
@@ -622,9 +679,13 @@ class Coordinator:
                 return
             self._have_users = True  # unless a node is expelled meanwhile
             known = {name: node.incarnation for name, node in self._leader.state.nodes.items()}
-            await self._log.admit({name: max(incarnation, known.get(name, 0))
-                                   for name, incarnation in (known | self._admitted).items()
-                                   if name not in self._expelled})
+            await self._log.admit(
+                {
+                    name: max(incarnation, known.get(name, 0))
+                    for name, incarnation in (known | self._admitted).items()
+                    if name not in self._expelled
+                }
+            )
             await self._log.expel(self._expelled)
             await self._log.mark_admitted()
         except (Unavailable, Ambiguous):

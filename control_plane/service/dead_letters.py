@@ -27,8 +27,9 @@ class DeadLetters:
     """Counts what the intake rejects, and keeps it in a private file of JSON lines: `at` in seconds
     since 1970, `why`, `source`, `num_bytes`, and `data`, the first bytes in Base64."""
 
-    def __init__(self, path: Path | None = None, count: Callable[[int], None] = lambda num: None
-                 ) -> None:
+    def __init__(
+        self, path: Path | None = None, count: Callable[[int], None] = lambda num: None
+    ) -> None:
         """`path`: None keeps nothing. `count` is called with each number of entries."""
         self._path, self._count = path, count
         self._seldom = Seldom(LOG_S)
@@ -40,9 +41,13 @@ class DeadLetters:
         self._count(len(rejected))
         for one in rejected:
             if num := self._seldom.due():
-                _logger.warning("dropped a report", why=one.why[:TEXT_CHARS_MAX],
-                                source=one.source[:TEXT_CHARS_MAX], num_since_last_line=num,
-                                kept_in=str(self._path or ""))
+                _logger.warning(
+                    "dropped a report",
+                    why=one.why[:TEXT_CHARS_MAX],
+                    source=one.source[:TEXT_CHARS_MAX],
+                    num_since_last_line=num,
+                    kept_in=str(self._path or ""),
+                )
         if self._path is not None:
             with suppress(OSError):
                 self._write(self._path, b"".join(map(_line, rejected)))
@@ -59,7 +64,15 @@ class DeadLetters:
 
 
 def _line(one: Rejected) -> bytes:
-    return json.dumps({
-        "at": round(time.time(), 3), "why": one.why[:TEXT_CHARS_MAX],
-        "source": one.source[:TEXT_CHARS_MAX], "num_bytes": len(one.data),
-        "data": base64.b64encode(one.data[:DATA_BYTES_MAX]).decode()}).encode() + b"\n"
+    return (
+        json.dumps(
+            {
+                "at": round(time.time(), 3),
+                "why": one.why[:TEXT_CHARS_MAX],
+                "source": one.source[:TEXT_CHARS_MAX],
+                "num_bytes": len(one.data),
+                "data": base64.b64encode(one.data[:DATA_BYTES_MAX]).decode(),
+            }
+        ).encode()
+        + b"\n"
+    )

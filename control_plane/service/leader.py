@@ -48,9 +48,17 @@ class Leader:
     that the log cannot be trusted.
     """
 
-    def __init__(self, log: RedisLog, *, clock: Callable[[], float], nonce: str, code: str,
-                 policy: Policy, folder: Folder | None = None,
-                 dead_letters: DeadLetters | None = None) -> None:
+    def __init__(
+        self,
+        log: RedisLog,
+        *,
+        clock: Callable[[], float],
+        nonce: str,
+        code: str,
+        policy: Policy,
+        folder: Folder | None = None,
+        dead_letters: DeadLetters | None = None,
+    ) -> None:
         """`folder`: where the segments and snapshots of the log are; None: nowhere."""
         self._dead_letters = dead_letters or DeadLetters()
         self._unfit: dict[tuple[str, int], Report] = {}
@@ -84,14 +92,19 @@ class Leader:
 
     def report(self, body: Body) -> Report:
         """A report of this leader, with its next source_seq."""
-        return Report(source=self.source, source_seq=self.state.sources.get(self.source, 0) + 1,
-                      occurred_s=self.now_s(), body=body)
+        return Report(
+            source=self.source,
+            source_seq=self.state.sources.get(self.source, 0) + 1,
+            occurred_s=self.now_s(),
+            body=body,
+        )
 
     async def take_over(self) -> None:
         """Start a new epoch. When this returns, every older leader is fenced. Raises Leased while
         another one leads."""
-        self.epoch = await self._log.start_epoch(self._nonce, url=self.url, lease_s=LEASE_S,
-                                                 above=self._above)
+        self.epoch = await self._log.start_epoch(
+            self._nonce, url=self.url, lease_s=LEASE_S, above=self._above
+        )
 
     async def renew(self) -> list[str]:
         """Go on leading for LEASE_S; returns the URLs of those that follow."""
@@ -115,8 +128,11 @@ class Leader:
                 fold(self.state, record)
                 if self._last is None or record.seq > self._last.seq:
                     self._last = record
-                if (isinstance(record.body, OutageEnded) and record.body.lost_from
-                        and record.epoch > self._above):
+                if (
+                    isinstance(record.body, OutageEnded)
+                    and record.body.lost_from
+                    and record.epoch > self._above
+                ):
                     self._lost = None
             snapshots.remember(self.answers, page)
             yield page
@@ -140,8 +156,12 @@ class Leader:
                 known = middle
         self._lost = lost_from, last.seq
         self._above = max(self._above, self.epoch, last.epoch)
-        _logger.error("the log has lost records: its server went back to an earlier time",
-                      lost_from=lost_from, lost_to=last.seq, epoch=last.epoch)
+        _logger.error(
+            "the log has lost records: its server went back to an earlier time",
+            lost_from=lost_from,
+            lost_to=last.seq,
+            epoch=last.epoch,
+        )
         self._forget()
         self._last = None
 
@@ -171,8 +191,11 @@ class Leader:
             # This epoch has started before; its appends wrote log and streams atomically.
             return
         # Before the first order of this epoch, so that open orders come before new orders.
-        acked = {source: num for source, num in state.sources.items()
-                 if source.partition("/")[0] not in RESERVED_NAMES}
+        acked = {
+            source: num
+            for source, num in state.sources.items()
+            if source.partition("/")[0] not in RESERVED_NAMES
+        }
         await self._log.rebuild_orders(open_orders(state), epoch=self.epoch, acked=acked)
         if state.epoch != self.epoch:
             await self.commit(self._epoch_reports())
@@ -181,12 +204,25 @@ class Leader:
     def _epoch_reports(self) -> Iterator[Report]:
         """The first reports of an epoch, in one append: the log always has a policy."""
         first = self.state.seq == 0
-        yield self.report(EpochStarted(
-            nonce=self._nonce, code=self._code, heart=DECIDER_VERSION,
-            durability=self._policy.durability, replicas_min=self._policy.replicas_min))
+        yield self.report(
+            EpochStarted(
+                nonce=self._nonce,
+                code=self._code,
+                heart=DECIDER_VERSION,
+                durability=self._policy.durability,
+                replicas_min=self._policy.replicas_min,
+            )
+        )
         if self._lost:
-            yield self.report(OutageEnded(what="server", since_s=self.now_s(), length_s=0.0,
-                                          lost_from=self._lost[0], lost_to=self._lost[1]))
+            yield self.report(
+                OutageEnded(
+                    what="server",
+                    since_s=self.now_s(),
+                    length_s=0.0,
+                    lost_from=self._lost[0],
+                    lost_to=self._lost[1],
+                )
+            )
         if first or self._policy != self.state.policy:
             yield self.report(PolicySet(policy=self._policy))
 
@@ -209,8 +245,9 @@ class Leader:
             if made and _is_of_agent(report):
                 acked[report.source] = report.source_seq
         if records:
-            await self._log.append(records, epoch=self.epoch, expect=expect, cursor=cursor,
-                                   acked=acked)
+            await self._log.append(
+                records, epoch=self.epoch, expect=expect, cursor=cursor, acked=acked
+            )
             self._last = records[-1]
             self._unfit.clear()
         if cursor:
@@ -240,23 +277,33 @@ class Leader:
             if fit is not report or not _is_of_agent(report):
                 raise
             self._reject(report, error)
-            self._unfit[report.source, report.source_seq] = replace(report, body=ReportsLost(
-                node=report.source.rpartition("/")[0], num_lost=1))
+            self._unfit[report.source, report.source_seq] = replace(
+                report, body=ReportsLost(node=report.source.rpartition("/")[0], num_lost=1)
+            )
             raise Spoiled(f"a report of {report.source} could not be decided on") from error
 
     def _reject(self, report: Report, error: Exception) -> None:
         why = f"{type(report.body).__name__} {report.source_seq} raises {error!r}"
-        _logger.error("a report raises, and is passed over", source=report.source, why=why,
-                      trace="".join(traceback.format_exception(error, limit=-TRACE_LINES_NUM)))
-        self._dead_letters.keep([Rejected(why=why, source=report.source,
-                                          data=encode_report(report))])
+        _logger.error(
+            "a report raises, and is passed over",
+            source=report.source,
+            why=why,
+            trace="".join(traceback.format_exception(error, limit=-TRACE_LINES_NUM)),
+        )
+        self._dead_letters.keep(
+            [Rejected(why=why, source=report.source, data=encode_report(report))]
+        )
 
     def _refuses(self, report: Report) -> bool:
         if not is_foreign(self.state, report):
             return False
         if num := self._foreign.due():
-            _logger.warning("dropped a report about another node's process", source=report.source,
-                            kind=type(report.body).__name__, num_since_last_line=num)
+            _logger.warning(
+                "dropped a report about another node's process",
+                source=report.source,
+                kind=type(report.body).__name__,
+                num_since_last_line=num,
+            )
         return True
 
     async def _begin_with_snapshot(self, folder: Folder) -> None:
@@ -267,18 +314,28 @@ class Leader:
             state, answers = await asyncio.to_thread(snapshots.newest, folder)
             last = await self._log.last_seq()
             if (seq := max(state.seq, self._log.sealed_seq)) > last:
-                raise CorruptLog(last + 1, f"the server has lost records {last + 1} to {seq}, "
-                                 "which were acknowledged: unicron log restore, into an empty "
-                                 "server", "unicron log status")
+                raise CorruptLog(
+                    last + 1,
+                    f"the server has lost records {last + 1} to {seq}, "
+                    "which were acknowledged: unicron log restore, into an empty "
+                    "server",
+                    "unicron log status",
+                )
             if state.seq + 1 < (first := self._log.first_seq):
-                raise CorruptLog(first, f"the records before it were pruned, and {folder.where} "
-                                 f"has no good snapshot of {SCHEMA}: put one back, or use the "
-                                 "Unicron that wrote it")
+                raise CorruptLog(
+                    first,
+                    f"the records before it were pruned, and {folder.where} "
+                    f"has no good snapshot of {SCHEMA}: put one back, or use the "
+                    "Unicron that wrote it",
+                )
             if state.seq >= first:
                 (record,) = await self._log.read(after=state.seq - 1, num_max=1)
                 if record.epoch != state.epoch:
-                    raise CorruptLog(state.seq, f"is of epoch {record.epoch}, and in a snapshot of "
-                                     f"epoch {state.epoch}: the server has another log")
+                    raise CorruptLog(
+                        state.seq,
+                        f"is of epoch {record.epoch}, and in a snapshot of "
+                        f"epoch {state.epoch}: the server has another log",
+                    )
                 self._last = self._last or record
             self.state, self.answers = state, answers
         except OSError as error:

@@ -37,8 +37,9 @@ class Leases:
         """Start a full lease for every node."""
         self._granted_s = self._granted_suspect_s = self._observed_s = now_s
 
-    def observe(self, beats: Iterable[Heartbeat], now_s: float, *, pause_s: float,
-                state: ClusterState) -> None:
+    def observe(
+        self, beats: Iterable[Heartbeat], now_s: float, *, pause_s: float, state: ClusterState
+    ) -> None:
         """Read the latest heartbeats. The server, not our clock, measures their age. If a read is
         more than half a lease late (it is due after `pause_s`), leases start again."""
         policy = state.policy
@@ -49,8 +50,9 @@ class Leases:
             self._granted_suspect_s = now_s
         self._observed_s = now_s
         for beat in beats:
-            self._last_beats[beat.node] = _LastBeat(beat.incarnation, now_s - beat.age_s,
-                                                     beat.num_spooled)
+            self._last_beats[beat.node] = _LastBeat(
+                beat.incarnation, now_s - beat.age_s, beat.num_spooled
+            )
         least_s = now_s - _shortest(policy)
         self._late = {name for name, node in state.nodes.items() if self._beat_s(node) < least_s}
 
@@ -61,8 +63,11 @@ class Leases:
 
     def num_spooled(self, state: ClusterState) -> int:
         """Reports that wait on the agents that have not left."""
-        return sum(beat.num_spooled for name, beat in self._last_beats.items()
-                   if (node := state.nodes.get(name)) is not None and node.health != "left")
+        return sum(
+            beat.num_spooled
+            for name, beat in self._last_beats.items()
+            if (node := state.nodes.get(name)) is not None and node.health != "left"
+        )
 
     def verdicts(self, state: ClusterState) -> Iterator[Body]:
         """Yield, by node, the changes as of the last observation that the state does not have yet.

@@ -1,5 +1,4 @@
-"""Outages of the control plane, its leader and the log's server, from the first sign to a record.
-"""
+"""Outages of the control plane, its leader and the log's server, from the first sign to a record."""
 
 import math
 import time
@@ -35,8 +34,9 @@ class Outages:
         self._failing = ""
         """Why the server cannot be reached, or cannot keep what it would acknowledge."""
 
-    def began(self, what: Literal["control plane", "leader", "server"], since_s: float, why: str
-              ) -> None:
+    def began(
+        self, what: Literal["control plane", "leader", "server"], since_s: float, why: str
+    ) -> None:
         """An outage has begun, or goes on. What was away first gives its name."""
         if self.outage is None or since_s < self.outage.since_s:
             self.outage = OutageEnded(what=what, since_s=since_s, length_s=0.0, why=why)
@@ -57,8 +57,7 @@ class Outages:
             return
         length_s = now_s - one.since_s
         least_s = {"server": LENGTH_S_MIN, "leader": HANDOVER_S_MAX}.get(one.what, 0.0)
-        if length_s < least_s or any(
-                known.since_s == one.since_s for known in recorded):
+        if length_s < least_s or any(known.since_s == one.since_s for known in recorded):
             self.outage, self._until_s = None, math.inf
         elif self._until_s == math.inf:
             self.outage, self._until_s = replace(one, length_s=length_s), now_s
@@ -81,12 +80,21 @@ class Outages:
                 return
             if isinstance(body, OutageEnded) and not body.lost_from:
                 self.outage, self._until_s = None, math.inf
-            elif (record.source_seq and record.occurred_s < self._until_s
-                  and record.source.partition("/")[0] not in RESERVED_NAMES):
-                num = (len(body.losses) if isinstance(body, TaskProgressed) else
-                       body.num_iterations if isinstance(body, IterationsLogged) else 0)
-                self.outage = replace(one, num_reports=one.num_reports + 1,
-                                      num_iterations=one.num_iterations + num)
+            elif (
+                record.source_seq
+                and record.occurred_s < self._until_s
+                and record.source.partition("/")[0] not in RESERVED_NAMES
+            ):
+                num = (
+                    len(body.losses)
+                    if isinstance(body, TaskProgressed)
+                    else body.num_iterations
+                    if isinstance(body, IterationsLogged)
+                    else 0
+                )
+                self.outage = replace(
+                    one, num_reports=one.num_reports + 1, num_iterations=one.num_iterations + num
+                )
 
     def in_words(self, now_s: float, *, hangs_too: bool = False) -> str:
         """Why the server lets nothing be acknowledged; "" if it does, or did until just now.
@@ -99,5 +107,7 @@ class Outages:
         if now_s - since_s < LENGTH_S_MIN:
             return ""
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since_s))
-        return (f"nothing is acknowledged since {since} ({now_s - since_s:.0f} s): "
-                f"{why}; ranks train on, their reports wait")
+        return (
+            f"nothing is acknowledged since {since} ({now_s - since_s:.0f} s): "
+            f"{why}; ranks train on, their reports wait"
+        )

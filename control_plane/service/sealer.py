@@ -24,8 +24,9 @@ _logger = structlog.get_logger("control_plane")
 class Sealer:
     """Seals the log of a leader when its policy says so, and its state is what the log has."""
 
-    def __init__(self, log: RedisLog, folder: Folder, leader: Leader,
-                 state_is_settled: Callable[[], bool]) -> None:
+    def __init__(
+        self, log: RedisLog, folder: Folder, leader: Leader, state_is_settled: Callable[[], bool]
+    ) -> None:
         self._log, self._folder, self._leader = log, folder, leader
         self._is_settled = state_is_settled
         self._failed = Seldom(FAILED_LOG_S)
@@ -41,16 +42,19 @@ class Sealer:
                 await self._seal_due()
             except (LogError, UsageError, OSError) as error:
                 if self._failed.due():
-                    _logger.warning("cannot seal the log; the server keeps it",
-                                    why=f"{self._folder.where}: {reason(error)}")
+                    _logger.warning(
+                        "cannot seal the log; the server keeps it",
+                        why=f"{self._folder.where}: {reason(error)}",
+                    )
 
     async def _seal_due(self) -> None:
         """Seal all that is due, a segment at a time, then write a snapshot."""
         while self._is_settled() and await self._is_due() and self._is_settled():
             state = self._leader.state
             seq, open_orders = state.seq, tuple(state.orders)
-            await self._log.seal(await self._next_records(seq), epoch=self._leader.epoch,
-                                 open_orders=open_orders)
+            await self._log.seal(
+                await self._next_records(seq), epoch=self._leader.epoch, open_orders=open_orders
+            )
             self._oldest_s, self._is_snapshot_due = None, True
         if self._is_snapshot_due and self._is_settled():
             state = self._leader.state
@@ -90,4 +94,5 @@ class Sealer:
             (oldest,) = await self._log.read(after=sealed, num_max=1)
             self._oldest_s = oldest.at_s
         return num >= policy.seal_records or (
-            self._oldest_s is not None and self._leader.now_s() - self._oldest_s >= policy.seal_s)
+            self._oldest_s is not None and self._leader.now_s() - self._oldest_s >= policy.seal_s
+        )

@@ -61,10 +61,14 @@ class ServerCertificate:
         except (OSError, ValueError) as error:
             why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
             if isinstance(error, ssl.SSLError):
-                why = ("the key is another certificate's" if error.reason == "KEY_VALUES_MISMATCH"
-                       else "no certificate with a key that has no password")
-            raise UsageError(f"--tls-cert, --tls-key: {why}",
-                             "both in PEM; unicron certs init makes them") from None
+                why = (
+                    "the key is another certificate's"
+                    if error.reason == "KEY_VALUES_MISMATCH"
+                    else "no certificate with a key that has no password"
+                )
+            raise UsageError(
+                f"--tls-cert, --tls-key: {why}", "both in PEM; unicron certs init makes them"
+            ) from None
         return context, ca
 
     def _marked(self) -> list[tuple[int, int, int]]:

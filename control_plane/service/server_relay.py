@@ -41,8 +41,12 @@ class ServerRelay:
     URL is of Sentinels. At the limit `num_max` one that the server has let in stays (see
     Admission)."""
 
-    def __init__(self, redis_url: str, num_max: int = RELAYED_NUM_MAX,
-                 find_server: Callable[[], Awaitable[tuple[str, int]]] | None = None) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        num_max: int = RELAYED_NUM_MAX,
+        find_server: Callable[[], Awaitable[tuple[str, int]]] | None = None,
+    ) -> None:
         name, url, _ = network_address.split_sentinels(redis_url)
         self._to, self._find_server = urlsplit(url), find_server if name else None
         self._admission = Admission(num_max)
@@ -52,8 +56,12 @@ class ServerRelay:
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         """Listen. Raises OSError."""
         self._server = await self._admission.listen(
-            lambda: _Client(asyncio.StreamReader(), self._on_connect), host, port, tls,
-            handshake_s_max=CONNECT_S_MAX)
+            lambda: _Client(asyncio.StreamReader(), self._on_connect),
+            host,
+            port,
+            tls,
+            handshake_s_max=CONNECT_S_MAX,
+        )
 
     async def close(self) -> None:
         """End all connections."""
@@ -75,8 +83,10 @@ class ServerRelay:
             async with asyncio.timeout(CONNECT_S_MAX):
                 server_reader, server_writer = await self._connect()
             ends.append(server_writer)
-            copies = [asyncio.ensure_future(_copy(reader, server_writer)),
-                      asyncio.ensure_future(self._answer(server_reader, writer))]
+            copies = [
+                asyncio.ensure_future(_copy(reader, server_writer)),
+                asyncio.ensure_future(self._answer(server_reader, writer)),
+            ]
             try:
                 await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -102,7 +112,8 @@ class ServerRelay:
             return await asyncio.open_unix_connection(unix_socket.address(self._to.path))
         found = self._to.hostname or "", self._to.port or 6379
         return await asyncio.open_connection(
-            *(await self._find_server() if self._find_server is not None else found))
+            *(await self._find_server() if self._find_server is not None else found)
+        )
 
 
 class _Client(Counted, asyncio.StreamReaderProtocol):
@@ -118,7 +129,11 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 def _notice_gone_peer(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", SILENT_S), ("TCP_KEEPINTVL", PROBE_S),
-                        ("TCP_KEEPCNT", PROBES_NUM), ("TCP_USER_TIMEOUT", SILENT_S * 1000)):
+    for name, value in (
+        ("TCP_KEEPIDLE", SILENT_S),
+        ("TCP_KEEPINTVL", PROBE_S),
+        ("TCP_KEEPCNT", PROBES_NUM),
+        ("TCP_USER_TIMEOUT", SILENT_S * 1000),
+    ):
         if hasattr(socket, name):  # macOS lacks some
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -56,8 +56,9 @@ def write_at(folder: Folder, sealed: SealedLog, seq: int) -> None:
         raise CorruptLog(seq, "its snapshot cannot be read again")
 
 
-def newest(folder: Folder | None, seq_max: int | None = None
-           ) -> tuple[ClusterState, dict[str, int]]:
+def newest(
+    folder: Folder | None, seq_max: int | None = None
+) -> tuple[ClusterState, dict[str, int]]:
     """State and answers of the newest good snapshot until `seq_max`, or empty. Raises OSError."""
     if folder is None:
         return ClusterState(), {}

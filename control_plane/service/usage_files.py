@@ -39,13 +39,16 @@ def of_sealed(log: SealedLog, length_s_max: float = inf) -> Usage:
             fold(state, record)
         usage.add(usage_of(_between(log, after, last.last), state))
         with suppress(OSError):  # a reader that may not write counts again each time
-            log.folder.write_snapshot(last.last, last.epoch, SCHEMA, msgspec.msgpack.encode(
-                (last.digest, usage)), "usage")
+            log.folder.write_snapshot(
+                last.last, last.epoch, SCHEMA, msgspec.msgpack.encode((last.digest, usage)), "usage"
+            )
             log.folder.remove(log.folder.snapshots("usage")[:-FILES_NUM])
         after = last.last
         if after < log.last and time.monotonic() - began_s > length_s_max:
-            raise Unavailable(f"the log is not counted yet: records {after + 1} to {log.last} are "
-                              "left", "ask again: the count goes on")
+            raise Unavailable(
+                f"the log is not counted yet: records {after + 1} to {log.last} are left",
+                "ask again: the count goes on",
+            )
     return usage
 
 

@@ -129,22 +129,30 @@ class WafAccount:
             self.curve.pop()
         self.curve.append((at_s, self.total))
 
+
 Key = tuple[int, int, int]
 """A process: task, rank, attempt."""
 REQUESTS = (r.TaskSubmitted, r.TaskWeightSet, r.TaskCancelRequested, d.TaskEnded)
 """After one of these the next plan defines the full strength of the cluster."""
 _REPLIES = (r.Quiesced, r.Reconfigured, r.RankReady)
 """These replies change no task's progress. The order that follows the last reply does."""
-NODE_EVENTS = (r.NodeReachable, r.NodeDrained, r.NodeUndrained, d.NodeQuarantined,
-               r.QuarantineLifted, d.IncidentEscalated)
+NODE_EVENTS = (
+    r.NodeReachable,
+    r.NodeDrained,
+    r.NodeUndrained,
+    d.NodeQuarantined,
+    r.QuarantineLifted,
+    d.IncidentEscalated,
+)
 """After one of these a task may start or stop waiting for a node."""
 
 
 class Accounting:
     """`opens` creates the TaskProgress of a newly submitted task. Times are those of the log."""
 
-    def __init__(self, state: ClusterState, earnings: WafAccount,
-                 opens: Callable[[Task], TaskProgress]) -> None:
+    def __init__(
+        self, state: ClusterState, earnings: WafAccount, opens: Callable[[Task], TaskProgress]
+    ) -> None:
         self.state, self.earnings = state, earnings
         self.jobs: dict[int, TaskProgress] = {}
         self.transitions = 0
@@ -183,8 +191,11 @@ class Accounting:
     def _stops_with(self, key: Key) -> bool:
         """Whether the task stops with this process. A process that joins later is not needed."""
         task = self.state.tasks[key[0]]
-        return not task.heals_in_memory or not task.members or any(
-            (member.rank, member.attempt) == key[1:] for member in task.members)
+        return (
+            not task.heals_in_memory
+            or not task.members
+            or any((member.rank, member.attempt) == key[1:] for member in task.members)
+        )
 
     def resume_task(self, number: int) -> None:
         job = self.jobs[number]
@@ -200,8 +211,9 @@ class Accounting:
         if self._has_begun and number in self.earnings.waf:
             slots = self.earnings.full_slots.get(number, 0)
             rate = table.rate_at(self.jobs[number].table, slots)
-            self.earnings.undo(number, flop * self.state.tasks[number].weight,
-                               flop / rate * slots if rate else 0.0)
+            self.earnings.undo(
+                number, flop * self.state.tasks[number].weight, flop / rate * slots if rate else 0.0
+            )
 
     # --- records of the log -----------------------------------------------------------------------
     def read(self, at_s: float, record: Record) -> list[int]:
@@ -215,7 +227,9 @@ class Accounting:
             self.jobs[number] = self._opens(self.state.tasks[number])
         elif isinstance(body, r.RankExited | r.CollectiveFailed):
             if number in self.jobs and getattr(body, "generation", -1) in (
-                    -1, self.state.tasks[number].generation):
+                -1,
+                self.state.tasks[number].generation,
+            ):
                 self.jobs[number].is_reported = True
         elif isinstance(body, r.NodeUnreachable | r.NodeLeft | r.NodeJoined):
             touched = self._unreported.pop(body.node, [])
@@ -231,7 +245,8 @@ class Accounting:
         elif isinstance(body, d.PlanChosen):
             self._planned(at_s, body)
         elif isinstance(body, r.TaskCancelRequested) or (
-                isinstance(body, d.TaskEnded) and body.outcome != "failed"):
+            isinstance(body, d.TaskEnded) and body.outcome != "failed"
+        ):
             self.end_task(at_s, number)
         self._is_requested = self._has_begun and (self._is_requested or isinstance(body, REQUESTS))
         if number in self.jobs:
@@ -267,8 +282,9 @@ class Accounting:
         for one in (*plan.allocations, *plan.kept):
             task, job = self.state.tasks[one.task], self.jobs[one.task]
             if one.task not in self._left:
-                self.earnings.set_full_strength(at_s, one.task, task.weight * table.rate_at(
-                    job.table, one.slots), one.slots)
+                self.earnings.set_full_strength(
+                    at_s, one.task, task.weight * table.rate_at(job.table, one.slots), one.slots
+                )
 
     # --- rates of tasks ---------------------------------------------------------------------------
     def update(self, at_s: float, number: int) -> None:
@@ -277,8 +293,10 @@ class Accounting:
             return
         task, job = self.state.tasks[number], self.jobs[number]
         rate_flops, slots = 0.0, 0
-        if not job.is_stalled and (task.phase == "training" or (
-                task.phase == "quiescing" and task.mode == "boundary" and not job.at_boundary)):
+        if not job.is_stalled and (
+            task.phase == "training"
+            or (task.phase == "quiescing" and task.mode == "boundary" and not job.at_boundary)
+        ):
             slots = len(task.members) if task.heals_in_memory else len(task.target)
             rate_flops = table.rate_at(job.table, slots)
         job.set_rate(at_s, rate_flops)

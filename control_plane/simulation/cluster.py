@@ -66,16 +66,25 @@ class SimulatedCluster:
         node = self.nodes[name]
         self._clear(node)
         node.incarnation, node.up = node.incarnation + 1, True
-        self.engine.report(node.source, r.NodeJoined(
-            node=name, incarnation=node.incarnation, host=f"{name}.paper", pid=1,
-            num_slots=node.num_slots, order_format=ORDER_FORMAT_VERSION))
+        self.engine.report(
+            node.source,
+            r.NodeJoined(
+                node=name,
+                incarnation=node.incarnation,
+                host=f"{name}.paper",
+                pid=1,
+                num_slots=node.num_slots,
+                order_format=ORDER_FORMAT_VERSION,
+            ),
+        )
 
     def leave(self, name: str) -> None:
         """Stop the agent and its processes; the agent reports that the node leaves."""
         node = self.nodes[name]
         self._clear(node)
-        self.engine.report(node.source, r.NodeLeft(node=name, incarnation=node.incarnation,
-                                                 reason="it leaves"))
+        self.engine.report(
+            node.source, r.NodeLeft(node=name, incarnation=node.incarnation, reason="it leaves")
+        )
 
     def lose_node(self, name: str, silence_s: float, with_peers: Collection[int]) -> None:
         """Lose the node without a report. The leader notices after `silence_s`; commands ordered to
@@ -96,8 +105,12 @@ class SimulatedCluster:
 
     def _report_unreachable(self, node: SimulatedNode, silence_s: float) -> None:
         if self.engine.state.nodes[node.name].health == "healthy":  # not reported yet
-            self.engine.report(LEADER, r.NodeUnreachable(
-                node=node.name, incarnation=node.incarnation, silence_s=silence_s))
+            self.engine.report(
+                LEADER,
+                r.NodeUnreachable(
+                    node=node.name, incarnation=node.incarnation, silence_s=silence_s
+                ),
+            )
 
     def _clear(self, node: SimulatedNode) -> None:
         """Remove the node's processes and everything that it held in memory."""
@@ -138,22 +151,38 @@ class SimulatedCluster:
             return
         self._pid += 1
         node.processes[key] = False
-        started = r.RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
-                                node=node.name, pid=self._pid, log_path="/paper")
+        started = r.RankStarted(
+            task=order.task,
+            rank=order.rank,
+            attempt=order.attempt,
+            node=node.name,
+            pid=self._pid,
+            log_path="/paper",
+        )
         if order.spec.training is None:
             self.jobs[order.task].holders.add(node.source)
             starting.setdefault(order.task, []).append((key, node, lambda: started))
             return
         ready = r.RankReady(
-            task=order.task, rank=order.rank, attempt=order.attempt,
-            endpoint=f"{node.name}.paper:{self._pid}", num_params=0, state_bytes=0,
-            iteration_flops=0.0, data_digest="paper")
+            task=order.task,
+            rank=order.rank,
+            attempt=order.attempt,
+            endpoint=f"{node.name}.paper:{self._pid}",
+            num_params=0,
+            state_bytes=0,
+            iteration_flops=0.0,
+            data_digest="paper",
+        )
         self._report_all(0.0, [(key, node, lambda: started)])
         self._report_all(self.costs.start_s, [(key, node, lambda: ready)])
 
-    def _report_all(self, in_s: float, reports: Sequence[PendingReport],
-                    may: Callable[[SimulatedNode, int, Key], bool] = SimulatedNode.is_running,
-                    occurred_s: float | None = None) -> None:
+    def _report_all(
+        self,
+        in_s: float,
+        reports: Sequence[PendingReport],
+        may: Callable[[SimulatedNode, int, Key], bool] = SimulatedNode.is_running,
+        occurred_s: float | None = None,
+    ) -> None:
         """After `in_s`, send these reports in order: each only if `may` is true by then."""
         pending = [(node, node.incarnation, key, made) for key, node, made in reports]
 
@@ -168,8 +197,12 @@ class SimulatedCluster:
     def end(self, node: SimulatedNode, key: Key, in_s: float, *, status: str = "") -> None:
         node.processes.pop(key, None)
         node.ended.add(key)
-        self._report_all(in_s, [(key, node, partial(_exited, key, status))],
-                         SimulatedNode.is_unreported, self.engine.now_s)
+        self._report_all(
+            in_s,
+            [(key, node, partial(_exited, key, status))],
+            SimulatedNode.is_unreported,
+            self.engine.now_s,
+        )
 
     def fail_collective(self, node: SimulatedNode, key: Key, in_s: float, status: str) -> None:
         """Fail a collective of this process, which reports it after `in_s`."""
@@ -178,8 +211,14 @@ class SimulatedCluster:
 
     def _failed(self, key: Key, generation: int, status: str) -> Body:
         return r.CollectiveFailed(
-            task=key[0], rank=key[1], attempt=key[2], generation=generation,
-            iteration=self.jobs[key[0]].iteration, error=status or "closed by peer", status=status)
+            task=key[0],
+            rank=key[1],
+            attempt=key[2],
+            generation=generation,
+            iteration=self.jobs[key[0]].iteration,
+            error=status or "closed by peer",
+            status=status,
+        )
 
     def report_peer_loss(self, number: int, in_s: float) -> None:
         """After `in_s` a peer reports the loss: a collective fails, or a command's process ends."""
@@ -234,13 +273,25 @@ class SimulatedCluster:
 
         def quiesced(rank: Rank) -> Callable[[], Body]:
             return lambda: r.Quiesced(
-                task=task.id, rank=rank.rank, attempt=rank.attempt, generation=order.generation,
-                step_version=job.iteration, micro_batches=(), buckets_reduced=0, num_buckets=1)
+                task=task.id,
+                rank=rank.rank,
+                attempt=rank.attempt,
+                generation=order.generation,
+                step_version=job.iteration,
+                micro_batches=(),
+                buckets_reduced=0,
+                num_buckets=1,
+            )
 
         self.engine.call_later(in_s, lambda: self._halt(order))
         leaving = [task.ranks[number] for number in order.ranks]
-        self._report_all(in_s, [((task.id, rank.rank, rank.attempt), self.nodes[rank.slot.node],
-                          quiesced(rank)) for rank in leaving])
+        self._report_all(
+            in_s,
+            [
+                ((task.id, rank.rank, rank.attempt), self.nodes[rank.slot.node], quiesced(rank))
+                for rank in leaving
+            ],
+        )
 
     def _halt(self, order: o.Quiesce) -> None:
         if self._task(order.task).generation == order.generation:
@@ -251,18 +302,37 @@ class SimulatedCluster:
         """Report when the last iteration completed: a stall of the task began no earlier."""
         task, job, now_s = self._task(number), self.jobs[number], self.engine.now_s
         job.settle(now_s)
-        reporter = next((member for member in task.members if (
-            number, member.rank, member.attempt) in self.nodes[member.node].processes), None)
+        reporter = next(
+            (
+                member
+                for member in task.members
+                if (number, member.rank, member.attempt) in self.nodes[member.node].processes
+            ),
+            None,
+        )
         if job.rate_flops and job.iteration and reporter is not None:
-            self.engine.report(self.nodes[reporter.node].source, r.TaskProgressed(
-                task=number, generation=task.generation, first_iteration=job.iteration - 1,
-                losses=(0.0,), step_s=(job.iteration_s,), rate_flops=job.rate_flops,
-                micro_batches=1), now_s - job.since_boundary_s)
+            self.engine.report(
+                self.nodes[reporter.node].source,
+                r.TaskProgressed(
+                    task=number,
+                    generation=task.generation,
+                    first_iteration=job.iteration - 1,
+                    losses=(0.0,),
+                    step_s=(job.iteration_s,),
+                    rate_flops=job.rate_flops,
+                    micro_batches=1,
+                ),
+                now_s - job.since_boundary_s,
+            )
 
     def _reconfigure(self, order: o.Reconfigure) -> None:
         job = self.jobs[order.task]
-        has = {member.rank: self.nodes[member.node].processes.get(
-            (order.task, member.rank, member.attempt), False) for member in order.members}
+        has = {
+            member.rank: self.nodes[member.node].processes.get(
+                (order.task, member.rank, member.attempt), False
+            )
+            for member in order.members
+        }
         source_rank = next((rank for rank, state in has.items() if state), -1)
         if source_rank < 0:
             self.account.undo(order.task, job.restore(self.engine.now_s))
@@ -270,14 +340,25 @@ class SimulatedCluster:
         for member in order.members:
             origin = "own" if has[member.rank] else "peer" if source_rank >= 0 else job.origin
             done = partial(
-                r.Reconfigured, task=order.task, rank=member.rank, attempt=member.attempt,
-                generation=order.generation, step_version=job.iteration, kept_micro_batches=(),
-                remaining_micro_batches=(), reassigned_micro_batches=(),
+                r.Reconfigured,
+                task=order.task,
+                rank=member.rank,
+                attempt=member.attempt,
+                generation=order.generation,
+                step_version=job.iteration,
+                kept_micro_batches=(),
+                remaining_micro_batches=(),
+                reassigned_micro_batches=(),
                 source=member.rank if has[member.rank] else source_rank,
-                received_bytes=0, down_s=0.0, up_s=0.0, settle_s=self.costs.regroup_s,
-                origin=origin)
-            reports.append(((order.task, member.rank, member.attempt), self.nodes[member.node],
-                            done))
+                received_bytes=0,
+                down_s=0.0,
+                up_s=0.0,
+                settle_s=self.costs.regroup_s,
+                origin=origin,
+            )
+            reports.append(
+                ((order.task, member.rank, member.attempt), self.nodes[member.node], done)
+            )
         self._report_all(self.costs.regroup_s, reports)
 
     def _resume(self, order: o.Resume) -> None:
@@ -299,20 +380,34 @@ class SimulatedCluster:
         first_s = job.until_boundary_s(self.engine.now_s)
         counted = 1 + self.engine.state.policy.restart_iterations
         for begin, end in ((0, 1), (1, counted)):
-            self._report_all((first_s + (end - 1) * job.iteration_s) * SLACK_RATIO,
-                             [(key, node, self._progress(order, begin, end))])
+            self._report_all(
+                (first_s + (end - 1) * job.iteration_s) * SLACK_RATIO,
+                [(key, node, self._progress(order, begin, end))],
+            )
 
     def _progress(self, order: o.Resume, begin: int, end: int) -> Callable[[], Body]:
         """The report of iterations `begin` to `end` of this generation."""
         job = self.jobs[order.task]
         first, rate_flops, num = job.iteration + begin, job.rate_flops, end - begin
         return lambda: r.TaskProgressed(
-            task=order.task, generation=order.generation, first_iteration=first,
-            losses=(0.0,) * num, step_s=(job.iteration_s,) * num, rate_flops=rate_flops,
-            micro_batches=1)
+            task=order.task,
+            generation=order.generation,
+            first_iteration=first,
+            losses=(0.0,) * num,
+            step_s=(job.iteration_s,) * num,
+            rate_flops=rate_flops,
+            micro_batches=1,
+        )
 
 
 def _exited(key: Key, status: str) -> r.RankExited:
     return r.RankExited(
-        task=key[0], rank=key[1], attempt=key[2], pid=1, exit_code=1, signal=None, status=status,
-        rule="on paper" if status else "")
+        task=key[0],
+        rank=key[1],
+        attempt=key[2],
+        pid=1,
+        exit_code=1,
+        signal=None,
+        status=status,
+        rule="on paper" if status else "",
+    )

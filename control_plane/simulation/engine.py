@@ -36,8 +36,12 @@ class Engine:
 
     def report(self, source: str, body: Body, occurred_s: float | None = None) -> None:
         """Fold a report of what occurred at `occurred_s`, by default now, and decide on it."""
-        report = Report(source=source, source_seq=self._next(source), body=body,
-                        occurred_s=self.now_s if occurred_s is None else occurred_s)
+        report = Report(
+            source=source,
+            source_seq=self._next(source),
+            body=body,
+            occurred_s=self.now_s if occurred_s is None else occurred_s,
+        )
         records = advance(self.state, report, epoch=1, at_s=self.now_s, decide=self._decide)
         self.num_records += len(records)
         self.on_records(records)
@@ -50,8 +54,10 @@ class Engine:
         """Process all events due by `until_s`. A deadline precedes a call due at the same time."""
         while True:
             due_s = self._due[0][0] if self._due else inf
-            deadline_s, name = min(((one.due_s, name) for name, one in running_deadlines(
-                self.state).items()), default=(inf, ""))
+            deadline_s, name = min(
+                ((one.due_s, name) for name, one in running_deadlines(self.state).items()),
+                default=(inf, ""),
+            )
             if min(due_s, deadline_s) > until_s:
                 self.now_s = until_s
                 return

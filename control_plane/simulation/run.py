@@ -64,9 +64,13 @@ class Outcome(NamedTuple):
 class Run:
     """`keep` receives each record of the log. `earnings` replaces the plain WAF account."""
 
-    def __init__(self, run_input: RunInput, policy: Policy,
-                 keep: Callable[[Record], None] | None = None,
-                 earnings: WafAccount | None = None) -> None:
+    def __init__(
+        self,
+        run_input: RunInput,
+        policy: Policy,
+        keep: Callable[[Record], None] | None = None,
+        earnings: WafAccount | None = None,
+    ) -> None:
         self.run_input, self.costs = run_input, policy.costs
         self.engine = Engine(policy.decides(policy.costs))
         self.account = Accounting(self.engine.state, earnings or WafAccount(), self._new_progress)
@@ -79,8 +83,10 @@ class Run:
 
     def play(self) -> Outcome:
         engine, run_input = self.engine, self.run_input
-        engine.report(LEADER, reports.EpochStarted(
-            nonce="simulated", code="simulation", heart=DECIDER_VERSION))
+        engine.report(
+            LEADER,
+            reports.EpochStarted(nonce="simulated", code="simulation", heart=DECIDER_VERSION),
+        )
         engine.report(LEADER, reports.PolicySet(policy=run_input.limits))
         for name, num_slots in run_input.slots.items():
             self.cluster.join(name, num_slots)
@@ -95,8 +101,14 @@ class Run:
             engine.call_later(one.at_s, partial(self._on_event, one))
         engine.run(began_s + run_input.horizon_s)
         self.account.end(engine.now_s)
-        return Outcome(self.account.earnings, began_s, self.account.transitions, self.counts,
-                       self.ignored, late)
+        return Outcome(
+            self.account.earnings,
+            began_s,
+            self.account.transitions,
+            self.counts,
+            self.ignored,
+            late,
+        )
 
     def _warm_up(self) -> None:
         """Run until every task that has slots trains; at most WARM_TRIES_NUM intervals."""
@@ -104,8 +116,9 @@ class Run:
         step_s = costs.start_s + costs.quiesce_s + costs.regroup_s + 12 * self.run_input.iteration_s
         for _ in range(WARM_TRIES_NUM):
             self.engine.run(self.engine.now_s + step_s)
-            if all(task.phase == "training" for task in self.engine.state.tasks.values()
-                   if task.target):
+            if all(
+                task.phase == "training" for task in self.engine.state.tasks.values() if task.target
+            ):
                 return
 
     def _request(self, body: t.Body) -> None:
@@ -143,8 +156,10 @@ class Run:
             self._ignore()
             return
         of_leader = isinstance(one.body, reports.NodeUnreachable | reports.NodeReachable)
-        self.engine.report(LEADER if of_leader else node.source,
-                         replace(one.body, **{"incarnation": node.incarnation}))
+        self.engine.report(
+            LEADER if of_leader else node.source,
+            replace(one.body, **{"incarnation": node.incarnation}),
+        )
 
     def _on_node_event(self, one: ExternalEvent) -> None:
         node = self.cluster.nodes.get(one.node)
@@ -174,7 +189,8 @@ class Run:
             self.cluster.lose_node(node.name, detection_s, stopped)
             for number in stopped:
                 self.cluster.report_peer_loss(
-                    number, one.peers_detect_in_s if one.peers_detect_in_s >= 0 else detection_s)
+                    number, one.peers_detect_in_s if one.peers_detect_in_s >= 0 else detection_s
+                )
             return
         victim = min(node.processes, default=None)
         if victim is not None:
@@ -219,8 +235,9 @@ class Run:
 
     def _number(self, name: str) -> int:
         """The number of the task with this name; 0 if none was submitted."""
-        return next((task.id for task in self.engine.state.tasks.values()
-                     if task.spec.name == name), 0)
+        return next(
+            (task.id for task in self.engine.state.tasks.values() if task.spec.name == name), 0
+        )
 
     def _ignore(self) -> None:
         self.ignored += 1
@@ -255,5 +272,8 @@ class Run:
     def _new_progress(self, task: Task) -> TaskProgress:
         assert task.throughput is not None
         return TaskProgress(
-            task.throughput, max(task.throughput.rates_flops) * self._iteration_s(task.spec.name),
-            SavedState(self.costs.checkpoint_s), SavedState(self.costs.copy_s))
+            task.throughput,
+            max(task.throughput.rates_flops) * self._iteration_s(task.spec.name),
+            SavedState(self.costs.checkpoint_s),
+            SavedState(self.costs.copy_s),
+        )

@@ -48,8 +48,11 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (tuple(f"n{number}" for number in range(self.nodes))
-                if isinstance(self.nodes, int) else self.nodes)
+        return (
+            tuple(f"n{number}" for number in range(self.nodes))
+            if isinstance(self.nodes, int)
+            else self.nodes
+        )
 
 
 class SimulatedTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,23 +93,39 @@ def parse(data: object) -> Scenario:
         found = msgspec.convert(given, Scenario, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise spec_error(str(error), Scenario, DOCS, given=given) from None
-    need(found.api_version == API_VERSION, "apiVersion", f"is {found.api_version!r}",
-         f"write apiVersion: {API_VERSION}")
-    need(bool(found.name) and len(found.name) <= NAME_CHARS_MAX and found.name.isprintable(),
-         "name", f"{found.name[:NAME_CHARS_MAX]!r} is not a name",
-         f"printable text, at most {NAME_CHARS_MAX} characters")
+    need(
+        found.api_version == API_VERSION,
+        "apiVersion",
+        f"is {found.api_version!r}",
+        f"write apiVersion: {API_VERSION}",
+    )
+    need(
+        bool(found.name) and len(found.name) <= NAME_CHARS_MAX and found.name.isprintable(),
+        "name",
+        f"{found.name[:NAME_CHARS_MAX]!r} is not a name",
+        f"printable text, at most {NAME_CHARS_MAX} characters",
+    )
     _check_nodes(found)
-    need(not isinstance(found.trace, str) or (
-        0 < len(found.trace) <= PATH_CHARS_MAX and found.trace.isprintable()),
-         "trace", "names no file", "a file beside the scenario, or drawn: {...}")
+    need(
+        not isinstance(found.trace, str)
+        or (0 < len(found.trace) <= PATH_CHARS_MAX and found.trace.isprintable()),
+        "trace",
+        "names no file",
+        "a file beside the scenario, or drawn: {...}",
+    )
     need(bool(found.tasks), "tasks", "is empty", DOCS)
     for number, task in enumerate(found.tasks):
-        need(all(task.name != other.name for other in found.tasks[:number]),
-             f"tasks[{number}].name", f"{task.name[:NAME_CHARS_MAX]!r} is another task's too",
-             "give each a name of its own")
+        need(
+            all(task.name != other.name for other in found.tasks[:number]),
+            f"tasks[{number}].name",
+            f"{task.name[:NAME_CHARS_MAX]!r} is another task's too",
+            "give each a name of its own",
+        )
     need(bool(found.policies), "policies", "is empty", f"name some of {', '.join(POLICIES)}")
-    for name, value, most in (("horizon_s", found.horizon_s, HORIZON_S_MAX),
-                              ("iteration_s", found.iteration_s, ITERATION_S_MAX)):
+    for name, value, most in (
+        ("horizon_s", found.horizon_s, HORIZON_S_MAX),
+        ("iteration_s", found.iteration_s, ITERATION_S_MAX),
+    ):
         need(0 < value <= most, name, f"is {value:g}", f"seconds, above 0 and at most {most:g}")
     return found
 
@@ -125,24 +144,44 @@ def _check_policies(policies: object) -> None:
     """Check the names here: msgspec.convert does not report them."""
     given: dict[Any, Any] = {**policies} if isinstance(policies, dict) else {}
     for name, constants in given.items():
-        need(name in POLICIES, "policies", f"{str(name)[:NAME_CHARS_MAX]!r} is no policy",
-             f"one of {', '.join(POLICIES)}")
-        need(isinstance(constants, dict), f"policies.{name}", "is no mapping",
-             f"write {name}: {{}}, or the constants that are others")
+        need(
+            name in POLICIES,
+            "policies",
+            f"{str(name)[:NAME_CHARS_MAX]!r} is no policy",
+            f"one of {', '.join(POLICIES)}",
+        )
+        need(
+            isinstance(constants, dict),
+            f"policies.{name}",
+            "is no mapping",
+            f"write {name}: {{}}, or the constants that are others",
+        )
 
 
 def _check_nodes(scenario: Scenario) -> None:
     nodes, slots = scenario.cluster.nodes, scenario.cluster.slots
-    need(0 < slots <= NUM_SLOTS_MAX, "cluster.slots",
-         f"must be at least 1 and at most {NUM_SLOTS_MAX}", DOCS)
+    need(
+        0 < slots <= NUM_SLOTS_MAX,
+        "cluster.slots",
+        f"must be at least 1 and at most {NUM_SLOTS_MAX}",
+        DOCS,
+    )
     if isinstance(nodes, tuple):
         for number, name in enumerate(nodes):
             check_name(name, f"cluster.nodes[{number}]")
-        need(len(frozenset(nodes)) == len(nodes), "cluster.nodes", "names a node twice",
-             "each is named once")
+        need(
+            len(frozenset(nodes)) == len(nodes),
+            "cluster.nodes",
+            "names a node twice",
+            "each is named once",
+        )
     num = nodes if isinstance(nodes, int) else len(nodes)
-    need(0 < num <= NODES_NUM_MAX, "cluster.nodes",
-         f"must be at least 1 and at most {NODES_NUM_MAX}", DOCS)
+    need(
+        0 < num <= NODES_NUM_MAX,
+        "cluster.nodes",
+        f"must be at least 1 and at most {NODES_NUM_MAX}",
+        DOCS,
+    )
 
 
 def policy(scenario: Scenario, name: str) -> Policy:
@@ -160,28 +199,47 @@ def policy(scenario: Scenario, name: str) -> Policy:
         refusal = spec_error(str(error), costs, DOCS, given=given)
         raise SpecError(f"policies.{name}", str(refusal), refusal.hint) from None
     for cause in (*found.detect_s, *found.detect_iterations):
-        need(cause in TABLE, f"policies.{name}", f"{cause[:NAME_CHARS_MAX]!r} is no cause",
-             f"one of {', '.join(TABLE)}")
+        need(
+            cause in TABLE,
+            f"policies.{name}",
+            f"{cause[:NAME_CHARS_MAX]!r} is no cause",
+            f"one of {', '.join(TABLE)}",
+        )
     constants: dict[str, Any] = msgspec.to_builtins(found)
     by_cause = [pair for name_of in BY_CAUSE for pair in constants.pop(name_of).items()]
     for key, value in (*by_cause, *constants.items()):
         most = SPEED_RATIO_MAX if key == "speed" else COST_S_MAX
-        need(0 <= value <= most, f"policies.{name}: {key}",
-             f"must be a number, at least 0 and at most {most:g}", DOCS)
-    need(found.checkpoint_s > 0 and found.speed > 0 and found.start_s > 0, f"policies.{name}",
-         "checkpoint_s, start_s and speed must be above 0", DOCS)
-    need(found.num_spares < len(scenario.cluster.names), f"policies.{name}",
-         "num_spares leaves no node", "fewer than the cluster has")
+        need(
+            0 <= value <= most,
+            f"policies.{name}: {key}",
+            f"must be a number, at least 0 and at most {most:g}",
+            DOCS,
+        )
+    need(
+        found.checkpoint_s > 0 and found.speed > 0 and found.start_s > 0,
+        f"policies.{name}",
+        "checkpoint_s, start_s and speed must be above 0",
+        DOCS,
+    )
+    need(
+        found.num_spares < len(scenario.cluster.names),
+        f"policies.{name}",
+        "num_spares leaves no node",
+        "fewer than the cluster has",
+    )
     return replace(known, costs=found)
 
 
-def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
-           usual: Limits | None = None) -> Limits:
+def limits(
+    chosen: Policy, given: dict[Any, Any], iteration_s: float, usual: Limits | None = None
+) -> Limits:
     """The limits of a run: `usual`, adapted to the policy, then `given`. Raises SpecError."""
     costs, usual = chosen.costs, usual or Limits()
     longest_s = 10 * (costs.start_s + costs.quiesce_s + costs.regroup_s + iteration_s)
-    bounds = {name: max(getattr(usual, name), min(longest_s, BOUNDS[name][1])) for name in (
-        "start_s_max", "quiesce_s_max", "boundary_s_max", "reconfigure_s_max")}
+    bounds = {
+        name: max(getattr(usual, name), min(longest_s, BOUNDS[name][1]))
+        for name in ("start_s_max", "quiesce_s_max", "boundary_s_max", "reconfigure_s_max")
+    }
     if not chosen.escalates:
         bounds["replace_after_s"] = 0.0  # the policy's `detect_s` defines when a node is lost
     if not chosen.heals:
@@ -190,24 +248,36 @@ def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
         found = policy_check.parse(given, replace(usual, **bounds))
     except SpecError as error:
         raise SpecError("limits", str(error), error.hint) from None
-    return found if chosen.escalates else replace(
-        found, quarantine_faults=COUNT_NUM_MAX, restarts_max=COUNT_NUM_MAX)
+    return (
+        found
+        if chosen.escalates
+        else replace(found, quarantine_faults=COUNT_NUM_MAX, restarts_max=COUNT_NUM_MAX)
+    )
 
 
-def run_input(scenario: Scenario, chosen: Policy, happenings: Sequence[ExternalEvent] = ()
-              ) -> RunInput:
+def run_input(
+    scenario: Scenario, chosen: Policy, happenings: Sequence[ExternalEvent] = ()
+) -> RunInput:
     """The input of a run. Raises SpecError."""
     tasks = [_job(scenario, number, chosen) for number in range(len(scenario.tasks))]
     return RunInput(
-        slots=dict.fromkeys(scenario.cluster.names, scenario.cluster.slots), tasks=tuple(tasks),
-        iteration_s=scenario.iteration_s, events=happenings, horizon_s=scenario.horizon_s,
-        limits=limits(chosen, scenario.limits, scenario.iteration_s))
+        slots=dict.fromkeys(scenario.cluster.names, scenario.cluster.slots),
+        tasks=tuple(tasks),
+        iteration_s=scenario.iteration_s,
+        events=happenings,
+        horizon_s=scenario.horizon_s,
+        limits=limits(chosen, scenario.limits, scenario.iteration_s),
+    )
 
 
 def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:
     task, path = scenario.tasks[number], f"tasks[{number}]"
-    need(bool(task.throughput) != (task.model is not None), path,
-         "has to have one of throughput and model", "FLOP/s by slots, or what it trains")
+    need(
+        bool(task.throughput) != (task.model is not None),
+        path,
+        "has to have one of throughput and model",
+        "FLOP/s by slots, or what it trains",
+    )
     rates = task.throughput
     if task.model is not None:
         most = len(scenario.cluster.names) * scenario.cluster.slots
@@ -220,16 +290,35 @@ def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:
         raise SpecError(path, str(error), error.hint) from None
 
 
-def simulated_job(chosen: Policy, name: str, weight: float, slots: Slots,
-                  rates: Mapping[int, float], *, heals: bool = True, **more: Any) -> JobSpec:
+def simulated_job(
+    chosen: Policy,
+    name: str,
+    weight: float,
+    slots: Slots,
+    rates: Mapping[int, float],
+    *,
+    heals: bool = True,
+    **more: Any,
+) -> JobSpec:
     """The spec of a simulated task, with the policy's speed and way of healing. `rates`: FLOP/s by
     size. `heals`: False for a task that no policy heals in memory. Raises SpecError."""
     given: dict[str, Any] = {
-        "apiVersion": API_VERSION, "name": name, "weight": weight, "command": ["on-paper"],
+        "apiVersion": API_VERSION,
+        "name": name,
+        "weight": weight,
+        "command": ["on-paper"],
         "slots": {key: value for key, value in msgspec.to_builtins(slots).items() if value},
-        "throughput": {size: rate * chosen.costs.speed for size, rate in rates.items()}, **more}
+        "throughput": {size: rate * chosen.costs.speed for size, rate in rates.items()},
+        **more,
+    }
     if chosen.heals and heals:
-        given |= {"heal": "in-memory", "loop": {
-            "micro_batches": max(slots.max, 1), "iterations": COUNT_NUM_MAX,
-            "output": "/on-paper", "copy_every": 0}}
+        given |= {
+            "heal": "in-memory",
+            "loop": {
+                "micro_batches": max(slots.max, 1),
+                "iterations": COUNT_NUM_MAX,
+                "output": "/on-paper",
+                "copy_every": 0,
+            },
+        }
     return parse_job(given)

@@ -108,8 +108,9 @@ class TaskProgress:
         intervals until the next checkpoint and in-memory checkpoint start again."""
         self.settle(at_s)
         to = max(self.checkpoint.done_flop, self.memory_checkpoint.done_flop)
-        self.origin = ("seed" if not to else "copy" if to > self.checkpoint.done_flop
-                       else "checkpoint")
+        self.origin = (
+            "seed" if not to else "copy" if to > self.checkpoint.done_flop else "checkpoint"
+        )
         lost, self.done_flop = self.done_flop - to, to
         self.checkpoint.since_s = self.memory_checkpoint.since_s = 0.0
         return lost

@@ -108,7 +108,8 @@ class ClusterState(Struct, kw_only=True):
         """Whether all nodes are silent. Then the control plane is cut off, or all nodes are gone:
         it cannot tell which, and no other node could have their tasks."""
         return bool(self.unreachable) and all(
-            node.unreachable or node.health == "left" for node in self.nodes.values())
+            node.unreachable or node.health == "left" for node in self.nodes.values()
+        )
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -134,8 +135,10 @@ def state_of_text(text: str) -> ClusterState:
     """The inverse of `state_text`. Raises UsageError for another schema."""
     schema, _, data = text.partition(":")
     if schema != SCHEMA:
-        raise UsageError(f"the log begins with a state of {schema}, this Unicron has {SCHEMA}",
-                         "use the version that wrote it")
+        raise UsageError(
+            f"the log begins with a state of {schema}, this Unicron has {SCHEMA}",
+            "use the version that wrote it",
+        )
     return decode_state(b64decode(data))
 
 
@@ -157,13 +160,24 @@ def live_tasks(state: ClusterState) -> list[Task]:
 def allocatable_slots(state: ClusterState) -> tuple[Slot, ...]:
     """Slots that a plan may allocate, by node name and index. Linear in the slots of all nodes."""
     nodes = state.nodes
-    return tuple([Slot(name, index) for name in sorted(nodes) if (node := nodes[name]).takes_tasks
-                  for index in range(node.num_slots) if not node.is_disabled(index)])
+    return tuple(
+        [
+            Slot(name, index)
+            for name in sorted(nodes)
+            if (node := nodes[name]).takes_tasks
+            for index in range(node.num_slots)
+            if not node.is_disabled(index)
+        ]
+    )
 
 
 def can_allocate(state: ClusterState, seats: Iterable[Seat]) -> bool:
     """Whether a plan may allocate the slots of all these seats."""
     nodes = state.nodes
-    return all((node := nodes.get(seat.slot.node)) is not None and node.takes_tasks
-               and seat.slot.index < node.num_slots and not node.is_disabled(seat.slot.index)
-               for seat in seats)
+    return all(
+        (node := nodes.get(seat.slot.node)) is not None
+        and node.takes_tasks
+        and seat.slot.index < node.num_slots
+        and not node.is_disabled(seat.slot.index)
+        for seat in seats
+    )

@@ -44,8 +44,11 @@ def count_outstanding(task: Task) -> None:
 
 def unanswered(task: Task) -> list[Rank]:
     """Living members that have not reported leaving the generation."""
-    return [rank for rank in task.living_members()
-            if rank.quiesced < task.generation and rank.state != "finished"]
+    return [
+        rank
+        for rank in task.living_members()
+        if rank.quiesced < task.generation and rank.state != "finished"
+    ]
 
 
 def has_settled(task: Task, rank: Rank) -> bool:
@@ -76,8 +79,11 @@ def is_complete(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bo
         if rank.has_state and rank.held is not None:
             found.setdefault(rank.held.generation, []).append(rank.held)
             most[rank.held.generation] = max(most.get(rank.held.generation, -1), rank.step_version)
-    return any(has_every_part(held[0].axes, train.parallel.optimizer, [one.place for one in held])
-               for number, held in found.items() if most[number] >= step_version)
+    return any(
+        has_every_part(held[0].axes, train.parallel.optimizer, [one.place for one in held])
+        for number, held in found.items()
+        if most[number] >= step_version
+    )
 
 
 def take_position(task: Task, rank: Rank, step_version: int) -> None:
@@ -106,13 +112,19 @@ def is_representative(task: Task, rank: Rank) -> bool:
 def is_pinned(state: ClusterState, task: Task) -> bool:
     """Whether the plan must not change the task: it has ranks on an unreachable node, or it is a
     command on unusable slots. To move a running command would lose its unsaved work."""
-    if not task.heals_in_memory and not task.incident and any(
+    if (
+        not task.heals_in_memory
+        and not task.incident
+        and any(
             not (node := state.nodes[rank.slot.node]).drained
             and (node.quarantine is not None or node.is_disabled(rank.slot.index))
-            for rank in task.ranks.values()):
+            for rank in task.ranks.values()
+        )
+    ):
         return True
-    return bool(state.unreachable) and any(rank.slot.node in state.unreachable
-                                           for rank in task.ranks.values())
+    return bool(state.unreachable) and any(
+        rank.slot.node in state.unreachable for rank in task.ranks.values()
+    )
 
 
 def is_whole(task: Task) -> bool:
@@ -131,9 +143,15 @@ def inject_fault(state: ClusterState, request: FaultRequested) -> InjectFault | 
     node = state.nodes.get(name)
     if not state.policy.allow_inject or node is None or node.health != "healthy":
         return None
-    return InjectFault(nodes=(node.name,), what=request.what, task=task.id if task else 0,
-                       rank=rank.rank if rank else -1, attempt=rank.attempt if rank else 0,
-                       incarnation=node.incarnation, stop_s=max(request.stop_s, 0.0))
+    return InjectFault(
+        nodes=(node.name,),
+        what=request.what,
+        task=task.id if task else 0,
+        rank=rank.rank if rank else -1,
+        attempt=rank.attempt if rank else 0,
+        incarnation=node.incarnation,
+        stop_s=max(request.stop_s, 0.0),
+    )
 
 
 def current_member(task: Task | None, number: int, attempt: int, generation: int) -> Rank | None:

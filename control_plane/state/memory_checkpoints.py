@@ -21,8 +21,9 @@ class WholeCheckpoint(NamedTuple):
     @property
     def nodes(self) -> tuple[str, ...]:
         """The nodes whose stores have shares of it or of newer versions, sorted."""
-        return tuple(sorted({share.node for share in self.shares
-                             if share.step_version >= self.step_version}))
+        return tuple(
+            sorted({share.node for share in self.shares if share.step_version >= self.step_version})
+        )
 
     @property
     def copy_bytes(self) -> int:
@@ -42,6 +43,13 @@ def whole_checkpoints(shares: Iterable[MemoryCheckpoint]) -> list[WholeCheckpoin
             newest[share.share] = max(newest.get(share.share, -1), share.step_version)
         if len(newest) == num_shares:
             limits = [one.step_version_max for one in group if one.step_version_max >= 0]
-            found.append(WholeCheckpoint(generation, min(newest.values()), min(limits, default=-1),
-                                         num_shares, tuple(group)))
+            found.append(
+                WholeCheckpoint(
+                    generation,
+                    min(newest.values()),
+                    min(limits, default=-1),
+                    num_shares,
+                    tuple(group),
+                )
+            )
     return sorted(found, key=lambda one: (-one.step_version, -one.generation, -one.num_shares))

@@ -78,6 +78,7 @@ class Quarantine(Struct, frozen=True, kw_only=True):
     why: str
     incidents: tuple[int, ...]
 
+
 NUM_SLOTS_MAX = 1024
 """Slots of one node; larger reports are clamped."""
 

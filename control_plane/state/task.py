@@ -135,6 +135,7 @@ class StragglerCost(Struct, frozen=True, kw_only=True):
     seq: int
     at_s: float
 
+
 Phase = Literal["idle", "starting", "training", "quiescing", "reconfiguring", "ended"]
 RankState = Literal["ordered", "started", "ready", "member", "finished"]
 
@@ -350,8 +351,10 @@ class Task(Struct, kw_only=True):
 
     def lost_with(self, node: str = "") -> int:
         """Iterations that the loss of all processes and of the copies on `node` would cost."""
-        copied = [whole.step_version for whole in whole_checkpoints(
-            copy for copy in self.copies if copy.node != node)]
+        copied = [
+            whole.step_version
+            for whole in whole_checkpoints(copy for copy in self.copies if copy.node != node)
+        ]
         return max(self.iteration - max([self.saved_iteration, *copied]), 0)
 
     @property
@@ -379,8 +382,11 @@ class Task(Struct, kw_only=True):
     def living_members(self) -> list[Rank]:
         """Members of the current generation whose process still runs, in order."""
         get = self.ranks.get
-        return [rank for member in self.members
-                if (rank := get(member.rank)) is not None and rank.attempt == member.attempt]
+        return [
+            rank
+            for member in self.members
+            if (rank := get(member.rank)) is not None and rank.attempt == member.attempt
+        ]
 
     @property
     def seats_at(self) -> dict[int, Slot]:

@@ -25,8 +25,15 @@ def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
     transition do not count: a rank that restarts on the same machine slows the others."""
     if not _counts(state, task) or task.failed_s >= 0 or len(task.members) != len(task.target):
         return
-    _keep(state, task, [step_s for iteration, step_s in enumerate(
-        body.step_s, body.first_iteration) if iteration >= task.settled + NUM_WARM_UP])
+    _keep(
+        state,
+        task,
+        [
+            step_s
+            for iteration, step_s in enumerate(body.step_s, body.first_iteration)
+            if iteration >= task.settled + NUM_WARM_UP
+        ],
+    )
 
 
 def keep_logged(state: ClusterState, task: Task, body: IterationsLogged) -> None:
@@ -36,7 +43,8 @@ def keep_logged(state: ClusterState, task: Task, body: IterationsLogged) -> None
     if logged is None or not _counts(state, task) or not batch_counts(task):
         return
     whole = len(task.ranks) == len(task.target) and all(
-        rank.is_healthy for rank in task.ranks.values())
+        rank.is_healthy for rank in task.ranks.values()
+    )
     warm = body.num_iterations > 0 and body.iteration - logged.first >= NUM_WARM_UP
     if whole and warm and not logged.disturbed and not body.skipped:
         _keep(state, task, min(body.num_iterations, -(-_num_times(state) // 3)) * [body.step_s])
@@ -50,8 +58,13 @@ def batch_counts(task: Task) -> bool:
 
 def _counts(state: ClusterState, task: Task) -> bool:
     """Whether times count now: the task trains without an incident and without stragglers."""
-    return (_num_times(state) > 0 and not task.spec.throughput and task.phase == "training"
-            and not task.incident and not task.slow)
+    return (
+        _num_times(state) > 0
+        and not task.spec.throughput
+        and task.phase == "training"
+        and not task.incident
+        and not task.slow
+    )
 
 
 def _keep(state: ClusterState, task: Task, times: list[float]) -> None:
@@ -67,7 +80,7 @@ def _keep(state: ClusterState, task: Task, times: list[float]) -> None:
 def forget_times(state: ClusterState, task: Task, num: int) -> None:
     """Fold: drop the times of the last iterations, which were slowed by a straggler."""
     times = task.times_s.get(num_slots(task), [])
-    del times[max(len(times) - max(num, 0), 0):]
+    del times[max(len(times) - max(num, 0), 0) :]
     if not times:
         task.times_s.pop(num_slots(task), None)
 
@@ -95,8 +108,11 @@ def measured(state: ClusterState, task: Task) -> dict[int, float]:
     num = _num_times(state)
     if not num or task.iteration_flops <= 0:
         return {}
-    return {size: min(task.iteration_flops / median(task.times_s[size]), RATE_FLOPS_MAX)
-            for size in sorted(task.times_s) if len(task.times_s[size]) >= num}
+    return {
+        size: min(task.iteration_flops / median(task.times_s[size]), RATE_FLOPS_MAX)
+        for size in sorted(task.times_s)
+        if len(task.times_s[size]) >= num
+    }
 
 
 def learn_slot(state: ClusterState, task: Task, table: ThroughputSet) -> None:

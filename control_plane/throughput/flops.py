@@ -23,8 +23,10 @@ class Parameters(Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        return (self.num_layers * (self.shared_layer + self.expert_layer)
-                + self.num_embeddings * self.embedding)
+        return (
+            self.num_layers * (self.shared_layer + self.expert_layer)
+            + self.num_embeddings * self.embedding
+        )
 
 
 def parameters(model: MegatronModel) -> Parameters:
@@ -36,9 +38,13 @@ def parameters(model: MegatronModel) -> Parameters:
         shared, experts = shared + hidden * model.num_experts, mlp * model.num_experts
     else:
         shared, experts = shared + mlp, 0
-    return Parameters(shared_layer=shared, expert_layer=experts,
-                      embedding=model.vocabulary * hidden, num_layers=model.num_layers,
-                      num_embeddings=1 if model.tie_embeddings else 2)
+    return Parameters(
+        shared_layer=shared,
+        expert_layer=experts,
+        embedding=model.vocabulary * hidden,
+        num_layers=model.num_layers,
+        num_embeddings=1 if model.tie_embeddings else 2,
+    )
 
 
 def attention_weights(model: MegatronModel) -> int:

@@ -63,8 +63,12 @@ def choices(spec: JobSpec) -> Choices:
 
 def _of_command(spec: JobSpec, model: MegatronModel) -> Choices:
     found = modelled(model, spec.slots.max)
-    about = Choices(num_parameters=parameters(model).total, gpu=model.gpu,
-                    capacity_bytes=capacity(model), refused=found.refused)
+    about = Choices(
+        num_parameters=parameters(model).total,
+        gpu=model.gpu,
+        capacity_bytes=capacity(model),
+        refused=found.refused,
+    )
     least = found.sizes[0] if found.sizes else 0
     counts = [count for count in spec.slots.counts if count >= least] if found.sizes else []
     if found.sizes and not counts:
@@ -73,9 +77,17 @@ def _of_command(spec: JobSpec, model: MegatronModel) -> Choices:
     for count in shown(counts):
         axes = table.axes(spec, found, count)
         assert axes is not None, "a size has a layout"
-        layout = Layout(tp=axes.tp, pp=axes.pp, cp=axes.cp, ep=axes.ep, dp=axes.dp,
-                        micro=axes.micro_batch, chunks=axes.chunks, recompute=axes.recompute,
-                        shards="optimizer" if model.zero1 else "none")
+        layout = Layout(
+            tp=axes.tp,
+            pp=axes.pp,
+            cp=axes.cp,
+            ep=axes.ep,
+            dp=axes.dp,
+            micro=axes.micro_batch,
+            chunks=axes.chunks,
+            recompute=axes.recompute,
+            shards="optimizer" if model.zero1 else "none",
+        )
         limit = table.layout(found, count).rpartition("; ")[2]
         rows.append(_choice(count, axes, model, layout, memory(model, layout), rows, limit))
     return replace(about, choices=tuple(rows), num_others=len(counts) - len(rows))
@@ -83,8 +95,10 @@ def _of_command(spec: JobSpec, model: MegatronModel) -> Choices:
 
 def _of_training(spec: JobSpec, train: Train | Loop) -> Choices:
     model = described(train)
-    about = Choices(num_parameters=parameters(model).total if model is not None else 0,
-                    copies_bytes=copies_bytes(spec))
+    about = Choices(
+        num_parameters=parameters(model).total if model is not None else 0,
+        copies_bytes=copies_bytes(spec),
+    )
     if isinstance(train, Loop) and model is not None:
         about = replace(about, gpu=model.gpu, capacity_bytes=capacity(model))
     if why := refusal(train, spec.slots.counts):
@@ -96,29 +110,55 @@ def _of_training(spec: JobSpec, train: Train | Loop) -> Choices:
         if model is None or isinstance(train, Train):
             # The spec names no GPU, so times are only relative.
             needs = memory_on(train, axes)
-            rows.append(Choice(
-                slots=count, layout=layout_in_words(axes), axes=axes, notes=_set_back(train, axes),
-                speed=speed(train, count) / speed(train, counts[0]),
-                memory_bytes=needs.total if needs is not None else None,
-                kept_bytes=needs.kept if needs is not None else None))
+            rows.append(
+                Choice(
+                    slots=count,
+                    layout=layout_in_words(axes),
+                    axes=axes,
+                    notes=_set_back(train, axes),
+                    speed=speed(train, count) / speed(train, counts[0]),
+                    memory_bytes=needs.total if needs is not None else None,
+                    kept_bytes=needs.kept if needs is not None else None,
+                )
+            )
             continue
         layout = layout_on(train, model, axes)
-        row = _choice(count, axes, model, layout, memory(model, layout), rows,
-                      _limit(train, model, axes))
+        row = _choice(
+            count, axes, model, layout, memory(model, layout), rows, _limit(train, model, axes)
+        )
         nodes = max(NUM_STORES_MAX, -(-count // model.gpus_per_node))  # one node has one store
-        rows.append(replace(row, notes=(*row.notes, *_set_back(train, axes)),
-                            node_copies_bytes=about.copies_bytes / nodes or None))
+        rows.append(
+            replace(
+                row,
+                notes=(*row.notes, *_set_back(train, axes)),
+                node_copies_bytes=about.copies_bytes / nodes or None,
+            )
+        )
     return replace(about, choices=tuple(rows), num_others=len(counts) - len(rows))
 
 
-def _choice(count: int, axes: Axes, model: MegatronModel, layout: Layout, needs: Memory,
-            before: Sequence[Choice], limit: str) -> Choice:
+def _choice(
+    count: int,
+    axes: Axes,
+    model: MegatronModel,
+    layout: Layout,
+    needs: Memory,
+    before: Sequence[Choice],
+    limit: str,
+) -> Choice:
     lasts_s = iteration_s(model, layout, constants_of(model))
     first = before[0].iteration_s if before else None
-    return Choice(slots=count, layout=layout.axes_in_words(), axes=axes,
-                  speed=(first or lasts_s) / lasts_s, iteration_s=lasts_s,
-                  rate_flops=iteration_flops(model) / lasts_s, memory_bytes=needs.total,
-                  kept_bytes=needs.kept, notes=(layout.passes_in_words(), limit))
+    return Choice(
+        slots=count,
+        layout=layout.axes_in_words(),
+        axes=axes,
+        speed=(first or lasts_s) / lasts_s,
+        iteration_s=lasts_s,
+        rate_flops=iteration_flops(model) / lasts_s,
+        memory_bytes=needs.total,
+        kept_bytes=needs.kept,
+        notes=(layout.passes_in_words(), limit),
+    )
 
 
 def _limit(train: Loop, model: MegatronModel, axes: Axes) -> str:
@@ -132,8 +172,10 @@ def _limit(train: Loop, model: MegatronModel, axes: Axes) -> str:
         if times > gain and room <= AMPLE_TIMES * capacity(model):
             gain, other, needs = times, tried, room
     if other is not axes:
-        return (f"memory binds: {layout_in_words(other)} needs {in_gib(needs)} and would be "
-                f"{100 * (gain - 1):.0f} % faster")
+        return (
+            f"memory binds: {layout_in_words(other)} needs {in_gib(needs)} and would be "
+            f"{100 * (gain - 1):.0f} % faster"
+        )
     what, share = losses(model, layout_on(train, model, axes))[0]
     return f"most is lost to {what}: {100 * share:.0f} % of the time"
 
@@ -143,9 +185,13 @@ def _set_back(train: Train | Loop, axes: Axes) -> tuple[str, ...]:
     if axes.dp > 1 and train.parallel.optimizer != "sharded":
         return ()
     why = "no second replica" if axes.dp == 1 else "each rank has a shard of its own"
-    lost = (f"up to {train.copy_every} iterations" if train.copy_every else
-            "all iterations since the last checkpoint" if train.checkpoint_every else
-            "all iterations")
+    lost = (
+        f"up to {train.copy_every} iterations"
+        if train.copy_every
+        else "all iterations since the last checkpoint"
+        if train.checkpoint_every
+        else "all iterations"
+    )
     return (f"{why}: a lost rank costs {lost}",)
 
 

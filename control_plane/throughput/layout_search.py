@@ -55,8 +55,11 @@ class Search:
 
     def _best(self, size: int) -> Best:
         layout = self._layouts[int(self._chosen[size])]
-        return Best(size=size, rate_flops=float(self._rates[size]),
-                    layout=replace(layout, dp=size // layout.model_parallel))
+        return Best(
+            size=size,
+            rate_flops=float(self._rates[size]),
+            layout=replace(layout, dp=size // layout.model_parallel),
+        )
 
     def _try(self, layout: Layout) -> None:
         """Try all dp and chunks of a shape."""
@@ -71,7 +74,7 @@ class Search:
         stages = divisors(self.model.num_layers // layout.pp, CHUNKS_NUM_MAX)
         for chunks in stages if layout.pp > 1 and len(even) else [1]:
             other, counts = replace(layout, chunks=chunks), dps if chunks == 1 else even
-            self._keep(other, counts[self._first(other, counts.tolist()):])
+            self._keep(other, counts[self._first(other, counts.tolist()) :])
 
     def _first(self, layout: Layout, counts: range | list[int]) -> int:
         """The index of the first dp that fits, by bisection: a larger dp never needs more."""
@@ -95,8 +98,9 @@ class Search:
             return
         micro_s = parts(self.model, layout, self.constants).total_s
         num = -(-(self.model.global_batch // layout.micro) // dps)
-        reduce_s, step_s = ending(
-            self.model, layout, self.constants, micro_s).seconds_each(dps.astype(np.float64))
+        reduce_s, step_s = ending(self.model, layout, self.constants, micro_s).seconds_each(
+            dps.astype(np.float64)
+        )
         rates = self.flops / ((num + bubble(layout)) * micro_s + (reduce_s + step_s))
         sizes = dps * layout.model_parallel
         better = rates > self._rates[sizes]
@@ -118,9 +122,11 @@ def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
     return Modelled(
         sizes=tuple(best.size for best in found),
         rates_flops=tuple(best.rate_flops for best in found),
-        layouts=tuple(describe(model, best, free[bisect_right(free_sizes, best.size) - 1])
-                      for best in found),
-        axes=tuple(best.layout.axes for best in found))
+        layouts=tuple(
+            describe(model, best, free[bisect_right(free_sizes, best.size) - 1]) for best in found
+        ),
+        axes=tuple(best.layout.axes for best in found),
+    )
 
 
 def describe(model: MegatronModel, best: Best, free: Best) -> str:
@@ -129,8 +135,10 @@ def describe(model: MegatronModel, best: Best, free: Best) -> str:
     text = f"{best.layout.told()}; {used} of {in_gib(capacity(model))}"
     if free.rate_flops > best.rate_flops * GAIN_RATIO_MIN:
         needs = in_gib(memory(model, free.layout).total)
-        return (f"{text}; memory binds: {free.layout.told()} needs {needs} and would be "
-                f"{100 * (free.rate_flops / best.rate_flops - 1):.0f} % faster")
+        return (
+            f"{text}; memory binds: {free.layout.told()} needs {needs} and would be "
+            f"{100 * (free.rate_flops / best.rate_flops - 1):.0f} % faster"
+        )
     what, share = losses(model, best.layout)[0]
     return f"{text}; most is lost to {what}: {100 * share:.0f} % of the time"
 
@@ -144,14 +152,17 @@ def losses(model: MegatronModel, layout: Layout) -> list[tuple[str, float]]:
     most = -(-num // layout.dp)
     idle = most - num / layout.dp
     busy = most - idle
-    found = [("element-wise work", busy * each.elements_s),
-             ("tensor parallelism", busy * each.tensor_s),
-             ("context parallelism", busy * each.context_s),
-             ("expert parallelism", busy * each.experts_s),
-             ("messages of the pipeline", busy * each.pipeline_s),
-             ("the pipeline's bubble", bubble(layout) * each.total_s),
-             ("uneven dealing", idle * each.total_s),
-             ("the reduction of gradients", reduce_s), ("the optimizer's step", step_s)]
+    found = [
+        ("element-wise work", busy * each.elements_s),
+        ("tensor parallelism", busy * each.tensor_s),
+        ("context parallelism", busy * each.context_s),
+        ("expert parallelism", busy * each.experts_s),
+        ("messages of the pipeline", busy * each.pipeline_s),
+        ("the pipeline's bubble", bubble(layout) * each.total_s),
+        ("uneven dealing", idle * each.total_s),
+        ("the reduction of gradients", reduce_s),
+        ("the optimizer's step", step_s),
+    ]
     whole = (most + bubble(layout)) * each.total_s + (reduce_s + step_s)
     return sorted(((what, lost_s / whole) for what, lost_s in found), key=lambda one: -one[1])
 
@@ -166,5 +177,7 @@ def _refused(model: MegatronModel, num_gpus: int) -> str:
             nearest, least = layout.told(), memory(model, layout).total
     if not nearest:
         return f"no layout that Megatron accepts has at most {num_gpus} GPUs"
-    return (f"no layout on at most {num_gpus} GPUs fits into {in_gib(capacity(model))}: "
-            f"{nearest} needs {in_gib(least)}")
+    return (
+        f"no layout on at most {num_gpus} GPUs fits into {in_gib(capacity(model))}: "
+        f"{nearest} needs {in_gib(least)}"
+    )

@@ -41,8 +41,16 @@ class Layout(Struct, frozen=True, kw_only=True):
     @property
     def axes(self) -> Axes:
         """The layout in the form that a command gets."""
-        return Axes(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, dp=self.dp,
-                    micro_batch=self.micro, chunks=self.chunks, recompute=self.recompute)
+        return Axes(
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            ep=self.ep,
+            dp=self.dp,
+            micro_batch=self.micro,
+            chunks=self.chunks,
+            recompute=self.recompute,
+        )
 
     def axes_in_words(self) -> str:
         """The sizes of the axes: `TP 8 x PP 4 x DP 6`."""
@@ -53,8 +61,11 @@ class Layout(Struct, frozen=True, kw_only=True):
     def passes_in_words(self) -> str:
         """How a replica trains: `micro-batch 2, 5 chunks a stage, no recomputation`."""
         chunks = f", {self.chunks} chunks a stage" if self.chunks > 1 else ""
-        how = {"none": "no recomputation", "selective": "attention recomputed",
-               "full": "all recomputed"}
+        how = {
+            "none": "no recomputation",
+            "selective": "attention recomputed",
+            "full": "all recomputed",
+        }
         return f"micro-batch {self.micro}{chunks}, {how[self.recompute]}"
 
     def told(self) -> str:
@@ -71,18 +82,28 @@ def refusal(model: MegatronModel, layout: Layout) -> str:
         (model.num_heads % tp != 0, f"TP {tp} does not divide {model.num_heads} heads"),
         (model.num_groups % tp != 0, f"TP {tp} does not divide {model.num_groups} query groups"),
         (model.ffn % tp != 0, f"TP {tp} does not divide the MLP's width {model.ffn}"),
-        (tp > 1 and layout.sequence_parallel and model.sequence % (tp * cp) != 0,
-         f"TP {tp} does not divide the sequence of {model.sequence}"),
-        (model.num_layers % (pp * layout.chunks) != 0,
-         f"PP {pp} with {layout.chunks} chunks does not divide {model.num_layers} layers"),
+        (
+            tp > 1 and layout.sequence_parallel and model.sequence % (tp * cp) != 0,
+            f"TP {tp} does not divide the sequence of {model.sequence}",
+        ),
+        (
+            model.num_layers % (pp * layout.chunks) != 0,
+            f"PP {pp} with {layout.chunks} chunks does not divide {model.num_layers} layers",
+        ),
         (layout.chunks > 1 and pp == 1, "chunks without a pipeline"),
-        (cp > 1 and model.sequence % (2 * cp) != 0,
-         f"twice CP {cp} does not divide the sequence of {model.sequence}"),
-        (ep > 1 and (not model.num_experts or model.num_experts % ep != 0),
-         f"EP {ep} does not divide {model.num_experts} experts"),
+        (
+            cp > 1 and model.sequence % (2 * cp) != 0,
+            f"twice CP {cp} does not divide the sequence of {model.sequence}",
+        ),
+        (
+            ep > 1 and (not model.num_experts or model.num_experts % ep != 0),
+            f"EP {ep} does not divide {model.num_experts} experts",
+        ),
         (layout.dp * cp % ep != 0, f"EP {ep} does not divide the DP {layout.dp} x CP {cp} ranks"),
-        (model.global_batch % layout.micro != 0,
-         f"micro-batch {layout.micro} does not divide the batch of {model.global_batch}"),
+        (
+            model.global_batch % layout.micro != 0,
+            f"micro-batch {layout.micro} does not divide the batch of {model.global_batch}",
+        ),
     )
     for broken, why in rules:
         if broken:
@@ -104,8 +125,9 @@ def shapes(model: MegatronModel, num_gpus: int) -> Iterator[Layout]:
     """Every layout of at most `num_gpus` GPUs, with the smallest dp and without chunks. Context
     parallelism is tried if each rank keeps CONTEXT_LENGTH tokens, expert parallelism if there are
     experts. Layouts that differ only in recomputation follow each other, least first."""
-    micros = [model.micro_batch] if model.micro_batch else divisors(
-        model.global_batch, MICRO_NUM_MAX)
+    micros = (
+        [model.micro_batch] if model.micro_batch else divisors(model.global_batch, MICRO_NUM_MAX)
+    )
     shards: Literal["none", "optimizer"] = "optimizer" if model.zero1 else "none"
     for tp in divisors(model.gpus_per_node, num_gpus):
         most = max(min(model.sequence // CONTEXT_LENGTH, num_gpus // tp), 1)
@@ -114,8 +136,9 @@ def shapes(model: MegatronModel, num_gpus: int) -> Iterator[Layout]:
                 dp = ep // math.gcd(cp, ep)
                 for pp in divisors(model.num_layers, num_gpus // (tp * cp * dp)):
                     for micro in micros:
-                        layout = Layout(tp=tp, pp=pp, cp=cp, ep=ep, dp=dp, micro=micro,
-                                        shards=shards)
+                        layout = Layout(
+                            tp=tp, pp=pp, cp=cp, ep=ep, dp=dp, micro=micro, shards=shards
+                        )
                         if not refusal(model, layout):
                             for recompute in recomputes(model):
                                 yield replace(layout, recompute=recompute)

@@ -30,34 +30,80 @@ class GpuKind(Struct, frozen=True, kw_only=True):
 
 KINDS: dict[Gpu, GpuKind] = {
     # Data sheet of the V100 SXM3; DGX-2: 8 times 100 Gbit/s for 16 GPUs.
-    "V100-32": GpuKind(peak_flops=125e12, memory_bytes=int(31.7 * _GIB_BYTES),
-                       memory_bytes_s=900e9, nvlink_bytes_s=150e9, network_bytes_s=6.25e9),
+    "V100-32": GpuKind(
+        peak_flops=125e12,
+        memory_bytes=int(31.7 * _GIB_BYTES),
+        memory_bytes_s=900e9,
+        nvlink_bytes_s=150e9,
+        network_bytes_s=6.25e9,
+    ),
     # Data sheet of the A100 SXM4; DGX A100: 8 times 200 Gbit/s for 8 GPUs.
-    "A100-40": GpuKind(peak_flops=312e12, memory_bytes=int(39.4 * _GIB_BYTES),
-                       memory_bytes_s=1555e9, nvlink_bytes_s=300e9, network_bytes_s=25e9),
-    "A100-80": GpuKind(peak_flops=312e12, memory_bytes=int(79.2 * _GIB_BYTES),
-                       memory_bytes_s=2039e9, nvlink_bytes_s=300e9, network_bytes_s=25e9),
+    "A100-40": GpuKind(
+        peak_flops=312e12,
+        memory_bytes=int(39.4 * _GIB_BYTES),
+        memory_bytes_s=1555e9,
+        nvlink_bytes_s=300e9,
+        network_bytes_s=25e9,
+    ),
+    "A100-80": GpuKind(
+        peak_flops=312e12,
+        memory_bytes=int(79.2 * _GIB_BYTES),
+        memory_bytes_s=2039e9,
+        nvlink_bytes_s=300e9,
+        network_bytes_s=25e9,
+    ),
     # The A100 with 8 of its 12 NVLinks.
-    "A800-80": GpuKind(peak_flops=312e12, memory_bytes=int(79.2 * _GIB_BYTES),
-                       memory_bytes_s=2039e9, nvlink_bytes_s=200e9, network_bytes_s=25e9),
+    "A800-80": GpuKind(
+        peak_flops=312e12,
+        memory_bytes=int(79.2 * _GIB_BYTES),
+        memory_bytes_s=2039e9,
+        nvlink_bytes_s=200e9,
+        network_bytes_s=25e9,
+    ),
     # Data sheet of the H100 SXM5, without sparsity; DGX H100: 8 times 400 Gbit/s for 8 GPUs.
-    "H100-80": GpuKind(peak_flops=989.4e12, fp8_flops=1978.9e12,
-                       memory_bytes=int(79.1 * _GIB_BYTES), memory_bytes_s=3350e9,
-                       nvlink_bytes_s=450e9, network_bytes_s=50e9),
+    "H100-80": GpuKind(
+        peak_flops=989.4e12,
+        fp8_flops=1978.9e12,
+        memory_bytes=int(79.1 * _GIB_BYTES),
+        memory_bytes_s=3350e9,
+        nvlink_bytes_s=450e9,
+        network_bytes_s=50e9,
+    ),
     # The H100 with 8 of its 18 NVLinks.
-    "H800-80": GpuKind(peak_flops=989.4e12, fp8_flops=1978.9e12,
-                       memory_bytes=int(79.1 * _GIB_BYTES), memory_bytes_s=3350e9,
-                       nvlink_bytes_s=200e9, network_bytes_s=50e9),
-    "H20-96": GpuKind(peak_flops=148e12, fp8_flops=296e12, memory_bytes=int(95.0 * _GIB_BYTES),
-                      memory_bytes_s=4000e9, nvlink_bytes_s=450e9, network_bytes_s=50e9),
+    "H800-80": GpuKind(
+        peak_flops=989.4e12,
+        fp8_flops=1978.9e12,
+        memory_bytes=int(79.1 * _GIB_BYTES),
+        memory_bytes_s=3350e9,
+        nvlink_bytes_s=200e9,
+        network_bytes_s=50e9,
+    ),
+    "H20-96": GpuKind(
+        peak_flops=148e12,
+        fp8_flops=296e12,
+        memory_bytes=int(95.0 * _GIB_BYTES),
+        memory_bytes_s=4000e9,
+        nvlink_bytes_s=450e9,
+        network_bytes_s=50e9,
+    ),
     # Data sheet of the H200 SXM; memory as reported by a device.
-    "H200-141": GpuKind(peak_flops=989.4e12, fp8_flops=1978.9e12,
-                        memory_bytes=int(139.8 * _GIB_BYTES), memory_bytes_s=4800e9,
-                        nvlink_bytes_s=450e9, network_bytes_s=50e9),
+    "H200-141": GpuKind(
+        peak_flops=989.4e12,
+        fp8_flops=1978.9e12,
+        memory_bytes=int(139.8 * _GIB_BYTES),
+        memory_bytes_s=4800e9,
+        nvlink_bytes_s=450e9,
+        network_bytes_s=50e9,
+    ),
     # Data sheet of the DGX B200, without sparsity: 8 GPUs with 1,440 GB and 64 TB/s together.
-    "B200-180": GpuKind(peak_flops=2250e12, fp8_flops=4500e12,
-                        memory_bytes=int(178.0 * _GIB_BYTES), memory_bytes_s=8000e9,
-                        nvlink_bytes_s=900e9, network_bytes_s=50e9),
+    "B200-180": GpuKind(
+        peak_flops=2250e12,
+        fp8_flops=4500e12,
+        memory_bytes=int(178.0 * _GIB_BYTES),
+        memory_bytes_s=8000e9,
+        nvlink_bytes_s=900e9,
+        network_bytes_s=50e9,
+    ),
 }
 
 # --- memory ---
@@ -84,8 +130,14 @@ class Memory(Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> float:
-        return (self.weights + self.gradients + self.optimizer + self.activations + self.kept
-                + self.reserved)
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.kept
+            + self.reserved
+        )
 
 
 def in_gib(num_bytes: float) -> str:
@@ -107,8 +159,9 @@ def memory(model: MegatronModel, layout: Layout) -> Memory:
     return first if first.total >= last.total else last
 
 
-def rank_parameters(model: MegatronModel, layout: Layout, num_embeddings: int) -> tuple[float,
-                                                                                        float]:
+def rank_parameters(
+    model: MegatronModel, layout: Layout, num_embeddings: int
+) -> tuple[float, float]:
     """(without experts, of experts): parameters per GPU of a stage with `num_embeddings`."""
     has = parameters(model)
     layers = model.num_layers / layout.pp
@@ -116,18 +169,22 @@ def rank_parameters(model: MegatronModel, layout: Layout, num_embeddings: int) -
     return shared, has.expert_layer * layers / (layout.tp * layout.ep)
 
 
-def _stage(model: MegatronModel, layout: Layout, *, first: bool = True,
-           last: bool = True) -> Memory:
+def _stage(
+    model: MegatronModel, layout: Layout, *, first: bool = True, last: bool = True
+) -> Memory:
     num_embeddings = 1 if first != last or model.tie_embeddings else 2
     shared, experts = rank_parameters(model, layout, num_embeddings)
     ranks = layout.dp * layout.cp
     held = shared + experts
     spread = layout.shards == "optimizer"
     states = shared / (ranks if spread else 1) + experts / (ranks / layout.ep if spread else 1)
-    return Memory(weights=WEIGHT_BYTES * held, gradients=GRADIENT_BYTES * held,
-                  optimizer=OPTIMIZER_BYTES * states,
-                  activations=_activations(model, layout, first=first, last=last),
-                  kept=_sum_bytes(model) * held)
+    return Memory(
+        weights=WEIGHT_BYTES * held,
+        gradients=GRADIENT_BYTES * held,
+        optimizer=OPTIMIZER_BYTES * states,
+        activations=_activations(model, layout, first=first, last=last),
+        kept=_sum_bytes(model) * held,
+    )
 
 
 def _sum_bytes(model: MegatronModel) -> float:
@@ -176,8 +233,9 @@ def layer_activations(model: MegatronModel, layout: Layout) -> float:
     split = 4 + 4 * model.num_groups / model.num_heads
     split += (6 if model.swiglu else 4) * model.ffn / model.hidden * model.top_k
     whole = 6 + 2 * model.top_k + (2 if model.dropout else 0)
-    return tokens * ((split + whole) / layout.tp if layout.sequence_parallel
-                     else split / layout.tp + whole)
+    return tokens * (
+        (split + whole) / layout.tp if layout.sequence_parallel else split / layout.tp + whole
+    )
 
 
 def layer_scores(model: MegatronModel, layout: Layout) -> float:
@@ -185,5 +243,11 @@ def layer_scores(model: MegatronModel, layout: Layout) -> float:
     if model.flash_attention:
         return 0.0
     each = 5 if model.dropout else 2
-    return (each * model.num_heads * model.sequence * model.sequence * layout.micro
-            / (layout.tp * layout.cp))
+    return (
+        each
+        * model.num_heads
+        * model.sequence
+        * model.sequence
+        * layout.micro
+        / (layout.tp * layout.cp)
+    )

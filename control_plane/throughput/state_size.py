@@ -31,8 +31,9 @@ def seat_bytes(task: Task, count: int) -> int:
         return STATE_BYTES * parameters(model).total // count
     axes = layout_within(loop, count) or Axes(dp=count)
     shards = axes.dp if loop.parallel.optimizer == "sharded" else 1
-    return int((WEIGHT_BYTES["bf16"] + OPTIMIZER_BYTES["bf16"] / shards)
-               * parameters(model).total) // len(replica(axes, 0))
+    return int(
+        (WEIGHT_BYTES["bf16"] + OPTIMIZER_BYTES["bf16"] / shards) * parameters(model).total
+    ) // len(replica(axes, 0))
 
 
 def share_bytes(task: Task, count: int) -> int:
@@ -60,8 +61,9 @@ def trained_bytes(train: Train, count: int) -> int:
     """Bytes of state of one of `count` ranks: its part of the GPT and of the optimizer state."""
     axes = layout_within(train, count) or Axes()
     shards = {"whole": axes.dp, "sharded": 1, "mirrored": min(2, axes.dp)}[train.parallel.optimizer]
-    bytes_of_each = (WEIGHT_BYTES[train.precision]
-                     + OPTIMIZER_BYTES[train.precision] * shards / axes.dp)
+    bytes_of_each = (
+        WEIGHT_BYTES[train.precision] + OPTIMIZER_BYTES[train.precision] * shards / axes.dp
+    )
     return int(bytes_of_each * _num_params(train)) // len(replica(axes, 0))
 
 

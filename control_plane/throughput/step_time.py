@@ -46,8 +46,14 @@ class Parts(Struct, frozen=True, kw_only=True):
 
     @property
     def total_s(self) -> float:
-        return (self.arithmetic_s + self.elements_s + self.tensor_s + self.context_s
-                + self.experts_s + self.pipeline_s)
+        return (
+            self.arithmetic_s
+            + self.elements_s
+            + self.tensor_s
+            + self.context_s
+            + self.experts_s
+            + self.pipeline_s
+        )
 
 
 class Ending(Struct, frozen=True, kw_only=True):
@@ -78,12 +84,22 @@ class Ending(Struct, frozen=True, kw_only=True):
     def seconds_each(self, dp: Floats) -> tuple[Floats, Floats]:
         ranks = dp * self.cp
         alike, near = ranks / self.ep, ranks <= self.node_ranks
-        sent_s = self.shared_bytes * (ranks - 1) / ranks / np.where(
-            near, self.link_bytes_s, self.shared_bytes_s)
-        sent_s += self.experts_bytes * (alike - 1) / alike / np.where(
-            near, self.link_bytes_s, self.experts_bytes_s)
-        return (np.maximum(sent_s - self.hidden_s, 0.0),
-                self.step_s / (ranks if self.spread else np.ones_like(ranks)))
+        sent_s = (
+            self.shared_bytes
+            * (ranks - 1)
+            / ranks
+            / np.where(near, self.link_bytes_s, self.shared_bytes_s)
+        )
+        sent_s += (
+            self.experts_bytes
+            * (alike - 1)
+            / alike
+            / np.where(near, self.link_bytes_s, self.experts_bytes_s)
+        )
+        return (
+            np.maximum(sent_s - self.hidden_s, 0.0),
+            self.step_s / (ranks if self.spread else np.ones_like(ranks)),
+        )
 
 
 def bubble(layout: Layout) -> float:
@@ -111,7 +127,8 @@ def parts(model: MegatronModel, layout: Layout, constants: Constants) -> Parts:
         tensor_s=_tensor_s(model, layout, kind, constants) * layers,
         context_s=_context_s(model, layout, kind, constants) * layers,
         experts_s=_experts_s(model, layout, kind, constants) * layers,
-        pipeline_s=_pipeline_s(model, layout, kind, constants))
+        pipeline_s=_pipeline_s(model, layout, kind, constants),
+    )
 
 
 def ending(model: MegatronModel, layout: Layout, constants: Constants, micro_s: float) -> Ending:
@@ -123,14 +140,18 @@ def ending(model: MegatronModel, layout: Layout, constants: Constants, micro_s: 
     size = {"none": 2 * gradient, "optimizer": gradient + 2}[layout.shards]
     far = 1 << 62
     return Ending(
-        shared_bytes=size * shared, experts_bytes=size * experts,
+        shared_bytes=size * shared,
+        experts_bytes=size * experts,
         step_s=STEP_BYTES * (shared + experts) / kind.memory_bytes_s,
-        spread=layout.shards != "none", cp=layout.cp, ep=layout.ep,
+        spread=layout.shards != "none",
+        cp=layout.cp,
+        ep=layout.ep,
         node_ranks=model.gpus_per_node // layout.tp,
         link_bytes_s=kind.nvlink_bytes_s * constants.link_share,
         shared_bytes_s=_rate(model, far, layout.tp, kind, constants),
         experts_bytes_s=_rate(model, far, layout.tp * layout.ep, kind, constants),
-        hidden_s=micro_s if model.overlap else 0.0)
+        hidden_s=micro_s if model.overlap else 0.0,
+    )
 
 
 def _arithmetic_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constants) -> float:
@@ -182,8 +203,9 @@ def _experts_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constan
     return num * size * (layout.ep - 1) / layout.ep / rate
 
 
-def _head_s(model: MegatronModel, layout: Layout, kind: GpuKind,
-            is_: Constants) -> tuple[float, float]:
+def _head_s(
+    model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constants
+) -> tuple[float, float]:
     """Logits and loss on the last stage, beside its layers: (arithmetic, elements)."""
     share = layout.micro / (layout.tp * layout.cp)
     products_s = 3 * head_flops(model) * share / (kind.peak_flops * is_.gemm_share)
@@ -213,10 +235,12 @@ def _rate(model: MegatronModel, span: int, groups: int, kind: GpuKind, is_: Cons
 # --- constants, as `make bench-throughput` fits them (docs/guides/throughput-model.md) ---
 # A kind of GPU without rows takes the constants of the most similar kind.
 
-AMPERE = Constants(gemm_share=0.679, scores_share=0.556, passes=6.94, link_share=0.628,
-                   network_share=0.993)
-HOPPER = Constants(gemm_share=0.686, scores_share=0.279, passes=6.94, link_share=0.628,
-                   network_share=0.993)
+AMPERE = Constants(
+    gemm_share=0.679, scores_share=0.556, passes=6.94, link_share=0.628, network_share=0.993
+)
+HOPPER = Constants(
+    gemm_share=0.686, scores_share=0.279, passes=6.94, link_share=0.628, network_share=0.993
+)
 
 
 def constants_of(model: MegatronModel) -> Constants:

@@ -14,8 +14,9 @@ SLOT_FLOPS = 1e12
 relative. A task whose spec has a `model` gets its rates from that model."""
 
 
-def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
-          modelled: Modelled | None = None) -> ThroughputSet:
+def table(
+    task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS, modelled: Modelled | None = None
+) -> ThroughputSet:
     """The declared table if there is one, else the modelled one, over the allowed sizes. An
     undeclared size has the rate of the next smaller declared one, or 0; with a `model` it follows
     the model's shape. A modelled size has the model's rate, or `slot_flops` times the shape."""
@@ -34,8 +35,13 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
     return ThroughputSet(task=task, origin="modelled", sizes=sizes, rates_flops=rates)
 
 
-def table_through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
-                  rates: dict[int, float], modelled: Modelled | None = None) -> ThroughputSet:
+def table_through(
+    task: int,
+    origin: Literal["declared", "measured"],
+    spec: JobSpec,
+    rates: dict[int, float],
+    modelled: Modelled | None = None,
+) -> ThroughputSet:
     """A table through the known `rates` (size -> FLOP/s, at least one). Any other size follows the
     shape from the nearest known size, of two equally near ones from the smaller. A known size with
     shape 0 sets only its own rate. No other size exceeds the rate of a larger known one."""
@@ -90,8 +96,11 @@ def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
     With a model: the next allowed size from each modelled one (else the largest), and the floor."""
     counts = spec.slots.counts
     if modelled is None:
-        return counts if spec.training is None else tuple(
-            size for size in counts if speed(spec.training, size) > 0)
+        return (
+            counts
+            if spec.training is None
+            else tuple(size for size in counts if speed(spec.training, size) > 0)
+        )
     places = [bisect_left(counts, size) for size in modelled.sizes]
     found = {counts[at] for at in places if at < len(counts)} or {counts[-1]}
     return tuple(sorted(found | {spec.slots.floor} - {0}))
@@ -99,8 +108,11 @@ def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
 
 def rate_at(throughput: ThroughputSet | None, size: int) -> float:
     """T(t, size) of any size. Slots may idle, so T(x) is the maximum over y <= x."""
-    return max(throughput.rates_flops[:bisect_right(throughput.sizes, size)],
-               default=0.0) if throughput is not None else 0.0
+    return (
+        max(throughput.rates_flops[: bisect_right(throughput.sizes, size)], default=0.0)
+        if throughput is not None
+        else 0.0
+    )
 
 
 def candidates(throughput: ThroughputSet, now: int, floor: int = 0) -> list[tuple[int, float]]:

@@ -24,11 +24,19 @@ def megatron_model(train: Train) -> MegatronModel:
     """The model of a `train:` task as input of the analytical model."""
     model = train.model
     return MegatronModel(
-        num_layers=model.num_layers, hidden=model.hidden, num_heads=model.num_heads,
-        sequence=model.sequence, vocabulary=VOCABULARY, tie_embeddings=model.tie_embeddings,
-        dropout=model.dropout, gpu="A100-80", global_batch=train.batch.global_,
-        micro_batch=train.batch.micro, zero1=train.parallel.optimizer != "whole",
-        overlap=train.overlap)
+        num_layers=model.num_layers,
+        hidden=model.hidden,
+        num_heads=model.num_heads,
+        sequence=model.sequence,
+        vocabulary=VOCABULARY,
+        tie_embeddings=model.tie_embeddings,
+        dropout=model.dropout,
+        gpu="A100-80",
+        global_batch=train.batch.global_,
+        micro_batch=train.batch.micro,
+        zero1=train.parallel.optimizer != "whole",
+        overlap=train.overlap,
+    )
 
 
 def described(train: Train | Loop) -> MegatronModel | None:
@@ -38,16 +46,26 @@ def described(train: Train | Loop) -> MegatronModel | None:
         return replace(megatron_model(train), kept_sum=train.kept_sum, exact_sum_bits=bits)
     if train.model is None:
         return None
-    return replace(train.model, micro_batch=train.model.global_batch // train.micro_batches,
-                   kept_sum=train.kept_sum, exact_sum_bits=bits)
+    return replace(
+        train.model,
+        micro_batch=train.model.global_batch // train.micro_batches,
+        kept_sum=train.kept_sum,
+        exact_sum_bits=bits,
+    )
 
 
 def layout_on(train: Train | Loop, model: MegatronModel, axes: Axes) -> Layout:
     """The layout as input of the analytical model. `train:` has no sequence parallelism."""
-    return Layout(tp=axes.tp, pp=axes.pp, dp=axes.dp, micro=model.micro_batch, chunks=axes.chunks,
-                  recompute="none" if model.recompute == "any" else model.recompute,
-                  sequence_parallel=isinstance(train, Loop),
-                  shards="none" if train.parallel.optimizer == "whole" else "optimizer")
+    return Layout(
+        tp=axes.tp,
+        pp=axes.pp,
+        dp=axes.dp,
+        micro=model.micro_batch,
+        chunks=axes.chunks,
+        recompute="none" if model.recompute == "any" else model.recompute,
+        sequence_parallel=isinstance(train, Loop),
+        shards="none" if train.parallel.optimizer == "whole" else "optimizer",
+    )
 
 
 def memory_on(train: Train | Loop, axes: Axes) -> Memory | None:
@@ -60,8 +78,12 @@ def memory_on(train: Train | Loop, axes: Axes) -> Memory | None:
         return found
     found = replace(found, reserved=0.0)
     if train.precision == "fp32":  # no master copy; twice the width
-        return replace(found, weights=2 * found.weights, optimizer=found.optimizer * 2 / 3,
-                       activations=2 * found.activations)
+        return replace(
+            found,
+            weights=2 * found.weights,
+            optimizer=found.optimizer * 2 / 3,
+            activations=2 * found.activations,
+        )
     return found
 
 
@@ -86,8 +108,10 @@ def refusal(train: Train | Loop, counts: Iterable[int]) -> str:
             least = min(least or (needs, axes), (needs, axes), key=lambda one: one[0])
     if least is None:
         return "no layout of loop.parallel has one of these numbers of slots"
-    return (f"no layout of loop.parallel fits into {in_gib(capacity(model))}: "
-            f"{layout_in_words(least[1])} needs {in_gib(least[0])}")
+    return (
+        f"no layout of loop.parallel fits into {in_gib(capacity(model))}: "
+        f"{layout_in_words(least[1])} needs {in_gib(least[0])}"
+    )
 
 
 def speed(train: Train | Loop, num_slots: int) -> float:
@@ -118,8 +142,11 @@ def _fastest(train: Train | Loop, num_slots: int) -> tuple[float, Axes | None]:
     alone_s, model = _iteration_s(train, Axes()), described(train)
     best: tuple[float, Axes | None] = (0.0, None)
     for axes in train.parallel.layouts(num_slots, train.num_micro_batches):
-        if isinstance(train, Loop) and model is not None and (
-                memory(model, layout_on(train, model, axes)).total > capacity(model)):
+        if (
+            isinstance(train, Loop)
+            and model is not None
+            and (memory(model, layout_on(train, model, axes)).total > capacity(model))
+        ):
             continue
         times = alone_s / _iteration_s(train, axes)
         if times > best[0]:

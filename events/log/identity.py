@@ -109,7 +109,8 @@ def report_error(keys: Keys, report: Report, signature: bytes, wire: bytes) -> s
         return "an agent does not report this"
     # A rank may store its share of an in-memory checkpoint on another node.
     if not isinstance(body, reports.MemoryCheckpointStored) and (
-            getattr(body, "node", node) != node):
+        getattr(body, "node", node) != node
+    ):
         return "it is about another node"
     if isinstance(body, reports.NodeDrained) and (body.who, body.role) != (node, "node"):
         return "it names an operator"
@@ -122,8 +123,9 @@ def sign_order(key: bytes, entry: str, wire: bytes, store_keys: bytes = b"") -> 
     return _sign(key, b"order", b"\n".join((entry.encode(), b"%d" % len(wire), wire + store_keys)))
 
 
-def is_order_signed(key: bytes, entry: str, wire: bytes, store_keys: bytes,
-                    signature: bytes) -> bool:
+def is_order_signed(
+    key: bytes, entry: str, wire: bytes, store_keys: bytes, signature: bytes
+) -> bool:
     """Whether the leader gave this order to the node of this key, at this place of its stream."""
     return hmac.compare_digest(signature, sign_order(key, entry, wire, store_keys))
 
@@ -161,8 +163,10 @@ def store_keys(keys: Keys, order: Body, node: str) -> StoreKeys:
     own = next((one.stores for one in getattr(order, "stores", ()) if one.node == node), None)
     found = {one.node for one in getattr(order, "keepers", ()) if own is None or one.node in own}
     found |= {copy.node for copy in getattr(order, "copies", ())}
-    return {name: store_key(store_secret(keys(name)), order.task, getattr(order, "generation", 0))
-            for name in sorted(found)}
+    return {
+        name: store_key(store_secret(keys(name)), order.task, getattr(order, "generation", 0))
+        for name in sorted(found)
+    }
 
 
 def _sign(key: bytes, purpose: bytes, data: bytes) -> bytes:
@@ -170,15 +174,39 @@ def _sign(key: bytes, purpose: bytes, data: bytes) -> bytes:
 
 
 AGENT_REPORTS: tuple[type[Body], ...] = (
-    reports.NodeJoined, reports.NodeLeft, reports.AgentRestarting, reports.AgentRestarted,
-    reports.MemoryCheckpointsLost, reports.ReportsLost, reports.NodeDrained,
-    reports.OrderRefused, reports.HealthChanged, reports.DeviceErred,
-    reports.RankStarted, reports.RankAdopted, reports.RankReady, reports.RankErrored,
-    reports.RankExited, reports.RankReportsDropped,
-    reports.RankSuspended, reports.RankContinued, reports.RankStalled, reports.RankUnstalled,
-    reports.CollectiveFailed, reports.Quiesced, reports.Reconfigured, reports.ReconfigureFailed,
-    reports.TaskProgressed, reports.IterationsLogged, reports.LossNotFinite,
-    reports.StepTimeChanged, reports.MemoryCheckpointStored, reports.CheckpointSaved,
-    reports.CheckpointPublished, reports.RankFinished, reports.InMemoryRecoveryDeclined,
-    UnknownBody)
+    reports.NodeJoined,
+    reports.NodeLeft,
+    reports.AgentRestarting,
+    reports.AgentRestarted,
+    reports.MemoryCheckpointsLost,
+    reports.ReportsLost,
+    reports.NodeDrained,
+    reports.OrderRefused,
+    reports.HealthChanged,
+    reports.DeviceErred,
+    reports.RankStarted,
+    reports.RankAdopted,
+    reports.RankReady,
+    reports.RankErrored,
+    reports.RankExited,
+    reports.RankReportsDropped,
+    reports.RankSuspended,
+    reports.RankContinued,
+    reports.RankStalled,
+    reports.RankUnstalled,
+    reports.CollectiveFailed,
+    reports.Quiesced,
+    reports.Reconfigured,
+    reports.ReconfigureFailed,
+    reports.TaskProgressed,
+    reports.IterationsLogged,
+    reports.LossNotFinite,
+    reports.StepTimeChanged,
+    reports.MemoryCheckpointStored,
+    reports.CheckpointSaved,
+    reports.CheckpointPublished,
+    reports.RankFinished,
+    reports.InMemoryRecoveryDeclined,
+    UnknownBody,
+)
 """What an agent may report. A body of a later version (UnknownBody) has no effect here."""

@@ -69,8 +69,9 @@ def _fault(value: object, depth: int) -> str:
         items = ((f" [{at}]", item) for at, item in enumerate(cast(Iterable[Any], value)))
     else:
         return f" is of type {type(value).__name__}"
-    return next((name[:40] + where for name, item in items
-                 if (where := _fault(item, depth + 1))), "")
+    return next(
+        (name[:40] + where for name, item in items if (where := _fault(item, depth + 1))), ""
+    )
 
 
 def _is_number(key: object) -> bool:

@@ -56,7 +56,9 @@ local function seq_of(id) return tonumber(string.match(id, '-(%d+)$')) end
 local function text(number) return string.format('%.0f', number) end
 """
 
-START_EPOCH = _IDS + """
+START_EPOCH = (
+    _IDS
+    + """
 -- KEYS log epoch lease followers; ARGV nonce lease_ms url secret above
 -- Above the stored epoch, above the log if that key is lost, and above what the caller knows.
 local lease = redis.call('HMGET', KEYS[3], 'nonce', 'url', 'secret')
@@ -77,6 +79,7 @@ end
 redis.call('ZREM', KEYS[4], ARGV[3])
 return {number + 1}
 """
+)
 
 RENEW = """
 -- KEYS epoch lease followers; ARGV nonce lease_ms url secret epoch
@@ -106,7 +109,9 @@ redis.call('SET', KEYS[2], ARGV[2])
 return {'done', ''}
 """
 
-APPEND = _IDS + """
+APPEND = (
+    _IDS
+    + """
 -- KEYS log epoch cursor acked nodes [orders...]
 -- ARGV epoch expect cursor num_records num_acked num_orders part
 --      [record]... [source source_seq]... [record_index orders_index copy signature keys]...
@@ -142,6 +147,7 @@ end
 for i = at + 1, #ARGV do redis.call('SADD', KEYS[5], ARGV[i]) end
 return {'done', text(first + records)}
 """
+)
 
 REBUILD_ORDERS = """
 -- KEYS epoch acked nodes [orders...]
@@ -164,7 +170,9 @@ for i = at + 1, #ARGV do redis.call('SADD', KEYS[3], ARGV[i]) end
 return {'done', ''}
 """
 
-SEAL = _IDS + """
+SEAL = (
+    _IDS
+    + """
 -- KEYS log epoch head [orders...]; ARGV epoch former_head head first_id last_id [open_seq]...
 local held = redis.call('HGET', KEYS[2], 'number')
 if held ~= ARGV[1] then return {'fenced', held or '0'} end
@@ -181,8 +189,11 @@ for i = 4, #KEYS do
 end
 return {'done', ''}
 """
+)
 
-FIND_SEQ = _IDS + """
+FIND_SEQ = (
+    _IDS
+    + """
 -- KEYS log; ARGV seq. The id of the record `seq`, by binary search over the epochs; nil if the
 -- log ends before it. The first seq at or above an epoch grows with the epoch.
 local seq = tonumber(ARGV[1])
@@ -196,6 +207,7 @@ while low < high do
 end
 return text(low) .. '-' .. text(seq)
 """
+)
 
 TAKE = """
 -- KEYS moved inbox reports; ARGV after num_max
@@ -249,10 +261,23 @@ READ_NUM_MAX = 5000
 """Records in one reply; a longer read takes several replies."""
 VERSION_MIN, WAITAOF_VERSION_MIN = (6, 2), (7, 2)
 URL_HINT = "redis://:PASSWORD@HOST:PORT/0, rediss://... or unix://:PASSWORD@/PATH"
-TRANSIENT = (exceptions.OutOfMemoryError, exceptions.ReadOnlyError, exceptions.ClusterDownError,
-             exceptions.MasterDownError, exceptions.TryAgainError)
-TRANSIENT_CODES = ("OOM", "MISCONF", "BUSY", "NOREPLICAS", "READONLY", "CLUSTERDOWN", "WAIT",
-                   "UNBLOCKED")
+TRANSIENT = (
+    exceptions.OutOfMemoryError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterDownError,
+    exceptions.MasterDownError,
+    exceptions.TryAgainError,
+)
+TRANSIENT_CODES = (
+    "OOM",
+    "MISCONF",
+    "BUSY",
+    "NOREPLICAS",
+    "READONLY",
+    "CLUSTERDOWN",
+    "WAIT",
+    "UNBLOCKED",
+)
 
 Command = tuple[bytes | str | int, ...]
 _Entry = tuple[bytes, list[bytes]]
@@ -284,8 +309,13 @@ class _Link:
         make = options.pop("connection_class", Connection)
         self._socket = str(options.get("path", ""))
         # No socket timeout: each call has its own timeout. With RESP2 the server pushes nothing.
-        options |= {"socket_timeout": None, "socket_connect_timeout": CONNECT_S_MAX,
-                    "retry": Retry(NoBackoff(), 0), "protocol": 2, "driver_info": None}
+        options |= {
+            "socket_timeout": None,
+            "socket_connect_timeout": CONNECT_S_MAX,
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
+            "driver_info": None,
+        }
         self._connection: Any = make(**options)
         if ca and hasattr(self._connection, "ssl_context"):  # redis-py would add the system's
             self._connection.ssl_context.context = tls.client_context(ca)
@@ -307,9 +337,14 @@ class _Link:
                     packed = connection.pack_commands(commands)
                     await connection.send_packed_command(packed, check_health=False)
                     replies = [await self._reply() for _ in commands]
-                if any(isinstance(reply, exceptions.ResponseError)
-                       and (isinstance(reply, exceptions.ReadOnlyError)
-                            or str(reply).startswith("UNBLOCKED")) for reply in replies):
+                if any(
+                    isinstance(reply, exceptions.ResponseError)
+                    and (
+                        isinstance(reply, exceptions.ReadOnlyError)
+                        or str(reply).startswith("UNBLOCKED")
+                    )
+                    for reply in replies
+                ):
                     # It has become a replica: the URL may lead to another server.
                     await connection.disconnect(nowait=True)
                 return replies
@@ -342,7 +377,8 @@ class _Link:
             try:
                 async with asyncio.timeout(SENTINEL_S_MAX):
                     (found,) = await sentinel.call(
-                        [("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._name)], SENTINEL_S_MAX)
+                        [("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._name)], SENTINEL_S_MAX
+                    )
             except (Unavailable, UsageError, _Lost) as error:
                 why = str(error)
             except TimeoutError:
@@ -378,8 +414,11 @@ class _Link:
             if isinstance(error.__cause__ or error, exceptions.AuthenticationError):
                 raise UsageError(f"{self._where}: {error}", URL_HINT) from None
             if isinstance(error, OSError | exceptions.RedisError):
-                what = (tls.refusal(error.__context__, "TLS") or str(error)
-                        or f"no connection within {CONNECT_S_MAX:g} s")
+                what = (
+                    tls.refusal(error.__context__, "TLS")
+                    or str(error)
+                    or f"no connection within {CONNECT_S_MAX:g} s"
+                )
                 raise Unavailable(f"{self._where}: {what}") from None
             raise
 
@@ -401,13 +440,21 @@ class RedisLog:
     are. `policy`: what the leader asks of the server.
     """
 
-    def __init__(self, url: str, cluster: str, keys: Keys = _no_keys,
-                 identities: Identities | None = None, ca: str = "",
-                 folder: Folder | None = None,
-                 policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        cluster: str,
+        keys: Keys = _no_keys,
+        identities: Identities | None = None,
+        ca: str = "",
+        folder: Folder | None = None,
+        policy: Policy | None = None,
+    ) -> None:
         if not NAME.match(cluster):
-            raise UsageError(f"{cluster!r} is not a cluster's name",
-                             "lower-case letters, digits, '-' and '.', at most 63")
+            raise UsageError(
+                f"{cluster!r} is not a cluster's name",
+                "lower-case letters, digits, '-' and '.', at most 63",
+            )
         self._url, self._ca, self._policy = url, ca, policy or Policy()
         self._has_waitaof = False
         self._folder = folder
@@ -453,8 +500,10 @@ class RedisLog:
         version = settings.get("redis_version", "0.0")
         number = tuple(int(part) for part in version.split(".")[:2])
         if number < VERSION_MIN:
-            raise UsageError(f"the server has Redis version {version}; 6.2 or later is required",
-                             "use Valkey, or a newer Redis")
+            raise UsageError(
+                f"the server has Redis version {version}; 6.2 or later is required",
+                "use Valkey, or a newer Redis",
+            )
         self._has_waitaof = number >= WAITAOF_VERSION_MIN
         why, hint = durability.refusal(settings, self._policy)
         if why:
@@ -491,28 +540,34 @@ class RedisLog:
         if num and self._has_waitaof and self._policy.durability != "none":
             # After WAIT it takes 1 ms; alone up to 1 s, until a replica's next regular answer.
             commands.append(("WAITAOF", 1, num, wait_ms))
-        _, *replies = await self._ask(commands, link=self._reader("written"),
-                                      wait_s=2 * REPLICAS_S_MAX + REPLY_S_MAX)
+        _, *replies = await self._ask(
+            commands, link=self._reader("written"), wait_s=2 * REPLICAS_S_MAX + REPLY_S_MAX
+        )
         for where, reply in zip(("", " on disk"), replies, strict=False):
             have: int = reply[1] if isinstance(reply, list) else reply  # pyright: ignore
             if have < num:
-                raise Unavailable(f"{have} of {num} replicas of the log's server have the last "
-                                  f"record{where}")
+                raise Unavailable(
+                    f"{have} of {num} replicas of the log's server have the last record{where}"
+                )
 
     # --- the leader -----------------------------------------------------------------------------
-    async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0,
-                          above: int = 0) -> int:
+    async def start_epoch(
+        self, nonce: str, *, url: str = "", lease_s: float = 0.0, above: int = 0
+    ) -> int:
         """Take the log: start a new epoch above all earlier ones and `above`, which fences older
         leaders. For `lease_s` no other nonce can take it, unless it is released. Raises Leased
         while another one has it, and notes `url` as that of a follower; UsageError if the leader
         has another secret. After a lost reply one epoch is unused."""
         epoch, *leader = await self._run(
-            START_EPOCH, self._keys("log", "epoch", "lease", "followers"),
-            (nonce, round(1e3 * lease_s), url, self._secret, above))
+            START_EPOCH,
+            self._keys("log", "epoch", "lease", "followers"),
+            (nonce, round(1e3 * lease_s), url, self._secret, above),
+        )
         if leader and leader[1].decode() != self._secret:
             raise UsageError(
                 f"the control plane at {leader[0].decode()} leads, and has another secret",
-                "copy the files secret and token from its state folder to this one")
+                "copy the files secret and token from its state folder to this one",
+            )
         if leader:
             raise errors.Leased(leader[0].decode())
         return int(epoch)
@@ -542,8 +597,15 @@ class RedisLog:
         """Tells control planes that have the same secret from others."""
         return password_hash(self._identities.password("", 0)) if self._identities else ""
 
-    async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
-                     cursor: str, acked: Mapping[str, int]) -> None:
+    async def append(
+        self,
+        records: Sequence[Record],
+        *,
+        epoch: int,
+        expect: int,
+        cursor: str,
+        acked: Mapping[str, int],
+    ) -> None:
         """Append atomically if `epoch` is the current epoch and the last seq is `expect`; with it
         send the orders, move the intake's cursor ("": not), publish `acked` (source -> source_seq)
         to the agents. O(records). Raises ValueError for a float that is not finite."""
@@ -555,18 +617,33 @@ class RedisLog:
             wires.append(wire := codec.encode_record(record))
             if to := order_nodes(record):
                 copy = codec.encode_order_copy(record, wire)
-                sends += [(place, node, copy if copy != wire else b"",
-                           self._sealed(node, record, epoch, copy)) for node in to]
+                sends += [
+                    (
+                        place,
+                        node,
+                        copy if copy != wire else b"",
+                        self._sealed(node, record, epoch, copy),
+                    )
+                    for node in to
+                ]
         names = dict.fromkeys(node for _, node, _, _ in sends)
         nodes = {node: index for index, node in enumerate(names, start=1)}
         keys = (*self._keys("log", "epoch", "cursor", "acked", "nodes"), *self._streams(nodes))
-        args = (*wires, *(part for pair in acked.items() for part in pair),
-                *(part for place, node, copy, sealed in sends
-                  for part in (place, nodes[node], copy, *sealed)), *nodes)
+        args = (
+            *wires,
+            *(part for pair in acked.items() for part in pair),
+            *(
+                part
+                for place, node, copy, sealed in sends
+                for part in (place, nodes[node], copy, *sealed)
+            ),
+            *nodes,
+        )
         for part in ("log", "rest") if self._policy.replicas_min else ("all",):
             head = (epoch, expect, cursor, len(wires), len(acked), len(sends), part)
-            _check_result(await self._run(APPEND, keys, (*head, *args), repeatable=False), epoch,
-                          expect)
+            _check_result(
+                await self._run(APPEND, keys, (*head, *args), repeatable=False), epoch, expect
+            )
             if part == "log":
                 await self._replicate()
 
@@ -591,9 +668,11 @@ class RedisLog:
             await self._block("inbox", ("BLMOVE", keys[1], keys[0], "LEFT", "RIGHT", limit), wait_s)
             entries = await self._run(TAKE, keys, (after, num))
         read = [read_report(self._keys_of, fields[1]) for _, fields in entries]
-        return Batch(reports=tuple(one for one in read if isinstance(one, Report)),
-                     rejected=tuple(one for one in read if isinstance(one, Rejected)),
-                     cursor=entries[-1][0].decode() if entries else after)
+        return Batch(
+            reports=tuple(one for one in read if isinstance(one, Report)),
+            rejected=tuple(one for one in read if isinstance(one, Rejected)),
+            cursor=entries[-1][0].decode() if entries else after,
+        )
 
     async def beats(self, nodes: Sequence[str]) -> list[Heartbeat]:
         """The newest heartbeat of each of these nodes that has sent one since the last call."""
@@ -601,18 +680,25 @@ class RedisLog:
         for start in range(0, len(nodes), BEATS_NUM_MAX):
             some = nodes[start : start + BEATS_NUM_MAX]
             (seconds, micros), values = await self._run(
-                BEATS, self._keys(*(f"beat:{node}" for node in some)), ())
+                BEATS, self._keys(*(f"beat:{node}" for node in some)), ()
+            )
             now_s = int(seconds) + int(micros) / 1e6
             for node, entry, incarnation, spooled in zip(
-                    some, values[::3], values[1::3], values[2::3], strict=True):
+                some, values[::3], values[1::3], values[2::3], strict=True
+            ):
                 # An age is never taken twice: the server's clock may be set back.
                 if not entry or self._beat_ids.get(node) == entry or not incarnation.isdigit():
                     continue
                 self._beat_ids[node] = entry
                 at_s = int(entry.partition(b"-")[0]) / 1e3
-                found.append(Heartbeat(node=node, incarnation=int(incarnation),
-                                       age_s=max(0.0, now_s - at_s),
-                                       num_spooled=int(spooled[:9]) if spooled.isdigit() else 0))
+                found.append(
+                    Heartbeat(
+                        node=node,
+                        incarnation=int(incarnation),
+                        age_s=max(0.0, now_s - at_s),
+                        num_spooled=int(spooled[:9]) if spooled.isdigit() else 0,
+                    )
+                )
         return found
 
     # --- the nodes' users -------------------------------------------------------------------------
@@ -621,18 +707,26 @@ class RedisLog:
         asks for no password. Raises UsageError, Unavailable."""
         probe = user_name(self._cluster, "?")
         try:
-            *_, default = await self._ask([self._user_command("?", "0" * 64),
-                                           ("ACL", "DELUSER", probe),
-                                           ("ACL", "GETUSER", "default")])
+            *_, default = await self._ask(
+                [
+                    self._user_command("?", "0" * 64),
+                    ("ACL", "DELUSER", probe),
+                    ("ACL", "GETUSER", "default"),
+                ]
+            )
         except LogError as error:
             if isinstance(error, Unavailable | Ambiguous):
                 raise
-            raise UsageError(f"the log's server cannot give each agent its own rights: {error}",
-                             "use Redis 7 or Valkey with all rights, or --shared-password: every "
-                             "agent then has the server's password") from None
+            raise UsageError(
+                f"the log's server cannot give each agent its own rights: {error}",
+                "use Redis 7 or Valkey with all rights, or --shared-password: every "
+                "agent then has the server's password",
+            ) from None
         if default is not None and b"nopass" in default[1] and b"on" in default[1]:
-            _logger.warning("the log's server asks for no password: who reaches it may do anything",
-                            hint="CONFIG SET requirepass")
+            _logger.warning(
+                "the log's server asks for no password: who reaches it may do anything",
+                hint="CONFIG SET requirepass",
+            )
 
     async def admit(self, nodes: Mapping[str, int]) -> None:
         """Give each node (name -> incarnation) its user. If the user is an earlier incarnation's,
@@ -642,8 +736,9 @@ class RedisLog:
         names = sorted(nodes)
         for start in range(0, len(names), USERS_NUM_MAX):
             some = names[start : start + USERS_NUM_MAX]
-            found = await self._ask([("ACL", "GETUSER", user_name(self._cluster, node))
-                                     for node in some])
+            found = await self._ask(
+                [("ACL", "GETUSER", user_name(self._cluster, node)) for node in some]
+            )
             commands: list[Command] = []
             for node, user in zip(some, found, strict=True):
                 known = password_hash(self._identities.password(node, nodes[node]))
@@ -661,8 +756,17 @@ class RedisLog:
     async def mark_admitted(self) -> None:
         """Note on the server that every node has its user there: see `has_users`."""
         if self._identities is not None:
-            await self._ask([("ACL", "SETUSER", user_name(self._cluster, ""), "reset",
-                              "#" + password_hash(self._identities.password("", 0)))])
+            await self._ask(
+                [
+                    (
+                        "ACL",
+                        "SETUSER",
+                        user_name(self._cluster, ""),
+                        "reset",
+                        "#" + password_hash(self._identities.password("", 0)),
+                    )
+                ]
+            )
 
     async def has_users(self) -> bool:
         """Whether the server has the users: a restart loses them, a replica never had them."""
@@ -675,31 +779,59 @@ class RedisLog:
     def _user_command(self, node: str, known: str) -> Command:
         """The command that gives a node its user, with these rights and no others."""
         inbox, acked, orders, beat, asked, read = self._keys(
-            "inbox", "acked", f"orders:{node}", f"beat:{node}", f"asked:{node}", f"read:{node}")
+            "inbox", "acked", f"orders:{node}", f"beat:{node}", f"asked:{node}", f"read:{node}"
+        )
         # Each command has its own keys: XADD to the inbox would make it a stream.
-        return ("ACL", "SETUSER", user_name(self._cluster, node), "reset", "on", "#" + known,
-                "+select", f"(+rpush %W~{inbox})", f"(+xadd %W~{beat})",
-                f"(+xread %R~{orders})", f"(+hget %R~{acked})",
-                f"(+blpop ~{asked})", f"(+rpush %W~{read})")
+        return (
+            "ACL",
+            "SETUSER",
+            user_name(self._cluster, node),
+            "reset",
+            "on",
+            "#" + known,
+            "+select",
+            f"(+rpush %W~{inbox})",
+            f"(+xadd %W~{beat})",
+            f"(+xread %R~{orders})",
+            f"(+hget %R~{acked})",
+            f"(+blpop ~{asked})",
+            f"(+rpush %W~{read})",
+        )
 
-    async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int,
-                             acked: Mapping[str, int]) -> None:
+    async def rebuild_orders(
+        self, open_orders: Sequence[Record], *, epoch: int, acked: Mapping[str, int]
+    ) -> None:
         """Rebuild the order streams with ids of this epoch from the open orders of the fold, and
         publish `acked`: after a takeover, or an append that stopped before its orders. Raises
         Fenced."""
         if self._policy.replicas_min:
             await self._replicate()
         (known,) = await self._ask([("SMEMBERS", *self._keys("nodes"))])
-        sends = [(record, node, codec.encode_order_copy(record, codec.encode_record(record)))
-                 for record in sorted(open_orders, key=lambda record: record.seq)
-                 for node in order_nodes(record)]
+        sends = [
+            (record, node, codec.encode_order_copy(record, codec.encode_record(record)))
+            for record in sorted(open_orders, key=lambda record: record.seq)
+            for node in order_nodes(record)
+        ]
         used = dict.fromkeys(node for _, node, _ in sends)
         nodes = dict.fromkeys([*used, *sorted(node.decode() for node in known)])
         index = {node: place for place, node in enumerate(nodes, start=1)}
-        args = (epoch, len(sends), len(acked), *(
-            part for record, node, wire in sends for part in (
-                index[node], record.seq, wire, *self._sealed(node, record, epoch, wire))),
-                *(part for pair in acked.items() for part in pair), *used)
+        args = (
+            epoch,
+            len(sends),
+            len(acked),
+            *(
+                part
+                for record, node, wire in sends
+                for part in (
+                    index[node],
+                    record.seq,
+                    wire,
+                    *self._sealed(node, record, epoch, wire),
+                )
+            ),
+            *(part for pair in acked.items() for part in pair),
+            *used,
+        )
         keys = (*self._keys("epoch", "acked", "nodes"), *self._streams(nodes))
         _check_result(await self._run(REBUILD_ORDERS, keys, args), epoch, 0)
 
@@ -723,15 +855,17 @@ class RedisLog:
         if self._folder is not None:
             with _unavailable(self._folder):
                 self._segments = await asyncio.to_thread(
-                    SealedLog, self._folder, await self._head())
+                    SealedLog, self._folder, await self._head()
+                )
         return self._segments
 
     async def _head(self) -> str:
         (head,) = await self._ask([("GET", *self._keys("head"))])
         return head.decode() if head else ""
 
-    async def seal(self, records: Sequence[Record], *, epoch: int, open_orders: Iterable[int]
-                   ) -> None:
+    async def seal(
+        self, records: Sequence[Record], *, epoch: int, open_orders: Iterable[int]
+    ) -> None:
         """Write the records behind the sealed ones to a segment, then drop all before them from the
         server, and all sealed orders but those in `open_orders` (seqs). Raises Fenced, Conflict,
         OSError. The stream keeps the records of the newest segment."""
@@ -742,30 +876,48 @@ class RedisLog:
         segment = await asyncio.to_thread(folder.write, records, last)
         (nodes,) = await self._ask([("SMEMBERS", *self._keys("nodes"))])
         keys = (*self._keys("log", "epoch", "head"), *self._streams(map(bytes.decode, nodes)))
-        reply = await self._run(SEAL, keys, (
-            epoch, last.name if last else "", segment.name,
-            f"{records[0].epoch}-{records[0].seq}", f"{epoch}-{segment.last}", *open_orders),
-            repeatable=False)
+        reply = await self._run(
+            SEAL,
+            keys,
+            (
+                epoch,
+                last.name if last else "",
+                segment.name,
+                f"{records[0].epoch}-{records[0].seq}",
+                f"{epoch}-{segment.last}",
+                *open_orders,
+            ),
+            repeatable=False,
+        )
         _check_result(reply, epoch, segment.first - 1)
         now = self._segments or sealed
         if now.last < segment.first:  # else a reader has opened the segments meanwhile
             now.add(segment)
 
-    async def restore(self, records: Sequence[Record], segment: Segment, epoch: int,
-                      acked: Mapping[str, int]) -> None:
+    async def restore(
+        self, records: Sequence[Record], segment: Segment, epoch: int, acked: Mapping[str, int]
+    ) -> None:
         """Fill an empty server with the newest segment and its records, so that a leader may go on.
         `epoch`: of its last record; `acked`: what is in the log of each source. Raises UsageError
         if the server has a log."""
         if last := await self.last_seq():
-            raise UsageError(f"the server has a log, up to seq {last}",
-                             "restore into an empty server: move its folder away first")
+            raise UsageError(
+                f"the server has a log, up to seq {last}",
+                "restore into an empty server: move its folder away first",
+            )
         log, epochs, head, known = self._keys("log", "epoch", "head", "acked")
-        await self._ask([
-            *(("XADD", log, f"{one.epoch}-{one.seq}", "r", codec.encode_record(one))
-              for one in records),
-            ("SET", head, segment.name), ("HSET", epochs, "number", epoch),
-            *(("HSET", known, source, number) for source, number in acked.items())],
-            repeatable=False)
+        await self._ask(
+            [
+                *(
+                    ("XADD", log, f"{one.epoch}-{one.seq}", "r", codec.encode_record(one))
+                    for one in records
+                ),
+                ("SET", head, segment.name),
+                ("HSET", epochs, "number", epoch),
+                *(("HSET", known, source, number) for source, number in acked.items()),
+            ],
+            repeatable=False,
+        )
 
     # --- readers --------------------------------------------------------------------------------
     async def read(self, *, after: int, num_max: int) -> list[Record]:
@@ -812,14 +964,19 @@ class RedisLog:
     async def send(self, reports: Sequence[Report]) -> None:
         """Send reports in order, at least once: on Unavailable or Ambiguous the caller retries.
         Raises ValueError for a float that is not finite."""
-        wires = [sign_report(self._keys_of(report.source.rpartition("/")[0]),
-                             codec.encode_report(report)) for report in reports]
+        wires = [
+            sign_report(
+                self._keys_of(report.source.rpartition("/")[0]), codec.encode_report(report)
+            )
+            for report in reports
+        ]
         # A list, because an agent may append to it and can do nothing else with that right. With
         # XADD it could also choose an id above all others, or remove the reports of other nodes.
         (key,) = self._keys("inbox")
         for start in range(0, len(wires), SEND_NUM_MAX):
-            await self._ask([("RPUSH", key, *wires[start : start + SEND_NUM_MAX])],
-                            repeatable=False)
+            await self._ask(
+                [("RPUSH", key, *wires[start : start + SEND_NUM_MAX])], repeatable=False
+            )
 
     async def acked(self, source: str) -> int:
         """The highest source_seq of this source that is in the log, 0 for none."""
@@ -838,44 +995,79 @@ class RedisLog:
             command = ("XREAD", "COUNT", ORDERS_NUM_MAX, *block, "STREAMS", key, after)
             reply = await self._block(f"orders:{node}", command, wait_s)
             entries: list[_Entry] = reply[0][1] if reply else []
-            found = [SentOrder(record=codec.record_of_entry(entry.decode(), fields[1],
-                                                            read=codec.decode_order_copy),
-                               cursor=entry.decode(),
-                               store_keys=msgspec.msgpack.decode(fields[5], type=StoreKeys))
-                     for entry, fields in entries if self._is_order(node, entry.decode(), fields)]
+            found = [
+                SentOrder(
+                    record=codec.record_of_entry(
+                        entry.decode(), fields[1], read=codec.decode_order_copy
+                    ),
+                    cursor=entry.decode(),
+                    store_keys=msgspec.msgpack.decode(fields[5], type=StoreKeys),
+                )
+                for entry, fields in entries
+                if self._is_order(node, entry.decode(), fields)
+            ]
             if found or not entries:
                 return found
             after = entries[-1][0].decode()
 
     def _is_order(self, node: str, entry: str, fields: Sequence[bytes]) -> bool:
-        signed = (len(fields) == 6 and fields[0] == b"r" and is_order_signed(
-            self._keys_of(node), entry, fields[1], fields[5], fields[3]))
+        signed = (
+            len(fields) == 6
+            and fields[0] == b"r"
+            and is_order_signed(self._keys_of(node), entry, fields[1], fields[5], fields[3])
+        )
         if not signed and (num := self._forged_orders.due()):
-            _logger.warning("skipped an order that is not signed for this node", node=node,
-                            id=entry, num_since_last_line=num)
+            _logger.warning(
+                "skipped an order that is not signed for this node",
+                node=node,
+                id=entry,
+                num_since_last_line=num,
+            )
         return signed
 
     async def beat(self, node: str, incarnation: int, num_spooled: int = 0) -> None:
         """Send a heartbeat, an entry whose id is the server's time. `num_spooled` reports wait."""
-        await self._ask([("XADD", *self._keys(f"beat:{node}"), "MAXLEN", BEATS_NUM_KEPT, "*",
-                          "i", incarnation, "s", num_spooled)])
+        await self._ask(
+            [
+                (
+                    "XADD",
+                    *self._keys(f"beat:{node}"),
+                    "MAXLEN",
+                    BEATS_NUM_KEPT,
+                    "*",
+                    "i",
+                    incarnation,
+                    "s",
+                    num_spooled,
+                )
+            ]
+        )
 
     # --- files of a node, read by its agent: not part of the log ---
     async def ask_file(self, node: str, path: str, *, offset: int, wait_s: float) -> FilePart:
         """Let a node's agent read a file from `offset` on. Only one call for a node at a time.
         Raises Unavailable if it does not answer within `wait_s`."""
-        return await self._ask_agent(node, FileRequest(
-            number=secrets.token_hex(8), path=path, offset=offset), wait_s)
+        return await self._ask_agent(
+            node, FileRequest(number=secrets.token_hex(8), path=path, offset=offset), wait_s
+        )
 
     async def check_devices(self, node: str, slots: Iterable[int], *, wait_s: float) -> FilePart:
         """Let a node's agent check the devices of slots; as `ask_file`."""
-        return await self._ask_agent(node, FileRequest(
-            number=secrets.token_hex(8), path="", offset=0, slots=tuple(slots)), wait_s)
+        return await self._ask_agent(
+            node,
+            FileRequest(number=secrets.token_hex(8), path="", offset=0, slots=tuple(slots)),
+            wait_s,
+        )
 
     async def _ask_agent(self, node: str, request: FileRequest, wait_s: float) -> FilePart:
         asked, read = self._keys(f"asked:{node}", f"read:{node}")
-        await self._ask([("DEL", asked, read), ("RPUSH", asked, msgspec.msgpack.encode(request)),
-                         ("PEXPIRE", asked, math.ceil(1e3 * wait_s))])
+        await self._ask(
+            [
+                ("DEL", asked, read),
+                ("RPUSH", asked, msgspec.msgpack.encode(request)),
+                ("PEXPIRE", asked, math.ceil(1e3 * wait_s)),
+            ]
+        )
         deadline_s = time.monotonic() + wait_s
         while (rest_s := deadline_s - time.monotonic()) > 0:
             found = await self._block(f"read:{node}", ("BLPOP", read, f"{rest_s:.3f}"), rest_s)
@@ -886,14 +1078,16 @@ class RedisLog:
 
     async def file_request(self, node: str, wait_s: float) -> FileRequest | None:
         """The next request for a file of this node; None if none comes within `wait_s`."""
-        found = await self._block(f"asked:{node}", (
-            "BLPOP", *self._keys(f"asked:{node}"), f"{wait_s:.3f}"), wait_s)
+        found = await self._block(
+            f"asked:{node}", ("BLPOP", *self._keys(f"asked:{node}"), f"{wait_s:.3f}"), wait_s
+        )
         return msgspec.msgpack.decode(found[1], type=FileRequest) if found else None
 
     async def send_file(self, node: str, part: FilePart) -> None:
         """Answer a request for a file."""
-        await self._ask([("RPUSH", *self._keys(f"read:{node}"), msgspec.msgpack.encode(part))],
-                        repeatable=False)
+        await self._ask(
+            [("RPUSH", *self._keys(f"read:{node}"), msgspec.msgpack.encode(part))], repeatable=False
+        )
 
     # --- calls ----------------------------------------------------------------------------------
     def _keys(self, *names: str) -> tuple[str, ...]:
@@ -913,8 +1107,14 @@ class RedisLog:
         link = self._reader(name) if wait_s > 0 else self._link
         return (await self._ask([command], link=link, wait_s=wait_s + REPLY_S_MAX))[0]
 
-    async def _run(self, script: str, keys: Sequence[str], args: Sequence[bytes | str | int], *,
-                   repeatable: bool = True) -> Any:
+    async def _run(
+        self,
+        script: str,
+        keys: Sequence[str],
+        args: Sequence[bytes | str | int],
+        *,
+        repeatable: bool = True,
+    ) -> Any:
         digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
         rest = (len(keys), *keys, *args)
         try:
@@ -922,8 +1122,14 @@ class RedisLog:
         except exceptions.NoScriptError:
             return (await self._ask([("EVAL", script, *rest)], repeatable=repeatable))[0]
 
-    async def _ask(self, commands: Sequence[Command], *, repeatable: bool = True,
-                   link: _Link | None = None, wait_s: float = REPLY_S_MAX) -> list[Any]:
+    async def _ask(
+        self,
+        commands: Sequence[Command],
+        *,
+        repeatable: bool = True,
+        link: _Link | None = None,
+        wait_s: float = REPLY_S_MAX,
+    ) -> list[Any]:
         """The replies. Raises Unavailable, Ambiguous, UsageError, LogError, NoScriptError."""
         lost = ""
         for _ in range(TRIES_MAX):

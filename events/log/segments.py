@@ -57,8 +57,9 @@ class Segment(NamedTuple):
     def parse(cls, name: str) -> Segment | None:
         """The segment of a file's name; None for another file."""
         found = _SEGMENT.fullmatch(name)
-        return cls(int(found[1]), int(found[2]), int(found[3]), *found.group(4, 5)
-                   ) if found else None
+        return (
+            cls(int(found[1]), int(found[2]), int(found[3]), *found.group(4, 5)) if found else None
+        )
 
 
 class Snapshot(NamedTuple):
@@ -107,8 +108,13 @@ class Folder:
             wire = codec.encode_record(record)
             body += _HEAD.pack(len(wire)) + wire
         data = self._packed("segment", bytes(body))
-        segment = Segment(records[0].seq, records[-1].seq, records[-1].epoch, _digest(data),
-                          prev.digest if prev else NO_DIGEST)
+        segment = Segment(
+            records[0].seq,
+            records[-1].seq,
+            records[-1].epoch,
+            _digest(data),
+            prev.digest if prev else NO_DIGEST,
+        )
         self._store.write(segment.name, data)
         return segment
 
@@ -130,8 +136,9 @@ class Folder:
 
     def segments(self) -> list[Segment]:
         """All segments of the folder, also those that are in no chain."""
-        return sorted(one for name in self._store.names()
-                      if (one := Segment.parse(name)) is not None)
+        return sorted(
+            one for name in self._store.names() if (one := Segment.parse(name)) is not None
+        )
 
     def chain(self, head: str = "") -> list[Segment]:
         """The sealed log up to the segment named `head`, from the oldest that was not pruned; "":
@@ -142,18 +149,26 @@ class Folder:
         if last is None:
             last = max(found, key=lambda one: (one.last, one.epoch), default=None)
         elif last not in found:
-            raise CorruptLog(last.first, f"the newest segment, {head}, is not in {self.where}: all "
-                             "control planes of a log need the same --segments FOLDER|URL")
+            raise CorruptLog(
+                last.first,
+                f"the newest segment, {head}, is not in {self.where}: all "
+                "control planes of a log need the same --segments FOLDER|URL",
+            )
         chain: list[Segment] = []
         while last is not None:
             chain.append(last)
             last = by_digest.get(last.prev)
         chain.reverse()
         pruned = self._pruned()
-        begin = max((at for at, one in enumerate(chain) if (one.first, one.prev) in pruned),
-                    default=0)
-        if chain and not begin and chain[0].prev != NO_DIGEST and (
-                chain[0].first, chain[0].prev) not in pruned:
+        begin = max(
+            (at for at, one in enumerate(chain) if (one.first, one.prev) in pruned), default=0
+        )
+        if (
+            chain
+            and not begin
+            and chain[0].prev != NO_DIGEST
+            and (chain[0].first, chain[0].prev) not in pruned
+        ):
             ends = [one.last for one in found if one.last < chain[0].first]
             first = max([*ends, *(seq - 1 for seq, _ in pruned if seq < chain[0].first)], default=0)
             raise gone(first + 1, chain[0].first - 1, self.where)
@@ -166,19 +181,24 @@ class Folder:
         begin = next(one for one in chain if one.first == first)
         old: list[Segment | Snapshot] = [
             *(one for one in self.segments() if one.last < first),
-            *(one for one in self.snapshots() if one.seq < first - 1)]
+            *(one for one in self.snapshots() if one.seq < first - 1),
+        ]
         self._store.write(f"{first:016}-{begin.prev}.pruned", b"older records were pruned\n")
         self.remove(old)
         return old
 
     def _pruned(self) -> set[tuple[int, str]]:
         """Where pruned logs begin: the first record, and the digest of the segment before."""
-        return {(int(found[1]), found[2]) for name in self._store.names()
-                if (found := _PRUNED.fullmatch(name))}
+        return {
+            (int(found[1]), found[2])
+            for name in self._store.names()
+            if (found := _PRUNED.fullmatch(name))
+        }
 
     # --- snapshots --------------------------------------------------------------------------------
-    def write_snapshot(self, seq: int, epoch: int, schema: str, state: bytes, kind: Kind = "state"
-                       ) -> Snapshot:
+    def write_snapshot(
+        self, seq: int, epoch: int, schema: str, state: bytes, kind: Kind = "state"
+    ) -> Snapshot:
         """Write the encoded state after a record, or figures."""
         data = self._packed(kind, state, schema)
         snapshot = Snapshot(seq, epoch, _digest(data), kind)
@@ -192,8 +212,11 @@ class Folder:
 
     def snapshots(self, kind: Kind = "state") -> list[Snapshot]:
         """All snapshots, the newest last."""
-        return sorted(one for name in self._store.names()
-                      if (one := Snapshot.parse(name)) is not None and one.kind == kind)
+        return sorted(
+            one
+            for name in self._store.names()
+            if (one := Snapshot.parse(name)) is not None and one.kind == kind
+        )
 
     def remove(self, files: Iterable[Segment | Snapshot]) -> None:
         """Remove files."""
@@ -202,8 +225,9 @@ class Folder:
 
     # --- files ------------------------------------------------------------------------------------
     def _packed(self, kind: str, body: bytes, schema: str = "") -> bytes:
-        header = _Header(kind=f"unicron-{kind}", version=FORMAT_VERSION, cluster=self.cluster,
-                         schema=schema)
+        header = _Header(
+            kind=f"unicron-{kind}", version=FORMAT_VERSION, cluster=self.cluster, schema=schema
+        )
         return msgspec.json.encode(header) + b"\n" + zlib.compress(body, 1)
 
     def _checked(self, name: str, digest: str, first: int, last: int) -> tuple[bytes, str]:
@@ -211,17 +235,22 @@ class Folder:
         if data is None:
             raise gone(first, last, self.where)
         if _digest(data) != digest:
-            raise CorruptLog(first, f"{name} in {self.where} is damaged: it has other bytes than "
-                             "were written")
+            raise CorruptLog(
+                first, f"{name} in {self.where} is damaged: it has other bytes than were written"
+            )
         try:
             line, _, packed = data.partition(b"\n")
             header = msgspec.json.decode(line, type=_Header)
             if header.version != FORMAT_VERSION:
-                raise UsageError(f"{name} has format version {header.version}, this reads "
-                                 f"{FORMAT_VERSION}", "use the Unicron that wrote it")
+                raise UsageError(
+                    f"{name} has format version {header.version}, this reads {FORMAT_VERSION}",
+                    "use the Unicron that wrote it",
+                )
             if header.cluster != self.cluster:
-                raise UsageError(f"{name} is of cluster {header.cluster}, not {self.cluster}",
-                                 "name the folder of this cluster's log")
+                raise UsageError(
+                    f"{name} is of cluster {header.cluster}, not {self.cluster}",
+                    "name the folder of this cluster's log",
+                )
             return zlib.decompress(packed), header.schema
         except (msgspec.MsgspecError, zlib.error) as error:
             raise CorruptLog(first, f"{name} in {self.where} is damaged: {error}") from None
@@ -257,8 +286,9 @@ class SealedLog:
             raise Pruned(self.first)
         records = self._records  # another thread may read elsewhere meanwhile
         if not records or not records[0].seq <= after + 1 <= records[-1].seq:
-            segment = next((one for one in reversed(self.chain)
-                            if one.first <= after + 1 <= one.last), None)
+            segment = next(
+                (one for one in reversed(self.chain) if one.first <= after + 1 <= one.last), None
+            )
             if segment is None:
                 return []
             self._records = records = self.folder.read(segment)
@@ -275,8 +305,9 @@ class SealedLog:
 def gone(first: int, last: int, where: str) -> CorruptLog:
     """The error for records that are in no file."""
     which = f"records {first} to {last} are" if last > first else f"record {first} is"
-    return CorruptLog(first, f"{which} missing from {where}: put the file back, or name a folder "
-                      "that has it")
+    return CorruptLog(
+        first, f"{which} missing from {where}: put the file back, or name a folder that has it"
+    )
 
 
 def _digest(data: bytes) -> str:

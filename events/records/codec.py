@@ -20,8 +20,10 @@ from .envelope import FORMER_NAMES, IGNORABLE, KINDS, VERSIONS, Record, Report
 from .types import Body
 
 T = TypeVar("T")
-_DOUBLE, _FLOAT = (re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]"),
-                   re.compile(rb"\xca[\x7f\xff][\x80-\xff]"))
+_DOUBLE, _FLOAT = (
+    re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]"),
+    re.compile(rb"\xca[\x7f\xff][\x80-\xff]"),
+)
 """Bytes with which a NaN or an infinity begins in msgpack: a quick first look. msgspec writes them
 as null in JSON and could not read them back."""
 
@@ -41,8 +43,14 @@ def not_finite(value: Any) -> str:
         items = [(f"[{at}]", item) for at, item in enumerate(cast(Sequence[Any], value))]
     else:
         return ""
-    return next((f"{name}{where}" if where[0] in "[ " else f"{name}.{where}"
-                 for name, item in items if (where := not_finite(item))), "")
+    return next(
+        (
+            f"{name}{where}" if where[0] in "[ " else f"{name}.{where}"
+            for name, item in items
+            if (where := not_finite(item))
+        ),
+        "",
+    )
 
 
 class UnknownBody(Body, frozen=True):
@@ -108,8 +116,9 @@ def encode_body(body: Body) -> tuple[str, int, bytes]:
 
 
 def _mark(body: Body) -> bool | UnsetType:
-    ignorable = (body.ignorable if isinstance(body, UnknownBody)
-                 else type(body).__name__ in IGNORABLE)
+    ignorable = (
+        body.ignorable if isinstance(body, UnknownBody) else type(body).__name__ in IGNORABLE
+    )
     return ignorable or UNSET
 
 
@@ -134,9 +143,17 @@ def encode_report(report: Report) -> bytes:
     if not math.isfinite(report.occurred_s):
         raise ValueError(f"occurred_s is {report.occurred_s}")
     kind, v, raw = encode_body(report.body)
-    return _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), source=report.source,
-                                 source_seq=report.source_seq, occurred_s=report.occurred_s,
-                                 ignorable=_mark(report.body)))
+    return _encoder.encode(
+        _Wire(
+            kind=kind,
+            v=v,
+            body=Raw(raw),
+            source=report.source,
+            source_seq=report.source_seq,
+            occurred_s=report.occurred_s,
+            ignorable=_mark(report.body),
+        )
+    )
 
 
 def decode_report(data: bytes) -> Report:
@@ -144,8 +161,9 @@ def decode_report(data: bytes) -> Report:
     wire = decode(_wire, data)
     if not math.isfinite(wire.occurred_s):
         raise msgspec.ValidationError(f"occurred_s is {wire.occurred_s}")
-    return Report(source=wire.source, source_seq=wire.source_seq, occurred_s=wire.occurred_s,
-                  body=_body(wire))
+    return Report(
+        source=wire.source, source_seq=wire.source_seq, occurred_s=wire.occurred_s, body=_body(wire)
+    )
 
 
 def encode_record(record: Record) -> bytes:
@@ -153,11 +171,22 @@ def encode_record(record: Record) -> bytes:
     if not (math.isfinite(record.occurred_s) and math.isfinite(record.at_s)):
         raise ValueError(f"occurred_s is {record.occurred_s}, at_s is {record.at_s}")
     kind, v, raw = encode_body(record.body)
-    return _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), source=record.source,
-                                 source_seq=record.source_seq, occurred_s=record.occurred_s,
-                                 seq=record.seq, epoch=record.epoch, at_s=record.at_s,
-                                 cause=record.cause, incident=record.incident,
-                                 ignorable=_mark(record.body)))
+    return _encoder.encode(
+        _Wire(
+            kind=kind,
+            v=v,
+            body=Raw(raw),
+            source=record.source,
+            source_seq=record.source_seq,
+            occurred_s=record.occurred_s,
+            seq=record.seq,
+            epoch=record.epoch,
+            at_s=record.at_s,
+            cause=record.cause,
+            incident=record.incident,
+            ignorable=_mark(record.body),
+        )
+    )
 
 
 def encode_order_copy(record: Record, wire: bytes) -> bytes:
@@ -167,8 +196,9 @@ def encode_order_copy(record: Record, wire: bytes) -> bytes:
         return wire
     copy = _wire.decode(wire)
     body = order_format.without(_any.decode(copy.body), absent)
-    return _encoder.encode(replace(copy, body=Raw(_encoder.encode(body)),
-                                   optional=tuple(optional) or UNSET))
+    return _encoder.encode(
+        replace(copy, body=Raw(_encoder.encode(body)), optional=tuple(optional) or UNSET)
+    )
 
 
 def decode_order_copy(data: bytes) -> Record:
@@ -194,13 +224,22 @@ def decode_record(data: bytes) -> Record:
 
 
 def _record(wire: _Wire, body: Body) -> Record:
-    return Record(seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s, occurred_s=wire.occurred_s,
-                  source=wire.source, source_seq=wire.source_seq, cause=wire.cause,
-                  incident=wire.incident, body=body)
+    return Record(
+        seq=wire.seq,
+        epoch=wire.epoch,
+        at_s=wire.at_s,
+        occurred_s=wire.occurred_s,
+        source=wire.source,
+        source_seq=wire.source_seq,
+        cause=wire.cause,
+        incident=wire.incident,
+        body=body,
+    )
 
 
-def record_of_entry(entry: str, wire: bytes, expect: int = 0,
-                    read: Callable[[bytes], Record] = decode_record) -> Record:
+def record_of_entry(
+    entry: str, wire: bytes, expect: int = 0, read: Callable[[bytes], Record] = decode_record
+) -> Record:
     """The record of the log's entry `<epoch>-<seq>`; `expect` is the seq that it must have, if not
     0. `read`: decode_order_copy for an agent's stream. Raises CorruptLog."""
     seq = expect or int(entry.partition("-")[2])
@@ -221,9 +260,16 @@ def to_plain(record: Record) -> dict[str, Any]:
     """The record as plain data with a fixed key order, for JSON lines."""
     kind, v, raw = encode_body(record.body)
     return {
-        "seq": record.seq, "epoch": record.epoch, "at_s": record.at_s, "kind": kind, "v": v,
-        "source": record.source, "source_seq": record.source_seq,
-        "occurred_s": record.occurred_s, "cause": record.cause, "incident": record.incident,
+        "seq": record.seq,
+        "epoch": record.epoch,
+        "at_s": record.at_s,
+        "kind": kind,
+        "v": v,
+        "source": record.source,
+        "source_seq": record.source_seq,
+        "occurred_s": record.occurred_s,
+        "cause": record.cause,
+        "incident": record.incident,
         **({"ignorable": True} if _mark(record.body) is True else {}),
         "body": msgspec.msgpack.decode(raw),
     }
@@ -234,13 +280,20 @@ def from_plain(data: dict[str, Any]) -> Record:
     seq = data.get("seq")
     try:
         kind, v = msgspec.convert(data["kind"], str), msgspec.convert(data["v"], int)
-        body = _plain_body(kind, v, data["body"],
-                           ignorable=msgspec.convert(data.get("ignorable", False), bool))
+        body = _plain_body(
+            kind, v, data["body"], ignorable=msgspec.convert(data.get("ignorable", False), bool)
+        )
         record = replace(msgspec.convert(data, Record), body=body)
         encode_record(record)  # JSON has integers that no log can hold
         return record
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError,
-            msgspec.MsgspecError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+        msgspec.MsgspecError,
+    ) as error:
         raise CorruptLog(seq if isinstance(seq, int) else 0, f"not a record: {error}") from None
 
 

@@ -124,8 +124,9 @@ class HotSpare(Struct, frozen=True, kw_only=True):
     """Expected gain after the next fault, if this fault takes a node."""
 
 
-class PlanChosen(Body, frozen=True, rename={
-        "binding": "bound", "below_floor": "short", "hot_spare": "spare"}):
+class PlanChosen(
+    Body, frozen=True, rename={"binding": "bound", "below_floor": "short", "hot_spare": "spare"}
+):
     """Slots per task for the whole cluster. `objective` is G scaled to an integer (law 10).
 
     G is the weighted FLOP of the plan within `running_s`, less the cost of its changes. For each

@@ -16,11 +16,16 @@ IGNORABLE = frozenset({"RankReportsDropped", "TokenChanged"})
 such a kind passes over it. A log with another unknown kind needs the Unicron that wrote it."""
 
 FORMER_NAMES: dict[str, str] = {
-    "CopyKept": "MemoryCheckpointStored", "CopiesLost": "MemoryCheckpointsLost",
-    "KeepCopies": "SetCheckpointStores", "DropCopies": "DropMemoryCheckpoints",
-    "RankWentOn": "RankUnstalled", "RankPaced": "StepTimeChanged",
-    "NodeSilenced": "NodeUnreachable", "NodeHeard": "NodeReachable",
-    "HealingDeclined": "InMemoryRecoveryDeclined", "DegradedPriced": "StragglerCostEstimated",
+    "CopyKept": "MemoryCheckpointStored",
+    "CopiesLost": "MemoryCheckpointsLost",
+    "KeepCopies": "SetCheckpointStores",
+    "DropCopies": "DropMemoryCheckpoints",
+    "RankWentOn": "RankUnstalled",
+    "RankPaced": "StepTimeChanged",
+    "NodeSilenced": "NodeUnreachable",
+    "NodeHeard": "NodeReachable",
+    "HealingDeclined": "InMemoryRecoveryDeclined",
+    "DegradedPriced": "StragglerCostEstimated",
     "OrderWithheld": "OrderSuppressed",
 }
 """Kind in logs of version 0.1 -> current kind. The codec reads both names and writes the current
@@ -29,9 +34,14 @@ name; the bodies did not change."""
 
 def _kinds(*modules: ModuleType) -> dict[str, type[Body]]:
     """The bodies that these modules define; their base classes are in types.py."""
-    return {name: value for module in modules for name, value in vars(module).items()
-            if isinstance(value, type) and issubclass(value, Body)
-            and value.__module__ == module.__name__}
+    return {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, Body)
+        and value.__module__ == module.__name__
+    }
 
 
 KINDS: dict[str, type[Body]] = _kinds(reports, orders, decisions)

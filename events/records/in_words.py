@@ -30,8 +30,9 @@ _SOURCE = re.compile(r"\[[^\]\s]{1,400}\.(?:cc|cpp|cu|c|hpp|h):\d{1,6}\] ?")
 
 def line(record: Plain) -> str:
     """One line, for example `    42 2026-11-20T03:20:07.402Z IncidentOpened    SEV2 ...  <41`."""
-    text = fmt.clipped(essentials(record["kind"], record["body"], record["v"]),
-                       ESSENTIALS_LENGTH_MAX)
+    text = fmt.clipped(
+        essentials(record["kind"], record["body"], record["v"]), ESSENTIALS_LENGTH_MAX
+    )
     cause = f"  <{record['cause']}" if record["cause"] else ""
     return f"{record['seq']:>6} {fmt.rfc3339(record['at_s'])} {record['kind']:<17} {text}{cause}"
 
@@ -94,14 +95,20 @@ def _devices(body: Plain) -> str:
 def _submitted(body: Plain) -> str:
     spec = body["spec"]
     slots, train = spec["slots"], spec.get("train")
-    what = f"{train['iterations']} iterations" if train else " ".join(
-        " ".join(spec["command"]).split())
+    what = (
+        f"{train['iterations']} iterations"
+        if train
+        else " ".join(" ".join(spec["command"]).split())
+    )
     return f"{spec['name']} weight {spec['weight']:g}, {slots['min']}-{slots['max']} slots, {what}"
 
 
 def _exit(body: Plain) -> str:
-    how = (f"signal {body['signal']}" if body["signal"] is not None
-           else f"exit code {body['exit_code']}")
+    how = (
+        f"signal {body['signal']}"
+        if body["signal"] is not None
+        else f"exit code {body['exit_code']}"
+    )
     why = body.get("cause") or (_line_of(body["tail"], -1) if body["exit_code"] else "")
     how = "" if why.startswith(how) else f" {how}"  # the cause may begin with the same words
     return f"{how}{_meaning(body)}{_because(why)}"
@@ -109,10 +116,15 @@ def _exit(body: Plain) -> str:
 
 def _state_source(body: Plain) -> str:
     got = fmt.scaled(body["received_bytes"], "B")
-    return {"copy": f"{got} from a copy on {body.get('origin_node')}",
-            "checkpoint": f"{got} from the checkpoint"}.get(
-        body.get("origin", ""), {body["rank"]: "own state", -1: "no state yet"}.get(
-            body["source"], f"{got} from rank {body['source']}"))
+    return {
+        "copy": f"{got} from a copy on {body.get('origin_node')}",
+        "checkpoint": f"{got} from the checkpoint",
+    }.get(
+        body.get("origin", ""),
+        {body["rank"]: "own state", -1: "no state yet"}.get(
+            body["source"], f"{got} from rank {body['source']}"
+        ),
+    )
 
 
 def _progress(body: Plain) -> str:
@@ -120,15 +132,24 @@ def _progress(body: Plain) -> str:
     if not num:
         return str(first)
     last = f"-{first + num - 1}" if num > 1 else ""
-    return (f"{first}{last} loss {body['losses'][-1]:.4f}, "
-            f"{fmt.span(median(body['step_s']))} each, {fmt.scaled(body['rate_flops'], 'FLOP/s')}"
-            + "".join(f", digest of {i} {x}" for i, x in body.get("digests", {}).items()))
+    return (
+        f"{first}{last} loss {body['losses'][-1]:.4f}, "
+        f"{fmt.span(median(body['step_s']))} each, {fmt.scaled(body['rate_flops'], 'FLOP/s')}"
+        + "".join(f", digest of {i} {x}" for i, x in body.get("digests", {}).items())
+    )
 
 
 def _where(body: Plain) -> str:
-    return " ".join(filter(None, (
-        f"task {body['task']}" if body["task"] else "",
-        fmt.ranks(body["ranks"]) if body["ranks"] else "", body["node"])))
+    return " ".join(
+        filter(
+            None,
+            (
+                f"task {body['task']}" if body["task"] else "",
+                fmt.ranks(body["ranks"]) if body["ranks"] else "",
+                body["node"],
+            ),
+        )
+    )
 
 
 def _cost(body: Plain) -> str:
@@ -149,24 +170,30 @@ def state_source(cost: Plain) -> str:
     more = f"; {fmt.scaled(passed_on, 'B')} from peers" if passed_on else ""
     near = cost.get("near_bytes", 0)
     more += f", {fmt.scaled(near, 'B')} of it on the same node" if near else ""
-    words = {"copy": f"{got} from a copy on {cost.get('origin_node')}{of}{more}",
-             "checkpoint": f"{got} from the checkpoint {cost.get('origin_path')}{of}{more}",
-             "seed": "begun again from the seed"}.get(cost.get("origin", ""), "")
+    words = {
+        "copy": f"{got} from a copy on {cost.get('origin_node')}{of}{more}",
+        "checkpoint": f"{got} from the checkpoint {cost.get('origin_path')}{of}{more}",
+        "seed": "begun again from the seed",
+    }.get(cost.get("origin", ""), "")
     return words or ("a checkpoint was read" if cost["ckpt_read"] else "")
 
 
 def _plan(body: Plain) -> str:
     gives = " ".join(f"{one['task']}:{one['slots']}" for one in body["allocations"])
-    reason = "".join(f"; rejected {other['what']}: {fmt.scaled(other['waf'], 'FLOP/s')}"
-                     for other in body["alternatives"][:1])
+    reason = "".join(
+        f"; rejected {other['what']}: {fmt.scaled(other['waf'], 'FLOP/s')}"
+        for other in body["alternatives"][:1]
+    )
     if why := body.get("why"):
         reason = f"; {why}; bound by {body['bound']}" if body["bound"] != "nothing" else f"; {why}"
     ideal = body.get("ideal_waf", 0.0)
     share = f", {100 * fmt.plan_waf(body) / ideal:.0f} % of ideal" if ideal else ""
     kept = " ".join(f"{one['task']}:{one['slots']}" for one in body.get("kept", ()))
     alone = f", left alone {kept}" if kept else ""
-    return (f"task:slots {gives or 'none'}{alone}, "
-            f"WAF {fmt.scaled(fmt.plan_waf(body), 'FLOP/s')}{share}{reason}")
+    return (
+        f"task:slots {gives or 'none'}{alone}, "
+        f"WAF {fmt.scaled(fmt.plan_waf(body), 'FLOP/s')}{share}{reason}"
+    )
 
 
 def _sources(body: Plain) -> str:
@@ -182,23 +209,34 @@ def _nodes(there: list[Plain]) -> str:
 def _changes(policy: Plain) -> str:
     """The other fields of a policy that are not at their default."""
     usual: Plain = msgspec.json.decode(msgspec.json.encode(Policy()))
-    return "".join(f", {name} {value}" for name, value in policy.items()
-                   if name in usual and value != usual[name]
-                   and name not in ("silence_s_max", "restarts_max", *FLAGS_ONLY))
+    return "".join(
+        f", {name} {value}"
+        for name, value in policy.items()
+        if name in usual
+        and value != usual[name]
+        and name not in ("silence_s_max", "restarts_max", *FLAGS_ONLY)
+    )
 
 
 def outage(body: Plain) -> str:
     """What was away, for how long, what waited, and whether training went on."""
     name = {"server": "log's server", "leader": "leader"}.get(body["what"], body["what"])
     if body["lost_to"]:
-        return (f"the log's server had lost records {body['lost_from']} to {body['lost_to']} by "
-                f"{fmt.rfc3339(body['since_s'])[:19]}Z; others have these numbers now")
+        return (
+            f"the log's server had lost records {body['lost_from']} to {body['lost_to']} by "
+            f"{fmt.rfc3339(body['since_s'])[:19]}Z; others have these numbers now"
+        )
     num = body["num_iterations"]
-    trained = (f"training went on: {fmt.number_of(num, 'iteration')}" if num else
-               "no iteration was reported")
-    return (f"the {name} was away for {fmt.span(body['length_s'])} since "
-            f"{fmt.rfc3339(body['since_s'])[:19]}Z{_because(body['why'])}; "
-            f"{fmt.number_of(body['num_reports'], 'report')} waited, {trained}")
+    trained = (
+        f"training went on: {fmt.number_of(num, 'iteration')}"
+        if num
+        else "no iteration was reported"
+    )
+    return (
+        f"the {name} was away for {fmt.span(body['length_s'])} since "
+        f"{fmt.rfc3339(body['since_s'])[:19]}Z{_because(body['why'])}; "
+        f"{fmt.number_of(body['num_reports'], 'report')} waited, {trained}"
+    )
 
 
 def _fault(body: Plain) -> str:
@@ -228,29 +266,55 @@ def _layout(order: Plain) -> str:
 
 
 FORMATS: dict[str, Callable[[Any], str]] = {
-    "because": _because, "by": _by, "changes": _changes, "cost": _cost, "devices": _devices,
+    "because": _because,
+    "by": _by,
+    "changes": _changes,
+    "cost": _cost,
+    "devices": _devices,
     "drained": lambda waf: (
-        f"would {'earn' if waf >= 0 else 'cost'} {fmt.scaled(abs(waf), 'FLOP/s')}"),
-    "exit": _exit, "fault": _fault, "layout": _layout, "lifted": _lifted,
+        f"would {'earn' if waf >= 0 else 'cost'} {fmt.scaled(abs(waf), 'FLOP/s')}"
+    ),
+    "exit": _exit,
+    "fault": _fault,
+    "layout": _layout,
+    "lifted": _lifted,
     "library error": _library_error,
-    "first line": lambda text: _line_of(text, 0), "last line": lambda text: _line_of(text, -1),
+    "first line": lambda text: _line_of(text, 0),
+    "last line": lambda text: _line_of(text, -1),
     "len": lambda value: str(len(value)),
     "labels": lambda labels: "".join(f", {key} {name}" for key, name in labels.items() if name),
     "loss": lambda loss: "" if loss is None else f" loss {loss:.4f}",
-    "meaning": _meaning, "members": lambda members: fmt.ranks(member["rank"] for member in members),
-    "ms": fmt.ms, "nodes": _nodes, "outage": outage, "plan": _plan, "progress": _progress,
-    "ranks": fmt.ranks, "rfc3339": fmt.rfc3339, "submitted": _submitted, "words": " ".join,
+    "meaning": _meaning,
+    "members": lambda members: fmt.ranks(member["rank"] for member in members),
+    "ms": fmt.ms,
+    "nodes": _nodes,
+    "outage": outage,
+    "plan": _plan,
+    "progress": _progress,
+    "ranks": fmt.ranks,
+    "rfc3339": fmt.rfc3339,
+    "submitted": _submitted,
+    "words": " ".join,
     "rates": lambda body: " ".join(
         f"{size}:{fmt.scaled(rate, 'FLOP/s').replace(' ', '')}"
-        for size, rate in zip(body["sizes"], body["rates_flops"], strict=False)),
-    "rounding": lambda body: (f"; not reproducible bit for bit: {body['rounding_why']}"
-                              if body.get("rounding_why") else ""),
-    "seats": lambda seats: " ".join(
-        f"{seat['rank']}@{seat['slot']['node']}/{seat['slot']['index']}"
-        for seat in seats) or "no seats",
-    "sources": _sources, "span": fmt.span, "state source": _state_source, "status": status_in_words,
+        for size, rate in zip(body["sizes"], body["rates_flops"], strict=False)
+    ),
+    "rounding": lambda body: (
+        f"; not reproducible bit for bit: {body['rounding_why']}"
+        if body.get("rounding_why")
+        else ""
+    ),
+    "seats": lambda seats: (
+        " ".join(f"{seat['rank']}@{seat['slot']['node']}/{seat['slot']['index']}" for seat in seats)
+        or "no seats"
+    ),
+    "sources": _sources,
+    "span": fmt.span,
+    "state source": _state_source,
+    "status": status_in_words,
     "took": lambda body: fmt.ms(body["down_s"] + body["up_s"] + body["settle_s"]),
-    "where": _where, "window": lambda num: f" (of {fmt.count(num)})" if num else " (warming up)",
+    "where": _where,
+    "window": lambda num: f" (of {fmt.count(num)})" if num else " (warming up)",
 }
 
 
@@ -289,12 +353,12 @@ _RANK = "task {task} rank {rank}.{attempt}"
 _GENERATION = "task {task} generation {generation}"
 TEMPLATES = {
     "EpochStarted": "decider {heart}, code {code}{durability:?, durability {durability}}"
-                    "{replicas_min:? on {replicas_min} replicas}",
+    "{replicas_min:? on {replicas_min} replicas}",
     "OutageEnded": "{:outage}",
     "PolicySet": "silence {policy[silence_s_max]:g} s, {policy[restarts_max]} restarts"
-                 "{policy:changes}"
-                 "{policy[observe]:?, OBSERVING}"
-                 "{policy[allow_inject]:?, faults may be injected}",
+    "{policy:changes}"
+    "{policy[observe]:?, OBSERVING}"
+    "{policy[allow_inject]:?, faults may be injected}",
     "DeadlineReached": "{deadline}",
     "NodeUnreachable": "{node} unreachable for {silence_s:span}",
     "NodeReachable": "{node} reachable again",
@@ -312,33 +376,33 @@ TEMPLATES = {
     "AgentRestarting": "{node}: the agent is back within {back_s:g} s; its ranks run on",
     "AgentRestarted": "{node}: agent pid {pid} has adopted the node's processes",
     "MemoryCheckpointsLost": "{node} lost its in-memory checkpoints{task:? of task {task}}"
-                             "{why:because}",
+    "{why:because}",
     "ReportsLost": "{node} lost {num_lost} reports",
     "OrderRefused": "{node} refused order {order}: {why}",
     "RankStarted": _RANK + " on {node}, pid {pid}",
     "RankAdopted": _RANK + " has adopted Unicron",
     "RankReady": _RANK + " at {endpoint}, {num_params:~ parameters}, {state_bytes:~B} of state"
-                         "{:rounding}",
+    "{:rounding}",
     "InMemoryRecoveryDeclined": _RANK + " cannot heal in memory: {why}",
     "RankErrored": _RANK + " iteration {iteration}: {error}{:meaning}: {text:last line}",
     "RankExited": _RANK + " pid {pid}{:exit}",
     "RankReportsDropped": _RANK + ": {num_dropped:,} reports dropped, it sent too many: "
-                          "{kinds:words}",
+    "{kinds:words}",
     "RankSuspended": _RANK + " pid {pid} is stopped",
     "RankContinued": _RANK + " pid {pid} runs again",
     "CollectiveFailed": _RANK + " iteration {iteration}: {:library error}",
     "Quiesced": _RANK + " left generation {generation} at step {step_version}, "
-                "keeps {micro_batches:len} micro-batches, "
-                "{buckets_reduced} of {num_buckets} buckets reduced",
+    "keeps {micro_batches:len} micro-batches, "
+    "{buckets_reduced} of {num_buckets} buckets reduced",
     "Reconfigured": _RANK + " generation {generation} step {step_version}, {:state source}, "
-                    "kept {kept:len} todo {todo:len} dealt {dealt:len}, {:took}",
+    "kept {kept:len} todo {todo:len} dealt {dealt:len}, {:took}",
     "ReconfigureFailed": _RANK + " generation {generation}: {error:first line}",
     "TaskProgressed": "task {task} iteration {:progress}",
     "IterationsLogged": _RANK + " iteration {iteration:,}{iterations:? of {iterations:,}}"
-                        "{loss:loss}, {step_s:span} each"
-                        "{num_iterations:window}"
-                        "{global_batch:?, global batch {global_batch:,}}"
-                        "{skipped:?, {skipped:,} skipped}{nan:?, {nan:,} nan}",
+    "{loss:loss}, {step_s:span} each"
+    "{num_iterations:window}"
+    "{global_batch:?, global batch {global_batch:,}}"
+    "{skipped:?, {skipped:,} skipped}{nan:?, {nan:,} nan}",
     "LossNotFinite": "task {task} iteration {iteration}: loss {text}",
     "MemoryCheckpointStored": _RANK + " step {step_version}, {copy_bytes:~B} in memory on {node}",
     "CheckpointSaved": "task {task} step {step_version}, {ckpt_bytes:~B}, {path}{final:?, final}",
@@ -347,16 +411,16 @@ TEMPLATES = {
     "HealthChanged": "{:devices} {check} {health}{why:because}",
     "DeviceErred": "{:devices} {status} ({rule}): {text:first line}",
     "RankStalled": _RANK + " iteration {iteration}: {what} for {in_s:span}, "
-                   "an iteration takes {normal_s:span}",
+    "an iteration takes {normal_s:span}",
     "RankUnstalled": _RANK + " iteration {iteration}, stalled for {stalled_s:span}",
     "StepTimeChanged": _RANK + " works {own_s:span} of {iteration_s:span} an iteration, "
-                       "at first {normal_s:span}",
+    "at first {normal_s:span}",
     "IncidentAcknowledged": "inc-{of} is known{reason:because}{:by}",
     "PersonNotified": "a message told what needs a person: {opened:len}, no longer: {over:len}",
     "QuarantineLifted": "{:lifted}{reason:because}{:by}",
     "NodeQuarantined": "{node} until {until_s:rfc3339}: {why}",
     "StragglerCostEstimated": "{node} costs {cost_waf:~FLOP/s}, draining it {drain_waf:drained}: "
-                              "{why}",
+    "{why}",
     "IncidentOpened": "{severity} {status:status}, {:where}: {why}",
     "IncidentEscalated": "inc-{of} {severity} {ranks:ranks}: {why}",
     "IncidentClosed": "inc-{of} {outcome}, pause {pause_s:ms}, {:cost}{why:because}",
@@ -378,8 +442,15 @@ TEMPLATES = {
 }
 
 
-def matches(record: Plain, *, kinds: frozenset[str], task: int | None, node: str | None,
-             incident: int | None, incidents: Container[int] = ()) -> bool:
+def matches(
+    record: Plain,
+    *,
+    kinds: frozenset[str],
+    task: int | None,
+    node: str | None,
+    incident: int | None,
+    incidents: Container[int] = (),
+) -> bool:
     """True if the record passes the filters of `tail`; an empty or None filter passes all.
 
     `incidents`: the incidents of `task`. IncidentEscalated and IncidentClosed do not name a task.
@@ -387,11 +458,17 @@ def matches(record: Plain, *, kinds: frozenset[str], task: int | None, node: str
     body: Plain = record["body"]
     if kinds and record["kind"] not in kinds:
         return False
-    if task is not None and int(body.get("of", 0)) not in incidents and task not in (
-            body.get("task"), record["seq"] if record["kind"] == "TaskSubmitted" else None):
+    if (
+        task is not None
+        and int(body.get("of", 0)) not in incidents
+        and task
+        not in (body.get("task"), record["seq"] if record["kind"] == "TaskSubmitted" else None)
+    ):
         return False
     if node is not None and not (
-            body.get("node") == node or node in body.get("nodes", ())
-            or record["source"].startswith(f"{node}/")):
+        body.get("node") == node
+        or node in body.get("nodes", ())
+        or record["source"].startswith(f"{node}/")
+    ):
         return False
     return incident is None or incident in (record["incident"], record["seq"], body.get("of"))

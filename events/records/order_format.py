@@ -47,28 +47,46 @@ def _exact_sums(at: str, of: type[Struct]) -> Iterator[Added]:
 
 
 ADDED: tuple[Added, ...] = (
-    *_exact_sums("train", Train), *_exact_sums("loop", Loop),
+    *_exact_sums("train", Train),
+    *_exact_sums("loop", Loop),
     Added(StartRank, ("spec", "model", "exact_sum_bits"), MegatronModel, 1),
-    Added(StartRank, ("spec", "loop", "model", "exact_sum_bits"), MegatronModel, 1))
+    Added(StartRank, ("spec", "loop", "model", "exact_sum_bits"), MegatronModel, 1),
+)
 """Every field of an order that release 0.3.0 does not have. Its default must never change."""
 
 
 def needed_format(spec: JobSpec, added: Sequence[Added] = ADDED) -> int:
     """The lowest format of an agent that can start a task with this spec."""
-    return max((1 if one.ignorable else one.since for one in added
-                if one.kind is StartRank and one.path[0] == "spec"
-                and _value(spec, one, one.path[1:]) != one.default), default=0)
+    return max(
+        (
+            1 if one.ignorable else one.since
+            for one in added
+            if one.kind is StartRank
+            and one.path[0] == "spec"
+            and _value(spec, one, one.path[1:]) != one.default
+        ),
+        default=0,
+    )
 
 
-def changes(order: Body, added: Sequence[Added] = ADDED
-            ) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+def changes(
+    order: Body, added: Sequence[Added] = ADDED
+) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """(the fields that an order's copy leaves out, those that it marks as ignorable)."""
     own = [one for one in added if isinstance(order, one.kind)]
     at_default = [_value(order, one, one.path) == one.default for one in own]
-    return ([one.path for one, absent in zip(own, at_default, strict=True)
-             if absent and _holder(order, one.path) is not None],
-            [one.path for one, absent in zip(own, at_default, strict=True)
-             if not absent and one.ignorable])
+    return (
+        [
+            one.path
+            for one, absent in zip(own, at_default, strict=True)
+            if absent and _holder(order, one.path) is not None
+        ],
+        [
+            one.path
+            for one, absent in zip(own, at_default, strict=True)
+            if not absent and one.ignorable
+        ],
+    )
 
 
 def unknown(paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -165,7 +165,25 @@ class InjectFault(Body, frozen=True):
     stop_s: float
 
 
-ORDERS = (StartRank, StopRank, Quiesce, Reconfigure, Resume, SetCheckpointStores,
-          DropMemoryCheckpoints, PublishCheckpoint, InjectFault)
-Order = (StartRank | StopRank | Quiesce | Reconfigure | Resume | SetCheckpointStores
-         | DropMemoryCheckpoints | PublishCheckpoint | InjectFault)
+ORDERS = (
+    StartRank,
+    StopRank,
+    Quiesce,
+    Reconfigure,
+    Resume,
+    SetCheckpointStores,
+    DropMemoryCheckpoints,
+    PublishCheckpoint,
+    InjectFault,
+)
+Order = (
+    StartRank
+    | StopRank
+    | Quiesce
+    | Reconfigure
+    | Resume
+    | SetCheckpointStores
+    | DropMemoryCheckpoints
+    | PublishCheckpoint
+    | InjectFault
+)

@@ -75,8 +75,7 @@ class NodeReachable(Body, frozen=True):
 
 # --- sent by an operator ------------------------------------------------------------------------
 class TaskSubmitted(OperatorRequest, frozen=True):
-    """The seq of this record is the task's id. `modelled`: T(t, x) of the spec's `model`, if any.
-    """
+    """The seq of this record is the task's id. `modelled`: T(t, x) of the spec's `model`, if any."""
 
     spec: JobSpec
     modelled: Modelled | None = None
@@ -218,8 +217,7 @@ class MemoryCheckpointsLost(Body, frozen=True):
 
 
 class ReportsLost(Body, frozen=True):
-    """`num_lost` reports are lost: the agent's spool overflowed, or the log's server has lost them.
-    """
+    """`num_lost` reports are lost: the agent's spool overflowed, or the log's server has lost them."""
 
     node: str
     num_lost: int
@@ -340,9 +338,16 @@ class Quiesced(RankReport, frozen=True):
     num_buckets: int
 
 
-class Reconfigured(RankReport, frozen=True, rename={
-        "kept_micro_batches": "kept", "remaining_micro_batches": "todo",
-        "reassigned_micro_batches": "dealt", "received_from": "taken"}):
+class Reconfigured(
+    RankReport,
+    frozen=True,
+    rename={
+        "kept_micro_batches": "kept",
+        "remaining_micro_batches": "todo",
+        "reassigned_micro_batches": "dealt",
+        "received_from": "taken",
+    },
+):
     """The rank is in generation `generation`, has settled with its peers, and is paused.
 
     In iteration `step_version`, `kept_micro_batches` are complete in the rank's local gradient. The

@@ -59,6 +59,7 @@ def label_error(key: str, value: str) -> str:
         return f"{value!r} is not 1 to 63 of A-Z a-z 0-9 . _ -, a letter or digit at both ends"
     return ""
 
+
 FaultKind = Literal["rank", "stop", "node"]
 """Faults that can be injected: kill a rank, stop a rank, kill an agent with its ranks."""
 TokenAct = Literal["created", "rotated", "revoked", "enrolled"]

@@ -35,37 +35,53 @@ class DynamicLossScale(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hysteresis: int = 2
 
 
-def _check_loss_scale(precision: Literal["fp32", "bf16", "fp16"], constant: float | None,
-                      dynamic: DynamicLossScale) -> None:
+def _check_loss_scale(
+    precision: Literal["fp32", "bf16", "fp16"], constant: float | None, dynamic: DynamicLossScale
+) -> None:
     if constant is not None:
         _need_scale(constant, "train.loss_scale")
-        need(precision != "fp32", "train.loss_scale",
-             "has no effect in fp32, which does not need a loss scale",
-             "leave it out, or set train.precision")
+        need(
+            precision != "fp32",
+            "train.loss_scale",
+            "has no effect in fp32, which does not need a loss scale",
+            "leave it out, or set train.precision",
+        )
     _need_scale(dynamic.initial, "train.dynamic_loss_scale.initial")
     _need_scale(dynamic.min, "train.dynamic_loss_scale.min")
-    need(dynamic.min <= dynamic.initial, "train.dynamic_loss_scale.min",
-         f"{dynamic.min:g} is above initial {dynamic.initial:g}")
+    need(
+        dynamic.min <= dynamic.initial,
+        "train.dynamic_loss_scale.min",
+        f"{dynamic.min:g} is above initial {dynamic.initial:g}",
+    )
     for name in ("window", "hysteresis"):
         need_count(getattr(dynamic, name), f"train.dynamic_loss_scale.{name}")
-    need(dynamic == DynamicLossScale() or (precision == "fp16" and constant is None),
-         "train.dynamic_loss_scale",
-         f"is not used in {precision} with a constant loss_scale" if constant is not None
-         else f"is not used in {precision}",
-         "use it with train.precision: fp16 and without train.loss_scale")
+    need(
+        dynamic == DynamicLossScale() or (precision == "fp16" and constant is None),
+        "train.dynamic_loss_scale",
+        f"is not used in {precision} with a constant loss_scale"
+        if constant is not None
+        else f"is not used in {precision}",
+        "use it with train.precision: fp16 and without train.loss_scale",
+    )
 
 
 def _need_scale(value: float, path: str) -> None:
-    need(LOSS_SCALE_RATIO_MIN <= value <= LOSS_SCALE_RATIO_MAX, path,
-         f"must be between {LOSS_SCALE_RATIO_MIN:g} and {LOSS_SCALE_RATIO_MAX:g}")
+    need(
+        LOSS_SCALE_RATIO_MIN <= value <= LOSS_SCALE_RATIO_MAX,
+        path,
+        f"must be between {LOSS_SCALE_RATIO_MIN:g} and {LOSS_SCALE_RATIO_MAX:g}",
+    )
 
 
 # --- Checkpoint destination: a folder or an fsspec URL ---
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://(.*)", re.DOTALL)
 """A colon in the scheme indicates a chain of URLs."""
-_SECRET = re.compile(r"[^/]*:[^/]*@|.*[?&;#][^/=&;]*(?:sig|token|secret|pass|pwd|key|cred|auth)"
-                     r"[^/=&;]*=", re.DOTALL | re.IGNORECASE)
+_SECRET = re.compile(
+    r"[^/]*:[^/]*@|.*[?&;#][^/=&;]*(?:sig|token|secret|pass|pwd|key|cred|auth)"
+    r"[^/=&;]*=",
+    re.DOTALL | re.IGNORECASE,
+)
 """A password before the host, or a parameter that has a secret, as a signed URL's."""
 
 
@@ -81,9 +97,12 @@ def _check_output(output: str, path: str) -> None:
         need(rest.strip("/") != "", path, f"{output} names no folder")
         need("::" not in output, path, "is a chain of URLs", "name one store")
         need(scheme != "memory", path, "memory:// is visible to one process only")
-        need(not _SECRET.match(rest), path,
-             "contains a password or a signature, and the log stores the spec",
-             "put it into fsspec's configuration on each node (~/.config/fsspec)")
+        need(
+            not _SECRET.match(rest),
+            path,
+            "contains a password or a signature, and the log stores the spec",
+            "put it into fsspec's configuration on each node (~/.config/fsspec)",
+        )
 
 
 # --- A custom training loop that recovers in memory: `loop:`, with `command:` and `heal:` ---
@@ -129,12 +148,18 @@ def _check_loop(loop: Loop, counts: Sequence[int], floor: int) -> None:
         need_count(getattr(loop, name), f"loop.{name}", least=0)
     _check_output(loop.output, "loop.output")
     check_sizes(loop.parallel, "loop.parallel")
-    need(loop.parallel.optimizer != "mirrored", "loop.parallel.optimizer",
-         "a mirror needs a second optimizer, and a script builds only one",
-         "write sharded: if a shard's only holder fails, the last in-memory checkpoint is used")
-    need(not loop.parallel.is_plain or counts[-1] <= loop.micro_batches, "slots.max",
-         f"{counts[-1]} ranks, but an iteration has {loop.micro_batches} micro-batches",
-         "lower slots.max, or use smaller micro-batches")
+    need(
+        loop.parallel.optimizer != "mirrored",
+        "loop.parallel.optimizer",
+        "a mirror needs a second optimizer, and a script builds only one",
+        "write sharded: if a shard's only holder fails, the last in-memory checkpoint is used",
+    )
+    need(
+        not loop.parallel.is_plain or counts[-1] <= loop.micro_batches,
+        "slots.max",
+        f"{counts[-1]} ranks, but an iteration has {loop.micro_batches} micro-batches",
+        "lower slots.max, or use smaller micro-batches",
+    )
     check_fits(loop.parallel, loop.micro_batches, counts, floor, "loop.parallel")
     check_reproducible(loop, "loop")
     if loop.model is not None:
@@ -143,20 +168,35 @@ def _check_loop(loop: Loop, counts: Sequence[int], floor: int) -> None:
 
 def _check_loop_model(model: MegatronModel, loop: Loop) -> None:
     check_model(model, "loop.model")
-    need(model.global_batch % loop.micro_batches == 0, "loop.model.global_batch",
-         f"{model.global_batch} is not a multiple of loop.micro_batches {loop.micro_batches}",
-         "micro-batches must all have the same size")
+    need(
+        model.global_batch % loop.micro_batches == 0,
+        "loop.model.global_batch",
+        f"{model.global_batch} is not a multiple of loop.micro_batches {loop.micro_batches}",
+        "micro-batches must all have the same size",
+    )
     micro = model.global_batch // loop.micro_batches
-    need(model.micro_batch in (0, micro), "loop.model.micro_batch",
-         f"is {model.micro_batch}, but {model.global_batch} samples in {loop.micro_batches} "
-         f"micro-batches make {micro}", "leave it out")
+    need(
+        model.micro_batch in (0, micro),
+        "loop.model.micro_batch",
+        f"is {model.micro_batch}, but {model.global_batch} samples in {loop.micro_batches} "
+        f"micro-batches make {micro}",
+        "leave it out",
+    )
     need(not model.kept_sum, "loop.model.kept_sum", "is loop.kept_sum", "write it there")
-    need(not model.exact_sum_bits, "loop.model.exact_sum_bits", "follows from loop.reproducible",
-         "write it there")
-    need(model.recompute != "any", "loop.model.recompute",
-         "is missing: the script decides it, not the layout search",
-         "write none, selective or full, as the script does")
+    need(
+        not model.exact_sum_bits,
+        "loop.model.exact_sum_bits",
+        "follows from loop.reproducible",
+        "write it there",
+    )
+    need(
+        model.recompute != "any",
+        "loop.model.recompute",
+        "is missing: the script decides it, not the layout search",
+        "write none, selective or full, as the script does",
+    )
     check_splits(loop.parallel, model, "loop.parallel")
+
 
 API_VERSION = "unicron/v1"
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?\Z")
@@ -203,8 +243,9 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tie_embeddings: bool = True
 
 
-class Batch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
-            rename={"global_": "global"}):
+class Batch(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"global_": "global"}
+):
     """Samples per iteration (`global`) and per micro-batch. The global batch never changes."""
 
     global_: int = 16
@@ -313,8 +354,11 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.train if self.heal is None else self.loop
 
 
-EXCLUDED_BY = {"train": ("heal", "loop", "model", "hang_after_s", "folder"), "command": ("train",),
-               "loop": ("model", "hang_after_s")}
+EXCLUDED_BY = {
+    "train": ("heal", "loop", "model", "hang_after_s", "folder"),
+    "command": ("train",),
+    "loop": ("model", "hang_after_s"),
+}
 """Key -> the keys that must not be in the same spec."""
 
 
@@ -332,11 +376,19 @@ def parse(data: object) -> JobSpec:
     try:
         spec = msgspec.convert(data, JobSpec, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        excluded = {name for key, names in EXCLUDED_BY.items()
-                    if given.get(key) is not None for name in names}
+        excluded = {
+            name
+            for key, names in EXCLUDED_BY.items()
+            if given.get(key) is not None
+            for name in names
+        }
         raise spec_error(str(error), JobSpec, DOCS, given=given, excluded=excluded) from None
-    need(spec.train is not None or bool(spec.command) or "command" not in given, "command",
-         "is empty", "name a program and its arguments, for example [python, train.py]")
+    need(
+        spec.train is not None or bool(spec.command) or "command" not in given,
+        "command",
+        "is empty",
+        "name a program and its arguments, for example [python, train.py]",
+    )
     spec = msgspec.structs.replace(spec, slots=_normalised(spec.slots, given.get("slots", {})))
     _check(spec)
     _check_writable(spec)
@@ -356,104 +408,200 @@ def _normalised(slots: Slots, given: Any) -> Slots:
 
 def _check_slots(slots: Slots) -> None:
     for at, (size, before) in enumerate(zip(slots.sizes, (0, *slots.sizes), strict=False)):
-        need(size > before, f"slots.sizes[{at}]",
-             f"{size} is not above {before}" if at else "must be at least 1",
-             "name each size once, the smallest first")
+        need(
+            size > before,
+            f"slots.sizes[{at}]",
+            f"{size} is not above {before}" if at else "must be at least 1",
+            "name each size once, the smallest first",
+        )
     need(slots.multiple_of >= 1, "slots.multiple_of", "must be at least 1")
-    need(slots.multiple_of == 1 or not slots.sizes, "slots.multiple_of",
-         "has no effect with slots.sizes", "give one of them")
+    need(
+        slots.multiple_of == 1 or not slots.sizes,
+        "slots.multiple_of",
+        "has no effect with slots.sizes",
+        "give one of them",
+    )
     need(slots.min >= 1, "slots.min", "must be at least 1")
-    need(slots.max >= slots.min, "slots.max", f"{slots.max} is below slots.min {slots.min}",
-         "name it: without it a task has one slot")
+    need(
+        slots.max >= slots.min,
+        "slots.max",
+        f"{slots.max} is below slots.min {slots.min}",
+        "name it: without it a task has one slot",
+    )
     need(slots.max <= SLOTS_NUM_MAX, "slots.max", f"must be at most {SLOTS_NUM_MAX}")
     for name, value in (("min", slots.min), ("max", slots.max)):
-        need(value % slots.multiple_of == 0, f"slots.{name}",
-             f"{value} is not a multiple of slots.multiple_of {slots.multiple_of}")
-    for name, value, end in (("min", slots.min, slots.sizes[:1]),
-                             ("max", slots.max, slots.sizes[-1:])):
-        need(not end or value == end[0], f"slots.{name}",
-             f"{value} is not that of slots.sizes, {' '.join(map(str, end))}", "leave it out")
-    need(slots.floor == 0 or slots.floor in slots.counts, "slots.floor",
-         f"{slots.floor} is not a permitted number of slots",
-         "name a permitted one, or leave it out")
+        need(
+            value % slots.multiple_of == 0,
+            f"slots.{name}",
+            f"{value} is not a multiple of slots.multiple_of {slots.multiple_of}",
+        )
+    for name, value, end in (
+        ("min", slots.min, slots.sizes[:1]),
+        ("max", slots.max, slots.sizes[-1:]),
+    ):
+        need(
+            not end or value == end[0],
+            f"slots.{name}",
+            f"{value} is not that of slots.sizes, {' '.join(map(str, end))}",
+            "leave it out",
+        )
+    need(
+        slots.floor == 0 or slots.floor in slots.counts,
+        "slots.floor",
+        f"{slots.floor} is not a permitted number of slots",
+        "name a permitted one, or leave it out",
+    )
 
 
 def _check(spec: JobSpec) -> None:
-    need(bool(NAME.match(spec.name)), "name", f"{spec.name!r} is not a name",
-         "lower-case letters, digits, '-' and '.', at most 63")
-    need(spec.name not in RESERVED_NAMES, "name", f"{spec.name!r} is a reserved name",
-         f"unicron status {spec.name} shows something else; give it another name")
-    need(1 / WEIGHT_RATIO_MAX <= spec.weight <= WEIGHT_RATIO_MAX, "weight",
-         f"must be between {1 / WEIGHT_RATIO_MAX:g} and {WEIGHT_RATIO_MAX:g}")
-    need(0 <= spec.priority <= PRIORITY_NUM_MAX, "priority",
-         f"must be between 0 and {PRIORITY_NUM_MAX}")
-    need(spec.team == "" or bool(NAME.match(spec.team)), "team", f"{spec.team!r} is not a name",
-         "lower-case letters, digits, '-' and '.', at most 63")
+    need(
+        bool(NAME.match(spec.name)),
+        "name",
+        f"{spec.name!r} is not a name",
+        "lower-case letters, digits, '-' and '.', at most 63",
+    )
+    need(
+        spec.name not in RESERVED_NAMES,
+        "name",
+        f"{spec.name!r} is a reserved name",
+        f"unicron status {spec.name} shows something else; give it another name",
+    )
+    need(
+        1 / WEIGHT_RATIO_MAX <= spec.weight <= WEIGHT_RATIO_MAX,
+        "weight",
+        f"must be between {1 / WEIGHT_RATIO_MAX:g} and {WEIGHT_RATIO_MAX:g}",
+    )
+    need(
+        0 <= spec.priority <= PRIORITY_NUM_MAX,
+        "priority",
+        f"must be between 0 and {PRIORITY_NUM_MAX}",
+    )
+    need(
+        spec.team == "" or bool(NAME.match(spec.team)),
+        "team",
+        f"{spec.team!r} is not a name",
+        "lower-case letters, digits, '-' and '.', at most 63",
+    )
     _check_slots(spec.slots)
     for name, value in (("loop", spec.loop), ("heal", spec.heal)):
-        need(value is None or spec.train is not None or bool(spec.command), "command",
-             f"is missing; {name}: needs it", "name the program that has adopted Unicron, "
-             "for example [python, train.py]")
+        need(
+            value is None or spec.train is not None or bool(spec.command),
+            "command",
+            f"is missing; {name}: needs it",
+            "name the program that has adopted Unicron, for example [python, train.py]",
+        )
     need((spec.train is None) != (not spec.command), "", "give exactly one of train: and command:")
     for size, rate in spec.throughput.items():
         path = f"throughput[{size}]"
-        need(1 <= size <= SLOTS_NUM_MAX, path,
-             f"the size is a number of slots, at least 1 and at most {SLOTS_NUM_MAX}")
-        need(0 <= rate <= RATE_FLOPS_MAX, path,
-             f"the rate is FLOP/s, at least 0 and at most {RATE_FLOPS_MAX:g}")
+        need(
+            1 <= size <= SLOTS_NUM_MAX,
+            path,
+            f"the size is a number of slots, at least 1 and at most {SLOTS_NUM_MAX}",
+        )
+        need(
+            0 <= rate <= RATE_FLOPS_MAX,
+            path,
+            f"the rate is FLOP/s, at least 0 and at most {RATE_FLOPS_MAX:g}",
+        )
     least = min((size for size, rate in spec.throughput.items() if rate), default=0)
-    need(least <= spec.slots.max or spec.model is not None, f"throughput[{least}]",
-         f"size {least} is above slots.max {spec.slots.max}, and smaller sizes have rate 0",
-         "declare a size that the task may have, or raise slots.max")
+    need(
+        least <= spec.slots.max or spec.model is not None,
+        f"throughput[{least}]",
+        f"size {least} is above slots.max {spec.slots.max}, and smaller sizes have rate 0",
+        "declare a size that the task may have, or raise slots.max",
+    )
     if spec.train is not None:
         _check_train(spec.train, spec.slots)
     for name, value in (("heal", spec.heal), ("loop", spec.loop)):
-        need(value is None or bool(spec.command), name, "is for a command",
-             "leave it out: train: recovers in memory")
-    need((spec.heal is None) == (spec.loop is None), "heal" if spec.heal is None else "loop",
-         "is missing", "heal: in-memory and loop: belong together")
+        need(
+            value is None or bool(spec.command),
+            name,
+            "is for a command",
+            "leave it out: train: recovers in memory",
+        )
+    need(
+        (spec.heal is None) == (spec.loop is None),
+        "heal" if spec.heal is None else "loop",
+        "is missing",
+        "heal: in-memory and loop: belong together",
+    )
     check_launcher(spec.command, in_memory=spec.heal is not None)
     if spec.loop is not None:
         _check_loop(spec.loop, spec.slots.counts, spec.slots.floor)
     if spec.model is not None:
-        need(spec.training is None, "model", "is for a command that is only restarted",
-             "write it under loop:" if spec.loop is not None else "leave it out: train has its own")
+        need(
+            spec.training is None,
+            "model",
+            "is for a command that is only restarted",
+            "write it under loop:" if spec.loop is not None else "leave it out: train has its own",
+        )
         check_model(spec.model, "model")
-        need(not spec.model.kept_sum, "model.kept_sum",
-             "is for a task that heals in memory", "leave it out")
-    need(not spec.folder or bool(spec.command), "folder", "is for a command",
-         "leave it out: relative paths of train: begin where you submit")
+        need(
+            not spec.model.kept_sum,
+            "model.kept_sum",
+            "is for a task that heals in memory",
+            "leave it out",
+        )
+    need(
+        not spec.folder or bool(spec.command),
+        "folder",
+        "is for a command",
+        "leave it out: relative paths of train: begin where you submit",
+    )
     if spec.hang_after_s is not None:
-        need(spec.training is None, "hang_after_s", "is for a command that is only restarted",
-             "leave it out: hangs of tasks that recover in memory are detected")
-        need(0 < spec.hang_after_s <= HANG_AFTER_S_MAX, "hang_after_s",
-             f"must be above 0 and at most {HANG_AFTER_S_MAX:g}")
+        need(
+            spec.training is None,
+            "hang_after_s",
+            "is for a command that is only restarted",
+            "leave it out: hangs of tasks that recover in memory are detected",
+        )
+        need(
+            0 < spec.hang_after_s <= HANG_AFTER_S_MAX,
+            "hang_after_s",
+            f"must be above 0 and at most {HANG_AFTER_S_MAX:g}",
+        )
 
 
 def _check_train(train: Train, slots: Slots) -> None:
     model, batch, optimizer = train.model, train.batch, train.optimizer
     for name in ("num_layers", "hidden", "num_heads", "sequence"):
         need_count(getattr(model, name), f"train.model.{name}")
-    need(model.hidden % model.num_heads == 0, "train.model.hidden",
-         f"{model.hidden} is not divisible by num_heads {model.num_heads}")
+    need(
+        model.hidden % model.num_heads == 0,
+        "train.model.hidden",
+        f"{model.hidden} is not divisible by num_heads {model.num_heads}",
+    )
     need(0 <= model.dropout < 1, "train.model.dropout", "must be in [0, 1)")
     need_count(batch.micro, "train.batch.micro")
     need_count(batch.global_, "train.batch.global")
-    need(batch.global_ % batch.micro == 0, "train.batch.global",
-         f"{batch.global_} is not a multiple of micro {batch.micro}")
+    need(
+        batch.global_ % batch.micro == 0,
+        "train.batch.global",
+        f"{batch.global_} is not a multiple of micro {batch.micro}",
+    )
     # Megatron counts tokens in 32 bits.
-    need(train.loss != "per_token" or batch.global_ * model.sequence <= COUNT_NUM_MAX,
-         "train.batch.global", f"{batch.global_} samples of {model.sequence} tokens exceed the "
-         f"{COUNT_NUM_MAX} tokens that Megatron can count in an iteration",
-         "lower it or train.model.sequence, or write loss: per_micro_batch")
-    need(not train.parallel.is_plain or slots.max <= train.num_micro_batches, "slots.max",
-         f"{slots.max} ranks, but an iteration has {train.num_micro_batches} micro-batches",
-         "raise train.batch.global, lower train.batch.micro or slots.max")
+    need(
+        train.loss != "per_token" or batch.global_ * model.sequence <= COUNT_NUM_MAX,
+        "train.batch.global",
+        f"{batch.global_} samples of {model.sequence} tokens exceed the "
+        f"{COUNT_NUM_MAX} tokens that Megatron can count in an iteration",
+        "lower it or train.model.sequence, or write loss: per_micro_batch",
+    )
+    need(
+        not train.parallel.is_plain or slots.max <= train.num_micro_batches,
+        "slots.max",
+        f"{slots.max} ranks, but an iteration has {train.num_micro_batches} micro-batches",
+        "raise train.batch.global, lower train.batch.micro or slots.max",
+    )
     need_count(train.iterations, "train.iterations")
     for name in ("checkpoint_every", "copy_every", "bucket_params"):
         need_count(getattr(train, name), f"train.{name}", least=0)
-    need(train.overlap or not train.bucket_params, "train.bucket_params",
-         "without overlap there is one bucket", "write overlap: true, or leave it out")
+    need(
+        train.overlap or not train.bucket_params,
+        "train.bucket_params",
+        "without overlap there is one bucket",
+        "write overlap: true, or leave it out",
+    )
     check_reproducible(train, "train")
     need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")
     _check_output(train.output, "train.output")
@@ -462,29 +610,47 @@ def _check_train(train: Train, slots: Slots) -> None:
     check_fits(train.parallel, train.num_micro_batches, slots.counts, slots.floor, "train.parallel")
     for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
         value = getattr(optimizer, name)
-        need(math.isfinite(value) and value >= 0, f"train.optimizer.{name}",
-             "must be a number, at least 0")
+        need(
+            math.isfinite(value) and value >= 0,
+            f"train.optimizer.{name}",
+            "must be a number, at least 0",
+        )
     for name in ("beta1", "beta2"):
         need(0 <= getattr(optimizer, name) < 1, f"train.optimizer.{name}", "must be in [0, 1)")
-    need(optimizer.min_lr <= optimizer.lr, "train.optimizer.min_lr",
-         f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}", "lower min_lr, or raise lr")
-    need(math.isfinite(optimizer.eps) and optimizer.eps > 0, "train.optimizer.eps",
-         "must be above 0")
-    need(0 <= optimizer.warmup_iterations < train.iterations, "train.optimizer.warmup_iterations",
-         "must be at least 0 and below train.iterations")
+    need(
+        optimizer.min_lr <= optimizer.lr,
+        "train.optimizer.min_lr",
+        f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}",
+        "lower min_lr, or raise lr",
+    )
+    need(
+        math.isfinite(optimizer.eps) and optimizer.eps > 0, "train.optimizer.eps", "must be above 0"
+    )
+    need(
+        0 <= optimizer.warmup_iterations < train.iterations,
+        "train.optimizer.warmup_iterations",
+        "must be at least 0 and below train.iterations",
+    )
 
 
 def check_reproducible(work: Train | Loop, path: str) -> None:
     """Raises SpecError if the layouts or the bits do not fit `reproducible`."""
     is_exact = work.reproducible != "rounding"
-    need(not is_exact or len(work.parallel.tensor) == 1, f"{path}.reproducible",
-         f"{work.reproducible} keeps the tensor-parallel size, but {path}.parallel.tensor names "
-         f"{len(work.parallel.tensor)} sizes: another size computes other bits",
-         "name one size there, or leave reproducible out")
+    need(
+        not is_exact or len(work.parallel.tensor) == 1,
+        f"{path}.reproducible",
+        f"{work.reproducible} keeps the tensor-parallel size, but {path}.parallel.tensor names "
+        f"{len(work.parallel.tensor)} sizes: another size computes other bits",
+        "name one size there, or leave reproducible out",
+    )
     need_count(work.digest_every, f"{path}.digest_every", least=0)
     for name, default in (("reproducible_bits", 64), ("digest_every", 100)):
-        need(is_exact or getattr(work, name) == default, f"{path}.{name}",
-             "has no effect with reproducible: rounding", "write reproducible: bitwise")
+        need(
+            is_exact or getattr(work, name) == default,
+            f"{path}.{name}",
+            "has no effect with reproducible: rounding",
+            "write reproducible: bitwise",
+        )
 
 
 def _check_writable(spec: JobSpec) -> None:

@@ -7,9 +7,19 @@ from typing import Literal
 from .validation import need
 
 SET_BY_AGENTS = {
-    "torchrun": {"--nnodes", "--nproc-per-node", "--node-rank", "--standalone", "--rdzv-backend",
-                 "--rdzv-endpoint", "--rdzv-id", "--master-addr", "--master-port"},
-    "srun": {"-n", "--ntasks", "--ntasks-per-node", "-N", "--nodes", "-w", "--nodelist"}}
+    "torchrun": {
+        "--nnodes",
+        "--nproc-per-node",
+        "--node-rank",
+        "--standalone",
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--rdzv-id",
+        "--master-addr",
+        "--master-port",
+    },
+    "srun": {"-n", "--ntasks", "--ntasks-per-node", "-N", "--nodes", "-w", "--nodelist"},
+}
 """Launcher -> options that an agent gives, by variables or as arguments."""
 TORCHRUN = ("-m", "torch.distributed.run")
 
@@ -26,12 +36,20 @@ def check_launcher(command: Sequence[str], *, in_memory: bool) -> None:
     """Raises SpecError if the command gives the launcher another world than that of the slots."""
     if not (launcher := launcher_of(command)):
         return
-    need(not in_memory, "command", f"starts {launcher}, whose processes do not reach the agent",
-         "name the program itself: [python, train.py]")
-    for word in _options(command[3 if tuple(command[1:3]) == TORCHRUN else 1:]):
-        need(word not in SET_BY_AGENTS[launcher], "command", f"{launcher} {word} is set by agents: "
-             "they start it once for each slot, for one process",
-             "leave it out, and give the number of processes as slots: {min: 8, max: 8}")
+    need(
+        not in_memory,
+        "command",
+        f"starts {launcher}, whose processes do not reach the agent",
+        "name the program itself: [python, train.py]",
+    )
+    for word in _options(command[3 if tuple(command[1:3]) == TORCHRUN else 1 :]):
+        need(
+            word not in SET_BY_AGENTS[launcher],
+            "command",
+            f"{launcher} {word} is set by agents: "
+            "they start it once for each slot, for one process",
+            "leave it out, and give the number of processes as slots: {min: 8, max: 8}",
+        )
 
 
 def _options(words: Sequence[str]) -> Iterator[str]:

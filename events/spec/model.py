@@ -6,8 +6,17 @@ from msgspec import Struct
 
 from .validation import need
 
-Gpu = Literal["V100-32", "A100-40", "A100-80", "A800-80", "H100-80", "H800-80", "H20-96",
-              "H200-141", "B200-180"]
+Gpu = Literal[
+    "V100-32",
+    "A100-40",
+    "A100-80",
+    "A800-80",
+    "H100-80",
+    "H800-80",
+    "H20-96",
+    "H200-141",
+    "B200-180",
+]
 Recompute = Literal["any", "none", "selective", "full"]
 LAYERS_NUM_MAX = 10_000
 WIDTH_NUM_MAX = 1 << 20
@@ -15,8 +24,10 @@ TOKENS_NUM_MAX = 1 << 24
 BATCH_NUM_MAX = 1 << 20
 NODE_NUM_MAX = 1024
 EXPERTS_NUM_MAX = 4096
-_LAYOUT = ("a layout is no part of the model: with loop:, write it under loop.parallel; else "
-           "Unicron chooses it, and the command reads UNICRON_TP, UNICRON_PP and so on")
+_LAYOUT = (
+    "a layout is no part of the model: with loop:, write it under loop.parallel; else "
+    "Unicron chooses it, and the command reads UNICRON_TP, UNICRON_PP and so on"
+)
 
 
 class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +44,8 @@ class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     NOT_KEYS: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("tensor", "pipeline", "chunks", "tp", "pp", "vpp"), _LAYOUT)
+        ("tensor", "pipeline", "chunks", "tp", "pp", "vpp"), _LAYOUT
+    )
     """Hints for words that users write here and that are not keys (validation.py)."""
     num_layers: int
     hidden: int
@@ -73,37 +85,70 @@ class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def check_model(model: MegatronModel, path: str) -> None:
     """Check the model at `path` of the spec. Raises SpecError."""
     _check_sizes(model, path)
-    need(model.hidden % model.num_heads == 0, f"{path}.hidden",
-         f"{model.hidden} is not divisible by num_heads {model.num_heads}",
-         "each head gets an equal part of the width")
-    need(model.num_heads % model.num_groups == 0, f"{path}.num_query_groups",
-         f"{model.num_query_groups} does not divide num_heads {model.num_heads}",
-         "each group has the same number of heads")
-    need(model.global_batch % max(model.micro_batch, 1) == 0, f"{path}.global_batch",
-         f"{model.global_batch} is not a multiple of micro_batch {model.micro_batch}",
-         "micro-batches must all have the same size")
+    need(
+        model.hidden % model.num_heads == 0,
+        f"{path}.hidden",
+        f"{model.hidden} is not divisible by num_heads {model.num_heads}",
+        "each head gets an equal part of the width",
+    )
+    need(
+        model.num_heads % model.num_groups == 0,
+        f"{path}.num_query_groups",
+        f"{model.num_query_groups} does not divide num_heads {model.num_heads}",
+        "each group has the same number of heads",
+    )
+    need(
+        model.global_batch % max(model.micro_batch, 1) == 0,
+        f"{path}.global_batch",
+        f"{model.global_batch} is not a multiple of micro_batch {model.micro_batch}",
+        "micro-batches must all have the same size",
+    )
     need(0 <= model.dropout < 1, f"{path}.dropout", "must be in [0, 1)")
-    need(model.num_experts > 0 or model.top_k == 1, f"{path}.top_k",
-         "is for a mixture of experts", "give num_experts, or leave it out")
-    need(model.top_k <= max(model.num_experts, 1), f"{path}.top_k",
-         f"{model.top_k} of {model.num_experts} experts", "lower it")
-    need(model.precision != "fp8" or model.gpu[0] in "HB", f"{path}.precision",
-         f"a {model.gpu} has no fp8", "write bf16")
-    need(model.precision == "fp16" or model.gpu[0] != "V", f"{path}.precision",
-         f"a {model.gpu} has no {model.precision}", "write fp16")
+    need(
+        model.num_experts > 0 or model.top_k == 1,
+        f"{path}.top_k",
+        "is for a mixture of experts",
+        "give num_experts, or leave it out",
+    )
+    need(
+        model.top_k <= max(model.num_experts, 1),
+        f"{path}.top_k",
+        f"{model.top_k} of {model.num_experts} experts",
+        "lower it",
+    )
+    need(
+        model.precision != "fp8" or model.gpu[0] in "HB",
+        f"{path}.precision",
+        f"a {model.gpu} has no fp8",
+        "write bf16",
+    )
+    need(
+        model.precision == "fp16" or model.gpu[0] != "V",
+        f"{path}.precision",
+        f"a {model.gpu} has no {model.precision}",
+        "write fp16",
+    )
 
 
 def _check_sizes(model: MegatronModel, path: str) -> None:
     for name, least, most in (
-            ("num_layers", 1, LAYERS_NUM_MAX), ("hidden", 1, WIDTH_NUM_MAX),
-            ("num_heads", 1, WIDTH_NUM_MAX), ("num_query_groups", 0, WIDTH_NUM_MAX),
-            ("ffn_hidden", 0, WIDTH_NUM_MAX), ("num_experts", 0, EXPERTS_NUM_MAX),
-            ("top_k", 1, EXPERTS_NUM_MAX), ("sequence", 1, TOKENS_NUM_MAX),
-            ("vocabulary", 1, TOKENS_NUM_MAX), ("gpus_per_node", 1, NODE_NUM_MAX),
-            ("global_batch", 1, BATCH_NUM_MAX), ("micro_batch", 0, BATCH_NUM_MAX)):
+        ("num_layers", 1, LAYERS_NUM_MAX),
+        ("hidden", 1, WIDTH_NUM_MAX),
+        ("num_heads", 1, WIDTH_NUM_MAX),
+        ("num_query_groups", 0, WIDTH_NUM_MAX),
+        ("ffn_hidden", 0, WIDTH_NUM_MAX),
+        ("num_experts", 0, EXPERTS_NUM_MAX),
+        ("top_k", 1, EXPERTS_NUM_MAX),
+        ("sequence", 1, TOKENS_NUM_MAX),
+        ("vocabulary", 1, TOKENS_NUM_MAX),
+        ("gpus_per_node", 1, NODE_NUM_MAX),
+        ("global_batch", 1, BATCH_NUM_MAX),
+        ("micro_batch", 0, BATCH_NUM_MAX),
+    ):
         value = getattr(model, name)
-        need(least <= value <= most, f"{path}.{name}",
-             f"must be at least {least} and at most {most}")
+        need(
+            least <= value <= most, f"{path}.{name}", f"must be at least {least} and at most {most}"
+        )
 
 
 class Axes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -33,14 +33,20 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     OTHER_NAMES: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("tp", "tensor_parallel", "tensor_model_parallel_size"), "tensor"),
         **dict.fromkeys(("pp", "pipeline_parallel", "pipeline_model_parallel_size"), "pipeline"),
-        **dict.fromkeys(("vpp", "virtual_pipeline", "virtual_pipeline_model_parallel_size"),
-                        "chunks"),
-        **dict.fromkeys(("zero", "zero1", "distributed_optimizer", "use_distributed_optimizer"),
-                        "optimizer: sharded")}
+        **dict.fromkeys(
+            ("vpp", "virtual_pipeline", "virtual_pipeline_model_parallel_size"), "chunks"
+        ),
+        **dict.fromkeys(
+            ("zero", "zero1", "distributed_optimizer", "use_distributed_optimizer"),
+            "optimizer: sharded",
+        ),
+    }
     """What users write, here or elsewhere, for a key of this mapping (validation.py)."""
     NOT_KEYS: ClassVar[dict[str, str]] = {
-        "data": f"{_FILLS_UP}; files are under train.data", "dp": _FILLS_UP,
-        **dict.fromkeys(("expert", "experts", "ep", "context", "cp", "sequence", "sp"), _NO_AXIS)}
+        "data": f"{_FILLS_UP}; files are under train.data",
+        "dp": _FILLS_UP,
+        **dict.fromkeys(("expert", "experts", "ep", "context", "cp", "sequence", "sp"), _NO_AXIS),
+    }
     """Hints for words that users write here and that are not keys (validation.py)."""
     tensor: tuple[int, ...] = (1,)
     pipeline: tuple[int, ...] = (1,)
@@ -80,45 +86,77 @@ def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overl
     """Check `train.parallel`. Raises SpecError."""
     path = "train.parallel"
     check_sizes(parallel, path)
-    _check_divides(parallel, path, {
-        f"train.model.num_heads {num_heads}": num_heads,
-        f"the vocabulary, the {VOCABULARY} bytes": VOCABULARY})
+    _check_divides(
+        parallel,
+        path,
+        {
+            f"train.model.num_heads {num_heads}": num_heads,
+            f"the vocabulary, the {VOCABULARY} bytes": VOCABULARY,
+        },
+    )
     _check_stages(parallel, path, "train.model.num_layers", num_layers)
-    need(not overlap or parallel.is_plain, "train.overlap",
-         "is only for data-parallel training with the whole optimizer",
-         "leave it out, or leave out train.parallel")
+    need(
+        not overlap or parallel.is_plain,
+        "train.overlap",
+        "is only for data-parallel training with the whole optimizer",
+        "leave it out, or leave out train.parallel",
+    )
 
 
 def check_splits(parallel: Parallel, model: MegatronModel, path: str) -> None:
     """Check the sizes at `path` of the spec against a model. Raises SpecError."""
-    _check_divides(parallel, path, {f"{name} {number}": number for name, number in (
-        ("num_heads", model.num_heads), ("num_query_groups", model.num_groups),
-        ("ffn_hidden", model.ffn), ("vocabulary", model.vocabulary))}, model.gpus_per_node)
+    _check_divides(
+        parallel,
+        path,
+        {
+            f"{name} {number}": number
+            for name, number in (
+                ("num_heads", model.num_heads),
+                ("num_query_groups", model.num_groups),
+                ("ffn_hidden", model.ffn),
+                ("vocabulary", model.vocabulary),
+            )
+        },
+        model.gpus_per_node,
+    )
     _check_stages(parallel, path, "num_layers", model.num_layers)
 
 
-def _check_divides(parallel: Parallel, path: str, numbers: Mapping[str, int],
-                   gpus_per_node: int = AXIS_NUM_MAX) -> None:
+def _check_divides(
+    parallel: Parallel, path: str, numbers: Mapping[str, int], gpus_per_node: int = AXIS_NUM_MAX
+) -> None:
     """Raises SpecError unless each tensor-parallel size divides all numbers, named by their
     keys."""
     shared = math.gcd(*numbers.values())
-    hint = "possible: " + ", ".join(str(size) for size in range(1, min(shared, gpus_per_node) + 1)
-                                    if shared % size == 0)
+    hint = "possible: " + ", ".join(
+        str(size) for size in range(1, min(shared, gpus_per_node) + 1) if shared % size == 0
+    )
     for size in parallel.tensor:
         for words, number in numbers.items():
             need(number % size == 0, f"{path}.tensor", f"{size} does not divide {words}", hint)
-        need(size <= gpus_per_node, f"{path}.tensor",
-             f"{size} is more than the {gpus_per_node} GPUs of a node", hint)
+        need(
+            size <= gpus_per_node,
+            f"{path}.tensor",
+            f"{size} is more than the {gpus_per_node} GPUs of a node",
+            hint,
+        )
 
 
 def _check_stages(parallel: Parallel, path: str, name: str, num_layers: int) -> None:
     """Raises SpecError unless the stages of each pipeline divide the layers. `name`: their key."""
     for size in parallel.pipeline:
         chunks = f" with {parallel.chunks} chunks" if size > 1 < parallel.chunks else ""
-        possible = [one for one in range(1, min(num_layers, AXIS_NUM_MAX) + 1)
-                    if num_layers % (one * (parallel.chunks if one > 1 else 1)) == 0]
-        need(size in possible, f"{path}.pipeline", f"{size}{chunks} does not divide {name} "
-             f"{num_layers}", "possible: " + ", ".join(map(str, possible)))
+        possible = [
+            one
+            for one in range(1, min(num_layers, AXIS_NUM_MAX) + 1)
+            if num_layers % (one * (parallel.chunks if one > 1 else 1)) == 0
+        ]
+        need(
+            size in possible,
+            f"{path}.pipeline",
+            f"{size}{chunks} does not divide {name} {num_layers}",
+            "possible: " + ", ".join(map(str, possible)),
+        )
 
 
 def check_sizes(parallel: Parallel, path: str) -> None:
@@ -126,23 +164,39 @@ def check_sizes(parallel: Parallel, path: str) -> None:
     for name, sizes in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
         need(bool(sizes), f"{path}.{name}", "names no size", "leave it out for size 1")
         for size in sizes:
-            need(1 <= size <= AXIS_NUM_MAX, f"{path}.{name}",
-                 f"{size} must be at least 1 and at most {AXIS_NUM_MAX}")
-        need(len(set(sizes)) == len(sizes), f"{path}.{name}", "names a size twice",
-             "name each once")
+            need(
+                1 <= size <= AXIS_NUM_MAX,
+                f"{path}.{name}",
+                f"{size} must be at least 1 and at most {AXIS_NUM_MAX}",
+            )
+        need(
+            len(set(sizes)) == len(sizes), f"{path}.{name}", "names a size twice", "name each once"
+        )
     need(parallel.chunks >= 1, f"{path}.chunks", "must be at least 1")
-    need(parallel.chunks == 1 or max(parallel.pipeline) > 1, f"{path}.chunks",
-         "has no effect without a pipeline", "leave it out, or name a pipeline size above 1")
+    need(
+        parallel.chunks == 1 or max(parallel.pipeline) > 1,
+        f"{path}.chunks",
+        "has no effect without a pipeline",
+        "leave it out, or name a pipeline size above 1",
+    )
 
 
-def check_fits(parallel: Parallel, num_micro_batches: int, counts: Sequence[int], floor: int,
-               path: str) -> None:
+def check_fits(
+    parallel: Parallel, num_micro_batches: int, counts: Sequence[int], floor: int, path: str
+) -> None:
     """Raises SpecError unless a layout fits one of `counts` (ascending), and one fits the floor."""
-    need(any(True for count in counts for _ in parallel.layouts(count, num_micro_batches)),
-         path, f"no layout of it has a number of slots that slots permits, of {counts[0]} to "
-         f"{counts[-1]}", "raise slots.max, or name other sizes")
-    need(not floor or any(True for _ in parallel.layouts(floor, num_micro_batches)), "slots.floor",
-         f"{path} has no layout of {floor} slots", "name a number that has one")
+    need(
+        any(True for count in counts for _ in parallel.layouts(count, num_micro_batches)),
+        path,
+        f"no layout of it has a number of slots that slots permits, of {counts[0]} to {counts[-1]}",
+        "raise slots.max, or name other sizes",
+    )
+    need(
+        not floor or any(True for _ in parallel.layouts(floor, num_micro_batches)),
+        "slots.floor",
+        f"{path} has no layout of {floor} slots",
+        "name a number that has one",
+    )
 
 
 # --- Positions in a layout: which member holds which part of the model, in Megatron's order ---
@@ -184,8 +238,11 @@ def position_of(axes: Axes, at: Coordinates) -> int:
 
 def replica(axes: Axes, dp: int) -> tuple[int, ...]:
     """Positions of the members of one replica, ascending."""
-    return tuple(position_of(axes, Coordinates(tp=tp, pp=pp, dp=dp))
-                 for pp in range(axes.pp) for tp in range(axes.tp))
+    return tuple(
+        position_of(axes, Coordinates(tp=tp, pp=pp, dp=dp))
+        for pp in range(axes.pp)
+        for tp in range(axes.tp)
+    )
 
 
 def holders(axes: Axes, tp: int, pp: int) -> tuple[int, ...]:
@@ -203,8 +260,9 @@ def has_every_part(axes: Axes, optimizer: Sharding, positions: Collection[int]) 
     return next(missing_parts(axes, optimizer, positions), None) is None
 
 
-def missing_parts(axes: Axes, optimizer: Sharding,
-                  positions: Collection[int]) -> Iterator[tuple[int, ...]]:
+def missing_parts(
+    axes: Axes, optimizer: Sharding, positions: Collection[int]
+) -> Iterator[tuple[int, ...]]:
     """For each part of the state that none of `positions` holds: the positions that hold it."""
     given = set(positions)
     if optimizer == "whole":
@@ -245,6 +303,12 @@ def part_in_words(axes: Axes, position: int, *, sharded: bool) -> str:
     if position >= num_positions(axes):
         return "beside"
     at = coordinates(axes, position)
-    return ", ".join(f"{name} {number}" for name, number, num in (
-        ("TP", at.tp, axes.tp), ("stage", at.pp, axes.pp),
-        ("shard", at.dp, axes.dp if sharded else 1)) if num > 1)
+    return ", ".join(
+        f"{name} {number}"
+        for name, number, num in (
+            ("TP", at.tp, axes.tp),
+            ("stage", at.pp, axes.pp),
+            ("shard", at.dp, axes.dp if sharded else 1),
+        )
+        if num > 1
+    )

@@ -19,7 +19,8 @@ _WAIT = (1e-3, 1e6)
 _SPAN = (1e-3, 1e15)
 _NUM_MAX = 2**31 - 1
 BOUNDS: dict[str, tuple[float, float]] = {
-    "silence_s_max": _WAIT, "agent_gone_s_max": _WAIT,
+    "silence_s_max": _WAIT,
+    "agent_gone_s_max": _WAIT,
     "evidence_s_max": (0, 1e6),
     "start_s_max": _WAIT,
     "quiesce_s_max": _WAIT,
@@ -167,35 +168,64 @@ fault injection."""
 def parse(given: dict[Any, Any], usual: Policy | None = None) -> Policy:
     """`usual` with the given fields replaced. Raises SpecError with the field and a hint."""
     try:
-        policy = msgspec.convert(msgspec.to_builtins(usual or Policy()) | given, Policy,
-                                 strict=True)
+        policy = msgspec.convert(
+            msgspec.to_builtins(usual or Policy()) | given, Policy, strict=True
+        )
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise spec_error(str(error), Policy, DOCS, given=given) from None
     for name in FLAGS_ONLY:
-        need(not getattr(policy, name), name, "is not a field of a policy file",
-             f"unicron up --{name.replace('_', '-')}")
+        need(
+            not getattr(policy, name),
+            name,
+            "is not a field of a policy file",
+            f"unicron up --{name.replace('_', '-')}",
+        )
     for path, value, (least, most) in _numbers(policy):
-        need(least <= value <= most, path, f"must be between {least} and "
-             f"{f'{most:g}' if isinstance(most, float) else most}", DOCS)
+        need(
+            least <= value <= most,
+            path,
+            f"must be between {least} and {f'{most:g}' if isinstance(most, float) else most}",
+            DOCS,
+        )
     for team in policy.quotas:
-        need(bool(NAME.match(team)), f"quotas.{team}", "is not a valid team name",
-             "lower-case letters, digits, '-' and '.', at most 63")
-    need(len(policy.redact) <= REDACT_NUM_MAX
-         and all(0 < len(pattern) <= REDACT_CHARS_MAX for pattern in policy.redact), "redact",
-         f"must be at most {REDACT_NUM_MAX} patterns of 1 to {REDACT_CHARS_MAX} characters",
-         "redact: ['*KEY*', '*TOKEN*']")
+        need(
+            bool(NAME.match(team)),
+            f"quotas.{team}",
+            "is not a valid team name",
+            "lower-case letters, digits, '-' and '.', at most 63",
+        )
+    need(
+        len(policy.redact) <= REDACT_NUM_MAX
+        and all(0 < len(pattern) <= REDACT_CHARS_MAX for pattern in policy.redact),
+        "redact",
+        f"must be at most {REDACT_NUM_MAX} patterns of 1 to {REDACT_CHARS_MAX} characters",
+        "redact: ['*KEY*', '*TOKEN*']",
+    )
     for folder in policy.shared_folders:
-        need(folder.startswith("/"), "shared_folders", f"{folder!r} is not an absolute path",
-             "for example shared_folders: [/mnt/train]")
-    need(0 <= policy.gain_min < 1, "gain_min",
-         f"{policy.gain_min:g} is not {'below 1' if policy.gain_min >= 1 else 'from 0 on'}",
-         "it is a share of the cluster's WAF: 0.05 is 5 %")
-    need(policy.alpha in ALPHAS, "alpha", f"{policy.alpha:g} is not one of "
-         f"{', '.join(f'{alpha:g}' for alpha in ALPHAS)}",
-         "0 maximises WAF, 1 is proportional fairness, 2 is more equal")
-    need(not (policy.alpha and policy.hot_spare), "hot_spare",
-         f"a spare is priced by WAF, and alpha {policy.alpha:g} plans by another objective",
-         "leave one of them out")
+        need(
+            folder.startswith("/"),
+            "shared_folders",
+            f"{folder!r} is not an absolute path",
+            "for example shared_folders: [/mnt/train]",
+        )
+    need(
+        0 <= policy.gain_min < 1,
+        "gain_min",
+        f"{policy.gain_min:g} is not {'below 1' if policy.gain_min >= 1 else 'from 0 on'}",
+        "it is a share of the cluster's WAF: 0.05 is 5 %",
+    )
+    need(
+        policy.alpha in ALPHAS,
+        "alpha",
+        f"{policy.alpha:g} is not one of {', '.join(f'{alpha:g}' for alpha in ALPHAS)}",
+        "0 maximises WAF, 1 is proportional fairness, 2 is more equal",
+    )
+    need(
+        not (policy.alpha and policy.hot_spare),
+        "hot_spare",
+        f"a spare is priced by WAF, and alpha {policy.alpha:g} plans by another objective",
+        "leave one of them out",
+    )
     return policy
 
 

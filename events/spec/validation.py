@@ -16,9 +16,15 @@ KEY_CHARS_MAX = 100
 COUNT_NUM_MAX = 2**31 - 1
 DOCS = "see docs/reference/job-spec.md"
 UNION = re.compile(r"`(\w+(?: \| \w+)+)`")
-WORDS = (("`object`", "a mapping"), ("`array`", "a list"), ("`str`", "text"),
-         ("got `float`", "got a fraction"), ("`bool`", "true or false"),
-         ("`int`", "a whole number"), ("`float`", "a number"))
+WORDS = (
+    ("`object`", "a mapping"),
+    ("`array`", "a list"),
+    ("`str`", "text"),
+    ("got `float`", "got a fraction"),
+    ("`bool`", "true or false"),
+    ("`int`", "a whole number"),
+    ("`float`", "a number"),
+)
 
 
 def need(holds: bool, path: str, message: str, hint: str = DOCS) -> None:
@@ -33,8 +39,14 @@ def need_count(count: int, path: str, least: int = 1) -> None:
     need(count <= COUNT_NUM_MAX, path, f"must be at most {COUNT_NUM_MAX}")
 
 
-def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None,
-               excluded: Collection[str] = ()) -> SpecError:
+def spec_error(
+    text: str,
+    root: type[Struct],
+    hint: str,
+    *,
+    given: object = None,
+    excluded: Collection[str] = (),
+) -> SpecError:
     """Turn msgspec's error `text` about `given` into a SpecError: path, one line, a suggestion.
     `root` is the type of the whole document, `hint` the default hint, and `excluded` the fields of
     the root that must not be in `given`."""
@@ -43,16 +55,21 @@ def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None
     if missing := re.fullmatch("Object missing required field `(.*)`", message):
         return SpecError(_join(path, missing[1]), "is missing", hint)
     if unknown := re.fullmatch("Object contains unknown field `(.*)`", message):
-        return SpecError(_join(path, _printable(unknown[1])), "is not a field",
-                         _suggestion(unknown[1], path, root, given, excluded) or hint)
+        return SpecError(
+            _join(path, _printable(unknown[1])),
+            "is not a field",
+            _suggestion(unknown[1], path, root, given, excluded) or hint,
+        )
     if message.startswith("Invalid enum value"):
         hint = _choices(path, root) or hint
     elif message.startswith("Expected `array"):
         hint = _as_list(given, path) or hint
     elif message.startswith("Expected `int"):
         hint = _as_count(given, path) or hint
-    message = UNION.sub(lambda found: " or ".join(f"`{one}`" for one in found[1].split(" | ")),
-                        message.replace(" | null`", "`"))
+    message = UNION.sub(
+        lambda found: " or ".join(f"`{one}`" for one in found[1].split(" | ")),
+        message.replace(" | null`", "`"),
+    )
     for old, new in WORDS:
         message = message.replace(old, new)
     if "`key` in" in at:
@@ -60,23 +77,31 @@ def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None
     return SpecError(path, message[:1].lower() + message[1:], hint)
 
 
-def _suggestion(key: str, path: str, root: type[Struct], given: Any,
-                excluded: Collection[str]) -> str:
+def _suggestion(
+    key: str, path: str, root: type[Struct], given: Any, excluded: Collection[str]
+) -> str:
     """Suggest a key: with another name, at another place, or a similar one; "" for none."""
     parts, at = _types(root), _without_indices(path)
     not_keys: dict[str, str] = getattr(parts.get(at), "NOT_KEYS", {})
     if key in not_keys:
         return not_keys[key]
-    names = {there: getattr(part, "OTHER_NAMES", {}).get(key) for there, part in parts.items()
-             if there.partition(".")[0] in _given(given, "")}
+    names = {
+        there: getattr(part, "OTHER_NAMES", {}).get(key)
+        for there, part in parts.items()
+        if there.partition(".")[0] in _given(given, "")
+    }
     for there, name in names.items():
         if name is not None:
             return f"did you mean {name if there == at else _join(there, name)}?"
-    keys = {there: [name for name in _fields(part) if there or name not in excluded]
-            for there, part in parts.items() if there.partition(".")[0] not in excluded}
+    keys = {
+        there: [name for name in _fields(part) if there or name not in excluded]
+        for there, part in parts.items()
+        if there.partition(".")[0] not in excluded
+    }
     if paths := [there for there, names in keys.items() if key in names]:
-        return "it belongs " + " or ".join(f"under {there}:" if there else "at the top level"
-                                           for there in paths)
+        return "it belongs " + " or ".join(
+            f"under {there}:" if there else "at the top level" for there in paths
+        )
     if barred := [there for there, part in parts.items() if there and key in _fields(part)]:
         return f"it is a key of {barred[0]}:, which this file must not have"
     present: dict[Any, Any] = {**_given(given, path)}  # a key may be a number
@@ -96,8 +121,12 @@ def _choices(path: str, root: type[Struct]) -> str:
     parent, _, name = _without_indices(path).rpartition(".")
     part = _types(root).get(parent)
     kind = _fields(part).get(name) if part is not None else None
-    words = [word for one in (kind, *get_args(kind)) if get_origin(one) is Literal
-             for word in get_args(one)]
+    words = [
+        word
+        for one in (kind, *get_args(kind))
+        if get_origin(one) is Literal
+        for word in get_args(one)
+    ]
     return f"one of {', '.join(map(str, words))}" if words else ""
 
 
@@ -116,7 +145,8 @@ def _as_count(given: Any, path: str) -> str:
         return f"write {int(value)}"
     if isinstance(value, str) and value[:1].isdigit():
         return "write digits alone, without quotes or a unit" + (
-            ", in bytes" if "_bytes" in name else "")
+            ", in bytes" if "_bytes" in name else ""
+        )
     return ""
 
 
@@ -132,8 +162,11 @@ def _types(root: type[Struct]) -> dict[str, type[Struct]]:
     """The path of every struct in the document -> its type; outer ones first."""
     found = [("", root)]
     for path, part in found:  # the loop appends to it
-        found += [(_join(path, name), inner) for name, kind in _fields(part).items()
-                  for inner in _structs(kind)]
+        found += [
+            (_join(path, name), inner)
+            for name, kind in _fields(part).items()
+            for inner in _structs(kind)
+        ]
     return dict(found)
 
 

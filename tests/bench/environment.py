@@ -13,8 +13,7 @@ STEP_S_MAX = 1200.0
 
 
 def lay(place: Path, pins: Sequence[Path], what: str, install: Callable[[], None]) -> None:
-    """Create a bare venv in `place`, then call `install`. Raises CalledProcessError (pip's stderr).
-    """
+    """Create a bare venv in `place`, then call `install`. Raises CalledProcessError (pip's stderr)."""
     stamp = place / "stamp"
     wanted = hashlib.sha256(b"".join(file.read_bytes() for file in pins)).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
@@ -30,8 +29,18 @@ def lay(place: Path, pins: Sequence[Path], what: str, install: Callable[[], None
 def pip(place: Path, pins: Sequence[Path], *arguments: str) -> None:
     """Install into the environment in `place`, constrained by the pins."""
     held = [word for file in pins for word in ("-c", str(file))]
-    _run([str(place / "venv" / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "-q",
-          "install", *held, *arguments])
+    _run(
+        [
+            str(place / "venv" / "bin" / "python"),
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "-q",
+            "install",
+            *held,
+            *arguments,
+        ]
+    )
 
 
 def _run(command: list[str]) -> None:

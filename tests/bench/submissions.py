@@ -24,12 +24,16 @@ CASE = f"submissions_{TASKS}"
 
 def submissions() -> dict[str, float]:
     """The metrics of one cluster: two agents of two slots, so that most tasks wait."""
-    with tempfile.TemporaryDirectory(prefix="submissions-") as folder, running(
-            Path(folder)) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="submissions-") as folder,
+        running(Path(folder)) as cluster,
+    ):
         begin = cluster.seq()
         times_s: list[float] = []
-        threads = [threading.Thread(target=_submit, args=(cluster, number, times_s))
-                   for number in range(CLIENTS)]
+        threads = [
+            threading.Thread(target=_submit, args=(cluster, number, times_s))
+            for number in range(CLIENTS)
+        ]
         begin_s = time.monotonic()
         for thread in threads:
             thread.start()
@@ -40,16 +44,23 @@ def submissions() -> dict[str, float]:
         cluster.wait(lambda: not _is_plan_due(cluster) or None, "all tasks are planned")
         plans = cluster.told(begin, "PlanChosen")
     ordered = sorted(1e3 * took_s for took_s in times_s)
-    return {"answer_p50_ms": statistics.median(ordered),
-            "answer_p95_ms": ordered[int(0.95 * TASKS) - 1], "answer_max_ms": ordered[-1],
-            "plans": float(len(plans)), "all_s": all_s}
+    return {
+        "answer_p50_ms": statistics.median(ordered),
+        "answer_p95_ms": ordered[int(0.95 * TASKS) - 1],
+        "answer_max_ms": ordered[-1],
+        "plans": float(len(plans)),
+        "all_s": all_s,
+    }
 
 
 def _submit(cluster: RealCluster, number: int, times_s: list[float]) -> None:
     client = cluster.client()
     for task in range(number, TASKS, CLIENTS):
-        spec: dict[str, Any] = {"apiVersion": "unicron/v1", "name": f"storm-{task}",
-                                "command": ["sleep", "600"]}
+        spec: dict[str, Any] = {
+            "apiVersion": "unicron/v1",
+            "name": f"storm-{task}",
+            "command": ["sleep", "600"],
+        }
         begin_s = time.monotonic()
         client.post("/v1/tasks", spec)
         times_s.append(time.monotonic() - begin_s)
@@ -70,8 +81,16 @@ def main() -> None:
     for metric in runs[0]:
         value = statistics.median(run[metric] for run in runs)
         unit = "plans" if metric == "plans" else metric.rpartition("_")[2]
-        rows.append({"case": CASE, "system": "unicron", "metric": metric,
-                     "value": round(value, 3), "unit": unit, "n": options.n})
+        rows.append(
+            {
+                "case": CASE,
+                "system": "unicron",
+                "metric": metric,
+                "value": round(value, 3),
+                "unit": unit,
+                "n": options.n,
+            }
+        )
         print(f"{CASE}  {metric:<14} {value:10.1f} {unit}")
     out = ROOT / "build" / "bench" / "submissions.json"
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -39,8 +39,9 @@ def test_a_rank_raises_when_asked_to(tmp_path: Path) -> None:
     assert not (tmp_path / "hold" / "1-2").exists()
 
 
-def test_a_rank_that_does_not_train_is_not_struck(tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_train_is_not_struck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(faults, "HELD_S_MAX", 0.05)
     (tmp_path / "1-2.jsonl").touch()
     with pytest.raises(NotStruck, match="rank 2 did not begin"):
@@ -56,25 +57,45 @@ def test_three_trials_without_a_detection_end_a_case() -> None:
 
 
 def test_rows_are_medians_of_the_trials() -> None:
-    told = {"unicron": [Trial("rank_killed", "unicron", value) for value in (0.03, 0.02, 0.2)],
-            "torchrun": [Trial("rank_killed", "torchrun", None, "nothing said")]}
+    told = {
+        "unicron": [Trial("rank_killed", "unicron", value) for value in (0.03, 0.02, 0.2)],
+        "torchrun": [Trial("rank_killed", "torchrun", None, "nothing said")],
+    }
     ours, theirs = main.rows_of("rank_killed", told)
     assert (ours.value, ours.low, ours.high, ours.n, ours.unit) == (0.03, 0.02, 0.2, 3, "s")
     assert (theirs.value, theirs.n, theirs.note) == (None, 0, "0 of 1 told: nothing said")
     assert main.held_to([ours, theirs]) == [
-        "holds   rank_killed detect_s: 0.03, goal at most 0.1; the paper's: 1.8 s"]
+        "holds   rank_killed detect_s: 0.03, goal at most 0.1; the paper's: 1.8 s"
+    ]
 
 
 def test_a_cut_link_carries_nothing_until_it_is_mended() -> None:
     if why := network_namespaces.why_not():
         pytest.skip(why)
     with network_namespaces.namespaces(f"unicron-test-{os.getpid()}") as (near, far):
+
         def answers() -> bool:
-            return subprocess.run(["ip", "netns", "exec", near, "python3", "-c", (
-                "import socket; s = socket.socket(); s.settimeout(0.5);\n"
-                "try: s.connect(('10.231.7.2', 9))\n"
-                "except ConnectionRefusedError: pass")],  # a refusal is an answer
-                capture_output=True, timeout=30, check=False).returncode == 0
+            return (
+                subprocess.run(
+                    [
+                        "ip",
+                        "netns",
+                        "exec",
+                        near,
+                        "python3",
+                        "-c",
+                        (
+                            "import socket; s = socket.socket(); s.settimeout(0.5);\n"
+                            "try: s.connect(('10.231.7.2', 9))\n"
+                            "except ConnectionRefusedError: pass"
+                        ),
+                    ],  # a refusal is an answer
+                    capture_output=True,
+                    timeout=30,
+                    check=False,
+                ).returncode
+                == 0
+            )
 
         assert answers()
         network_namespaces.cut(far)

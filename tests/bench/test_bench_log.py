@@ -15,8 +15,9 @@ from unicron.events.records import codec
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 
-FEW = main.Sizes(long=3_000, short=1_500, memory=2_000, rest=300, library=500, moments=4,
-                 year=3_000, typed=3_000)
+FEW = main.Sizes(
+    long=3_000, short=1_500, memory=2_000, rest=300, library=500, moments=4, year=3_000, typed=3_000
+)
 
 
 def test_the_records_are_those_of_a_cluster_that_heals() -> None:
@@ -30,10 +31,14 @@ def test_the_records_are_those_of_a_cluster_that_heals() -> None:
     assert {"TaskProgressed", "MemoryCheckpointStored", "IncidentClosed", "Reconfigure"} <= kinds
 
 
-def test_each_case_of_one_log_is_measured(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Any] = {"num": 500, "append_s": [0.01] * 2, "append_cpu_s": 0.01,
-                            "replay_s": 0.01, "replay_cpu_s": 0.01}
+def test_each_case_of_one_log_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {
+        "num": 500,
+        "append_s": [0.01] * 2,
+        "append_cpu_s": 0.01,
+        "replay_s": 0.01,
+        "replay_cpu_s": 0.01,
+    }
     monkeypatch.setattr(library, "measured", lambda folder, num: told)
     rows = main.of_log(tmp_path, FEW)
     assert {one.case for one in rows} == set(main.LOG_CASES)
@@ -53,8 +58,13 @@ def test_the_history_of_a_year_is_measured(tmp_path: Path) -> None:
 
 def test_typed_commands_are_measured(tmp_path: Path) -> None:
     rows = {one.metric: one.value for one in main.of_typed(tmp_path, FEW)}
-    assert {name.removesuffix("_s") for name in rows} >= {"status", "status_task", "incident",
-                                                          "incident_all", "status_task_cpu"}
+    assert {name.removesuffix("_s") for name in rows} >= {
+        "status",
+        "status_task",
+        "incident",
+        "incident_all",
+        "status_task_cpu",
+    }
     assert all(value is not None and value > 0 for value in rows.values())
 
 

@@ -21,8 +21,14 @@ def test_the_example_is_changed(tmp_path: Path) -> None:
 def test_each_case_is_a_valid_job(tmp_path: Path) -> None:
     with closing(Nursery(tmp_path / "zygote.log")) as nursery:
         for name, case in main.CASES.items():
-            driver = drive_loop(tmp_path / name, nursery, [], iterations=2,
-                                micro_batches=main.MICRO_BATCHES, **case.loop)
+            driver = drive_loop(
+                tmp_path / name,
+                nursery,
+                [],
+                iterations=2,
+                micro_batches=main.MICRO_BATCHES,
+                **case.loop,
+            )
             driver.close()
             assert driver.spec.loop is not None
             assert {key: getattr(driver.spec.loop, key) for key in case.loop} == case.loop
@@ -30,7 +36,8 @@ def test_each_case_is_a_valid_job(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_each_pair_has_an_iteration_of_both(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(main, "LIMIT_S", LIMIT_S)
     for name in main.HUGE_PAGES:
         monkeypatch.setenv(name, "")  # set again as before at the end

@@ -20,8 +20,9 @@ NUM_GPUS = 128
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(("name", "mtbf_gpu_h", "sev1_gpu_h"), [
-    ("trace-a", 4_001, 17_203), ("trace-b", 203, 827)])
+@pytest.mark.parametrize(
+    ("name", "mtbf_gpu_h", "sev1_gpu_h"), [("trace-a", 4_001, 17_203), ("trace-b", 203, 827)]
+)
 def test_traces_have_the_papers_failure_rates(name: str, mtbf_gpu_h: int, sev1_gpu_h: int) -> None:
     trace = evaluation.TRACES[name]
     for seed in range(1, 6):
@@ -31,9 +32,7 @@ def test_traces_have_the_papers_failure_rates(name: str, mtbf_gpu_h: int, sev1_g
         gpu_h = NUM_GPUS * trace.horizon_s / 3600
         assert gpu_h / len(faults) == pytest.approx(mtbf_gpu_h, rel=0.001)
         assert gpu_h / len(hard) == pytest.approx(sev1_gpu_h, rel=0.001)
-    assert (
-        evaluation.events(trace, 1) == evaluation.events(trace, 1)
-        != evaluation.events(trace, 2))
+    assert evaluation.events(trace, 1) == evaluation.events(trace, 1) != evaluation.events(trace, 2)
 
 
 def test_no_policy_notices_a_fault_later_than_torchrun_did_in_our_bench() -> None:
@@ -41,15 +40,29 @@ def test_no_policy_notices_a_fault_later_than_torchrun_did_in_our_bench() -> Non
     and for torchft, whose own limit was measured."""
     page = (ROOT / "docs/guides/bench-detection.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines()]
-    measured_s = {row[1].strip("`"): float(row[-2].split()[0]) for row in rows
-                  if len(row) > 3 and re.fullmatch(r"[\d.]+ \[[\d., ]+\]", row[-2])}
-    causes = {"rank_killed": EXITED_ABNORMALLY, "exception": CUDA_ERRORS,
-              "agent_killed": LOST_CONNECTION}
+    measured_s = {
+        row[1].strip("`"): float(row[-2].split()[0])
+        for row in rows
+        if len(row) > 3 and re.fullmatch(r"[\d.]+ \[[\d., ]+\]", row[-2])
+    }
+    causes = {
+        "rank_killed": EXITED_ABNORMALLY,
+        "exception": CUDA_ERRORS,
+        "agent_killed": LOST_CONNECTION,
+    }
     assert measured_s.keys() == causes.keys()
-    schedulers = {("requeue", "agent_killed"), ("kubernetes", "agent_killed"),
-                  ("kubernetes", "exception"), ("kubernetes", "rank_killed")}
-    late = {(name, case) for name, policy in POLICIES.items() for case, at_s in measured_s.items()
-            if name != "shrink" and policy.costs.detection_s(causes[case], 10.0) > at_s}
+    schedulers = {
+        ("requeue", "agent_killed"),
+        ("kubernetes", "agent_killed"),
+        ("kubernetes", "exception"),
+        ("kubernetes", "rank_killed"),
+    }
+    late = {
+        (name, case)
+        for name, policy in POLICIES.items()
+        for case, at_s in measured_s.items()
+        if name != "shrink" and policy.costs.detection_s(causes[case], 10.0) > at_s
+    }
     assert late == schedulers
 
 
@@ -67,21 +80,32 @@ def test_absent_nodes_have_no_faults() -> None:
 
 def test_the_plan_is_the_best_of_all_allocations_in_each_case() -> None:
     """Compares with brute force over whole nodes, where each task has at least one node."""
-    parts = [
-        part for part in evaluation.allocation_cases() if part.system == evaluation.OURS
-    ]
+    parts = [part for part in evaluation.allocation_cases() if part.system == evaluation.OURS]
     assert len(parts) == 5
     for part in parts:
         run = Run(part.run_input, part.policy)
         earned = run.play().earnings.total
         best = [0.0] * (evaluation.NODES_NUM + 1)
         for number, spec in enumerate(part.run_input.tasks):
-            wafs = [0.0, *(spec.weight * max(rate for size, rate in spec.throughput.items()
-                                             if size <= nodes)
-                           for nodes in range(1, evaluation.NODES_NUM + 1))]
-            best = [max((best[nodes - mine] + wafs[mine] for mine in range(1, nodes + 1)
-                         if nodes - mine >= number), default=0.0)
-                    for nodes in range(evaluation.NODES_NUM + 1)]
+            wafs = [
+                0.0,
+                *(
+                    spec.weight
+                    * max(rate for size, rate in spec.throughput.items() if size <= nodes)
+                    for nodes in range(1, evaluation.NODES_NUM + 1)
+                ),
+            ]
+            best = [
+                max(
+                    (
+                        best[nodes - mine] + wafs[mine]
+                        for mine in range(1, nodes + 1)
+                        if nodes - mine >= number
+                    ),
+                    default=0.0,
+                )
+                for nodes in range(evaluation.NODES_NUM + 1)
+            ]
         # A plan moves healthy tasks only for a gain of at least half a per cent of the WAF.
         assert (1 - 0.005) * best[-1] <= earned <= best[-1] * (1 + 1e-12)
 
@@ -104,8 +128,9 @@ def test_rows_have_each_policy_on_each_trace(played: tuple[Path, list[dict[str, 
     rows = played[1]
     keys = {"case", "system", "metric", "value", "unit", "n", "least", "most"}
     assert all(set(row) == keys for row in rows)
-    ratios = {(row["case"], row["system"]): row["value"] for row in rows
-              if row["metric"] == "waf_ratio"}
+    ratios = {
+        (row["case"], row["system"]): row["value"] for row in rows if row["metric"] == "waf_ratio"
+    }
     for case in evaluation.TRACES:
         assert ratios[case, "unicron"] == 1.0
         assert all((case, system) in ratios for system in evaluation.SYSTEMS)
@@ -113,10 +138,18 @@ def test_rows_have_each_policy_on_each_trace(played: tuple[Path, list[dict[str, 
     # docs/guides/paper.md.
     assert ratios["trace-a", "megatron"] >= 1.2
     assert ratios["trace-b", "megatron"] >= 1.6
-    assert min(ratios[case, system] for case in evaluation.TRACES
-               for system in evaluation.SYSTEMS) >= 1.0
-    assert min(ratios[f"case-{number}", rule] for number in evaluation.CASES
-               for rule in evaluation.RULES) >= 1.0
+    assert (
+        min(ratios[case, system] for case in evaluation.TRACES for system in evaluation.SYSTEMS)
+        >= 1.0
+    )
+    assert (
+        min(
+            ratios[f"case-{number}", rule]
+            for number in evaluation.CASES
+            for rule in evaluation.RULES
+        )
+        >= 1.0
+    )
 
 
 @pytest.mark.thorough
@@ -124,8 +157,11 @@ def test_earned_and_lost_shares_add_up_to_one(played: tuple[Path, list[dict[str,
     told = {(row["case"], row["system"], row["metric"]): row["value"] for row in played[1]}
     for case in evaluation.TRACES:
         for system in evaluation.SYSTEMS:
-            lost = sum(value for (at, who, metric), value in told.items()
-                       if (at, who) == (case, system) and metric.startswith("lost_"))
+            lost = sum(
+                value
+                for (at, who, metric), value in told.items()
+                if (at, who) == (case, system) and metric.startswith("lost_")
+            )
             assert told[case, system, "share_of_full"] + lost == pytest.approx(1.0)
 
 
@@ -149,10 +185,12 @@ def test_the_report_is_self_contained(played: tuple[Path, list[dict[str, Any]]])
 
 @pytest.mark.thorough
 def test_the_traces_of_the_report_play_as_any_scenario(
-        played: tuple[Path, list[dict[str, Any]]]) -> None:
+    played: tuple[Path, list[dict[str, Any]]],
+) -> None:
     scenario, stages = compare.load(played[0] / "trace-b.yaml")
     assert [*stages] == [*POLICIES]
     assert scenario.horizon_s == 7 * 86400
     drawn = evaluation.events(evaluation.TRACES["trace-b"], 1)
     assert [one._replace(at_s=round(one.at_s, 3)) for one in drawn] == [
-        *stages["unicron"].run_input.events]
+        *stages["unicron"].run_input.events
+    ]

@@ -25,23 +25,45 @@ TP2 = TP2DP2 | {"dp": 1}
 DP4, DP3 = ({"tp": 1, "pp": 1, "dp": dp, "chunks": 1} for dp in (4, 3))
 
 
-def line(t: float, rank: int, event: str, iteration: int, generation: int = 1,
-         micro_batch: int = -1, pid: int = 0) -> recovery_watch.Line:
-    return {"t": t, "rank": rank, "pid": pid or 100 + rank, "event": event, "iteration": iteration,
-            "generation": generation, "micro_batch": micro_batch}
+def line(
+    t: float,
+    rank: int,
+    event: str,
+    iteration: int,
+    generation: int = 1,
+    micro_batch: int = -1,
+    pid: int = 0,
+) -> recovery_watch.Line:
+    return {
+        "t": t,
+        "rank": rank,
+        "pid": pid or 100 + rank,
+        "event": event,
+        "iteration": iteration,
+        "generation": generation,
+        "micro_batch": micro_batch,
+    }
 
 
 # Rank 1 dies at 10.0 in iteration 4. Rank 0 finishes a micro-batch of the old generation. It then
 # runs two in the new one, of 0.5 s and 0.3 s. Rank 2 runs one of 1.2 s; rank 0 waits for it.
 STORY = [
-    line(8.0, 0, "done", 2), line(8.0, 1, "done", 2), line(8.0, 2, "done", 2),
-    line(9.0, 0, "done", 3), line(9.1, 1, "done", 3), line(9.1, 2, "done", 3),
+    line(8.0, 0, "done", 2),
+    line(8.0, 1, "done", 2),
+    line(8.0, 2, "done", 2),
+    line(9.0, 0, "done", 3),
+    line(9.1, 1, "done", 3),
+    line(9.1, 2, "done", 3),
     line(9.9, 0, "micro_batch", 4, micro_batch=0),
-    line(10.5, 0, "micro_batch", 4, 2, 3), line(11.0, 0, "micro_batch", 4, 2, 6),
+    line(10.5, 0, "micro_batch", 4, 2, 3),
+    line(11.0, 0, "micro_batch", 4, 2, 6),
     line(10.5, 2, "micro_batch", 4, 2, 5),
-    line(11.3, 0, "reduce", 4, 2), line(11.7, 2, "reduce", 4, 2),
-    line(11.8, 0, "done", 4, 2), line(11.9, 2, "done", 4, 2),
-    line(11.9, 0, "micro_batch", 5, 2, 0), line(12.5, 0, "reduce", 5, 2),
+    line(11.3, 0, "reduce", 4, 2),
+    line(11.7, 2, "reduce", 4, 2),
+    line(11.8, 0, "done", 4, 2),
+    line(11.9, 2, "done", 4, 2),
+    line(11.9, 0, "micro_batch", 5, 2, 0),
+    line(12.5, 0, "reduce", 5, 2),
     line(12.6, 0, "done", 5, 2),
 ]
 
@@ -107,10 +129,17 @@ def test_a_watch_reads_whole_lines_once(tmp_path: Path) -> None:
     assert watch.look() == []
 
 
-def record(seq: int, kind: str, occurred_s: float, at_s: float, cause: int = 0, **body: object
-           ) -> phases.Record:
-    return {"seq": seq, "kind": kind, "occurred_s": occurred_s, "at_s": at_s, "cause": cause,
-            "body": body}
+def record(
+    seq: int, kind: str, occurred_s: float, at_s: float, cause: int = 0, **body: object
+) -> phases.Record:
+    return {
+        "seq": seq,
+        "kind": kind,
+        "occurred_s": occurred_s,
+        "at_s": at_s,
+        "cause": cause,
+        "body": body,
+    }
 
 
 def test_the_phases_of_a_recovery_add_up_to_it() -> None:
@@ -143,8 +172,10 @@ def test_the_interval_is_that_of_the_sign_test() -> None:
 
 
 def test_a_row_is_a_median_and_a_system_without_one_is_in_the_table(tmp_path: Path) -> None:
-    rows = [row("c", "unicron", "fault_to_step_s", [0.2, 0.3, None, 0.1], "s"),
-            Row("c", "other", "fault_to_step_s", None, "s", 0, "0 of 5 recovered in 30 s")]
+    rows = [
+        row("c", "unicron", "fault_to_step_s", [0.2, 0.3, None, 0.1], "s"),
+        Row("c", "other", "fault_to_step_s", None, "s", 0, "0 of 5 recovered in 30 s"),
+    ]
     assert (rows[0].value, rows[0].n) == (0.2, 3)
     shown = table(rows)
     assert "0.2 [0.1, 0.3]" in shown
@@ -171,15 +202,21 @@ def test_an_unknown_system_is_refused_before_the_environment_is_built() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "bench.recovery.main", "--systems", "unicorn"],
         env={"PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/drivers", "PATH": ""},
-        capture_output=True, text=True, check=False, timeout=60)
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert done.returncode == 2
     assert "unicorn is none of unicron, torchrun" in done.stderr
     assert recovery_rows.CONFIDENCE_RATIO == 0.95
 
 
 def test_every_system_can_be_made(tmp_path: Path) -> None:
-    systems = [unicron.Unicron(tmp_path / "unicron"),
-               *(kind(tmp_path / name, name) for name, kind in peers.KINDS.items())]
+    systems = [
+        unicron.Unicron(tmp_path / "unicron"),
+        *(kind(tmp_path / name, name) for name, kind in peers.KINDS.items()),
+    ]
     assert {system.name for system in systems} == {*main.SYSTEMS, "bare"}
     assert all(system.watch.look() == [] for system in systems)
 
@@ -189,30 +226,60 @@ def record_of(kind: str, generation: int, **body: Any) -> moved.Record:
     return {"seq": 0, "kind": kind, "body": {"task": 1, "generation": generation, **body}}
 
 
-def order(generation: int, ranks: list[int], axes: moved.Axes | None,
-          again: int = -1) -> moved.Record:
+def order(
+    generation: int, ranks: list[int], axes: moved.Axes | None, again: int = -1
+) -> moved.Record:
     """`again`: this rank is in a new process."""
-    return record_of("Reconfigure", generation, axes=axes, members=[
-        {"rank": rank, "node": "n1", "attempt": 1 + (rank == again)} for rank in ranks])
+    return record_of(
+        "Reconfigure",
+        generation,
+        axes=axes,
+        members=[{"rank": rank, "node": "n1", "attempt": 1 + (rank == again)} for rank in ranks],
+    )
 
 
-def told(generation: int, rank: int, taken: dict[int, int], settle_s: float = 0.1, *,
-         origin: str = "peer", received_bytes: int = 0, todo: tuple[int, ...] = ()
-         ) -> moved.Record:
-    return record_of("Reconfigured", generation, rank=rank, origin=origin, settle_s=settle_s,
-                     received_bytes=received_bytes, kept=[], todo=list(todo),
-                     taken=[{"rank": giver, "node": "n1", "taken_bytes": taken_bytes}
-                            for giver, taken_bytes in taken.items()])
+def told(
+    generation: int,
+    rank: int,
+    taken: dict[int, int],
+    settle_s: float = 0.1,
+    *,
+    origin: str = "peer",
+    received_bytes: int = 0,
+    todo: tuple[int, ...] = (),
+) -> moved.Record:
+    return record_of(
+        "Reconfigured",
+        generation,
+        rank=rank,
+        origin=origin,
+        settle_s=settle_s,
+        received_bytes=received_bytes,
+        kept=[],
+        todo=list(todo),
+        taken=[
+            {"rank": giver, "node": "n1", "taken_bytes": taken_bytes}
+            for giver, taken_bytes in taken.items()
+        ],
+    )
 
 
 def test_moved_bytes_are_those_taken_from_other_members() -> None:
     records = [
-        order(1, [0, 1, 2, 3], TP2DP2), record_of("Resume", 1),
+        order(1, [0, 1, 2, 3], TP2DP2),
+        record_of("Resume", 1),
         # Rank 2 is lost. Generation 2 never trains. In 3, rank 3 is standby and gives state.
-        order(2, [0, 1, 3], TP2), order(3, [1, 0, 3], TP2), record_of("Resume", 3),
-        told(3, 1, {1: 500, 3: 40}), told(3, 0, {}, 0.3, origin="own"), told(3, 3, {}),
-        order(4, [1, 0, 3, 2], TP2DP2, 2), told(4, 1, {}), told(4, 3, {1: 100}),
-        told(4, 2, {0: 70}), told(4, 0, {}),
+        order(2, [0, 1, 3], TP2),
+        order(3, [1, 0, 3], TP2),
+        record_of("Resume", 3),
+        told(3, 1, {1: 500, 3: 40}),
+        told(3, 0, {}, 0.3, origin="own"),
+        told(3, 3, {}),
+        order(4, [1, 0, 3, 2], TP2DP2, 2),
+        told(4, 1, {}),
+        told(4, 3, {1: 100}),
+        told(4, 2, {0: 70}),
+        told(4, 0, {}),
     ]
     assert change(records, 3) == Change(TP2DP2, TP2, (1, 0), 40, 0.3)
     # Rank 3's state is of generation 1 and thus older than the state of the others.
@@ -221,25 +288,37 @@ def test_moved_bytes_are_those_taken_from_other_members() -> None:
 
 
 def test_a_member_back_before_the_settlement_has_nothing() -> None:
-    records = [order(1, [0, 1, 2, 3], TP2DP2), record_of("Resume", 1),
-               order(2, [0, 1, 2, 3], TP2DP2, 2), told(2, 0, {}), told(2, 1, {}),
-               told(2, 2, {0: 70}), told(2, 3, {})]
+    records = [
+        order(1, [0, 1, 2, 3], TP2DP2),
+        record_of("Resume", 1),
+        order(2, [0, 1, 2, 3], TP2DP2, 2),
+        told(2, 0, {}),
+        told(2, 1, {}),
+        told(2, 2, {0: 70}),
+        told(2, 3, {}),
+    ]
     assert change(records, 2) == Change(TP2DP2, TP2DP2, (0, 1, None, 3), 70, 0.1)
 
 
 def test_a_member_that_is_rolled_back_has_no_valid_state() -> None:
     records = [
-        order(1, [0, 1, 2, 3], None), record_of("Resume", 1), order(2, [0, 1, 3], DP3),
+        order(1, [0, 1, 2, 3], None),
+        record_of("Resume", 1),
+        order(2, [0, 1, 3], DP3),
         told(2, 0, {}, origin="copy", received_bytes=600),
         told(2, 1, {}, origin="copy", received_bytes=500),
-        told(2, 3, {}, origin="copy", received_bytes=400)]
+        told(2, 3, {}, origin="copy", received_bytes=400),
+    ]
     assert change(records, 2) == Change(DP4, DP3, (None, None, None), 1500, 0.1)
 
 
 def test_the_least_bytes_are_those_a_member_does_not_have() -> None:
     own = [["model.a", "float32 4x6", [0, 0], [2, 6]], ["model.a", "float32 4x6", [2, 0], [1, 3]]]
-    wanted = [["model.a", "float32 4x6", [1, 2], [3, 2]], ["model.b", "bfloat16 5", [0], [5]],
-              ["model.c", "float32 ", [], []]]
+    wanted = [
+        ["model.a", "float32 4x6", [1, 2], [3, 2]],
+        ["model.b", "bfloat16 5", [0], [5]],
+        ["model.c", "float32 ", [], []],
+    ]
     # Of the six elements of a, row 1 is there, and the first column of row 2.
     assert lacking_bytes(wanted, own) == 4 * 3 + 2 * 5 + 4
     assert lacking_bytes(wanted, wanted) == 0
@@ -254,7 +333,7 @@ def test_a_built_layout_says_what_each_member_lacks(monkeypatch: pytest.MonkeyPa
     grow = Change(TP2, TP2DP2, (0, 1, None, None), 0, 0.0)
     crossed = Change(TP2DP2, TP2, (3, None), 0, 0.0)
     none, both, other = least_bytes(spec, [shrink, grow, crossed])
-    (first, second, *_), = moved.parts_of(spec, [TP2DP2])
+    ((first, second, *_),) = moved.parts_of(spec, [TP2DP2])
     each = [lacking_bytes(part["pieces"], ()) for part in (first, second)]
     assert none == 0
     assert both == sum(each)
@@ -266,17 +345,31 @@ def test_a_built_layout_says_what_each_member_lacks(monkeypatch: pytest.MonkeyPa
 
 
 def traced(t: float, rank: int, event: str, generation: int) -> dict[str, Any]:
-    return {"t": t, "rank": rank, "pid": 100 + rank, "event": event, "iteration": 0,
-            "generation": generation}
+    return {
+        "t": t,
+        "rank": rank,
+        "pid": 100 + rank,
+        "event": event,
+        "iteration": 0,
+        "generation": generation,
+    }
 
 
 def test_a_pause_is_from_step_to_step_less_the_micro_batches() -> None:
-    lines = [traced(9.0, 0, "done", 2), traced(9.1, 1, "done", 2),
-             traced(9.9, 0, "micro_batch", 3), traced(10.4, 0, "reduce", 3),
-             traced(9.8, 1, "micro_batch", 3), traced(10.0, 1, "micro_batch", 3),
-             traced(10.5, 1, "reduce", 3), traced(10.6, 1, "done", 3), traced(10.7, 0, "done", 3),
-             traced(10.8, 0, "micro_batch", 3), traced(10.9, 0, "reduce", 3),
-             traced(11, 0, "done", 3)]
+    lines = [
+        traced(9.0, 0, "done", 2),
+        traced(9.1, 1, "done", 2),
+        traced(9.9, 0, "micro_batch", 3),
+        traced(10.4, 0, "reduce", 3),
+        traced(9.8, 1, "micro_batch", 3),
+        traced(10.0, 1, "micro_batch", 3),
+        traced(10.5, 1, "reduce", 3),
+        traced(10.6, 1, "done", 3),
+        traced(10.7, 0, "done", 3),
+        traced(10.8, 0, "micro_batch", 3),
+        traced(10.9, 0, "reduce", 3),
+        traced(11, 0, "done", 3),
+    ]
     assert layouts.pause(lines, 3) == pytest.approx(1.5 - 0.7)
     assert layouts.pause(lines, 4) is None
     assert layouts.pause(lines, 2) is None
@@ -284,8 +377,11 @@ def test_a_pause_is_from_step_to_step_less_the_micro_batches() -> None:
 
 def test_the_pause_ratio_counts_the_change_and_the_return() -> None:
     stood_s = {"pp2dp2_sigkill": (0.5, 0.4), "tp2dp2_sigkill": (0.2, 0.4)}
-    rows = [Row(case, "unicron", metric, value, "s", 3) for case, both in stood_s.items()
-            for metric, value in zip(("fault_to_resume_s", "grow_pause_s"), both, strict=True)]
+    rows = [
+        Row(case, "unicron", metric, value, "s", 3)
+        for case, both in stood_s.items()
+        for metric, value in zip(("fault_to_resume_s", "grow_pause_s"), both, strict=True)
+    ]
     (found,) = layouts.reshaped(rows)
     assert found.value == pytest.approx(1.5)
     assert layouts.reshaped(rows[:-1]) == []
@@ -295,25 +391,34 @@ def test_each_kind_of_task_has_its_number_of_replicas_on_four_ranks() -> None:
     assert tuple(layouts.CASES) == main.LAYOUTS
     for kinds in layouts.CASES.values():
         for kind in kinds.values():
-            spec = job.spec("bench", Path("/tmp/out"), size=kind.size,
-                            parallel=kind.parallel, copy_every=kind.copy_every)
+            spec = job.spec(
+                "bench",
+                Path("/tmp/out"),
+                size=kind.size,
+                parallel=kind.parallel,
+                copy_every=kind.copy_every,
+            )
             train = parse(spec).train
             assert train is not None
             for num_ranks in (3, 4):
                 slots = num_ranks - (num_ranks % 2 if kind.parallel.get("tensor") else 0)
                 assert list(train.parallel.layouts(slots, train.num_micro_batches))
             assert [axes.dp for axes in train.parallel.layouts(4, train.num_micro_batches)] == [
-                kind.num_replicas]
+                kind.num_replicas
+            ]
 
 
 def test_a_batch_is_whole_when_each_replica_has_its_part_once(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = Unicron(tmp_path / "unicron", parallel={"tensor": [2]})
     made.task = 1
     half = job.NUM_MICRO_BATCHES // 2
     parts = [tuple(range(half)), tuple(range(half, 2 * half))]
-    made.records = [order(1, [0, 1, 2, 3], TP2DP2),
-                    *(told(1, rank, {}, todo=parts[rank // 2]) for rank in range(4))]
+    made.records = [
+        order(1, [0, 1, 2, 3], TP2DP2),
+        *(told(1, rank, {}, todo=parts[rank // 2]) for rank in range(4)),
+    ]
     monkeypatch.setattr(made, "look", lambda: made.records)
     step: dict[str, Any] = {"generation": 1}
     assert made.whole_batch(step) is True

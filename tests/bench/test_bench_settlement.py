@@ -25,6 +25,8 @@ def test_a_transition_takes_the_decider_less_than_a_second() -> None:
 
 
 def test_goals_are_of_the_largest_case() -> None:
-    rows = [row(case, "unicron", "settle_cpu_s", [value], "s")
-            for case, value in (("ranks_256", 9.0), ("ranks_1024", 0.25))]
+    rows = [
+        row(case, "unicron", "settle_cpu_s", [value], "s")
+        for case, value in (("ranks_256", 9.0), ("ranks_1024", 0.25))
+    ]
     assert main.held_to(rows) == ["holds   ranks_1024, settle_cpu_s: 0.25, goal at most 0.5"]

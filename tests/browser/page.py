@@ -25,9 +25,17 @@ DEMO = ROOT / "tests" / "data" / "demo.jsonl"
 AXE = ROOT / "control_plane" / "web" / "node_modules" / "axe-core" / "axe.min.js"
 UNICRON = Path(sys.executable).parent / "unicron"
 WAIT_S_MAX = 60.0
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-         "--disable-background-networking", "--disable-component-update", "--disable-sync",
-         "--disable-dev-shm-usage")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+)
 
 
 class Page:
@@ -78,25 +86,40 @@ class Page:
 
     def look_like(self, *, dark: bool = False, phone: bool = False) -> None:
         """The colours and the width of the screen."""
-        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [
-            {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]})
-        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
-            "width": 390 if phone else 1280, "height": 844 if phone else 900,
-            "deviceScaleFactor": 1, "mobile": phone})
+        self.browser.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia",
+            {"features": [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]},
+        )
+        self.browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {
+                "width": 390 if phone else 1280,
+                "height": 844 if phone else 900,
+                "deviceScaleFactor": 1,
+                "mobile": phone,
+            },
+        )
 
     def axe(self) -> list[str]:
         """The serious findings of axe."""
         self.run(AXE.read_text())
         found = self.browser.execute_async_script(  # type: ignore[no-untyped-call]
-            "axe.run().then(found => arguments[0](JSON.stringify(found.violations)))")
-        return [f"{one['id']}: {one['help']}: {one['nodes'][0]['html'][:200]} "
-                f"{one['nodes'][0].get('failureSummary', '')[:200]}"
-                for one in json.loads(found) if one["impact"] in ("serious", "critical")]
+            "axe.run().then(found => arguments[0](JSON.stringify(found.violations)))"
+        )
+        return [
+            f"{one['id']}: {one['help']}: {one['nodes'][0]['html'][:200]} "
+            f"{one['nodes'][0].get('failureSummary', '')[:200]}"
+            for one in json.loads(found)
+            if one["impact"] in ("serious", "critical")
+        ]
 
     def errors(self) -> list[str]:
         """What the browser's console has of severe errors, without those of the network."""
-        return [str(one["message"]) for one in self.browser.get_log("browser")  # type: ignore[no-untyped-call]
-                if one["level"] == "SEVERE" and "Failed to load resource" not in one["message"]]
+        return [
+            str(one["message"])
+            for one in self.browser.get_log("browser")  # type: ignore[no-untyped-call]
+            if one["level"] == "SEVERE" and "Failed to load resource" not in one["message"]
+        ]
 
 
 @contextmanager
@@ -110,7 +133,8 @@ def browsing(*, scripts: bool = True) -> Iterator[Page]:
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         if not scripts:
             options.add_experimental_option(
-                "prefs", {"profile.managed_default_content_settings.javascript": 2})
+                "prefs", {"profile.managed_default_content_settings.javascript": 2}
+            )
         browser = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
         try:
             browser.set_page_load_timeout(WAIT_S_MAX)
@@ -122,8 +146,13 @@ def browsing(*, scripts: bool = True) -> Iterator[Page]:
 
 def opened(state: Path, *words: str) -> str:
     """The URL that `unicron open` prints."""
-    done = subprocess.run([UNICRON, "open", "--print", "--state", state, *words],
-                          capture_output=True, text=True, check=False, timeout=WAIT_S_MAX)
+    done = subprocess.run(
+        [UNICRON, "open", "--print", "--state", state, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_S_MAX,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -131,8 +160,12 @@ def opened(state: Path, *words: str) -> str:
 @contextmanager
 def viewing(path: Path) -> Iterator[str]:
     """The URL of `unicron view`."""
-    with subprocess.Popen([UNICRON, "view", path, "--print"], stdout=subprocess.PIPE,
-                          stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        [UNICRON, "view", path, "--print"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline().strip()

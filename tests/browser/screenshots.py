@@ -30,17 +30,23 @@ def main() -> None:
                 page.go(view)
                 file = FOLDER / f"{name}-{look}.png"
                 shoot(page, file, phone=look == "phone")
-                print(f"screenshots  {file.relative_to(ROOT)}, {file.stat().st_size // 1000} kB",
-                      flush=True)
+                print(
+                    f"screenshots  {file.relative_to(ROOT)}, {file.stat().st_size // 1000} kB",
+                    flush=True,
+                )
 
 
 def views(page: Page) -> dict[str, str]:
     """A name for each view, and its address: of the newest incident, also as a past moment."""
     page.go("cluster")
     page.wait_text("Newest incidents")
-    links = [str(one.get_attribute("href")).partition("#/")[2] for one in
-             (*page.browser.find_elements("css selector", "main a"),
-              *page.browser.find_elements("css selector", "nav a"))]
+    links = [
+        str(one.get_attribute("href")).partition("#/")[2]
+        for one in (
+            *page.browser.find_elements("css selector", "main a"),
+            *page.browser.find_elements("css selector", "nav a"),
+        )
+    ]
     found: dict[str, str] = {}
     for link in links:
         found.setdefault(link.partition("/")[0].partition("?")[0], link)
@@ -50,14 +56,23 @@ def views(page: Page) -> dict[str, str]:
 
 def shoot(page: Page, file: Path, *, phone: bool) -> None:
     """The page, as high as it is, when its answers are there."""
-    page.wait(lambda: page.run(
-        "return !/reading|computing/.test(document.body.innerText) && document.readyState"),
-        "the view is drawn")
+    page.wait(
+        lambda: page.run(
+            "return !/reading|computing/.test(document.body.innerText) && document.readyState"
+        ),
+        "the view is drawn",
+    )
     page.run("return new Promise(done => setTimeout(done, 700))")
     height = min(page.run("return document.documentElement.scrollHeight"), HEIGHT_PX_MAX)
-    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
-        "width": 390 if phone else 1280, "height": height, "deviceScaleFactor": 1,
-        "mobile": phone})
+    page.browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {
+            "width": 390 if phone else 1280,
+            "height": height,
+            "deviceScaleFactor": 1,
+            "mobile": phone,
+        },
+    )
     page.run("return new Promise(done => setTimeout(done, 300))")
     page.browser.save_screenshot(str(file))
 

@@ -20,9 +20,16 @@ from twins import small
 from unicron.events.log import archive
 from unicron.events.records.codec import from_plain, to_plain
 
-HOSTILE = ["<img src=x onerror=document.title='taken'>", "<script>document.title='taken'</script>",
-           "\"><svg onload=document.title='taken'>", "javascript:document.title='taken'",
-           "{{7*7}} ${7*7}", "\u202egnp.exe", "a" * 300, "'; DROP TABLE nodes; --"]
+HOSTILE = [
+    "<img src=x onerror=document.title='taken'>",
+    "<script>document.title='taken'</script>",
+    "\"><svg onload=document.title='taken'>",
+    "javascript:document.title='taken'",
+    "{{7*7}} ${7*7}",
+    "\u202egnp.exe",
+    "a" * 300,
+    "'; DROP TABLE nodes; --",
+]
 LOST = DEMO.parents[1] / "golden" / "heart-20.jsonl"
 """Its node n2 is lost."""
 WORDS = ("host", "why", "reason", "team", "log_path", "accelerator")
@@ -85,9 +92,14 @@ def test_an_address_can_be_pasted_instead(cluster: RealCluster, page: Page) -> N
 def test_a_session_that_has_ended_says_what_to_do(cluster: RealCluster, page: Page) -> None:
     log_in(page, cluster)
     secret = page.run("return JSON.parse(sessionStorage['unicron-session']).secret")
-    urllib.request.urlopen(urllib.request.Request(
-        page.url.partition("#")[0] + "v1/sessions/end", b"{}", {
-            "Authorization": f"Bearer {secret}", "Content-Type": "application/json"}), timeout=30)
+    urllib.request.urlopen(
+        urllib.request.Request(
+            page.url.partition("#")[0] + "v1/sessions/end",
+            b"{}",
+            {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"},
+        ),
+        timeout=30,
+    )
     page.wait_text("The session has ended.")
     page.wait_text("unicron open")
 
@@ -117,9 +129,13 @@ def test_a_fault_appears_and_the_past_stays(cluster: RealCluster, page: Page) ->
     opened_at = cluster.wait_told(begun, "IncidentOpened").seq
     page.wait_text(f"inc-{opened_at}")
     cluster.wait_healed(begun)
-    page.wait(lambda: any("healed" in row.text and f"inc-{opened_at}" in row.text
-                          for row in page.browser.find_elements("css selector", "tr")),
-              "the incident is healed")
+    page.wait(
+        lambda: any(
+            "healed" in row.text and f"inc-{opened_at}" in row.text
+            for row in page.browser.find_elements("css selector", "tr")
+        ),
+        "the incident is healed",
+    )
     page.go(f"cluster?at={opened_at - 1}")
     page.wait_text("past,")
     page.wait_no_text(f"inc-{opened_at}")
@@ -147,26 +163,34 @@ def test_a_lost_connection_says_so_and_goes_on(cluster: RealCluster, page: Page)
 
 
 # --- the other views ------------------------------------------------------------------------------
-def test_a_task_shows_its_ranks_its_curves_and_what_they_print(cluster: RealCluster, page: Page
-                                                               ) -> None:
+def test_a_task_shows_its_ranks_its_curves_and_what_they_print(
+    cluster: RealCluster, page: Page
+) -> None:
     (task,) = [one["id"] for one in cluster.client().tasks() if one["name"] == "alpha"]
     cluster.wait_steps(task)
     log_in(page, cluster)
     page.go(f"task/{task}")
     page.wait(lambda: len(page.browser.find_elements("css selector", ".rank.member")) == 4, "ranks")
-    page.wait(lambda: len(page.browser.find_elements("css selector", ".chart canvas")) == 2,
-              "loss and iteration time")
-    ranks = {one.get_attribute("title").split(",")[0]: one.get_attribute("title")
-             for one in page.browser.find_elements("css selector", ".rank")}
+    page.wait(
+        lambda: len(page.browser.find_elements("css selector", ".chart canvas")) == 2,
+        "loss and iteration time",
+    )
+    ranks = {
+        one.get_attribute("title").split(",")[0]: one.get_attribute("title")
+        for one in page.browser.find_elements("css selector", ".rank")
+    }
     for number, pid in cluster.pids(task).items():
         assert f"pid {pid}" in ranks[f"rank {number}"]
     page.wait_text("4 ranks on 2 nodes")
     page.wait_text("DP 4")
-    (read,) = [one for one in page.browser.find_elements("css selector", "button")
-               if one.text == "Read"]
+    (read,) = [
+        one for one in page.browser.find_elements("css selector", "button") if one.text == "Read"
+    ]
     read.click()
-    page.wait(lambda: "iteration" in page.find("pre").text or "rank" in page.find("pre").text,
-              "the output of rank 0")
+    page.wait(
+        lambda: "iteration" in page.find("pre").text or "rank" in page.find("pre").text,
+        "the output of rank 0",
+    )
 
 
 def test_what_if_a_node_was_drained(cluster: RealCluster, page: Page) -> None:
@@ -189,8 +213,13 @@ def test_nodes_costs_and_who_did_what(cluster: RealCluster, page: Page) -> None:
     client.post("/v1/unfreeze", {"reason": "it is changed"})
     log_in(page, cluster)
     page.go("nodes")
-    page.wait(lambda: [one.text.split()[0] for one in page.browser.find_elements(
-        "css selector", ".node")] == ["n1", "n2"], "the map")
+    page.wait(
+        lambda: (
+            [one.text.split()[0] for one in page.browser.find_elements("css selector", ".node")]
+            == ["n1", "n2"]
+        ),
+        "the map",
+    )
     page.go("audit")
     page.wait_text("a switch changes")
     page.wait_text("it is changed")
@@ -203,17 +232,26 @@ def test_nodes_costs_and_who_did_what(cluster: RealCluster, page: Page) -> None:
     text = unquote(page.find("a[download]").get_attribute("href").partition(",")[2])
     total = client.get("/v1/history")["total"]
     (day, *_) = csv.DictReader(text.splitlines())
-    assert set(day) >= {"day", "used_slot_s", *(f"lost_{one}_slot_s" for one in
-                                                total["lost_slot_s"])}
+    assert set(day) >= {
+        "day",
+        "used_slot_s",
+        *(f"lost_{one}_slot_s" for one in total["lost_slot_s"]),
+    }
     assert 0 < float(day["used_slot_s"]) <= total["used_slot_s"]
 
 
 # --- made for people -----------------------------------------------------------------------------
 def views(page: Page) -> list[str]:
     """The addresses of all views."""
-    return ["cluster", "cluster?at=40", *(
-        href.partition("#/")[2] for one in page.browser.find_elements("css selector", "nav a")
-        if (href := str(one.get_attribute("href"))) and "cluster" not in href)]
+    return [
+        "cluster",
+        "cluster?at=40",
+        *(
+            href.partition("#/")[2]
+            for one in page.browser.find_elements("css selector", "nav a")
+            if (href := str(one.get_attribute("href"))) and "cluster" not in href
+        ),
+    ]
 
 
 @pytest.mark.parametrize("look", LOOKS)
@@ -241,18 +279,23 @@ def test_the_login_page_has_no_serious_finding(page: Page) -> None:
 
 def test_the_timeline_zooms_by_keys_and_buttons(demo: Page) -> None:
     demo.go("cluster")
-    demo.wait(lambda: demo.run("""
+    demo.wait(
+        lambda: demo.run("""
         const canvas = document.querySelector(".gantt canvas")
         if (!canvas?.width) return false
         const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
         const found = new Set()
         for (let i = 0; i < data.length; i += 4) found.add(data.slice(i, i + 4).join())
-        return found.size > 5"""), "the timeline is drawn")
+        return found.size > 5"""),
+        "the timeline is drawn",
+    )
     demo.find(".gantt .canvas").send_keys("++", Keys.ARROW_LEFT)
     demo.wait(lambda: "from=" in demo.url, "the window is in the address")
+
     def length_s() -> float:
         query = dict(part.split("=") for part in demo.url.partition("?")[2].split("&"))
         return float(query["to"]) - float(query["from"])
+
     assert length_s() == pytest.approx(66.97 / 4, rel=0.01)
     for button in demo.browser.find_elements("css selector", ".gantt button"):
         if button.text == "1 s":
@@ -271,8 +314,10 @@ def test_the_keyboard_alone_reaches_everything(demo: Page) -> None:
     seen = set()
     for _ in range(int(str(wanted)) + 5):
         demo.browser.switch_to.active_element.send_keys(Keys.TAB)
-        seen.add(demo.run("""return document.activeElement.tagName + ":" + (
-            document.activeElement.innerText || document.activeElement.ariaLabel)"""))
+        seen.add(
+            demo.run("""return document.activeElement.tagName + ":" + (
+            document.activeElement.innerText || document.activeElement.ariaLabel)""")
+        )
     for one in ("INPUT:History: record", "A:inc-33", "A:alpha", "BUTTON:All", "A:Cluster"):
         assert one in seen, seen
 
@@ -281,16 +326,28 @@ def test_focus_follows_a_link(demo: Page) -> None:
     demo.go("cluster")
     demo.wait_text("inc-33")
     demo.find("a[href='#/incident/33']").send_keys(Keys.ENTER)
-    demo.wait(lambda: demo.run("return document.activeElement.textContent") == "Incident 33",
-              "the heading has the focus")
+    demo.wait(
+        lambda: demo.run("return document.activeElement.textContent") == "Incident 33",
+        "the heading has the focus",
+    )
 
 
 def test_wrong_addresses_lead_on(demo: Page) -> None:
-    for view, link in (("incident/77", "The newest incidents"), ("task/99", "Find a task"),
-                       ("task/nobody", "Find a task"), ("nowhere", "The cluster")):
+    for view, link in (
+        ("incident/77", "The newest incidents"),
+        ("task/99", "Find a task"),
+        ("task/nobody", "Find a task"),
+        ("nowhere", "The cluster"),
+    ):
         demo.go(view)
-        demo.wait(lambda link=link: [one for one in demo.browser.find_elements(
-            "css selector", "main a") if one.text == link], link)
+        demo.wait(
+            lambda link=link: [
+                one
+                for one in demo.browser.find_elements("css selector", "main a")
+                if one.text == link
+            ],
+            link,
+        )
 
 
 def test_a_node_has_its_incidents(demo: Page) -> None:
@@ -336,20 +393,26 @@ def test_a_node_that_was_just_lost_is_told_before_it_needs_a_person(page: Page) 
 
 def test_names_are_never_interpreted(tmp_path: Path, page: Page) -> None:
     """The demo's log with hostile names in place of the hosts, the reasons and the task's name."""
+
     def hostile(text: str, number: int) -> str:
         return HOSTILE[number % len(HOSTILE)]
 
     def changed(data: Any, number: int) -> Any:
         if isinstance(data, dict):
-            return {key: hostile(value, number + place) if key in WORDS and isinstance(value, str)
-                    else changed(value, number + place)
-                    for place, (key, value) in enumerate(data.items())}
+            return {
+                key: hostile(value, number + place)
+                if key in WORDS and isinstance(value, str)
+                else changed(value, number + place)
+                for place, (key, value) in enumerate(data.items())
+            }
         if isinstance(data, list | tuple):
             return [changed(one, number + place) for place, one in enumerate(data)]
         return HOSTILE[0] if data == "alpha" else data
 
-    records = [from_plain({**plain, "body": changed(plain["body"], plain["seq"])})
-               for plain in map(to_plain, archive.read(DEMO))]
+    records = [
+        from_plain({**plain, "body": changed(plain["body"], plain["seq"])})
+        for plain in map(to_plain, archive.read(DEMO))
+    ]
     file = tmp_path / "hostile.jsonl"
     archive.write(file, records, cluster=HOSTILE[1], code="1")
     with viewing(file) as url:
@@ -358,6 +421,11 @@ def test_names_are_never_interpreted(tmp_path: Path, page: Page) -> None:
         for view in views(page):
             page.go(view)
             page.wait(lambda: "reading" not in page.text, view)
-            assert page.run("return document.querySelectorAll('main img, main svg, main script, "
-                            "header script').length") == 0
+            assert (
+                page.run(
+                    "return document.querySelectorAll('main img, main svg, main script, "
+                    "header script').length"
+                )
+                == 0
+            )
             assert page.run("return document.title") != "taken"

@@ -59,9 +59,11 @@ def say(page: Page, reason: str) -> None:
 def do(page: Page, label: str) -> None:
     """Press it in the dialog; again if a measured throughput has just changed the plan's input."""
     press(page, label, "dialog")
+
     def over() -> bool:
         click(page, "Do it all the same", "dialog")
         return "of the log. What follows" in page.text
+
     page.wait(over, "it is in the log")
     press(page, "Close", "dialog")
 
@@ -81,9 +83,19 @@ def test_the_page_of_a_killed_rank_tells_all(cluster: RealCluster, page: Page) -
     cluster.wait_healed(begun)
     cluster.wait_whole(task, 4)
     page.wait_text("Nothing is left to do.")
-    for words in ("healed", "SEV2", "signal 9", "detect", "rebuild", "iterations lost", "rule:",
-                  "Plan that followed", "Effect on each task", "IncidentClosed",
-                  f"unicron incident {number}"):
+    for words in (
+        "healed",
+        "SEV2",
+        "signal 9",
+        "detect",
+        "rebuild",
+        "iterations lost",
+        "rule:",
+        "Plan that followed",
+        "Effect on each task",
+        "IncidentClosed",
+        f"unicron incident {number}",
+    ):
         assert words in page.text, words
     facts = cluster.client().get(f"/v1/incidents/{number}/facts")
     assert f"{len(facts['timeline'])} of {len(facts['timeline'])}" in page.text
@@ -123,8 +135,9 @@ def test_a_drain_goes_from_the_dialog_into_the_log(cluster: RealCluster, page: P
     cluster.wait_whole(task, 4)
 
 
-def test_of_two_operators_the_second_sees_what_has_changed(cluster: RealCluster, page: Page
-                                                           ) -> None:
+def test_of_two_operators_the_second_sees_what_has_changed(
+    cluster: RealCluster, page: Page
+) -> None:
     (task,) = [one["id"] for one in cluster.client().tasks() if one["name"] == "alpha"]
     cluster.wait_whole(task, 4)
     begun = cluster.seq()
@@ -139,8 +152,10 @@ def test_of_two_operators_the_second_sees_what_has_changed(cluster: RealCluster,
         other.wait_text("Needs a person")
         other.go(f"task/{task}")
         press(other, f"Set the weight of task {task}")
-        other.wait(lambda: other.find("dialog input[type=number]").get_attribute("value") == "1",
-                   "the weight")
+        other.wait(
+            lambda: other.find("dialog input[type=number]").get_attribute("value") == "1",
+            "the weight",
+        )
         other.find("dialog input[type=number]").send_keys("\b5")
         other.wait_text("Only the ratio")
         say(other, "I was first")
@@ -177,7 +192,10 @@ def test_other_choices_are_simulated_on_request(demo: Page) -> None:
     demo.wait_text("This incident is alpha rank 2, n2: exited abnormally")
     table = demo.find("[aria-label='What other choices would have done']").text
     assert [line.split()[0] for line in table.splitlines()[1:]] == [
-        "recorded", "simulated,", "megatron"]
+        "recorded",
+        "simulated,",
+        "megatron",
+    ]
     demo.find(".what-if input[type=number]").send_keys("4")
     press(demo, "Simulate")
     demo.wait_text("weight of alpha 4")

@@ -34,8 +34,10 @@ def test_the_page_says_so_and_goes_on_without_a_reload(tmp_path: Path) -> None:
         page.wait_no_text("The connection is lost")
         assert f"#/task/{task}" in page.url
         press(page, f"Set the weight of task {task}")
-        page.wait(lambda: page.find("dialog input[type=number]").get_attribute("value") == "1",
-                  "the weight")
+        page.wait(
+            lambda: page.find("dialog input[type=number]").get_attribute("value") == "1",
+            "the weight",
+        )
         page.find("dialog input[type=number]").send_keys("\b3")
         say(page, "after the restart")
         do(page, f"Set the weight of task {task}")

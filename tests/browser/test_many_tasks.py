@@ -38,13 +38,23 @@ def test_a_task_of_long_ago_is_found_by_a_filter(page: Page) -> None:
     page.go("task")
     page.wait(lambda: len(page.browser.find_elements("css selector", "tbody tr")) == 100, "a page")
     page.find("input[type=search]").send_keys("sweep-17 cancelled")
-    page.wait(lambda: len(page.browser.find_elements("css selector", "tbody tr")) == 100
-              and "sweep-1700" in page.text, "those that the filter allows")
-    (before,) = [one for one in page.browser.find_elements("css selector", "button")
-                 if one.text == "Next page"]
+    page.wait(
+        lambda: (
+            len(page.browser.find_elements("css selector", "tbody tr")) == 100
+            and "sweep-1700" in page.text
+        ),
+        "those that the filter allows",
+    )
+    (before,) = [
+        one
+        for one in page.browser.find_elements("css selector", "button")
+        if one.text == "Next page"
+    ]
     before.click()
-    page.wait(lambda: len(page.browser.find_elements("css selector", "tbody tr")) == 11,
-              "sweep-17, ten of sweep-170 and a hundred of sweep-1700, in two pages")
+    page.wait(
+        lambda: len(page.browser.find_elements("css selector", "tbody tr")) == 11,
+        "sweep-17, ten of sweep-170 and a hundred of sweep-1700, in two pages",
+    )
     held_to(page)
     page.find("input[type=search]").send_keys("\b" * len("17 cancelled") + "4242")
     page.wait(lambda: len(page.browser.find_elements("css selector", "tbody tr")) == 1, "one")

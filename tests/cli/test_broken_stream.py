@@ -18,13 +18,18 @@ from unicron.events.errors import CorruptLog
 from unicron.events.records.envelope import Record
 
 CHUNK = b'{"seq": 1}\n'
-BROKEN = (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-          + f"{len(CHUNK):x}\r\n".encode() + CHUNK + b"\r\n")
+BROKEN = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    + f"{len(CHUNK):x}\r\n".encode()
+    + CHUNK
+    + b"\r\n"
+)
 
 
 @pytest.mark.parametrize("words", ["tail", "incident --all", "export x.log", "tail -o json"])
 def test_damage_behind_the_first_page_is_an_error(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(http, "PAGE_RECORDS_MAX", 1)
 
@@ -40,18 +45,26 @@ def test_damage_behind_the_first_page_is_an_error(
                 return await read(after=after, num_max=num_max)
 
             monkeypatch.setattr(site.log, "read", damaged)
-            environment = {**os.environ, "UNICRON_STATE": str(tmp_path / "none"),
-                           "UNICRON_URL": site.url, "UNICRON_TOKEN": "secret", "NO_COLOR": "1"}
+            environment = {
+                **os.environ,
+                "UNICRON_STATE": str(tmp_path / "none"),
+                "UNICRON_URL": site.url,
+                "UNICRON_TOKEN": "secret",
+                "NO_COLOR": "1",
+            }
             done = await asyncio.to_thread(in_process, tuple(words.split()), None, environment)
             assert done.returncode == 1
             assert done.stderr.splitlines()[-2:] == [
-                "error: seq 2: a segment is damaged", "hint: unicron log verify"]
+                "error: seq 2: a segment is damaged",
+                "hint: unicron log verify",
+            ]
 
     asyncio.run(main())
 
 
 def test_a_stream_that_is_cut_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
+
         def answer() -> None:
             for _ in range(2):
                 link, _ = server.accept()

@@ -55,7 +55,8 @@ def answers(capsys: Capture) -> list[dict[str, Any]]:
 
 
 def test_a_log_is_listed_by_severity(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     written(tmp_path, LOG)
     monkeypatch.chdir(tmp_path)
     assert run_command(["classify", "LOG"]) == 0
@@ -66,13 +67,30 @@ def test_each_line_of_a_log_as_json(tmp_path: Path, capsys: Capture) -> None:
     assert run_command(["classify", written(tmp_path, LOG), "-o", "json"]) == 0
     told = answers(capsys)
     assert [line["status"] for line in told] == [
-        "GPU driver errors", "none", "none", "none", "none", "connection reset",
-        "connection reset"]
-    assert told[0] == {"text": LOG.splitlines()[0], "status": "GPU driver errors",
-                       "severity": "SEV1", "rule": "xid-79", "line": LOG.splitlines()[0],
-                       "code": 79, "device": "0000:4e:00"}
-    assert told[1] == {"text": LOG.splitlines()[1], "status": "none", "severity": "NONE",
-                       "rule": "iteration", "line": LOG.splitlines()[1]}
+        "GPU driver errors",
+        "none",
+        "none",
+        "none",
+        "none",
+        "connection reset",
+        "connection reset",
+    ]
+    assert told[0] == {
+        "text": LOG.splitlines()[0],
+        "status": "GPU driver errors",
+        "severity": "SEV1",
+        "rule": "xid-79",
+        "line": LOG.splitlines()[0],
+        "code": 79,
+        "device": "0000:4e:00",
+    }
+    assert told[1] == {
+        "text": LOG.splitlines()[1],
+        "status": "none",
+        "severity": "NONE",
+        "rule": "iteration",
+        "line": LOG.splitlines()[1],
+    }
     assert told[5]["peer"] == "172.28.0.12:43185"
     assert told[5]["second_hand"] is True
 
@@ -87,11 +105,17 @@ def test_each_json_line_gets_one_answer(name: str, capsys: Capture) -> None:
         assert answer["severity"] == one["severity"]
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    (b"\x1f\x8b\x08\0", "is not text"), ("CUDA".encode("utf-16"), "is not text"),
-    (b"\x7fELF\0\0", "is not text")])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\x1f\x8b\x08\0", "is not text"),
+        ("CUDA".encode("utf-16"), "is not text"),
+        (b"\x7fELF\0\0", "is not text"),
+    ],
+)
 def test_an_unreadable_file_is_refused_with_a_hint(
-        content: str | bytes, words: str, tmp_path: Path, capsys: Capture) -> None:
+    content: str | bytes, words: str, tmp_path: Path, capsys: Capture
+) -> None:
     assert run_command(["classify", written(tmp_path, content), "-o", "json"]) == 2
     error, hint = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ")
@@ -99,9 +123,21 @@ def test_an_unreadable_file_is_refused_with_a_hint(
     assert hint.startswith("hint: ")
 
 
-@pytest.mark.parametrize("line", [
-    '{"body": "no"}', '{"level": "info", "event": "x"}', '{"msg": 3}', "{}", '{"text": NaN}',
-    '{"text": "cut}', '{"a": ' * 20_000 + "}", '{"text": ["CUDA"]}', "{", "{'text': 'x'}"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"body": "no"}',
+        '{"level": "info", "event": "x"}',
+        '{"msg": 3}',
+        "{}",
+        '{"text": NaN}',
+        '{"text": "cut}',
+        '{"a": ' * 20_000 + "}",
+        '{"text": ["CUDA"]}',
+        "{",
+        "{'text': 'x'}",
+    ],
+)
 def test_a_json_line_without_text_is_no_error(line: str, tmp_path: Path, capsys: Capture) -> None:
     path = written(tmp_path, f'{line}\n{{"text": "CUDA error: x", "rate": Infinity}}\n')
     assert run_command(["classify", path, "-o", "json"]) == 0
@@ -123,13 +159,25 @@ def test_a_page_explains_a_severity_like_the_guide(tmp_path: Path, capsys: Captu
 NAMES = ("event", "msg", "message", "log", "error", "exception")
 
 
-@pytest.mark.parametrize(("line", "status"), [
-    *(({"level": 3, name: "CUDA error: x"}, "CUDA errors") for name in NAMES),
-    ({"error": "CUDA error: an illegal memory access"}, "illegal memory access"),
-    ({"event": "it ended", "msg": 1, "exception": "Traceback (most recent call last):\n"
-      "RuntimeError: CUDA error: unknown error"}, "CUDA errors")])
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        *(({"level": 3, name: "CUDA error: x"}, "CUDA errors") for name in NAMES),
+        ({"error": "CUDA error: an illegal memory access"}, "illegal memory access"),
+        (
+            {
+                "event": "it ended",
+                "msg": 1,
+                "exception": "Traceback (most recent call last):\n"
+                "RuntimeError: CUDA error: unknown error",
+            },
+            "CUDA errors",
+        ),
+    ],
+)
 def test_the_text_key_of_a_json_line_has_several_names(
-        line: dict[str, Any], status: str, tmp_path: Path, capsys: Capture) -> None:
+    line: dict[str, Any], status: str, tmp_path: Path, capsys: Capture
+) -> None:
     assert run_command(["classify", written(tmp_path, json.dumps(line) + "\n"), "-o", "json"]) == 0
     assert [answer["status"] for answer in answers(capsys)] == [status]
 
@@ -149,7 +197,8 @@ def test_head_and_tail_of_a_very_long_line_are_classified(tmp_path: Path, capsys
 
 
 def test_the_page_ends_behind_very_many_faults(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     monkeypatch.setattr(classify_command, "FAULT_LINES_NUM_MAX", 3)
     path = written(tmp_path, "fine\n" + "CUDA error: x\n" * 3 + "NVRM: Xid (PCI:0): 79\nfine\n")
     assert run_command(["classify", path]) == 0
@@ -166,8 +215,13 @@ def test_the_page_ends_behind_very_many_faults(
 def test_a_flood_of_fault_lines_is_bounded(tmp_path: Path, capsys: Capture) -> None:
     """1.3 million lines took more than a minute, with nothing on the screen."""
     num = 400_000
-    path = written(tmp_path, b"".join(b"RuntimeError: CUDA error: unknown error %d, node n%d\n" % (
-        number, number % 64) for number in range(num)))
+    path = written(
+        tmp_path,
+        b"".join(
+            b"RuntimeError: CUDA error: unknown error %d, node n%d\n" % (number, number % 64)
+            for number in range(num)
+        ),
+    )
     begun_s = time.process_time()
     assert run_command(["classify", path]) == 0
     assert time.process_time() - begun_s < 10
@@ -179,14 +233,16 @@ def test_a_flood_of_fault_lines_is_bounded(tmp_path: Path, capsys: Capture) -> N
 
 @pytest.mark.parametrize("name", ["none", ".", "none/inside"])
 def test_a_missing_file_or_a_folder_is_refused(
-        name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_command(["classify", name]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 def test_standard_input_with_arbitrary_bytes(
-        monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     told = b"\xff\xfe CUDA error: x\r\n\n" + json.dumps({"text": "a\ud800\n"}).encode() + b"\nend"
     stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(told)))  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "stdin", stdin)
@@ -196,8 +252,12 @@ def test_standard_input_with_arbitrary_bytes(
 
 def test_an_endless_log_is_streamed_until_the_reader_closes() -> None:
     source = subprocess.Popen(["yes", "CUDA error: unknown error"], stdout=subprocess.PIPE)
-    judge = subprocess.Popen([str(UNICRON), "classify", "-o", "json"], stdin=source.stdout,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    judge = subprocess.Popen(
+        [str(UNICRON), "classify", "-o", "json"],
+        stdin=source.stdout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert source.stdout is not None
     assert judge.stdout is not None
     assert judge.stderr is not None

@@ -27,10 +27,32 @@ from unicron.events.records.in_words import line
 from unicron.events.records.reports import EpochStarted, PolicySet
 from unicron.events.spec.policy import Policy
 
-COMMANDS = ("up", "down", "agent", "control-plane", "submit", "status", "tail", "cancel", "logs",
-            "replay", "export", "doctor", "set-weight", "drain", "undrain",
-            "lift", "freeze", "unfreeze",
-            "inject", "incident", "plan", "locate", "classify", "token")
+COMMANDS = (
+    "up",
+    "down",
+    "agent",
+    "control-plane",
+    "submit",
+    "status",
+    "tail",
+    "cancel",
+    "logs",
+    "replay",
+    "export",
+    "doctor",
+    "set-weight",
+    "drain",
+    "undrain",
+    "lift",
+    "freeze",
+    "unfreeze",
+    "inject",
+    "incident",
+    "plan",
+    "locate",
+    "classify",
+    "token",
+)
 JOB = """\
 apiVersion: unicron/v1
 name: small
@@ -39,15 +61,22 @@ train: {iterations: 3, output: out}
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
-                          check=False, timeout=LIMIT_S)
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
 
 
 def test_help_loads_nothing_heavy():
-    code = ("import sys; from unicron.cli.app import run_command; "
-            "assert run_command(['--help']) == 0; "
-            "bad = {'torch', 'redis', 'aiohttp', 'megatron', 'numpy', 'yaml'} & set(sys.modules); "
-            "assert not bad, bad")
+    code = (
+        "import sys; from unicron.cli.app import run_command; "
+        "assert run_command(['--help']) == 0; "
+        "bad = {'torch', 'redis', 'aiohttp', 'megatron', 'numpy', 'yaml'} & set(sys.modules); "
+        "assert not bad, bad"
+    )
     result = python(code)
     assert result.returncode == 0, result.stderr
     for command in COMMANDS:
@@ -56,23 +85,35 @@ def test_help_loads_nothing_heavy():
 
 @pytest.mark.parametrize("module", ["typer", "unicron.cli.commands.doctor"])
 def test_ctrl_c_during_an_import_exits_silently(module):
-    code = ("import os, signal, sys\n"
-            "from unicron.cli.main import main\n"
-            "assert 'typer' not in sys.modules\n"
-            "class Finder:\n"
-            "    def find_spec(name, path=None, target=None):\n"
-            f"        if name == {module!r}:\n"
-            "            os.kill(os.getpid(), signal.SIGINT)\n"
-            "sys.meta_path.insert(0, Finder)\n"
-            "sys.argv = ['unicron', 'doctor']\n"
-            "main()")
+    code = (
+        "import os, signal, sys\n"
+        "from unicron.cli.main import main\n"
+        "assert 'typer' not in sys.modules\n"
+        "class Finder:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder)\n"
+        "sys.argv = ['unicron', 'doctor']\n"
+        "main()"
+    )
     result = python(code)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "inject rank", "inject stop", "inject node",
-                                     "token create", "token list", "token rotate",
-                                     "token revoke"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *COMMANDS,
+        "inject rank",
+        "inject stop",
+        "inject node",
+        "token create",
+        "token list",
+        "token rotate",
+        "token revoke",
+    ],
+)
 def test_every_command_has_help_of_a_hundred_columns(command):
     result = unicron(*command.split(), "--help")
     assert result.returncode == 0
@@ -89,8 +130,13 @@ def test_without_a_command_the_help_is_printed():
 def test_a_reader_that_closes_the_pipe_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)
-    result = subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", "--version"],
-                            stdout=writing, stderr=subprocess.PIPE, check=False, timeout=LIMIT_S)
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "unicron.cli.main", "--version"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=LIMIT_S,
+    )
     os.close(writing)
     assert (result.returncode, result.stderr) == (0, b"")
 
@@ -99,71 +145,96 @@ def test_version():
     assert unicron("--version").stdout.startswith("unicron ")
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    *((tuple(command.split()), "no cluster runs on") for command in (
-        "incident", "status", "cancel alpha", "logs alpha", "freeze", "plan", "plan --without n1",
-        "drain n1", "inject rank alpha", "export log.jsonl", "replay --live")),
-    (("conquer",), "No such command"),
-    (("up", "--fast"), "No such option: --fast"),
-    (("submit",), "Missing argument 'JOB.yaml...'"),
-    (("tail", "--after", "x"), "--after"),
-    (("tail", "--kind", "RankExploded"), "no record is of kind 'RankExploded'"),
-    (("tail", "--incident", "big"), "'big' is not an incident"),
-    (("incident", "big"), "'big' is not an incident"),
-    (("incident", "41", "--all"), "do not go together"),
-    (("replay", "log.jsonl", "--incident", "3", "--verify"), "do not go together"),
-    (("status", "-o", "xml"), "'xml'"),
-    (("up", "--port", "99999"), "--port"),
-    (("up", "--agents", "-1"), "--agents"),
-    (("up", "--state", ""), "--state names no folder"),
-    (("status", "--state="), "--state names no folder"),
-    (("up", "--observe", "--act"), "do not go together"),
-    (("up", "--cluster", "a b"), "is not a cluster's name"),
-    (("status", "--url", "http://127.0.0.1:9"), "no control plane answers at http://127.0.0.1:9"),
-    (("status", "--url", "ftp://x"), "is not a control plane's address"),
-    (("tail", "-f", "--url", "http://127.0.0.1:9"), "no control plane answers"),
-    (("plan", "--apply"), "--apply has nothing to apply"),
-    (("plan", "--weight", "a=2", "--apply"), "--apply needs --check INPUT"),
-    (("plan", "--with", "2", "--apply", "--check", "3"), "--with cannot be applied"),
-    (("plan", "--with", "0"), "'--with': must be at least 1"),
-    (("plan", "--with", "100001"), "'--with': must be at most 100000"),
-    (("plan", "--with", "2", "--with", "4"), "--with is given more than once"),
-    (("plan", "--without", "n1", "--reason", "why"), "--reason goes with --apply"),
-    (("plan", "--check", "now"), "'--check': not a whole number"),
-    (("plan", "-o", "csv"), "'--output': 'csv' is not one of 'text', 'json', 'yaml'"),
-    (("megatron", "/nowhere.py"), "/nowhere.py: no such file"),
-    (("megatron", "/tmp"), "/tmp: is a folder"),
-    (("plan", "--submit", "/nowhere.yaml"), "/nowhere.yaml: no such file"),
-    (("wait",), "Missing argument 'TASK...'"),
-    (("set-weight", "alpha"), "Missing argument 'WEIGHT'"),
-    (("set-weight", "alpha", "much"), "WEIGHT"),
-    (("set-weight", "alpha", "nan"), "nan is not a weight"),
-    (("set-weight", "alpha", "0"), "a weight is above 0"),
-    (("set-weight", "alpha", "-1"), "a weight is above 0"),
-    (("set-weight", "alpha", "-.5", "--reason", "x"), "a weight is above 0"),
-    (("set-weight", "alpha", "--", "-1"), "a weight is above 0"),
-    (("set-weight", "alpha", "2", "--reson", "x"), "No such option: --reson"),
-    (("set-weight", "alpha", "2", "-r"), "No such option: -r"),
-    (("inject",), "Missing command"),
-    (("inject", "disk"), "No such command 'disk'"),
-    (("inject", "stop", "alpha", "--for", "-1"), "--for"),
-    (("up", "--policy", "absent.yaml"), "absent.yaml"),
-    (("up", "--policy", "."), "directory"),
-    (("control-plane", "--listen", "0.0.0.0"), "is no address at which agents reach it"),
-    (("control-plane", "--listen", "0.0.0.0", "--advertise", "n1"), "unencrypted"),
-    (("control-plane", "--listen", "10.255.255.254"), "this host has no address 10.255.255.254"),
-    (("agent", "--url", "http://10.255.255.254:9"), "unencrypted"),
-    (("agent", "--url", "http://127.0.0.1:9", "--advertise", "10.255.255.254"),
-     "this host has no address 10.255.255.254"),
-    (("replay",), "name either an exported file or --live"),
-    (("replay", "log.jsonl", "--live"), "name either an exported file or --live"),
-    (("replay", "absent.jsonl"), "absent.jsonl"),
-    (("up", "--redis", "http://x"), "--redis is not a redis:// URL"),
-    (("up", "--redis", "redis://127.0.0.1:9"), "no Redis answers at 127.0.0.1:9"),
-    (("submit", "absent.yaml"), "absent.yaml"),
-    (("agent", "--label", "rack"), "--label 'rack' is not KEY=VALUE"),
-    (("up", "--label", "n9:rack=r1"), "there is no node 'n9' here"),
-    (("up", "--label", "zone=a"), "'zone' is not a label; there are rack and switch")])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        *(
+            (tuple(command.split()), "no cluster runs on")
+            for command in (
+                "incident",
+                "status",
+                "cancel alpha",
+                "logs alpha",
+                "freeze",
+                "plan",
+                "plan --without n1",
+                "drain n1",
+                "inject rank alpha",
+                "export log.jsonl",
+                "replay --live",
+            )
+        ),
+        (("conquer",), "No such command"),
+        (("up", "--fast"), "No such option: --fast"),
+        (("submit",), "Missing argument 'JOB.yaml...'"),
+        (("tail", "--after", "x"), "--after"),
+        (("tail", "--kind", "RankExploded"), "no record is of kind 'RankExploded'"),
+        (("tail", "--incident", "big"), "'big' is not an incident"),
+        (("incident", "big"), "'big' is not an incident"),
+        (("incident", "41", "--all"), "do not go together"),
+        (("replay", "log.jsonl", "--incident", "3", "--verify"), "do not go together"),
+        (("status", "-o", "xml"), "'xml'"),
+        (("up", "--port", "99999"), "--port"),
+        (("up", "--agents", "-1"), "--agents"),
+        (("up", "--state", ""), "--state names no folder"),
+        (("status", "--state="), "--state names no folder"),
+        (("up", "--observe", "--act"), "do not go together"),
+        (("up", "--cluster", "a b"), "is not a cluster's name"),
+        (
+            ("status", "--url", "http://127.0.0.1:9"),
+            "no control plane answers at http://127.0.0.1:9",
+        ),
+        (("status", "--url", "ftp://x"), "is not a control plane's address"),
+        (("tail", "-f", "--url", "http://127.0.0.1:9"), "no control plane answers"),
+        (("plan", "--apply"), "--apply has nothing to apply"),
+        (("plan", "--weight", "a=2", "--apply"), "--apply needs --check INPUT"),
+        (("plan", "--with", "2", "--apply", "--check", "3"), "--with cannot be applied"),
+        (("plan", "--with", "0"), "'--with': must be at least 1"),
+        (("plan", "--with", "100001"), "'--with': must be at most 100000"),
+        (("plan", "--with", "2", "--with", "4"), "--with is given more than once"),
+        (("plan", "--without", "n1", "--reason", "why"), "--reason goes with --apply"),
+        (("plan", "--check", "now"), "'--check': not a whole number"),
+        (("plan", "-o", "csv"), "'--output': 'csv' is not one of 'text', 'json', 'yaml'"),
+        (("megatron", "/nowhere.py"), "/nowhere.py: no such file"),
+        (("megatron", "/tmp"), "/tmp: is a folder"),
+        (("plan", "--submit", "/nowhere.yaml"), "/nowhere.yaml: no such file"),
+        (("wait",), "Missing argument 'TASK...'"),
+        (("set-weight", "alpha"), "Missing argument 'WEIGHT'"),
+        (("set-weight", "alpha", "much"), "WEIGHT"),
+        (("set-weight", "alpha", "nan"), "nan is not a weight"),
+        (("set-weight", "alpha", "0"), "a weight is above 0"),
+        (("set-weight", "alpha", "-1"), "a weight is above 0"),
+        (("set-weight", "alpha", "-.5", "--reason", "x"), "a weight is above 0"),
+        (("set-weight", "alpha", "--", "-1"), "a weight is above 0"),
+        (("set-weight", "alpha", "2", "--reson", "x"), "No such option: --reson"),
+        (("set-weight", "alpha", "2", "-r"), "No such option: -r"),
+        (("inject",), "Missing command"),
+        (("inject", "disk"), "No such command 'disk'"),
+        (("inject", "stop", "alpha", "--for", "-1"), "--for"),
+        (("up", "--policy", "absent.yaml"), "absent.yaml"),
+        (("up", "--policy", "."), "directory"),
+        (("control-plane", "--listen", "0.0.0.0"), "is no address at which agents reach it"),
+        (("control-plane", "--listen", "0.0.0.0", "--advertise", "n1"), "unencrypted"),
+        (
+            ("control-plane", "--listen", "10.255.255.254"),
+            "this host has no address 10.255.255.254",
+        ),
+        (("agent", "--url", "http://10.255.255.254:9"), "unencrypted"),
+        (
+            ("agent", "--url", "http://127.0.0.1:9", "--advertise", "10.255.255.254"),
+            "this host has no address 10.255.255.254",
+        ),
+        (("replay",), "name either an exported file or --live"),
+        (("replay", "log.jsonl", "--live"), "name either an exported file or --live"),
+        (("replay", "absent.jsonl"), "absent.jsonl"),
+        (("up", "--redis", "http://x"), "--redis is not a redis:// URL"),
+        (("up", "--redis", "redis://127.0.0.1:9"), "no Redis answers at 127.0.0.1:9"),
+        (("submit", "absent.yaml"), "absent.yaml"),
+        (("agent", "--label", "rack"), "--label 'rack' is not KEY=VALUE"),
+        (("up", "--label", "n9:rack=r1"), "there is no node 'n9' here"),
+        (("up", "--label", "zone=a"), "'zone' is not a label; there are rack and switch"),
+    ],
+)
 def test_wrong_input_is_one_line_and_a_hint(tmp_path, arguments, words):
     result = unicron(*arguments, folder=tmp_path)
     unreachable = words.startswith(("no cluster runs on", "no control plane answers"))
@@ -175,12 +246,18 @@ def test_wrong_input_is_one_line_and_a_hint(tmp_path, arguments, words):
 def test_a_task_name_in_place_of_an_incident_gets_a_hint(tmp_path):
     assert unicron("incident", "alpha", folder=tmp_path).stderr.splitlines() == [
         "error: 'alpha' is not an incident",
-        "hint: for example inc-41; all, and whose they are: unicron incident --all"]
+        "hint: for example inc-41; all, and whose they are: unicron incident --all",
+    ]
 
 
 def test_a_bad_policy_is_refused_before_anything_starts(tmp_path):
-    for text in ("silence_s_may: 3", "observe: true", "allow_inject: true",
-                 f"moves_max: {10**20 - 1}", "mtbf_gpu_s: 1e300"):
+    for text in (
+        "silence_s_may: 3",
+        "observe: true",
+        "allow_inject: true",
+        f"moves_max: {10**20 - 1}",
+        "mtbf_gpu_s: 1e300",
+    ):
         (tmp_path / "policy.yaml").write_text(text)
         word = "too large a number" if "999" in text else text.partition(":")[0]
         refused(unicron("up", "--policy", "policy.yaml", folder=tmp_path), word)
@@ -201,8 +278,11 @@ def test_a_bad_policy_kept_in_the_folder_gets_a_hint(tmp_path):
 
 
 def test_endless_files_are_refused(tmp_path):
-    for arguments in (("submit", "/dev/zero"), ("plan", "--submit", "/dev/zero"),
-                      ("up", "--policy", "/dev/zero")):
+    for arguments in (
+        ("submit", "/dev/zero"),
+        ("plan", "--submit", "/dev/zero"),
+        ("up", "--policy", "/dev/zero"),
+    ):
         refused(unicron(*arguments, folder=tmp_path), "/dev/zero: larger than 1048576 bytes")
 
 
@@ -218,8 +298,10 @@ def test_the_last_output_of_a_process_is_its_error(tmp_path):
     assert last_output(state, "control-plane") == "no output"
 
 
-@pytest.mark.parametrize(("iterations", "words", "code"), [
-    (0, "job.yaml: train.iterations", 2), (3, "no cluster runs on", 3)])
+@pytest.mark.parametrize(
+    ("iterations", "words", "code"),
+    [(0, "job.yaml: train.iterations", 2), (3, "no cluster runs on", 3)],
+)
 def test_a_bad_job_is_refused_first(tmp_path, iterations, words, code):
     (tmp_path / "job.yaml").write_text(JOB.replace("iterations: 3", f"iterations: {iterations}"))
     refused(unicron("submit", "job.yaml", folder=tmp_path), words, code)
@@ -261,13 +343,30 @@ def test_doctor_as_json(tmp_path):
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     """The shortest valid log: the start of an epoch and a policy."""
+
     def record(seq: int, body: EpochStarted | PolicySet) -> Record:
-        return Record(seq=seq, epoch=1, at_s=1e9 + seq, occurred_s=1e9 + seq, source="leader/ab",
-                      source_seq=seq, cause=0, incident=0, body=body)
+        return Record(
+            seq=seq,
+            epoch=1,
+            at_s=1e9 + seq,
+            occurred_s=1e9 + seq,
+            source="leader/ab",
+            source_seq=seq,
+            cause=0,
+            incident=0,
+            body=body,
+        )
 
     path = tmp_path / "log.jsonl"
-    archive.write(path, [record(1, EpochStarted(nonce="ab", code="0", heart=1)),
-                         record(2, PolicySet(policy=Policy()))], cluster="c", code="0")
+    archive.write(
+        path,
+        [
+            record(1, EpochStarted(nonce="ab", code="0", heart=1)),
+            record(2, PolicySet(policy=Policy())),
+        ],
+        cluster="c",
+        code="0",
+    )
     return path
 
 
@@ -279,9 +378,11 @@ def test_replay_folds_a_file_without_any_server(log):
 
 
 def test_replay_loads_no_server_client_and_no_torch(log):
-    code = (f"import sys; from unicron.cli.app import run_command; "
-            f"assert run_command(['replay', {str(log)!r}, '--verify']) == 0; "
-            "assert not {'torch', 'redis', 'aiohttp'} & set(sys.modules)")
+    code = (
+        f"import sys; from unicron.cli.app import run_command; "
+        f"assert run_command(['replay', {str(log)!r}, '--verify']) == 0; "
+        "assert not {'torch', 'redis', 'aiohttp'} & set(sys.modules)"
+    )
     result = python(code)
     assert result.returncode == 0, result.stderr
     assert "VERIFIED" in result.stdout
@@ -295,10 +396,16 @@ def test_replay_until(log):
 @pytest.mark.parametrize("harm", ["cut", "edited", "dropped", "foreign", "empty", "binary"])
 def test_a_damaged_log_is_refused(log, harm):
     lines = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes({
-        "cut": b"".join(lines[:-1]), "edited": b"".join(lines).replace(b'"heart":1', b'"heart":2'),
-        "dropped": b"".join(lines[:1] + lines[2:]), "foreign": b'{"a": 1}\n', "empty": b"",
-        "binary": b"\xff\x00\n"}[harm])
+    log.write_bytes(
+        {
+            "cut": b"".join(lines[:-1]),
+            "edited": b"".join(lines).replace(b'"heart":1', b'"heart":2'),
+            "dropped": b"".join(lines[:1] + lines[2:]),
+            "foreign": b'{"a": 1}\n',
+            "empty": b"",
+            "binary": b"\xff\x00\n",
+        }[harm]
+    )
     for option in ((), ("--verify",)):
         result = unicron("replay", str(log), *option)
         assert result.returncode == 2
@@ -333,8 +440,12 @@ def test_a_log_of_a_later_version_names_the_version_that_is_needed(log):
     for ignorable in (True, False):
         unknown = UnknownBody(kind="Later", version=1, raw=b"\x80", ignorable=ignorable)
         path = log.with_name(f"{ignorable}.jsonl")
-        archive.write(path, [later, msgspec.structs.replace(records[1], body=unknown)],
-                      cluster="c", code="9.0")
+        archive.write(
+            path,
+            [later, msgspec.structs.replace(records[1], body=unknown)],
+            cluster="c",
+            code="9.0",
+        )
         assert [*archive.read(path)][1].body == unknown
     assert unicron("replay", str(log.with_name("True.jsonl"))).returncode == 0
     for words in (("replay",), ("replay", "--verify")):
@@ -344,49 +455,114 @@ def test_a_log_of_a_later_version_names_the_version_that_is_needed(log):
 def test_a_closed_pipe_is_no_error(log):
     result = subprocess.run(
         f"'{sys.executable}' -P -m unicron.cli.main replay '{log}' --verify | head -c 1",
-        shell=True, text=True, capture_output=True, check=False, timeout=LIMIT_S)
+        shell=True,
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
     assert result.stderr == ""
 
 
 # --- one record, one line ------------------------------------------------------------------------
-@pytest.mark.parametrize(("body", "told"), [
-    (r.TaskWeightSet(task=3, weight=2.5, reason="deadline"), "task 3 weight 2.5: deadline"),
-    (r.HealingFrozen(reason="by ana"), "healing is paused: by ana"),
-    (r.HealingResumed(), "healing is resumed"),
-    (r.IncidentAcknowledged(of=7, reason="a fan", who="ana", role="operate"),
-     "inc-7 is known: a fan; by ana, operate"),
-    (r.NodeDrained(node="n3", reason="thermal"), "n3 is drained: thermal"),
-    (r.NodeUndrained(node="n3"), "n3 may have tasks again"),
-    (r.TokenChanged(act="enrolled", name="n3", token_role="node", who="join-n3", role="join"),
-     "enrolled the token n3, role node; by join-n3, join"),
-    (r.FaultRequested(what="stop", task=3, rank=1), "stop task 3 rank 1 for good"),
-    (r.FaultRequested(what="node", node="n2", reason="to see"),
-     "kill the agent of n2 and its ranks: to see"),
-    (o.InjectFault(nodes=("n1",), what="stop", task=3, rank=1, attempt=2, incarnation=9,
-                   stop_s=2.5), "on purpose: stop task 3 rank 1.2 for 2.5 s"),
-    (d.OrderSuppressed(task=3, what="start rank 1 on n1/0", why="observing"),
-     "task 3 start rank 1 on n1/0: observing"),
-    (o.Quiesce(nodes=("n1",), task=3, generation=2, mode="boundary", ranks=(0,), save=True),
-     "task 3 generation 2 boundary, rank 0, saved first"),
-    (r.PolicySet(policy=Policy(observe=True)), "silence 5 s, 3 restarts, OBSERVING"),
-    (r.PolicySet(policy=Policy(copies_bytes_max=3, quotas={"red": 2})),
-     "silence 5 s, 3 restarts, quotas {'red': 2}, copies_bytes_max 3"),
-    (d.PlanChosen(trigger="node n3 drained", num_slots=4, waf=6e9, ideal_waf=8e9, objective=1,
-                  alternatives=(), allocations=(d.Allocation(3, 4, 2, 6e9),)),
-     "node n3 drained: 4 slots, task:slots 3:2, WAF 6 GFLOP/s, 75 % of ideal")])
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (r.TaskWeightSet(task=3, weight=2.5, reason="deadline"), "task 3 weight 2.5: deadline"),
+        (r.HealingFrozen(reason="by ana"), "healing is paused: by ana"),
+        (r.HealingResumed(), "healing is resumed"),
+        (
+            r.IncidentAcknowledged(of=7, reason="a fan", who="ana", role="operate"),
+            "inc-7 is known: a fan; by ana, operate",
+        ),
+        (r.NodeDrained(node="n3", reason="thermal"), "n3 is drained: thermal"),
+        (r.NodeUndrained(node="n3"), "n3 may have tasks again"),
+        (
+            r.TokenChanged(
+                act="enrolled", name="n3", token_role="node", who="join-n3", role="join"
+            ),
+            "enrolled the token n3, role node; by join-n3, join",
+        ),
+        (r.FaultRequested(what="stop", task=3, rank=1), "stop task 3 rank 1 for good"),
+        (
+            r.FaultRequested(what="node", node="n2", reason="to see"),
+            "kill the agent of n2 and its ranks: to see",
+        ),
+        (
+            o.InjectFault(
+                nodes=("n1",), what="stop", task=3, rank=1, attempt=2, incarnation=9, stop_s=2.5
+            ),
+            "on purpose: stop task 3 rank 1.2 for 2.5 s",
+        ),
+        (
+            d.OrderSuppressed(task=3, what="start rank 1 on n1/0", why="observing"),
+            "task 3 start rank 1 on n1/0: observing",
+        ),
+        (
+            o.Quiesce(nodes=("n1",), task=3, generation=2, mode="boundary", ranks=(0,), save=True),
+            "task 3 generation 2 boundary, rank 0, saved first",
+        ),
+        (r.PolicySet(policy=Policy(observe=True)), "silence 5 s, 3 restarts, OBSERVING"),
+        (
+            r.PolicySet(policy=Policy(copies_bytes_max=3, quotas={"red": 2})),
+            "silence 5 s, 3 restarts, quotas {'red': 2}, copies_bytes_max 3",
+        ),
+        (
+            d.PlanChosen(
+                trigger="node n3 drained",
+                num_slots=4,
+                waf=6e9,
+                ideal_waf=8e9,
+                objective=1,
+                alternatives=(),
+                allocations=(d.Allocation(3, 4, 2, 6e9),),
+            ),
+            "node n3 drained: 4 slots, task:slots 3:2, WAF 6 GFLOP/s, 75 % of ideal",
+        ),
+    ],
+)
 def test_the_line_of_an_operators_request(body, told):
-    record = Record(seq=7, epoch=1, at_s=1e9, occurred_s=1e9, source="heart", source_seq=0,
-                    cause=0, incident=0, body=body)
+    record = Record(
+        seq=7,
+        epoch=1,
+        at_s=1e9,
+        occurred_s=1e9,
+        source="heart",
+        source_seq=0,
+        cause=0,
+        incident=0,
+        body=body,
+    )
     assert line(codec.to_plain(record)).split(maxsplit=3)[3] == told
 
 
 def test_a_long_ordinary_line_fits_a_wide_terminal():
-    body = r.Reconfigured(task=12, rank=10, attempt=2, generation=13, step_version=10_041,
-                          kept_micro_batches=(1,) * 12, remaining_micro_batches=(1,) * 16,
-                          reassigned_micro_batches=(1, 2), source=3,
-                          received_bytes=11_234_567, down_s=0.0123, up_s=0.0854, settle_s=0.0141)
-    record = Record(seq=4812, epoch=1, at_s=1e9, occurred_s=1e9, source="n1/7", source_seq=9,
-                    cause=4811, incident=4790, body=body)
+    body = r.Reconfigured(
+        task=12,
+        rank=10,
+        attempt=2,
+        generation=13,
+        step_version=10_041,
+        kept_micro_batches=(1,) * 12,
+        remaining_micro_batches=(1,) * 16,
+        reassigned_micro_batches=(1, 2),
+        source=3,
+        received_bytes=11_234_567,
+        down_s=0.0123,
+        up_s=0.0854,
+        settle_s=0.0141,
+    )
+    record = Record(
+        seq=4812,
+        epoch=1,
+        at_s=1e9,
+        occurred_s=1e9,
+        source="n1/7",
+        source_seq=9,
+        cause=4811,
+        incident=4790,
+        body=body,
+    )
     assert len(line(codec.to_plain(record))) <= 160
 
 
@@ -394,18 +570,31 @@ def test_a_long_ordinary_line_fits_a_wide_terminal():
 ALL_CLOSED = "<&- >&- 2>&-"
 
 
-@pytest.mark.parametrize(("words", "closed"), [
-    pytest.param(words, closed, marks=[pytest.mark.thorough] * (
-        closed != ALL_CLOSED and words != "classify LOG"))
-    for closed in ("<&-", ">&-", "2>&-", ALL_CLOSED)
-    for words in ("classify LOG", "classify", "--version", "doctor", "locate none", "status")])
+@pytest.mark.parametrize(
+    ("words", "closed"),
+    [
+        pytest.param(
+            words,
+            closed,
+            marks=[pytest.mark.thorough] * (closed != ALL_CLOSED and words != "classify LOG"),
+        )
+        for closed in ("<&-", ">&-", "2>&-", ALL_CLOSED)
+        for words in ("classify LOG", "classify", "--version", "doctor", "locate none", "status")
+    ],
+)
 def test_a_command_survives_closed_streams(words: str, closed: str, tmp_path: Path) -> None:
     log = "CUDA error: unknown error\n"
     (tmp_path / "LOG").write_text(log, encoding="utf-8")
     done = subprocess.run(
         ["bash", "-c", f'exec "$0" {words} {closed}', str(Path(sys.executable).parent / "unicron")],
-        cwd=tmp_path, timeout=LIMIT_S, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        check=False, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)})
+        cwd=tmp_path,
+        timeout=LIMIT_S,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+    )
     assert "Traceback" not in done.stdout + done.stderr
     assert done.returncode == {"locate none": 2, "status": 3}.get(words, 0)
     assert (tmp_path / "LOG").read_text(encoding="utf-8") == log

@@ -23,9 +23,11 @@ WAIT_S_MAX = 120
 
 def call(url: str, path: str, secret: str = "", body: object = None) -> tuple[int, Any]:
     asked = urllib.request.Request(
-        url + path, None if body is None else json.dumps(body).encode(),
-        {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {secret}"} if secret else {}))
+        url + path,
+        None if body is None else json.dumps(body).encode(),
+        {"Content-Type": "application/json"}
+        | ({"Authorization": f"Bearer {secret}"} if secret else {}),
+    )
     try:
         with urllib.request.urlopen(asked, timeout=WAIT_S_MAX) as answer:
             return answer.status, json.load(answer)
@@ -36,8 +38,12 @@ def call(url: str, path: str, secret: str = "", body: object = None) -> tuple[in
 @contextmanager
 def viewing(*words: str) -> Iterator[tuple[str, str]]:
     """The URL of `unicron view`, and the secret of a session."""
-    with subprocess.Popen([UNICRON, "view", *words, "--print"], stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [UNICRON, "view", *words, "--print"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout is not None
         url, _, code = process.stdout.readline().strip().partition("/#code=")
         try:
@@ -61,15 +67,21 @@ def test_a_file_is_shown_and_nothing_can_be_changed() -> None:
         for path in ("/v1/freeze", "/v1/tasks/5/cancel", "/v1/sessions/codes"):
             status, problem = call(url, path, secret, {})
             assert (status, problem["detail"]) == (
-                409, "this is a log of the past: nothing can be changed")
+                409,
+                "this is a log of the past: nothing can be changed",
+            )
         assert call(url, "/v1/state")[0] == 401
 
 
 def broken(path: Path, name: str) -> Path:
     lines = DEMO.read_bytes().splitlines(keepends=True)
-    texts = {"cut": b"".join(lines[:40]), "edited": b"".join(lines).replace(b"alpha", b"gamma"),
-             "future": b"".join(lines).replace(b'"version":1', b'"version":9', 1),
-             "text": b"hello\n", "empty": b""}
+    texts = {
+        "cut": b"".join(lines[:40]),
+        "edited": b"".join(lines).replace(b"alpha", b"gamma"),
+        "future": b"".join(lines).replace(b'"version":1', b'"version":9', 1),
+        "text": b"hello\n",
+        "empty": b"",
+    }
     file = path / name
     if name == "folder":
         file.mkdir()
@@ -78,13 +90,26 @@ def broken(path: Path, name: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("cut", "truncated"), ("edited", "was changed"), ("future", "format version 9"),
-    ("text", "not an exported log"), ("empty", "is empty"), ("missing", "No such file"),
-    ("folder", "has no log")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cut", "truncated"),
+        ("edited", "was changed"),
+        ("future", "format version 9"),
+        ("text", "not an exported log"),
+        ("empty", "is empty"),
+        ("missing", "No such file"),
+        ("folder", "has no log"),
+    ],
+)
 def test_what_is_no_log_is_refused_in_a_line(tmp_path: Path, name: str, said: str) -> None:
-    done = subprocess.run([UNICRON, "view", broken(tmp_path, name), "--print"], text=True,
-                          capture_output=True, check=False, timeout=WAIT_S_MAX)
+    done = subprocess.run(
+        [UNICRON, "view", broken(tmp_path, name), "--print"],
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=WAIT_S_MAX,
+    )
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert "hint" in done.stderr

@@ -7,11 +7,17 @@ from unicron.cli.commands import doctor
 from unicron.workers.ipc import rank_variables
 
 
-@pytest.mark.parametrize(("given", "grade"), [
-    ({}, "ok"), ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "ok"),
-    ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, "note")])
-def test_doctor_names_them(given: dict[str, str], grade: str, monkeypatch: pytest.MonkeyPatch
-                           ) -> None:
+@pytest.mark.parametrize(
+    ("given", "grade"),
+    [
+        ({}, "ok"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "ok"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, "note"),
+    ],
+)
+def test_doctor_names_them(
+    given: dict[str, str], grade: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in (*rank_variables.NEEDED, *doctor.INTERFACES):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():

@@ -60,7 +60,8 @@ def test_a_command_starts_where_its_output_is_relative_to(tmp_path, monkeypatch)
     assert spec.loop is not None
     assert (spec.folder, spec.loop.output) == (str(tmp_path), str(tmp_path / "runs/mine"))
     assert job_file.load(written(tmp_path, COMMAND + "folder: jobs\n")).folder == str(
-        tmp_path / "jobs")
+        tmp_path / "jobs"
+    )
     assert job_file.load(written(tmp_path, GOOD)).folder == ""
     with pytest.raises(UsageError, match="folder: is for a command"):
         job_file.load(written(tmp_path, GOOD + "folder: jobs\n"))
@@ -75,9 +76,10 @@ def test_a_url_is_kept_and_its_driver_is_checked(tmp_path, monkeypatch):
     assert spec.train.output == "file:///tmp/run/"
     with pytest.raises(UsageError, match="knows no nowhere://"):
         job_file.load(of("nowhere://bucket/run"))
-    text = GOOD[:GOOD.index("train:")] + (
+    text = GOOD[: GOOD.index("train:")] + (
         "command: [a]\nheal: in-memory\n"
-        "loop: {micro_batches: 4, iterations: 3, output: nowhere://bucket/run}\n")
+        "loop: {micro_batches: 4, iterations: 3, output: nowhere://bucket/run}\n"
+    )
     with pytest.raises(UsageError, match=r"job\.yaml: loop\.output: fsspec knows no"):
         job_file.load(written(tmp_path, text))
     monkeypatch.setattr(object_storage, "is_installed", lambda: False)
@@ -89,31 +91,51 @@ def test_every_example_is_accepted(path):
     job_file.load(path)
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("1e-3", 0.001), ("1.5", 1.5), (".5", 0.5), ("1.", 1.0), ("-3", -3), ("010", 10),
-    ("6.02e23", 6.02e23), ("true", True), ("null", None), ("", None), ("no", "no"), ("on", "on"),
-    ("2026-01-01", "2026-01-01"), ("1:30", "1:30"), ("'1e-3'", "1e-3"), ("0x10", "0x10"),
-    ("1_000", "1_000")])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001),
+        ("1.5", 1.5),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("-3", -3),
+        ("010", 10),
+        ("6.02e23", 6.02e23),
+        ("true", True),
+        ("null", None),
+        ("", None),
+        ("no", "no"),
+        ("on", "on"),
+        ("2026-01-01", "2026-01-01"),
+        ("1:30", "1:30"),
+        ("'1e-3'", "1e-3"),
+        ("0x10", "0x10"),
+        ("1_000", "1_000"),
+    ],
+)
 def test_scalars_are_those_of_the_core_schema(text, value):
     read = read_yaml(f"a: {text}")["a"]
     assert read == value
     assert type(read) is type(value)
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("a: 1\nb: 2\na: 3", "line 3: duplicate key 'a', first given in line 1"),
-    ("a: {b: 1, b: 2}", "duplicate key 'b'"),
-    ("throughput: {1: 2, 1: 3}", "duplicate key 1"),
-    ("a: &x 1\nb: *x", "line 2, column 4: an alias (*) is not supported"),
-    ("a: [1", "line 1, column 6"),
-    ("? [1]\n: 2", "a key is a plain word or a number"),
-    ("a: !!python/object:os.system x", "line 1, column 4"),
-    ("\ta: 1", "line 1, column 1"),
-    ("a: 1\n---\nb: 2", "another document"),
-    ("[" * 3000, "nested too deeply"),
-    ("a: 99999999999999999999999", "too large a number"),
-    ("a: \x00", "#x0000"),
-])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: 1\nb: 2\na: 3", "line 3: duplicate key 'a', first given in line 1"),
+        ("a: {b: 1, b: 2}", "duplicate key 'b'"),
+        ("throughput: {1: 2, 1: 3}", "duplicate key 1"),
+        ("a: &x 1\nb: *x", "line 2, column 4: an alias (*) is not supported"),
+        ("a: [1", "line 1, column 6"),
+        ("? [1]\n: 2", "a key is a plain word or a number"),
+        ("a: !!python/object:os.system x", "line 1, column 4"),
+        ("\ta: 1", "line 1, column 1"),
+        ("a: 1\n---\nb: 2", "another document"),
+        ("[" * 3000, "nested too deeply"),
+        ("a: 99999999999999999999999", "too large a number"),
+        ("a: \x00", "#x0000"),
+    ],
+)
 def test_bad_yaml_is_refused_with_its_place(text, words):
     with pytest.raises(SpecError) as caught:
         read_yaml(text)
@@ -122,17 +144,21 @@ def test_bad_yaml_is_refused_with_its_place(text, words):
     assert caught.value.hint
 
 
-@pytest.mark.parametrize(("old", "new", "words"), [
-    ("unicron/v1", "unicron/v9", "apiVersion: is 'unicron/v9'"),
-    ("  iterations: 10\n", "", "iterations"),
-    ("iterations: 10", "iterations: ten", "train.iterations"),
-    ("iterations: 10", "iterations: 10\n  lerning_rate: 1", "lerning_rate"),
-    ("global: 8", "global: 7", "train.batch.global: 7 is not a multiple of micro 2"),
-    ("max: 2", "max: 5", "slots.max: 5 ranks, but an iteration has 4 micro-batches"),
-    ("weight: 2", "weight: 0", "weight"),
-    ("weight: 2", "weight: .nan", "weight"),
-    ("name: small", "name: No", "'No' is not a name"),
-    ("lr: 1e-3", "lr: .inf", "train.optimizer.lr")])
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("unicron/v1", "unicron/v9", "apiVersion: is 'unicron/v9'"),
+        ("  iterations: 10\n", "", "iterations"),
+        ("iterations: 10", "iterations: ten", "train.iterations"),
+        ("iterations: 10", "iterations: 10\n  lerning_rate: 1", "lerning_rate"),
+        ("global: 8", "global: 7", "train.batch.global: 7 is not a multiple of micro 2"),
+        ("max: 2", "max: 5", "slots.max: 5 ranks, but an iteration has 4 micro-batches"),
+        ("weight: 2", "weight: 0", "weight"),
+        ("weight: 2", "weight: .nan", "weight"),
+        ("name: small", "name: No", "'No' is not a name"),
+        ("lr: 1e-3", "lr: .inf", "train.optimizer.lr"),
+    ],
+)
 def test_a_bad_spec_is_refused_with_file_path_and_hint(tmp_path, old, new, words):
     path = written(tmp_path, GOOD.replace(old, new))
     with pytest.raises(UsageError) as caught:
@@ -142,11 +168,18 @@ def test_a_bad_spec_is_refused_with_file_path_and_hint(tmp_path, old, new, words
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("make", [
-    lambda path: None, Path.mkdir, lambda path: path.write_bytes(b"\xff\xfe\x00"),
-    lambda path: path.write_bytes(b"#" * (job_file.FILE_BYTES_MAX + 1)),
-    lambda path: path.write_text(""), lambda path: path.write_text("- 1\n- 2\n"),
-], ids=["absent", "folder", "binary", "huge", "empty", "list"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: None,
+        Path.mkdir,
+        lambda path: path.write_bytes(b"\xff\xfe\x00"),
+        lambda path: path.write_bytes(b"#" * (job_file.FILE_BYTES_MAX + 1)),
+        lambda path: path.write_text(""),
+        lambda path: path.write_text("- 1\n- 2\n"),
+    ],
+    ids=["absent", "folder", "binary", "huge", "empty", "list"],
+)
 def test_an_invalid_job_file_is_refused_in_one_line(tmp_path, make):
     path = tmp_path / "job.yaml"
     make(path)
@@ -160,27 +193,59 @@ def test_an_invalid_job_file_is_refused_in_one_line(tmp_path, make):
 def test_a_policy_file_is_strict(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     for text, policy in (
-            ("silence_s_max: 3\ngain_min: 1e-3\n", Policy(silence_s_max=3.0, gain_min=0.001)),
-            ("moves_max: 0\nquotas: {red: 8, blue: 0}\n",
-             Policy(moves_max=0, quotas={"red": 8, "blue": 0})),
-            ("floor: true\nalpha: 0.5\n", Policy(floor=True, alpha=0.5)),
-            ('{"silence_s_max": 4}', Policy(silence_s_max=4.0)), ("", Policy()),
-            ("# nothing", Policy()), ("observe: false", Policy()),
-            ("hot_spare: true", Policy(hot_spare=True)),
-            ("shared_folders: [/mnt/a, /b]", Policy(shared_folders=("/mnt/a", "/b")))):
+        ("silence_s_max: 3\ngain_min: 1e-3\n", Policy(silence_s_max=3.0, gain_min=0.001)),
+        (
+            "moves_max: 0\nquotas: {red: 8, blue: 0}\n",
+            Policy(moves_max=0, quotas={"red": 8, "blue": 0}),
+        ),
+        ("floor: true\nalpha: 0.5\n", Policy(floor=True, alpha=0.5)),
+        ('{"silence_s_max": 4}', Policy(silence_s_max=4.0)),
+        ("", Policy()),
+        ("# nothing", Policy()),
+        ("observe: false", Policy()),
+        ("hot_spare: true", Policy(hot_spare=True)),
+        ("shared_folders: [/mnt/a, /b]", Policy(shared_folders=("/mnt/a", "/b"))),
+    ):
         path.write_text(text)
         assert read_policy(path) == policy
-    for text in ("silence_s_may: 3", "silence_s_max: often", "- 1", "a: [", "silence_s_max: .nan",
-                 "silence_s_max: 0", "restarts_max: -1", "moves_max: -1", "quotas: {red: -1}",
-                 "quotas: 3", "quotas: {red: many}", "moves_max: 1.5", "floor: 2",
-                 "hot_spare: often", "repair_s: 0", "silence_s_max: 3\nsilence_s_max: 4",
-                 "floor: yes", "floor: 1", "hot_spare: on", "quotas: {Red Team: 3}",
-                 "quotas: {\"\": 3}", "calibrate_iterations: 0", "calibrate_min: 5",
-                 "silence_s_max: 1e9", "moves_max: 99999999999999999999",
-                 "mtbf_gpu_s: 1e300", "transition_s: 1e300", "mtbf_faults: 1e308",
-                 "gain_min: -1", "gain_min: .nan", "alpha: .nan", "shared_folders: /mnt",
-                 "shared_folders: [mnt]", "shared_folders: [3]",
-                 "observe: true", "allow_inject: true"):
+    for text in (
+        "silence_s_may: 3",
+        "silence_s_max: often",
+        "- 1",
+        "a: [",
+        "silence_s_max: .nan",
+        "silence_s_max: 0",
+        "restarts_max: -1",
+        "moves_max: -1",
+        "quotas: {red: -1}",
+        "quotas: 3",
+        "quotas: {red: many}",
+        "moves_max: 1.5",
+        "floor: 2",
+        "hot_spare: often",
+        "repair_s: 0",
+        "silence_s_max: 3\nsilence_s_max: 4",
+        "floor: yes",
+        "floor: 1",
+        "hot_spare: on",
+        "quotas: {Red Team: 3}",
+        'quotas: {"": 3}',
+        "calibrate_iterations: 0",
+        "calibrate_min: 5",
+        "silence_s_max: 1e9",
+        "moves_max: 99999999999999999999",
+        "mtbf_gpu_s: 1e300",
+        "transition_s: 1e300",
+        "mtbf_faults: 1e308",
+        "gain_min: -1",
+        "gain_min: .nan",
+        "alpha: .nan",
+        "shared_folders: /mnt",
+        "shared_folders: [mnt]",
+        "shared_folders: [3]",
+        "observe: true",
+        "allow_inject: true",
+    ):
         path.write_text(text)
         with pytest.raises(UsageError) as refused:
             read_policy(path)
@@ -190,21 +255,34 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
         read_policy(tmp_path / "absent")
 
 
-@pytest.mark.parametrize(("text", "told", "hint"), [
-    ("silence_max: 3", "silence_max: is not a field", "did you mean silence_s_max?"),
-    ("zzzz: 1\n.inf: 2", "zzzz: is not a field", "Policy: its fields"),
-    ("- 1", "a policy is a mapping", "Policy: its fields"),
-    ("silence_s_max: often", "silence_s_max: expected a number, got text", "Policy: its fields"),
-    ("silence_s_max: [1]", "silence_s_max: expected a number, got a list", "Policy: its fields"),
-    ("a: 1\n b: [", "line 2, column 3: mapping values are not allowed", "Policy: its fields"),
-    ("gain_min: 1990-13-01", "gain_min: expected a number, got text", "Policy: its fields"),
-    ("alpha: 3", "alpha: 3 is not one of 0, 0.5, 1, 2", "1 is proportional fairness"),
-    ("alpha: equal", "alpha: expected a number, got text", "Policy: its fields"),
-    ("alpha: 1\nhot_spare: true", "hot_spare: a spare is priced by WAF, and", "leave one"),
-    ("gain_min: 5", "gain_min: 5 is not below 1", "0.05 is 5 %"),
-    ("gain_min: 1", "gain_min: 1 is not below 1", "0.05 is 5 %")])
-def test_a_mistake_in_a_policy_file_is_one_line_and_a_hint(tmp_path: Path, text: str, told: str,
-                                                        hint: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "told", "hint"),
+    [
+        ("silence_max: 3", "silence_max: is not a field", "did you mean silence_s_max?"),
+        ("zzzz: 1\n.inf: 2", "zzzz: is not a field", "Policy: its fields"),
+        ("- 1", "a policy is a mapping", "Policy: its fields"),
+        (
+            "silence_s_max: often",
+            "silence_s_max: expected a number, got text",
+            "Policy: its fields",
+        ),
+        (
+            "silence_s_max: [1]",
+            "silence_s_max: expected a number, got a list",
+            "Policy: its fields",
+        ),
+        ("a: 1\n b: [", "line 2, column 3: mapping values are not allowed", "Policy: its fields"),
+        ("gain_min: 1990-13-01", "gain_min: expected a number, got text", "Policy: its fields"),
+        ("alpha: 3", "alpha: 3 is not one of 0, 0.5, 1, 2", "1 is proportional fairness"),
+        ("alpha: equal", "alpha: expected a number, got text", "Policy: its fields"),
+        ("alpha: 1\nhot_spare: true", "hot_spare: a spare is priced by WAF, and", "leave one"),
+        ("gain_min: 5", "gain_min: 5 is not below 1", "0.05 is 5 %"),
+        ("gain_min: 1", "gain_min: 1 is not below 1", "0.05 is 5 %"),
+    ],
+)
+def test_a_mistake_in_a_policy_file_is_one_line_and_a_hint(
+    tmp_path: Path, text: str, told: str, hint: str
+) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(text)
     with pytest.raises(UsageError) as error:
@@ -222,12 +300,22 @@ def test_every_number_of_a_policy_has_its_bounds(tmp_path: Path) -> None:
             path.write_text(f"{name}: {shown}")
             assert getattr(read_policy(path), name) == ({"red": end} if name == "quotas" else end)
             beyond = round(beyond) if isinstance(end, int) else beyond
-            path.write_text(f"{name}: " + (f"{{red: {beyond}}}" if name == "quotas"
-                                           else f"{beyond}"))
+            path.write_text(
+                f"{name}: " + (f"{{red: {beyond}}}" if name == "quotas" else f"{beyond}")
+            )
             with pytest.raises(UsageError, match=f"{name}.*must be between"):
                 read_policy(path)
-    others = {"floor", "alpha", "gain_min", "hot_spare", "redact", "shared_folders",
-              "observe", "allow_inject", "durability"}
+    others = {
+        "floor",
+        "alpha",
+        "gain_min",
+        "hot_spare",
+        "redact",
+        "shared_folders",
+        "observe",
+        "allow_inject",
+        "durability",
+    }
     assert {*BOUNDS, *others} == set(Policy.__struct_fields__)
 
 
@@ -237,10 +325,26 @@ def test_an_endless_policy_file_is_refused() -> None:
 
 
 # --- the YAML reader ----------------------------------------------------------------------------
-WRONG = ["a: 1\na: 2", "a: {b: 1, b: 2}", "{1: 2, 1: 3}", "{1: 2, 1.0: 3}", "a: &x 1\nb: *x",
-         "a: [1", "? [1]\n: 2", "? {a: 1}\n: 2", "a: !!python/object:os.system x", "\ta: 1",
-         "a: 1\n---\nb: 2", "[" * 3000, "a: 99999999999999999999999", "a: \x00", "a: b: c",
-         "? !!set {a}\n: 1", "&a [*a]", "%YAML 3.0\n---\na"]
+WRONG = [
+    "a: 1\na: 2",
+    "a: {b: 1, b: 2}",
+    "{1: 2, 1: 3}",
+    "{1: 2, 1.0: 3}",
+    "a: &x 1\nb: *x",
+    "a: [1",
+    "? [1]\n: 2",
+    "? {a: 1}\n: 2",
+    "a: !!python/object:os.system x",
+    "\ta: 1",
+    "a: 1\n---\nb: 2",
+    "[" * 3000,
+    "a: 99999999999999999999999",
+    "a: \x00",
+    "a: b: c",
+    "? !!set {a}\n: 1",
+    "&a [*a]",
+    "%YAML 3.0\n---\na",
+]
 
 
 @pytest.mark.parametrize("text", WRONG)

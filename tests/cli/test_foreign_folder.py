@@ -26,8 +26,17 @@ __attribute__((constructor)) static void run(void) {
 int ValkeyModule_OnLoad(void) { return 0; }
 int RedisModule_OnLoad(void) { return 0; }
 """
-LOOKS = (("view", "DIR", "--print"), ("status",), ("status", "--at", "3"), ("history",), ("tail",),
-         ("incident",), ("export", "OUT"), ("replay", "--live"), ("log", "status"))
+LOOKS = (
+    ("view", "DIR", "--print"),
+    ("status",),
+    ("status", "--at", "3"),
+    ("history",),
+    ("tail",),
+    ("incident",),
+    ("export", "OUT"),
+    ("replay", "--live"),
+    ("log", "status"),
+)
 
 
 def look(folder: Path, words: tuple[str, ...], tmp_path: Path) -> Any:
@@ -43,7 +52,8 @@ def copy(folder: Path, to: Path) -> None:
 
 def resp(*words: str) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(
-        b"$%d\r\n%b\r\n" % (len(word.encode()), word.encode()) for word in words)
+        b"$%d\r\n%b\r\n" % (len(word.encode()), word.encode()) for word in words
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +92,11 @@ def test_files_that_load_a_module_run_nothing(cluster_folder: Path, tmp_path: Pa
     copy(cluster_folder, folder)
     files = folder / "server" / "appendonlydir"
     (tmp_path / "evil.c").write_text(EVIL.replace("MARK", str(mark)))
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(files / "evil.so"),
-                    str(tmp_path / "evil.c")], check=True, timeout=60)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", str(files / "evil.so"), str(tmp_path / "evil.c")],
+        check=True,
+        timeout=60,
+    )
     (files / "evil.so").chmod(0o755)
     evil = resp("SELECT", "0") + resp("MODULE", "LOAD", "appendonlydir/evil.so")
     with next(files.glob("*.incr.aof")).open("ab") as file:
@@ -107,8 +120,11 @@ def test_the_folder_of_another_user_is_refused(cluster_folder: Path, tmp_path: P
             refused = look(folder, words, tmp_path)
             assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
             assert len(refused.stderr.strip().splitlines()) == 2, refused.stderr
-            assert ("is not a file of this user" if part else
-                    f"{folder} belongs to user {NOBODY}, not to 0") in refused.stderr
+            assert (
+                "is not a file of this user"
+                if part
+                else f"{folder} belongs to user {NOBODY}, not to 0"
+            ) in refused.stderr
             assert "let the owner export" in refused.stderr or "let its owner" in refused.stderr
 
 
@@ -143,6 +159,9 @@ def test_segments_that_are_named_are_read(cluster_folder: Path, tmp_path: Path) 
     copy(cluster_folder, folder)
     (tmp_path / "elsewhere").mkdir()
     (folder / "log.json").write_text(json.dumps({"cluster": "default", "segments": "s3://b/log"}))
-    shown = in_process(("log", "status", "-o", "json"), None, {
-        **Cluster(folder).environment(), "UNICRON_SEGMENTS": str(tmp_path / "elsewhere")})
+    shown = in_process(
+        ("log", "status", "-o", "json"),
+        None,
+        {**Cluster(folder).environment(), "UNICRON_SEGMENTS": str(tmp_path / "elsewhere")},
+    )
     assert json.loads(shown.stdout)["folder"] == str(tmp_path / "elsewhere"), shown

@@ -32,11 +32,14 @@ def test_each_gpu_of_the_driver_is_a_slot(machine: Path) -> None:
     (machine / "listing").write_text(LISTING)
     assert num_devices() == 2
     assert os.environ["CUDA_VISIBLE_DEVICES"].split(",") == [
-        "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c", "GPU-4404041a-04cf-1ccf-9e70-f139a9b1e23c"]
+        "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c",
+        "GPU-4404041a-04cf-1ccf-9e70-f139a9b1e23c",
+    ]
 
 
 def test_what_the_environment_names_comes_first(
-        machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (machine / "listing").write_text(LISTING)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,3")
     assert num_devices() == 3

@@ -75,14 +75,27 @@ def test_an_unreachable_node_as_second_evidence_counts_once() -> None:
 
 def test_a_plan_names_the_origin_of_its_throughput_tables() -> None:
     d, alpha, beta = waits()
-    at = next(x.seq for x in d.log if isinstance(x.body, decisions.PlanChosen)
-              and [one.slots for one in x.body.allocations] == [4, 0])
+    at = next(
+        x.seq
+        for x in d.log
+        if isinstance(x.body, decisions.PlanChosen)
+        and [one.slots for one in x.body.allocations] == [4, 0]
+    )
     past = History()
     for record in d.log:
         if record.seq in (at, at + 1):  # beta's is measured before the plan, alpha's after it
-            past.add(replace(record, seq=record.seq - 1, body=decisions.ThroughputSet(
-                task=beta if record.seq == at else alpha, sizes=(), rates_flops=(),
-                origin="measured")))
+            past.add(
+                replace(
+                    record,
+                    seq=record.seq - 1,
+                    body=decisions.ThroughputSet(
+                        task=beta if record.seq == at else alpha,
+                        sizes=(),
+                        rates_flops=(),
+                        origin="measured",
+                    ),
+                )
+            )
         past.add(record)
     one = replay.pick(past, "")
     assert one is not None
@@ -95,8 +108,10 @@ def test_the_timeline_ends_when_the_healthy_task_steps_again() -> None:
     d, _, beta = gives()
     before = [x["seq"] for x in facts(d.log)["timeline"]]
     (last,) = [x for x in d.log[-3:] if isinstance(x.body, r.TaskProgressed)]
-    later = [replace(last, seq=d.log[-1].seq + n, incident=0, body=replace(last.body, task=beta))
-             for n in range(1, 4)]
+    later = [
+        replace(last, seq=d.log[-1].seq + n, incident=0, body=replace(last.body, task=beta))
+        for n in range(1, 4)
+    ]
     one = replay.pick(history(d.log), "")
     assert one is not None
     assert [x.seq for x in incident_records(one, [*d.log, *later]).records] == before
@@ -106,8 +121,9 @@ def test_a_healthy_tasks_pause_is_from_its_own_records() -> None:
     d, _, beta = gives()
     plan = max(x.seq for x in d.log if isinstance(x.body, decisions.PlanChosen))
     own = [x for x in d.log if x.seq > plan and getattr(x.body, "task", 0) == beta]
-    left = max(x.occurred_s for x in own if isinstance(x.body, r.Quiesced)
-               and x.body.generation == 1)
+    left = max(
+        x.occurred_s for x in own if isinstance(x.body, r.Quiesced) and x.body.generation == 1
+    )
     again = next(x.at_s for x in own if isinstance(x.body, o.Resume))
     assert facts(d.log)["effects"][1]["pause_s"] == pytest.approx(again - left)
 
@@ -129,8 +145,10 @@ def test_lost_slot_time_counts_until_the_incident_closes(d: Driver, task: int) -
     carry_out(d, [x for x in told if isinstance(x.body, o.StartRank)])
     (one,) = history(d.log).incidents.values()
     assert (one.outcome, one.pause_s) == ("healed", pytest.approx(stepped_s - struck_s))
-    at_one_less_s = next(x.at_s for x in d.log if isinstance(x.body, r.Quiesced)
-                         and x.at_s > stepped_s) - stepped_s
+    at_one_less_s = (
+        next(x.at_s for x in d.log if isinstance(x.body, r.Quiesced) and x.at_s > stepped_s)
+        - stepped_s
+    )
     again_s = (one.closed_s or 0.0) - stepped_s - at_one_less_s
     assert one.slot_s == pytest.approx(4 * (stepped_s - struck_s) + at_one_less_s + 4 * again_s)
 
@@ -155,8 +173,10 @@ def test_slot_time_of_an_open_incident_counts_until_now() -> None:
     assert facts_["cost"]["slot_s"] == facts_["effects"][0]["slot_s"] == pytest.approx(before + 400)
     figure = f"{before + 400:.1f}"
     seen = view(d.state)
-    for screen in (past_screens.every(past, now_s=now_s),
-                   past_screens.task_status(seen, seen["tasks"][0], past, now_s=now_s)):
+    for screen in (
+        past_screens.every(past, now_s=now_s),
+        past_screens.task_status(seen, seen["tasks"][0], past, now_s=now_s),
+    ):
         (row,) = [line for line in screen if line.startswith(f"inc-{one.id}")]
         assert row.endswith(f" {figure}")
     assert past.slot_s(one, past.at_s) == before, "the screens must not change the history"
@@ -178,8 +198,12 @@ def test_a_collective_that_failed_before_the_evidence_is_part_of_it(d: Driver, t
 def test_a_long_error_takes_two_lines_of_the_page(d: Driver, task: int) -> None:
     why = f"RuntimeError: Connection closed by peer [::1]:4122. {'Check it. ' * 40}\nadvice\n"
     member = d.state.tasks[task].members[0]
-    d.tell(d.source(member.node), r.CollectiveFailed(
-        task=task, rank=0, attempt=member.attempt, generation=1, iteration=1, error=why))
+    d.tell(
+        d.source(member.node),
+        r.CollectiveFailed(
+            task=task, rank=0, attempt=member.attempt, generation=1, iteration=1, error=why
+        ),
+    )
     d.now_s += 2.0
     d.tell("leader/abc", r.DeadlineReached(deadline=f"evidence/{task}/1"))
     lines = page(facts(d.log))
@@ -195,8 +219,17 @@ def test_an_escalated_incident_shows_its_new_severity(d: Driver, task: int) -> N
     d.now_s += 2.0
     d.tell("leader/abc", r.DeadlineReached(deadline=f"evidence/{task}/1"))
     node = d.state.nodes["n2"]
-    d.tell("n2/8", r.NodeJoined(node="n2", incarnation=node.incarnation + 1, host=node.host,
-                                num_slots=node.num_slots, pid=9, accelerator="cpu"))
+    d.tell(
+        "n2/8",
+        r.NodeJoined(
+            node="n2",
+            incarnation=node.incarnation + 1,
+            host=node.host,
+            num_slots=node.num_slots,
+            pid=9,
+            accelerator="cpu",
+        ),
+    )
     lines = page(facts(d.log))
     assert "SEV2 exited abnormally  n2  alpha" in lines[0]
     assert any("SEV2: the agent of n2 started again" in line for line in lines)
@@ -242,8 +275,9 @@ def test_the_incidents_of_a_failed_task_say_why_and_what_to_do(d: Driver) -> Non
     assert earlier
     for number, word in ((last, "failed"), *((number, "failed later") for number in earlier)):
         told = facts(d.log, f"inc-{number}", option=" --state /srv")
-        assert told["left"] == [f"alpha {word} ({why}): unicron logs {task} --state /srv, mend it, "
-                                "submit it again"]
+        assert told["left"] == [
+            f"alpha {word} ({why}): unicron logs {task} --state /srv, mend it, submit it again"
+        ]
         text = " ".join(" ".join(page(told, option=" --state /srv")).split())
         assert f"unicron logs {task} --state /srv, mend it, submit it again" in text
         assert "nothing is left to do" not in text
@@ -282,8 +316,10 @@ def test_a_rank_that_was_stopped(d: Driver, task: int, asked_for: bool) -> None:
     d.progress(task)  # a late report of the iteration before
     carry_out(d, d.due(f"stopped/{task}/2/1"))
     incident_facts = facts(d.log)
-    assert on_purpose(d) == [
-        f"on purpose stop task {task} rank 2 for good: by ops (seq {seq})"] * asked_for
+    assert (
+        on_purpose(d)
+        == [f"on purpose stop task {task} rank 2 for good: by ops (seq {seq})"] * asked_for
+    )
     names = [x["name"] for x in incident_facts["phases"]]
     assert names == ["detect", "stopped", "decide", "rebuild", "step", "full"]
     lengths_s = {x["name"]: x["length_s"] for x in incident_facts["phases"]}
@@ -334,8 +370,12 @@ def test_a_node_that_was_broken_on_purpose(again: bool) -> None:
 
 # --- other pages --------------------------------------------------------------------------------
 def test_the_bar_is_in_proportion() -> None:
-    (line,) = bar([{"name": "detect", "length_s": 0.1, "bound": ""},
-                   {"name": "step", "length_s": 0.2, "bound": ""}])
+    (line,) = bar(
+        [
+            {"name": "detect", "length_s": 0.1, "bound": ""},
+            {"name": "step", "length_s": 0.2, "bound": ""},
+        ]
+    )
     assert line == f"detect 100 ms {'█' * 10}▏step 200 ms {'█' * 20}"
     assert bar([]) == []
 
@@ -349,13 +389,22 @@ def exported(tmp_path: Path) -> Path:
 
 
 def ask(path: Path, which: str, *, as_json: bool = False, verify: bool = False) -> None:
-    replay.replay(StateDir(path.parent), None, path, live=False, until=None, verify=verify,
-                   as_json=as_json, incident=which)
+    replay.replay(
+        StateDir(path.parent),
+        None,
+        path,
+        live=False,
+        until=None,
+        verify=verify,
+        as_json=as_json,
+        incident=which,
+    )
 
 
 def test_the_page_from_an_exported_log(exported: Path, capsys: Any) -> None:
     (number,) = [
-        x.seq for x in archive.read(exported) if isinstance(x.body, decisions.IncidentOpened)]
+        x.seq for x in archive.read(exported) if isinstance(x.body, decisions.IncidentOpened)
+    ]
     ask(exported, f"inc-{number}")
     printed = capsys.readouterr().out
     assert printed.startswith(f"inc-{number}  HEALED  SEV1 lost connection  n2  alpha ranks 2 3")
@@ -376,8 +425,9 @@ def test_the_needs_of_a_waiting_task_are_computed_from_the_log(tmp_path: Path, c
     assert data["computed_by"] == DECIDER_VERSION
     last = max(x.seq for x in archive.read(path) if x.kind == "TaskWaiting")
     for until in (last, None):
-        replay.replay(StateDir(tmp_path), None, path, live=False, until=until, verify=False,
-                       as_json=False)
+        replay.replay(
+            StateDir(tmp_path), None, path, live=False, until=until, verify=False, as_json=False
+        )
         printed = capsys.readouterr().out.splitlines()
         assert printed[-2].startswith("beta       alpha earns more with the slots; needs ")
         assert printed[-1] == f"computed   now, by decider version {DECIDER_VERSION}"
@@ -388,8 +438,9 @@ def test_an_old_log_contains_the_needs_of_a_waiting_task() -> None:
     (record,) = [x for x in records if x["kind"] == "TaskWaiting"]
     record["body"] |= {"needs": "more slots, or weight 3", "cost_waf": 1e12, "weight_from": 3.0}
     incident_facts = facts([from_plain(x) for x in records])
-    assert incident_facts["waits"] == [{
-        "task": "beta", "waits": "the plan gives it no slots; needs more slots, or weight 3"}]
+    assert incident_facts["waits"] == [
+        {"task": "beta", "waits": "the plan gives it no slots; needs more slots, or weight 3"}
+    ]
     assert incident_facts["computed_by"] == 0
     assert "the plan gives it no slots; needs more slots, or weight 3" in line(record)
     assert from_plain(record).body.weight_from == 3.0
@@ -430,8 +481,11 @@ def evidence(told: Plain) -> list[str]:
     for row in page(told)[3:]:
         if row.startswith(("evidence", "began")) or (found and row.startswith(" " * 11)):
             text = row.strip()
-            found = ([*found[:-1], f"{found[-1]} {text}"] if row.startswith(" ") else
-                     [*found, " ".join(text.split())])
+            found = (
+                [*found[:-1], f"{found[-1]} {text}"]
+                if row.startswith(" ")
+                else [*found, " ".join(text.split())]
+            )
         elif found:
             break
     return found
@@ -446,7 +500,8 @@ def test_a_collective_that_fails_later_is_counted() -> None:
     told = facts(gives()[0].log)
     assert [x["later"] for x in told["evidence"]] == [False, False, True]
     assert evidence(told)[1].startswith(
-        "evidence n1: 2 x CollectiveFailed ranks 0 1, the first: rank 0.1 iteration 1:")
+        "evidence n1: 2 x CollectiveFailed ranks 0 1, the first: rank 0.1 iteration 1:"
+    )
     assert evidence(told)[1].endswith("; 1 later)")
 
 
@@ -503,8 +558,9 @@ def test_a_hang_began_after_the_last_mark(d: Driver, task: int) -> None:
     assert 1.5 < found["detect"][1] < 1.7
     assert found["decide"] == ("", pytest.approx(0.0, abs=1e-6))
     began, waits, own, late = evidence(incident_facts)
-    assert began == ("began after the last sign of rank 2, 1.6 s before the report; the exact "
-                     "time is not known")
+    assert began == (
+        "began after the last sign of rank 2, 1.6 s before the report; the exact time is not known"
+    )
     assert waits.startswith("evidence n1 n2: 3 x RankStalled ranks 0 1 3, the first: rank 0.1 ")
     assert " RankStalled rank 2.1 " in own
     assert " x " not in own

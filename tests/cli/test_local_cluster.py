@@ -55,8 +55,14 @@ class Cluster:
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         if arguments[0] != "up":
             return in_process(arguments, None, self.environment())
-        return subprocess.run(self.argv(*arguments), text=True, capture_output=True, check=False,
-                              timeout=LIMIT_S, env=self.environment())
+        return subprocess.run(
+            self.argv(*arguments),
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=LIMIT_S,
+            env=self.environment(),
+        )
 
     def argv(self, *arguments: str) -> list[str]:
         return [sys.executable, "-P", "-m", "unicron.cli.main", *arguments]
@@ -70,8 +76,11 @@ class Cluster:
 
     def pids(self) -> dict[str, int]:
         """Name -> pid of the running processes, including the server."""
-        found = {name: process.pid for name in ALL
-                 if (process := processes.find(self.state, name)) is not None}
+        found = {
+            name: process.pid
+            for name in ALL
+            if (process := processes.find(self.state, name)) is not None
+        }
         server = embedded_server.adopt(self.state.server)
         return found if server is None else {**found, "server": server.pid}
 
@@ -119,10 +128,18 @@ def test_up_locks_its_folder_and_adopts_what_runs(cluster):
         assert second.returncode == 2
         assert f"is locked by unicron up, pid {pids[UP]}" in second.stderr
         assert second.stderr.splitlines()[1].startswith("hint: ")
-    twice = subprocess.run(cluster.argv("control-plane"), text=True, capture_output=True,
-                           check=False, timeout=LIMIT_S, env=cluster.environment())
+    twice = subprocess.run(
+        cluster.argv("control-plane"),
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=LIMIT_S,
+        env=cluster.environment(),
+    )
     assert (twice.returncode, twice.stderr.splitlines()[0]) == (
-        2, f"error: control-plane runs already on {cluster.state.path}, pid {pids[CONTROL_PLANE]}")
+        2,
+        f"error: control-plane runs already on {cluster.state.path}, pid {pids[CONTROL_PLANE]}",
+    )
     assert cluster.pids() == pids
 
     cluster.kill(UP)
@@ -153,11 +170,20 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
     state = StateDir(tmp_path / "state")
     state.create()
     agent = processes.start(state, agent_name("n1"), ["sleep", "60"])
-    task = {"state": "running", "tier": "train", "iterations": 60, "checkpoint": "",
-            "iteration": 40, "unpublished": 40}
-    tasks = [{**task, "name": "alpha"}, {**task, "name": "beta", "state": "finished"},
-             {**task, "name": "gamma", "tier": "command"},
-             {**task, "name": "delta", "checkpoint": "gen-1/iter-20"}]
+    task = {
+        "state": "running",
+        "tier": "train",
+        "iterations": 60,
+        "checkpoint": "",
+        "iteration": 40,
+        "unpublished": 40,
+    }
+    tasks = [
+        {**task, "name": "alpha"},
+        {**task, "name": "beta", "state": "finished"},
+        {**task, "name": "gamma", "tier": "command"},
+        {**task, "name": "delta", "checkpoint": "gen-1/iter-20"},
+    ]
 
     class Asked:
         def get(self, path: str, **query: object) -> dict[str, Any]:
@@ -180,7 +206,8 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
         "unfinished gamma: the next up starts a command again from its beginning, or from what it "
         "has saved itself",
         "to lose nothing: unicron drain '*' first, then down; unicron undrain '*' after the "
-        "next up"]
+        "next up",
+    ]
     assert lines[4].startswith("stopp")
     many = [{**tasks[2], "name": f"nap-{number}"} for number in range(200)]
     tasks[:] = [{**tasks[0], "unpublished": 0}, *many]
@@ -189,8 +216,9 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
     printed = capsys.readouterr().out
     assert "to lose nothing" not in printed
     assert len(printed.splitlines()) < 30
-    assert all(task["name"] in printed.split("stopped")[0].replace(":", " ").split()
-               for task in many)
+    assert all(
+        task["name"] in printed.split("stopped")[0].replace(":", " ").split() for task in many
+    )
 
 
 def test_up_restarts_dead_processes_and_down_works_without_up(cluster):
@@ -258,14 +286,17 @@ class Stranger:
 
 def test_a_stranger_on_the_port_hears_no_secret_and_the_cluster_recovers(cluster, tmp_path):
     """Server, control plane and agent are killed while another process has the HTTP port."""
+
     def at() -> dict[str, Any]:
         return json.loads(cluster.state.control_planes()[0].read_text())
 
     assert cluster.up().returncode == 0
     before, first = cluster.pids(), at()
     port = int(first["url"].rpartition(":")[2])
-    with Redis.from_url(f"unix://:{cluster.state.server.joinpath('password').read_text()}@"
-                        f"{cluster.state.server / 'server.sock'}") as server:
+    with Redis.from_url(
+        f"unix://:{cluster.state.server.joinpath('password').read_text()}@"
+        f"{cluster.state.server / 'server.sock'}"
+    ) as server:
         assert server.config_get("port") == {"port": "0"}
     watching = cluster.process(UP)
     os.kill(watching.pid, signal.SIGSTOP)  # else it starts a new one before the stranger listens
@@ -280,8 +311,16 @@ def test_a_stranger_on_the_port_hears_no_secret_and_the_cluster_recovers(cluster
         until(lambda: cluster("status").returncode == 0, LIMIT_S)
         until(lambda: agent_name("n1") in cluster.pids(), LIMIT_S)
         agent = cluster.pids()[agent_name("n1")]
-        until(lambda: [node["pid"] for node in json.loads(
-            cluster("status", "-o", "json").stdout)["nodes"]] == [agent], LIMIT_S)
+        until(
+            lambda: (
+                [
+                    node["pid"]
+                    for node in json.loads(cluster("status", "-o", "json").stdout)["nodes"]
+                ]
+                == [agent]
+            ),
+            LIMIT_S,
+        )
         second = at()
         assert second["socket"] == first["socket"]
         assert second["url"] != first["url"]
@@ -291,8 +330,10 @@ def test_a_stranger_on_the_port_hears_no_secret_and_the_cluster_recovers(cluster
         assert stranger.heard == b""
         cluster("status", "--url", first["url"])  # whoever names the port talks to the stranger
         assert b"Bearer " in stranger.heard
-        assert f"port {port} is in use by another process" in (
-            cluster.state.logs / "up.log").read_text()
+        assert (
+            f"port {port} is in use by another process"
+            in (cluster.state.logs / "up.log").read_text()
+        )
         with urllib.request.urlopen(f"{second['url']}/v1/health", timeout=10) as reply:
             assert json.load(reply)["ok"]
     finally:
@@ -311,19 +352,28 @@ def test_a_port_in_use_is_refused_and_nothing_runs(cluster):
         port = taken.getsockname()[1]
         result = cluster.up("--port", str(port))
     assert result.returncode == 2
-    assert result.stderr.splitlines() == [f"error: port {port} is in use",
-                                          "hint: give another --port, or none"]
+    assert result.stderr.splitlines() == [
+        f"error: port {port} is in use",
+        "hint: give another --port, or none",
+    ]
     assert cluster.pids() == {}
 
 
 def test_ctrl_c_stops_all_that_a_foreground_up_started(cluster):
-    child = subprocess.Popen(cluster.argv("up", "--agents", "1", "--slots", "1"), text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             env=cluster.environment())
+    child = subprocess.Popen(
+        cluster.argv("up", "--agents", "1", "--slots", "1"),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=cluster.environment(),
+    )
     try:
         assert child.stdout is not None
-        lines = [line for line in iter(child.stdout.readline, "") if not line.startswith("stop ")
-                 or child.send_signal(signal.SIGINT)]
+        lines = [
+            line
+            for line in iter(child.stdout.readline, "")
+            if not line.startswith("stop ") or child.send_signal(signal.SIGINT)
+        ]
         assert child.wait(LIMIT_S) == 0
     finally:
         child.kill()
@@ -339,14 +389,16 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
     assert "1 node, 1 slot" in cluster("status", "nodes").stdout
     assert "no tasks yet" in cluster("status").stdout
     (tmp_path / "job.yaml").write_text(
-        "apiVersion: unicron/v1\nname: waits\ncommand: [sleep, '600']\n")
+        "apiVersion: unicron/v1\nname: waits\ncommand: [sleep, '600']\n"
+    )
     submitted = cluster("submit", str(tmp_path / "job.yaml"), "-o", "json")
     assert submitted.returncode == 0, submitted.stderr
     task = json.loads(submitted.stdout)["task"]
     until(lambda: "RankStarted" in cluster("tail", "--task", "waits").stdout)
     assert "waits  RUNNING" in cluster("status", "waits").stdout
     assert [record["kind"] for record in cluster.records() if record["seq"] == task] == [
-        "TaskSubmitted"]
+        "TaskSubmitted"
+    ]
     unknown = cluster("status", "nobody")
     assert unknown.returncode == 2
     assert "hint: there is waits" in unknown.stderr
@@ -377,11 +429,20 @@ def test_many_tasks_of_a_second_terminal(cluster, tmp_path):
         (tmp_path / f"{name}.yaml").write_text(job.format(name))
     (tmp_path / "quick.yaml").write_text(job.format("quick").replace("sleep, '600'", "'true'"))
     early = subprocess.Popen(
-        cluster.argv("submit", str(tmp_path / "nap-1.yaml"), "-", str(tmp_path / "nap-2.yaml"),
-                     "-o", "json"), text=True, env=cluster.environment(), stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen(cluster.argv("up", "--detach", "--agents", "1", "--slots", "1"),
-                          env=cluster.environment(), stdout=subprocess.DEVNULL) as up:
+        cluster.argv(
+            "submit", str(tmp_path / "nap-1.yaml"), "-", str(tmp_path / "nap-2.yaml"), "-o", "json"
+        ),
+        text=True,
+        env=cluster.environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with subprocess.Popen(
+        cluster.argv("up", "--detach", "--agents", "1", "--slots", "1"),
+        env=cluster.environment(),
+        stdout=subprocess.DEVNULL,
+    ) as up:
         deadline_s = time.monotonic() + LIMIT_S
         while not cluster.state.is_held() and time.monotonic() < deadline_s:
             time.sleep(0.05)
@@ -398,12 +459,23 @@ def test_many_tasks_of_a_second_terminal(cluster, tmp_path):
     listed = cluster("status", "nap-*", "--only", "waiting").stdout
     assert listed.splitlines()[-1] == "2 waiting"
 
-    for line, names in (("unicron cancel n", {"nap-1", "nap-2", "nap-3"}),
-                        ("unicron drain ", {"n1"})):
+    for line, names in (
+        ("unicron cancel n", {"nap-1", "nap-2", "nap-3"}),
+        ("unicron drain ", {"n1"}),
+    ):
         completed = subprocess.run(
-            cluster.argv(), text=True, capture_output=True, check=False, timeout=LIMIT_S, env={
-                **cluster.environment(), "_UNICRON_COMPLETE": "complete_bash",
-                "COMP_WORDS": line, "COMP_CWORD": "2"})
+            cluster.argv(),
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=LIMIT_S,
+            env={
+                **cluster.environment(),
+                "_UNICRON_COMPLETE": "complete_bash",
+                "COMP_WORDS": line,
+                "COMP_CWORD": "2",
+            },
+        )
         assert (set(completed.stdout.split()), completed.stderr) == (names, "")
 
     screen = terminal(cluster, "status", "-w", rows=12, columns=70)
@@ -429,9 +501,18 @@ def test_many_tasks_of_a_second_terminal(cluster, tmp_path):
     for words in (("tail",), ("cancel", "x"), ("drain", "n1"), ("wait", "x")):
         assert cluster(*words, "--url", "http://127.0.0.1:1").returncode == 3
     gone = subprocess.run(
-        cluster.argv(), text=True, capture_output=True, check=False, timeout=LIMIT_S, env={
-            **cluster.environment(), "_UNICRON_COMPLETE": "complete_bash",
-            "COMP_WORDS": "unicron cancel ", "COMP_CWORD": "2"})
+        cluster.argv(),
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=LIMIT_S,
+        env={
+            **cluster.environment(),
+            "_UNICRON_COMPLETE": "complete_bash",
+            "COMP_WORDS": "unicron cancel ",
+            "COMP_CWORD": "2",
+        },
+    )
     assert (gone.stdout.strip(), gone.stderr) == ("", "")
 
 
@@ -439,8 +520,9 @@ def terminal(cluster: Cluster, *arguments: str, rows: int, columns: int) -> str:
     """What the command prints on a terminal of that size in three seconds."""
     command, own = pty.openpty()
     termios.tcsetwinsize(own, (rows, columns))
-    with subprocess.Popen(cluster.argv(*arguments), stdin=own, stdout=own, stderr=own,
-                          env=cluster.environment()) as running:
+    with subprocess.Popen(
+        cluster.argv(*arguments), stdin=own, stdout=own, stderr=own, env=cluster.environment()
+    ) as running:
         time.sleep(3.0)
         running.send_signal(signal.SIGINT)
         running.wait(LIMIT_S)
@@ -459,7 +541,8 @@ def test_output_on_another_host_is_read_by_its_agent(cluster, tmp_path):
     """The command line runs in a mount namespace in which the state folder is empty."""
     assert cluster.up().returncode == 0
     (tmp_path / "job.yaml").write_text(
-        "apiVersion: unicron/v1\nname: prints\ncommand: [sh, -c, 'seq 1 30000; sleep 600']\n")
+        "apiVersion: unicron/v1\nname: prints\ncommand: [sh, -c, 'seq 1 30000; sleep 600']\n"
+    )
     assert cluster("submit", str(tmp_path / "job.yaml")).returncode == 0
     whole = "".join(f"0.1 {number}\n" for number in range(1, 30_001))
     until(lambda: cluster("logs", "prints").stdout == whole)
@@ -467,11 +550,15 @@ def test_output_on_another_host_is_read_by_its_agent(cluster, tmp_path):
     arguments = ("logs", "prints", "--url", there["url"], "--state", str(tmp_path / "none"))
 
     def elsewhere() -> subprocess.CompletedProcess[str]:
-        hidden = f"mount -t tmpfs none {cluster.state.path} && exec \"$@\""
+        hidden = f'mount -t tmpfs none {cluster.state.path} && exec "$@"'
         return subprocess.run(
-            ["unshare", "-m", "sh", "-c", hidden, "sh", *cluster.argv(*arguments)], text=True,
-            capture_output=True, check=False, timeout=LIMIT_S,
-            env={**cluster.environment(), "UNICRON_TOKEN": there["token"]})
+            ["unshare", "-m", "sh", "-c", hidden, "sh", *cluster.argv(*arguments)],
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=LIMIT_S,
+            env={**cluster.environment(), "UNICRON_TOKEN": there["token"]},
+        )
 
     found = elsewhere()
     assert (found.stdout, found.stderr, found.returncode) == (whole, "", 0)
@@ -496,7 +583,8 @@ def test_a_folder_with_checkpoints_of_another_task_is_not_overwritten(cluster, t
     def write(command: str) -> None:
         (tmp_path / "job.yaml").write_text(
             "apiVersion: unicron/v1\nname: again\nheal: in-memory\n"
-            f"command: {command}\nloop: {{micro_batches: 2, iterations: 9, output: {output}}}\n")
+            f"command: {command}\nloop: {{micro_batches: 2, iterations: 9, output: {output}}}\n"
+        )
 
     write("[sleep, '600']")
     (output / "gen-1" / "iter-20.0a1b2c3d.partial").mkdir(parents=True)
@@ -514,7 +602,8 @@ def test_a_folder_with_checkpoints_of_another_task_is_not_overwritten(cluster, t
         assert refused.stderr.splitlines() == [
             f"error: {job}: loop.output: {output} has checkpoints of task {task} (again), which "
             "this one would overwrite",
-            f"hint: name another output, or move them away: mv {output} {output}.before"]
+            f"hint: name another output, or move them away: mv {output} {output}.before",
+        ]
     write("[sleep, '600', --load, here]")
     assert cluster("submit", job, "--dry-run").returncode == 0
     write("[sleep, '600']")
@@ -558,7 +647,10 @@ def test_policy_and_options_of_a_state_folder(cluster, tmp_path):
     second = cluster.up("--act", "--allow-inject")
     assert "healing  on\nfaults   allowed" in second.stdout, second.stderr
     assert (policy()["observe"], policy()["allow_inject"], policy()["silence_s_max"]) == (
-        False, True, 7)
+        False,
+        True,
+        7,
+    )
     cluster.kill(UP)
     assert "--allow-inject" in refused()
     assert "--observe" in refused("--observe", "--allow-inject")
@@ -572,19 +664,36 @@ def test_policy_and_options_of_a_state_folder(cluster, tmp_path):
 
 
 def test_operator_commands_on_a_running_cluster(cluster, tmp_path):
-    assert cluster("up", "--detach", "--agents", "2", "--slots", "1",
-                   "--allow-inject", "--label", "n2:rack=r2", "--label", "rack=r1").returncode == 0
+    assert (
+        cluster(
+            "up",
+            "--detach",
+            "--agents",
+            "2",
+            "--slots",
+            "1",
+            "--allow-inject",
+            "--label",
+            "n2:rack=r2",
+            "--label",
+            "rack=r1",
+        ).returncode
+        == 0
+    )
     nodes = json.loads(cluster("status", "-o", "json").stdout)["nodes"]
     assert [node["labels"]["rack"] for node in nodes] == ["r1", "r2"]
     for name, weight in (("alpha", 2), ("beta", 1)):
         (tmp_path / "job.yaml").write_text(
             f"apiVersion: unicron/v1\nname: {name}\nweight: {weight}\n"
-            "throughput: {1: 1.0e9}\ncommand: [sleep, '600']\n")
+            "throughput: {1: 1.0e9}\ncommand: [sleep, '600']\n"
+        )
         assert cluster("submit", str(tmp_path / "job.yaml")).returncode == 0
     until(lambda: cluster("tail", "--kind", "RankStarted").stdout.count("RankStarted") == 2)
     until(lambda: "0 idle" in cluster("status").stdout)
-    home = {task["name"]: task["ranks"][0]["node"]
-            for task in json.loads(cluster("status", "-o", "json").stdout)["tasks"]}
+    home = {
+        task["name"]: task["ranks"][0]["node"]
+        for task in json.loads(cluster("status", "-o", "json").stdout)["tasks"]
+    }
 
     drained = cluster("drain", home["alpha"], "--reason", "thermal")
     assert drained.returncode == 0, drained.stderr
@@ -676,7 +785,7 @@ def test_a_reply_is_awaited_for_the_given_time(url: str) -> None:
 
 
 def test_a_process_that_ended_before_its_pid_file_is_not_alive():
-    assert not processes.alive(processes.Process(name="n1", pid=2 ** 22 + 1, started=""))
+    assert not processes.alive(processes.Process(name="n1", pid=2**22 + 1, started=""))
 
 
 def test_a_log_of_ours_that_grows_is_cut_while_its_process_writes_on(tmp_path, monkeypatch):
@@ -719,9 +828,12 @@ def test_up_starts_and_watches_two_control_planes(cluster):
         until(lambda: len(leads()["followers"]) == 1)
     assert f"followed by {leads()['followers'][0]}," in cluster("status").stdout
 
-    first = next(name for name in names if json.loads(
-        (cluster.state.path / f"{name.replace('-', '_', 1)}.json").read_text())["url"]
-        not in leads()["followers"])
+    first = next(
+        name
+        for name in names
+        if json.loads((cluster.state.path / f"{name.replace('-', '_', 1)}.json").read_text())["url"]
+        not in leads()["followers"]
+    )
     cluster.kill(first)
     frozen = cluster("freeze", "--reason", "a takeover")  # waits for the other one
     assert frozen.returncode == 0, frozen.stderr
@@ -729,7 +841,8 @@ def test_up_starts_and_watches_two_control_planes(cluster):
     until(lambda: processes.find(cluster.state, first) is not None)
     until(lambda: len(leads()["followers"]) == 1)
     assert {name: cluster.process(name).pid != pid for name, pid in before.items()} == {
-        name: name == first for name in names}
+        name: name == first for name in names
+    }
 
     down = cluster("down")
     assert set(names) < set(down.stdout.removeprefix("stopped ").strip().split(", "))
@@ -738,4 +851,6 @@ def test_up_starts_and_watches_two_control_planes(cluster):
     alone = cluster("handover")
     assert alone.returncode == 2
     assert alone.stderr.splitlines() == [
-        "error: no other control plane follows this one", "hint: unicron up --control-planes 2"]
+        "error: no other control plane follows this one",
+        "hint: unicron up --control-planes 2",
+    ]

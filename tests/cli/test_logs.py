@@ -13,10 +13,17 @@ from unicron.cli.commands import logs
 from unicron.events.log.port import FileRequest
 from unicron.workers.agent.output_files import read_part
 
-LINES = st.lists(st.one_of(
-    st.text("aé€😀", max_size=30),
-    st.builds(lambda text, num: text * num, st.text("aé€😀", min_size=1, max_size=3),
-              st.integers(1, 3 * logs.CHUNK_BYTES))), max_size=40)
+LINES = st.lists(
+    st.one_of(
+        st.text("aé€😀", max_size=30),
+        st.builds(
+            lambda text, num: text * num,
+            st.text("aé€😀", min_size=1, max_size=3),
+            st.integers(1, 3 * logs.CHUNK_BYTES),
+        ),
+    ),
+    max_size=40,
+)
 
 
 class Far(type(Path())):
@@ -39,13 +46,13 @@ class Agents:
 @settings(max_examples=60)
 @given(lines=LINES, ends=st.booleans(), tail=st.none() | st.integers(0, 50))
 def test_every_line_is_printed_once_and_whole(
-        tmp_path_factory: pytest.TempPathFactory, lines: list[str], ends: bool,
-        tail: int | None) -> None:
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], ends: bool, tail: int | None
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         path = tmp_path_factory.mktemp("logs") / "0.log"
         path.write_text("\n".join(lines) + "\n" * (ends and bool(lines)), encoding="utf-8")
         whole = lines if ends or lines[-1:] != [""] else lines[:-1]
-        last = whole if tail is None else whole[len(whole) - min(tail, len(whole)):]
+        last = whole if tail is None else whole[len(whole) - min(tail, len(whole)) :]
         for one in (path, Far(path)):
             found: list[str] = []
             patch.setattr(logs.console, "write", found.append)
@@ -61,12 +68,14 @@ def test_the_first_part_of_a_long_line_is_printed_at_once(tmp_path: Path) -> Non
     path.write_bytes(b"x" * (1 << 26))
     file = logs._File(rank=0, attempt=1, node="n1", path=path)
     assert len(next(text for text in file.texts(Agents(), whole=True) if text)) <= (  # type: ignore[arg-type]
-        2 * logs.CHUNK_BYTES)
+        2 * logs.CHUNK_BYTES
+    )
     assert file.offset <= 2 * logs.CHUNK_BYTES
 
 
 def test_parts_of_two_files_do_not_share_a_line(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files: list[logs._File] = []
     for rank in (0, 1):
         path = tmp_path / f"{rank}.log"

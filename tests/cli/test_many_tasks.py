@@ -53,7 +53,8 @@ def test_a_long_list_is_counted_and_a_reason_is_printed_once(many: Driver) -> No
 
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 60), (40, 12)])
 def test_a_terminal_is_filled_and_not_exceeded(
-        many: Driver, columns: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    many: Driver, columns: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fmt, "SCREEN_COLUMNS", min(columns, fmt.COLUMNS_MAX))
     lines = status._fitted(screen(many, height=rows), columns, rows)
     assert len(lines) == rows or rows == 12
@@ -69,18 +70,24 @@ def shown(d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **asked: A
 
     client = mock.Mock(get=get)
     monkeypatch.setattr(status, "connect_to_read", lambda state, url: client)
-    status.status(StateDir(tmp_path), None, **{
-        "what": "tasks", "watch": False, "as_json": False, **asked})
+    status.status(
+        StateDir(tmp_path), None, **{"what": "tasks", "watch": False, "as_json": False, **asked}
+    )
 
 
-def test_filters(many: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_filters(
+    many: Driver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     shown(many, tmp_path, monkeypatch)
     assert capsys.readouterr().out.count(" WAITING ") == 198
     shown(many, tmp_path, monkeypatch, what="sleep-1?", only="waiting")
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in printed[1:11]] == [
-        f"sleep-{number}" for number in range(10, 20)]
+        f"sleep-{number}" for number in range(10, 20)
+    ]
     assert printed[-1] == "10 waiting"
     shown(many, tmp_path, monkeypatch, what="sleep-[1]", wide=True)
     head, row = capsys.readouterr().out.splitlines()[:2]
@@ -95,8 +102,12 @@ def test_filters(many: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
             shown(many, tmp_path, monkeypatch, what=what, only="running")
 
 
-def test_yaml_is_the_json_document(many: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_yaml_is_the_json_document(
+    many: Driver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(console, "_form", ["yaml"])
     shown(many, tmp_path, monkeypatch, what="", as_json=True)
     assert yaml.safe_load(capsys.readouterr().out) == json.loads(json.dumps(seen(many)))
@@ -112,20 +123,36 @@ def test_a_command_without_a_model_earns_nothing(many: Driver) -> None:
 
 # --- names --------------------------------------------------------------------------------------
 def test_no_name_reaches_the_terminal_as_it_is(
-        many: Driver, capsys: pytest.CaptureFixture[str]) -> None:
+    many: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Names are checked when a job is read; reasons, hosts and labels of others are not."""
     found = view(many.state, explain=True)
     for one in found["tasks"]:
-        one |= {"name": HOSTILE, "why": HOSTILE, "needs": HOSTILE, "team": HOSTILE,
-                "withheld": HOSTILE, "output": HOSTILE, "layout": HOSTILE}
+        one |= {
+            "name": HOSTILE,
+            "why": HOSTILE,
+            "needs": HOSTILE,
+            "team": HOSTILE,
+            "withheld": HOSTILE,
+            "output": HOSTILE,
+            "layout": HOSTILE,
+        }
     for node in found["nodes"]:
-        node |= {"drained": True, "drain_reason": HOSTILE, "host": HOSTILE,
-                 "accelerator": HOSTILE, "labels": {"rack": HOSTILE, "switch": HOSTILE}}
-    console.lines([
-        *cluster.status(found, cluster=HOSTILE, now_s=many.now_s),
-        *cluster.tasks(found["tasks"][:3], wide=True),
-        *nodes.nodes(found, now_s=many.now_s),
-        *past_screens.task_status(found, found["tasks"][0], History(), now_s=many.now_s)])
+        node |= {
+            "drained": True,
+            "drain_reason": HOSTILE,
+            "host": HOSTILE,
+            "accelerator": HOSTILE,
+            "labels": {"rack": HOSTILE, "switch": HOSTILE},
+        }
+    console.lines(
+        [
+            *cluster.status(found, cluster=HOSTILE, now_s=many.now_s),
+            *cluster.tasks(found["tasks"][:3], wide=True),
+            *nodes.nodes(found, now_s=many.now_s),
+            *past_screens.task_status(found, found["tasks"][0], History(), now_s=many.now_s),
+        ]
+    )
     console.error(f"no task {HOSTILE}", HOSTILE)
     captured = capsys.readouterr()
     for text in captured.out, captured.err:
@@ -136,27 +163,34 @@ def test_no_name_reaches_the_terminal_as_it_is(
 
 # --- several at once ----------------------------------------------------------------------------
 def requests(d: Driver, monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
-    client = mock.Mock(get=lambda path: seen(d), records=lambda after, follow: iter(()),
-                       post=mock.Mock(return_value={"seq": 9}))
+    client = mock.Mock(
+        get=lambda path: seen(d),
+        records=lambda after, follow: iter(()),
+        post=mock.Mock(return_value={"seq": 9}),
+    )
     for module in (operate, tasks):
         monkeypatch.setattr(module, "connect", lambda state, url: client)
     return client
 
 
 def test_tasks_are_cancelled_by_name_and_pattern(
-        many: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = requests(many, monkeypatch)
     tasks.cancel(StateDir(tmp_path), None, ["sleep-19?", "sleep-3,sleep-199"], "", as_json=False)
     ids = {task["name"]: task["id"] for task in seen(many)["tasks"]}
     assert [call.args[0] for call in client.post.call_args_list] == [
-        f"/v1/tasks/{ids[f'sleep-{number}']}/cancel" for number in (*range(190, 200), 3)]
+        f"/v1/tasks/{ids[f'sleep-{number}']}/cancel" for number in (*range(190, 200), 3)
+    ]
 
 
-@pytest.mark.parametrize(("words", "error"), [
-    (["nap-*"], "no task has a name like 'nap-\\*'"), (["sleep-1", "nap"], "no task 'nap'")])
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [(["nap-*"], "no task has a name like 'nap-\\*'"), (["sleep-1", "nap"], "no task 'nap'")],
+)
 def test_nothing_is_cancelled_if_a_word_is_wrong(
-        many: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str],
-        error: str) -> None:
+    many: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], error: str
+) -> None:
     client = requests(many, monkeypatch)
     with pytest.raises(UsageError, match=error) as refused:
         tasks.cancel(StateDir(tmp_path), None, words, "", as_json=False)
@@ -166,7 +200,8 @@ def test_nothing_is_cancelled_if_a_word_is_wrong(
 
 @pytest.mark.nodes(3, slots=1)
 def test_nodes_are_drained_by_pattern_in_one_request(
-        d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = requests(d, monkeypatch)
     operate.drain(StateDir(tmp_path), None, ["n[12]", "n2"], "fans", as_json=False)
     client.post.assert_called_once_with("/v1/nodes/n1,n2/drain", {"reason": "fans"})
@@ -177,9 +212,13 @@ def waiting_for(until: str, tmp_path: Path, timeout_s: float = 0.0) -> None:
     tasks.wait(StateDir(tmp_path), None, ["alpha"], until, timeout_s, as_json=False)
 
 
-def test_wait_ends_when_it_is_so(d: Driver, task: int, tmp_path: Path,
-                                 monkeypatch: pytest.MonkeyPatch,
-                                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_wait_ends_when_it_is_so(
+    d: Driver,
+    task: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     requests(d, monkeypatch)
     for until in ("running", "healed"):
         waiting_for(until, tmp_path)
@@ -196,7 +235,8 @@ def test_wait_ends_when_it_is_so(d: Driver, task: int, tmp_path: Path,
 
 
 def test_wait_ends_when_it_cannot_be_so_any_more(
-        d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests(d, monkeypatch)
     task = d.running()
     d.obey(d.tell("operator/1", TaskCancelRequested(task=task)))
@@ -206,9 +246,15 @@ def test_wait_ends_when_it_cannot_be_so_any_more(
 
 
 # --- times and words ----------------------------------------------------------------------------
-@pytest.mark.parametrize(("text", "error"), [
-    ("2999-01-01T00:00:00Z", "is in the future"), ("soon", "is neither a length"),
-    ("-2h", "is neither a length"), ("", "is neither a length")])
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("2999-01-01T00:00:00Z", "is in the future"),
+        ("soon", "is neither a length"),
+        ("-2h", "is neither a length"),
+        ("", "is neither a length"),
+    ],
+)
 def test_a_moment_that_cannot_be_is_refused(text: str, error: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=error):
         times.past_s(text)
@@ -242,15 +288,23 @@ def test_a_dry_run_of_several_files_shows_each(form: str, tmp_path: Path) -> Non
     paths = [tmp_path / f"{name}.yaml" for name in ("a", "b")]
     for path in paths:
         path.write_text(JOB.replace("NAME", path.stem))
-    found = in_process(("submit", *map(str, paths), "--dry-run", "-o", form), tmp_path,
-                       {"HOME": str(tmp_path)})
+    found = in_process(
+        ("submit", *map(str, paths), "--dry-run", "-o", form), tmp_path, {"HOME": str(tmp_path)}
+    )
     assert found.returncode == 0, found
     if form == "text":
         assert found.stdout.count("no cluster runs here") == 2
         return
-    documents = (list(yaml.safe_load_all(found.stdout)) if form == "yaml"
-                 else [json.loads(line) for line in found.stdout.splitlines()])
+    documents = (
+        list(yaml.safe_load_all(found.stdout))
+        if form == "yaml"
+        else [json.loads(line) for line in found.stdout.splitlines()]
+    )
     assert [one["plan"] for one in documents] == [None, None]
     paths[1].write_text("nonsense")
-    assert in_process(("submit", *map(str, paths), "--dry-run"), tmp_path,
-                      {"HOME": str(tmp_path)}).returncode == 2
+    assert (
+        in_process(
+            ("submit", *map(str, paths), "--dry-run"), tmp_path, {"HOME": str(tmp_path)}
+        ).returncode
+        == 2
+    )

@@ -28,14 +28,18 @@ def cluster_of(num: int, *, nodes: int, slots: int) -> Driver:
 
 def silent(d: Driver, node: str) -> None:
     d.now_s += 6
-    d.tell(LEADER, r.NodeUnreachable(node=node, incarnation=d.state.nodes[node].incarnation,
-                                     silence_s=6.0))
+    d.tell(
+        LEADER,
+        r.NodeUnreachable(node=node, incarnation=d.state.nodes[node].incarnation, silence_s=6.0),
+    )
 
 
 def back(d: Driver, node: str, boot_id: str, slots: int) -> None:
     d.now_s += 50
-    carry_out(d, d.join(node, incarnation=d.state.nodes[node].incarnation + 1, slots=slots,
-                        boot_id=boot_id))
+    carry_out(
+        d,
+        d.join(node, incarnation=d.state.nodes[node].incarnation + 1, slots=slots, boot_id=boot_id),
+    )
 
 
 def shown(d: Driver) -> list[str]:
@@ -59,7 +63,8 @@ def test_a_node_that_reboots_is_one_event_with_its_tasks_below() -> None:
     back(d, "n1", "boot-1b", 4)
     assert shown(d) == [
         f"NODES      rebooted: n1, away for 56 s since {at(d, -56)}; 4 incidents",
-        *["  inc"] * 4]
+        *["  inc"] * 4,
+    ]
     assert found(d) == [("rebooted", ["n1"], 4)]
 
 
@@ -79,7 +84,9 @@ def test_a_lost_node_is_one_event_and_a_short_silence_is_none() -> None:
     silent(d, "n2")  # it has no task
     assert found(d) == [("lost", ["n2"], 0)]
     assert past_screens.every(history(d.log), now_s=d.now_s) == [
-        incident.NONE, f"NODES      lost: n2, away since {at(d, -6)}; 0 incidents"]
+        incident.NONE,
+        f"NODES      lost: n2, away since {at(d, -6)}; 0 incidents",
+    ]
     d.tell(LEADER, r.NodeReachable(node="n2", incarnation=1))
     assert found(d) == []
 
@@ -105,7 +112,9 @@ def test_the_whole_cluster_rebooted_as_seen_by_a_control_plane_that_ran_on() -> 
     for node in ("n2", "n1"):
         back(d, node, f"{node} again", 1)
     assert sorted(x[:2] for x in found(d)) == [
-        ("lost", ["n3"]), ("whole cluster rebooted", ["n2", "n1"])]
+        ("lost", ["n3"]),
+        ("whole cluster rebooted", ["n2", "n1"]),
+    ]
     back(d, "n3", "n3 again", 1)
     assert found(d) == [("whole cluster rebooted", ["n2", "n1", "n3"], 3)]
     assert "NODES      whole cluster rebooted: n2 n1 n3, away for 3 min since " in shown(d)[0]
@@ -119,7 +128,10 @@ def test_the_whole_cluster_rebooted_and_the_control_plane_too() -> None:
         carry_out(d, d.join(node, incarnation=2, slots=1, boot_id=f"{node} again"))
     (event,) = history(d.log).node_losses
     assert (event.what, event.nodes, event.since_s) == (
-        "whole cluster rebooted", ["n1", "n2"], since_s)
+        "whole cluster rebooted",
+        ["n1", "n2"],
+        since_s,
+    )
 
 
 def test_a_reboot_of_some_nodes_is_not_one_of_the_whole_cluster() -> None:

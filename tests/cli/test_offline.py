@@ -29,8 +29,12 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(4):
         (path / "job.yaml").write_text(JOB.replace("NAME", f"j{number}"))
         assert cluster("submit", str(path / "job.yaml")).returncode == 0
-    until(lambda: [task["state"] for task in json.loads(
-        cluster("status", "-o", "json").stdout)["tasks"]] == ["finished"] * 4)
+    until(
+        lambda: (
+            [task["state"] for task in json.loads(cluster("status", "-o", "json").stdout)["tasks"]]
+            == ["finished"] * 4
+        )
+    )
     until(lambda: bool(list((path / "state" / "log").glob("*.state"))))
     until(lambda: json.loads(cluster("log", "status", "-o", "json").stdout)["unsealed"] < 10)
     assert cluster("down").returncode == 0
@@ -45,8 +49,9 @@ def test_reads_go_on_from_the_files(state: Path, tmp_path: Path) -> None:
     tail = unicron(state, "tail", "-o", "jsonl")
     records = [json.loads(line) for line in tail.stdout.splitlines()]
     assert [record["seq"] for record in records] == list(range(1, len(records) + 1))
-    assert tail.stderr.startswith(f"no cluster runs on {state}. This is the log up to seq "
-                                  f"{len(records)} of ")
+    assert tail.stderr.startswith(
+        f"no cluster runs on {state}. This is the log up to seq {len(records)} of "
+    )
     now = unicron(state, "status", "-o", "json")
     assert (json.loads(now.stdout)["cluster"]["seq"], now.returncode) == (len(records), 3)
     then = json.loads(unicron(state, "status", "--at", "12", "-o", "json").stdout)
@@ -63,10 +68,13 @@ def test_a_moment_is_a_seq_or_a_time(state: Path) -> None:
     moment = datetime.fromtimestamp(times[4] + 1e-5, UTC).isoformat()
     then = json.loads(unicron(state, "status", "--at", moment, "-o", "json").stdout)
     assert then["cluster"]["seq"] == sum(at_s <= times[4] + 1e-5 for at_s in times)
-    for wrong, why in (("0", "is not in the log"), ("99999", "is not in the log"),
-                       ("2999-01-01T00:00:00Z", "is in the future"),
-                       ("soon", "is neither a seq nor a time"),
-                       ("2001-01-01T00:00:00Z", "is before the log")):
+    for wrong, why in (
+        ("0", "is not in the log"),
+        ("99999", "is not in the log"),
+        ("2999-01-01T00:00:00Z", "is in the future"),
+        ("soon", "is neither a seq nor a time"),
+        ("2001-01-01T00:00:00Z", "is before the log"),
+    ):
         refused = unicron(state, "status", "--at", wrong)
         assert (refused.returncode, why in refused.stderr) == (2, True), refused
 
@@ -113,8 +121,10 @@ def test_a_pruned_log_is_read_from_its_beginning_on(state: Path, tmp_path: Path)
     records = unicron(copy, "tail", "-o", "jsonl").stdout.splitlines()
     whole = json.loads(unicron(copy, "status", "-o", "json").stdout)
     young = unicron(copy, "log", "prune", "--keep", "1")
-    assert (young.returncode, young.stdout) == (0, "nothing  is older than 1 days, but for what "
-                                                "must stay\nleft     records from 1 on\n")
+    assert (young.returncode, young.stdout) == (
+        0,
+        "nothing  is older than 1 days, but for what must stay\nleft     records from 1 on\n",
+    )
     pruned = unicron(copy, "log", "prune", "--keep", "0")
     segments = sorted((copy / "log").glob("*.segment"))
     assert (pruned.returncode, len(segments)) == (0, 1), pruned
@@ -128,16 +138,20 @@ def test_a_pruned_log_is_read_from_its_beginning_on(state: Path, tmp_path: Path)
     # Every reader begins there, with the state of that moment.
     note = f"note: the log begins at seq {first}: records 1 to {first - 1} were pruned"
     tail = unicron(copy, "tail", "-o", "jsonl")
-    assert (tail.stdout.splitlines(), note in tail.stderr) == (records[first - 1:], True)
+    assert (tail.stdout.splitlines(), note in tail.stderr) == (records[first - 1 :], True)
     assert json.loads(unicron(copy, "status", "-o", "json").stdout) == whole
     assert "FINISHED" in unicron(copy, "status", "j0").stdout
-    for words, why in ((("status", "--at", "12"), "older ones were pruned"),
-                       (("tail", "--after", "3"), f"records 1 to {first - 1} were pruned"),
-                       (("replay", "--live", "--until", "3"), "record 3 was pruned")):
+    for words, why in (
+        (("status", "--at", "12"), "older ones were pruned"),
+        (("tail", "--after", "3"), f"records 1 to {first - 1} were pruned"),
+        (("replay", "--live", "--until", "3"), "record 3 was pruned"),
+    ):
         refused = unicron(copy, *words)
         assert (refused.returncode, why in refused.stderr) == (2, True), refused
-    assert json.loads(unicron(copy, "replay", "--live", "-o", "json").stdout)["cluster"][
-        "hash"] == whole["cluster"]["hash"]
+    assert (
+        json.loads(unicron(copy, "replay", "--live", "-o", "json").stdout)["cluster"]["hash"]
+        == whole["cluster"]["hash"]
+    )
     exported = tmp_path / "log.jsonl"
     assert unicron(copy, "export", str(exported)).returncode == 0
     verdict = json.loads(unicron(copy, "replay", str(exported), "--verify", "-o", "json").stdout)
@@ -148,10 +162,12 @@ def test_a_pruned_log_is_read_from_its_beginning_on(state: Path, tmp_path: Path)
     try:
         assert cluster.up().returncode == 0
         kept = cluster("tail", "-o", "jsonl").stdout.splitlines()
-        assert kept[: len(records) - first + 1] == records[first - 1:]
+        assert kept[: len(records) - first + 1] == records[first - 1 :]
         refused = cluster("tail", "--after", "3")
         assert (refused.returncode, f"records 1 to {first - 1} were pruned" in refused.stderr) == (
-            2, True), refused
+            2,
+            True,
+        ), refused
         assert "VERIFIED" in cluster("replay", "--live", "--verify").stdout
         assert cluster("status", "j0").returncode == 0
     finally:
@@ -209,14 +225,19 @@ def test_a_lost_server_is_refused_and_restored(state: Path, tmp_path: Path) -> N
         cluster("down")
 
 
-@pytest.mark.parametrize(("damage", "words"), [
-    ("edited", "is damaged: it has other bytes than were written"),
-    ("cut", "is damaged"), ("swapped", "is damaged"),
-    ("of another cluster", "is of cluster other, not "),
-    ("of a later version", "has format version 99, this reads ")])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("edited", "is damaged: it has other bytes than were written"),
+        ("cut", "is damaged"),
+        ("swapped", "is damaged"),
+        ("of another cluster", "is of cluster other, not "),
+        ("of a later version", "has format version 99, this reads "),
+    ],
+)
 def test_a_wrong_segment_is_one_line_in_every_reader(
-        state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, words: str
-        ) -> None:
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, words: str
+) -> None:
     copy = tmp_path / "state"
     shutil.copytree(state, copy)
     cluster = json.loads((copy / "cluster.json").read_text())["cluster"]
@@ -230,13 +251,23 @@ def test_a_wrong_segment_is_one_line_in_every_reader(
             if damage == "of a later version":
                 patch.setattr(segments, "FORMAT_VERSION", 99)
             Folder(copy / "log", cluster if "version" in damage else "other").write(
-                records, chain[-2])
+                records, chain[-2]
+            )
     else:
         data = first.read_bytes()
-        first.write_bytes({"edited": data[:-1] + bytes([data[-1] ^ 1]), "cut": data[:-1],
-                           "swapped": last.read_bytes()}[damage])
-    for command in (("tail",), ("export", str(tmp_path / "log.jsonl")), ("incident", "--all"),
-                    ("log", "verify")):
+        first.write_bytes(
+            {
+                "edited": data[:-1] + bytes([data[-1] ^ 1]),
+                "cut": data[:-1],
+                "swapped": last.read_bytes(),
+            }[damage]
+        )
+    for command in (
+        ("tail",),
+        ("export", str(tmp_path / "log.jsonl")),
+        ("incident", "--all"),
+        ("log", "verify"),
+    ):
         refused = unicron(copy, *command)
         assert refused.returncode in (1, 2), refused
         assert words in refused.stdout + refused.stderr, refused
@@ -248,8 +279,9 @@ def test_a_wrong_segment_is_one_line_in_every_reader(
 @pytest.mark.thorough
 def test_a_server_that_comes_back_empty_is_refused_while_ranks_run_on(tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text("seal_records: 10\nseal_s: 1\n")
-    (tmp_path / "job.yaml").write_text(JOB.replace("NAME", "long").replace(
-        "'true'", "'sleep', '600'"))
+    (tmp_path / "job.yaml").write_text(
+        JOB.replace("NAME", "long").replace("'true'", "'sleep', '600'")
+    )
     cluster = Cluster(tmp_path / "state")
 
     def rank() -> int:
@@ -282,8 +314,9 @@ def test_a_server_that_comes_back_empty_is_refused_while_ranks_run_on(tmp_path: 
         until(lambda: rank() > 0)
         assert (rank(), cluster.pids()["agent-n1"]) == (pid, agent)
         after = cluster.records()
-        assert after[:len(before)] == before
+        assert after[: len(before)] == before
         assert not {"IncidentOpened", "RankExited", "NodeJoined"} & {
-            record["kind"] for record in after[len(before):]}
+            record["kind"] for record in after[len(before) :]
+        }
     finally:
         cluster("down")

@@ -32,18 +32,34 @@ def ended(what: Any = "server", **more: Any) -> r.OutageEnded:
     return r.OutageEnded(what=what, since_s=SINCE_S, length_s=123.0, **more)
 
 
-@pytest.mark.parametrize(("body", "words"), [
-    (ended(num_reports=14, num_iterations=1_200, why="disk full"),
-     "the log's server was away for 2 min since 2023-11-14T22:13:20Z: disk full; 14 reports "
-     "waited, training went on: 1200 iterations"),
-    (ended("leader", num_reports=1), "the leader was away for 2 min since 2023-11-14T22:13:20Z; "
-                                     "1 report waited, no iteration was reported"),
-    (ended("control plane"), "the control plane was away for 2 min since 2023-11-14T22:13:20Z; 0 "
-                             "reports waited, no iteration was reported"),
-    (ended(lost_from=5, lost_to=9), "the log's server had lost records 5 to 9 by "
-                                    "2023-11-14T22:13:20Z; others have these numbers now")])
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            ended(num_reports=14, num_iterations=1_200, why="disk full"),
+            "the log's server was away for 2 min since 2023-11-14T22:13:20Z: disk full; 14 reports "
+            "waited, training went on: 1200 iterations",
+        ),
+        (
+            ended("leader", num_reports=1),
+            "the leader was away for 2 min since 2023-11-14T22:13:20Z; "
+            "1 report waited, no iteration was reported",
+        ),
+        (
+            ended("control plane"),
+            "the control plane was away for 2 min since 2023-11-14T22:13:20Z; 0 "
+            "reports waited, no iteration was reported",
+        ),
+        (
+            ended(lost_from=5, lost_to=9),
+            "the log's server had lost records 5 to 9 by "
+            "2023-11-14T22:13:20Z; others have these numbers now",
+        ),
+    ],
+)
 def test_an_outage_is_in_status_for_a_day_and_in_the_list_for_ever(
-        body: r.OutageEnded, words: str) -> None:
+    body: r.OutageEnded, words: str
+) -> None:
     d = Driver()
     d.tell("leader/abc", body)
 
@@ -66,13 +82,21 @@ def test_the_state_keeps_the_newest() -> None:
     status = cluster.status(view(d.state), cluster="c", now_s=SINCE_S + 200.0)
     assert f"AWAY       {NUM_OUTAGES_MAX - 3} times more: unicron incident --all" in status
     assert [one.why for one in d.state.outages] == [
-        str(number) for number in range(3, NUM_OUTAGES_MAX + 3)]
+        str(number) for number in range(3, NUM_OUTAGES_MAX + 3)
+    ]
 
 
-@pytest.mark.parametrize(("runs", "words"), [
-    (True, "the control plane is away, training goes on: no control plane answers at"),
-    (False, "the control plane is away, and no agent runs on this folder: no control plane answers "
-            "at")])
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        (True, "the control plane is away, training goes on: no control plane answers at"),
+        (
+            False,
+            "the control plane is away, and no agent runs on this folder: no control plane answers "
+            "at",
+        ),
+    ],
+)
 def test_the_first_line_says_what_is_away(tmp_path: Path, runs: bool, words: str) -> None:
     state = StateDir(tmp_path)
     state.create()
@@ -89,8 +113,10 @@ def test_the_first_line_says_what_is_away(tmp_path: Path, runs: bool, words: str
         with pytest.raises(Unreachable) as told:
             connect(state)
         assert str(told.value).startswith(
-            "the control plane is away, training goes on: no control plane runs on" if runs
-            else "no cluster runs on")
+            "the control plane is away, training goes on: no control plane runs on"
+            if runs
+            else "no cluster runs on"
+        )
     finally:
         agent.kill()
         agent.wait()
@@ -99,7 +125,8 @@ def test_the_first_line_says_what_is_away(tmp_path: Path, runs: bool, words: str
 def test_the_first_line_names_the_server_too(own_server: Server, tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     (state.path / "control_plane.json").write_text(
-        json.dumps({"url": f"http://127.0.0.1:{free_port()}"}))
+        json.dumps({"url": f"http://127.0.0.1:{free_port()}"})
+    )
     own_server.stop(grace_s=0.1)
     with pytest.raises(Unreachable, match=r"^the control plane and the log.s server are away, "):
         connect(state).get("/v1/state")
@@ -109,13 +136,17 @@ def test_doctor_checks_the_logs_server(own_server: Server, tmp_path: Path) -> No
     state = StateDir(tmp_path)
     found = doctor.log_server(state)
     assert (found.grade, found.result) == (
-        "ok", "appendonly yes, appendfsync always, 0 of 0 replicas")
+        "ok",
+        "appendonly yes, appendfsync always, 0 of 0 replicas",
+    )
     with Redis.from_url(own_server.url) as client:
         client.config_set("appendfsync", "everysec")
         refused = doctor.log_server(state)
         assert (refused.grade, refused.hint) == (
-            "missing", "CONFIG SET appendonly yes, and appendfsync always; or in the policy "
-            "durability: everysec")
+            "missing",
+            "CONFIG SET appendonly yes, and appendfsync always; or in the policy "
+            "durability: everysec",
+        )
         state.policy.write_text("durability: everysec\nreplicas_min: 1\n")
         short = doctor.log_server(state)
         assert short.grade == "missing"

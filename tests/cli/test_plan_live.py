@@ -82,12 +82,16 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureF
 
 
 # --- pages --------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "asked"), [
-    ("without", {"without": ("n3",)}),
-    ("with", {"slots": 2}),
-    ("weight", {"weights": ("beta=4",)}),
-    ("several", {"without": ("n1", "n2"), "weights": ("alpha=9",)}),
-    ("no-change", {"weights": ("beta=1",)})])
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("without", {"without": ("n3",)}),
+        ("with", {"slots": 2}),
+        ("weight", {"weights": ("beta=4",)}),
+        ("several", {"without": ("n1", "n2"), "weights": ("alpha=9",)}),
+        ("no-change", {"weights": ("beta=1",)}),
+    ],
+)
 def test_a_dry_run_is_shown_as_a_difference(name: str, asked: Plain, ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     before = len(d.log)
@@ -96,8 +100,9 @@ def test_a_dry_run_is_shown_as_a_difference(name: str, asked: Plain, ask: Any) -
     check(f"plan-{name}", lines, columns_max=100)
 
 
-def test_a_job_that_would_be_submitted(ask: Any, tmp_path: Path,
-                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_would_be_submitted(
+    ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     d, _, _ = two_tasks(BETA)
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text(json.dumps(job("gamma", 3.0, 2, [2, 2])))
@@ -108,31 +113,50 @@ def test_a_job_that_would_be_submitted(ask: Any, tmp_path: Path,
 def test_the_present_plan(name: str, make: Any) -> None:
     d = make()[0]
     found = plain_of(dry_run.explain_present_plan(encode_state(d.state)))
-    check(name.replace("present", "plan"),
-          plan_screen.present(found, now_s=found["plan_s"] + 90), columns_max=100)
+    check(
+        name.replace("present", "plan"),
+        plan_screen.present(found, now_s=found["plan_s"] + 90),
+        columns_max=100,
+    )
 
 
 def test_a_hot_spare_is_one_line_of_the_plan_and_of_dry_runs(d: Driver, ask: Any) -> None:
-    d.tell("leader/abc", r.PolicySet(policy=Policy(
-        hot_spare=True, mtbf_gpu_s=6 * 120.0, mtbf_faults=1e6)))
+    d.tell(
+        "leader/abc",
+        r.PolicySet(policy=Policy(hot_spare=True, mtbf_gpu_s=6 * 120.0, mtbf_faults=1e6)),
+    )
     d.running(train("alpha", 1.0, {2: 1e12}, slots={"sizes": [2]}))
     d.running(train("beta", 1.0, {2: 1e12, 4: 1.01e12}, slots={"sizes": [2, 4]}))
     found = plain_of(dry_run.explain_present_plan(encode_state(d.state)))
     check("plan-spare", plan_screen.present(found, now_s=found["plan_s"] + 90), columns_max=100)
-    for asked, words in (({"without": ("n3",)}, "2 slots not kept: would cost "),
-                         ({"slots": 2}, "2 slots idle anyway")):
+    for asked, words in (
+        ({"without": ("n3",)}, "2 slots not kept: would cost "),
+        ({"slots": 2}, "2 slots idle anyway"),
+    ):
         assert [line for line in ask(Told(d), **asked) if line.startswith(f"hot spare  {words}")]
-    found["plan"]["spare"] = {"num_slots": 2, "verdict": "not kept", "cost_flop": 3e6,
-                              "saves_flop": -2e6}
-    assert any(line.endswith("cost 3 MFLOP until the next fault, lose 2 MFLOP more then")
-               for line in plan_screen.present(found, now_s=0.0))
-    found["plan"]["spare"] = {"num_slots": 2, "verdict": "not priced", "cost_flop": 0.0,
-                              "saves_flop": 0.0}
+    found["plan"]["spare"] = {
+        "num_slots": 2,
+        "verdict": "not kept",
+        "cost_flop": 3e6,
+        "saves_flop": -2e6,
+    }
+    assert any(
+        line.endswith("cost 3 MFLOP until the next fault, lose 2 MFLOP more then")
+        for line in plan_screen.present(found, now_s=0.0)
+    )
+    found["plan"]["spare"] = {
+        "num_slots": 2,
+        "verdict": "not priced",
+        "cost_flop": 0.0,
+        "saves_flop": 0.0,
+    }
     assert "hot spare  2 slots not priced: too many tasks and sizes to do so in time" in (
-        plan_screen.present(found, now_s=0.0))
+        plan_screen.present(found, now_s=0.0)
+    )
     found["plan"]["spare"] = None
-    assert not [line for line in plan_screen.present(found, now_s=0.0)
-                if line.startswith("hot spare")]
+    assert not [
+        line for line in plan_screen.present(found, now_s=0.0) if line.startswith("hot spare")
+    ]
 
 
 def test_without_tasks_there_is_no_plan() -> None:
@@ -154,9 +178,10 @@ def test_slots_can_bind_although_another_node_earns_nothing() -> None:
     found = plain_of(dry_run.explain_present_plan(encode_state(gives()[0].state)))
     assert found["plan"]["bound"] == "slots"
     found["more_waf"] = 0.0
-    assert ("bound by   4 slots (2 more would earn nothing because of sizes, gain_min or "
-             "costs of changes)"
-            in plan_screen.present(found, now_s=0.0))
+    assert (
+        "bound by   4 slots (2 more would earn nothing because of sizes, gain_min or "
+        "costs of changes)" in plan_screen.present(found, now_s=0.0)
+    )
 
 
 def test_a_job_that_is_not_submitted_binds_by_its_name(ask: Any, tmp_path: Path) -> None:
@@ -170,8 +195,7 @@ def test_the_page_says_that_healing_is_paused(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
     held = [line for line in ask(Told(d), without=("n3",)) if line.startswith("paused")]
-    assert held == ["paused     frozen: a test; nothing is ordered. To act: "
-                    "unicron unfreeze"]
+    assert held == ["paused     frozen: a test; nothing is ordered. To act: unicron unfreeze"]
 
 
 @pytest.mark.parametrize("bound", [one for one in get_args(Binding) if one])
@@ -181,18 +205,56 @@ def test_every_binding_constraint_is_named(bound: str) -> None:
 
 
 def test_many_tasks_and_slots_fit_on_a_page() -> None:
-    rows = [{"task": i, "name": f"task-{i}", "tier": "train", "weight": 1.0, "slots_before": 64,
-             "slots": 56, "waf_before": 2e15, "waf": 1e15, "pause_s": 3.0, "origin": "measured",
-             "seats_before": [{"slot": {"node": f"n{n}", "index": k}} for n in range(20)
-                              for k in range(8)],
-             "seats": [], "iteration": 9, "waits": "", "layout_before": "TP8xPP8xDP1",
-             "layout": "TP8xPP7xDP1", "copies_bytes": 0, "copies_max": 0,
-             "no_copies": ""} for i in range(1, 101)]
-    plan = {"num_slots": 5600, "waf": 1e17, "objective_flop": 3e23, "alternatives": [],
-            "running_s": 1e6, "bound": "max", "bound_tasks": list(range(1, 50)), "why": "so"}
-    found = {"plan": plan, "tasks": rows, "input": 7, "num_slots_before": 6400, "took_s": 0.1,
-             "planned": True, "num_plans": 1, "transition_flop": 1e18, "more_slots": 8,
-             "more_waf": 0.0, "held": "", "degraded": []}
+    rows = [
+        {
+            "task": i,
+            "name": f"task-{i}",
+            "tier": "train",
+            "weight": 1.0,
+            "slots_before": 64,
+            "slots": 56,
+            "waf_before": 2e15,
+            "waf": 1e15,
+            "pause_s": 3.0,
+            "origin": "measured",
+            "seats_before": [
+                {"slot": {"node": f"n{n}", "index": k}} for n in range(20) for k in range(8)
+            ],
+            "seats": [],
+            "iteration": 9,
+            "waits": "",
+            "layout_before": "TP8xPP8xDP1",
+            "layout": "TP8xPP7xDP1",
+            "copies_bytes": 0,
+            "copies_max": 0,
+            "no_copies": "",
+        }
+        for i in range(1, 101)
+    ]
+    plan = {
+        "num_slots": 5600,
+        "waf": 1e17,
+        "objective_flop": 3e23,
+        "alternatives": [],
+        "running_s": 1e6,
+        "bound": "max",
+        "bound_tasks": list(range(1, 50)),
+        "why": "so",
+    }
+    found = {
+        "plan": plan,
+        "tasks": rows,
+        "input": 7,
+        "num_slots_before": 6400,
+        "took_s": 0.1,
+        "planned": True,
+        "num_plans": 1,
+        "transition_flop": 1e18,
+        "more_slots": 8,
+        "more_waf": 0.0,
+        "held": "",
+        "degraded": [],
+    }
     lines = plan_screen.dry_run(found, "--without n1")
     assert max(map(len, lines)) <= 100
     assert len(lines) < 100
@@ -220,8 +282,9 @@ def test_names_can_be_separated_by_commas(ask: Any) -> None:
 
 def explanation(page: list[str]) -> list[str]:
     """The lines of a page that give the reason, the alternatives and the binding constraint."""
-    return [" ".join(line.split()) for line in page
-            if re.match(r"(why|bound by|horizon|[12]  )", line)]
+    return [
+        " ".join(line.split()) for line in page if re.match(r"(why|bound by|horizon|[12]  )", line)
+    ]
 
 
 def test_a_plan_has_one_explanation_live_and_in_a_dry_run(ask: Any) -> None:
@@ -249,8 +312,10 @@ def test_a_past_plan_is_explained_from_the_log(ask: Any) -> None:
     later.log, later.state = list(d.log), replayed(d.log)
     later.now_s, later.seqs, later.epoch = d.now_s, dict(d.seqs), d.epoch
     later.tell("operator/x", r.TaskCancelRequested(task=beta))
-    assert not any(one["waits"] for one in plain_of(dry_run.explain_present_plan(encode_state(
-        later.state)))["tasks"])
+    assert not any(
+        one["waits"]
+        for one in plain_of(dry_run.explain_present_plan(encode_state(later.state)))["tasks"]
+    )
     assert plain_of(dry_run.explain_present_plan(encode_state(replayed(later.log[:seq])))) == found
     assert ask(Told(later), seq=seq)[1:] == page[1:], "only the age of the plan may differ"
     with pytest.raises(UsageError, match="--seq shows a past plan"):
@@ -263,14 +328,23 @@ def test_an_applied_change_is_printed_as_one(ask: Any) -> None:
     control_plane = Told(d)
     found = plain_of(dry_run.run_dry(encode_state(d.state), Change(without=("n1", "n2"))))
     lines = ask(control_plane, without=("n1", "n2"), apply=True, check=INPUT, reason="a rack")
-    assert control_plane.posted == [("/v1/plan/apply", {
-        "change": {"slots": 0, "without": ["n1", "n2"], "weights": {}},
-        "reason": "a rack", "If-Match": f'"{found["input"]}"'})]
+    assert control_plane.posted == [
+        (
+            "/v1/plan/apply",
+            {
+                "change": {"slots": 0, "without": ["n1", "n2"], "weights": {}},
+                "reason": "a rack",
+                "If-Match": f'"{found["input"]}"',
+            },
+        )
+    ]
     assert lines[0].startswith("applied  --without n1 --without n2 (seq ")
     given = {one["name"]: (one["slots_before"], one["slots"]) for one in found["tasks"]}
     for name, (before, after) in given.items():
-        assert any(line.startswith(name) and f"{before} -> {after} slot" in line
-                   for line in lines) or before == after
+        assert (
+            any(line.startswith(name) and f"{before} -> {after} slot" in line for line in lines)
+            or before == after
+        )
     assert lines[-1] == "look     unicron status -w"
     assert [d.state.nodes[name].drained for name in ("n1", "n2", "n3")] == [True, True, False]
 
@@ -279,8 +353,10 @@ def test_a_change_applied_while_paused_orders_nothing(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
     lines = ask(Told(d), weights=("alpha=9",), apply=True, check=INPUT)
-    assert lines[-2:] == ["paused   frozen: a test; nothing is ordered. To act: "
-                          "unicron unfreeze", "look     unicron status -w"]
+    assert lines[-2:] == [
+        "paused   frozen: a test; nothing is ordered. To act: unicron unfreeze",
+        "look     unicron status -w",
+    ]
 
 
 def test_a_new_task_does_not_start_again() -> None:
@@ -308,37 +384,78 @@ def test_only_the_outcome_of_the_own_request_is_printed() -> None:
 
 
 # --- usage errors -------------------------------------------------------------------------------
-@pytest.mark.parametrize(("asked", "error", "hint"), [
-    ({"without": ("n9",)}, "no node 'n9'", "there is n1, n2, n3"),
-    ({"weights": ("gamma=2",)}, "no task 'gamma'", "there is alpha, beta"),
-    ({"weights": ("alpha",)}, "--weight 'alpha' is not TASK=W", "for example --weight alpha=2"),
-    ({"weights": ("=2",)}, "--weight '=2' is not TASK=W", "for example --weight alpha=2"),
-    ({"weights": ("alpha=0",)}, "0 is not a weight: a weight is above 0",
-     "for example --weight alpha=2"),
-    ({"weights": ("alpha=nan",)}, "nan is not a weight: a weight is above 0",
-     "for example --weight alpha=2"),
-    ({"weights": ("alpha=1_0",)}, "'1_0' is not a number: a weight is above 0",
-     "for example --weight alpha=2"),
-    ({"reason": "why", "without": ("n1",)},
-     "--reason goes with --apply: a dry run leaves nothing in the log", "leave --reason out"),
-    ({"weights": ("alpha=much",)}, "'much' is not a number: a weight is above 0",
-     "for example --weight alpha=2"),
-    ({"weights": ("alpha=2", "alpha=3")}, "task alpha is weighed twice",
-     "give each task one weight"),
-    ({"submit": Path("/nowhere/job.yaml")}, "/nowhere/job.yaml: no such file or directory",
-     "name a job file; examples are in deploy/examples/"),
-    ({"apply": True, "check": 3}, "--apply has nothing to apply",
-     "unicron plan --without NODE first"),
-    ({"apply": True, "without": ("n1",)}, "--apply needs --check INPUT",
-     "unicron plan --without n1 shows what would be, and the input to check"),
-    ({"apply": True, "check": 3, "slots": 2}, "--with cannot be applied: it names no machine",
-     "to add slots, run unicron agent on a new machine"),
-    ({"check": 3, "without": ("n1",)}, "--check goes with --apply",
-     "unicron plan --without n1 --apply --check 3"),
-    ({"check": 3}, "--check goes with --apply",
-     "unicron plan --without NODE --apply --check INPUT")])
+@pytest.mark.parametrize(
+    ("asked", "error", "hint"),
+    [
+        ({"without": ("n9",)}, "no node 'n9'", "there is n1, n2, n3"),
+        ({"weights": ("gamma=2",)}, "no task 'gamma'", "there is alpha, beta"),
+        ({"weights": ("alpha",)}, "--weight 'alpha' is not TASK=W", "for example --weight alpha=2"),
+        ({"weights": ("=2",)}, "--weight '=2' is not TASK=W", "for example --weight alpha=2"),
+        (
+            {"weights": ("alpha=0",)},
+            "0 is not a weight: a weight is above 0",
+            "for example --weight alpha=2",
+        ),
+        (
+            {"weights": ("alpha=nan",)},
+            "nan is not a weight: a weight is above 0",
+            "for example --weight alpha=2",
+        ),
+        (
+            {"weights": ("alpha=1_0",)},
+            "'1_0' is not a number: a weight is above 0",
+            "for example --weight alpha=2",
+        ),
+        (
+            {"reason": "why", "without": ("n1",)},
+            "--reason goes with --apply: a dry run leaves nothing in the log",
+            "leave --reason out",
+        ),
+        (
+            {"weights": ("alpha=much",)},
+            "'much' is not a number: a weight is above 0",
+            "for example --weight alpha=2",
+        ),
+        (
+            {"weights": ("alpha=2", "alpha=3")},
+            "task alpha is weighed twice",
+            "give each task one weight",
+        ),
+        (
+            {"submit": Path("/nowhere/job.yaml")},
+            "/nowhere/job.yaml: no such file or directory",
+            "name a job file; examples are in deploy/examples/",
+        ),
+        (
+            {"apply": True, "check": 3},
+            "--apply has nothing to apply",
+            "unicron plan --without NODE first",
+        ),
+        (
+            {"apply": True, "without": ("n1",)},
+            "--apply needs --check INPUT",
+            "unicron plan --without n1 shows what would be, and the input to check",
+        ),
+        (
+            {"apply": True, "check": 3, "slots": 2},
+            "--with cannot be applied: it names no machine",
+            "to add slots, run unicron agent on a new machine",
+        ),
+        (
+            {"check": 3, "without": ("n1",)},
+            "--check goes with --apply",
+            "unicron plan --without n1 --apply --check 3",
+        ),
+        (
+            {"check": 3},
+            "--check goes with --apply",
+            "unicron plan --without NODE --apply --check INPUT",
+        ),
+    ],
+)
 def test_usage_errors_have_one_line_and_a_hint(
-        asked: Plain, error: str, hint: str, ask: Any) -> None:
+    asked: Plain, error: str, hint: str, ask: Any
+) -> None:
     control_plane = Told(two_tasks(BETA)[0])
     with pytest.raises(UsageError) as refused:
         ask(control_plane, **asked)
@@ -349,6 +466,13 @@ def test_usage_errors_have_one_line_and_a_hint(
 @pytest.mark.parametrize("face", ["commands.plan", "files.job_file"])
 def test_a_screen_loads_no_planner(face: str) -> None:
     """Importing numpy takes 0.1 s, which commands that only show decisions must not spend."""
-    subprocess.run([sys.executable, "-P", "-c", (
-        f"import sys, unicron.cli.{face}; assert 'numpy' not in sys.modules")],
-        check=True, timeout=60)
+    subprocess.run(
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            (f"import sys, unicron.cli.{face}; assert 'numpy' not in sys.modules"),
+        ],
+        check=True,
+        timeout=60,
+    )

@@ -43,7 +43,8 @@ def lines(capsys: pytest.CaptureFixture[str], call: Any, *given: Any, **options:
 
 
 def test_nobody_reads_the_whole_log_while_the_control_plane_answers(
-        tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     cluster = SealedCluster(tmp_path / "state")
     state, plain = cluster.state, {"as_json": False}
     try:
@@ -54,12 +55,17 @@ def test_nobody_reads_the_whole_log_while_the_control_plane_answers(
             closed = [one["id"] for one in view["incidents"] if one["outcome"]]
             past: list[tuple[Any, str, Plain]] = [
                 (status.status, task, {"watch": False, "at": str(NUM_SEALED - 100)}),
-                *((incident.incident, f"inc-{one}", {"every": False}) for one in closed[::9])]
+                *((incident.incident, f"inc-{one}", {"every": False}) for one in closed[::9]),
+            ]
             present: list[tuple[Any, str, Plain]] = [
                 (status.status, task, {"watch": False}),
-                (incident.incident, "", {"every": False}), (incident.incident, "", {"every": True})]
-            answered = [lines(capsys, call, state, None, what, **options, **plain)
-                        for call, what, options in (*past, *present)]
+                (incident.incident, "", {"every": False}),
+                (incident.incident, "", {"every": True}),
+            ]
+            answered = [
+                lines(capsys, call, state, None, what, **options, **plain)
+                for call, what, options in (*past, *present)
+            ]
             assert all(len(one) > 5 for one in answered)
             for which in (f"{closed[0] + 1}", "inc-999999"):
                 with pytest.raises(UsageError, match="no incident") as refused:

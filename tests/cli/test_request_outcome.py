@@ -63,16 +63,21 @@ def test_a_filter_without_any_match_names_valid_values(told: Told, tmp_path: Pat
         ({"incident": 0}, "no incident 0", f"the newest: inc-{opened}"),
         ({"incident": opened - 1}, f"no incident {opened - 1}", f"the newest: inc-{opened}"),
         ({"incident": 99_999}, "no incident 99999", f"the newest: inc-{opened}"),
-        ({"after": end + 1}, f"--after {end + 1} is beyond the log",
-         f"its last record is {end}; -f waits for more")]
+        (
+            {"after": end + 1},
+            f"--after {end + 1} is beyond the log",
+            f"its last record is {end}; -f waits for more",
+        ),
+    ]
     for options, error, hint in wrong:
         with pytest.raises(UsageError) as refused:
             ask(tmp_path, **options)
         assert (str(refused.value), refused.value.hint) == (error, hint)
 
 
-def test_a_filter_with_matches(told: Told, tmp_path: Path,
-                               capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_filter_with_matches(
+    told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (opened,) = (record["seq"] for record in told.log if record["kind"] == "IncidentOpened")
     ask(tmp_path, node="n2", incident=opened)
     assert "IncidentOpened" in capsys.readouterr().out
@@ -91,11 +96,13 @@ def test_an_unknown_rank_gets_the_known_ranks_as_hint(told: Told, tmp_path: Path
 
 # --- nodes --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("command", [operate.drain, operate.undrain, operate.lift])
-@pytest.mark.parametrize(("names", "error"), [
-    ("n1,n9", "no node 'n9'"), ("n1,", "no node ''"), ("x*", "no node has a name like 'x\\*'")])
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [("n1,n9", "no node 'n9'"), ("n1,", "no node ''"), ("x*", "no node has a name like 'x\\*'")],
+)
 def test_all_names_of_nodes_are_checked_before_the_request(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any, names: str, error: str
-        ) -> None:
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any, names: str, error: str
+) -> None:
     client = mock.Mock(get=lambda path: seen(gives()[0]))
     monkeypatch.setattr(operate, "connect", lambda state, url: client)
     with pytest.raises(UsageError, match=error) as refused:
@@ -105,11 +112,14 @@ def test_all_names_of_nodes_are_checked_before_the_request(
 
 
 def test_several_nodes_are_drained_by_one_request(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-        ) -> None:
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
-    client = mock.Mock(get=lambda path: seen(d), records=lambda after, follow: iter(()),
-                       post=mock.Mock(return_value={"seq": 9}))
+    client = mock.Mock(
+        get=lambda path: seen(d),
+        records=lambda after, follow: iter(()),
+        post=mock.Mock(return_value={"seq": 9}),
+    )
     monkeypatch.setattr(operate, "connect", lambda state, url: client)
     operate.drain(StateDir(tmp_path), None, ["n1,n2"], "fans", as_json=False)
     client.post.assert_called_once_with("/v1/nodes/n1,n2/drain", {"reason": "fans"})
@@ -124,20 +134,27 @@ def lines_after(d: Driver, ask: Callable[[], object]) -> list[str]:
     seq, before = len(d.log), seen(d)
     ask()
     log = plain(d)
-    client = mock.Mock(records=lambda after, follow: [x for x in log if x["seq"] > after],
-                       get=lambda path, **query: seen(d))
+    client = mock.Mock(
+        records=lambda after, follow: [x for x in log if x["seq"] > after],
+        get=lambda path, **query: seen(d),
+    )
     return plan_lines(outcome_of(client, seq + 1), {**before, "tasks": seen(d)["tasks"]})
 
 
 def test_a_waiting_task_shows_what_it_needs() -> None:
     d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
-    told = lines_after(d, lambda: d.submit(
-        train("gamma", 0.1, {2: 1e12}, slots={"min": 2, "max": 2})))
+    told = lines_after(
+        d, lambda: d.submit(train("gamma", 0.1, {2: 1e12}, slots={"min": 2, "max": 2}))
+    )
     assert told[-2] == "         no task moves"
     assert told[-1].startswith("waits    gamma: ")
     assert "; needs more slots, or weight " in told[-1]
-    assert not any(line.startswith("waits") for line in lines_after(
-        d, lambda: d.tell("operator/x", r.TaskWeightSet(task=1, weight=2.0)))), "gamma still waits"
+    assert not any(
+        line.startswith("waits")
+        for line in lines_after(
+            d, lambda: d.tell("operator/x", r.TaskWeightSet(task=1, weight=2.0))
+        )
+    ), "gamma still waits"
 
 
 def test_the_waf_of_a_new_plan_says_where_its_throughput_comes_from(d: Driver) -> None:
@@ -156,13 +173,24 @@ def test_an_ending_task_does_not_count_as_earning_before(d: Driver) -> None:
     assert "WAF 0 FLOP/s -> " in told[0]
 
 
-@pytest.mark.parametrize(("waf", "told"), [
-    (3e9, "3 GFLOP/s"), (4e9, "4 GFLOP/s"), (3.988e9, "3.99 GFLOP/s"),
-    (3.996e9, "4 GFLOP/s, 0.1 % less"), (4.0008e9, "4 GFLOP/s, 0.02 % more"),
-    (4e9 + 1, "4 GFLOP/s")])
+@pytest.mark.parametrize(
+    ("waf", "told"),
+    [
+        (3e9, "3 GFLOP/s"),
+        (4e9, "4 GFLOP/s"),
+        (3.988e9, "3.99 GFLOP/s"),
+        (3.996e9, "4 GFLOP/s, 0.1 % less"),
+        (4.0008e9, "4 GFLOP/s, 0.02 % more"),
+        (4e9 + 1, "4 GFLOP/s"),
+    ],
+)
 def test_an_alternative_of_the_same_figure_shows_its_distance(waf: float, told: str) -> None:
-    plan = {"waf": 4e9, "num_slots": 4, "allocations": [],
-            "alternatives": [{"what": "keep as it is", "waf": waf}]}
+    plan = {
+        "waf": 4e9,
+        "num_slots": 4,
+        "allocations": [],
+        "alternatives": [{"what": "keep as it is", "waf": waf}],
+    }
     found = Outcome(seq=1, plan=plan, placed=[], waiting=[], withheld=[], orders=[])
     lines = plan_lines(found, {"plan": None, "tasks": []})
     assert lines[1] == f"rejected keep as it is: {told}"
@@ -171,7 +199,8 @@ def test_an_alternative_of_the_same_figure_shows_its_distance(waf: float, told: 
 def test_tasks_that_still_wait_are_listed_after_new_ones() -> None:
     d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     d.submit(train("gamma", 0.1, {2: 1e12}, slots={"min": 2, "max": 2}))
-    told = lines_after(d, lambda: d.submit(
-        train("delta", 0.1, {2: 1e12}, slots={"min": 2, "max": 2})))
+    told = lines_after(
+        d, lambda: d.submit(train("delta", 0.1, {2: 1e12}, slots={"min": 2, "max": 2}))
+    )
     assert told[-2].startswith("waits    delta: ") or told[-3].startswith("waits    delta: ")
     assert told[-1] == "waits    as before: gamma"

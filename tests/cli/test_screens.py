@@ -44,28 +44,49 @@ from waf import waf
 PLAIN = [codec.to_plain(record) for record in RECORDS]
 
 
-@pytest.mark.parametrize(("name", "seq"), [
-    ("status-empty", 2), ("status-idle", until("TaskSubmitted") - 1),
-    ("status-starting", until("RankStarted", 2)), ("status-training", until("TaskProgressed", 2)),
-    ("status-healing", until("Quiesced")), ("status-finished", len(RECORDS))])
+@pytest.mark.parametrize(
+    ("name", "seq"),
+    [
+        ("status-empty", 2),
+        ("status-idle", until("TaskSubmitted") - 1),
+        ("status-starting", until("RankStarted", 2)),
+        ("status-training", until("TaskProgressed", 2)),
+        ("status-healing", until("Quiesced")),
+        ("status-finished", len(RECORDS)),
+    ],
+)
 def test_status(name, seq):
     view_, now_s = seen_at(seq)
-    check(name, cluster.status(view_, cluster="demo", now_s=now_s, option=" --state build/demo"),
-          columns_max=100)
+    check(
+        name,
+        cluster.status(view_, cluster="demo", now_s=now_s, option=" --state build/demo"),
+        columns_max=100,
+    )
 
 
-@pytest.mark.parametrize(("name", "seq"), [
-    ("task-starting", until("RankStarted", 2)), ("task-healing", until("Quiesced")),
-    ("task-healed", until("IncidentClosed") + 3), ("task-finished", len(RECORDS))])
+@pytest.mark.parametrize(
+    ("name", "seq"),
+    [
+        ("task-starting", until("RankStarted", 2)),
+        ("task-healing", until("Quiesced")),
+        ("task-healed", until("IncidentClosed") + 3),
+        ("task-finished", len(RECORDS)),
+    ],
+)
 def test_status_of_a_task(name, seq):
     state_view, now_s = seen_at(seq)
     past = history(RECORDS[:seq])
     check(name, past_screens.task_status(state_view, state_view["tasks"][0], past, now_s=now_s))
 
 
-@pytest.mark.parametrize(("name", "seq"), [
-    ("nodes-none", 2), ("nodes-training", until("TaskProgressed", 2)),
-    ("nodes-healing", until("Quiesced"))])
+@pytest.mark.parametrize(
+    ("name", "seq"),
+    [
+        ("nodes-none", 2),
+        ("nodes-training", until("TaskProgressed", 2)),
+        ("nodes-healing", until("Quiesced")),
+    ],
+)
 def test_status_of_nodes(name, seq):
     state_view, now_s = seen_at(seq)
     check(name, nodes.nodes(state_view, now_s=now_s), columns_max=100)
@@ -82,7 +103,9 @@ def test_unreachable_nodes_need_an_operator():
         "NEEDS YOU  n1 slot 1 out (alpha, rank 1 failed): repair, then unicron lift n1/1;",
         "           unicron status nodes",
         "NEEDS YOU  n2 unreachable for 75 s, its ranks go on: look at its machine and network;",
-        "           unicron status nodes", ""]
+        "           unicron status nodes",
+        "",
+    ]
     assert nodes.nodes(view_, now_s=now_s)[1] == "n1 Ax   n2 ??"
 
 
@@ -99,17 +122,33 @@ def test_a_kind_of_a_newer_version_is_shown_as_it_is():
     assert shown.endswith('NodeSang          node="n1" song=[1, 2]')
 
 
-@pytest.mark.parametrize(("filters", "kinds"), [
-    ({"kinds": frozenset({"Resume"})}, {"Resume"}),
-    ({"node": "n2", "kinds": frozenset({"NodeJoined", "StartRank"})}, {"NodeJoined", "StartRank"}),
-    ({"incident": until("IncidentOpened"), "kinds": frozenset({"IncidentClosed"})},
-     {"IncidentClosed"}),
-    ({"task": 99}, set()),
-    ({"task": until("TaskSubmitted"), "kinds": frozenset({"TaskSubmitted", "NodeJoined"})},
-     {"TaskSubmitted"}),
-    ({"task": until("TaskSubmitted"), "incidents": {until("IncidentOpened")},
-      "kinds": frozenset({"IncidentOpened", "IncidentClosed"})},
-     {"IncidentOpened", "IncidentClosed"})])
+@pytest.mark.parametrize(
+    ("filters", "kinds"),
+    [
+        ({"kinds": frozenset({"Resume"})}, {"Resume"}),
+        (
+            {"node": "n2", "kinds": frozenset({"NodeJoined", "StartRank"})},
+            {"NodeJoined", "StartRank"},
+        ),
+        (
+            {"incident": until("IncidentOpened"), "kinds": frozenset({"IncidentClosed"})},
+            {"IncidentClosed"},
+        ),
+        ({"task": 99}, set()),
+        (
+            {"task": until("TaskSubmitted"), "kinds": frozenset({"TaskSubmitted", "NodeJoined"})},
+            {"TaskSubmitted"},
+        ),
+        (
+            {
+                "task": until("TaskSubmitted"),
+                "incidents": {until("IncidentOpened")},
+                "kinds": frozenset({"IncidentOpened", "IncidentClosed"}),
+            },
+            {"IncidentOpened", "IncidentClosed"},
+        ),
+    ],
+)
 def test_filters(filters, kinds):
     every = {"kinds": frozenset(), "task": None, "node": None, "incident": None}
     found = {record["kind"] for record in PLAIN if matches(record, **{**every, **filters})}
@@ -119,8 +158,14 @@ def test_filters(filters, kinds):
 def test_an_incident_has_its_phases_in_order():
     told = history(RECORDS)
     (one,) = told.incidents.values()
-    phases = [one.fault_s, one.detected_s, one.decided_s, one.rebuilt_s, one.resumed_s,
-              one.stepped_s]
+    phases = [
+        one.fault_s,
+        one.detected_s,
+        one.decided_s,
+        one.rebuilt_s,
+        one.resumed_s,
+        one.stepped_s,
+    ]
     assert phases == sorted(phases)
     known = one.incident
     assert (known.outcome, known.iterations_lost, known.ckpt_read) == ("healed", 0, False)
@@ -129,10 +174,23 @@ def test_an_incident_has_its_phases_in_order():
     assert sorted(task.losses) == list(range(60))
 
 
-@pytest.mark.parametrize(("length_s", "words"), [
-    (0.0, "0 ms"), (0.0031, "3.1 ms"), (0.203, "203 ms"), (0.9999, "1.0 s"), (9.94, "9.9 s"),
-    (9.997, "10 s"), (1.14, "1.1 s"), (42.4, "42 s"), (99.97, "2 min"), (600, "10 min"),
-    (7200, "2.0 h"), (200_000, "2.3 d")])
+@pytest.mark.parametrize(
+    ("length_s", "words"),
+    [
+        (0.0, "0 ms"),
+        (0.0031, "3.1 ms"),
+        (0.203, "203 ms"),
+        (0.9999, "1.0 s"),
+        (9.94, "9.9 s"),
+        (9.997, "10 s"),
+        (1.14, "1.1 s"),
+        (42.4, "42 s"),
+        (99.97, "2 min"),
+        (600, "10 min"),
+        (7200, "2.0 h"),
+        (200_000, "2.3 d"),
+    ],
+)
 def test_spans(length_s, words):
     assert figures.span(length_s) == words
 
@@ -164,15 +222,20 @@ def test_status_after_a_lost_node() -> None:
     lines = cluster.status(seen(d, after_s), cluster="test", now_s=lost_s + AWAY_S_MIN)
     assert lines[1].startswith("NEEDS YOU  n2 lost for 15 s: repair it and start its agent")
     task = next(x for x in view(d.state)["tasks"] if x["id"] == alpha)
-    check("task-shrunk", past_screens.task_status(view(d.state), task, history(d.log),
-                                             now_s=d.now_s + 0.5))
+    check(
+        "task-shrunk",
+        past_screens.task_status(view(d.state), task, history(d.log), now_s=d.now_s + 0.5),
+    )
     check("nodes-lost", nodes.nodes(view(d.state), now_s=d.now_s + 0.5), columns_max=100)
 
 
 def test_status_while_a_task_waits() -> None:
     d, _, beta = waits()
-    check("status-waits", cluster.status(seen(d, 0.5), cluster="test", now_s=d.now_s + 0.5),
-          columns_max=100)
+    check(
+        "status-waits",
+        cluster.status(seen(d, 0.5), cluster="test", now_s=d.now_s + 0.5),
+        columns_max=100,
+    )
     view_ = seen(d)
     task = next(x for x in view_["tasks"] if x["id"] == beta)
     check("task-waits", past_screens.task_status(view_, task, history(d.log), now_s=d.now_s + 0.5))
@@ -202,8 +265,10 @@ def test_drained_nodes_are_shown_where_tasks_need_them() -> None:
     assert not any("n3 is drained" in line for line in told), "gamma would wait even with n3"
     d.submit(train("delta", 0.01, {6: 1e9}, slots={"min": 6, "max": 6}))
     told = cluster.status(seen(d), cluster="test", now_s=d.now_s)
-    assert ("NEEDS YOU  n3 is drained (fans), too few slots are left for delta: unicron undrain n3"
-            in told)
+    assert (
+        "NEEDS YOU  n3 is drained (fans), too few slots are left for delta: unicron undrain n3"
+        in told
+    )
 
 
 def test_a_spare_is_shown_beside_the_idle_slots() -> None:
@@ -222,8 +287,10 @@ def test_a_spare_is_shown_beside_the_idle_slots() -> None:
 def test_a_node_that_has_left_has_no_slots() -> None:
     d = Driver(nodes=3)
     d.running(spec(slots={"min": 1, "max": 4}))
-    d.tell(d.source("n3"), r.NodeLeft(node="n3", incarnation=d.state.nodes["n3"].incarnation,
-                                      reason="SIGTERM"))
+    d.tell(
+        d.source("n3"),
+        r.NodeLeft(node="n3", incarnation=d.state.nodes["n3"].incarnation, reason="SIGTERM"),
+    )
     lines = nodes.nodes(view(d.state), now_s=d.now_s)
     assert lines[0].endswith("  2 nodes, 4 slots")
     assert lines[1] == "n1 AA   n2 AA   n3 __"
@@ -234,20 +301,29 @@ def test_a_node_that_has_left_has_no_slots() -> None:
 
 
 @pytest.mark.parametrize("option", ["", " --state /srv/x"])
-@pytest.mark.parametrize(("held", "way"), [
-    (r.PolicySet(policy=reports.Policy(observe=True)), "unicron down{0}; unicron up --act{0}"),
-    (r.HealingFrozen(reason="a change of switches"), "unicron unfreeze{0}")])
+@pytest.mark.parametrize(
+    ("held", "way"),
+    [
+        (r.PolicySet(policy=reports.Policy(observe=True)), "unicron down{0}; unicron up --act{0}"),
+        (r.HealingFrozen(reason="a change of switches"), "unicron unfreeze{0}"),
+    ],
+)
 def test_how_to_resume_healing_can_be_pasted(
-        held: r.PolicySet | r.HealingFrozen, way: str, option: str) -> None:
+    held: r.PolicySet | r.HealingFrozen, way: str, option: str
+) -> None:
     d, alpha, _ = two_tasks({2: 2e12})
     d.tell("leader/abc" if isinstance(held, r.PolicySet) else "operator/freeze", held)
     d.exit(alpha, 2)
     view_ = view(d.state)
     task = next(x for x in view_["tasks"] if x["id"] == alpha)
     found = facts(d.log, option=option)
-    for screen in (cluster.status(seen(d), cluster="test", now_s=d.now_s, option=option),
-                   past_screens.task_status(view_, task, History(), now_s=d.now_s, option=option),
-                   found["left"], page(found), up._mode(view_["cluster"], option)):
+    for screen in (
+        cluster.status(seen(d), cluster="test", now_s=d.now_s, option=option),
+        past_screens.task_status(view_, task, History(), now_s=d.now_s, option=option),
+        found["left"],
+        page(found),
+        up._mode(view_["cluster"], option),
+    ):
         assert any(way.format(option) in line for line in screen), screen
 
 
@@ -256,7 +332,8 @@ def test_a_folder_with_blanks_in_its_name_can_be_pasted(tmp_path: Path) -> None:
 
 
 def test_a_node_in_place_of_a_task_gets_a_hint(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     d, _, _ = gives()
 
     def get(path: str, *limits: float, **query: object) -> dict[str, object]:
@@ -279,8 +356,9 @@ def test_a_task_submitted_after_the_request_is_shown_by_number() -> None:
     state_view = seen(d)
     state_view["tasks"] = [task for task in state_view["tasks"] if task["id"] != beta]
     plan = next(x["body"] for x in reversed(plain(d)) if x["kind"] == "PlanChosen")
-    found = Outcome(seq=1, plan=plan, placed=[{"task": beta, "seats": []}], waiting=[],
-                     withheld=[], orders=[])
+    found = Outcome(
+        seq=1, plan=plan, placed=[{"task": beta, "seats": []}], waiting=[], withheld=[], orders=[]
+    )
     assert plan_lines(found, state_view)[-1] == f"task {beta}  2 -> 1 slot"
 
 
@@ -291,15 +369,31 @@ def test_a_task_without_progress_needs_an_operator(d: Driver, task: int) -> None
     assert told[1].startswith("next")
     told = past_screens.task_status(view(d.state), one, History(), now_s=d.now_s + 75)
     assert told[1] == "silent     last progress 75 s ago, it has stopped training or is very slow"
-    (line,) = [x for x in cluster.status(seen(d, 75), cluster="test", now_s=d.now_s + 75)
-               if x.startswith("NEEDS YOU")]
-    assert line == ("NEEDS YOU  alpha: last progress 75 s ago, an iteration took 200 ms: "
-                    "unicron logs alpha -f")
-    d.tell(d.source("n1"), r.TaskProgressed(
-        task=task, generation=1, first_iteration=1, losses=(2.0,), step_s=(60.0,), rate_flops=1e9,
-        micro_batches=12))
-    assert not [x for x in cluster.status(seen(d, 150), cluster="test", now_s=d.now_s + 150)
-                if x.startswith("NEEDS YOU")], "alpha is slow, not silent"
+    (line,) = [
+        x
+        for x in cluster.status(seen(d, 75), cluster="test", now_s=d.now_s + 75)
+        if x.startswith("NEEDS YOU")
+    ]
+    assert line == (
+        "NEEDS YOU  alpha: last progress 75 s ago, an iteration took 200 ms: unicron logs alpha -f"
+    )
+    d.tell(
+        d.source("n1"),
+        r.TaskProgressed(
+            task=task,
+            generation=1,
+            first_iteration=1,
+            losses=(2.0,),
+            step_s=(60.0,),
+            rate_flops=1e9,
+            micro_batches=12,
+        ),
+    )
+    assert not [
+        x
+        for x in cluster.status(seen(d, 150), cluster="test", now_s=d.now_s + 150)
+        if x.startswith("NEEDS YOU")
+    ], "alpha is slow, not silent"
 
 
 def failed_command(d: Driver, name: str = "alpha") -> int:
@@ -341,8 +435,11 @@ def test_a_failure_is_shown_for_a_day_or_until_the_name_is_reused(d: Driver) -> 
         if task["name"] == "beta":
             task["since_s"] = max(ended_s.values()) + 0.5
     view["needs"] = msgspec.to_builtins(needs(view, d.now_s + 1))
-    (counted,) = [x for x in cluster.status(view, cluster="test", now_s=d.now_s + 1)
-                  if x.startswith("NEEDS YOU")]
+    (counted,) = [
+        x
+        for x in cluster.status(view, cluster="test", now_s=d.now_s + 1)
+        if x.startswith("NEEDS YOU")
+    ]
     assert "the last: beta failed: " in counted, "of those, the one that ended last"
     d.submit(spec())
     assert not news(1)
@@ -354,7 +451,9 @@ def test_an_open_incident_is_above_a_failed_task(d: Driver) -> None:
     d.exit(task, 2)
     lines = cluster.status(seen(d, 1), cluster="test", now_s=d.now_s + 1)
     assert [x.split()[0] for x in lines[1:] if x.startswith(("HEALING", "NEEDS"))] == [
-        "HEALING", "NEEDS"]
+        "HEALING",
+        "NEEDS",
+    ]
 
 
 def test_healed_incidents_are_shown_for_a_day_and_open_ones_always(d: Driver, task: int) -> None:
@@ -369,18 +468,30 @@ def test_healed_incidents_are_shown_for_a_day_and_open_ones_always(d: Driver, ta
     assert news(25 * 3600) == ["HEALING"]
     one = view(d.state)["incidents"][-1]
     view_ = seen(d)
-    view_["incidents"] += [{**view_["incidents"][0], "id": one["id"] + n, "closed_s": d.now_s,
-                            "evidence": [one["id"] + 10 + n]}
-                           for n in range(1, 5)]
+    view_["incidents"] += [
+        {
+            **view_["incidents"][0],
+            "id": one["id"] + n,
+            "closed_s": d.now_s,
+            "evidence": [one["id"] + 10 + n],
+        }
+        for n in range(1, 5)
+    ]
     lines = cluster.status(view_, cluster="test", now_s=d.now_s + 1)
     assert [line.split()[0] for line in lines if line.startswith("HEAL")] == [
-        "HEALING", "HEALED", "HEALED", "HEALED"]
+        "HEALING",
+        "HEALED",
+        "HEALED",
+        "HEALED",
+    ]
 
 
-@pytest.mark.parametrize(("now", "target", "words"), [
-    (3, 3, "3"), (3, 4, "3 of 4"), (4, 3, "4 -> 3"), (2, 0, "2 -> 0")])
+@pytest.mark.parametrize(
+    ("now", "target", "words"), [(3, 3, "3"), (3, 4, "3 of 4"), (4, 3, "4 -> 3"), (2, 0, "2 -> 0")]
+)
 def test_slots_now_and_target_in_the_row_of_a_task(
-        d: Driver, now: int, target: int, words: str) -> None:
+    d: Driver, now: int, target: int, words: str
+) -> None:
     d.running()
     state_view = seen(d)
     state_view["tasks"][0]["slots"] |= {"now": now, "target": target}
@@ -400,18 +511,26 @@ def test_the_current_work_span_counts_up_to_now(d: Driver, task: int) -> None:
 @pytest.mark.parametrize("kept", [True, False])
 def test_status_says_what_a_task_without_a_kept_sum_redoes(d: Driver, kept: bool) -> None:
     d.submit(spec(train={"iterations": 50, "output": "/tmp/out", "kept_sum": kept}))
-    lines = past_screens.task_status(view(d.state), view(d.state)["tasks"][0], history(d.log),
-                                    now_s=d.now_s)
+    lines = past_screens.task_status(
+        view(d.state), view(d.state)["tasks"][0], history(d.log), now_s=d.now_s
+    )
     assert kept != any(line.startswith("kept sum   none: a fault during") for line in lines)
 
 
-@pytest.mark.parametrize(("why", "told"), [
-    ("", "exact"), ("a mixture of experts", "rounded, not bit for bit: a mixture of experts")])
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [("", "exact"), ("a mixture of experts", "rounded, not bit for bit: a mixture of experts")],
+)
 def test_status_says_whether_the_sums_are_exact(d: Driver, why: str, told: str) -> None:
     d.rounding_why = why
     for asked in ("rounding", "bitwise"):
-        task = d.running(spec(name=asked, slots={"min": 1, "max": 2}, train={
-            "iterations": 50, "output": "/tmp/out", "reproducible": asked}))
+        task = d.running(
+            spec(
+                name=asked,
+                slots={"min": 1, "max": 2},
+                train={"iterations": 50, "output": "/tmp/out", "reproducible": asked},
+            )
+        )
         (shown,) = (one for one in view(d.state)["tasks"] if one["id"] == task)
         lines = past_screens.task_status(view(d.state), shown, history(d.log), now_s=d.now_s)
         assert (f"sums       {told}" in lines) == (asked == "bitwise")
@@ -424,21 +543,36 @@ def test_status_says_whether_the_sums_are_exact(d: Driver, why: str, told: str) 
 
 
 def test_skipped_steps_are_shown(d: Driver, task: int) -> None:
-    lines = "\n".join(past_screens.task_status(view(d.state), view(d.state)["tasks"][0],
-                                              history(d.log), now_s=d.now_s))
+    lines = "\n".join(
+        past_screens.task_status(
+            view(d.state), view(d.state)["tasks"][0], history(d.log), now_s=d.now_s
+        )
+    )
     assert "skipped" not in lines
-    d.tell(d.source("n1"), r.TaskProgressed(
-        task=task, generation=1, first_iteration=1, losses=(2.0,) * 9, step_s=(0.2,) * 9,
-        rate_flops=1e9, micro_batches=12, skipped=8))
-    told = past_screens.task_status(view(d.state), view(d.state)["tasks"][0], history(d.log),
-                                   now_s=d.now_s)
+    d.tell(
+        d.source("n1"),
+        r.TaskProgressed(
+            task=task,
+            generation=1,
+            first_iteration=1,
+            losses=(2.0,) * 9,
+            step_s=(0.2,) * 9,
+            rate_flops=1e9,
+            micro_batches=12,
+            skipped=8,
+        ),
+    )
+    told = past_screens.task_status(
+        view(d.state), view(d.state)["tasks"][0], history(d.log), now_s=d.now_s
+    )
     assert "skipped    8 of 10 steps: the gradient was not finite" in told
 
 
 def test_origins_are_shown_so_that_units_do_not_mix() -> None:
     d, _, _ = gives()
-    (line,) = [x for x in cluster.status(seen(d), cluster="test", now_s=d.now_s)
-               if x.startswith("plan")]
+    (line,) = [
+        x for x in cluster.status(seen(d), cluster="test", now_s=d.now_s) if x.startswith("plan")
+    ]
     assert line.endswith("declared: compares with plans only")
 
 
@@ -469,14 +603,19 @@ def test_screens_at_random_moments(seed: int) -> None:
             told.add(record)
         done = cut
         seen, now_s = view(told.state), told.at_s + 0.5
-        lines = [*cluster.status(seen, cluster="x", now_s=now_s),
-                 *nodes.nodes(seen, now_s=now_s), *past_screens.every(told, now_s=now_s)]
+        lines = [
+            *cluster.status(seen, cluster="x", now_s=now_s),
+            *nodes.nodes(seen, now_s=now_s),
+            *past_screens.every(told, now_s=now_s),
+        ]
         for task in seen["tasks"]:
             lines += past_screens.task_status(seen, task, told, now_s=now_s)
         for one in told.incidents.values():
             found = incident_records(one, records[:cut])
-            facts = {**incident_facts.facts_of(told, found, seen, now_s=now_s),
-                     "verify": "unicron replay"}
+            facts = {
+                **incident_facts.facts_of(told, found, seen, now_s=now_s),
+                "verify": "unicron replay",
+            }
             lines += incident.page(facts)
             seqs = [record.seq for record in found.records]
             assert seqs == sorted(set(seqs)), f"inc-{one.id}: a record twice or out of order"
@@ -490,7 +629,8 @@ def _agrees(told: History, records: Sequence[Record]) -> None:
     if len(state.earned) < NUM_WORK_SPANS_MAX:
         rates = waf(records, 20)
         assert math.fsum(rates.achieved) * rates.bucket_s == pytest.approx(
-            math.fsum(state.earned.values()))
+            math.fsum(state.earned.values())
+        )
     for one in told.incidents.values():
         if one.outcome in ("healed", "set back"):  # slots may stay down after the task's pause
             assert one.slot_s >= 0.999 * one.incident.pause_s * one.num_slots

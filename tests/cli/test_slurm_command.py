@@ -19,8 +19,15 @@ n3|down*|Not responding
 
 
 def node(name: str, **known: Any) -> dict[str, Any]:
-    return {"id": name, "drained": False, "drain_reason": "", "quarantine": None,
-            "contact": "heard", "down": False, **known}
+    return {
+        "id": name,
+        "drained": False,
+        "drain_reason": "",
+        "quarantine": None,
+        "contact": "heard",
+        "down": False,
+        **known,
+    }
 
 
 def after(slurm: SlurmNode, *, both_ways: bool = False, **known: Any) -> list[Step]:
@@ -34,12 +41,12 @@ def test_nodes_are_read_from_sinfo() -> None:
     assert [name for name, one in found.items() if one.is_out] == ["node-02", "n3"]
 
 
-@pytest.mark.parametrize("state", ["drained", "draining", "drng", "down", "down*", "drained*",
-                                   "fail", "failing"])
+@pytest.mark.parametrize(
+    "state", ["drained", "draining", "drng", "down", "down*", "drained*", "fail", "failing"]
+)
 def test_a_node_that_slurm_does_not_use_is_drained_with_its_reason(state: str) -> None:
     out = SlurmNode("Node_02", state, "a fan is loud")
-    assert after(out) == [
-        Step("drain", "node-02", f"slurm: {state.rstrip('*')}, a fan is loud")]
+    assert after(out) == [Step("drain", "node-02", f"slurm: {state.rstrip('*')}, a fan is loud")]
     assert not after(out, drained=True, drain_reason="by me")
     (told,) = after(SlurmNode("n1", state, "x" * 500))
     assert len(told.reason) == 200
@@ -58,7 +65,8 @@ def test_slurm_says_once_that_an_unreachable_node_is_down() -> None:
 def test_only_what_slurm_has_drained_is_undrained(state: str) -> None:
     used = SlurmNode("n1", state, "none")
     assert after(used, drained=True, drain_reason="slurm: drained, x") == [
-        Step("undrain", "n1", f"slurm: {state}")]
+        Step("undrain", "n1", f"slurm: {state}")
+    ]
     for reason in ("by me", "slurm job 7: Slurm takes its nodes back"):
         assert not after(used, drained=True, drain_reason=reason)
     assert not after(used)
@@ -68,7 +76,8 @@ def test_a_quarantined_node_is_drained_in_slurm_only_if_that_is_asked() -> None:
     used, quarantine = SlurmNode("N1", "mixed", "none"), {"why": "2 faults"}
     assert not after(used, quarantine=quarantine)
     assert after(used, both_ways=True, quarantine=quarantine) == [
-        Step("DRAIN", "N1", "unicron: 2 faults")]
+        Step("DRAIN", "N1", "unicron: 2 faults")
+    ]
     out = SlurmNode("N1", "drained", "unicron: 2 faults")
     assert not after(out, both_ways=True, quarantine=quarantine)  # it is not drained here too
     assert after(out, both_ways=True) == [Step("RESUME", "N1")]
@@ -76,14 +85,29 @@ def test_a_quarantined_node_is_drained_in_slurm_only_if_that_is_asked() -> None:
 
 
 def test_nodes_that_slurm_does_not_know_stay_as_they_are() -> None:
-    assert not list(steps({}, [node("n1", drained=True, drain_reason="slurm: down, x")],
-                          both_ways=True))
+    assert not list(
+        steps({}, [node("n1", drained=True, drain_reason="slurm: down, x")], both_ways=True)
+    )
 
 
 def test_without_slurm_it_is_one_line(tmp_path: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-P", "-m", "unicron.cli.main", "slurm", "grow", "1", "--state",
-         str(tmp_path)], capture_output=True, text=True, check=False, timeout=60,
-        env={**os.environ, "PATH": str(tmp_path)})
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "unicron.cli.main",
+            "slurm",
+            "grow",
+            "1",
+            "--state",
+            str(tmp_path),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PATH": str(tmp_path)},
+    )
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.splitlines()[0] == "error: there is no sbatch on this host"

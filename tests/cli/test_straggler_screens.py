@@ -45,13 +45,16 @@ def test_a_slow_rank_is_shown_with_its_cost_and_a_command() -> None:
     (row,) = [line for line in lines if " alpha " in line and "DP4" in line]
     assert "DEGRADED" in row
     task = next(x for x in view(d.state)["tasks"] if x["id"] == alpha)
-    check("task-degraded", past_screens.task_status(view(d.state), task, history(d.log),
-                                                   now_s=d.now_s + 0.5))
+    check(
+        "task-degraded",
+        past_screens.task_status(view(d.state), task, history(d.log), now_s=d.now_s + 0.5),
+    )
     check("nodes-degraded", nodes.nodes(view(d.state), now_s=d.now_s + 0.5), columns_max=100)
 
 
 def test_json_output_shows_the_straggler(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     d, alpha = slow()
     client = mock.Mock()
     client.get.return_value = view(d.state)
@@ -69,8 +72,9 @@ def the_task(d: Driver, task: int, healing: str = "on") -> str:
     state_view = view(d.state)
     state_view["cluster"]["healing"] = healing
     (one,) = [x for x in state_view["tasks"] if x["id"] == task]
-    return " ".join(" ".join(past_screens.task_status(state_view, one, history(d.log),
-                                                     now_s=d.now_s)).split())
+    return " ".join(
+        " ".join(past_screens.task_status(state_view, one, history(d.log), now_s=d.now_s)).split()
+    )
 
 
 def test_a_drain_that_costs_more_is_not_suggested(d: Driver, task: int) -> None:
@@ -87,17 +91,32 @@ def test_a_drain_that_costs_more_is_not_suggested(d: Driver, task: int) -> None:
     assert "earns" not in line
 
 
-@pytest.mark.parametrize(("share", "worth", "lasts", "words"), [
-    (2.3, True, True, "draining it earns 230 %: unicron plan --without n2"),
-    (2.3, False, False, "draining it would earn 230 %, if it lasts longer than 60 s"),
-    (0.004, False, True, "draining it would earn 0.4 %, below gain_min"),
-    (0.0, False, True, "draining it would earn nothing"),
-    (-0.29, False, True, "draining it would cost 29 % of all WAF")])
-def test_the_gain_of_a_drain_is_in_per_cent(share: float, worth: bool, lasts: bool, words: str
-                                           ) -> None:
-    node = {"id": "n2", "contact": "heard", "drained": False, "degraded": {
-        "tasks": [5], "ratios": [1.5], "why": "w", "drain_share": share, "worth_draining": worth,
-        "lasts": lasts}}
+@pytest.mark.parametrize(
+    ("share", "worth", "lasts", "words"),
+    [
+        (2.3, True, True, "draining it earns 230 %: unicron plan --without n2"),
+        (2.3, False, False, "draining it would earn 230 %, if it lasts longer than 60 s"),
+        (0.004, False, True, "draining it would earn 0.4 %, below gain_min"),
+        (0.0, False, True, "draining it would earn nothing"),
+        (-0.29, False, True, "draining it would cost 29 % of all WAF"),
+    ],
+)
+def test_the_gain_of_a_drain_is_in_per_cent(
+    share: float, worth: bool, lasts: bool, words: str
+) -> None:
+    node = {
+        "id": "n2",
+        "contact": "heard",
+        "drained": False,
+        "degraded": {
+            "tasks": [5],
+            "ratios": [1.5],
+            "why": "w",
+            "drain_share": share,
+            "worth_draining": worth,
+            "lasts": lasts,
+        },
+    }
     text = stragglers.node_degraded(node, "").replace(UNBROKEN, " ")
     assert text == f"w; {words}"
 
@@ -105,18 +124,26 @@ def test_the_gain_of_a_drain_is_in_per_cent(share: float, worth: bool, lasts: bo
 def test_the_screen_says_why_a_straggler_is_not_restarted(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 4.0, iteration_s=4.1)
-    assert ("3.73 x. Above 3 x, not acted on: no other process has confirmed yet that its "
-            "iterations take as long") in the_task(d, task)
+    assert (
+        "3.73 x. Above 3 x, not acted on: no other process has confirmed yet that its "
+        "iterations take as long"
+    ) in the_task(d, task)
     d.obey(paced(d, task, 1, 1.0, iteration_s=4.1))
     d.progress(task)
 
 
-@pytest.mark.parametrize(("healing", "words"), [
-    ("on", "Above 3 x: it is about to start again"),
-    ("frozen: a test", "Above 3 x: not acted on, healing is frozen: a test")])
+@pytest.mark.parametrize(
+    ("healing", "words"),
+    [
+        ("on", "Above 3 x: it is about to start again"),
+        ("frozen: a test", "Above 3 x: not acted on, healing is frozen: a test"),
+    ],
+)
 def test_a_confirmed_straggler_is_about_to_restart(healing: str, words: str) -> None:
-    task = {"slow": [{"rank": 2, "node": "n2", "slot": 0, "holds_up": 3.73, "confirmed": True}],
-            "ranks": [{"state": "member"}] * 4}
+    task = {
+        "slow": [{"rank": 2, "node": "n2", "slot": 0, "holds_up": 3.73, "confirmed": True}],
+        "ranks": [{"state": "member"}] * 4,
+    }
     assert stragglers.degraded_why(task, healing).endswith(f"3.73 x. {words}")
 
 
@@ -124,15 +151,17 @@ def test_a_task_that_is_slower_as_a_whole_names_no_node(d: Driver, task: int) ->
     known(d, task)
     for rank in range(4):
         paced(d, task, rank, 1.4, iteration_s=1.54)
-    assert ("slower all ranks alike, 1.4 x slower than it was: the machines, the network or the "
-            "job") in the_task(d, task)
+    assert (
+        "slower all ranks alike, 1.4 x slower than it was: the machines, the network or the job"
+    ) in the_task(d, task)
     assert "NEEDS YOU" not in " ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))
 
 
 def test_a_dry_run_shows_the_cost_of_a_straggler() -> None:
     d, _ = slow()
-    found = msgspec.to_builtins(run_dry(encode_state(d.state), Change(without=("n2",))),
-                                str_keys=True) | {"took_s": 0.01, "input": INPUT}
+    found = msgspec.to_builtins(
+        run_dry(encode_state(d.state), Change(without=("n2",))), str_keys=True
+    ) | {"took_s": 0.01, "input": INPUT}
     lines = plan.dry_run(found, "--without n2")
     check("plan-degraded", lines)
     (told,) = [x for x in d.log if isinstance(x.body, StragglerCostEstimated)][-1:]
@@ -149,8 +178,10 @@ def test_a_task_hung_for_a_shared_reason_needs_a_person(d: Driver) -> None:
     lines = cluster.status(seen(d), cluster="test", now_s=d.now_s)
     check("status-stands", lines, columns_max=100)
     state_view = view(d.state)["tasks"][0]
-    check("task-stands", past_screens.task_status(view(d.state), state_view, history(d.log),
-                                                 now_s=d.now_s))
+    check(
+        "task-stands",
+        past_screens.task_status(view(d.state), state_view, history(d.log), now_s=d.now_s),
+    )
 
 
 def test_a_hang_before_its_recovery_is_shown(d: Driver, task: int) -> None:

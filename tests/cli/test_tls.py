@@ -38,9 +38,22 @@ class TlsSite:
         self.log = folder / "log"
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "unicron.cli.main", "control-plane", "--state",
-                 str(folder / "cp"), "--tls-cert", str(self.pair.certificate), "--tls-key",
-                 str(self.pair.key)], stdout=output, stderr=output)
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "unicron.cli.main",
+                    "control-plane",
+                    "--state",
+                    str(folder / "cp"),
+                    "--tls-cert",
+                    str(self.pair.certificate),
+                    "--tls-key",
+                    str(self.pair.key),
+                ],
+                stdout=output,
+                stderr=output,
+            )
         file = folder / "cp" / "control_plane.json"
         self.wait(file.exists)
         note = read_json(file) or {}
@@ -53,17 +66,29 @@ class TlsSite:
             assert time.monotonic() < deadline_s, self.log.read_text()
             time.sleep(0.05)
 
-    def __call__(self, *words: str, url: str = "", env: dict[str, str] | None = None
-                 ) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, *words: str, url: str = "", env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command on another folder, as on another host. An agent has its own process."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")}
-        environment = {**clean, "UNICRON_STATE": str(self.folder / "elsewhere"), "NO_COLOR": "1",
-                       "UNICRON_TOKEN": self.token, **(env or {})}
+        environment = {
+            **clean,
+            "UNICRON_STATE": str(self.folder / "elsewhere"),
+            "NO_COLOR": "1",
+            "UNICRON_TOKEN": self.token,
+            **(env or {}),
+        }
         words = (*words, "--url", url or self.url)
         if words[0] != "agent":
             return in_process(words, None, environment)
-        return subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", *words], text=True,
-                              capture_output=True, check=False, timeout=LIMIT_S, env=environment)
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "unicron.cli.main", *words],
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=LIMIT_S,
+            env=environment,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +110,10 @@ def test_a_shared_folder_is_enough_on_another_host(site: TlsSite, tmp_path: Path
     """The socket is on the control plane's host; the folder has its URL and authority too."""
     note = json.loads((site.folder / "cp" / "control_plane.json").read_text())
     for host, code in ((note["host"], 3), ("another", 0)):
-        write_json(tmp_path / "control_plane.json", {
-            **note, "host": host, "socket": str(tmp_path / "no.sock")})
+        write_json(
+            tmp_path / "control_plane.json",
+            {**note, "host": host, "socket": str(tmp_path / "no.sock")},
+        )
         ran = unicron("status", "--state", str(tmp_path))
         assert ran.returncode == code, ran.stderr
 
@@ -126,10 +153,18 @@ def test_certs_init_without_openssl(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 # --- a control plane that cannot start ---
-@pytest.mark.parametrize(("what", "words"), [
-    ("one", "go together"), ("missing", "control-plane.pem: No such"), ("empty", "no certificate"),
-    ("key of others", "others may read it"), ("foreign key", "another certificate's"),
-    ("no key", "control-plane.key: No such"), ("garbage key", "no password")])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("one", "go together"),
+        ("missing", "control-plane.pem: No such"),
+        ("empty", "no certificate"),
+        ("key of others", "others may read it"),
+        ("foreign key", "another certificate's"),
+        ("no key", "control-plane.key: No such"),
+        ("garbage key", "no password"),
+    ],
+)
 def test_unusable_files(tmp_path: Path, foreign: Pair, what: str, words: str) -> None:
     pair = Pair(tmp_path / "certs")
     given = ["--tls-cert", str(pair.certificate), "--tls-key", str(pair.key)]
@@ -151,23 +186,38 @@ def test_unusable_files(tmp_path: Path, foreign: Pair, what: str, words: str) ->
     assert not (tmp_path / "s" / "server").exists(), "nothing was started"
 
 
-@pytest.mark.parametrize(("words", "environment"), [
-    (("control-plane", "--listen", "0.0.0.0", "--advertise", "cp.site"), {}),
-    (("control-plane",), {"UNICRON_REDIS_URL": "redis://u:p@192.0.2.1:6379/0"}),
-    (("agent", "--url", "http://192.0.2.1:8420"), {"UNICRON_TOKEN": "t"})])
+@pytest.mark.parametrize(
+    ("words", "environment"),
+    [
+        (("control-plane", "--listen", "0.0.0.0", "--advertise", "cp.site"), {}),
+        (("control-plane",), {"UNICRON_REDIS_URL": "redis://u:p@192.0.2.1:6379/0"}),
+        (("agent", "--url", "http://192.0.2.1:8420"), {"UNICRON_TOKEN": "t"}),
+    ],
+)
 def test_nothing_starts_in_plain_beyond_this_machine(
-        tmp_path: Path, words: tuple[str, ...], environment: dict[str, str]) -> None:
+    tmp_path: Path, words: tuple[str, ...], environment: dict[str, str]
+) -> None:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")}
-    refused(subprocess.run(
-        [sys.executable, "-P", "-m", "unicron.cli.main", *words, "--state", str(tmp_path)],
-        text=True, capture_output=True, check=False, timeout=LIMIT_S,
-        env={**clean, **environment}), "unencrypted")
+    refused(
+        subprocess.run(
+            [sys.executable, "-P", "-m", "unicron.cli.main", *words, "--state", str(tmp_path)],
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=LIMIT_S,
+            env={**clean, **environment},
+        ),
+        "unencrypted",
+    )
 
 
 # --- commands ---
 def test_commands_trust_a_file_or_a_digest(site: TlsSite) -> None:
-    for ca in (str(site.pair.ca), site.pair.digest, site.pair.digest[:7]
-               + site.pair.digest[7:].upper()):
+    for ca in (
+        str(site.pair.ca),
+        site.pair.digest,
+        site.pair.digest[:7] + site.pair.digest[7:].upper(),
+    ):
         shown = site("status", "--ca", ca)
         assert shown.returncode == 0, (ca, shown.stderr)
         assert "insecure" not in shown.stdout
@@ -178,20 +228,23 @@ def test_commands_trust_a_file_or_a_digest(site: TlsSite) -> None:
     assert local.returncode == 0, local.stderr
 
 
-@pytest.mark.parametrize("command", [
-    "status", pytest.param("agent", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("command", ["status", pytest.param("agent", marks=pytest.mark.thorough)])
 def test_what_is_wrong_with_a_server_is_one_line(
-        site: TlsSite, foreign: Pair, tmp_path: Path, command: str) -> None:
+    site: TlsSite, foreign: Pair, tmp_path: Path, command: str
+) -> None:
     digest, state = site.pair.digest, ("--state", str(tmp_path / "s"))
     wrong_name = site.url.replace("127.0.0.1", "localhost")
     for url, ca, words in (
-            ("", "", "unable to get local issuer|self-signed"), ("", str(foreign.ca), "refused"),
-            ("", foreign.digest, "none of its 2 certificates has the digest"),
-            (wrong_name, digest, "certificate is not valid for 'localhost'"),
-            ("", "sha256:12", "no digest"), ("", str(tmp_path / "no"), "No such file"),
-            ("", str(site.pair.key), "no certificate"),
-            (site.url.replace("https", "http"), "", "speaks TLS"),
-            (site.url.replace("https", "http"), digest, "are for https://")):
+        ("", "", "unable to get local issuer|self-signed"),
+        ("", str(foreign.ca), "refused"),
+        ("", foreign.digest, "none of its 2 certificates has the digest"),
+        (wrong_name, digest, "certificate is not valid for 'localhost'"),
+        ("", "sha256:12", "no digest"),
+        ("", str(tmp_path / "no"), "No such file"),
+        ("", str(site.pair.key), "no certificate"),
+        (site.url.replace("https", "http"), "", "speaks TLS"),
+        (site.url.replace("https", "http"), digest, "are for https://"),
+    ):
         result = site(command, *state, *["--ca", ca] * bool(ca), url=url)
         refused(result, "")
         assert re.search(words, result.stderr), (words, result.stderr)
@@ -233,8 +286,10 @@ def test_a_cluster_on_a_server_with_tls(tmp_path: Path) -> None:
     pair, state = Pair(tmp_path / "certs"), ("--state", str(tmp_path / "s"))
     with redis_with_tls.serving(pair, tmp_path) as url:
         options = ("--redis", url, "--agents", "1", "-d", *state)
-        refused(unicron("up", *options, "--ca", str(Pair(tmp_path / "foreign").ca)),
-                "its certificate is refused")
+        refused(
+            unicron("up", *options, "--ca", str(Pair(tmp_path / "foreign").ca)),
+            "its certificate is refused",
+        )
         try:
             for more in (("--ca", str(pair.ca)), ()):  # the second time it has kept the authority
                 started = unicron("up", *options, *more)

@@ -20,14 +20,14 @@ pytestmark = pytest.mark.nodes(3)
 def needs_you(d: Driver) -> str:
     """The status screen above its totals, joined into one line."""
     lines = cluster.status(seen(d), cluster="test", now_s=d.now_s)[1:]
-    return " ".join(" ".join(lines[:lines.index("")]).split())
+    return " ".join(" ".join(lines[: lines.index("")]).split())
 
 
 def nodes(d: Driver) -> tuple[str, str]:
     """The row of n2, and the text below the table."""
     lines = nodes_screen.nodes(seen(d), now_s=d.now_s)
     (row,) = [x for x in lines if x.startswith("n2 ") and "/2" in x]
-    below = lines[max(at for at, line in enumerate(lines) if "/2" in line) + 1:]
+    below = lines[max(at for at, line in enumerate(lines) if "/2" in line) + 1 :]
     return row, " ".join(" ".join(below).split())
 
 
@@ -58,8 +58,10 @@ def test_an_unconfirmed_node_names_the_nodes_that_are_out(d: Driver) -> None:
     assert "n3 is unhealthy, not acted upon, 2 of 3 nodes say so and at most 1 is" in needs_you(d)
     d.now_s += 5
     report_fans(d, "healthy", "")
-    assert ("n3 is unhealthy, not acted upon, 1 of 3 nodes say so, slots of n2 are still out (used "
-            "again 60 s after it says healthy) and at most 1 is believed") in needs_you(d)
+    assert (
+        "n3 is unhealthy, not acted upon, 1 of 3 nodes say so, slots of n2 are still out (used "
+        "again 60 s after it says healthy) and at most 1 is believed"
+    ) in needs_you(d)
     assert "HEALING n2 healthy again, its slots are used from" in needs_you(d)
     d.obey(d.due("recovered/n2"))
     assert "n3 is unhealthy, check/fans: psu failed: repair it" in needs_you(d)
@@ -71,9 +73,11 @@ def test_a_disabled_slot_shows_its_reason_and_the_remedy(d: Driver) -> None:
         d.obey(d.exit(task, 5))
         d.progress(task)
     told = needs_you(d)
-    assert ("NEEDS YOU n3 slot 1 out (alpha, rank 5 failed 4 times without 10 new iterations in "
-            "between, its slot is taken out): repair, then unicron lift n3/1; unicron status "
-            "nodes; alpha runs on 4 of 6") in told
+    assert (
+        "NEEDS YOU n3 slot 1 out (alpha, rank 5 failed 4 times without 10 new iterations in "
+        "between, its slot is taken out): repair, then unicron lift n3/1; unicron status "
+        "nodes; alpha runs on 4 of 6"
+    ) in told
     d.submit(spec(name="beta", slots={"min": 6, "max": 6}))
     assert "; beta waits for slots" in needs_you(d)
 
@@ -98,8 +102,10 @@ def test_slots_disabled_by_a_check_return_and_the_screens_say_when(d: Driver) ->
     d.now_s += 5
     report_fans(d, "unhealthy", "psu failed, both")
     d.now_s += 25
-    assert ("NEEDS YOU n2 is unhealthy, check/fans: psu failed, both: repair it; its slots are "
-            "used again 60 s after the check says healthy; unicron status nodes") in needs_you(d)
+    assert (
+        "NEEDS YOU n2 is unhealthy, check/fans: psu failed, both: repair it; its slots are "
+        "used again 60 s after the check says healthy; unicron status nodes"
+    ) in needs_you(d)
     row, _ = nodes(d)
     for word in ("unhealthy", " 30 s ", "slots 0 1 out"):
         assert word in row
@@ -159,11 +165,16 @@ def test_a_lost_node_that_is_quarantined_has_one_way_back() -> None:
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     lose(d, "n2", alpha)
     d.state.nodes["n2"].quarantine = Quarantine(
-        since_s=d.now_s, until_s=d.now_s + 86400, why="2 faults in 30 days, the last: n2/0 XID 79",
-        incidents=(3, 9))
-    way = ("repair it and start its agent, quarantined to 1970-01-02 00:16Z: 2 faults in 30 days, "
-           "the last: n2/0 XID 79 (inc-3 inc-9). It is given tasks when that ends, or after "
-           "unicron lift n2")
+        since_s=d.now_s,
+        until_s=d.now_s + 86400,
+        why="2 faults in 30 days, the last: n2/0 XID 79",
+        incidents=(3, 9),
+    )
+    way = (
+        "repair it and start its agent, quarantined to 1970-01-02 00:16Z: 2 faults in 30 days, "
+        "the last: n2/0 XID 79 (inc-3 inc-9). It is given tasks when that ends, or after "
+        "unicron lift n2"
+    )
     row, below = nodes(d)
     assert below == f"n2 lost: {way}"
     assert " -/2 " in row

@@ -63,8 +63,15 @@ def test_an_iteration_with_a_non_finite_loss_counts(d: Driver, task: int) -> Non
     train(d, task, 2)
     before = earned(d)
     members = d.state.tasks[task].members
-    d.tell(d.source(members[0].node), r.LossNotFinite(
-        task=task, generation=d.state.tasks[task].generation, iteration=d.steps[task], text="nan"))
+    d.tell(
+        d.source(members[0].node),
+        r.LossNotFinite(
+            task=task,
+            generation=d.state.tasks[task].generation,
+            iteration=d.steps[task],
+            text="nan",
+        ),
+    )
     assert earned(d) == pytest.approx(before + 1e9)
 
 

@@ -12,16 +12,25 @@ from twins import Spec, Twins, small
 
 @pytest.fixture(scope="session")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    with running(tmp_path_factory.mktemp("two"), policy={
-            "stopped_s_max": 4.0, "evidence_s_max": 4.0}) as made:
+    with running(
+        tmp_path_factory.mktemp("two"), policy={"stopped_s_max": 4.0, "evidence_s_max": 4.0}
+    ) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    with running(tmp_path_factory.mktemp("three"), 3, {
-            "silence_s_max": 2.0, "evidence_s_max": 4.0, "replace_after_s": 10.0,
-            "stopped_s_max": 60.0, "agent_gone_s_max": 6.0}) as made:
+    with running(
+        tmp_path_factory.mktemp("three"),
+        3,
+        {
+            "silence_s_max": 2.0,
+            "evidence_s_max": 4.0,
+            "replace_after_s": 10.0,
+            "stopped_s_max": 60.0,
+            "agent_gone_s_max": 6.0,
+        },
+    ) as made:
         yield made
 
 
@@ -59,12 +68,24 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
 @pytest.fixture
 def spec(tmp_path: Path) -> Callable[..., Spec]:
     """A small GPT whose iterations last long enough to inject a fault inside one."""
-    def make(name: str, *, dropout: float = 0.0, iterations: int = 40,
-             reproducible: str = "rounding") -> Spec:
+
+    def make(
+        name: str, *, dropout: float = 0.0, iterations: int = 40, reproducible: str = "rounding"
+    ) -> Spec:
         return small(
-            name, tmp_path / "out", iterations=iterations, reproducible=reproducible,
-            model={"num_layers": 3, "hidden": 128, "num_heads": 4, "sequence": 128,
-                   "dropout": dropout},
+            name,
+            tmp_path / "out",
+            iterations=iterations,
+            reproducible=reproducible,
+            model={
+                "num_layers": 3,
+                "hidden": 128,
+                "num_heads": 4,
+                "sequence": 128,
+                "dropout": dropout,
+            },
             batch={"global": 48, "micro": 4},
-            optimizer={"lr": 1e-3, "min_lr": 1e-4, "warmup_iterations": 1})
+            optimizer={"lr": 1e-3, "min_lr": 1e-4, "warmup_iterations": 1},
+        )
+
     return make

@@ -12,8 +12,7 @@ from twins import Twins, small
 
 
 @pytest.mark.thorough
-def test_agents_restart_under_a_training_task(cluster: Any, tmp_path: Path,
-                                              twins: Twins) -> None:
+def test_agents_restart_under_a_training_task(cluster: Any, tmp_path: Path, twins: Twins) -> None:
     begun = cluster.seq()
     wanted = small("upgraded", tmp_path / "out", checkpoint_every=20)
     task = cluster.submit(wanted)
@@ -23,7 +22,9 @@ def test_agents_restart_under_a_training_task(cluster: Any, tmp_path: Path,
     pid = cluster.agent("n1").pid
     upgraded = cluster.unicron("agent", "--restart", "--node", "n1")
     assert (upgraded.returncode, upgraded.stderr) == (
-        0, f"agent n1, pid {pid}, restarts; its ranks run on\n"), upgraded
+        0,
+        f"agent n1, pid {pid}, restarts; its ranks run on\n",
+    ), upgraded
     cluster.wait_told(begun, "AgentRestarting", node="n1")
     assert cluster.wait_told(begun, "AgentRestarted", node="n1").body.pid == pid
     cluster.wait_steps(task)
@@ -51,8 +52,9 @@ def test_agents_restart_under_a_training_task(cluster: Any, tmp_path: Path,
 
 
 @pytest.mark.thorough
-def test_a_node_whose_agent_stays_away_is_lost_and_heals(three: Any, tmp_path: Path,
-                                                         twins: Twins) -> None:
+def test_a_node_whose_agent_stays_away_is_lost_and_heals(
+    three: Any, tmp_path: Path, twins: Twins
+) -> None:
     """The policy of the cluster lets ranks run without an agent for a few seconds only."""
     wanted = small("left", tmp_path / "out", checkpoint_every=20)
     task = three.submit(wanted)

@@ -34,8 +34,9 @@ class Attacked(NamedTuple):
 def can_run(name: str) -> bool:
     """Whether this user may run the tests' Python."""
     try:
-        return not subprocess.run([sys.executable, "-c", ""], check=False, user=name, cwd="/",
-                                  timeout=60).returncode
+        return not subprocess.run(
+            [sys.executable, "-c", ""], check=False, user=name, cwd="/", timeout=60
+        ).returncode
     except PermissionError:
         return False
 
@@ -66,13 +67,29 @@ def _attack(cluster: RealCluster, out: Path) -> Attacked:
     order = cluster.told(0, "Reconfigure", task=victim)[-1].body
     store = next(one for one in order.keepers if one.node == stored.node)
     begin, report = cluster.seq(), out / "found.json"
-    attacker = cluster.submit({
-        "apiVersion": "unicron/v1", "name": "attacker", "slots": {"min": 1, "max": 1},
-        "command": [sys.executable, "-P", attack.__file__, str(report), str(cluster.state.path),
-                    f"{store.node}@{store.endpoint}", str(victim)],
-        "heal": "in-memory",
-        "loop": {"micro_batches": 1, "iterations": 9, "output": str(out / "own"),
-                 "copy_every": 1}})
+    attacker = cluster.submit(
+        {
+            "apiVersion": "unicron/v1",
+            "name": "attacker",
+            "slots": {"min": 1, "max": 1},
+            "command": [
+                sys.executable,
+                "-P",
+                attack.__file__,
+                str(report),
+                str(cluster.state.path),
+                f"{store.node}@{store.endpoint}",
+                str(victim),
+            ],
+            "heal": "in-memory",
+            "loop": {
+                "micro_batches": 1,
+                "iterations": 9,
+                "output": str(out / "own"),
+                "copy_every": 1,
+            },
+        }
+    )
     cluster.wait_told(begin, "RankExited", task=attacker)
     assert report.exists(), cluster.endings(attacker)
     return Attacked(cluster, json.loads(report.read_text()), victim, attacker, begin)
@@ -81,9 +98,11 @@ def _attack(cluster: RealCluster, out: Path) -> Attacked:
 def secrets_of(cluster: RealCluster) -> dict[str, str]:
     """Every secret of this machine's cluster."""
     state = cluster.state.path
-    return {"token": (state / "token").read_text().strip(),
-            "password": (state / "server" / "password").read_text().strip(),
-            "secret": (state / "secret").read_bytes().hex()}
+    return {
+        "token": (state / "token").read_text().strip(),
+        "password": (state / "server" / "password").read_text().strip(),
+        "secret": (state / "secret").read_bytes().hex(),
+    }
 
 
 def test_no_environment_or_argument_has_a_secret(attacked: Attacked) -> None:
@@ -122,5 +141,7 @@ def test_only_as_another_user_a_rank_is_kept_from_the_operators_rights(attacked:
     assert {"agent", "control-plane"} <= set(got["memory"])  # other tests may run an `up`
     assert got["copies"] > 0
     assert got["local_socket"] == "connected"
-    cluster.wait(lambda: taken in log.read_text() or None, lambda: f"n2 takes the forged order\n"
-                 f"{log.read_text()[-2000:]}")
+    cluster.wait(
+        lambda: taken in log.read_text() or None,
+        lambda: f"n2 takes the forged order\n{log.read_text()[-2000:]}",
+    )

@@ -29,8 +29,7 @@ def expected_outcome(closed: Any) -> str:
     return "set back" if closed.iterations_lost else "healed"
 
 
-def test_a_task_whose_ranks_all_die_recovers_from_a_copy(
-        three: Any, tmp_path: Path) -> None:
+def test_a_task_whose_ranks_all_die_recovers_from_a_copy(three: Any, tmp_path: Path) -> None:
     cluster, job = three, small("wiped", tmp_path, slots=(2, 2), copy_every=EVERY)
     task = cluster.submit(job)
     hold = hold_after_the_first_copy(cluster, task)
@@ -68,7 +67,8 @@ def test_a_task_whose_ranks_all_die_recovers_from_a_copy(
 
 @pytest.mark.thorough
 def test_a_task_on_a_lost_node_recovers_from_the_stores_of_other_nodes(
-        three: Any, tmp_path: Path) -> None:
+    three: Any, tmp_path: Path
+) -> None:
     cluster, job = three, small("moved", tmp_path, slots=(1, 1), copy_every=EVERY)
     task = cluster.submit(job)
     hold = hold_after_the_first_copy(cluster, task)
@@ -96,13 +96,13 @@ def test_a_task_on_a_lost_node_recovers_from_the_stores_of_other_nodes(
 
 @pytest.mark.thorough
 def test_a_task_that_a_fault_hurt_and_the_plan_preempts_comes_back_from_memory(
-        three: Any, tmp_path: Path) -> None:
+    three: Any, tmp_path: Path
+) -> None:
     """A node is lost. A heavier task needs all slots that are left, so the other one leaves."""
     cluster = three
     task = cluster.submit(small("light", tmp_path, slots=(1, 2), rates={1: 1.0, 2: 1.9}))
     cluster.wait_whole(task, 2)
-    heavy = cluster.submit(
-        small("heavy", tmp_path, weight=100.0, slots=(4, 4), rates={4: 3.0}))
+    heavy = cluster.submit(small("heavy", tmp_path, weight=100.0, slots=(4, 4), rates={4: 3.0}))
     cluster.wait_whole(heavy, 4)
     nodes = {rank["node"] for rank in cluster.wait_whole(task, 2)["ranks"]}
     assert len(nodes) == 2, "each of its ranks is on a node of its own"

@@ -11,10 +11,12 @@ import pytest
 from unicron.control_plane.decide.replay import replay, verify
 from unicron.control_plane.state.cluster import state_hash
 
-ROUNDS = (("RankExited", "RankReady", "IncidentClosed"),
-          ("IncidentOpened", "Quiesced", "Resume"),
-          ("Quiesce", "Reconfigure", "TaskProgressed"),
-          ("StartRank", "RankStarted", "Reconfigured"))
+ROUNDS = (
+    ("RankExited", "RankReady", "IncidentClosed"),
+    ("IncidentOpened", "Quiesced", "Resume"),
+    ("Quiesce", "Reconfigure", "TaskProgressed"),
+    ("StartRank", "RankStarted", "Reconfigured"),
+)
 """The control plane exits once after a record of each kind, three times during one recovery.
 
 The second and third kind of a round are appended after the crash before them.
@@ -45,7 +47,8 @@ def test_the_control_plane_may_die_after_any_record(cluster: Any, spec: Callable
 
         cluster.wait(back, f"healed after crashes at {kinds}")
         assert cluster.kept(task, before) == set(before) - {victim}, (
-            f"a survivor was killed at {kinds}:\n{cluster.endings(task)}")
+            f"a survivor was killed at {kinds}:\n{cluster.endings(task)}"
+        )
 
     cluster.wait_traced(task, event="step", iteration=25)
     lost = cluster.told(begun, "IncidentClosed")

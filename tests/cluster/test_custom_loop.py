@@ -24,8 +24,15 @@ MEGATRON = [sys.executable, "-P", "-m", "unicron.cli.main", "megatron"]
 
 
 def words(losses: Path) -> list[str]:
-    return [str(EXAMPLE), "--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES),
-            "--losses", str(losses)]
+    return [
+        str(EXAMPLE),
+        "--iterations",
+        str(ITERATIONS),
+        "--micro-batches",
+        str(MICRO_BATCHES),
+        "--losses",
+        str(losses),
+    ]
 
 
 def lines(file: Path) -> dict[int, dict[str, Any]]:
@@ -34,18 +41,32 @@ def lines(file: Path) -> dict[int, dict[str, Any]]:
 
 
 def test_a_killed_rank_of_a_loop_changes_no_result(cluster: RealCluster, tmp_path: Path) -> None:
-    undisturbed = subprocess.Popen([sys.executable, *words(tmp_path / "alone")],
-                                   stdin=subprocess.DEVNULL)
+    undisturbed = subprocess.Popen(
+        [sys.executable, *words(tmp_path / "alone")], stdin=subprocess.DEVNULL
+    )
     try:
         after = cluster.seq()
         # The shell survives a kill of its child; the process that adopted Unicron counts.
-        task = cluster.submit({
-            "apiVersion": "unicron/v1", "name": "loop", "slots": {"min": 1, "max": 3},
-            "command": ["sh", "-c", '"$0" "$@" && exit; sleep 300', sys.executable,
-                        *words(tmp_path / "struck")],
-            "heal": "in-memory",
-            "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS,
-                     "output": str(tmp_path / "out")}})
+        task = cluster.submit(
+            {
+                "apiVersion": "unicron/v1",
+                "name": "loop",
+                "slots": {"min": 1, "max": 3},
+                "command": [
+                    "sh",
+                    "-c",
+                    '"$0" "$@" && exit; sleep 300',
+                    sys.executable,
+                    *words(tmp_path / "struck"),
+                ],
+                "heal": "in-memory",
+                "loop": {
+                    "micro_batches": MICRO_BATCHES,
+                    "iterations": ITERATIONS,
+                    "output": str(tmp_path / "out"),
+                },
+            }
+        )
         cluster.hold(task, VICTIM, event="backward", iteration=STRUCK)
         held = cluster.hold(task, 0, event="forward", iteration=GROWN)
         line = cluster.wait_held(task, VICTIM, 0.0)
@@ -83,29 +104,44 @@ def test_a_loop_that_declines_restarts_as_a_whole(cluster: RealCluster, tmp_path
     script = tmp_path / "train.py"
     text = EXAMPLE.read_text()
     step = "        iteration = job.step()\n"
-    for old, new in (("calculate_per_token_loss=True", "calculate_per_token_loss=False"),
-                     (step, f"{step}        time.sleep(0.3)\n")):
+    for old, new in (
+        ("calculate_per_token_loss=True", "calculate_per_token_loss=False"),
+        (step, f"{step}        time.sleep(0.3)\n"),
+    ):
         assert old in text
         text = text.replace(old, new)
     script.write_text(text)
     losses = tmp_path / "losses"
     after = cluster.seq()
-    task = cluster.submit({
-        "apiVersion": "unicron/v1", "name": "scaled", "slots": {"min": 2, "max": 2},
-        "command": [sys.executable, str(script), *words(losses)[1:]], "heal": "in-memory",
-        "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS, "checkpoint_every": 1,
-                 "output": str(tmp_path / "out")}})
+    task = cluster.submit(
+        {
+            "apiVersion": "unicron/v1",
+            "name": "scaled",
+            "slots": {"min": 2, "max": 2},
+            "command": [sys.executable, str(script), *words(losses)[1:]],
+            "heal": "in-memory",
+            "loop": {
+                "micro_batches": MICRO_BATCHES,
+                "iterations": ITERATIONS,
+                "checkpoint_every": 1,
+                "output": str(tmp_path / "out"),
+            },
+        }
+    )
     declined: Any = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
     assert declined.why.startswith("gradients scaled by the number of replicas")
-    cluster.wait(lambda: (losses.exists() and len(lines(losses)) > STRUCK) or None,
-                 "the loop trains")
+    cluster.wait(
+        lambda: (losses.exists() and len(lines(losses)) > STRUCK) or None, "the loop trains"
+    )
     first = cluster.wait_told(after, "RankStarted", task=task, rank=VICTIM).body
     os.kill(first.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     ended = cluster.wait_ended(task)
     assert ended["state"] == "finished", (ended, cluster.endings(task))
     assert ended["declined"] == declined.why
-    starts = [(one.body.rank, one.body.attempt)  # type: ignore[attr-defined]
-              for one in cluster.told(after, "RankStarted")]
+    starts = [
+        (one.body.rank, one.body.attempt)  # type: ignore[attr-defined]
+        for one in cluster.told(after, "RankStarted")
+    ]
     assert sorted(starts) == [(0, 1), (0, 2), (1, 1), (1, 2)]
     found = [json.loads(line)["iteration"] for line in losses.read_text().splitlines()]
     assert sorted(set(found)) == list(range(ITERATIONS))
@@ -121,11 +157,18 @@ def script(tmp_path: Path) -> Path:
 
 
 def job(name: str, script: Path, slots: int, *words: str) -> dict[str, Any]:
-    return {"apiVersion": "unicron/v1", "name": name, "slots": {"min": slots, "max": slots},
-            "command": [*MEGATRON, str(script), *words],
-            "heal": "in-memory",
-            "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS,
-                     "output": str(script.parent / name)}}
+    return {
+        "apiVersion": "unicron/v1",
+        "name": name,
+        "slots": {"min": slots, "max": slots},
+        "command": [*MEGATRON, str(script), *words],
+        "heal": "in-memory",
+        "loop": {
+            "micro_batches": MICRO_BATCHES,
+            "iterations": ITERATIONS,
+            "output": str(script.parent / name),
+        },
+    }
 
 
 def test_an_unmodified_script_recovers_in_memory(cluster: RealCluster, script: Path) -> None:
@@ -171,31 +214,50 @@ def test_a_script_that_declines_trains_as_a_command(cluster: RealCluster, script
     assert cluster.told(after, "IterationsLogged", task=task)
 
 
-@pytest.mark.parametrize(("changes", "line"), [
-    ([(SAMPLE, f"    if (iteration, micro_batch) == (2, 1):\n        int('x')\n{SAMPLE}")],
-     "`sample` raised ValueError: invalid literal for int() with base 10: 'x' in micro-batch 1 of "
-     "iteration 2"),
-    # The rank's own part of these is in tests/workers/training/test_not_a_number.py.
-    pytest.param(
-        NOT_A_NUMBER["loss"], "found NaN in local forward loss calculation: nan, in micro-batch 1 "
-                              "of iteration 2", marks=pytest.mark.thorough),
-    pytest.param(
-        NOT_A_NUMBER["gradient"], "data-parallel communication collective: nan, in micro-batch 1 "
-                                  "of iteration 2", marks=pytest.mark.thorough)],
-    ids=["data", "loss", "gradient"])
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            [(SAMPLE, f"    if (iteration, micro_batch) == (2, 1):\n        int('x')\n{SAMPLE}")],
+            "`sample` raised ValueError: invalid literal for int() with base 10: 'x' in micro-batch 1 of "
+            "iteration 2",
+        ),
+        # The rank's own part of these is in tests/workers/training/test_not_a_number.py.
+        pytest.param(
+            NOT_A_NUMBER["loss"],
+            "found NaN in local forward loss calculation: nan, in micro-batch 1 of iteration 2",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            NOT_A_NUMBER["gradient"],
+            "data-parallel communication collective: nan, in micro-batch 1 of iteration 2",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=["data", "loss", "gradient"],
+)
 @pytest.mark.thorough
 def test_data_that_any_process_refuses_end_the_task(
-        cluster: RealCluster, tmp_path: Path, changes: list[tuple[str, str]], line: str) -> None:
+    cluster: RealCluster, tmp_path: Path, changes: list[tuple[str, str]], line: str
+) -> None:
     """Rank 1 meets it, then the rank that takes its micro-batch: nothing is started again for it
     after that, and no slot is disabled."""
     script = changed_example(tmp_path, changes)
     after = cluster.seq()
-    task = cluster.submit({
-        "apiVersion": "unicron/v1", "name": "data", "slots": {"min": 2, "max": 2},
-        "command": [sys.executable, str(script), *words(tmp_path / "losses")[1:]],
-        "heal": "in-memory",
-        "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS,
-                 "output": str(tmp_path / "out")}})
+    task = cluster.submit(
+        {
+            "apiVersion": "unicron/v1",
+            "name": "data",
+            "slots": {"min": 2, "max": 2},
+            "command": [sys.executable, str(script), *words(tmp_path / "losses")[1:]],
+            "heal": "in-memory",
+            "loop": {
+                "micro_batches": MICRO_BATCHES,
+                "iterations": ITERATIONS,
+                "output": str(tmp_path / "out"),
+            },
+        }
+    )
     ended = cluster.wait_ended(task)
     assert ended["state"] == "failed", (ended, cluster.endings(task))
     assert ended["why"].startswith("2 times the same (wrong input) at iteration ")

@@ -28,9 +28,13 @@ class Pair(cluster_story.Pair):
     """Two equal tasks; their incidents are checked in the log only."""
 
     def __init__(self, cluster: Any, output: Path) -> None:
-        super().__init__(cluster, *(
-            small(name, output, slots=(1, 3), rates=RATES, seed=seed, checkpoint_every=40)
-            for name, seed in (("one", 7), ("two", 8))))
+        super().__init__(
+            cluster,
+            *(
+                small(name, output, slots=(1, 3), rates=RATES, seed=seed, checkpoint_every=40)
+                for name, seed in (("one", 7), ("two", 8))
+            ),
+        )
         self.one, self.two = self.specs
         self.held: dict[int, tuple[Path, Path]] = {}
         """Task -> its checkpoint published after the faults in transitions, and its twin's."""
@@ -60,8 +64,9 @@ class Pair(cluster_story.Pair):
         assert sorted(record.body.of for record in closed) == sorted(of)
         for record in closed:
             body: Any = record.body
-            assert (body.outcome, body.iterations_lost, body.ckpt_read) == (
-                "healed", 0, False), self.cluster.tail(after)
+            assert (body.outcome, body.iterations_lost, body.ckpt_read) == ("healed", 0, False), (
+                self.cluster.tail(after)
+            )
             assert body.pause_s < PAUSE_S_MAX, self.cluster.tail(after)
         return closed
 
@@ -100,18 +105,21 @@ def test_a_member_of_the_next_generation_dies_and_a_joined_newcomer(pair: Pair) 
     first, *_ = before[pair.two]
     pair.kill(pair.two, first)
     newcomer = cluster.wait_told(after, "RankStarted", task=pair.two).body
-    joined = cluster.wait_told(after, "Reconfigured", task=pair.two, rank=newcomer.rank,
-                               attempt=newcomer.attempt).body
+    joined = cluster.wait_told(
+        after, "Reconfigured", task=pair.two, rank=newcomer.rank, attempt=newcomer.attempt
+    ).body
     os.kill(newcomer.pid, signal.SIGKILL)
     assert joined.received_bytes > 0
     pair.wait_exit(pair.two, newcomer.pid, after)
     closed = pair.healed(after, pair.one, pair.two)
     # One for each task. On a busy machine the task may have recovered when the newcomer is killed.
-    (exited,) = cluster.told(after, "RankExited", task=pair.two, rank=newcomer.rank,
-                             attempt=newcomer.attempt)
+    (exited,) = cluster.told(
+        after, "RankExited", task=pair.two, rank=newcomer.rank, attempt=newcomer.attempt
+    )
     opened = {record.seq: record.body.task for record in cluster.told(after, "IncidentOpened")}
-    had_recovered = any(record.seq < exited.seq and opened[record.body.of] == pair.two
-                        for record in closed)
+    had_recovered = any(
+        record.seq < exited.seq and opened[record.body.of] == pair.two for record in closed
+    )
     assert len(closed) == 2 + had_recovered
     for task, killed in ((pair.one, {victim, second}), (pair.two, {first})):
         assert cluster.kept(task, before[task]) == set(before[task]) - killed
@@ -128,8 +136,14 @@ def test_a_newcomer_dies_in_its_first_micro_batch(pair: Pair, twins: Twins) -> N
     os.kill(line["pid"], signal.SIGKILL)
     hold.unlink()
     pair.wait_exit(pair.one, line["pid"], after)
-    assert sum(line["event"] == "forward" for line in cluster.traced(pair.one)
-               if line["pid"] == started.pid) <= 1, "the newcomer was killed too late"
+    assert (
+        sum(
+            line["event"] == "forward"
+            for line in cluster.traced(pair.one)
+            if line["pid"] == started.pid
+        )
+        <= 1
+    ), "the newcomer was killed too late"
     pair.healed(after, pair.one)
     assert cluster.kept(pair.one, before) == set(before) - {victim}
     assert cluster.task(pair.two)["generation"] == calm
@@ -160,8 +174,9 @@ def test_two_of_three_nodes_are_lost_and_both_tasks_continue(pair: Pair) -> None
     cluster, after = pair.cluster, pair.cluster.seq()
     for task in pair.specs:  # new ranks must know their step time: gloo may not report a peer's
         cluster.wait_steps(task, 2 * WARM_UP_NUM)  # exit to them, which then counts as a hang
-    third = next((node for node in NODES
-                  if all(cluster.on(task, node) for task in pair.specs)), None)
+    third = next(
+        (node for node in NODES if all(cluster.on(task, node) for task in pair.specs)), None
+    )
     assert third, [cluster.task(task)["ranks"] for task in pair.specs]
     before = {task: cluster.pids(task) for task in pair.specs}
     lost = [node for node in NODES if node != third]

@@ -48,13 +48,18 @@ class Hosts:
         """Run the command with this state folder."""
         token, unicron, *words = shlex.split(command)
         assert unicron == "unicron"
-        environment = {key: value for key, value in os.environ.items()
-                       if not key.startswith("UNICRON_")}
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")
+        }
         environment |= dict([token.split("=")]) | {"UNICRON_STATE": str(self.path / folder)}
         with self.log(folder).open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", CLOCK, str(off_s), *words], env=environment,
-                stdout=log, stderr=log, start_new_session=True)
+                [sys.executable, "-P", "-c", CLOCK, str(off_s), *words],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         self.started.append(process)
         return process
 
@@ -76,14 +81,21 @@ class Hosts:
             return {user.removeprefix("unicron:default:") for user in server.acl_users()}
 
     def joined(self, node: str, num: int = 1) -> None:
-        self.cluster.wait(lambda: len(self.cluster.told(0, "NodeJoined", node=node)) == num or None,
-                          lambda: f"{node} joins\n{self.log(node).read_text()}")
+        self.cluster.wait(
+            lambda: len(self.cluster.told(0, "NodeJoined", node=node)) == num or None,
+            lambda: f"{node} joins\n{self.log(node).read_text()}",
+        )
 
     def run(self, name: str, num_slots: int) -> None:
         """A command runs on this number of slots, to its end."""
-        task = self.cluster.submit({
-            "apiVersion": "unicron/v1", "name": name, "command": ["true"],
-            "slots": {"min": num_slots, "max": num_slots}})
+        task = self.cluster.submit(
+            {
+                "apiVersion": "unicron/v1",
+                "name": name,
+                "command": ["true"],
+                "slots": {"min": num_slots, "max": num_slots},
+            }
+        )
         assert self.cluster.wait_ended(task)["state"] == "finished", self.cluster.endings(task)
 
     def stop(self) -> None:
@@ -108,26 +120,35 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 def test_the_printed_command_enrols_a_host_once(hosts: Hosts) -> None:
     command = hosts.command("--node", "h1")
     url = hosts.cluster.client().url
-    found = re.fullmatch(rf"UNICRON_TOKEN=(unicron_\S{{43}}) unicron agent --url {url} --node h1",
-                         command)
+    found = re.fullmatch(
+        rf"UNICRON_TOKEN=(unicron_\S{{43}}) unicron agent --url {url} --node h1", command
+    )
     assert found, command
     agent = hosts.start("h1", command)
     hosts.joined("h1")
     assert found[1].encode() not in Path(f"/proc/{agent.pid}/environ").read_bytes()
     file = hosts.cluster.wait(
-        lambda: hosts.identity("h1") if hosts.identity("h1").exists() else None, "it is enrolled")
+        lambda: hosts.identity("h1") if hosts.identity("h1").exists() else None, "it is enrolled"
+    )
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert len(list(file.parent.glob("*identity*"))) == 1
     identity = file.read_text()
-    for text in (*hosts.cluster.state.path.rglob("*.log"), hosts.log("h1"),
-                 hosts.cluster.state.path / "tokens.json"):
+    for text in (
+        *hosts.cluster.state.path.rglob("*.log"),
+        hosts.log("h1"),
+        hosts.cluster.state.path / "tokens.json",
+    ):
         assert identity not in text.read_text()
         assert found[1] not in text.read_text()
     assert "join-h1 is used up\nhint: an admin: unicron token rotate join-h1" in hosts.refused(
-        "other", command)
+        "other", command
+    )
     listed = hosts.cluster.unicron("token", "list").stdout.splitlines()
     assert [line.split()[:2] for line in listed[1:]] == [
-        ["owner", "admin"], ["h1", "node"], ["join-h1", "join"]]
+        ["owner", "admin"],
+        ["h1", "node"],
+        ["join-h1", "join"],
+    ]
     assert listed[-1].endswith("1 of 1")
     agent.terminate()
     agent.wait()
@@ -148,8 +169,7 @@ def test_an_identity_survives_control_plane_and_server(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize(("node", "off_s"), [("h2", -3_600.0), ("h3", 3_600.0)])
 def test_a_clock_that_is_an_hour_off(hosts: Hosts, node: str, off_s: float) -> None:
-    """Expiry goes by the control plane's clock, silence by the server's; a signature has no time.
-    """
+    """Expiry goes by the control plane's clock, silence by the server's; a signature has no time."""
     hosts.start(node, hosts.command("--node", node, "--expires", "5m"), off_s)
     hosts.joined(node)
     hosts.run(f"off-{node}", int(node[1:]))
@@ -203,9 +223,14 @@ def test_a_stopped_agent_first_drains_its_node(hosts: Hosts) -> None:
     command = hosts.command("--node", "d1") + " --drain-limit 60"
     first = hosts.start("d1", command)
     hosts.joined("d1")
-    task = cluster.submit({
-        "apiVersion": "unicron/v1", "name": "leaves", "command": ["sleep", "300"],
-        "slots": {"min": 1, "max": 4}})
+    task = cluster.submit(
+        {
+            "apiVersion": "unicron/v1",
+            "name": "leaves",
+            "command": ["sleep", "300"],
+            "slots": {"min": 1, "max": 4},
+        }
+    )
     cluster.wait_told(0, "RankStarted", node="d1", task=task)
     before = cluster.seq()
     for _ in range(2):

@@ -16,17 +16,26 @@ from unicron.events.spec.policy import Policy
 
 def submitted(cluster: RealCluster) -> int | None:
     try:
-        return cluster.submit({"apiVersion": "unicron/v1", "name": "waits", "command": ["true"],
-                               "slots": {"min": 4, "max": 4}, "weight": 1e-6})
+        return cluster.submit(
+            {
+                "apiVersion": "unicron/v1",
+                "name": "waits",
+                "command": ["true"],
+                "slots": {"min": 4, "max": 4},
+                "weight": 1e-6,
+            }
+        )
     except UnicronError:  # nothing is acknowledged yet
         return None
 
 
 @pytest.mark.thorough
 def test_all_processes_find_the_new_primary(tmp_path: Path) -> None:
-    with (replicated_servers.replicated(tmp_path) as (primary, replica),
-          replicated_servers.watched(tmp_path, primary) as (url, _),
-          running(tmp_path / "cluster", num_control_planes=2, redis_url=url) as cluster):
+    with (
+        replicated_servers.replicated(tmp_path) as (primary, replica),
+        replicated_servers.watched(tmp_path, primary) as (url, _),
+        running(tmp_path / "cluster", num_control_planes=2, redis_url=url) as cluster,
+    ):
         task = cluster.submit(small("led", tmp_path / "out"))
         cluster.wait_whole(task, 4)
         pids, begun = cluster.pids(task), cluster.seq()
@@ -40,9 +49,17 @@ def test_all_processes_find_the_new_primary(tmp_path: Path) -> None:
         cluster.wait_steps(task)
         assert cluster.pids(task) == pids
         assert cluster.task(task)["generation"] == 1
-        for kind in ("IncidentOpened", "NodeJoined", "Quiesce", "RankStalled", "ReportsLost",
-                     "RankExited", "StopRank"):
+        for kind in (
+            "IncidentOpened",
+            "NodeJoined",
+            "Quiesce",
+            "RankStalled",
+            "ReportsLost",
+            "RankExited",
+            "StopRank",
+        ):
             assert not cluster.told(begun, kind), cluster.tail(begun)
         assert replica.client.acl_whoami() == "default"
         assert {f"unicron:default:{node}" for node in ("n1", "n2")} <= set(
-            replica.client.acl_users())
+            replica.client.acl_users()
+        )

@@ -36,8 +36,12 @@ def former(tmp_path: Path) -> Iterator[RealCluster]:
     path = tmp_path / "cluster"
     cluster = RealCluster(path)
     try:
-        subprocess.run([sys.executable, "-P", "-c", START, str(path), str(tmp_path / "code")],
-                       check=True, env=environment, timeout=START_S_MAX)
+        subprocess.run(
+            [sys.executable, "-P", "-c", START, str(path), str(tmp_path / "code")],
+            check=True,
+            env=environment,
+            timeout=START_S_MAX,
+        )
         cluster.local.ensure_server()
         yield cluster
     finally:
@@ -45,7 +49,8 @@ def former(tmp_path: Path) -> Iterator[RealCluster]:
 
 
 def test_this_version_takes_over_from_the_last_release(
-        former: RealCluster, tmp_path: Path, twins: Twins) -> None:
+    former: RealCluster, tmp_path: Path, twins: Twins
+) -> None:
     wanted = small("taken", tmp_path / "out", checkpoint_every=20)
     task = former.submit(wanted)
     former.wait_whole(task, 4)
@@ -58,8 +63,16 @@ def test_this_version_takes_over_from_the_last_release(
     former.wait_steps(task, 20)
     assert former.pids(task) == pids
     assert former.task(task)["generation"] == 1
-    for kind in ("IncidentOpened", "NodeJoined", "NodeUnreachable", "Quiesce", "RankStalled",
-                 "ReportsLost", "RankExited", "StopRank"):
+    for kind in (
+        "IncidentOpened",
+        "NodeJoined",
+        "NodeUnreachable",
+        "Quiesce",
+        "RankStalled",
+        "ReportsLost",
+        "RankExited",
+        "StopRank",
+    ):
         assert not former.told(begun, kind), former.tail(begun)
 
     # The former agents and ranks heal under the new control plane.
@@ -71,11 +84,13 @@ def test_this_version_takes_over_from_the_last_release(
     former.wait_healed(after)
 
     # What a former agent would not obey waits for a newer one.
-    later = former.submit(small("exact", tmp_path / "out", slots=(1, 1), reproducible="bitwise",
-                                weight=1e-3))
+    later = former.submit(
+        small("exact", tmp_path / "out", slots=(1, 1), reproducible="bitwise", weight=1e-3)
+    )
     waits = former.wait_told(begun, "TaskWaiting", task=later).body
     assert getattr(waits, "why", "") == (
-        "the agents of n1 n2 read order format 0, and this job needs 1")
+        "the agents of n1 n2 read order format 0, and this job needs 1"
+    )
     assert "newer agents there" in former.unicron("status", "exact").stdout
 
     # An agent of this version continues the processes of the former one.

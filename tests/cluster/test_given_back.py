@@ -15,27 +15,33 @@ def test_a_slot_is_given_back_beside_a_task_that_runs_on(tmp_path: Path) -> None
         other = cluster.submit(small("other", tmp_path, slots=(1, 1)))
         cluster.wait_whole(other, 1)
         pids = cluster.pids(other)
-        task = cluster.submit(small("job", tmp_path, slots=(1, 3),
-                                    batch={"global": 12, "micro": 2}))
+        task = cluster.submit(
+            small("job", tmp_path, slots=(1, 3), batch={"global": 12, "micro": 2})
+        )
         cluster.wait_whole(task, 3)
         (rank,) = cluster.on(task, "n1")
         after = cluster.seq()
         cluster.rest(other, task)
         os.kill(cluster.pids(task)[rank], signal.SIGKILL)
         cluster.wait_told(after, "IncidentClosed")
-        (told,) = [one for one in cluster.client().get("/v1/state")["needs"]
-                   if one["what"] == "disabled"]
+        (told,) = [
+            one for one in cluster.client().get("/v1/state")["needs"] if one["what"] == "disabled"
+        ]
         assert told["why"].startswith("n1 slot 1 out")
         assert "repair, then `unicron lift n1/1`" in told["do"]
         for name, why, hint in (
-                ("n1/7", "there is no slot n1/7", "there are n1/0, n1/1"),
-                ("n9/0", "no node 'n9'", "there is n1, n2"),
-                ("n1/x", "there is no slot n1/x", "there are n1/0, n1/1"),
-                ("n2/0", "n2/0 is not out", "unicron status nodes"),
-                ("n2/*", "no slot that is out has a name like 'n2/*'", "there is n1/1")):
+            ("n1/7", "there is no slot n1/7", "there are n1/0, n1/1"),
+            ("n9/0", "no node 'n9'", "there is n1, n2"),
+            ("n1/x", "there is no slot n1/x", "there are n1/0, n1/1"),
+            ("n2/0", "n2/0 is not out", "unicron status nodes"),
+            ("n2/*", "no slot that is out has a name like 'n2/*'", "there is n1/1"),
+        ):
             refused = cluster.unicron("lift", name)
             assert (refused.returncode, refused.stdout, refused.stderr.splitlines()) == (
-                2, "", [f"error: {why}", f"hint: {hint}"])
+                2,
+                "",
+                [f"error: {why}", f"hint: {hint}"],
+            )
         done = cluster.unicron("lift", "n1/*", "--reason", "a new riser")
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("n1/1  may have tasks again; the next fault is the first (")

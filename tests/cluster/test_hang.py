@@ -40,11 +40,16 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 
 # On a machine whose host takes its cores away, a loop gets less CPU time than one that computes.
-@pytest.mark.parametrize(("then", "victim", "does"), [
-    pytest.param("gil", 1, ("sleeps",), marks=pytest.mark.thorough),
-    ("loop", 2, ("computes", "runs"))])
+@pytest.mark.parametrize(
+    ("then", "victim", "does"),
+    [
+        pytest.param("gil", 1, ("sleeps",), marks=pytest.mark.thorough),
+        ("loop", 2, ("computes", "runs")),
+    ],
+)
 def test_a_hung_rank_is_ended_and_the_others_finish_the_iteration(
-        story: Story, then: str, victim: int, does: tuple[str, ...]) -> None:
+    story: Story, then: str, victim: int, does: tuple[str, ...]
+) -> None:
     cluster, task = story.cluster, story.task
     cluster.wait_paced(task, NUM)
     before, generation, after = cluster.pids(task), cluster.task(task)["generation"], cluster.seq()
@@ -63,19 +68,24 @@ def test_a_hung_rank_is_ended_and_the_others_finish_the_iteration(
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (victim,))
     assert opened.why.startswith(f"rank {victim} on {opened.node} is stalled"), opened
     assert opened.why.endswith("3 others wait"), opened
-    waits = {record.body.rank: record.seq
-             for record in cluster.told(after, "RankStalled", task=task, where="collective")}
+    waits = {
+        record.body.rank: record.seq
+        for record in cluster.told(after, "RankStalled", task=task, where="collective")
+    }
     assert set(waits) == set(before) - {victim}, cluster.tail(after)
     assert {stalled.seq, *waits.values()} <= set(opened.evidence)
 
     # its process is killed; the survivors complete the same iteration in the same processes
-    cluster.wait_told(after, "RankExited", task=task, rank=victim, pid=pid,
-                      signal=int(signal.SIGKILL))
+    cluster.wait_told(
+        after, "RankExited", task=task, rank=victim, pid=pid, signal=int(signal.SIGKILL)
+    )
     proc = linux.read(pid)
     assert proc is None or proc.state in "ZX"
     survivors = {rank: own for rank, own in before.items() if rank != victim}
-    steps = [cluster.wait_traced(task, event="done", iteration=iteration, pid=own)
-             for own in survivors.values()]
+    steps = [
+        cluster.wait_traced(task, event="done", iteration=iteration, pid=own)
+        for own in survivors.values()
+    ]
     assert min(step["generation"] for step in steps) > generation
     assert min(step["t"] for step in steps) - line["t"] >= HANG_S_MIN
 
@@ -84,8 +94,9 @@ def test_a_hung_rank_is_ended_and_the_others_finish_the_iteration(
     ended = cluster.wait_told(after, "IncidentClosed")
     closed = ended.body
     assert ended.incident == opened_record.incident
-    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == (
-        "healed", 0, False), cluster.tail(after)
+    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False), (
+        cluster.tail(after)
+    )
     assert closed.pause_s >= HANG_S_MIN, "the pause starts at the rank's last mark"
     assert cluster.kept(task, before) == set(survivors)
     assert [record.body.rank for record in cluster.told(after, "RankExited", task=task)] == [victim]
@@ -104,15 +115,20 @@ def test_a_rank_that_is_far_too_slow_is_ended(story: Story) -> None:
     opened = opened_record.body
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (victim,))
     assert opened.why.startswith(f"rank {victim} on {opened.node} is still working"), opened
-    (slow,) = [record for record in cluster.told(after, "StepTimeChanged", task=task, rank=victim)
-               if record.seq in opened.evidence]
+    (slow,) = [
+        record
+        for record in cluster.told(after, "StepTimeChanged", task=task, rank=victim)
+        if record.seq in opened.evidence
+    ]
     assert slow.body.num_iterations == 1
     assert slow.body.own_s >= max(HANG_S_MIN, 10 * slow.body.normal_s)
-    stalled_s = [record.body.in_s for record in
-               cluster.told(after, "RankStalled", task=task, rank=victim)]
+    stalled_s = [
+        record.body.in_s for record in cluster.told(after, "RankStalled", task=task, rank=victim)
+    ]
     assert all(one < slow.body.own_s / 2 for one in stalled_s), "a slow rank still passes marks"
-    waits = cluster.told(after, "RankStalled", task=task, where="collective",
-                         iteration=slow.body.iteration)
+    waits = cluster.told(
+        after, "RankStalled", task=task, where="collective", iteration=slow.body.iteration
+    )
     assert {record.body.rank for record in waits} == set(before) - {victim}
     assert {record.seq for record in waits} <= set(opened.evidence)
     cluster.wait_whole(task, NUM)

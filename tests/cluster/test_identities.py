@@ -41,11 +41,17 @@ def users(cluster: RealCluster) -> list[str]:
 def submit(cluster: RealCluster, end: Path) -> tuple[int, set[int]]:
     """A command on every slot of both nodes that ends when `end` exists; the task and its pids."""
     after = cluster.seq()
-    task = cluster.submit({
-        "apiVersion": "unicron/v1", "name": end.name, "slots": {"min": 4, "max": 4},
-        "command": [sys.executable, "-c", WAITS, str(end)]})
-    cluster.wait(lambda: len(cluster.told(after, "RankStarted", task=task)) == 4 or None,
-                 "all ranks run")
+    task = cluster.submit(
+        {
+            "apiVersion": "unicron/v1",
+            "name": end.name,
+            "slots": {"min": 4, "max": 4},
+            "command": [sys.executable, "-c", WAITS, str(end)],
+        }
+    )
+    cluster.wait(
+        lambda: len(cluster.told(after, "RankStarted", task=task)) == 4 or None, "all ranks run"
+    )
     return task, {record.body.pid for record in cluster.told(after, "RankStarted", task=task)}
 
 
@@ -65,8 +71,7 @@ def test_each_process_is_its_own_user(own: RealCluster) -> None:
     assert len(secret) == 32
     for node in ("n1", "n2"):
         for file in ("environ", "cmdline"):
-            assert password.encode() not in Path(
-                f"/proc/{own.agent(node).pid}/{file}").read_bytes()
+            assert password.encode() not in Path(f"/proc/{own.agent(node).pid}/{file}").read_bytes()
     for text in own.path.rglob("*.log"):
         assert password not in text.read_text(errors="replace"), text
         assert secret.hex() not in text.read_text(errors="replace"), text
@@ -78,8 +83,10 @@ def test_a_restarted_server_gets_the_users_again(own: RealCluster, tmp_path: Pat
     with master(own) as server:
         pid = server.info("server")["process_id"]
     os.kill(pid, signal.SIGKILL)
-    again = own.wait(lambda: None if Path(f"/proc/{pid}/exe").exists() else
-                     own.local.ensure_server(), "the server runs again")
+    again = own.wait(
+        lambda: None if Path(f"/proc/{pid}/exe").exists() else own.local.ensure_server(),
+        "the server runs again",
+    )
     assert again.pid != pid
     own.wait(lambda: users(own) == USERS or None, "the users are there again")
     finish(own, task, pids, tmp_path / "restarted")

@@ -35,8 +35,13 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
 def _late_script(case: str, folder: Path, gate: Path) -> list[str]:
     """The words that run a script which waits for the gate: before it adopts, or in `build`; or a
     script of Megatron-LM that waits before it calls `pretrain`."""
-    words = [str(folder / "train.py"), "--iterations", str(ITERATIONS),
-             "--micro-batches", str(MICRO_BATCHES)]
+    words = [
+        str(folder / "train.py"),
+        "--iterations",
+        str(ITERATIONS),
+        "--micro-batches",
+        str(MICRO_BATCHES),
+    ]
     if case == "before it adopts":
         head = "import argparse\n"
         script = changed_example(folder, [(head, WAIT.format(gate=str(gate), indent="") + head)])
@@ -50,33 +55,56 @@ def _late_script(case: str, folder: Path, gate: Path) -> list[str]:
     training = script.parent / "megatron" / "training"
     training.mkdir(parents=True)
     for file in STANDIN.glob("*.py"):
-        shutil.copy(file, (script.parent if file.name == script.name else training)
-                    / INSTALLED_AS.get(file.name, file.name))
+        shutil.copy(
+            file,
+            (script.parent if file.name == script.name else training)
+            / INSTALLED_AS.get(file.name, file.name),
+        )
     script.write_text(WAIT.format(gate=str(gate), indent="") + script.read_text())
     return [sys.executable, "-P", "-m", "unicron.cli.main", "megatron", str(script)]
 
 
-@pytest.mark.parametrize(("case", "shown"), [
-    ("before it adopts", "no process has adopted Unicron within 3 s (start_s_max)"),
-    ("before it is ready", "not ready after"),
-    ("of Megatron-LM", "not ready after")])
+@pytest.mark.parametrize(
+    ("case", "shown"),
+    [
+        ("before it adopts", "no process has adopted Unicron within 3 s (start_s_max)"),
+        ("before it is ready", "not ready after"),
+        ("of Megatron-LM", "not ready after"),
+    ],
+)
 def test_a_late_script_is_taken_and_heals_in_place(
-        hasty: RealCluster, tmp_path: Path, case: str, shown: str) -> None:
+    hasty: RealCluster, tmp_path: Path, case: str, shown: str
+) -> None:
     gate = tmp_path / "gate"
     after = hasty.seq()
     iterations = ITERATIONS if "Megatron" not in case else 12
     micro_batches = MICRO_BATCHES if "Megatron" not in case else 6
-    task = hasty.submit({
-        "apiVersion": "unicron/v1", "name": "late", "slots": {"min": 2, "max": 2},
-        "command": _late_script(case, tmp_path, gate), "heal": "in-memory",
-        "loop": {"micro_batches": micro_batches, "iterations": iterations,
-                 "output": str(tmp_path / "out")}})
+    task = hasty.submit(
+        {
+            "apiVersion": "unicron/v1",
+            "name": "late",
+            "slots": {"min": 2, "max": 2},
+            "command": _late_script(case, tmp_path, gate),
+            "heal": "in-memory",
+            "loop": {
+                "micro_batches": micro_batches,
+                "iterations": iterations,
+                "output": str(tmp_path / "out"),
+            },
+        }
+    )
     hasty.hold(task, VICTIM, event="backward", iteration=STRUCK)
     held = hasty.hold(task, 0, event="forward", iteration=GROWN)
 
     def told() -> Any:
-        return next((one for one in hasty.client().get("/v1/state")["needs"]
-                     if one["task"] == task and shown in one["why"]), None)
+        return next(
+            (
+                one
+                for one in hasty.client().get("/v1/state")["needs"]
+                if one["task"] == task and shown in one["why"]
+            ),
+            None,
+        )
 
     need = hasty.wait(told, "status tells that the start is late")
     assert "start_s_max" in need["why"], need
@@ -102,8 +130,10 @@ def test_a_late_script_is_taken_and_heals_in_place(
     held.unlink()
     ended = hasty.wait_ended(task)
     assert ended["state"] == "finished", (ended, hasty.endings(task))
-    starts = [(one.body.rank, one.body.attempt)  # type: ignore[attr-defined]
-              for one in hasty.told(after, "RankStarted")]
+    starts = [
+        (one.body.rank, one.body.attempt)  # type: ignore[attr-defined]
+        for one in hasty.told(after, "RankStarted")
+    ]
     assert sorted(starts) == [(0, 1), (1, 1), (1, 2)], "only the killed rank was started again"
     assert not [one for one in hasty.told(after, "StopRank") if "done" not in one.body.why]  # type: ignore[attr-defined]
     assert len(hasty.losses(task)) == iterations

@@ -37,10 +37,13 @@ class PartedCluster(RealCluster):
         assert server is not None
         self.local.ensure(CONTROL_PLANE)
         client = self.local.wait_control_plane()
-        self._agents = Agents(self.path, self.far, server, client, num_slots=NUM // 2,
-                              trace=self.path / "trace")
-        self.wait(lambda: len(client.get("/v1/state")["nodes"]) == len(NODES) or None,
-                  "both agents have joined")
+        self._agents = Agents(
+            self.path, self.far, server, client, num_slots=NUM // 2, trace=self.path / "trace"
+        )
+        self.wait(
+            lambda: len(client.get("/v1/state")["nodes"]) == len(NODES) or None,
+            "both agents have joined",
+        )
         return client
 
     def stop(self) -> None:
@@ -57,8 +60,9 @@ def cluster(tmp_path: Path) -> Iterator[PartedCluster]:
         network_namespaces.namespaces(f"unicron-cut-{os.getpid()}") as (near, far),
         network_namespaces.within(near),
     ):
-        made = PartedCluster(tmp_path, far, {
-            "silence_s_max": 3.0, "evidence_s_max": 4.0, "hang_s_min": HANG_S_MIN})
+        made = PartedCluster(
+            tmp_path, far, {"silence_s_max": 3.0, "evidence_s_max": 4.0, "hang_s_min": HANG_S_MIN}
+        )
         try:
             made.start()
             yield made
@@ -68,7 +72,8 @@ def cluster(tmp_path: Path) -> Iterator[PartedCluster]:
 
 @pytest.mark.thorough
 def test_a_cut_node_is_lost_and_its_old_ranks_are_stale(
-        cluster: PartedCluster, tmp_path: Path, twins: Twins) -> None:
+    cluster: PartedCluster, tmp_path: Path, twins: Twins
+) -> None:
     spec = small("parted", tmp_path / "out", checkpoint_every=20, rates=RATES)
     task = cluster.submit(spec)
     cluster.wait_whole(task, NUM)
@@ -109,14 +114,20 @@ def test_a_cut_node_is_lost_and_its_old_ranks_are_stale(
     assert cluster.kept(task, before) == set(ours)
 
     # late reports of the old generation caused nothing but StopRank, and it published nothing
-    late = {record.seq for record in cluster.records(mended)
-            if record.source.startswith(f"{FAR}/")
-            and getattr(record.body, "generation", 0) == generation}
+    late = {
+        record.seq
+        for record in cluster.records(mended)
+        if record.source.startswith(f"{FAR}/")
+        and getattr(record.body, "generation", 0) == generation
+    }
     assert not {record.kind for record in cluster.records(mended) if record.cause in late} - {
-        "StopRank"}, cluster.tail(mended)
+        "StopRank"
+    }, cluster.tail(mended)
     assert len(cluster.told(0, "IncidentOpened")) == 1, cluster.tail(after)
     published = cluster.told(opened_record.seq, "CheckpointPublished", task=task)
-    assert all(int(record.body.path.split("/")[0].removeprefix("gen-")) > generation
-               for record in published), published
+    assert all(
+        int(record.body.path.split("/")[0].removeprefix("gen-")) > generation
+        for record in published
+    ), published
 
     twins.compare_and_cancel(cluster, task, spec)

@@ -28,9 +28,12 @@ class Pair(cluster_story.Pair):
 
     def __init__(self, cluster: Any, output: Path) -> None:
         super().__init__(
-            cluster, small("heavy", output, weight=2.0, checkpoint_every=40, rates=RATES),
-            small("light", output, slots=(1, 2), seed=8, checkpoint_every=40,
-                  rates={1: 2.0, 2: 2.9}))
+            cluster,
+            small("heavy", output, weight=2.0, checkpoint_every=40, rates=RATES),
+            small(
+                "light", output, slots=(1, 2), seed=8, checkpoint_every=40, rates={1: 2.0, 2: 2.9}
+            ),
+        )
         self.heavy, self.light = self.specs
 
     def generations(self) -> list[int]:
@@ -62,7 +65,9 @@ def test_a_lost_node_takes_one_plan_and_rejoins(pair: Pair) -> None:
     (plan,) = cluster.told(after, "PlanChosen")
     assert plan.cause == opened[0].cause
     assert {x.task: (x.slots_before, x.slots) for x in plan.body.allocations} == {
-        heavy: (4, 3), light: (2, 1)}
+        heavy: (4, 3),
+        light: (2, 1),
+    }
     assert any(x.what == "the next best" for x in plan.body.alternatives)
     # the survivors are the same processes
     assert cluster.kept(heavy, before[heavy]) == set(before[heavy]) - set(hurt)
@@ -76,8 +81,11 @@ def test_a_lost_node_takes_one_plan_and_rejoins(pair: Pair) -> None:
     for task in pair.specs:
         now = cluster.pids(task)
         assert cluster.kept(task, before[task]) == set(before[task]), "a survivor was killed"
-        grown = [record.body for record in cluster.told(back, "Reconfigured", task=task)
-                 if record.body.rank not in before[task]]
+        grown = [
+            record.body
+            for record in cluster.told(back, "Reconfigured", task=task)
+            if record.body.rank not in before[task]
+        ]
         assert {body.rank for body in grown} == set(now) - set(before[task])
         assert all(body.source in before[task] and body.received_bytes > 0 for body in grown)
         assert cluster.task(task)["iterations_lost"] == 0

@@ -55,7 +55,9 @@ def test_a_lost_node_is_told_once_and_its_return_once(tmp_path: Path) -> None:
         cluster.wait(lambda: len(told) > 1 or None, "the second message")
         cluster.wait_whole(task, 4)
         assert [(x.body.opened, x.body.over) for x in cluster.told(0, "PersonNotified")] == [
-            (("lost n2",), ()), ((), ("lost n2",))]
+            (("lost n2",), ()),
+            ((), ("lost n2",)),
+        ]
         first, last = told
         assert first["text"].startswith("Unicron, cluster default:\nNEEDS YOU n2 lost for ")
         assert last["text"] == "Unicron, cluster default:\nNO LONGER lost n2"

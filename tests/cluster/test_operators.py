@@ -52,13 +52,19 @@ def test_while_frozen_a_killed_rank_is_not_started(one: One) -> None:
     withheld = cluster.wait_told(after, "OrderSuppressed", task=task).body
     assert withheld.why == "frozen: the switch is being replaced"
     cluster.wait_told(after, "RankExited", task=task, rank=1)
-    cluster.wait(lambda: "start rank 1" in cluster.task(task)["withheld"] or None,
-                 "the suppressed order is shown")
+    cluster.wait(
+        lambda: "start rank 1" in cluster.task(task)["withheld"] or None,
+        "the suppressed order is shown",
+    )
     survivors = {rank: pid for rank, pid in before.items() if rank != 1}
     assert cluster.kept(task, survivors) == set(survivors)
     frozen_seq = one.post("/v1/unfreeze")
-    assert not [kind for kind in ("Quiesce", "StartRank", "StopRank", "Reconfigure")
-                for record in cluster.told(after, kind) if record.seq < frozen_seq]
+    assert not [
+        kind
+        for kind in ("Quiesce", "StartRank", "StopRank", "Reconfigure")
+        for record in cluster.told(after, kind)
+        if record.seq < frozen_seq
+    ]
     view = cluster.wait_whole(task, 4)
     assert cluster.kept(task, before) == set(survivors)
     cluster.wait_healed(after)
@@ -72,8 +78,11 @@ def test_ranks_of_a_drained_node_are_replaced_before_they_stop(one: One) -> None
     staying = {rank: pid for rank, pid in cluster.pids(task).items() if rank not in leaving}
     after = one.drain(node, 4)
     # the successors have the state and are ready before any rank of the drained node is stopped
-    joined = [record for record in cluster.told(after, "Reconfigured", task=task)
-              if record.body.received_bytes > 0]
+    joined = [
+        record
+        for record in cluster.told(after, "Reconfigured", task=task)
+        if record.body.received_bytes > 0
+    ]
     assert len(joined) == len(leaving)
     assert all(record.body.source in {*leaving, *staying} for record in joined)
     stops: list[Record] = cluster.told(after, "StopRank", task=task)
@@ -100,8 +109,9 @@ def test_a_preempted_task_is_saved_and_continues_at_its_iteration(one: One) -> N
     for num, node in zip((4, 2), [node for node in NODES if node != home], strict=True):
         after = one.drain(node, num)
         one.nothing_lost(after)
-    urgent = cluster.submit(small("urgent", one.output, weight=100.0, slots=(2, 2),
-                                  rates=RATES, iterations=20))
+    urgent = cluster.submit(
+        small("urgent", one.output, weight=100.0, slots=(2, 2), rates=RATES, iterations=20)
+    )
     order = cluster.wait_told(urgent, "Quiesce", task=task).body
     assert order.save
     cluster.wait_told(urgent, "TaskWaiting", task=task)
@@ -114,8 +124,9 @@ def test_a_preempted_task_is_saved_and_continues_at_its_iteration(one: One) -> N
     cluster.wait_whole(task, 2)
     begun = [record.body for record in cluster.told(urgent, "Reconfigured", task=task)]
     assert {body.step_version for body in begun} == {saved.step_version}
-    assert [(body.origin, body.source) for body in begun] == [("copy", -1)] * 2, \
+    assert [(body.origin, body.source) for body in begun] == [("copy", -1)] * 2, (
         "both have the saved step, and memory comes before disk"
+    )
     sources = cluster.told(urgent, "Reconfigure", task=task)[0].body.copies
     assert {copy.step_version for copy in sources} == {saved.step_version}
     assert {body.origin_node for body in begun} <= {copy.node for copy in sources}

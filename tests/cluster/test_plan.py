@@ -26,15 +26,17 @@ def test_a_dry_run_equals_the_applied_plan(cluster: Any, tmp_path: Path) -> None
     tried = json.loads(cluster.unicron("plan", "--without", "n2", "-o", "json").stdout)
     assert not cluster.told(seq, "NodeDrained"), "a dry run drains no node"
 
-    stale = cluster.unicron("plan", "--without", "n2", "--apply", "--check",
-                            str(tried["input"] - 1))
+    stale = cluster.unicron(
+        "plan", "--without", "n2", "--apply", "--check", str(tried["input"] - 1)
+    )
     assert stale.returncode == 2
     assert stale.stderr.startswith(f"error: the plan's input is {tried['input']} now, not ")
     assert "hint: unicron plan --without n2 --state " in stale.stderr
     assert not cluster.told(seq, "NodeDrained")
 
-    done = cluster.unicron("plan", "--without", "n2", "--apply", "--check", str(tried["input"]),
-                   "--reason", "a test")
+    done = cluster.unicron(
+        "plan", "--without", "n2", "--apply", "--check", str(tried["input"]), "--reason", "a test"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("applied  --without n2 (seq ")
     drained = cluster.wait_told(seq, "NodeDrained", node="n2")

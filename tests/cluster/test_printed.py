@@ -36,21 +36,40 @@ while done < 100_000:
         os.replace(file + ".new", file)
 """
 MODEL: dict[str, Any] = {
-    "gpu": "A100-80", "num_layers": 2, "hidden": 64, "num_heads": 2, "sequence": 64,
-    "vocabulary": 128, "global_batch": 8}
+    "gpu": "A100-80",
+    "num_layers": 2,
+    "hidden": 64,
+    "num_heads": 2,
+    "sequence": 64,
+    "vocabulary": 128,
+    "global_batch": 8,
+}
 
 
 def wait_logged(cluster: RealCluster, task: int, after: int, iteration: int) -> Any:
     """The first report after seq `after` of this iteration or a later one."""
+
     def look() -> Any:
-        return next((record for record in cluster.told(after, "IterationsLogged", task=task)
-                     if record.body.iteration >= iteration), None)  # type: ignore[attr-defined]
+        return next(
+            (
+                record
+                for record in cluster.told(after, "IterationsLogged", task=task)
+                if record.body.iteration >= iteration
+            ),
+            None,
+        )  # type: ignore[attr-defined]
+
     return cluster.wait(look, f"iteration {iteration} of task {task}")
 
 
 def test_printed_progress_gives_a_measured_throughput(cluster: RealCluster, tmp_path: Path) -> None:
-    job = {"apiVersion": "unicron/v1", "name": "gpt", "slots": {"min": 2, "max": 4},
-           "command": [sys.executable, "-c", TRAINS, str(tmp_path / "done")], "model": MODEL}
+    job = {
+        "apiVersion": "unicron/v1",
+        "name": "gpt",
+        "slots": {"min": 2, "max": 4},
+        "command": [sys.executable, "-c", TRAINS, str(tmp_path / "done")],
+        "model": MODEL,
+    }
     task = cluster.submit(job)
     first = cluster.wait_told(0, "IterationsLogged", task=task)
     assert first.body.num_iterations == 0  # type: ignore[attr-defined]
@@ -82,9 +101,16 @@ def test_printed_progress_gives_a_measured_throughput(cluster: RealCluster, tmp_
     done = cluster.task(task)["iteration"]
     os.kill(rank["pid"], signal.SIGKILL)
     cluster.wait_told(seq, "IncidentClosed", outcome="healed")
-    restarted: Any = cluster.wait(lambda: next((
-        record for record in cluster.told(seq, "IterationsLogged", task=task, num_iterations=0)),
-        None), "the first line of the new round")
+    restarted: Any = cluster.wait(
+        lambda: next(
+            (
+                record
+                for record in cluster.told(seq, "IterationsLogged", task=task, num_iterations=0)
+            ),
+            None,
+        ),
+        "the first line of the new round",
+    )
     assert restarted.body.iteration > 10, "the command resumed from its own checkpoint"
     assert restarted.body.attempt == 2
     wait_logged(cluster, task, restarted.seq, done + 1)

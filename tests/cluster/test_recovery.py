@@ -29,8 +29,9 @@ def max_difference(left: list[float], right: list[float]) -> float:
 
 
 @pytest.mark.parametrize("sums", [pytest.param("rounding", marks=pytest.mark.thorough), "bitwise"])
-def test_a_killed_rank_changes_no_result(cluster: Any, spec: Callable[..., Any],
-                                         twins: Twins, sums: str) -> None:
+def test_a_killed_rank_changes_no_result(
+    cluster: Any, spec: Callable[..., Any], twins: Twins, sums: str
+) -> None:
     struck = spec("struck", dropout=0.1, iterations=ITERATIONS, reproducible=sums)
     after = cluster.seq()
     struck_task = cluster.submit(struck)
@@ -39,10 +40,14 @@ def test_a_killed_rank_changes_no_result(cluster: Any, spec: Callable[..., Any],
     before = cluster.pids(struck_task)
     os.kill(line["pid"], signal.SIGKILL)
     # The newcomer is ready; on a busy machine perhaps before all survivors have stopped.
-    cluster.wait(lambda: (
-        cluster.told(after, "Quiesce", task=struck_task, mode="boundary")
-        or cluster.told(after, "Reconfigured", task=struck_task, rank=VICTIM, attempt=2) or None),
-        "the newcomer is ready")
+    cluster.wait(
+        lambda: (
+            cluster.told(after, "Quiesce", task=struck_task, mode="boundary")
+            or cluster.told(after, "Reconfigured", task=struck_task, rank=VICTIM, attempt=2)
+            or None
+        ),
+        "the newcomer is ready",
+    )
     held.unlink()
     ended = cluster.wait_ended(struck_task)
     assert ended["state"] == "finished", ended
@@ -60,22 +65,33 @@ def test_a_killed_rank_changes_no_result(cluster: Any, spec: Callable[..., Any],
     assert {record.body.micro_batches for record in progress} == {12}
 
     # forward calls: each micro-batch once, or twice if the dead rank had begun it
-    generations = [traced["generation"] for traced in cluster.traced(struck_task)
-                   if traced["pid"] == line["pid"] and traced["event"] == "forward"]
+    generations = [
+        traced["generation"]
+        for traced in cluster.traced(struck_task)
+        if traced["pid"] == line["pid"] and traced["event"] == "forward"
+    ]
     assert len(set(generations)) == 1
-    calls = Counter((traced["iteration"], traced["micro_batch"])
-                    for traced in cluster.traced(struck_task) if traced["event"] == "forward")
-    lost = {(traced["iteration"], traced["micro_batch"])
-            for traced in cluster.traced(struck_task)
-            if traced["event"] == "forward" and traced["pid"] == line["pid"]}
+    calls = Counter(
+        (traced["iteration"], traced["micro_batch"])
+        for traced in cluster.traced(struck_task)
+        if traced["event"] == "forward"
+    )
+    lost = {
+        (traced["iteration"], traced["micro_batch"])
+        for traced in cluster.traced(struck_task)
+        if traced["event"] == "forward" and traced["pid"] == line["pid"]
+    }
     struck_at = max(iteration for iteration, _ in lost)
     begun = {call for call in lost if call[0] == struck_at}
     assert set(calls) == {(i, m) for i in range(ITERATIONS) for m in range(12)}
     again = {call for call, count in calls.items() if count > 1}
     assert again <= begun
     assert all(count <= 2 for count in calls.values())
-    stepped = any(traced["event"] == "step" and traced["iteration"] == struck_at
-                  for traced in cluster.traced(struck_task) if traced["pid"] == line["pid"])
+    stepped = any(
+        traced["event"] == "step" and traced["iteration"] == struck_at
+        for traced in cluster.traced(struck_task)
+        if traced["pid"] == line["pid"]
+    )
     assert again == (set() if stepped else begun)
 
     reported = cluster.losses(struck_task)
@@ -106,12 +122,17 @@ def fail_collective(cluster: Any, task: int, **where: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("overlap", "bucket"), [
-    (False, 0), (True, 1)])
+@pytest.mark.parametrize(("overlap", "bucket"), [(False, 0), (True, 1)])
 def test_after_a_failed_collective_the_same_members_continue(
-        cluster: Any, tmp_path: Path, twins: Twins, overlap: bool, bucket: int) -> None:
-    spec = small("again", tmp_path, iterations=REATTEMPT_ITERATIONS, overlap=overlap,
-                 bucket_params=20_000 if overlap else 0)
+    cluster: Any, tmp_path: Path, twins: Twins, overlap: bool, bucket: int
+) -> None:
+    spec = small(
+        "again",
+        tmp_path,
+        iterations=REATTEMPT_ITERATIONS,
+        overlap=overlap,
+        bucket_params=20_000 if overlap else 0,
+    )
     after = cluster.seq()
     task = cluster.submit(spec)
     fail_collective(cluster, task, bucket=bucket)
@@ -127,17 +148,24 @@ def test_after_a_failed_collective_the_same_members_continue(
     assert [record.body.severity for record in opened] == ["SEV3"]
     (closed,) = cluster.told(after, "IncidentClosed")
     assert (closed.body.outcome, closed.body.iterations_lost, closed.body.ckpt_read) == (
-        "healed", 0, False)
+        "healed",
+        0,
+        False,
+    )
     ordered = cluster.told(after, "Reconfigure", task=task)
     assert [record.body.generation for record in ordered] == [1, 2]
-    assert not [record for record in cluster.told(after, "RankExited", task=task)
-                if record.seq < closed.seq]
+    assert not [
+        record for record in cluster.told(after, "RankExited", task=task) if record.seq < closed.seq
+    ]
 
     lines = cluster.traced(task)
     assert len({line["pid"] for line in lines}) == 4
     for iteration in range(REATTEMPT_ITERATIONS):
-        assert sorted(line["micro_batch"] for line in lines if line["event"] == "forward"
-                      and line["iteration"] == iteration) == [0, 1, 2, 3]
+        assert sorted(
+            line["micro_batch"]
+            for line in lines
+            if line["event"] == "forward" and line["iteration"] == iteration
+        ) == [0, 1, 2, 3]
     twins.hold(*twins.start(spec), cluster.losses(task))
     cluster.verify()
 
@@ -158,14 +186,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", [
-    "tensor", pytest.param("pipeline", marks=pytest.mark.thorough)])  # as in test_replicas.py
-def test_a_lost_rank_costs_no_iteration_in_any_layout(cluster: RealCluster, twins: Twins, name: str,
-                                                      tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["tensor", pytest.param("pipeline", marks=pytest.mark.thorough)]
+)  # as in test_replicas.py
+def test_a_lost_rank_costs_no_iteration_in_any_layout(
+    cluster: RealCluster, twins: Twins, name: str, tmp_path: Path
+) -> None:
     case = CASES[name]
-    spec = small(name, tmp_path, iterations=ITERATIONS, copy_every=0, parallel=case.parallel,
-                 model={"num_layers": 6, "hidden": 64, "num_heads": 2, "sequence": 64},
-                 batch={"global": 16, "micro": 2})
+    spec = small(
+        name,
+        tmp_path,
+        iterations=ITERATIONS,
+        copy_every=0,
+        parallel=case.parallel,
+        model={"num_layers": 6, "hidden": 64, "num_heads": 2, "sequence": 64},
+        batch={"global": 16, "micro": 2},
+    )
     after = cluster.seq()
     task = cluster.submit(spec)
     grown = cluster.hold(task, 0, event="reduce", iteration=GROWN)

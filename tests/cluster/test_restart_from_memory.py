@@ -14,21 +14,29 @@ USUAL = ("FSDP",)
 """`make test` runs this; the others differ only in why the loop declines."""
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, id=case.row, marks=() if case.row in USUAL else pytest.mark.thorough)
-    for case in restarts.CASES])
-def test_the_processes_continue_from_memory(cluster: RealCluster, tmp_path: Path,
-                                            case: restarts.Case) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.row, marks=() if case.row in USUAL else pytest.mark.thorough)
+        for case in restarts.CASES
+    ],
+)
+def test_the_processes_continue_from_memory(
+    cluster: RealCluster, tmp_path: Path, case: restarts.Case
+) -> None:
     """Nothing is on disk, so a process without its state would begin at the first iteration. At
     most the iterations since the last in-memory checkpoint are trained again."""
     assert [row.loop.grade for row in ROWS if row.what == case.row] == ["restart from memory"]
     script, after = restarts.script_of(tmp_path, case), cluster.seq()
     found = restarts.struck(cluster, script, tmp_path, {"copy_every": restarts.EVERY})
-    print(f"{case.row}: {found.fault_to_step_s:.1f} s from the fault to the end of the next "
-          f"iteration, {found.iterations_lost} iterations trained again")
+    print(
+        f"{case.row}: {found.fault_to_step_s:.1f} s from the fault to the end of the next "
+        f"iteration, {found.iterations_lost} iterations trained again"
+    )
     assert found.declined.from_memory
     assert sorted((one.rank, one.attempt) for one in found.starts) == [
-        (rank, attempt) for rank in range(restarts.NUM) for attempt in (1, 2)]
+        (rank, attempt) for rank in range(restarts.NUM) for attempt in (1, 2)
+    ]
     assert [bool(one.copies) for one in found.starts] == [False, False, True, True]
     assert found.iterations_lost <= 2 * restarts.EVERY
     assert [line["iteration"] for line in found.lines].count(0) == 1

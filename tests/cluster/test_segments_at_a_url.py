@@ -25,15 +25,24 @@ LONG = {**COMMAND, "name": "long", "command": ["sh", "-c", "echo begun; exec sle
 def program(*words: str) -> list[str]:
     """`unicron` with the driver of bucket://; its control plane seals there."""
     at = ("--segments", URL) if words[0] == local_cluster.CONTROL_PLANE else ()
-    return [sys.executable, "-P", "-c",
-            f"{object_store.KNOWN}\nfrom unicron.cli import main; main.main()", *words, *at]
+    return [
+        sys.executable,
+        "-P",
+        "-c",
+        f"{object_store.KNOWN}\nfrom unicron.cli import main; main.main()",
+        *words,
+        *at,
+    ]
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, bucket: Path) -> Iterator[RealCluster]:
     with mock.patch.object(local_cluster, "program", program):
-        made = RealCluster(tmp_path, num_agents=1, policy={
-            "seal_records": 15, "seal_s": 3600.0, "ended_keep_s": 3.0})
+        made = RealCluster(
+            tmp_path,
+            num_agents=1,
+            policy={"seal_records": 15, "seal_s": 3600.0, "ended_keep_s": 3.0},
+        )
         try:
             made.start()
             yield made
@@ -44,9 +53,14 @@ def cluster(tmp_path: Path, bucket: Path) -> Iterator[RealCluster]:
 @pytest.mark.thorough
 def test_a_log_in_an_object_store(cluster: RealCluster, bucket: Path) -> None:
     def unicron(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*program(*words), "--state", str(cluster.state.path)], text=True,
-                              capture_output=True, check=False, timeout=100.0,
-                              env={**os.environ, "UNICRON_SEGMENTS": URL})
+        return subprocess.run(
+            [*program(*words), "--state", str(cluster.state.path)],
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=100.0,
+            env={**os.environ, "UNICRON_SEGMENTS": URL},
+        )
 
     def run(name: str) -> None:
         assert cluster.wait_ended(cluster.submit({**COMMAND, "name": name}))["state"] == "finished"
@@ -66,8 +80,10 @@ def test_a_log_in_an_object_store(cluster: RealCluster, bucket: Path) -> None:
     cluster.kill_control_plane()
     cluster.local.start(local_cluster.CONTROL_PLANE)
     log = cluster.state.logs / "control-plane.log"
-    cluster.wait(lambda: "bucket://logs/default: Denied: 403: not now" in log.read_text() or None,
-                 "it says that the store does not answer")
+    cluster.wait(
+        lambda: "bucket://logs/default: Denied: 403: not now" in log.read_text() or None,
+        "it says that the store does not answer",
+    )
     (bucket / "down").unlink()
     run("b")
 

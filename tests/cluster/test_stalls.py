@@ -28,8 +28,10 @@ NUM = 4
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
     """A cluster whose control plane acts on no stall and no stop during a test."""
-    with running(tmp_path_factory.mktemp("patient"), policy={
-            "stopped_s_max": 600.0, "evidence_s_max": 4.0, "hang_s_min": 600.0}) as made:
+    with running(
+        tmp_path_factory.mktemp("patient"),
+        policy={"stopped_s_max": 600.0, "evidence_s_max": 4.0, "hang_s_min": 600.0},
+    ) as made:
         yield made
 
 
@@ -44,8 +46,10 @@ def begun(cluster: RealCluster, output: Path, name: str) -> int:
 def stalls(cluster: RealCluster, task: int, after: int) -> dict[int, Any]:
     for rank in range(NUM):
         cluster.wait_told(after, "RankStalled", task=task, rank=rank)
-    return {record.body.rank: record.body  # type: ignore[attr-defined]
-            for record in cluster.told(after, "RankStalled", task=task)}
+    return {
+        record.body.rank: record.body  # type: ignore[attr-defined]
+        for record in cluster.told(after, "RankStalled", task=task)
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +59,12 @@ def alone(patient: RealCluster) -> Iterator[None]:
     patient.restore()
 
 
-@pytest.mark.parametrize("then", [
-    "gil", *(pytest.param(then, marks=pytest.mark.thorough) for then in ("loop", "stop"))])
+@pytest.mark.parametrize(
+    "then", ["gil", *(pytest.param(then, marks=pytest.mark.thorough) for then in ("loop", "stop"))]
+)
 def test_a_stalled_rank_is_distinguished_from_those_that_wait(
-        patient: RealCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], then: str
-        ) -> None:
+    patient: RealCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], then: str
+) -> None:
     cluster = patient
     task = begun(cluster, tmp_path, then)
     after = cluster.seq()
@@ -74,18 +79,21 @@ def test_a_stalled_rank_is_distinguished_from_those_that_wait(
     guilty = reported.pop(VICTIM)
     assert (guilty.where, guilty.what, guilty.collective) == ("own", "micro_batch", 0), guilty
     assert guilty.stack.startswith(
-        {"gil": "sleeps", "loop": "computes", "stop": "stopped by a signal"}[then]), guilty
+        {"gil": "sleeps", "loop": "computes", "stop": "stopped by a signal"}[then]
+    ), guilty
     for waits in reported.values():
         assert (waits.where, waits.iteration) == ("collective", guilty.iteration), waits
         assert waits.collective > 0, waits
-    assert {len(cluster.told(after, "RankStalled", task=task, rank=rank))
-            for rank in range(NUM)} == {1}
+    assert {
+        len(cluster.told(after, "RankStalled", task=task, rank=rank)) for rank in range(NUM)
+    } == {1}
     if then == "gil":
         page_names_the_dumps(cluster, task, capsys)
 
 
-def page_names_the_dumps(cluster: RealCluster, task: int, capsys: pytest.CaptureFixture[str]
-                         ) -> None:
+def page_names_the_dumps(
+    cluster: RealCluster, task: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The task screen names the dump folder for `unicron locate`, which finds the hung rank."""
     view = cluster.client().get("/v1/state")
     (one,) = [x for x in view["tasks"] if x["id"] == task]
@@ -102,7 +110,8 @@ def page_names_the_dumps(cluster: RealCluster, task: int, capsys: pytest.Capture
 
 @pytest.mark.thorough
 def test_a_rank_stalled_in_an_overlapped_reduction_is_reported(
-        patient: RealCluster, tmp_path: Path) -> None:
+    patient: RealCluster, tmp_path: Path
+) -> None:
     cluster = patient
     task = begun(cluster, tmp_path, "held")
     after = cluster.seq()
@@ -123,15 +132,24 @@ def test_a_rank_stalled_in_an_overlapped_reduction_is_reported(
 def test_a_slow_rank_is_found_by_its_own_work(patient: RealCluster, tmp_path: Path) -> None:
     cluster = patient
     task = begun(cluster, tmp_path, "slow")
-    first = {rank: cluster.told(0, "StepTimeChanged", task=task, rank=rank)[0].body
-             for rank in range(NUM)}
+    first = {
+        rank: cluster.told(0, "StepTimeChanged", task=task, rank=rank)[0].body
+        for rank in range(NUM)
+    }
     after = cluster.seq()
     each_s = max(0.4, first[VICTIM].iteration_s)  # type: ignore[attr-defined]
     hold = cluster.hold(task, VICTIM, then="slow", slow_s=each_s)  # delays every event
-    slow = cluster.wait(lambda: next(
-        (record.body for record in cluster.told(after, "StepTimeChanged", task=task, rank=VICTIM)
-         if record.body.own_s >= 2 * record.body.normal_s), None),  # type: ignore[attr-defined]
-        "the slow rank is reported")
+    slow = cluster.wait(
+        lambda: next(
+            (
+                record.body
+                for record in cluster.told(after, "StepTimeChanged", task=task, rank=VICTIM)
+                if record.body.own_s >= 2 * record.body.normal_s
+            ),
+            None,
+        ),  # type: ignore[attr-defined]
+        "the slow rank is reported",
+    )
     assert slow.iteration_s >= slow.own_s
     for record in cluster.told(after, "StepTimeChanged", task=task):
         if record.body.rank != VICTIM:  # type: ignore[attr-defined]

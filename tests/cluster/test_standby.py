@@ -24,8 +24,12 @@ from unicron.events.records.types import Labels
 from unicron.workers.agent.delivery.join import join
 
 TAKEOVER_S_MAX = 5.0
-COMMAND: Spec = {"apiVersion": "unicron/v1", "command": ["true"], "slots": {"min": 4, "max": 4},
-                 "weight": 1e-6}
+COMMAND: Spec = {
+    "apiVersion": "unicron/v1",
+    "command": ["true"],
+    "slots": {"min": 4, "max": 4},
+    "weight": 1e-6,
+}
 """It waits, while the task of this module has all slots."""
 
 
@@ -40,26 +44,50 @@ class Standby:
 
     def leader(self) -> Process:
         pid = self.cluster.client().get("/v1/health")["pid"]
-        return next(one for name in self.cluster.local.control_planes
-                    if (one := self.cluster.local.find(name)) and one.pid == pid)
+        return next(
+            one
+            for name in self.cluster.local.control_planes
+            if (one := self.cluster.local.find(name)) and one.pid == pid
+        )
 
     def wait_followed(self) -> list[str]:
         """The URLs of the followers, as soon as there is one."""
-        return self.cluster.wait(lambda: self.cluster.client().get("/v1/state")["cluster"][
-            "followers"] or None, "one follows")
+        return self.cluster.wait(
+            lambda: self.cluster.client().get("/v1/state")["cluster"]["followers"] or None,
+            "one follows",
+        )
 
     def takeover_s(self, begun_s: float, epoch: int) -> float:
         """How long after `begun_s` the record of the next epoch was appended."""
-        return self.cluster.wait(
-            lambda: next((record for record in self.cluster.told(self.begun, "EpochStarted")
-                          if record.epoch == epoch), None), f"epoch {epoch}").at_s - begun_s
+        return (
+            self.cluster.wait(
+                lambda: next(
+                    (
+                        record
+                        for record in self.cluster.told(self.begun, "EpochStarted")
+                        if record.epoch == epoch
+                    ),
+                    None,
+                ),
+                f"epoch {epoch}",
+            ).at_s
+            - begun_s
+        )
 
     def hold_untouched(self) -> None:
         self.cluster.wait_steps(self.task)
         assert self.cluster.pids(self.task) == self.pids
         assert self.cluster.task(self.task)["generation"] == 1
-        for kind in ("IncidentOpened", "NodeJoined", "NodeUnreachable", "Quiesce", "RankStalled",
-                     "ReportsLost", "RankExited", "StopRank"):
+        for kind in (
+            "IncidentOpened",
+            "NodeJoined",
+            "NodeUnreachable",
+            "Quiesce",
+            "RankStalled",
+            "ReportsLost",
+            "RankExited",
+            "StopRank",
+        ):
             assert not self.cluster.told(self.begun, kind), self.cluster.tail(self.begun)
 
 
@@ -127,8 +155,9 @@ def test_a_handover_loses_no_request_of_four_clients(standby: Standby) -> None:
             done = cluster.unicron("handover")
             assert (done.returncode, done.stderr) == (0, ""), done
             assert standby.leader().name != before.name
-            cluster.wait(lambda num=num_answers: failures or len(answers) > num + 8 or None,
-                         "answers")
+            cluster.wait(
+                lambda num=num_answers: failures or len(answers) > num + 8 or None, "answers"
+            )
     finally:
         stop.set()
         for client in clients:
@@ -158,13 +187,22 @@ def test_the_command_line_and_agents_find_the_leader_by_a_follower(standby: Stan
         Client(free, token).get("/v1/state")
 
     async def joins(*urls: str, s_max: float) -> Any:
-        return await join(urls[0], token, node="n9", host="127.0.0.1", incarnation=1,
-                          labels=Labels(), s_max=s_max,
-                          others=lambda: [(one, "") for one in urls[1:]])
+        return await join(
+            urls[0],
+            token,
+            node="n9",
+            host="127.0.0.1",
+            incarnation=1,
+            labels=Labels(),
+            s_max=s_max,
+            others=lambda: [(one, "") for one in urls[1:]],
+        )
 
     for urls in ((url,), (free, url), (url, free), (free, leader.url)):
-        assert asyncio.run(joins(*urls, s_max=0.0)).epoch == standby.cluster.client().get(
-            "/v1/health")["epoch"]
+        assert (
+            asyncio.run(joins(*urls, s_max=0.0)).epoch
+            == standby.cluster.client().get("/v1/health")["epoch"]
+        )
 
 
 def test_the_task_equals_its_undisturbed_twin(standby: Standby, twins: Twins) -> None:

@@ -74,17 +74,23 @@ def test_a_stopped_rank_is_ended_and_the_others_finish_the_iteration(story: Stor
     opened = cluster.wait_told(after, "IncidentOpened", task=task).body
     suspended = cluster.told(after, "RankSuspended", task=task)[0]
     assert (opened.severity, opened.status, opened.why) == (
-        "SEV2", "task hang", f"rank {VICTIM} on {opened.node} is stopped (SIGSTOP)")
+        "SEV2",
+        "task hang",
+        f"rank {VICTIM} on {opened.node} is stopped (SIGSTOP)",
+    )
     assert suspended.seq in opened.evidence
-    cluster.wait_told(after, "RankExited", task=task, rank=VICTIM, pid=pid,
-                      signal=int(signal.SIGKILL))
+    cluster.wait_told(
+        after, "RankExited", task=task, rank=VICTIM, pid=pid, signal=int(signal.SIGKILL)
+    )
     proc = linux.read(pid)
     assert proc is None or proc.state in "ZX", "SIGKILL ends a stopped process"
 
     # the survivors completed the same iteration within the limit
     survivors = {rank: own for rank, own in before.items() if rank != VICTIM}
-    steps = [cluster.wait_traced(task, event="done", iteration=iteration, pid=own)
-             for own in survivors.values()]
+    steps = [
+        cluster.wait_traced(task, event="done", iteration=iteration, pid=own)
+        for own in survivors.values()
+    ]
     took_s = max(line["t"] for line in steps) - struck_s
     assert STOPPED_S_MAX <= took_s <= STOPPED_S_MAX + LOOK_S + BUSY_S_MAX, cluster.tail(after)
 

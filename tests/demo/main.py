@@ -69,17 +69,21 @@ def _check() -> None:
         try:
             metadata.version(package)
         except metadata.PackageNotFoundError:
-            raise UsageError(f"{package} is not installed",
-                             f"make setup, or {install('train')}") from None
+            raise UsageError(
+                f"{package} is not installed", f"make setup, or {install('train')}"
+            ) from None
 
 
 def _player(name: str, num_iterations: int, *, exact: bool = False) -> Player:
     """The example's task, with its output in the demo's folder and alpha's length as given."""
     spec = job_file.load(EXAMPLES / f"demo-{name}.yaml")
     assert spec.train is not None
-    train = msgspec.structs.replace(spec.train, output=str((FOLDER / name).absolute()),
-                                    checkpoint_every=CHECKPOINT_EVERY_NUM,
-                                    reproducible="bitwise" if exact else "rounding")
+    train = msgspec.structs.replace(
+        spec.train,
+        output=str((FOLDER / name).absolute()),
+        checkpoint_every=CHECKPOINT_EVERY_NUM,
+        reproducible="bitwise" if exact else "rounding",
+    )
     if name == "alpha":
         train = msgspec.structs.replace(train, iterations=num_iterations)
     return Player(spec=msgspec.structs.replace(spec, train=train), num_slots=NUM_SLOTS[name])
@@ -87,9 +91,12 @@ def _player(name: str, num_iterations: int, *, exact: bool = False) -> Player:
 
 def _run(stage: Stage, alpha: Player, beta: Player, gamma: Player) -> None:
     cores = _take_cores()
-    stage.say("setup", f"unicron {__version__}, Python {platform.python_version()}, torch "
-                       f"{metadata.version('torch')}, megatron-core "
-                       f"{metadata.version('megatron-core')}, {cores}")
+    stage.say(
+        "setup",
+        f"unicron {__version__}, Python {platform.python_version()}, torch "
+        f"{metadata.version('torch')}, megatron-core "
+        f"{metadata.version('megatron-core')}, {cores}",
+    )
     stage.say("expect", f"about a minute if {NUM_CORES} cores are idle, seven where they are busy")
     stage.start()
     place = quote(shown(stage.state.path))
@@ -129,8 +136,11 @@ def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
     lost = sum(one.lost for one in stage.transitions())
     read = sum(one.incident.ckpt_read for one in incidents)
     promised = "" if not stage.broken else "; NOT as promised"
-    stage.say("total", f"{stage.elapsed_s:.0f} s, {stage.num_kills} kills, "
-                       f"{lost_in_words(lost)}, {read} checkpoints read{promised}")
+    stage.say(
+        "total",
+        f"{stage.elapsed_s:.0f} s, {stage.num_kills} kills, "
+        f"{lost_in_words(lost)}, {read} checkpoints read{promised}",
+    )
     for what in stage.broken:
         stage.note(None, f"broken: {what}")
     place = quote(shown(stage.state.path))
@@ -148,8 +158,9 @@ def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
 def _leave(stage: Stage, alpha: Player) -> None:
     """Submit a task that keeps training, and leave `up` running."""
     output = str((FOLDER / "yours").absolute())
-    train = msgspec.structs.replace(alpha.train, iterations=KEPT_ITERATIONS, output=output,
-                                    checkpoint_every=0)
+    train = msgspec.structs.replace(
+        alpha.train, iterations=KEPT_ITERATIONS, output=output, checkpoint_every=0
+    )
     spec = msgspec.structs.replace(alpha.spec, name="yours", train=train)
     stage.client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
     place = quote(shown(stage.state.path))
@@ -164,14 +175,23 @@ def main() -> int:
     """Run it; 2 if it cannot start, 1 if a promise is broken."""
     parser = argparse.ArgumentParser(prog="make demo")
     parser.add_argument("--keep", action="store_true", help="leave the cluster running")
-    parser.add_argument("--iterations", type=int, default=128, metavar="N",
-                        help="of the task that finishes, at least 100")
-    parser.add_argument("--exact", action="store_true",
-                        help="with reproducible: bitwise, where no bit may differ")
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        default=128,
+        metavar="N",
+        help="of the task that finishes, at least 100",
+    )
+    parser.add_argument(
+        "--exact", action="store_true", help="with reproducible: bitwise, where no bit may differ"
+    )
     options = parser.parse_args()
     if options.iterations < 100:
-        print("error: ITERATIONS must be at least 100: the faults need so many\n"
-              "hint: make demo ITERATIONS=128", file=sys.stderr)
+        print(
+            "error: ITERATIONS must be at least 100: the faults need so many\n"
+            "hint: make demo ITERATIONS=128",
+            file=sys.stderr,
+        )
         return 2
     try:
         return demo(keep=options.keep, num_iterations=options.iterations, exact=options.exact)

@@ -62,23 +62,29 @@ class Trace:
         newest: dict[int, Plain] = {}
         for event in self.events:
             if event["task"] == task and (
-                    event["rank"] not in newest
-                    or event["attempt"] >= newest[event["rank"]]["attempt"]):
+                event["rank"] not in newest or event["attempt"] >= newest[event["rank"]]["attempt"]
+            ):
                 newest[event["rank"]] = event
         return {rank: newest[rank]["pid"] for rank in sorted(newest)}
 
     def iteration(self, task: int) -> int:
         """The highest iteration that any rank has begun."""
         self.look()
-        return max((event["iteration"] for event in self.events if event["task"] == task),
-                   default=-1)
+        return max(
+            (event["iteration"] for event in self.events if event["task"] == task), default=-1
+        )
 
     def of(self, task: int, iteration: int, event: str) -> list[Plain]:
         """All events of one kind in one iteration, in order of time."""
         self.look()
-        return sorted((one for one in self.events if one["task"] == task
-                       and one["iteration"] == iteration and one["event"] == event),
-                      key=lambda one: float(one["t"]))
+        return sorted(
+            (
+                one
+                for one in self.events
+                if one["task"] == task and one["iteration"] == iteration and one["event"] == event
+            ),
+            key=lambda one: float(one["t"]),
+        )
 
 
 def is_running(pid: int) -> bool:
@@ -125,9 +131,16 @@ class Stage:
         self.live: set[int] = set()
         """Tasks that must not end yet."""
         self._policy = folder / "policy.yaml"
-        self.cluster = LocalCluster(self.state, ClusterOptions(
-            num_agents=NUM_AGENTS, num_slots=NUM_SLOTS, cluster="demo",
-            trace_dir=str(self.trace.folder), policy=str(self._policy)))
+        self.cluster = LocalCluster(
+            self.state,
+            ClusterOptions(
+                num_agents=NUM_AGENTS,
+                num_slots=NUM_SLOTS,
+                cluster="demo",
+                trace_dir=str(self.trace.folder),
+                policy=str(self._policy),
+            ),
+        )
         self._lock: IO[str] | None = None
         self._client: Client | None = None
         self._said_s = 0.0
@@ -152,8 +165,9 @@ class Stage:
     def start(self) -> None:
         """Start the server, the control plane and the agents."""
         cluster = self.cluster
-        self._policy.write_text(f"silence_s_max: {SILENCE_S_MAX}\n"
-                                f"evidence_s_max: {EVIDENCE_S_MAX}\n")
+        self._policy.write_text(
+            f"silence_s_max: {SILENCE_S_MAX}\nevidence_s_max: {EVIDENCE_S_MAX}\n"
+        )
         cluster.choose_port()
         server = cluster.ensure_server()
         assert server is not None
@@ -161,15 +175,25 @@ class Stage:
         started = [cluster.start(name) for name in cluster.names()]
         self._client = cluster.wait_control_plane()
         cluster.wait_agents(self._client)
-        self.say("cluster", f"server (pid {server.pid}), control plane (pid {started[0].pid}) at "
-                            f"{self._client.url}")
-        agents = ", ".join(f"{process.name.removeprefix('agent-')} (pid {process.pid})"
-                           for process in started[1:])
+        self.say(
+            "cluster",
+            f"server (pid {server.pid}), control plane (pid {started[0].pid}) at "
+            f"{self._client.url}",
+        )
+        agents = ", ".join(
+            f"{process.name.removeprefix('agent-')} (pid {process.pid})" for process in started[1:]
+        )
         self.note(None, f"agents {agents}, {NUM_SLOTS} slots each")
-        self.note(None, f"a rank that is ready gets nice {NICE_NUM}: those that prepare come "
-                        "first on two cores")
-        self.note(None, f"{self._policy.name}: silent for {SILENCE_S_MAX:g} s, not "
-                        f"{Policy().silence_s_max:g}, is suspect; a heartbeat every {BEAT_S:g} s")
+        self.note(
+            None,
+            f"a rank that is ready gets nice {NICE_NUM}: those that prepare come "
+            "first on two cores",
+        )
+        self.note(
+            None,
+            f"{self._policy.name}: silent for {SILENCE_S_MAX:g} s, not "
+            f"{Policy().silence_s_max:g}, is suspect; a heartbeat every {BEAT_S:g} s",
+        )
 
     def close(self, *, keep: bool = False) -> None:
         """Stop all processes unless `keep`; unlock the folder."""
@@ -247,14 +271,22 @@ class Stage:
         deadline_s = time.monotonic() + limit_s
         self.look()
         while not (answer := attempt()):
-            ended = next((task for key in sorted(self.live)
-                          if (task := self.history.tasks.get(key)) and task.task.outcome), None)
+            ended = next(
+                (
+                    task
+                    for key in sorted(self.live)
+                    if (task := self.history.tasks.get(key)) and task.task.outcome
+                ),
+                None,
+            )
             if ended is not None:
-                raise BrokenError(f"{ended.name} {ended.task.outcome} ({ended.task.why}) "
-                                  f"before {what}")
+                raise BrokenError(
+                    f"{ended.name} {ended.task.outcome} ({ended.task.why}) before {what}"
+                )
             if time.monotonic() > deadline_s:
-                raise BrokenError(f"{what}: not within {span(limit_s)}; see "
-                                  f"{shown(self.state.logs)}")
+                raise BrokenError(
+                    f"{what}: not within {span(limit_s)}; see {shown(self.state.logs)}"
+                )
             time.sleep(LOOK_S)
             self.look()
             self._progress()
@@ -270,34 +302,47 @@ class Stage:
 
     def all(self, kind: str, *, after: int = 0, **wanted: object) -> list[Plain]:
         """All records of that kind after `after` whose bodies have these values."""
-        return [record for record in self.records
-                if record["kind"] == kind and record["seq"] > after
-                and all(record["body"].get(key) == value for key, value in wanted.items())]
+        return [
+            record
+            for record in self.records
+            if record["kind"] == kind
+            and record["seq"] > after
+            and all(record["body"].get(key) == value for key, value in wanted.items())
+        ]
 
     # --- Placement. ---
     def members(self, task: int) -> dict[int, str]:
         """The node of each rank of the newest generation."""
         order = self.last("Reconfigure", task=task)
-        return {} if order is None else {one["rank"]: one["node"]
-                                         for one in order["body"]["members"]}
+        return (
+            {} if order is None else {one["rank"]: one["node"] for one in order["body"]["members"]}
+        )
 
     def seats(self, task: int) -> dict[int, str]:
         """The node of each rank of the newest placement."""
         placed = self.last("TaskPlaced", task=task)
-        return {} if placed is None else {one["rank"]: one["slot"]["node"]
-                                          for one in placed["body"]["seats"]}
+        return (
+            {}
+            if placed is None
+            else {one["rank"]: one["slot"]["node"] for one in placed["body"]["seats"]}
+        )
 
     def is_full(self, task: int, num: int) -> bool:
         """True if the task trains with `num` ranks, exactly those of its newest placement."""
         members, order = self.members(task), self.last("Reconfigure", task=task)
-        return (order is not None and members == self.seats(task) and len(members) == num
-                and self.find("TaskProgressed", task=task,
-                              generation=order["body"]["generation"]) is not None)
+        return (
+            order is not None
+            and members == self.seats(task)
+            and len(members) == num
+            and self.find("TaskProgressed", task=task, generation=order["body"]["generation"])
+            is not None
+        )
 
     def _give_way(self, ready: Plain) -> None:
         """Lower the priority of a ready rank, so that ranks that still prepare come first."""
-        started = self.find("RankStarted", task=ready["task"], rank=ready["rank"],
-                            attempt=ready["attempt"])
+        started = self.find(
+            "RankStarted", task=ready["task"], rank=ready["rank"], attempt=ready["attempt"]
+        )
         pid = int(started["body"]["pid"]) if started is not None else 0
         for thread in Path(f"/proc/{pid}/task").glob("*"):
             with contextlib.suppress(OSError):
@@ -320,8 +365,11 @@ class Stage:
     def _progress(self) -> None:
         if time.monotonic() - self._said_s < PROGRESS_S:
             return
-        parts = [f"{task.name} {max(task.losses) + 1}/{task.task.spec.train.iterations}, loss "
-                 f"{task.losses[max(task.losses)]:.3f}, DP{len(self.members(task.task.id))}"
-                 for task in self.history.tasks.values() if task.losses and not task.task.outcome]
+        parts = [
+            f"{task.name} {max(task.losses) + 1}/{task.task.spec.train.iterations}, loss "
+            f"{task.losses[max(task.losses)]:.3f}, DP{len(self.members(task.task.id))}"
+            for task in self.history.tasks.values()
+            if task.losses and not task.task.outcome
+        ]
         if parts:
             self.say("train", "    ".join(parts))

@@ -28,8 +28,10 @@ from unicron.events.log import archive
 from unicron.events.records import codec
 from waf import waf
 
-PLAIN = [codec.to_plain(record) for record in
-         archive.read(Path(__file__).parents[1] / "data" / "demo.jsonl")]
+PLAIN = [
+    codec.to_plain(record)
+    for record in archive.read(Path(__file__).parents[1] / "data" / "demo.jsonl")
+]
 """One task on four ranks; rank 2 is killed and replaced."""
 NAN = float("nan")
 ALPHA, BETA, GAMMA = (main._player(name, 150) for name in main.NUM_SLOTS)
@@ -40,13 +42,20 @@ def plan(num_slots: int, *now: int, faulted: bool = False) -> planner.Choice:
     wishes: list[TaskDemand] = []
     for number, (player, have) in enumerate(zip((ALPHA, BETA, GAMMA), now, strict=False), 1):
         found = table.candidates(table.table(number, player.spec), have)
-        wishes.append(TaskDemand(
-            task=number, name=player.name, now=have, faulted=faulted and number == 1,
-            transition=Transition.uniform(10.0),
-            sizes=tuple(size for size, _ in found),
-            wafs=tuple(player.spec.weight * rate for _, rate in found)))
-    return planner.choose_plan(PlanProblem(demands=tuple(wishes), num_slots=num_slots,
-                                    mtbf_gpu_s=7.2e6, gain_min=0.005))
+        wishes.append(
+            TaskDemand(
+                task=number,
+                name=player.name,
+                now=have,
+                faulted=faulted and number == 1,
+                transition=Transition.uniform(10.0),
+                sizes=tuple(size for size, _ in found),
+                wafs=tuple(player.spec.weight * rate for _, rate in found),
+            )
+        )
+    return planner.choose_plan(
+        PlanProblem(demands=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=7.2e6, gain_min=0.005)
+    )
 
 
 def test_a_folder_of_another_program_is_refused(tmp_path):
@@ -54,9 +63,15 @@ def test_a_folder_of_another_program_is_refused(tmp_path):
     kept.parent.mkdir(parents=True)
     kept.write_text("mine")
     tests = Path(__file__).parents[1]
-    ran = subprocess.run([sys.executable, "-P", "-m", "demo.main"], cwd=tmp_path, text=True,
-                         capture_output=True, check=False, timeout=120,
-                         env={**os.environ, "PYTHONPATH": f"{tests}:{tests / 'drivers'}"})
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "demo.main"],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": f"{tests}:{tests / 'drivers'}"},
+    )
     assert ran.returncode == 2
     assert "exists and is not a demo's" in ran.stderr
     assert kept.read_text() == "mine"
@@ -103,8 +118,11 @@ def test_a_repeated_iteration_counts_as_lost():
 @pytest.mark.parametrize("source", [-1, 2, 0])
 def test_a_newcomer_that_read_a_checkpoint_breaks_the_promise(source, tmp_path):
     stage, records = Stage(tmp_path), copy.deepcopy(PLAIN)
-    next(record["body"] for record in records if record["kind"] == "Reconfigured"
-         and record["body"]["attempt"] == 2)["source"] = source
+    next(
+        record["body"]
+        for record in records
+        if record["kind"] == "Reconfigured" and record["body"]["attempt"] == 2
+    )["source"] = source
     (body,) = moves(records)[-1].newcomers
     acts.promise_from_memory(stage, to_builtins(body))
     assert (body.rank, bool(stage.broken)) == (2, source != 0)
@@ -130,9 +148,12 @@ def test_a_generation_that_failed_to_form_is_skipped():
 
 
 def test_a_transition_counts_before_its_first_step_is_reported():
-    until = next(at for at, record in enumerate(PLAIN) if record["kind"] == "Resume"
-                 and record["body"]["generation"] == 3)
-    grown = moves(PLAIN[:until + 1])[-1]
+    until = next(
+        at
+        for at, record in enumerate(PLAIN)
+        if record["kind"] == "Resume" and record["body"]["generation"] == 3
+    )
+    grown = moves(PLAIN[: until + 1])[-1]
     assert (grown.generation, grown.step_s) == (3, None)
     assert grown.still_s > 0.0
 
@@ -181,7 +202,7 @@ class FixedLog:
         self.all, self.told = records, told
 
     def records(self, after: int, *, follow: bool) -> list[dict]:
-        return [record for record in self.all[:self.told] if record["seq"] > after]
+        return [record for record in self.all[: self.told] if record["seq"] > after]
 
     def post(self, path: str, body: object) -> dict:
         """Make all records visible; the request is the fifth record from the end."""
@@ -202,7 +223,8 @@ def test_the_time_from_a_cancel_request_to_the_end(tmp_path, capsys):
     stage._client = FixedLog(records, len(records) - 20)
     acts.cancel(stage, player)
     assert f"ended {figures.ms(ended['at_s'] - records[-5]['at_s'])} later" in (
-        capsys.readouterr().out)
+        capsys.readouterr().out
+    )
     assert not stage.broken
 
 
@@ -215,12 +237,17 @@ def time_before(out: str, words: str) -> str:
 def test_a_kill_is_timed_like_the_timeline(tmp_path, capsys, monkeypatch):
     """Reports count from their append to the log, as in the column DETECTED."""
     exited = next(record for record in PLAIN if record["kind"] == "RankExited")
-    killed = acts.Kill(at_s=exited["occurred_s"] - 0.25, event={
-        "pid": exited["body"]["pid"], "event": "backward", "iteration": 7})
+    killed = acts.Kill(
+        at_s=exited["occurred_s"] - 0.25,
+        event={"pid": exited["body"]["pid"], "event": "backward", "iteration": 7},
+    )
     stage = played(tmp_path, monkeypatch, PLAIN)
     stage.trace = mock.Mock(iteration=lambda task: 99, of=lambda *wanted: [])
-    for name, what in (("_kill", lambda *given: killed), ("_healed", mock.Mock()),
-                       ("_return", mock.Mock())):
+    for name, what in (
+        ("_kill", lambda *given: killed),
+        ("_healed", mock.Mock()),
+        ("_return", mock.Mock()),
+    ):
         monkeypatch.setattr(acts, name, what)
     player = copy.deepcopy(ALPHA)
     player.task = exited["body"]["task"]
@@ -228,8 +255,9 @@ def test_a_kill_is_timed_like_the_timeline(tmp_path, capsys, monkeypatch):
     time_text = time_before(capsys.readouterr().out, "rank 2 exited, signal 9")
     assert time_text == figures.ms(exited["at_s"] - killed.at_s) != "250 ms"
     proof.timeline(stage)
-    assert f" {time_text} " in next(line for line in capsys.readouterr().out.splitlines()
-                                    if "inc-" in line)
+    assert f" {time_text} " in next(
+        line for line in capsys.readouterr().out.splitlines() if "inc-" in line
+    )
 
 
 def test_a_lost_node_is_timed_like_the_timeline(tmp_path, capsys, monkeypatch):
@@ -254,7 +282,8 @@ def test_a_transition_is_printed_with_its_times(tmp_path, capsys, monkeypatch):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if " 4 -> 3: " in line]
     assert line.split(maxsplit=1)[1] == (
         f"4 -> 3: stopped for {figures.ms(shrunk.still_s)} at iteration {shrunk.iteration}; next "
-        f"iteration finished {figures.ms(shrunk.step_s)} after the stop")
+        f"iteration finished {figures.ms(shrunk.step_s)} after the stop"
+    )
 
 
 def test_each_waf_curve_is_printed_with_its_maximum(tmp_path, capsys, monkeypatch):
@@ -263,8 +292,11 @@ def test_each_waf_curve_is_printed_with_its_maximum(tmp_path, capsys, monkeypatc
     proof.waf(stage)
     out = capsys.readouterr().out
     rates = waf(map(codec.from_plain, stage.records), proof.WAF_COLUMNS)
-    for what, values in (("achieved", rates.achieved), ("plan", rates.planned),
-                         ("ideal", rates.ideal)):
+    for what, values in (
+        ("achieved", rates.achieved),
+        ("plan", rates.planned),
+        ("ideal", rates.ideal),
+    ):
         (line,) = [line for line in out.splitlines() if line.split()[0] == what]
         assert line.endswith(f"max {figures.scaled(max(values), 'FLOP/s')}")
     assert "achieved up to its own max, plan and ideal up to the ideal's" in out
@@ -272,13 +304,23 @@ def test_each_waf_curve_is_printed_with_its_maximum(tmp_path, capsys, monkeypatc
 
 def test_an_alternative_with_the_same_rounded_waf_shows_the_gap(tmp_path, capsys):
     """Two plans that both round to 138 GFLOP/s."""
-    body = {"num_slots": 6, "trigger": "task gamma submitted", "waf": 138.2e9, "allocations": [],
-            "alternatives": [{"what": "the next best", "waf": 137.9e9, "slots": []},
-                             {"what": "keep as it is", "waf": 80.6e9, "slots": []}]}
+    body = {
+        "num_slots": 6,
+        "trigger": "task gamma submitted",
+        "waf": 138.2e9,
+        "allocations": [],
+        "alternatives": [
+            {"what": "the next best", "waf": 137.9e9, "slots": []},
+            {"what": "keep as it is", "waf": 80.6e9, "slots": []},
+        ],
+    }
     acts.say_plan(Stage(tmp_path), {"body": body})
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()[1:]]
-    assert lines == [["138", "GFLOP/s", "chosen"], ["138", "GFLOP/s", "the next best, 0.2 % less"],
-                     ["80.6", "GFLOP/s", "keep as it is"]]
+    assert lines == [
+        ["138", "GFLOP/s", "chosen"],
+        ["138", "GFLOP/s", "the next best, 0.2 % less"],
+        ["80.6", "GFLOP/s", "keep as it is"],
+    ]
 
 
 def played(path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict]) -> Stage:
@@ -289,11 +331,18 @@ def played(path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict]) -> 
     return stage
 
 
-@pytest.mark.parametrize(("ours", "theirs", "gap"), [
-    ([4.0, 2.0], [4.0, 2.0], 0.0), ([4.0, 2.0], [4.0, 1.0], 1.0),
-    ([4.0], [4.0, 2.0], float("inf")), ([], [], float("inf")),
-    ([4.0, NAN], [4.0, 2.0], float("inf")), ([4.0, 2.0], [NAN, 2.0], float("inf")),
-    ([float("inf"), 2.0], [float("inf"), 2.0], float("inf"))])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "gap"),
+    [
+        ([4.0, 2.0], [4.0, 2.0], 0.0),
+        ([4.0, 2.0], [4.0, 1.0], 1.0),
+        ([4.0], [4.0, 2.0], float("inf")),
+        ([], [], float("inf")),
+        ([4.0, NAN], [4.0, 2.0], float("inf")),
+        ([4.0, 2.0], [NAN, 2.0], float("inf")),
+        ([float("inf"), 2.0], [float("inf"), 2.0], float("inf")),
+    ],
+)
 def test_a_missing_or_broken_loss_is_no_small_gap(ours, theirs, gap):
     assert twins._gap(ours, theirs) == gap
 
@@ -316,16 +365,22 @@ def test_each_order_of_summing_has_every_micro_batch_once():
     assert len({tuple(order) for order in reference.orders(6)}) == len(twins.ORDERS)
 
 
-def compared(path: Path, saved: tuple[int, ...], *faults: dict[int, int]
-             ) -> tuple[Stage, acts.Player]:
+def compared(
+    path: Path, saved: tuple[int, ...], *faults: dict[int, int]
+) -> tuple[Stage, acts.Player]:
     """A stage where alpha trained 40 iterations, with these saved states and faults."""
     stage = Stage(path)
     player = copy.deepcopy(ALPHA)
     player.task = 6
     stage.losses = lambda task: dict.fromkeys(range(40), 1.0)  # type: ignore[method-assign]
-    stage.records = [{"seq": 10 + at, "kind": "CheckpointSaved",
-                      "body": {"task": 6, "path": f"gen-1/iter-{at}", "step_version": at}}
-                     for at in saved]
+    stage.records = [
+        {
+            "seq": 10 + at,
+            "kind": "CheckpointSaved",
+            "body": {"task": 6, "path": f"gen-1/iter-{at}", "step_version": at},
+        }
+        for at in saved
+    ]
     stage.faults = list(faults)
     return stage, player
 
@@ -333,7 +388,10 @@ def compared(path: Path, saved: tuple[int, ...], *faults: dict[int, int]
 def test_states_after_each_fault_and_the_last_are_compared(tmp_path):
     stage, player = compared(tmp_path, (8, 16, 24, 32, 40, 48), {6: 7, 14: 9}, {6: 12}, {6: 15})
     assert [(state.iteration, state.why) for state in twins.saved_states(stage, player)] == [
-        (8, "after fault 1"), (16, "after fault 2 and fault 3"), (40, "the last")]
+        (8, "after fault 1"),
+        (16, "after fault 2 and fault 3"),
+        (40, "the last"),
+    ]
     assert not stage.broken
 
 
@@ -343,18 +401,25 @@ def test_a_fault_without_a_later_saved_state_breaks_the_promise(tmp_path):
     assert stage.broken == ["alpha's state was saved after fault 3"]
 
 
-@pytest.mark.parametrize(("key", "ours", "broken"), [
-    ("param_rel", 2.9e-5, []), ("param_rel", 3.1e-5, ["parameters at 8, after fault 1"]),
-    ("optimizer_rel", 3.1e-5, ["optimizer at 8, after fault 1"]),
-    ("optimizer_rel", NAN, ["optimizer at 8, after fault 1"]), ("loss", 1.1, ["40 losses"])])
+@pytest.mark.parametrize(
+    ("key", "ours", "broken"),
+    [
+        ("param_rel", 2.9e-5, []),
+        ("param_rel", 3.1e-5, ["parameters at 8, after fault 1"]),
+        ("optimizer_rel", 3.1e-5, ["optimizer at 8, after fault 1"]),
+        ("optimizer_rel", NAN, ["optimizer at 8, after fault 1"]),
+        ("loss", 1.1, ["40 losses"]),
+    ],
+)
 def test_a_state_outside_of_the_tolerance_is_not_equal(tmp_path, capsys, key, ours, broken):
     """The other orders differ by 1e-6 and 1e-5: up to 3e-5 is equal."""
     stage, player = compared(tmp_path, (8, 40), {6: 7})
     runs = twins.ReferenceRuns(stage, [player])
     for end in twins.ORDERS:
-        write_lines(tmp_path / "reference" / f"alpha{end}.jsonl",
-                    [{"iteration": at, "loss": ours if key == "loss" else 1.0}
-                     for at in range(40)])
+        write_lines(
+            tmp_path / "reference" / f"alpha{end}.jsonl",
+            [{"iteration": at, "loss": ours if key == "loss" else 1.0} for at in range(40)],
+        )
     lines = [{"param_rel": gap, "optimizer_rel": gap} for gap in (1e-6, 1e-6, 1e-5)] * 2
     lines[0] = lines[0] | {key: ours}
     write_lines(tmp_path / "reference" / "alpha-comparison.jsonl", lines)

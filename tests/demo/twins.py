@@ -69,21 +69,30 @@ class SavedState(Struct, frozen=True):
 def saved_states(stage: Stage, player: Player) -> list[SavedState]:
     """The first checkpoint after each fault, and the last one."""
     num_reported = len(stage.losses(player.task))
-    paths = {record["body"]["step_version"]: record["body"]["path"]
-             for record in stage.all("CheckpointSaved", task=player.task)
-             if record["body"]["step_version"] <= num_reported}
+    paths = {
+        record["body"]["step_version"]: record["body"]["path"]
+        for record in stage.all("CheckpointSaved", task=player.task)
+        if record["body"]["step_version"] <= num_reported
+    }
     why: dict[int, list[str]] = {}
     for number, struck in enumerate(stage.faults, 1):
         after = [at for at in paths if at > struck.get(player.task, math.inf)]
-        stage.promise(bool(after) or player.task not in struck,
-                      f"{player.name}'s state was saved after fault {number}")
+        stage.promise(
+            bool(after) or player.task not in struck,
+            f"{player.name}'s state was saved after fault {number}",
+        )
         if after:
             why.setdefault(min(after), []).append(f"fault {number}")
     if paths:
         why.setdefault(max(paths), [])
-    return [SavedState(iteration=at, path=str(Path(player.train.output) / paths[at]),
-                       why=f"after {' and '.join(faults)}" if faults else "the last")
-            for at, faults in sorted(why.items())]
+    return [
+        SavedState(
+            iteration=at,
+            path=str(Path(player.train.output) / paths[at]),
+            why=f"after {' and '.join(faults)}" if faults else "the last",
+        )
+        for at, faults in sorted(why.items())
+    ]
 
 
 def _orders(player: Player) -> tuple[str, ...]:
@@ -99,8 +108,11 @@ class ReferenceRuns:
         self._folder = stage.state.path / "reference"
         self._folder.mkdir()
         self._states = {player.task: saved_states(stage, player) for player in players}
-        self._jobs = [self._training(player, order) for player in players
-                      for order in range(len(_orders(player)))]
+        self._jobs = [
+            self._training(player, order)
+            for player in players
+            for order in range(len(_orders(player)))
+        ]
         self._jobs += [self._comparison(player) for player in players]
 
     def _training(self, player: Player, order: int) -> Job:
@@ -110,10 +122,21 @@ class ReferenceRuns:
         out.mkdir()
         spec = out / "spec.json"
         spec.write_text(json.dumps(msgspec.to_builtins(player.spec, str_keys=True)))
-        return Job(name=name, arguments=[
-            "--spec", str(spec), "--out", str(out), "--order", str(order),
-            "--iterations", str(len(self._stage.losses(player.task))),
-            "--keep", *(str(state.iteration) for state in self._states[player.task])])
+        return Job(
+            name=name,
+            arguments=[
+                "--spec",
+                str(spec),
+                "--out",
+                str(out),
+                "--order",
+                str(order),
+                "--iterations",
+                str(len(self._stage.losses(player.task))),
+                "--keep",
+                *(str(state.iteration) for state in self._states[player.task]),
+            ],
+        )
 
     def _comparison(self, player: Player) -> Job:
         """The comparison of each checkpoint, and of the other orders, with the first order."""
@@ -124,8 +147,11 @@ class ReferenceRuns:
             first, *rest = (str(state_folder(self._folder / run, state.iteration)) for run in runs)
             ones += [state.path, *rest]
             others += [first] * len(runs)
-        return Job(name=f"{player.name}-{COMPARISON}", needs=tuple(runs),
-                   arguments=["--compare", *ones, "--to", *others] if ones else [])
+        return Job(
+            name=f"{player.name}-{COMPARISON}",
+            needs=tuple(runs),
+            arguments=["--compare", *ones, "--to", *others] if ones else [],
+        )
 
     def run(self) -> None:
         """Train, compare, judge. Raises BrokenError."""
@@ -145,14 +171,19 @@ class ReferenceRuns:
             if time.monotonic() - said_s > PROGRESS_S and changed_s > said_s:
                 said_s, before = time.monotonic(), said
                 said = "reference runs: " + ", ".join(
-                    f"{job.name} {len(self._losses(job.name))}" for job in self._jobs
-                    if job.process is not None and not job.needs)
+                    f"{job.name} {len(self._losses(job.name))}"
+                    for job in self._jobs
+                    if job.process is not None and not job.needs
+                )
                 if said != before:
                     self._stage.say("compare", said)
         runs = number_of(len(_orders(self._players[0])), "reference run")
-        self._stage.say("compare", f"with {runs} of each task: undisturbed, "
-                                   "same seed, one process, stock Megatron loop: "
-                                   f"{span(time.monotonic() - began_s)} in all")
+        self._stage.say(
+            "compare",
+            f"with {runs} of each task: undisturbed, "
+            "same seed, one process, stock Megatron loop: "
+            f"{span(time.monotonic() - began_s)} in all",
+        )
         self._judge()
 
     def stop(self) -> None:
@@ -170,16 +201,21 @@ class ReferenceRuns:
                 raise BrokenError(f"the reference run {job.name} failed, see {self._folder}")
             is_free = sum(one.is_running for one in self._jobs) < NUM_TOGETHER
             if job.process is None and is_free and all(name in done for name in job.needs):
-                with ((self._folder / f"{job.name}.jsonl").open("wb") as out,
-                      (self._folder / f"{job.name}.log").open("wb") as log):
+                with (
+                    (self._folder / f"{job.name}.jsonl").open("wb") as out,
+                    (self._folder / f"{job.name}.log").open("wb") as log,
+                ):
                     job.process = subprocess.Popen(
                         [sys.executable, "-P", reference.__file__, *job.arguments],
-                        stdin=subprocess.DEVNULL, stdout=out, stderr=log,
-                        env={**os.environ, "OMP_NUM_THREADS": "1"})
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=log,
+                        env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    )
 
     def _lines(self, name: str) -> list[Plain]:
         text = (self._folder / f"{name}.jsonl").read_text()
-        return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def _losses(self, name: str) -> list[float]:
         return [line["loss"] for line in self._lines(name) if "loss" in line]
@@ -190,37 +226,58 @@ class ReferenceRuns:
             for what, ours, *noises in self._differences(player):
                 most = tolerance(noises) if noises else 0.0
                 equal = ours <= most
-                rows.append([player.name, what, f"{ours:.1e}", f"{max(noises, default=0.0):.1e}",
-                             f"{most:.1e}", "EQUAL" if equal else "NOT EQUAL"])
+                rows.append(
+                    [
+                        player.name,
+                        what,
+                        f"{ours:.1e}",
+                        f"{max(noises, default=0.0):.1e}",
+                        f"{most:.1e}",
+                        "EQUAL" if equal else "NOT EQUAL",
+                    ]
+                )
                 self._stage.promise(equal, f"{player.name}'s {what} equal the reference run's")
         stage = self._stage
-        for line in table(("", "", "OURS", "NOISE", "TOLERANCE", "VERDICT"), rows,
-                          right=(2, 3, 4)):
+        for line in table(("", "", "OURS", "NOISE", "TOLERANCE", "VERDICT"), rows, right=(2, 3, 4)):
             stage.note(None, line)
-        stage.note(None, "ours: the largest relative difference of a loss; of all parameters as "
-                         "one vector; of Adam's moments, the larger")
+        stage.note(
+            None,
+            "ours: the largest relative difference of a loss; of all parameters as "
+            "one vector; of Adam's moments, the larger",
+        )
         if all(len(_orders(player)) == 1 for player in self._players):
             stage.note(None, "tolerance: none, as all sums are exact")
             return
-        stage.note(None, f"noise: the largest difference between {len(ORDERS)} reference runs that "
-                         "sum the micro-batches in different orders")
-        stage.note(None, f"tolerance: {NOISE_TIMES_MAX:g} x the noise, which counts as at least "
-                         f"one rounding of float32 ({ROUNDING_RATIO:.1e})")
+        stage.note(
+            None,
+            f"noise: the largest difference between {len(ORDERS)} reference runs that "
+            "sum the micro-batches in different orders",
+        )
+        stage.note(
+            None,
+            f"tolerance: {NOISE_TIMES_MAX:g} x the noise, which counts as at least "
+            f"one rounding of float32 ({ROUNDING_RATIO:.1e})",
+        )
 
     def _differences(self, player: Player) -> list[tuple[Any, ...]]:
         """For each compared item: its name, the difference of the demo's task from the first order,
         and the differences of the other orders."""
         first, *others = (self._losses(f"{player.name}{end}") for end in _orders(player))
         losses = self._stage.losses(player.task)
-        found: list[tuple[Any, ...]] = [(
-            f"{len(losses)} losses", _gap([losses[at] for at in sorted(losses)], first),
-            *(_gap(other, first) for other in others))]
+        found: list[tuple[Any, ...]] = [
+            (
+                f"{len(losses)} losses",
+                _gap([losses[at] for at in sorted(losses)], first),
+                *(_gap(other, first) for other in others),
+            )
+        ]
         lines = iter(self._lines(f"{player.name}-{COMPARISON}"))
         for state in self._states[player.task]:
             gaps = [next(lines) for _ in _orders(player)]
             for name, key in (("parameters", "param_rel"), ("optimizer", "optimizer_rel")):
-                found.append((f"{name} at {state.iteration}, {state.why}",
-                              *(gap[key] for gap in gaps)))
+                found.append(
+                    (f"{name} at {state.iteration}, {state.why}", *(gap[key] for gap in gaps))
+                )
         return found
 
 

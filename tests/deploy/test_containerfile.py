@@ -21,8 +21,14 @@ def complaints(text: str) -> str:
     hadolint = shutil.which("hadolint", path=f"{beside}{os.pathsep}{os.environ['PATH']}")
     if hadolint is None:
         pytest.skip("hadolint is not installed")
-    done = subprocess.run([hadolint, "--no-color", "-"], input=text, capture_output=True, text=True,
-                          check=False, timeout=60)
+    done = subprocess.run(
+        [hadolint, "--no-color", "-"],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert done.returncode in (0, 1), done.stderr
     return done.stdout
 
@@ -31,20 +37,27 @@ def test_the_linter_finds_nothing() -> None:
     assert complaints(FILE.read_text()) == ""
 
 
-@pytest.mark.parametrize(("old", "new", "rule"), [
-    (":3.11.14-slim-bookworm", ":latest", "DL3007"), ("RUN pip", "RUN cd /tmp; pip", "DL3003"),
-    ("WORKDIR /opt/unicron", "WORKDIR opt/unicron", "DL3000")])
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        (":3.11.14-slim-bookworm", ":latest", "DL3007"),
+        ("RUN pip", "RUN cd /tmp; pip", "DL3003"),
+        ("WORKDIR /opt/unicron", "WORKDIR opt/unicron", "DL3000"),
+    ],
+)
 def test_the_linter_finds_a_fault(old: str, new: str, rule: str) -> None:
     assert rule in complaints(FILE.read_text().replace(old, new))
 
 
 def test_the_image_has_what_its_build_and_its_pods_need() -> None:
     text = FILE.read_text()
-    copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)
-              for name in line.split()}
+    copied = {
+        name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for name in line.split()
+    }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {one.split(".")[1] for one in project["tool"]["setuptools"]["packages"]
-                if "." in one}
+    packages = {
+        one.split(".")[1] for one in project["tool"]["setuptools"]["packages"] if "." in one
+    }
     assert packages <= copied
     assert {project["project"]["readme"], "__init__.py", "constraints.txt"} <= copied
     assert all((ROOT / name).exists() for name in copied)

@@ -22,8 +22,9 @@ def complaints(text: str, name: str, folder: Path) -> str:
         pytest.skip("systemd-analyze is not installed")
     unit = folder / name
     unit.write_text(text.replace("/opt/unicron/.venv/bin", str(Path(sys.executable).parent)))
-    done = subprocess.run([tool, "verify", str(unit)], capture_output=True, text=True, check=False,
-                          timeout=60)
+    done = subprocess.run(
+        [tool, "verify", str(unit)], capture_output=True, text=True, check=False, timeout=60
+    )
     return done.stdout + done.stderr + (f"exit code {done.returncode}" if done.returncode else "")
 
 

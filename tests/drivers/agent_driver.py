@@ -122,15 +122,21 @@ while data := link.recv(65536):
 
 
 CANARY = f"canary-{os.getpid()}-7e3a"
-SECRETS = {"UNICRON_TOKEN": f"{CANARY}-token", "UNICRON_URL": f"http://u:{CANARY}-url@host:1",
-           "UNICRON_REDIS_URL": f"redis://:{CANARY}-redis@host:1/0"}
+SECRETS = {
+    "UNICRON_TOKEN": f"{CANARY}-token",
+    "UNICRON_URL": f"http://u:{CANARY}-url@host:1",
+    "UNICRON_REDIS_URL": f"redis://:{CANARY}-redis@host:1/0",
+}
 """Secrets that an agent finds in its environment."""
 
 
 def processes_with(text: str) -> list[str]:
     """The names of all processes whose environment, as the kernel shows it, has `text`."""
-    return [Path(f"/proc/{proc.pid}/comm").read_text() for proc in linux.table()
-            if any(text.encode() in entry for entry in linux.environ(proc.pid))]
+    return [
+        Path(f"/proc/{proc.pid}/comm").read_text()
+        for proc in linux.table()
+        if any(text.encode() in entry for entry in linux.environ(proc.pid))
+    ]
 
 
 class Leader:
@@ -170,11 +176,24 @@ class Leader:
 
     async def _append(self, body: Body, source: str, source_seq: int, occurred_s: float) -> Record:
         async with self._writing:
-            record = Record(seq=len(self.records) + 1, epoch=self.epoch, at_s=0.0,
-                            occurred_s=occurred_s, source=source, source_seq=source_seq, cause=0,
-                            incident=0, body=body)
-            await self.log.append([record], epoch=self.epoch, expect=record.seq - 1, cursor="",
-                                  acked={source: source_seq} if source_seq else {})
+            record = Record(
+                seq=len(self.records) + 1,
+                epoch=self.epoch,
+                at_s=0.0,
+                occurred_s=occurred_s,
+                source=source,
+                source_seq=source_seq,
+                cause=0,
+                incident=0,
+                body=body,
+            )
+            await self.log.append(
+                [record],
+                epoch=self.epoch,
+                expect=record.seq - 1,
+                cursor="",
+                acked={source: source_seq} if source_seq else {},
+            )
             self.records.append(record)
             return record
 
@@ -210,14 +229,16 @@ async def until_text(path: str | Path) -> str:
 
 
 def new_shim(folder: Path) -> Shim:
-    return Shim.open(folder / "n1.shim", os.environ, ("UNICRON_PROCESS", "shim"),
-                     folder / "shim.log")
+    return Shim.open(
+        folder / "n1.shim", os.environ, ("UNICRON_PROCESS", "shim"), folder / "shim.log"
+    )
 
 
 def start(shim: Shim, argv: Sequence[str], log_path: Path, marker: tuple[str, str]) -> Process:
     """A process as of a rank."""
-    return Process.start(shim, "1.0.1", lambda at: b"", argv, env=os.environ, marker=marker,
-                         log_path=log_path)
+    return Process.start(
+        shim, "1.0.1", lambda at: b"", argv, env=os.environ, marker=marker, log_path=log_path
+    )
 
 
 class LocalNode:
@@ -228,24 +249,50 @@ class LocalNode:
         script.write_text(RANK)
         self.leader = Leader(log)
         self.node = msgspec.structs.replace(
-            NodeConfig(name="n1", incarnation=7, cluster="c", host="127.0.0.9", num_slots=2,
-                       state_dir=state_dir, rank_argv=(sys.executable, str(script))), **changes)
+            NodeConfig(
+                name="n1",
+                incarnation=7,
+                cluster="c",
+                host="127.0.0.9",
+                num_slots=2,
+                state_dir=state_dir,
+                rank_argv=(sys.executable, str(script)),
+            ),
+            **changes,
+        )
         self.stop = asyncio.Event()
         shim = new_shim(state_dir)
-        self.agent = Agent(self.node, log, time.time, os.getpid(),
-                           spool=Spool(self.node.source, self.node.name, time.time), left=[],
-                           shim=shim)
+        self.agent = Agent(
+            self.node,
+            log,
+            time.time,
+            os.getpid(),
+            spool=Spool(self.node.source, self.node.name, time.time),
+            left=[],
+            shim=shim,
+        )
         self.serving: asyncio.Task[None] | None = None
 
     async def start(self, spec: JobSpec, rank: int = 0, **changes: Any) -> int:
-        order = StartRank(nodes=("n1",), task=1, rank=rank, attempt=1,
-                          slot=Slot(node="n1", index=rank), spec=spec, num_seats=2,
-                          host="127.0.0.1", port=4242, checkpoint="", incarnation=7)
+        order = StartRank(
+            nodes=("n1",),
+            task=1,
+            rank=rank,
+            attempt=1,
+            slot=Slot(node="n1", index=rank),
+            spec=spec,
+            num_seats=2,
+            host="127.0.0.1",
+            port=4242,
+            checkpoint="",
+            incarnation=7,
+        )
         return await self.leader.order(msgspec.structs.replace(order, **changes))
 
     async def stop_rank(self, rank: int = 0, attempt: int = 1, grace_s: float = 5.0) -> int:
-        return await self.leader.order(StopRank(nodes=("n1",), task=1, rank=rank, attempt=attempt,
-                                                grace_s=grace_s, why="test"))
+        return await self.leader.order(
+            StopRank(nodes=("n1",), task=1, rank=rank, attempt=attempt, grace_s=grace_s, why="test")
+        )
 
 
 @asynccontextmanager
@@ -273,8 +320,9 @@ def alive(pid: int) -> bool:
 
 
 def command(*argv: str) -> JobSpec:
-    return parse({"apiVersion": "unicron/v1", "name": "job", "slots": {"max": 2},
-                  "command": list(argv)})
+    return parse(
+        {"apiVersion": "unicron/v1", "name": "job", "slots": {"max": 2}, "command": list(argv)}
+    )
 
 
 def python(code: str, *argv: str) -> JobSpec:
@@ -282,8 +330,13 @@ def python(code: str, *argv: str) -> JobSpec:
 
 
 def train(seed: int) -> JobSpec:
-    return parse({"apiVersion": "unicron/v1", "name": "gpt",
-                  "train": {"iterations": 9, "output": "out", "seed": seed}})
+    return parse(
+        {
+            "apiVersion": "unicron/v1",
+            "name": "gpt",
+            "train": {"iterations": 9, "output": "out", "seed": seed},
+        }
+    )
 
 
 def go(test: Callable[[], Awaitable[None]]) -> None:
@@ -319,10 +372,16 @@ class PlaneStub:
             return web.json_response({"error": "no", "hint": ""}, status=self.refusal)
         if token != TOKEN and (TOKEN, token) not in self.joined:
             return web.json_response({"error": "wrong token", "hint": ""}, status=401)
-        return web.json_response({"redis_url": self._redis_url, "cluster": self.cluster,
-                                  "node": request_body["node"], "epoch": self.leader.epoch,
-                                  "key": self.identities.key(request_body["node"]).hex(),
-                                  "agent_gone_s_max": self.gone_s})
+        return web.json_response(
+            {
+                "redis_url": self._redis_url,
+                "cluster": self.cluster,
+                "node": request_body["node"],
+                "epoch": self.leader.epoch,
+                "key": self.identities.key(request_body["node"]).hex(),
+                "agent_gone_s_max": self.gone_s,
+            }
+        )
 
     async def move(self, url: str) -> None:
         """The log is at another server from now on, and the control plane has another secret."""
@@ -335,24 +394,42 @@ class PlaneStub:
 
     async def start_rank(self, spec: JobSpec, *, rank: int = 0, attempt: int = 1) -> None:
         (*_, joined) = self.leader.all(NodeJoined)
-        await self.leader.order(StartRank(
-            nodes=("n1",), task=1, rank=rank, attempt=attempt, slot=Slot(node="n1", index=rank),
-            spec=spec, num_seats=2, host="127.0.0.1", port=1, checkpoint="",
-            incarnation=joined.incarnation))
+        await self.leader.order(
+            StartRank(
+                nodes=("n1",),
+                task=1,
+                rank=rank,
+                attempt=attempt,
+                slot=Slot(node="n1", index=rank),
+                spec=spec,
+                num_seats=2,
+                host="127.0.0.1",
+                port=1,
+                checkpoint="",
+                incarnation=joined.incarnation,
+            )
+        )
 
     def agent(self, token: str = TOKEN, **env: str) -> subprocess.Popen[bytes]:
         with (self.state_dir / "agent.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-c", AGENT, self.url, str(self.state_dir), token],
-                stdout=log, stderr=log, start_new_session=True, env={**os.environ, **env})
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **env},
+            )
         self.agents.append(process)
         return process
 
     def shims(self) -> list[int]:
         """The shim of the node, which is the parent of its ranks."""
         mark = f"UNICRON_PROCESS={self.state_dir}:n1/:shim".encode()
-        return [proc.pid for proc in linux.table()
-                if proc.state != "Z" and mark in linux.environ(proc.pid)]
+        return [
+            proc.pid
+            for proc in linux.table()
+            if proc.state != "Z" and mark in linux.environ(proc.pid)
+        ]
 
     def kill_shim(self) -> None:
         """Kill the shim. Its ranks die with it."""

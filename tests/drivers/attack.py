@@ -59,8 +59,11 @@ class Attack:
         """The files of the state folder that it can read."""
         found: list[str] = []
         for folder, _, names in os.walk(self.state):
-            found += [str((Path(folder) / name).relative_to(self.state)) for name in names
-                      if os.access(Path(folder) / name, os.R_OK)]
+            found += [
+                str((Path(folder) / name).relative_to(self.state))
+                for name in names
+                if os.access(Path(folder) / name, os.R_OK)
+            ]
         return sorted(found)
 
     def memory(self) -> list[str]:
@@ -80,16 +83,23 @@ class Attack:
 
     def descriptors(self) -> list[str]:
         """Open files of this process that are of the state folder, other than its own output."""
-        found = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
-                 if os.path.exists(f"/proc/self/fd/{name}")]
-        return [one for one in found if one.startswith(str(self.state))
-                and not Path(one).name.startswith("rank-")]
+        found = [
+            os.readlink(f"/proc/self/fd/{name}")
+            for name in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{name}")
+        ]
+        return [
+            one
+            for one in found
+            if one.startswith(str(self.state)) and not Path(one).name.startswith("rank-")
+        ]
 
     def http(self) -> list[str]:
         """The nodes, by the operator's token."""
         plane = json.loads((self.state / "control_plane.json").read_text())
-        asked = urllib.request.Request(plane["url"] + "/v1/state", headers={
-            "Authorization": f"Bearer {plane['token']}"})
+        asked = urllib.request.Request(
+            plane["url"] + "/v1/state", headers={"Authorization": f"Bearer {plane['token']}"}
+        )
         with urllib.request.urlopen(asked, timeout=10) as answer:
             return [node["id"] for node in json.load(answer)["nodes"]]
 
@@ -101,8 +111,10 @@ class Attack:
     def server(self) -> Any:
         """The log's server as its master."""
         (path,) = (self.state / "server").glob("*.sock")
-        link = REDIS(unix_socket_path=str(path),
-                     password=(self.state / "server" / "password").read_text().strip())
+        link = REDIS(
+            unix_socket_path=str(path),
+            password=(self.state / "server" / "password").read_text().strip(),
+        )
         link.ping()
         return link
 
@@ -117,13 +129,27 @@ class Attack:
         server = self.server()
         stream = "{unicron:default}:orders:n2"
         entry = f"9999999-{FORGED_SEQ}"
-        wire = codec.encode_record(Record(
-            seq=FORGED_SEQ, epoch=9999999, at_s=1.0, occurred_s=1.0, source="heart", source_seq=0,
-            cause=0, incident=0, body=orders.StopRank(
-                nodes=("n2",), task=self.victim, rank=99, attempt=1, grace_s=0.0, why="forged")))
+        wire = codec.encode_record(
+            Record(
+                seq=FORGED_SEQ,
+                epoch=9999999,
+                at_s=1.0,
+                occurred_s=1.0,
+                source="heart",
+                source_seq=0,
+                cause=0,
+                incident=0,
+                body=orders.StopRank(
+                    nodes=("n2",), task=self.victim, rank=99, attempt=1, grace_s=0.0, why="forged"
+                ),
+            )
+        )
         keys = b"\x80"
-        server.xadd(stream, {"r": wire, "s": sign_order(
-            self.identities().key("n2"), entry, wire, keys), "k": keys}, id=entry)
+        server.xadd(
+            stream,
+            {"r": wire, "s": sign_order(self.identities().key("n2"), entry, wire, keys), "k": keys},
+            id=entry,
+        )
         return entry
 
     def copies_by_own_keys(self) -> int:
@@ -154,8 +180,16 @@ def main() -> None:
     attack.keys = dict(start.store_keys)
     found: dict[str, object] = {"uid": os.getuid(), "groups": os.getgroups()}
     tries: tuple[Callable[[], object], ...] = (
-        attack.environments, attack.files, attack.memory, attack.descriptors, attack.http,
-        attack.local_socket, attack.server_user, attack.order, attack.copies)
+        attack.environments,
+        attack.files,
+        attack.memory,
+        attack.descriptors,
+        attack.http,
+        attack.local_socket,
+        attack.server_user,
+        attack.order,
+        attack.copies,
+    )
     for one in tries:
         try:
             found[one.__name__] = one()
@@ -166,9 +200,23 @@ def main() -> None:
     found["copies_by_own_keys"] = attack.copies_by_own_keys()
     Path(report + ".new").write_text(json.dumps(found))
     os.rename(report + ".new", report)
-    pipe.sendall(pack(Frame(at_s=time.time(), body=reports.RankErrored(
-        task=int(victim), rank=0, attempt=1, generation=1, iteration=1, error="RuntimeError",
-        text="forged: I am not that task", second_hand=False))))
+    pipe.sendall(
+        pack(
+            Frame(
+                at_s=time.time(),
+                body=reports.RankErrored(
+                    task=int(victim),
+                    rank=0,
+                    attempt=1,
+                    generation=1,
+                    iteration=1,
+                    error="RuntimeError",
+                    text="forged: I am not that task",
+                    second_hand=False,
+                ),
+            )
+        )
+    )
     time.sleep(60)
 
 

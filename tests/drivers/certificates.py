@@ -39,12 +39,40 @@ class Pair:
         """Replace the certificate by one that has ended."""
         asked = self.folder / "request"
         for words in (
-                ["req", "-new", "-config", "/dev/null", "-subj", "/CN=old", "-key", str(self.key),
-                 "-addext", "subjectAltName=IP:127.0.0.1", "-out", str(asked)],
-                ["x509", "-req", "-in", str(asked), "-days", "-1", "-CA", str(self.ca), "-CAkey",
-                 str(self.ca_key), "-copy_extensions", "copyall", "-out", str(self.certificate)]):
-            subprocess.run(["openssl", *words], check=True, capture_output=True,
-                           timeout=OPENSSL_S_MAX)
+            [
+                "req",
+                "-new",
+                "-config",
+                "/dev/null",
+                "-subj",
+                "/CN=old",
+                "-key",
+                str(self.key),
+                "-addext",
+                "subjectAltName=IP:127.0.0.1",
+                "-out",
+                str(asked),
+            ],
+            [
+                "x509",
+                "-req",
+                "-in",
+                str(asked),
+                "-days",
+                "-1",
+                "-CA",
+                str(self.ca),
+                "-CAkey",
+                str(self.ca_key),
+                "-copy_extensions",
+                "copyall",
+                "-out",
+                str(self.certificate),
+            ],
+        ):
+            subprocess.run(
+                ["openssl", *words], check=True, capture_output=True, timeout=OPENSSL_S_MAX
+            )
 
     @contextmanager
     def shown(self) -> Iterator[int]:

@@ -16,11 +16,33 @@ from unicron.cli.cluster import local_cluster
 from unicron.cli.cluster.client import Interrupted, Refused, Unable, Unreachable
 from unicron.workers.host import linux
 
-WEIGHTS = {"rank killed": 5, "two ranks killed": 3, "rank stopped": 3, "exception": 4,
-           "agent killed": 3, "control plane killed": 3}
-EVENTS = ("micro_batch", "forward", "forward_mid", "backward", "backward_mid", "reduce", "stats",
-          "bucket", "scale", "unscale", "norm", "clip", "step", "step_mid", "stepped", "schedule",
-          "done")
+WEIGHTS = {
+    "rank killed": 5,
+    "two ranks killed": 3,
+    "rank stopped": 3,
+    "exception": 4,
+    "agent killed": 3,
+    "control plane killed": 3,
+}
+EVENTS = (
+    "micro_batch",
+    "forward",
+    "forward_mid",
+    "backward",
+    "backward_mid",
+    "reduce",
+    "stats",
+    "bucket",
+    "scale",
+    "unscale",
+    "norm",
+    "clip",
+    "step",
+    "step_mid",
+    "stepped",
+    "schedule",
+    "done",
+)
 CALM_ITERATIONS = 10
 """No faults in the first and last iterations."""
 DELAY_S_MAX = 0.3
@@ -49,9 +71,17 @@ def draw(seed: int, rounds: int, iterations: int) -> list[Fault]:
     rolls = random.Random(seed)
     at = sorted(rolls.choices(range(CALM_ITERATIONS, iterations - CALM_ITERATIONS), k=rounds))
     kinds = rolls.choices(list(WEIGHTS), list(WEIGHTS.values()), k=rounds)
-    return [Fault(kind, iteration, rolls.uniform(0, DELAY_S_MAX), rolls.random(),
-                  rolls.choice(EVENTS), rolls.uniform(*AWAY_S))
-            for kind, iteration in zip(kinds, at, strict=True)]
+    return [
+        Fault(
+            kind,
+            iteration,
+            rolls.uniform(0, DELAY_S_MAX),
+            rolls.random(),
+            rolls.choice(EVENTS),
+            rolls.uniform(*AWAY_S),
+        )
+        for kind, iteration in zip(kinds, at, strict=True)
+    ]
 
 
 class Striker:
@@ -91,9 +121,13 @@ class Striker:
     def strike(self, fault: Fault) -> str:
         """Inject the fault as soon as there is a victim; return a description."""
         makers: dict[str, Callable[[Fault], str]] = {
-            "rank killed": self._kill, "two ranks killed": self._kill, "rank stopped": self._stop,
-            "exception": self._raise, "agent killed": self._kill_agent,
-            "control plane killed": self._kill_control_plane}
+            "rank killed": self._kill,
+            "two ranks killed": self._kill,
+            "rank stopped": self._stop,
+            "exception": self._raise,
+            "agent killed": self._kill_agent,
+            "control plane killed": self._kill_control_plane,
+        }
         last_s = time.monotonic() + STRIKE_S_MAX
         while time.monotonic() < last_s:
             self.bring_back()
@@ -105,8 +139,11 @@ class Striker:
 
     def _members(self) -> list[Rank]:
         """The members that have the state and run."""
-        return [rank for rank in self.view["ranks"] if rank["state"] == "member"
-                and rank["has_state"] and _runs(rank["pid"])]
+        return [
+            rank
+            for rank in self.view["ranks"]
+            if rank["state"] == "member" and rank["has_state"] and _runs(rank["pid"])
+        ]
 
     def _victims(self, fault: Fault, num: int) -> list[Rank]:
         members = self._members()
@@ -137,8 +174,9 @@ class Striker:
                 if (newest := self.iteration()) > asked:
                     asked = newest + 1
                     new = file.with_suffix(".new")
-                    new.write_text(json.dumps({"event": fault.event, "iteration": asked,
-                                               "then": "raise"}))
+                    new.write_text(
+                        json.dumps({"event": fault.event, "iteration": asked, "then": "raise"})
+                    )
                     new.rename(file)
                 time.sleep(0.005)
                 self.bring_back()

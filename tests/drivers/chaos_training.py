@@ -81,8 +81,10 @@ class Run:
             time.sleep(fault.delay_s)
             done = self.striker.strike(fault)
             self.faults.append(Struck(fault.kind, self.striker.iteration(), time.time()))
-            self.say(f"fault {number}/{len(self.script)}, iteration {self.faults[-1].iteration}: "
-                     f"{fault.kind}, {done}")
+            self.say(
+                f"fault {number}/{len(self.script)}, iteration {self.faults[-1].iteration}: "
+                f"{fault.kind}, {done}"
+            )
         self._until(self.iterations)
         self.load = os.getloadavg()[1]
         self.say("all iterations done")
@@ -112,8 +114,11 @@ class Run:
         Recomputed work is included. A fault of the control plane starts no generation and is left
         out.
         """
-        steps = [(float(line["t"]), int(line["generation"]))
-                 for line in self.cluster.traced(self.task) if line["event"] == "done"]
+        steps = [
+            (float(line["t"]), int(line["generation"]))
+            for line in self.cluster.traced(self.task)
+            if line["event"] == "done"
+        ]
         found: dict[str, list[float]] = {}
         for fault in self.faults:
             last = max((generation for at_s, generation in steps if at_s < fault.at_s), default=0)
@@ -132,8 +137,10 @@ def main() -> None:
     options = _asked()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     shutil.rmtree(FOLDER, ignore_errors=True)
-    print(f"seed {options.seed}: {options.rounds} faults in "
-          f"{options.rounds * ITERATIONS_PER_FAULT} iterations")
+    print(
+        f"seed {options.seed}: {options.rounds} faults in "
+        f"{options.rounds * ITERATIONS_PER_FAULT} iterations"
+    )
     with running(FOLDER.resolve(), NODES_NUM, POLICY) as cluster:
         run = Run(cluster, options.seed, options.rounds, is_exact=options.exact)
         run.train()
@@ -151,19 +158,23 @@ def main() -> None:
     sys.exit(_judge(run, losses, past, twin, lasted_s, options.picture))
 
 
-def _judge(run: Run, losses: list[float], past: History, twin: Twin, lasted_s: float,
-           picture: Path) -> int:
+def _judge(
+    run: Run, losses: list[float], past: History, twin: Twin, lasted_s: float, picture: Path
+) -> int:
     """Print the result, write numbers and figure; return the exit code."""
     final = (Path(run.spec["train"]["output"]) / "latest").resolve()
     gap = twin.difference(final)
-    calm = [list(read(twin.path.parents[1] / str(order) / "final")["numbers.losses"])
-            for order in (0, 1)]
+    calm = [
+        list(read(twin.path.parents[1] / str(order) / "final")["numbers.losses"])
+        for order in (0, 1)
+    ]
     loss_rel = max(abs(one - two) / two for one, two in zip(losses, calm[0], strict=True))
     closed = [one for one in past.incidents.values() if one.closed_s is not None]
     recoveries = run.recoveries()
     lasted = [took_s for kind in recoveries.values() for took_s in kind] or [math.nan]
     figures: dict[str, tuple[float, str]] = {
-        "iterations": (len(losses), ""), "faults": (len(run.faults), ""),
+        "iterations": (len(losses), ""),
+        "faults": (len(run.faults), ""),
         "incidents": (len(past.incidents), ""),
         "iterations_lost": (sum(one.incident.iterations_lost or 0 for one in closed), ""),
         "checkpoints_read": (sum(one.incident.ckpt_read for one in closed), ""),
@@ -172,42 +183,63 @@ def _judge(run: Run, losses: list[float], past: History, twin: Twin, lasted_s: f
         "parameter_gap": (gap.param_rel, "relative"),
         "parameter_noise": (twin.noise[1], "relative"),
         "fault_to_step_median": (statistics.median(lasted), "s"),
-        "fault_to_step_max": (max(lasted), "s"), "lasted": (lasted_s, "s"),
+        "fault_to_step_max": (max(lasted), "s"),
+        "lasted": (lasted_s, "s"),
         "load": (run.load, f"on {os.cpu_count()} cores"),
     }
     loss_rel_max = 0.0 if twin.is_exact else tolerance([twin.noise[0]])
-    equal = (twin.allows(gap) and loss_rel <= loss_rel_max
-             and len(losses) == run.iterations and not figures["iterations_lost"][0]
-             and not figures["checkpoints_read"][0])
+    equal = (
+        twin.allows(gap)
+        and loss_rel <= loss_rel_max
+        and len(losses) == run.iterations
+        and not figures["iterations_lost"][0]
+        and not figures["checkpoints_read"][0]
+    )
     print()
     for kind, num in Counter(fault.kind for fault in run.faults).items():
         took = recoveries.get(kind, [])
-        print(f"  {kind:24} {num:4}" + (f"  fault to step: median {statistics.median(took):.2f} s, "
-                                        f"max {max(took):.2f} s" if took else ""))
+        print(
+            f"  {kind:24} {num:4}"
+            + (
+                f"  fault to step: median {statistics.median(took):.2f} s, max {max(took):.2f} s"
+                if took
+                else ""
+            )
+        )
     for name, (value, unit) in figures.items():
         print(f"  {name.replace('_', ' '):24} {value:.4g} {unit}".rstrip())
-    print("  tolerance                " + (
-        "none: bit for bit" if twin.is_exact else
-        f"{NOISE_TIMES_MAX} x the noise of summing in another order"))
+    print(
+        "  tolerance                "
+        + (
+            "none: bit for bit"
+            if twin.is_exact
+            else f"{NOISE_TIMES_MAX} x the noise of summing in another order"
+        )
+    )
     print("EQUAL" if equal else "NOT EQUAL")
     _write(run, EXACT_FIGURES if twin.is_exact else FIGURES, figures, equal, picture)
     picture.mkdir(parents=True, exist_ok=True)
     files = [picture / f"chaos-training.{ending}" for ending in ("svg", "png")]
     chaos_picture.draw(
-        chaos_picture.Curves(losses, calm[0], calm[1],
-                             [(fault.kind, fault.iteration) for fault in run.faults]),
-        f"{len(losses)} iterations through {len(run.faults)} faults", files)
+        chaos_picture.Curves(
+            losses, calm[0], calm[1], [(fault.kind, fault.iteration) for fault in run.faults]
+        ),
+        f"{len(losses)} iterations through {len(run.faults)} faults",
+        files,
+    )
     print("picture:", *files)
     return 0 if equal else 1
 
 
-def _write(run: Run, file: Path, figures: dict[str, tuple[float, str]], equal: bool,
-           picture: Path) -> None:
+def _write(
+    run: Run, file: Path, figures: dict[str, tuple[float, str]], equal: bool, picture: Path
+) -> None:
     """Write the rows. For README's figure, also write the caption for `make figures`."""
     case = f"chaos, {len(run.faults)} faults"
     rows: list[dict[str, Any]] = [
         {"case": case, "system": "unicron", "metric": name, "value": value, "unit": unit, "n": 1}
-        for name, (value, unit) in {**figures, "equal": (int(equal), "")}.items()]
+        for name, (value, unit) in {**figures, "equal": (int(equal), "")}.items()
+    ]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(rows, indent=1) + "\n")
     stamp(file, {"text": _caption(run, figures, equal)} if picture == Path("docs") else {})
@@ -231,18 +263,29 @@ def _caption(run: Run, figures: dict[str, tuple[float, str]], equal: bool) -> st
         f"{number['fault_to_step_max']} s, with all that it waits for (a stopped rank is given "
         f"{POLICY['stopped_s_max']:g} s, a silent node {POLICY['silence_s_max']:g} s) and all that "
         f"is done again, on {os.cpu_count()} cores under a load of {run.load:.0f}. "
-        "`make chaos-training`")
+        "`make chaos-training`"
+    )
 
 
 def _spec(output: Path, iterations: int) -> dict[str, Any]:
     return {
-        "apiVersion": "unicron/v1", "name": "chaos", "slots": {"min": 1, "max": RANKS_NUM},
+        "apiVersion": "unicron/v1",
+        "name": "chaos",
+        "slots": {"min": 1, "max": RANKS_NUM},
         "train": {
-            "model": {"num_layers": 2, "hidden": 128, "num_heads": 4, "sequence": 64,
-                      "dropout": 0.1},
-            "batch": {"global": 24, "micro": 2}, "iterations": iterations, "seed": 7,
+            "model": {
+                "num_layers": 2,
+                "hidden": 128,
+                "num_heads": 4,
+                "sequence": 64,
+                "dropout": 0.1,
+            },
+            "batch": {"global": 24, "micro": 2},
+            "iterations": iterations,
+            "seed": 7,
             "optimizer": {"lr": 1e-3, "min_lr": 1e-4, "warmup_iterations": 20},
-            "checkpoint_every": 100, "output": str(output),
+            "checkpoint_every": 100,
+            "output": str(output),
         },
     }
 
@@ -252,8 +295,9 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=100, help="how many faults")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--picture", type=Path, default=FOLDER, help="the folder for the picture")
-    parser.add_argument("--exact", action="store_true",
-                        help="with reproducible: bitwise, where no bit may differ")
+    parser.add_argument(
+        "--exact", action="store_true", help="with reproducible: bitwise, where no bit may differ"
+    )
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")

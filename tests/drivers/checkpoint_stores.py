@@ -26,11 +26,29 @@ TASK = 7
 KEY = store_key(SECRET, TASK, 1)
 
 
-def offer(step: int, *, task: int = TASK, generation: int = 1, size: int = 100, share: int = 0,
-          num_shares: int = 1, whole: tuple[int, int] = (0, 0), manifest_bytes: int = 1) -> Offer:
-    return Offer(task=task, rank=share, attempt=1, generation=generation, step_version=step,
-                 share=share, num_shares=num_shares, copy_bytes=size,
-                 manifest_bytes=manifest_bytes, whole=whole)
+def offer(
+    step: int,
+    *,
+    task: int = TASK,
+    generation: int = 1,
+    size: int = 100,
+    share: int = 0,
+    num_shares: int = 1,
+    whole: tuple[int, int] = (0, 0),
+    manifest_bytes: int = 1,
+) -> Offer:
+    return Offer(
+        task=task,
+        rank=share,
+        attempt=1,
+        generation=generation,
+        step_version=step,
+        share=share,
+        num_shares=num_shares,
+        copy_bytes=size,
+        manifest_bytes=manifest_bytes,
+        whole=whole,
+    )
 
 
 def keep(shelf: CheckpointStore, one: Offer) -> None:
@@ -38,8 +56,9 @@ def keep(shelf: CheckpointStore, one: Offer) -> None:
 
 
 def stored(one: Offer, memory: mmap.mmap) -> StoredCheckpoint:
-    return StoredCheckpoint(offer=one, manifest=Manifest(pieces=()), sums=b"", checksum="",
-                            memory=memory)
+    return StoredCheckpoint(
+        offer=one, manifest=Manifest(pieces=()), sums=b"", checksum="", memory=memory
+    )
 
 
 def steps(shelf: CheckpointStore, task: int = TASK, share: int = 0) -> list[int]:
@@ -54,16 +73,18 @@ class LocalKeeper:
         self.shelf = CheckpointStore(bytes_max, self.lost.append)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.keeper = StoreEndpoint(node, f"127.0.0.1:{self.listener.getsockname()[1]}")
-        self._thread = threading.Thread(target=serve, daemon=True,
-                                        args=(self.listener, self.shelf, secret))
+        self._thread = threading.Thread(
+            target=serve, daemon=True, args=(self.listener, self.shelf, secret)
+        )
         self._thread.start()
 
     def stored(self, task: int) -> list[StoredCheckpoint]:
         """Its complete copies of a task, the newest last."""
         return self.shelf.of(task)
 
-    def wait(self, task: int, where: Callable[[StoredCheckpoint], bool] = lambda stored: True
-             ) -> StoredCheckpoint:
+    def wait(
+        self, task: int, where: Callable[[StoredCheckpoint], bool] = lambda stored: True
+    ) -> StoredCheckpoint:
         """Wait until it has a matching copy; return the newest."""
         last_s = time.monotonic() + WAIT_S
         while time.monotonic() < last_s:
@@ -93,9 +114,16 @@ def named(keepers: Iterable[LocalKeeper], told: MemoryCheckpointStored) -> Memor
     """The checkpoint as an order refers to it."""
     endpoint = next(one.keeper.endpoint for one in keepers if one.keeper.node == told.node)
     return MemoryCheckpoint(
-        node=told.node, endpoint=endpoint, rank=told.rank, generation=told.generation,
-        step_version=told.step_version, copy_bytes=told.copy_bytes, checksum=told.checksum,
-        share=told.share, num_shares=told.num_shares)
+        node=told.node,
+        endpoint=endpoint,
+        rank=told.rank,
+        generation=told.generation,
+        step_version=told.step_version,
+        copy_bytes=told.copy_bytes,
+        checksum=told.checksum,
+        share=told.share,
+        num_shares=told.num_shares,
+    )
 
 
 def whole_steps(keepers: Iterable[LocalKeeper], task: int = TASK) -> list[int]:
@@ -104,14 +132,17 @@ def whole_steps(keepers: Iterable[LocalKeeper], task: int = TASK) -> list[int]:
     for keeper in keepers:
         for one in keeper.stored(task):
             found.setdefault((one.offer.step_version, one.offer.num_shares), set()).add(
-                one.offer.share)
+                one.offer.share
+            )
     return sorted(step for (step, num), shares in found.items() if len(shares) == num)
 
 
 def pieces_of(sent: Sequence[bytes]) -> tuple[Piece, ...]:
     """Pieces with these bytes."""
-    return tuple(Piece(f"t{index}", f"uint8 {len(data)}", (0,), (len(data),), len(data))
-                 for index, data in enumerate(sent))
+    return tuple(
+        Piece(f"t{index}", f"uint8 {len(data)}", (0,), (len(data),), len(data))
+        for index, data in enumerate(sent)
+    )
 
 
 def offered(step: int, sent: Sequence[bytes], **changes: Any) -> tuple[Offer, bytes]:
@@ -121,8 +152,9 @@ def offered(step: int, sent: Sequence[bytes], **changes: Any) -> tuple[Offer, by
     return offer(step, size=size, manifest_bytes=len(manifest), **changes), manifest
 
 
-def put(endpoint: str, step: int, sent: Sequence[bytes], key: StoreKey | None = None,
-        **changes: Any) -> tuple[str, int]:
+def put(
+    endpoint: str, step: int, sent: Sequence[bytes], key: StoreKey | None = None, **changes: Any
+) -> tuple[str, int]:
     """Store a share with these pieces."""
     one, manifest = offered(step, sent, **changes)
     with protocol.connect(endpoint, key or key_for(one)) as connection:
@@ -137,10 +169,10 @@ def key_for(one: Offer) -> StoreKey:
     return store_key(SECRET, one.task, one.generation)
 
 
-def request(step: int, *, generation: int = 1, share: int = 0, num_shares: int = 1
-            ) -> ShareRequest:
-    return ShareRequest(task=TASK, generation=generation, step_version=step, share=share,
-                        num_shares=num_shares)
+def request(step: int, *, generation: int = 1, share: int = 0, num_shares: int = 1) -> ShareRequest:
+    return ShareRequest(
+        task=TASK, generation=generation, step_version=step, share=share, num_shares=num_shares
+    )
 
 
 def get(endpoint: str, wish: ShareRequest, indices: Sequence[int] | None = None) -> list[bytes]:

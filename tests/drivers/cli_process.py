@@ -23,17 +23,28 @@ def unicron(*arguments: str, folder: Path | None = None) -> subprocess.Completed
         clean["UNICRON_STATE"] = str(folder / "state")
     if arguments[:1] != ("up",):
         return in_process(arguments, folder, clean)
-    return subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", *arguments], text=True,
-                          capture_output=True, check=False, timeout=LIMIT_S, cwd=folder,
-                          env=clean)
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "unicron.cli.main", *arguments],
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=LIMIT_S,
+        cwd=folder,
+        env=clean,
+    )
 
 
-def in_process(arguments: tuple[str, ...], folder: Path | None,
-               environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def in_process(
+    arguments: tuple[str, ...], folder: Path | None, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     """Run the command through `run_command`, without starting an interpreter."""
     out, err = io.StringIO(), io.StringIO()
-    with (mock.patch.dict(os.environ, environment, clear=True), contextlib.redirect_stdout(out),
-          contextlib.redirect_stderr(err), contextlib.chdir(folder or Path.cwd())):
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        contextlib.chdir(folder or Path.cwd()),
+    ):
         code = run_command(arguments)
     return subprocess.CompletedProcess(list(arguments), code, out.getvalue(), err.getvalue())
 

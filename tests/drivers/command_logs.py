@@ -15,17 +15,42 @@ from unicron.events.spec.job import parse
 def begin(d: Driver, **more: Any) -> int:
     """Submit a command with four slots, and start it."""
     data = {**job(), **more}
-    begun = d.tell(f"operator/{len(d.seqs)}", r.TaskSubmitted(
-        spec=parse({key: value for key, value in data.items() if value is not None}),
-        modelled=KNOWN if data["model"] else None))
+    begun = d.tell(
+        f"operator/{len(d.seqs)}",
+        r.TaskSubmitted(
+            spec=parse({key: value for key, value in data.items() if value is not None}),
+            modelled=KNOWN if data["model"] else None,
+        ),
+    )
     d.obey(begun)
     return begun[0].seq
 
 
-def printed(d: Driver, task: int, iteration: int, num: int = 10, step_s: float = 1.0, *,
-            rank: int = 3, **more: Any) -> list[Record]:
+def printed(
+    d: Driver,
+    task: int,
+    iteration: int,
+    num: int = 10,
+    step_s: float = 1.0,
+    *,
+    rank: int = 3,
+    **more: Any,
+) -> list[Record]:
     process = task_of(d, task).ranks[rank]
-    return d.tell(d.source(process.slot.node), IterationsLogged(**{
-        "task": task, "rank": rank, "attempt": process.attempt, "iteration": iteration,
-        "iterations": 1000, "num_iterations": num, "step_s": step_s, "loss": 2.5,
-        "global_batch": 24, **more}))
+    return d.tell(
+        d.source(process.slot.node),
+        IterationsLogged(
+            **{
+                "task": task,
+                "rank": rank,
+                "attempt": process.attempt,
+                "iteration": iteration,
+                "iterations": 1000,
+                "num_iterations": num,
+                "step_s": step_s,
+                "loss": 2.5,
+                "global_batch": 24,
+                **more,
+            }
+        ),
+    )

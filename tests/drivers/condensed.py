@@ -16,7 +16,8 @@ def condensed(run_input: RunInput, by: int) -> RunInput:
     return run_input._replace(
         slots={name: num // by for name, num in run_input.slots.items()},
         tasks=tuple(_with_fewer_slots(spec, by) for spec in run_input.tasks),
-        limits=replace(limits, mtbf_gpu_s=limits.mtbf_gpu_s / by))  # slots fail `by` times as often
+        limits=replace(limits, mtbf_gpu_s=limits.mtbf_gpu_s / by),
+    )  # slots fail `by` times as often
 
 
 def _with_fewer_slots(spec: JobSpec, by: int) -> JobSpec:
@@ -26,7 +27,12 @@ def _with_fewer_slots(spec: JobSpec, by: int) -> JobSpec:
         below = [one for one in spec.throughput if one <= size]
         if below:
             rates[size // by] = spec.throughput[max(below)]
-    scaled = replace(slots, min=slots.min // by, max=slots.counts[-1] // by,
-                     floor=slots.floor // by, multiple_of=max(slots.multiple_of // by, 1),
-                     sizes=tuple(size // by for size in slots.sizes))
+    scaled = replace(
+        slots,
+        min=slots.min // by,
+        max=slots.counts[-1] // by,
+        floor=slots.floor // by,
+        multiple_of=max(slots.multiple_of // by, 1),
+        sizes=tuple(size // by for size in slots.sizes),
+    )
     return replace(spec, slots=scaled, throughput=rates)

@@ -24,10 +24,14 @@ from unicron.control_plane import server
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records.envelope import KINDS, Record
 
-PROGRAM = (sys.executable, "-P", "-c",
-           f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-           "import crashing_log; crashing_log.install()\n"
-           "from unicron.cli import main; main.main()")
+PROGRAM = (
+    sys.executable,
+    "-P",
+    "-c",
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    "import crashing_log; crashing_log.install()\n"
+    "from unicron.cli import main; main.main()",
+)
 
 
 class CrashingLog(RedisLog):
@@ -46,8 +50,15 @@ class CrashingLog(RedisLog):
                 assert kind in KINDS
                 self._kinds[when] = kind, int(number or 1)
 
-    async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
-                     cursor: str, acked: Mapping[str, int]) -> None:
+    async def append(
+        self,
+        records: Sequence[Record],
+        *,
+        epoch: int,
+        expect: int,
+        cursor: str,
+        acked: Mapping[str, int],
+    ) -> None:
         """Append as RedisLog does, with a SIGKILL before or after it if requested."""
         for record in records:
             self._written[record.kind] = self._written.get(record.kind, 0) + 1
@@ -59,7 +70,8 @@ class CrashingLog(RedisLog):
         kind, number = self._kinds.get(when, ("", 0))
         seq = self._seqs.get(when)
         if any(r.seq == seq for r in records) or (
-                kind in {r.kind for r in records} and self._written[kind] >= number):
+            kind in {r.kind for r in records} and self._written[kind] >= number
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 
 

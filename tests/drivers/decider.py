@@ -29,7 +29,9 @@ NO_LABELS = t.Labels()
 def spec(**changes: Any) -> JobSpec:
     """A training task of four ranks, with changes."""
     plain: dict[str, Any] = {
-        "apiVersion": API_VERSION, "name": "alpha", "slots": {"min": 1, "max": 4},
+        "apiVersion": API_VERSION,
+        "name": "alpha",
+        "slots": {"min": 1, "max": 4},
         "train": {"iterations": 50, "output": "/tmp/out", "batch": {"global": 24, "micro": 2}},
     }
     plain.update(changes)
@@ -64,8 +66,9 @@ class Driver:
         self.rounding_why = ""
         """What ranks report from now on: why their sums are not exact."""
         self.steps: dict[int, int] = {}
-        self.tell("leader/abc", r.EpochStarted(nonce="abc", code="1", heart=DECIDER_VERSION),
-                  epoch=1)
+        self.tell(
+            "leader/abc", r.EpochStarted(nonce="abc", code="1", heart=DECIDER_VERSION), epoch=1
+        )
         self.epoch = 1
         for number in range(1, nodes + 1):
             self.join(f"n{number}", slots=slots)
@@ -78,8 +81,9 @@ class Driver:
         self.seqs[source] = seq
         report = Report(source=source, source_seq=seq, occurred_s=self.now_s, body=body)
         assert accepts(self.state, report) == "next"
-        records = advance(self.state, report, epoch=epoch or self.epoch, at_s=self.now_s,
-                          decide=self.decide)
+        records = advance(
+            self.state, report, epoch=epoch or self.epoch, at_s=self.now_s, decide=self.decide
+        )
         self.log += records
         return records
 
@@ -87,13 +91,31 @@ class Driver:
         """The decisions that a report causes."""
         return [record.body for record in self.tell(source, body)[1:]]
 
-    def join(self, node: str, *, incarnation: int = 1, slots: int = 2,
-             labels: t.Labels = NO_LABELS, copies_bytes_max: int = 0, boot_id: str = ""
-             ) -> list[Record]:
-        return self.tell(f"{node}/{incarnation}", r.NodeJoined(
-            node=node, incarnation=incarnation, host="127.0.0.1", pid=1, num_slots=slots,
-            keeper=f"{node}:1", labels=labels, copies_bytes_max=copies_bytes_max,
-            boot_id=boot_id, order_format=ORDER_FORMAT_VERSION))
+    def join(
+        self,
+        node: str,
+        *,
+        incarnation: int = 1,
+        slots: int = 2,
+        labels: t.Labels = NO_LABELS,
+        copies_bytes_max: int = 0,
+        boot_id: str = "",
+    ) -> list[Record]:
+        return self.tell(
+            f"{node}/{incarnation}",
+            r.NodeJoined(
+                node=node,
+                incarnation=incarnation,
+                host="127.0.0.1",
+                pid=1,
+                num_slots=slots,
+                keeper=f"{node}:1",
+                labels=labels,
+                copies_bytes_max=copies_bytes_max,
+                boot_id=boot_id,
+                order_format=ORDER_FORMAT_VERSION,
+            ),
+        )
 
     def submit(self, job: JobSpec) -> int:
         name = f"operator/{len(self.seqs)}"
@@ -107,12 +129,21 @@ class Driver:
     def source(self, node: str) -> str:
         return f"{node}/{self.state.nodes[node].incarnation}"
 
-    def exit(self, task: int, rank: int, *, signal: int | None = 9,
-             code: int | None = None) -> list[Record]:
+    def exit(
+        self, task: int, rank: int, *, signal: int | None = 9, code: int | None = None
+    ) -> list[Record]:
         process = self.state.tasks[task].ranks[rank]
-        return self.tell(self.source(process.slot.node), r.RankExited(
-            task=task, rank=rank, attempt=process.attempt, pid=process.pid,
-            exit_code=code, signal=None if code is not None else signal))
+        return self.tell(
+            self.source(process.slot.node),
+            r.RankExited(
+                task=task,
+                rank=rank,
+                attempt=process.attempt,
+                pid=process.pid,
+                exit_code=code,
+                signal=None if code is not None else signal,
+            ),
+        )
 
     # --- obedience ------------------------------------------------------------------------------
     def obey(self, records: list[Record], *, start: bool = True) -> list[Record]:
@@ -136,9 +167,17 @@ class Driver:
                 process = self._process(order.task, order.rank, order.attempt)
                 if process is None:
                     return []
-                return self.tell(self.source(order.nodes[0]), r.RankExited(
-                    task=order.task, rank=order.rank, attempt=order.attempt, pid=1,
-                    exit_code=None, signal=15))
+                return self.tell(
+                    self.source(order.nodes[0]),
+                    r.RankExited(
+                        task=order.task,
+                        rank=order.rank,
+                        attempt=order.attempt,
+                        pid=1,
+                        exit_code=None,
+                        signal=15,
+                    ),
+                )
             case o.Quiesce():
                 new = self.save(order.task, order.ranks[0]) if order.save else []
                 return new + [x for rank in order.ranks for x in self.quiesced(order.task, rank)]
@@ -149,14 +188,26 @@ class Driver:
                 if not open_:
                     return []
                 seq = max(open_)
-                return self.tell(self.source(order.nodes[0]), r.CheckpointPublished(
-                    task=order.task, order=seq, path=order.path))
+                return self.tell(
+                    self.source(order.nodes[0]),
+                    r.CheckpointPublished(task=order.task, order=seq, path=order.path),
+                )
             case o.DropMemoryCheckpoints():
                 seq = self.state.tasks[order.task].drop_order
-                return [x for node in order.nodes for x in self.tell(
-                    self.source(node), r.MemoryCheckpointsLost(
-                        node=node, incarnation=self.state.nodes[node].incarnation,
-                        task=order.task, why="the task has ended", order=seq))]
+                return [
+                    x
+                    for node in order.nodes
+                    for x in self.tell(
+                        self.source(node),
+                        r.MemoryCheckpointsLost(
+                            node=node,
+                            incarnation=self.state.nodes[node].incarnation,
+                            task=order.task,
+                            why="the task has ended",
+                            order=seq,
+                        ),
+                    )
+                ]
             case _:
                 return []
 
@@ -170,54 +221,113 @@ class Driver:
     def _process(self, task: int, rank: int, attempt: int) -> Any:
         found = self.state.tasks[task].ranks.get(rank)
         ghosts = [x for x in self.state.tasks[task].orphans if x.attempt == attempt]
-        return found if found is not None and found.attempt == attempt else (
-            ghosts[0] if ghosts else None)
+        return (
+            found
+            if found is not None and found.attempt == attempt
+            else (ghosts[0] if ghosts else None)
+        )
 
     def _start(self, order: o.StartRank) -> list[Record]:
         self.pid += 1
         node = order.slot.node
-        new = self.tell(self.source(node), r.RankStarted(
-            task=order.task, rank=order.rank, attempt=order.attempt, node=node, pid=self.pid,
-            log_path=f"/tmp/{order.rank}.log"))
+        new = self.tell(
+            self.source(node),
+            r.RankStarted(
+                task=order.task,
+                rank=order.rank,
+                attempt=order.attempt,
+                node=node,
+                pid=self.pid,
+                log_path=f"/tmp/{order.rank}.log",
+            ),
+        )
         if order.spec.training is None or order.declined:
             return new
-        return new + self.tell(self.source(node), r.RankReady(
-            task=order.task, rank=order.rank, attempt=order.attempt,
-            endpoint=f"127.0.0.1:{self.pid}", num_params=1, state_bytes=12,
-            iteration_flops=1e9, data_digest="d", rounding_why=self.rounding_why))
+        return new + self.tell(
+            self.source(node),
+            r.RankReady(
+                task=order.task,
+                rank=order.rank,
+                attempt=order.attempt,
+                endpoint=f"127.0.0.1:{self.pid}",
+                num_params=1,
+                state_bytes=12,
+                iteration_flops=1e9,
+                data_digest="d",
+                rounding_why=self.rounding_why,
+            ),
+        )
 
     def save(self, task: int, rank: int) -> list[Record]:
         """The rank writes a checkpoint of its state; it is not published yet."""
         it, step = self.state.tasks[task], self.steps.get(task, 0)
-        return self.tell(self.source(it.ranks[rank].slot.node), r.CheckpointSaved(
-            task=task, generation=it.generation, step_version=step,
-            path=f"gen-{it.generation}/iter-{step}", ckpt_bytes=9, final=False))
+        return self.tell(
+            self.source(it.ranks[rank].slot.node),
+            r.CheckpointSaved(
+                task=task,
+                generation=it.generation,
+                step_version=step,
+                path=f"gen-{it.generation}/iter-{step}",
+                ckpt_bytes=9,
+                final=False,
+            ),
+        )
 
     def quiesced(self, task: int, rank: int) -> list[Record]:
         it = self.state.tasks[task]
         process = it.ranks[rank]
-        return self.tell(self.source(process.slot.node), r.Quiesced(
-            task=task, rank=rank, attempt=process.attempt, generation=it.generation,
-            step_version=self.steps.get(task, 0), micro_batches=(0, 1), buckets_reduced=0,
-            num_buckets=1))
+        return self.tell(
+            self.source(process.slot.node),
+            r.Quiesced(
+                task=task,
+                rank=rank,
+                attempt=process.attempt,
+                generation=it.generation,
+                step_version=self.steps.get(task, 0),
+                micro_batches=(0, 1),
+                buckets_reduced=0,
+                num_buckets=1,
+            ),
+        )
 
     def reconfigured(self, order: o.Reconfigure, rank: int) -> list[Record]:
         process = self.state.tasks[order.task].ranks[rank]
-        return self.tell(self.source(process.slot.node), r.Reconfigured(
-            task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,
-            step_version=self.steps.get(order.task, 0), kept_micro_batches=(0, 1),
-            remaining_micro_batches=(2,), reassigned_micro_batches=(2,),
-            source=rank, received_bytes=0, down_s=0.01, up_s=0.01, settle_s=0.01))
+        return self.tell(
+            self.source(process.slot.node),
+            r.Reconfigured(
+                task=order.task,
+                rank=rank,
+                attempt=process.attempt,
+                generation=order.generation,
+                step_version=self.steps.get(order.task, 0),
+                kept_micro_batches=(0, 1),
+                remaining_micro_batches=(2,),
+                reassigned_micro_batches=(2,),
+                source=rank,
+                received_bytes=0,
+                down_s=0.01,
+                up_s=0.01,
+                settle_s=0.01,
+            ),
+        )
 
-    def progress(self, task: int, num: int = 1, *,
-                 times_s: Sequence[float] = ()) -> list[Record]:
+    def progress(self, task: int, num: int = 1, *, times_s: Sequence[float] = ()) -> list[Record]:
         """Report the progress of `num` iterations, or of one iteration for each time."""
         it, times_s = self.state.tasks[task], tuple(times_s) or (0.2,) * num
         first, num = self.steps.get(task, 0), len(times_s)
         self.steps[task] = first + num
-        return self.tell(self.source(it.members[0].node), r.TaskProgressed(
-            task=task, generation=it.generation, first_iteration=first,
-            losses=(2.5,) * num, step_s=times_s, rate_flops=1e9, micro_batches=12))
+        return self.tell(
+            self.source(it.members[0].node),
+            r.TaskProgressed(
+                task=task,
+                generation=it.generation,
+                first_iteration=first,
+                losses=(2.5,) * num,
+                step_s=times_s,
+                rate_flops=1e9,
+                micro_batches=12,
+            ),
+        )
 
     def running(self, job: JobSpec | None = None) -> int:
         """Submit a task and bring it to training."""
@@ -248,9 +358,17 @@ def failed(d: Driver, task: int, rank: int, error: str = "closed by peer") -> li
     """A member's collective failed: it reports the failure, then that it is quiesced."""
     it = d.state.tasks[task]
     process = it.ranks[rank]
-    told = d.tell(d.source(process.slot.node), r.CollectiveFailed(
-        task=task, rank=rank, attempt=process.attempt, generation=it.generation, iteration=1,
-        error=error))
+    told = d.tell(
+        d.source(process.slot.node),
+        r.CollectiveFailed(
+            task=task,
+            rank=rank,
+            attempt=process.attempt,
+            generation=it.generation,
+            iteration=1,
+            error=error,
+        ),
+    )
     return told + d.quiesced(task, rank)
 
 
@@ -259,14 +377,30 @@ def finish(d: Driver, task: int, *, save: bool = True) -> list[Record]:
     it = d.state.tasks[task]
     done: list[Record] = []
     if save:
-        done = d.tell(d.source(it.members[0].node), r.CheckpointSaved(
-            task=task, generation=it.generation, step_version=50,
-            path=f"gen-{it.generation}/iter-50", ckpt_bytes=9, final=True))
+        done = d.tell(
+            d.source(it.members[0].node),
+            r.CheckpointSaved(
+                task=task,
+                generation=it.generation,
+                step_version=50,
+                path=f"gen-{it.generation}/iter-50",
+                ckpt_bytes=9,
+                final=True,
+            ),
+        )
         done += d.obey(done)
     for member in it.members:
-        done += d.tell(d.source(member.node), r.RankFinished(
-            task=task, rank=member.rank, attempt=member.attempt, generation=it.generation,
-            step_version=50, forward_calls=150))
+        done += d.tell(
+            d.source(member.node),
+            r.RankFinished(
+                task=task,
+                rank=member.rank,
+                attempt=member.attempt,
+                generation=it.generation,
+                step_version=50,
+                forward_calls=150,
+            ),
+        )
     for member in list(it.members):
         done += d.exit(task, member.rank, code=0)
     return done

@@ -11,19 +11,57 @@ from unicron.events.records.envelope import Record
 XID_79 = "NVRM: Xid (PCI:0000:4e:00): 79, GPU has fallen off the bus"
 
 
-def erred(d: Driver, node: str = "n2", *, devices: tuple[int, ...] = (0,),
-          status: str = statuses.GPU_DRIVER_ERRORS, rule: str = "xid-79", code: int = 79,
-          origin: Any = "kernel", text: str = XID_79, pid: int = 0) -> list[Record]:
-    return d.tell(d.source(node), reports.DeviceErred(
-        node=node, incarnation=d.state.nodes[node].incarnation, origin=origin, status=status,
-        rule=rule, text=text, devices=devices, code=code, pid=pid))
+def erred(
+    d: Driver,
+    node: str = "n2",
+    *,
+    devices: tuple[int, ...] = (0,),
+    status: str = statuses.GPU_DRIVER_ERRORS,
+    rule: str = "xid-79",
+    code: int = 79,
+    origin: Any = "kernel",
+    text: str = XID_79,
+    pid: int = 0,
+) -> list[Record]:
+    return d.tell(
+        d.source(node),
+        reports.DeviceErred(
+            node=node,
+            incarnation=d.state.nodes[node].incarnation,
+            origin=origin,
+            status=status,
+            rule=rule,
+            text=text,
+            devices=devices,
+            code=code,
+            pid=pid,
+        ),
+    )
 
 
-def health(d: Driver, node: str, said: Any, *, check: str = "gpu", why: str = "",
-           devices: tuple[int, ...] = (), status: str = "") -> list[Record]:
-    return d.tell(d.source(node), reports.HealthChanged(
-        node=node, incarnation=d.state.nodes[node].incarnation, check=check, health=said,
-        why=why or f"{check} is {said}", devices=devices, status=status, rule=status and "a rule"))
+def health(
+    d: Driver,
+    node: str,
+    said: Any,
+    *,
+    check: str = "gpu",
+    why: str = "",
+    devices: tuple[int, ...] = (),
+    status: str = "",
+) -> list[Record]:
+    return d.tell(
+        d.source(node),
+        reports.HealthChanged(
+            node=node,
+            incarnation=d.state.nodes[node].incarnation,
+            check=check,
+            health=said,
+            why=why or f"{check} is {said}",
+            devices=devices,
+            status=status,
+            rule=status and "a rule",
+        ),
+    )
 
 
 def four(d: Driver) -> int:

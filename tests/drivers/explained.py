@@ -14,7 +14,8 @@ def explained(problem: PlanProblem) -> tuple[planner.Choice, tuple[Alternative, 
     No task allows more than its largest size.
     """
     choice = planner.choose_plan(problem)
-    others = explain.with_distances(problem, choice.alternatives,
-                                    objective_flop(problem, choice.plan.slots))
+    others = explain.with_distances(
+        problem, choice.alternatives, objective_flop(problem, choice.plan.slots)
+    )
     bound, _ = explain.binding_constraint(problem, choice, {})
     return choice, others, explain.why(problem, choice, others, bound)

@@ -20,15 +20,36 @@ class FusedAdam(torch.optim.Optimizer):
 
     __module__ = "transformer_engine.pytorch.optimizers.fused_adam"
 
-    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, weight_decay: float = 0.0, *, bias_correction: bool = True,
-                 adam_w_mode: bool = True, capturable: bool = False, master_weights: bool = False,
-                 exp_avg_dtype: torch.dtype = torch.float32,
-                 exp_avg_sq_dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(params, {"lr": lr, "bias_correction": bias_correction, "betas": betas,
-                                  "eps": eps, "weight_decay": weight_decay})
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "bias_correction": bias_correction,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+            },
+        )
         self.adam_w_mode, self.capturable, self.master_weights = (
-            adam_w_mode, capturable, master_weights)
+            adam_w_mode,
+            capturable,
+            master_weights,
+        )
         self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
 
     @torch.no_grad()
@@ -53,8 +74,8 @@ class FusedAdam(torch.optim.Optimizer):
         first.lerp_(param.grad, 1 - beta1)
         second.mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
         param.mul_(1 - group["lr"] * group["weight_decay"])
-        root = (second / (1 - beta2 ** num)).sqrt_().add_(group["eps"])
-        param.addcdiv_(first / (1 - beta1 ** num), root, value=-group["lr"])
+        root = (second / (1 - beta2**num)).sqrt_().add_(group["eps"])
+        param.addcdiv_(first / (1 - beta1**num), root, value=-group["lr"])
 
 
 class ApexAdam(FusedAdam):

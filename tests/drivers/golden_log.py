@@ -29,8 +29,13 @@ def main(commit: str) -> None:
     """Unpack the commit, and run this file with the packages of that tree."""
     commit = _git("rev-parse", "--short=7", f"{commit}^{{commit}}").decode().strip()
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-P", __file__, commit, "here"], check=True,
-                       env=unpack(commit, Path(folder)), cwd=folder, timeout=RUN_S_MAX)
+        subprocess.run(
+            [sys.executable, "-P", __file__, commit, "here"],
+            check=True,
+            env=unpack(commit, Path(folder)),
+            cwd=folder,
+            timeout=RUN_S_MAX,
+        )
 
 
 def unpack(commit: str, folder: Path) -> dict[str, str]:
@@ -55,8 +60,10 @@ def write(commit: str) -> None:
 
     quiet()
     logs = {seed: simulate(partial(World, seed))[1] for seed in SEEDS}
-    seed = max((seed for seed in SEEDS if len(logs[seed]) <= NUM_RECORDS_MAX),
-               key=lambda seed: len({record.kind for record in logs[seed]}))
+    seed = max(
+        (seed for seed in SEEDS if len(logs[seed]) <= NUM_RECORDS_MAX),
+        key=lambda seed: len({record.kind for record in logs[seed]}),
+    )
     records, state, states = logs[seed], ClusterState(), dict[str, object]()
     every = len(records) // NUM_STATES
     for record in records:
@@ -65,14 +72,16 @@ def write(commit: str) -> None:
             states[str(record.seq)] = msgspec.json.decode(msgspec.json.encode(state))
     name = f"release-{__version__}"
     (GOLDEN / f"{name}-states.json").write_bytes(msgspec.json.encode(states) + b"\n")
-    archive.write(GOLDEN / f"{name}.jsonl", records, cluster=f"seed {seed} at {commit}",
-                  code=__version__)
+    archive.write(
+        GOLDEN / f"{name}.jsonl", records, cluster=f"seed {seed} at {commit}", code=__version__
+    )
     print(f"{name}.jsonl  {len(records)} records, {len(states)} states, seed {seed} at {commit}")
 
 
 def _git(*words: str) -> bytes:
-    return subprocess.run(["git", *words], cwd=ROOT, check=True, stdout=subprocess.PIPE,
-                          timeout=RUN_S_MAX).stdout
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, check=True, stdout=subprocess.PIPE, timeout=RUN_S_MAX
+    ).stdout
 
 
 if __name__ == "__main__":

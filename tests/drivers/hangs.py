@@ -13,30 +13,63 @@ IN = "collective"
 NORMAL_S = 0.5
 
 
-def stalled(d: Driver, task: int, rank: int, where: r.Whereabouts = IN, /, *, collective: int = 1,
-            iteration: int = 1, in_s: float = 1.6, **changes: Any) -> list[Record]:
+def stalled(
+    d: Driver,
+    task: int,
+    rank: int,
+    where: r.Whereabouts = IN,
+    /,
+    *,
+    collective: int = 1,
+    iteration: int = 1,
+    in_s: float = 1.6,
+    **changes: Any,
+) -> list[Record]:
     it = task_of(d, task)
     process = it.ranks[rank]
     told: dict[str, Any] = {
-        "task": task, "rank": rank, "attempt": process.attempt, "generation": it.generation,
-        "iteration": iteration, "where": where, "what": "backward", "collective": collective,
-        "in_s": in_s, "normal_s": NORMAL_S}
+        "task": task,
+        "rank": rank,
+        "attempt": process.attempt,
+        "generation": it.generation,
+        "iteration": iteration,
+        "where": where,
+        "what": "backward",
+        "collective": collective,
+        "in_s": in_s,
+        "normal_s": NORMAL_S,
+    }
     return d.tell(d.source(process.slot.node), r.RankStalled(**(told | changes)))
 
 
 def went_on(d: Driver, task: int, rank: int) -> list[Record]:
     it = task_of(d, task)
     process = it.ranks[rank]
-    return d.tell(d.source(process.slot.node), r.RankUnstalled(
-        task=task, rank=rank, attempt=process.attempt, generation=it.generation, iteration=1,
-        stalled_s=2.0))
+    return d.tell(
+        d.source(process.slot.node),
+        r.RankUnstalled(
+            task=task,
+            rank=rank,
+            attempt=process.attempt,
+            generation=it.generation,
+            iteration=1,
+            stalled_s=2.0,
+        ),
+    )
 
 
 def hung(d: Driver, task: int, *victims: int) -> list[int]:
     """All ranks stall, the victims outside collectives. Returns the seqs of the reports."""
-    reports = [stalled(d, task, rank, *(("own",) if rank in victims else ()),
-                       collective=0 if rank in victims else 1)
-               for rank in sorted(task_of(d, task).ranks)]
+    reports = [
+        stalled(
+            d,
+            task,
+            rank,
+            *(("own",) if rank in victims else ()),
+            collective=0 if rank in victims else 1,
+        )
+        for rank in sorted(task_of(d, task).ranks)
+    ]
     assert [kinds(x) for x in reports] == [[]] * len(reports)
     return [x[0].seq for x in reports]
 

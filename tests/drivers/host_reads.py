@@ -46,8 +46,14 @@ class _Lists(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-WRAPPERS = (__file__, "model/cpu_device.py", "torch/overrides.py", "torch/_compile.py",
-            "torch/_dynamo/eval_frame.py", "torch/utils/_python_dispatch.py")
+WRAPPERS = (
+    __file__,
+    "model/cpu_device.py",
+    "torch/overrides.py",
+    "torch/_compile.py",
+    "torch/_dynamo/eval_frame.py",
+    "torch/utils/_python_dispatch.py",
+)
 """Files between a read and its caller."""
 Places = dict[str, int]
 """Where tensors were read, by file and line, and how often."""
@@ -69,8 +75,11 @@ class Reads:
     def count(self) -> None:
         if self.is_idle:
             return
-        reader = next(frame for frame in reversed(traceback.extract_stack())
-                      if not frame.filename.endswith(WRAPPERS))
+        reader = next(
+            frame
+            for frame in reversed(traceback.extract_stack())
+            if not frame.filename.endswith(WRAPPERS)
+        )
         self._found[f"{Path(reader.filename).name}:{reader.lineno} {reader.line}"] += 1
 
     @contextmanager
@@ -119,8 +128,9 @@ def count_iterations(folder: str, rank: int) -> None:
     cpu_device.cpu_mode = counted_mode
 
 
-def stock_iterations(functions: dict[str, Any], groups: Any, axes: Any, place: int,
-                     num_iterations: int) -> Iterator[list[torch.Tensor]]:
+def stock_iterations(
+    functions: dict[str, Any], groups: Any, axes: Any, place: int, num_iterations: int
+) -> Iterator[list[torch.Tensor]]:
     """Train the script's model by Megatron's own schedule, finalize_model_grads and optimizer step,
     as Megatron-LM's train_step does. Yields the losses of each iteration, which nobody has read."""
     from megatron.core.distributed import finalize_model_grads
@@ -159,16 +169,17 @@ def stock_iterations(functions: dict[str, Any], groups: Any, axes: Any, place: i
             ddp.zero_grad_buffer()
         optimizer.zero_grad()
         each = [(iteration, item) for item in mine]
-        losses = get_forward_backward_func(
-            pp_size=axes.pp, vp_size=axes.chunks if many else None)(
+        losses = get_forward_backward_func(pp_size=axes.pp, vp_size=axes.chunks if many else None)(
             forward_step_func=forward_step,
-            data_iterator=[iter(each) for _ in ddps] if many else iter(each), model=ddps,
+            data_iterator=[iter(each) for _ in ddps] if many else iter(each),
+            model=ddps,
             num_microbatches=len(each),
-            seq_length=functions["sequence"], micro_batch_size=functions["samples"],
+            seq_length=functions["sequence"],
+            micro_batch_size=functions["samples"],
             forward_only=False,
             pg_collection=groups,
-            p2p_communicator=P2PCommunicator(groups.pp, config) if axes.pp > 1 else None)
+            p2p_communicator=P2PCommunicator(groups.pp, config) if axes.pp > 1 else None,
+        )
         optimizer.step()
         scheduler.step(num * functions["samples"])
         yield losses
-

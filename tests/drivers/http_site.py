@@ -29,7 +29,8 @@ from unicron.events.spec.policy import Policy
 
 POLICY = Policy()
 JOB: dict[str, Any] = {
-    "apiVersion": job.API_VERSION, "name": "job",
+    "apiVersion": job.API_VERSION,
+    "name": "job",
     "train": {"iterations": 3, "output": "/out"},
 }
 IDENTITIES = Identities(bytes(SECRET_BYTES), "test")
@@ -38,30 +39,46 @@ IDENTITIES = Identities(bytes(SECRET_BYTES), "test")
 class Site:
     """One control plane and an HTTP client of it."""
 
-    def __init__(self, log: MemoryLog, coordinator: Coordinator, client: aiohttp.ClientSession,
-                 url: str, tokens: Tokens, tokens_file: Path) -> None:
+    def __init__(
+        self,
+        log: MemoryLog,
+        coordinator: Coordinator,
+        client: aiohttp.ClientSession,
+        url: str,
+        tokens: Tokens,
+        tokens_file: Path,
+    ) -> None:
         self.log, self.coordinator, self.client, self.url = log, coordinator, client, url
         self.tokens, self.tokens_file = tokens, tokens_file
         self.told = 0
 
-    async def ask(self, method: str, path: str, body: object = None,
-                  **headers: str) -> tuple[int, Any]:
-        data = body if isinstance(body, bytes) else (
-            None if body is None else json.dumps(body).encode())
+    async def ask(
+        self, method: str, path: str, body: object = None, **headers: str
+    ) -> tuple[int, Any]:
+        data = (
+            body
+            if isinstance(body, bytes)
+            else (None if body is None else json.dumps(body).encode())
+        )
         named = {"Authorization": "Bearer secret", "Content-Type": "application/json"} | {
-            k.replace("_", "-"): v for k, v in headers.items()}
+            k.replace("_", "-"): v for k, v in headers.items()
+        }
         async with self.client.request(method, self.url + path, data=data, headers=named) as reply:
             assert reply.content_type == (
-                "application/json" if reply.status < 300 or path[:7] == "/readyz"
-                else "application/problem+json")
+                "application/json"
+                if reply.status < 300 or path[:7] == "/readyz"
+                else "application/problem+json"
+            )
             return reply.status, json.loads(await reply.read())
 
-    async def refused(self, status: int, method: str, path: str, body: object = None,
-                      **headers: str) -> str:
+    async def refused(
+        self, status: int, method: str, path: str, body: object = None, **headers: str
+    ) -> str:
         return (await self.refusal(status, method, path, body, **headers))[0]
 
-    async def refusal(self, status: int, method: str, path: str, body: object = None,
-                      **headers: str) -> tuple[str, str]:
+    async def refusal(
+        self, status: int, method: str, path: str, body: object = None, **headers: str
+    ) -> tuple[str, str]:
         """The problem's detail and hint."""
         got, answer = await self.ask(method, path, body, **headers)
         assert got == status, answer
@@ -85,29 +102,44 @@ class Site:
         """Send reports as the agent of n1; return when they are in the log."""
         for body in bodies:
             self.told += 1
-            await self.log.send([Report(source="n1/9", source_seq=self.told, occurred_s=1.0,
-                                        body=body)])
+            await self.log.send(
+                [Report(source="n1/9", source_seq=self.told, occurred_s=1.0, body=body)]
+            )
         while await self.log.acked("n1/9") < self.told:
             await asyncio.sleep(0.01)
         await self.coordinator.settled()
 
 
 @asynccontextmanager
-async def serving(policy: Policy = POLICY,
-                  limits: ConnectionLimits | None = None) -> AsyncIterator[Site]:
+async def serving(
+    policy: Policy = POLICY, limits: ConnectionLimits | None = None
+) -> AsyncIterator[Site]:
     # Not to stdout: a command in this process may have redirected that.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
     log = MemoryLog(time.monotonic)
     metrics = Metrics()
-    coordinator = Coordinator(log, clock=time.time, nonce="a", code="test", policy=policy,
-                              limits=Limits(call_s_max=0.5), observe=metrics.observe)
+    coordinator = Coordinator(
+        log,
+        clock=time.time,
+        nonce="a",
+        code="test",
+        policy=policy,
+        limits=Limits(call_s_max=0.5),
+        observe=metrics.observe,
+    )
     leading = asyncio.create_task(coordinator.run())
     folder = TemporaryDirectory()
     tokens_file = Path(folder.name) / "tokens.json"
     tokens = Tokens(tokens_file, owner="secret")
-    http = HttpApi(ROUTES, coordinator, log, tokens=tokens,
-                   address=Address(redis_url="unix:///run/x", cluster="test"),
-                   identities=IDENTITIES, metrics=metrics)
+    http = HttpApi(
+        ROUTES,
+        coordinator,
+        log,
+        tokens=tokens,
+        address=Address(redis_url="unix:///run/x", cluster="test"),
+        identities=IDENTITIES,
+        metrics=metrics,
+    )
     listener = Listener(http.app(), stop_s_max=1.0, limits=limits)
     port = await listener.start("127.0.0.1", 0)
     await coordinator.settled()

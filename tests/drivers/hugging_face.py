@@ -31,12 +31,25 @@ def installed() -> Path:
         return FOLDER
     FOLDER.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER.parent) as made:
-        install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q",
-                   "--only-binary", ":all:", "--target", f"{made}/packages", "-c",
-                   str(ROOT / "constraints.txt"), PACKAGE]
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "install",
+            "-q",
+            "--only-binary",
+            ":all:",
+            "--target",
+            f"{made}/packages",
+            "-c",
+            str(ROOT / "constraints.txt"),
+            PACKAGE,
+        ]
         try:
-            done = subprocess.run(install, capture_output=True, text=True, check=False,
-                                  timeout=INSTALL_S_MAX)
+            done = subprocess.run(
+                install, capture_output=True, text=True, check=False, timeout=INSTALL_S_MAX
+            )
         except subprocess.TimeoutExpired:
             raise NotInstalled(f"{PACKAGE}: pip took {INSTALL_S_MAX:.0f} s") from None
         if done.returncode:
@@ -51,9 +64,14 @@ def installed() -> Path:
 
 def look(path: Path, folder: Path) -> dict[str, Any]:
     """What transformers makes of the folder, an export of the checkpoint. Raises NotInstalled."""
-    done = subprocess.run([sys.executable, __file__, str(path), str(folder)], check=False,
-                          text=True, capture_output=True, timeout=LOOK_S_MAX, env={
-                              **os.environ, "PYTHONPATH": str(installed()), "HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        [sys.executable, __file__, str(path), str(folder)],
+        check=False,
+        text=True,
+        capture_output=True,
+        timeout=LOOK_S_MAX,
+        env={**os.environ, "PYTHONPATH": str(installed()), "HF_HUB_OFFLINE": "1"},
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -73,12 +91,17 @@ def _look(path: str, folder: str) -> dict[str, Any]:
         follows = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=4)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(TEXT)["input_ids"]
-    return {"class": type(theirs).__name__, "dtype": str(theirs.dtype),
-            "other_keys": [key for keys in loading.values() for key in keys],
-            "difference": difference, "is_bytes": ids == list(TEXT.encode()),
-            "is_decoded": tokenizer.decode(ids) == TEXT, "vocabulary": len(tokenizer),
-            "generates_alike": follows[0].tolist() == prompt + decoder.generate(
-                ours, prompt, 4, temperature=0)}
+    return {
+        "class": type(theirs).__name__,
+        "dtype": str(theirs.dtype),
+        "other_keys": [key for keys in loading.values() for key in keys],
+        "difference": difference,
+        "is_bytes": ids == list(TEXT.encode()),
+        "is_decoded": tokenizer.decode(ids) == TEXT,
+        "vocabulary": len(tokenizer),
+        "generates_alike": follows[0].tolist()
+        == prompt + decoder.generate(ours, prompt, 4, temperature=0),
+    }
 
 
 if __name__ == "__main__":

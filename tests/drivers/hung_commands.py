@@ -23,9 +23,22 @@ def running(d: Driver, **more: Any) -> int:
 def stalled(d: Driver, task: int, rank: int = TELLER, in_s: float = 61.0) -> list[Record]:
     process = task_of(d, task).ranks[rank]
     d.now_s += in_s
-    return d.tell(d.source(process.slot.node), r.RankStalled(
-        task=task, rank=rank, attempt=process.attempt, generation=0, iteration=30, where="own",
-        what="no line of progress", collective=0, in_s=in_s, normal_s=1.0, stack="sleeps in futex"))
+    return d.tell(
+        d.source(process.slot.node),
+        r.RankStalled(
+            task=task,
+            rank=rank,
+            attempt=process.attempt,
+            generation=0,
+            iteration=30,
+            where="own",
+            what="no line of progress",
+            collective=0,
+            in_s=in_s,
+            normal_s=1.0,
+            stack="sleeps in futex",
+        ),
+    )
 
 
 def deadlines(d: Driver) -> list[str]:

@@ -16,9 +16,13 @@ CONDITIONS = {
     "Ready": ("True", "KubeletReady", "kubelet is posting ready status"),
     "MemoryPressure": ("False", "KubeletHasSufficientMemory", "kubelet has sufficient memory"),
     "KernelDeadlock": ("False", "KernelHasNoDeadlock", "kernel has no deadlock"),
-    "GpuMemWatch": ("False", "GpuMemWatchIsHealthy", "No Health Failures")}
-LABELS = {"kubernetes.io/hostname": "gpu-1", "network.topology.nvidia.com/leaf": "leaf-7",
-          "network.topology.nvidia.com/accelerator": "nvl-3"}
+    "GpuMemWatch": ("False", "GpuMemWatchIsHealthy", "No Health Failures"),
+}
+LABELS = {
+    "kubernetes.io/hostname": "gpu-1",
+    "network.topology.nvidia.com/leaf": "leaf-7",
+    "network.topology.nvidia.com/accelerator": "nvl-3",
+}
 
 
 class KubernetesApi:
@@ -28,7 +32,8 @@ class KubernetesApi:
         self.name, self.version = name, 100
         self.conditions = dict(CONDITIONS)
         self.taints: list[dict[str, str]] = [
-            {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}]
+            {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
+        ]
         self.is_cordoned = False
         self.status = 200
         self.num_watches = 0
@@ -38,17 +43,34 @@ class KubernetesApi:
     def node(self) -> dict[str, Any]:
         """The object as the API server sends it."""
         return {
-            "apiVersion": "v1", "kind": "Node",
-            "metadata": {"name": self.name, "uid": "u", "resourceVersion": str(self.version),
-                         "labels": LABELS},
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {
+                "name": self.name,
+                "uid": "u",
+                "resourceVersion": str(self.version),
+                "labels": LABELS,
+            },
             "spec": {"podCIDR": "10.0.1.0/24", "taints": self.taints}
             | ({"unschedulable": True} if self.is_cordoned else {}),
-            "status": {"capacity": {"nvidia.com/gpu": "8"}, "conditions": [
-                {"type": kind, "status": status, "reason": reason, "message": message,
-                 "lastHeartbeatTime": "2026-11-27T10:00:00Z"}
-                for kind, (status, reason, message) in self.conditions.items()],
-                "images": [{"names": [f"registry/image-{at}@sha256:{'0' * 64}"], "sizeBytes": 1}
-                           for at in range(1000)]}}  # real objects are long lines
+            "status": {
+                "capacity": {"nvidia.com/gpu": "8"},
+                "conditions": [
+                    {
+                        "type": kind,
+                        "status": status,
+                        "reason": reason,
+                        "message": message,
+                        "lastHeartbeatTime": "2026-11-27T10:00:00Z",
+                    }
+                    for kind, (status, reason, message) in self.conditions.items()
+                ],
+                "images": [
+                    {"names": [f"registry/image-{at}@sha256:{'0' * 64}"], "sizeBytes": 1}
+                    for at in range(1000)
+                ],
+            },
+        }  # real objects are long lines
 
     def changed(self) -> None:
         """Tell all watches the object as it is now."""
@@ -67,8 +89,10 @@ class KubernetesApi:
         self.asked.append(request.headers.get("Authorization", ""))
         if self.status == 200 and request.match_info["name"] == self.name:
             return web.json_response(self.node())
-        return web.json_response({"kind": "Status", "code": self.status}, status=(
-            404 if self.status == 200 else self.status))
+        return web.json_response(
+            {"kind": "Status", "code": self.status},
+            status=(404 if self.status == 200 else self.status),
+        )
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         if self.status != 200:
@@ -91,18 +115,26 @@ class KubernetesApi:
     async def serve(self, folder: Path) -> AsyncIterator[Path]:
         """Serve on loopback; yields the path of a configuration for clients."""
         app = web.Application()
-        app.add_routes([web.get("/api/v1/nodes/{name}", self._one),
-                        web.get("/api/v1/nodes", self._watch)])
+        app.add_routes(
+            [web.get("/api/v1/nodes/{name}", self._one), web.get("/api/v1/nodes", self._watch)]
+        )
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = runner.addresses[0][1]
         file = folder / "kubeconfig"
-        file.write_text(json.dumps({  # JSON is YAML
-            "apiVersion": "v1", "kind": "Config", "current-context": "c",
-            "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
-            "users": [{"name": "u", "user": {"token": "of-the-pod"}}],
-            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}]}))
+        file.write_text(
+            json.dumps(
+                {  # JSON is YAML
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "current-context": "c",
+                    "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+                    "users": [{"name": "u", "user": {"token": "of-the-pod"}}],
+                    "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+                }
+            )
+        )
         try:
             yield file
         finally:

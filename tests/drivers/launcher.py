@@ -19,9 +19,15 @@ def launch(script: Path, words: Sequence[str], num: int, **more: str) -> list[tu
     started: list[subprocess.Popen[str]] = []
     try:
         for environment in _environments(num, more):
-            started.append(subprocess.Popen(
-                [sys.executable, str(script), *words], text=True, stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE, env=environment))
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, str(script), *words],
+                    text=True,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env=environment,
+                )
+            )
         errors = [one.communicate(timeout=LIMIT_S)[1] for one in started]
         return [(one.returncode, text) for one, text in zip(started, errors, strict=True)]
     finally:
@@ -31,21 +37,30 @@ def launch(script: Path, words: Sequence[str], num: int, **more: str) -> list[tu
                 one.wait()
 
 
-def fork(nursery: Nursery, script: Path, words: Sequence[str], num: int, **more: str
-         ) -> list[tuple[int, str]]:
+def fork(
+    nursery: Nursery, script: Path, words: Sequence[str], num: int, **more: str
+) -> list[tuple[int, str]]:
     """As `launch`, but by fork: the processes need not load torch and Megatron."""
     argv = [str(script), *words]
-    code = (f"import os, runpy, sys\nsys.argv = {argv!r}\ndel os.environ['UNICRON_RANK']\n"
-            "runpy.run_path(sys.argv[0], run_name='__main__')\nsys.exit()\n")
+    code = (
+        f"import os, runpy, sys\nsys.argv = {argv!r}\ndel os.environ['UNICRON_RANK']\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\nsys.exit()\n"
+    )
     logs = [script.parent / f"{rank}.log" for rank in range(num)]
     started: list[Forked] = []
     try:
         for log, environment in zip(logs, _environments(num, more), strict=True):
             with log.open("wb") as output, open(os.devnull, "rb") as nothing:
-                started.append(nursery.fork({**environment, "UNICRON_RANK": "script", PATCH: code},
-                                            output.fileno(), nothing.fileno()))
-        return [(one.wait(LIMIT_S), log.read_text())
-                for one, log in zip(started, logs, strict=True)]
+                started.append(
+                    nursery.fork(
+                        {**environment, "UNICRON_RANK": "script", PATCH: code},
+                        output.fileno(),
+                        nothing.fileno(),
+                    )
+                )
+        return [
+            (one.wait(LIMIT_S), log.read_text()) for one, log in zip(started, logs, strict=True)
+        ]
     finally:
         for one in started:
             one.kill()
@@ -55,6 +70,14 @@ def _environments(num: int, more: dict[str, str]) -> Iterator[dict[str, str]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     for rank in range(num):
-        many = {"RANK": str(rank), "WORLD_SIZE": str(num), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port)} if num > 1 else {}
+        many = (
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(num),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            if num > 1
+            else {}
+        )
         yield {**os.environ, "OMP_NUM_THREADS": "1", **many, **more}

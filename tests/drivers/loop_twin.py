@@ -37,6 +37,7 @@ class _Adopted(Exception):
 
 def given_by(command: Sequence[str]) -> dict[str, Any]:
     """Run a script up to its `adopt`; the arguments that it gives."""
+
     def adopt(**given: Any) -> None:
         raise _Adopted(given)
 
@@ -67,14 +68,24 @@ class StockLoop:
     """What a script has given to `adopt`, under Megatron's own schedule. The initial weights are
     those of the largest layout of the loop, as under Unicron."""
 
-    def __init__(self, loop: Loop, device: torch.device, communicators: Communicators,
-                 given: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        device: torch.device,
+        communicators: Communicators,
+        given: Mapping[str, Any],
+    ) -> None:
         self._given = given
         self._divides = given.get("loss", "per_token") == "per_micro_batch"
         work = LoopWorkload(
-            replace(loop, parallel=replace(loop.parallel, optimizer="whole")), given["build"],
-            given["sample"], given["forward"], samples_num=given["samples"],
-            sequence=given["sequence"], loss=given.get("loss", "per_token"))
+            replace(loop, parallel=replace(loop.parallel, optimizer="whole")),
+            given["build"],
+            given["sample"],
+            given["forward"],
+            samples_num=given["samples"],
+            sequence=given["sequence"],
+            loss=given.get("loss", "per_token"),
+        )
         work.on_groups(communicators.groups)
         self.trainee = work.build(device, communicators.groups, Axes(), 0)
         if not is_plain(loop.parallel.largest):
@@ -106,10 +117,14 @@ class StockLoop:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         sums: list[tuple[float, int]] = get_forward_backward_func()(
-            forward_step_func=self._forward, model=self.trainee.ddps,
-            data_iterator=iter([(iteration, item) for item in order]), num_microbatches=len(order),
-            seq_length=self._given["sequence"], micro_batch_size=self._given["samples"],
-            forward_only=forward_only)
+            forward_step_func=self._forward,
+            model=self.trainee.ddps,
+            data_iterator=iter([(iteration, item) for item in order]),
+            num_microbatches=len(order),
+            seq_length=self._given["sequence"],
+            micro_batch_size=self._given["samples"],
+            forward_only=forward_only,
+        )
         if self._divides:
             return sum(part / num for part, num in sums) / len(sums)
         return sum(part for part, _ in sums) / sum(num for _, num in sums)

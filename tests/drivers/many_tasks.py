@@ -31,15 +31,23 @@ def records(num: int) -> list[Record]:
     """
     driver = Quick(nodes=NUM_NODES, slots=NUM_SLOTS, now_s=time.time() - DAY_S)
     for number in range(NUM_NODES):
-        driver.obey(driver.tell(f"operator/run-{number}", TaskSubmitted(
-            spec=spec(name=f"run-{number}", team="a", **ALIKE))))
+        driver.obey(
+            driver.tell(
+                f"operator/run-{number}",
+                TaskSubmitted(spec=spec(name=f"run-{number}", team="a", **ALIKE)),
+            )
+        )
     begin = 0
     for number in range(2):
         begin = len(driver.log)
-        task = driver.tell(f"operator/sweep-{number}", TaskSubmitted(
-            spec=spec(name=f"sweep-{number}", team="c", **ALIKE)))[0].seq
-        driver.tell(f"operator/end-{number}", TaskCancelRequested(
-            task=task, reason="superseded", who="owner"))
+        task = driver.tell(
+            f"operator/sweep-{number}",
+            TaskSubmitted(spec=spec(name=f"sweep-{number}", team="c", **ALIKE)),
+        )[0].seq
+        driver.tell(
+            f"operator/end-{number}",
+            TaskCancelRequested(task=task, reason="superseded", who="owner"),
+        )
     last = driver.log[begin:]
     for number in range(1, num - NUM_NODES - NUM_WAITING - 1):
         for one in last:
@@ -47,8 +55,10 @@ def records(num: int) -> list[Record]:
             fold(driver.state, driver.log[-1])
     driver.now_s = driver.state.at_s
     for number in range(NUM_WAITING):
-        driver.tell(f"operator/wait-{number}", TaskSubmitted(
-            spec=spec(name=f"wait-{number}", team="b", **ALIKE)))
+        driver.tell(
+            f"operator/wait-{number}",
+            TaskSubmitted(spec=spec(name=f"wait-{number}", team="b", **ALIKE)),
+        )
     return driver.log
 
 
@@ -60,6 +70,11 @@ def again(record: Record, number: int, later: int) -> Record:
     elif getattr(body, "task", 0):
         body = msgspec.structs.replace(body, task=body.task + later)
     return msgspec.structs.replace(
-        record, seq=record.seq + later, at_s=record.at_s + number, body=body,
-        occurred_s=record.occurred_s + number, cause=record.cause and record.cause + later,
-        source=f"{record.source}-{number}" if record.source_seq else record.source)
+        record,
+        seq=record.seq + later,
+        at_s=record.at_s + number,
+        body=body,
+        occurred_s=record.occurred_s + number,
+        cause=record.cause and record.cause + later,
+        source=f"{record.source}-{number}" if record.source_seq else record.source,
+    )

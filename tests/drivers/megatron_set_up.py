@@ -21,8 +21,16 @@ from typing import Any
 
 import stock_megatron
 
-SECTIONS = ("arguments", "schedule", "parameter groups", "optimizer", "model", "data loader",
-            "order of data", "datasets")
+SECTIONS = (
+    "arguments",
+    "schedule",
+    "parameter groups",
+    "optimizer",
+    "model",
+    "data loader",
+    "order of data",
+    "datasets",
+)
 SAMPLES_NUM = 8
 """The samples of each dataset that are compared."""
 
@@ -30,8 +38,16 @@ SAMPLES_NUM = 8
 def main() -> None:
     by, file, *sys.argv = sys.argv[1:]
     script = Path(sys.argv[0])
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0",
-                       "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | os.environ)
+    os.environ.update(
+        {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+        }
+        | os.environ
+    )
     if by == "unicron":
         os.environ["UNICRON_FD"] = sys.argv.pop()
         sys.argv.pop()
@@ -106,29 +122,60 @@ def _recorded(training: Any) -> list[Any]:
     return found
 
 
-def _write(file: Path, model: Sequence[Any], optimizer: Any, scheduler: Any, loader: Any,
-           sets: Sequence[Any]) -> None:
+def _write(
+    file: Path,
+    model: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    loader: Any,
+    sets: Sequence[Any],
+) -> None:
     """Write all fields, and end this process."""
     args: Any = import_module("megatron.training.global_vars").get_args()
     num = args.train_iters * args.global_batch_size // args.micro_batch_size
     found = {
-        "arguments": vars(args), "schedule": vars(scheduler),
-        "parameter groups": {f"{place}.{name}": value for place, group in enumerate(
-            optimizer.param_groups) for name, value in group.items()},
-        "optimizer": vars(optimizer.chained_optimizers[0].config if hasattr(
-            optimizer, "chained_optimizers") else optimizer.config),
-        "model": {**vars(model[0].config), **{f"ddp.{name}": value for name, value in vars(
-            model[0].ddp_config).items()}},
-        "data loader": {name: value for name, value in vars(loader).items()
-                        if name not in ("dataset", "sampler", "batch_sampler")},
+        "arguments": vars(args),
+        "schedule": vars(scheduler),
+        "parameter groups": {
+            f"{place}.{name}": value
+            for place, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+        },
+        "optimizer": vars(
+            optimizer.chained_optimizers[0].config
+            if hasattr(optimizer, "chained_optimizers")
+            else optimizer.config
+        ),
+        "model": {
+            **vars(model[0].config),
+            **{f"ddp.{name}": value for name, value in vars(model[0].ddp_config).items()},
+        },
+        "data loader": {
+            name: value
+            for name, value in vars(loader).items()
+            if name not in ("dataset", "sampler", "batch_sampler")
+        },
         "order of data": {"batches": list(islice(loader.batch_sampler, num))},
-        "datasets": {f"{place}.{row}": dataset[row] for place, dataset in enumerate(sets)
-                     if dataset is not None for row in range(min(SAMPLES_NUM, len(dataset)))}
-        | {f"{place}.length": len(dataset) for place, dataset in enumerate(sets)
-           if dataset is not None}}
+        "datasets": {
+            f"{place}.{row}": dataset[row]
+            for place, dataset in enumerate(sets)
+            if dataset is not None
+            for row in range(min(SAMPLES_NUM, len(dataset)))
+        }
+        | {
+            f"{place}.length": len(dataset)
+            for place, dataset in enumerate(sets)
+            if dataset is not None
+        },
+    }
     assert tuple(found) == SECTIONS
-    text = json.dumps({section: {name: _described(value) for name, value in fields.items()}
-                       for section, fields in found.items()}, sort_keys=True)
+    text = json.dumps(
+        {
+            section: {name: _described(value) for name, value in fields.items()}
+            for section, fields in found.items()
+        },
+        sort_keys=True,
+    )
     partial = file.with_suffix(".partial")
     partial.write_text(text)
     partial.rename(file)

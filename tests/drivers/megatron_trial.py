@@ -42,8 +42,10 @@ WORDS = """
     --no-bias-gelu-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion
     --log-params-norm --log-throughput""".split()  # noqa: SIM905
 LINE = re.compile(r"(?:iteration +(\d+)/ +\d+ \||(?:validation loss at ([\w ]+) \|))")
-VALUE = re.compile(r"(lm loss|lm loss value|grad norm|params norm|learning rate|"
-                   r"load_balancing_loss): +([\d.E+-]+)")
+VALUE = re.compile(
+    r"(lm loss|lm loss value|grad norm|params norm|learning rate|"
+    r"load_balancing_loss): +([\d.E+-]+)"
+)
 """Not z_loss: Megatron-LM prints that of the last rank's tokens, Unicron the mean."""
 Lines = dict[str, dict[str, float]]
 
@@ -83,32 +85,80 @@ class Case(NamedTuple):
     loop: Mapping[str, Any] = {}
 
 
-USUAL = ("--sequence-parallel", "--recompute-granularity", "full", "--recompute-method", "uniform",
-         "--recompute-num-layers", "1", "--overlap-grad-reduce")
-CASES = {"DP 3": Case(3, {}), "TP 2 x DP 2": Case(4, {"tensor": [2]}),
-         "PP 2 x DP 2": Case(4, {"pipeline": [2]}),
-         "TP 2 x DP 2, usual flags": Case(4, {"tensor": [2]}, USUAL),
-         "PP 2 x DP 2, interleaved": Case(4, {"pipeline": [2], "chunks": 2}, (
-             "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")),
-         "TP 2 x DP 2, experts": Case(4, {"tensor": [2]}, (
-             "--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type",
-             "aux_loss", "--moe-aux-loss-coeff", "1e-2", "--moe-z-loss-coeff", "1e-3",
-             "--moe-token-dispatcher-type", "alltoall", "--sequence-parallel",
-             "--disable-bias-linear"))}
+USUAL = (
+    "--sequence-parallel",
+    "--recompute-granularity",
+    "full",
+    "--recompute-method",
+    "uniform",
+    "--recompute-num-layers",
+    "1",
+    "--overlap-grad-reduce",
+)
+CASES = {
+    "DP 3": Case(3, {}),
+    "TP 2 x DP 2": Case(4, {"tensor": [2]}),
+    "PP 2 x DP 2": Case(4, {"pipeline": [2]}),
+    "TP 2 x DP 2, usual flags": Case(4, {"tensor": [2]}, USUAL),
+    "PP 2 x DP 2, interleaved": Case(
+        4,
+        {"pipeline": [2], "chunks": 2},
+        ("--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"),
+    ),
+    "TP 2 x DP 2, experts": Case(
+        4,
+        {"tensor": [2]},
+        (
+            "--num-experts",
+            "4",
+            "--moe-router-topk",
+            "2",
+            "--moe-router-load-balancing-type",
+            "aux_loss",
+            "--moe-aux-loss-coeff",
+            "1e-2",
+            "--moe-z-loss-coeff",
+            "1e-3",
+            "--moe-token-dispatcher-type",
+            "alltoall",
+            "--sequence-parallel",
+            "--disable-bias-linear",
+        ),
+    ),
+}
 
 
 TRIP = Case(4, {"tensor": [2]}, ("--train-iters", str(LONG)), ())
 MANDATORY = Case(
-    8, {"tensor": [2], "pipeline": [2], "optimizer": "sharded"},
-    (*TRIP.words, *USUAL, "--bf16", "--accumulate-allreduce-grads-in-fp32",
-     "--use-distributed-optimizer", "--overlap-param-gather"), ())
+    8,
+    {"tensor": [2], "pipeline": [2], "optimizer": "sharded"},
+    (
+        *TRIP.words,
+        *USUAL,
+        "--bf16",
+        "--accumulate-allreduce-grads-in-fp32",
+        "--use-distributed-optimizer",
+        "--overlap-param-gather",
+    ),
+    (),
+)
 """The flags of the usual job, over TP 2 x PP 2 x DP 2."""
 EXACT = {"reproducible": "required"}
 BITWISE = {
     "DP 3": Case(3, {}, loop=EXACT),
-    "TP 2 x DP 2, usual job": Case(4, {"tensor": [2], "optimizer": "sharded"}, (
-        *USUAL, "--bf16", "--accumulate-allreduce-grads-in-fp32", "--use-distributed-optimizer",
-        "--overlap-param-gather"), loop=EXACT)}
+    "TP 2 x DP 2, usual job": Case(
+        4,
+        {"tensor": [2], "optimizer": "sharded"},
+        (
+            *USUAL,
+            "--bf16",
+            "--accumulate-allreduce-grads-in-fp32",
+            "--use-distributed-optimizer",
+            "--overlap-param-gather",
+        ),
+        loop=EXACT,
+    ),
+}
 """Trained bit for bit, with a killed rank and on the fewest ranks without a fault."""
 EXACT_TRIP = TRIP._replace(loop=EXACT)
 
@@ -116,9 +166,18 @@ EXACT_TRIP = TRIP._replace(loop=EXACT)
 DECLINED = {
     "sgd": Case(2, {}, (*TRIP.words, "--optimizer", "sgd")),
     "sgd, TP 2 x DP 2": Case(4, {"tensor": [2]}, (*TRIP.words, "--optimizer", "sgd")),
-    "sharded": Case(2, {"optimizer": "sharded"}, (
-        *TRIP.words, "--use-tp-pp-dp-mapping", "--use-distributed-optimizer",
-        "--overlap-grad-reduce", "--overlap-param-gather"))}
+    "sharded": Case(
+        2,
+        {"optimizer": "sharded"},
+        (
+            *TRIP.words,
+            "--use-tp-pp-dp-mapping",
+            "--use-distributed-optimizer",
+            "--overlap-grad-reduce",
+            "--overlap-param-gather",
+        ),
+    ),
+}
 """With these arguments its own loop trains, and restarts from memory."""
 
 
@@ -138,25 +197,49 @@ class Healed(NamedTuple):
 
 def printed(text: str) -> Lines:
     """The values of each progress line (by its number) and of each evaluation (by its place)."""
-    return {found[1] or found[2]: {name: float(value) for name, value in VALUE.findall(line)}
-            for line in text.splitlines() if (found := LINE.search(line))}
+    return {
+        found[1] or found[2]: {name: float(value) for name, value in VALUE.findall(line)}
+        for line in text.splitlines()
+        if (found := LINE.search(line))
+    }
 
 
-def stock(clone: Path, case: Case, *words: str, order: Sequence[int] = range(MICRO_BATCHES)
-          ) -> Lines:
+def stock(
+    clone: Path, case: Case, *words: str, order: Sequence[int] = range(MICRO_BATCHES)
+) -> Lines:
     """Train by Megatron-LM's own loop: one replica, as its initial weights depend on the layout.
     `words`: more arguments. Raises CalledProcessError."""
     (tp,), (pp,) = (case.parallel.get(name, [1]) for name in ("tensor", "pipeline"))
     sizes = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    command = [sys.executable, "-P", str(STOCK), str(clone / "pretrain_gpt.py"), *case.model,
-               *case.words, *sizes, *words]
-    ranks = [subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(tp * pp),
-             "MASTER_PORT": str(port), "MICRO_BATCHES": " ".join(map(str, order))})
-        for rank in range(tp * pp)]
+    command = [
+        sys.executable,
+        "-P",
+        str(STOCK),
+        str(clone / "pretrain_gpt.py"),
+        *case.model,
+        *case.words,
+        *sizes,
+        *words,
+    ]
+    ranks = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(tp * pp),
+                "MASTER_PORT": str(port),
+                "MICRO_BATCHES": " ".join(map(str, order)),
+            },
+        )
+        for rank in range(tp * pp)
+    ]
     try:
         texts = [rank.communicate(timeout=STOCK_S_MAX)[0] for rank in ranks]
     finally:
@@ -168,17 +251,34 @@ def stock(clone: Path, case: Case, *words: str, order: Sequence[int] = range(MIC
     return printed("".join(texts))
 
 
-def job(clone: Path, case: Case, output: Path, *words: str, iterations: int = ITERATIONS
-        ) -> dict[str, Any]:
+def job(
+    clone: Path, case: Case, output: Path, *words: str, iterations: int = ITERATIONS
+) -> dict[str, Any]:
     """The job of this case."""
-    return {"apiVersion": "unicron/v1", "name": "megatron",
-            "slots": {"min": min(2, case.slots), "max": case.slots},
-            "command": [sys.executable, "-P", "-m", "unicron.cli.main", "megatron",
-                        str(clone / "pretrain_gpt.py"), *case.model, *words],
-            "heal": "in-memory",
-            "loop": {"micro_batches": MICRO_BATCHES, "iterations": iterations,
-                     "output": str(output), "parallel": dict(case.parallel), "copy_every": 2,
-                     **case.loop}}
+    return {
+        "apiVersion": "unicron/v1",
+        "name": "megatron",
+        "slots": {"min": min(2, case.slots), "max": case.slots},
+        "command": [
+            sys.executable,
+            "-P",
+            "-m",
+            "unicron.cli.main",
+            "megatron",
+            str(clone / "pretrain_gpt.py"),
+            *case.model,
+            *words,
+        ],
+        "heal": "in-memory",
+        "loop": {
+            "micro_batches": MICRO_BATCHES,
+            "iterations": iterations,
+            "output": str(output),
+            "parallel": dict(case.parallel),
+            "copy_every": 2,
+            **case.loop,
+        },
+    }
 
 
 def struck(cluster: RealCluster, clone: Path, case: Case, output: Path) -> Healed:
@@ -188,8 +288,15 @@ def struck(cluster: RealCluster, clone: Path, case: Case, output: Path) -> Heale
     return _ended(cluster, task, after, [_strike(cluster, task, fault) for fault in case.faults])
 
 
-def struck_at_random(cluster: RealCluster, clone: Path, case: Case, output: Path,
-                     draw: random.Random, *words: str, iterations: int) -> Healed:
+def struck_at_random(
+    cluster: RealCluster,
+    clone: Path,
+    case: Case,
+    output: Path,
+    draw: random.Random,
+    *words: str,
+    iterations: int,
+) -> Healed:
     """Train under agents, and kill a rank three times at a random moment, each time when all ranks
     are there again. Until then the other ranks train slowly: the run is short. `words`: more
     arguments."""
@@ -199,14 +306,18 @@ def struck_at_random(cluster: RealCluster, clone: Path, case: Case, output: Path
     took_s: list[float] = []
     for num in range(1, NUM_FAULTS + 1):
         newest = max(line["iteration"] for line in cluster.traced(task) if line["event"] == "done")
-        fault = Fault(draw.randrange(case.slots), draw.choice(MOMENTS),
-                      newest + draw.randint(2, 3))
+        fault = Fault(draw.randrange(case.slots), draw.choice(MOMENTS), newest + draw.randint(2, 3))
         print(fault, flush=True)
         took_s.append(_strike(cluster, task, fault))
-        slow = [cluster.hold(task, rank, event="gate", then="slow", slow_s=SLOW_S)
-                for rank in range(case.slots) if rank != fault.victim]
-        cluster.wait(lambda num=num: len(cluster.told(after, "IncidentClosed")) >= num or None,
-                     lambda: cluster.tail(after))
+        slow = [
+            cluster.hold(task, rank, event="gate", then="slow", slow_s=SLOW_S)
+            for rank in range(case.slots)
+            if rank != fault.victim
+        ]
+        cluster.wait(
+            lambda num=num: len(cluster.told(after, "IncidentClosed")) >= num or None,
+            lambda: cluster.tail(after),
+        )
         for hold in slow:
             hold.unlink()
     return _ended(cluster, task, after, took_s)
@@ -221,10 +332,19 @@ def _strike(cluster: RealCluster, task: int, fault: Fault) -> float:
     cluster.hold(task, fault.victim, event="forward", iteration=-1)
     killed_s = time.time()
     os.kill(held["pid"], signal.SIGKILL)
-    line = cluster.wait(lambda: next(
-        (line for line in cluster.traced(task) if line["event"] == "done"
-         and line["iteration"] >= fault.iteration and line["generation"] > held["generation"]),
-        None), f"a step follows {fault}")
+    line = cluster.wait(
+        lambda: next(
+            (
+                line
+                for line in cluster.traced(task)
+                if line["event"] == "done"
+                and line["iteration"] >= fault.iteration
+                and line["generation"] > held["generation"]
+            ),
+            None,
+        ),
+        f"a step follows {fault}",
+    )
     return float(line["t"]) - killed_s
 
 
@@ -233,8 +353,12 @@ def _ended(cluster: RealCluster, task: int, after: int, took_s: list[float]) -> 
     assert ended["state"] == "finished", (ended, cluster.endings(task))
     closed = [record.body for record in cluster.told(after, "IncidentClosed")]
     assert len(closed) == len(took_s), cluster.tail(after)
-    text = "".join(log.read_text() for log in sorted(
-        cluster.state.logs.glob(f"{task}-*/*.log"), key=lambda log: log.stat().st_mtime))
+    text = "".join(
+        log.read_text()
+        for log in sorted(
+            cluster.state.logs.glob(f"{task}-*/*.log"), key=lambda log: log.stat().st_mtime
+        )
+    )
     return Healed(printed(text), closed, took_s)
 
 
@@ -249,8 +373,9 @@ class Restarted(NamedTuple):
     continued: list[int]
 
 
-def restarted(cluster: RealCluster, clone: Path, case: Case, output: Path, *words: str
-              ) -> Restarted:
+def restarted(
+    cluster: RealCluster, clone: Path, case: Case, output: Path, *words: str
+) -> Restarted:
     """Train under agents by Megatron-LM's own loop, and kill a rank two iterations after its state
     was stored."""
     after = cluster.seq()
@@ -260,17 +385,23 @@ def restarted(cluster: RealCluster, clone: Path, case: Case, output: Path, *word
     task = cluster.submit(spec)
     declined = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
     stored: Any = cluster.wait_told(after, "MemoryCheckpointStored", task=task).body
-    cluster.wait(lambda: str(stored.step_version + 2) in _printed_by(cluster, task, 1) or None,
-                 "the loop trains")
+    cluster.wait(
+        lambda: str(stored.step_version + 2) in _printed_by(cluster, task, 1) or None,
+        "the loop trains",
+    )
     started: Any = cluster.wait_told(after, "RankStarted", task=task, rank=VICTIM).body
     os.kill(started.pid, signal.SIGKILL)
     ended = cluster.wait_ended(task)
     assert ended["state"] == "finished", (ended, cluster.endings(task))
     again = _printed_by(cluster, task, 2)
     _unsum(again)
-    return Restarted(_printed_by(cluster, task, 1) | again, again, declined,
-                     [record.body for record in cluster.told(after, "IncidentClosed")],
-                     [int(found[1]) for found in CONTINUED.finditer(_logs(cluster, task, 2))])
+    return Restarted(
+        _printed_by(cluster, task, 1) | again,
+        again,
+        declined,
+        [record.body for record in cluster.told(after, "IncidentClosed")],
+        [int(found[1]) for found in CONTINUED.finditer(_logs(cluster, task, 2))],
+    )
 
 
 def _printed_by(cluster: RealCluster, task: int, attempt: int) -> Lines:
@@ -278,8 +409,9 @@ def _printed_by(cluster: RealCluster, task: int, attempt: int) -> Lines:
 
 
 def _logs(cluster: RealCluster, task: int, attempt: int) -> str:
-    return "".join(log.read_text() for log in cluster.state.logs.glob(
-        f"{task}-*/*.attempt-{attempt}.log"))
+    return "".join(
+        log.read_text() for log in cluster.state.logs.glob(f"{task}-*/*.attempt-{attempt}.log")
+    )
 
 
 def _unsum(lines: Lines) -> None:
@@ -290,25 +422,41 @@ def _unsum(lines: Lines) -> None:
     second["lm loss"] = 2 * second["lm loss"] - lines[str(first)]["lm loss"]
 
 
-def round_trip(cluster: RealCluster, clone: Path, case: Case, folder: Path, draw: random.Random
-               ) -> Healed:
+def round_trip(
+    cluster: RealCluster, clone: Path, case: Case, folder: Path, draw: random.Random
+) -> Healed:
     """Train by Megatron-LM's own loop, which saves; continue its checkpoint under agents, which
     heal three faults and save; continue theirs by its own loop, which saves. The lines are those of
     all three."""
     before, between = str(folder / "before"), str(folder / "between")
-    first = stock(clone, case, "--save", before, "--save-interval", str(LONG),
-                  "--exit-interval", str(LOADED))
+    first = stock(
+        clone, case, "--save", before, "--save-interval", str(LONG), "--exit-interval", str(LOADED)
+    )
     healed = struck_at_random(
-        cluster, clone, case, folder / "out", draw, "--load", before, "--save", between,
-        "--save-interval", "8", "--exit-interval", str(SAVED), iterations=SAVED)
+        cluster,
+        clone,
+        case,
+        folder / "out",
+        draw,
+        "--load",
+        before,
+        "--save",
+        between,
+        "--save-interval",
+        "8",
+        "--exit-interval",
+        str(SAVED),
+        iterations=SAVED,
+    )
     last = stock(clone, case, "--load", between, *saving(folder / "last"))
     assert min(map(int, filter(str.isdecimal, last))) == SAVED + 1, last
     _unsum(last)
     return healed._replace(lines=first | healed.lines | last, state=folder / "last")
 
 
-def bits_of(cluster: RealCluster, clone: Path, case: Case, folder: Path
-            ) -> tuple[Healed, list[str]]:
+def bits_of(
+    cluster: RealCluster, clone: Path, case: Case, folder: Path
+) -> tuple[Healed, list[str]]:
     """Train a case of BITWISE through its faults, and without any on the fewest ranks. Returns the
     first run, and the tensors of the two last states that are not equal bit for bit."""
     healed = struck(cluster, clone, case, folder / "struck")
@@ -316,18 +464,25 @@ def bits_of(cluster: RealCluster, clone: Path, case: Case, folder: Path
     return healed, _differing(folder)
 
 
-def bits_of_round_trip(cluster: RealCluster, clone: Path, case: Case, folder: Path,
-                       draw: random.Random) -> tuple[Healed, list[str]]:
+def bits_of_round_trip(
+    cluster: RealCluster, clone: Path, case: Case, folder: Path, draw: random.Random
+) -> tuple[Healed, list[str]]:
     """The same from a checkpoint that Megatron-LM's own loop saves, with three random faults."""
     before = str(folder / "before")
-    stock(clone, case, "--save", before, "--save-interval", str(LONG),
-          "--exit-interval", str(LOADED))
+    stock(
+        clone, case, "--save", before, "--save-interval", str(LONG), "--exit-interval", str(LOADED)
+    )
     words = ("--load", before, "--exit-interval", str(SAVED))
-    healed = struck_at_random(cluster, clone, case, folder / "struck", draw, *words,
-                              iterations=SAVED)
+    healed = struck_at_random(
+        cluster, clone, case, folder / "struck", draw, *words, iterations=SAVED
+    )
     calm, after = _calm(case), cluster.seq()
-    _ended(cluster, cluster.submit(job(clone, calm, folder / "calm", *calm.words, *words,
-                                       iterations=SAVED)), after, [])
+    _ended(
+        cluster,
+        cluster.submit(job(clone, calm, folder / "calm", *calm.words, *words, iterations=SAVED)),
+        after,
+        [],
+    )
     return healed, _differing(folder)
 
 
@@ -341,8 +496,13 @@ def _differing(folder: Path) -> list[str]:
 
 def saving(folder: Path) -> list[str]:
     """Arguments of Megatron-LM's own loop to save its last state in `folder`, by parameter."""
-    return ["--save", str(folder), "--save-interval", str(LONG),
-            "--dist-ckpt-optim-fully-reshardable"]
+    return [
+        "--save",
+        str(folder),
+        "--save-interval",
+        str(LONG),
+        "--dist-ckpt-optim-fully-reshardable",
+    ]
 
 
 class Compared(NamedTuple):
@@ -358,18 +518,21 @@ class Compared(NamedTuple):
     @property
     def equal(self) -> bool:
         return {*self.expected} == {*self.found} and all(
-            gap <= tolerance([noise]) for gap, noise in zip(self.gaps, self.noise, strict=True))
+            gap <= tolerance([noise]) for gap, noise in zip(self.gaps, self.noise, strict=True)
+        )
 
     def table(self) -> str:
         """A line for each printed loss, then what counts as equal."""
         lines = [f"{'':36} {'Megatron-LM':>12} {'Unicron':>12} {'difference':>11}"]
         for place, line in self.expected.items():
             found = self.found[place]
-            lines.append(f"{place:36} {_loss(line):12.6f} {_loss(found):12.6f} "
-                         f"{loss_rel(line, found):11.1e}")
+            lines.append(
+                f"{place:36} {_loss(line):12.6f} {_loss(found):12.6f} {loss_rel(line, found):11.1e}"
+            )
         lines.append(f"{'':36} {'three orders':>12} {'tolerance':>12} {'difference':>11}")
-        for name, noise, gap in zip(("losses", "masters", "moments"), self.noise, self.gaps,
-                                    strict=True):
+        for name, noise, gap in zip(
+            ("losses", "masters", "moments"), self.noise, self.gaps, strict=True
+        ):
             lines.append(f"{name:36} {noise:12.1e} {tolerance([noise]):12.1e} {gap:11.1e}")
         return "\n".join(lines)
 
@@ -380,11 +543,17 @@ def compared(clone: Path, case: Case, folder: Path, trip: Healed) -> Compared:
     for number, order in enumerate(orders(MICRO_BATCHES)):
         runs.append(stock(clone, case, *saving(folder / f"{number}"), order=order))
         states.append(_state(folder / f"{number}"))
-    noises = [_gaps(runs[0], lines, states[0], other)
-              for lines, other in zip(runs[1:], states[1:], strict=True)]
+    noises = [
+        _gaps(runs[0], lines, states[0], other)
+        for lines, other in zip(runs[1:], states[1:], strict=True)
+    ]
     losses, masters, moments = (max(values) for values in zip(*noises, strict=True))
-    return Compared(runs[0], trip.lines, (losses, masters, moments),
-                    _gaps(runs[0], trip.lines, states[0], _state(trip.state)))
+    return Compared(
+        runs[0],
+        trip.lines,
+        (losses, masters, moments),
+        _gaps(runs[0], trip.lines, states[0], _state(trip.state)),
+    )
 
 
 def _state(folder: Path) -> dict[str, Any]:
@@ -394,33 +563,47 @@ def _state(folder: Path) -> dict[str, Any]:
         from unicron.workers.training.checkpoint.stored_state import StoredState
     iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
     stored = StoredState(str(folder / f"iter_{iteration:07d}"))
-    return {key: whole_tensor(stored, key).double() for key in sorted(stored.kinds)
-            if key.startswith("optimizer.state.")}
+    return {
+        key: whole_tensor(stored, key).double()
+        for key in sorted(stored.kinds)
+        if key.startswith("optimizer.state.")
+    }
 
 
-def _gaps(expected: Lines, lines: Lines, state: Mapping[str, Any], other: Mapping[str, Any]
-          ) -> tuple[float, float, float]:
+def _gaps(
+    expected: Lines, lines: Lines, state: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[float, float, float]:
     assert {*state} == {*other}
-    masters, *moments = ([key for key in state if key.startswith(f"optimizer.state.{kind}.")]
-                         for kind in ("param", "exp_avg", "exp_avg_sq"))
-    return (max(loss_rel(line, lines[place]) for place, line in expected.items()),
-            _norm_rel(masters, state, other),
-            max(_norm_rel(keys, state, other) for keys in moments))
+    masters, *moments = (
+        [key for key in state if key.startswith(f"optimizer.state.{kind}.")]
+        for kind in ("param", "exp_avg", "exp_avg_sq")
+    )
+    return (
+        max(loss_rel(line, lines[place]) for place, line in expected.items()),
+        _norm_rel(masters, state, other),
+        max(_norm_rel(keys, state, other) for keys in moments),
+    )
 
 
 def _norm_rel(keys: Sequence[str], state: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """|a - b| / |b| of these tensors as one vector."""
     assert keys
-    above, below = (sum(float(tensor.square().sum()) for tensor in tensors) for tensors in (
-        [other[key] - state[key] for key in keys], [state[key] for key in keys]))
+    above, below = (
+        sum(float(tensor.square().sum()) for tensor in tensors)
+        for tensors in ([other[key] - state[key] for key in keys], [state[key] for key in keys])
+    )
     return float((above / below) ** 0.5)
 
 
 def unequal(stock_lines: Lines, lines: Lines) -> list[str]:
     """The lines whose losses differ, or that only one of the two printed."""
-    return [place for place in sorted({*stock_lines, *lines})
-            if place not in lines or place not in stock_lines
-            or loss_rel(stock_lines[place], lines[place]) > REL]
+    return [
+        place
+        for place in sorted({*stock_lines, *lines})
+        if place not in lines
+        or place not in stock_lines
+        or loss_rel(stock_lines[place], lines[place]) > REL
+    ]
 
 
 def loss_rel(stock_line: Mapping[str, float], line: Mapping[str, float]) -> float:

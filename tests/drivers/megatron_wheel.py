@@ -27,12 +27,24 @@ def unpacked(version: str) -> Path:
         return folder
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as made:
-        download = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q",
-                    "--no-deps", "--only-binary", ":all:", "--dest", made,
-                    f"megatron-core=={version}"]
+        download = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "download",
+            "-q",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--dest",
+            made,
+            f"megatron-core=={version}",
+        ]
         try:
-            done = subprocess.run(download, capture_output=True, text=True, check=False,
-                                  timeout=FETCH_S_MAX)
+            done = subprocess.run(
+                download, capture_output=True, text=True, check=False, timeout=FETCH_S_MAX
+            )
         except subprocess.TimeoutExpired:
             raise NotFetched(f"megatron-core {version}: pip took {FETCH_S_MAX:.0f} s") from None
         wheels = list(Path(made).glob("*.whl"))

@@ -42,15 +42,19 @@ def _state_dict(trainee: TrainingModel, kind: str, *, is_loading: bool = False) 
         part.data_parallel_group_idx = trainee.at.pp * trainee.axes.tp + trainee.at.tp
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if kind:
-        metadata |= {"distrib_optim_sharding_type": kind,
-                     "distrib_optim_fully_reshardable_mem_efficient": False}
+        metadata |= {
+            "distrib_optim_sharding_type": kind,
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+        }
     metadata["dp_cp_group"] = trainee.ddps[0].dp_cp_group
     found: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": ITERATION}
     for index, module in enumerate(trainee.modules):
         found[f"model{index}"] = module.sharded_state_dict(metadata=metadata)
     found["optimizer"] = trainee.optimizer.sharded_state_dict(
         {key: value for key, value in found.items() if key.startswith("model")},
-        is_loading=is_loading, metadata=metadata)
+        is_loading=is_loading,
+        metadata=metadata,
+    )
     return found | {"opt_param_scheduler": trainee.scheduler.state_dict()}
 
 
@@ -70,8 +74,11 @@ class _Queue(NamedTuple):
 
 def save_as_megatron(place: int, train: Train, layout: Layout, folder: str, kind: str) -> None:
     trainee = share_work.build(place, train, layout)
-    args = Namespace(tensor_model_parallel_size=layout.axes.tp,
-                     pipeline_model_parallel_size=layout.axes.pp, enum=dist.ReduceOp)
+    args = Namespace(
+        tensor_model_parallel_size=layout.axes.tp,
+        pipeline_model_parallel_size=layout.axes.pp,
+        enum=dist.ReduceOp,
+    )
     if place == 0:
         Path(folder).mkdir()
     dist.barrier()
@@ -80,13 +87,16 @@ def save_as_megatron(place: int, train: Train, layout: Layout, folder: str, kind
     filesystem_async._results_queue = _Queue(multiprocessing.get_context("fork").SimpleQueue())
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     dist_checkpointing.save(
-        _state_dict(trainee, kind) | {"args": args}, folder,
-        content_metadata=content | ({"distrib_optim_sharding_type": kind} if kind else {}))
+        _state_dict(trainee, kind) | {"args": args},
+        folder,
+        content_metadata=content | ({"distrib_optim_sharding_type": kind} if kind else {}),
+    )
     dist.barrier()
 
 
-def read_as_unicron(place: int, train: Train, layout: Layout, folder: str,
-                    with_optimizer: bool) -> list[str]:
+def read_as_unicron(
+    place: int, train: Train, layout: Layout, folder: str, with_optimizer: bool
+) -> list[str]:
     """Read it into a model of another state; returns what is then wrong."""
     trainee = share_work.build(place, train, layout)
     expected = {shard: tensor.clone() for shard, tensor in trainee.shards.items()}
@@ -96,8 +106,9 @@ def read_as_unicron(place: int, train: Train, layout: Layout, folder: str,
     trainee.scheduler.step(12)
     history = History()
     try:
-        version = MegatronState(folder).read(trainee, history, with_optimizer=with_optimizer,
-                                             iteration=ITERATION)
+        version = MegatronState(folder).read(
+            trainee, history, with_optimizer=with_optimizer, iteration=ITERATION
+        )
     except UsageError as error:
         return [f"{error}; {error.hint}"]
     assert version == history.first == history.end == ITERATION
@@ -108,8 +119,9 @@ def read_as_unicron(place: int, train: Train, layout: Layout, folder: str,
                 tensor.zero_()
             elif shard.key.startswith("master."):  # as far as 16 bits tell
                 tensor.copy_(tensor.bfloat16())
-    return [str(shard) for shard, tensor in trainee.shards.items()
-            if not tensor.equal(expected[shard])]
+    return [
+        str(shard) for shard, tensor in trainee.shards.items() if not tensor.equal(expected[shard])
+    ]
 
 
 def save_as_unicron(place: int, train: Train, layout: Layout, folder: str) -> None:
@@ -123,14 +135,14 @@ def save_as_unicron(place: int, train: Train, layout: Layout, folder: str) -> No
     dist.barrier()
     if place == 0:
         indexes = [share_files.read_index(target.read(target.index_name(each))) for each in saving]
-        size = share_files.complete(target, [one for one in indexes if one is not None],
-                                    content.common)
+        size = share_files.complete(
+            target, [one for one in indexes if one is not None], content.common
+        )
         form.saved(1, ITERATION, size, final=False)
     dist.barrier()
 
 
-def load_as_megatron(place: int, train: Train, layout: Layout, folder: str, kind: str
-                     ) -> list[str]:
+def load_as_megatron(place: int, train: Train, layout: Layout, folder: str, kind: str) -> list[str]:
     """Load it by Megatron into a model of another state; returns what is then wrong."""
     trainee = share_work.build(place, train, layout)
     expected = {shard: tensor.clone() for shard, tensor in trainee.shards.items()}
@@ -143,8 +155,14 @@ def load_as_megatron(place: int, train: Train, layout: Layout, folder: str, kind
     trainee.optimizer.load_state_dict(loaded["optimizer"])
     assert loaded["iteration"] == ITERATION
     assert loaded["opt_param_scheduler"] == trainee.scheduler.state_dict()
-    steps = {float(state["step"]) for part in trainee.optimizer.chained_optimizers
-             for state in part.optimizer.state.values()}
+    steps = {
+        float(state["step"])
+        for part in trainee.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+    }
     assert steps == {1.0}, steps
-    return [str(shard) for shard, tensor in list_shards(trainee).items()
-            if not torch.equal(tensor, expected[shard])]
+    return [
+        str(shard)
+        for shard, tensor in list_shards(trainee).items()
+        if not torch.equal(tensor, expected[shard])
+    ]

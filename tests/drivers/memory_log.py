@@ -61,8 +61,9 @@ class MemoryLog:
         """Do nothing; the log stays readable."""
 
     # --- the leader -----------------------------------------------------------------------------
-    async def start_epoch(self, nonce: str, *, url: str = "", lease_s: float = 0.0,
-                          above: int = 0) -> int:
+    async def start_epoch(
+        self, nonce: str, *, url: str = "", lease_s: float = 0.0, above: int = 0
+    ) -> int:
         outcome = self._outcome("start_epoch")
         if outcome != "lost":
             holder, leader, until_s = self._lease
@@ -86,8 +87,10 @@ class MemoryLog:
             if (epoch, nonce) != (self._epoch, self._nonce):
                 raise Fenced(f"epoch {epoch} is over: {self._epoch} holds the log")
             self._lease = nonce, url, self._clock() + lease_s
-        return self._reply(outcome, sorted(
-            one for one, at_s in self._followers.items() if self._clock() - at_s <= 2.0))
+        return self._reply(
+            outcome,
+            sorted(one for one, at_s in self._followers.items() if self._clock() - at_s <= 2.0),
+        )
 
     async def release(self, nonce: str, *, url: str, lease_s: float) -> None:
         outcome = self._outcome("release")
@@ -106,8 +109,15 @@ class MemoryLog:
             self._tokens = tokens
         self._reply(outcome, None)
 
-    async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
-                     cursor: str, acked: Mapping[str, int]) -> None:
+    async def append(
+        self,
+        records: Sequence[Record],
+        *,
+        epoch: int,
+        expect: int,
+        cursor: str,
+        acked: Mapping[str, int],
+    ) -> None:
         """Raises ValueError for a float that is not finite."""
         for place, record in enumerate(records, start=1):
             assert record.seq == expect + place, f"seq {record.seq} instead of {expect + place}"
@@ -122,8 +132,14 @@ class MemoryLog:
                     raise
         self._reply(outcome, None)
 
-    def _append(self, records: Sequence[Record], epoch: int, expect: int, cursor: str,
-                acked: Mapping[str, int]) -> None:
+    def _append(
+        self,
+        records: Sequence[Record],
+        epoch: int,
+        expect: int,
+        cursor: str,
+        acked: Mapping[str, int],
+    ) -> None:
         if epoch > self._epoch:
             raise Conflict(f"the server has lost epoch {epoch}")
         if epoch != self._epoch:
@@ -156,18 +172,29 @@ class MemoryLog:
             await self._wait("reports", has_reports, wait_s)
         first = bisect.bisect_right(self._reports, start, key=lambda entry: entry[0])
         found = self._reports[first : first + num_max]
-        batch = Batch(reports=tuple(codec.decode_report(wire) for _, wire in found),
-                      cursor=f"0-{found[-1][0]}" if found else after)
+        batch = Batch(
+            reports=tuple(codec.decode_report(wire) for _, wire in found),
+            cursor=f"0-{found[-1][0]}" if found else after,
+        )
         return self._reply(outcome, batch)
 
     async def beats(self, nodes: Sequence[str]) -> list[Heartbeat]:
         """The newest heartbeat of each of these nodes that has sent one."""
         outcome = self._outcome("beats")
         now = self._clock()
-        return self._reply(outcome, [
-            Heartbeat(node=node, incarnation=beat[0], age_s=max(0.0, now - beat[1]),
-                      num_spooled=beat[2])
-            for node in nodes if (beat := self._beats.get(node)) is not None])
+        return self._reply(
+            outcome,
+            [
+                Heartbeat(
+                    node=node,
+                    incarnation=beat[0],
+                    age_s=max(0.0, now - beat[1]),
+                    num_spooled=beat[2],
+                )
+                for node in nodes
+                if (beat := self._beats.get(node)) is not None
+            ],
+        )
 
     async def admit(self, nodes: Mapping[str, int]) -> None:
         """Note it: everybody who has this object may use the log."""
@@ -185,8 +212,9 @@ class MemoryLog:
         """True, see `admit`."""
         return True
 
-    async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int,
-                             acked: Mapping[str, int]) -> None:
+    async def rebuild_orders(
+        self, open_orders: Sequence[Record], *, epoch: int, acked: Mapping[str, int]
+    ) -> None:
         """Rebuild all order streams, and note `acked`. Raises Fenced."""
         outcome = self._outcome("rebuild_orders")
         if outcome != "lost":
@@ -209,8 +237,9 @@ class MemoryLog:
     async def open_segments(self) -> None:
         """Do nothing: this log has no segments."""
 
-    async def seal(self, records: Sequence[Record], *, epoch: int, open_orders: Iterable[int]
-                   ) -> None:
+    async def seal(
+        self, records: Sequence[Record], *, epoch: int, open_orders: Iterable[int]
+    ) -> None:
         """Do nothing, see `open_segments`."""
 
     async def trim_reports(self, *, before: str) -> None:
@@ -238,8 +267,10 @@ class MemoryLog:
         """As the agent that `devices` plays: what is wrong with each slot's device."""
         if node not in self.devices:
             raise Unavailable(f"the agent of {node} does not answer")
-        return FilePart(number="1", data=msgpack.encode(
-            {slot: self.devices[node].get(slot, "") for slot in slots}))
+        return FilePart(
+            number="1",
+            data=msgpack.encode({slot: self.devices[node].get(slot, "") for slot in slots}),
+        )
 
     # --- agents ---------------------------------------------------------------------------------
     async def send(self, reports: Sequence[Report]) -> None:
@@ -265,8 +296,10 @@ class MemoryLog:
         def found() -> list[SentOrder]:
             entries = self._orders.get(node, [])
             first = bisect.bisect_right(entries, start, key=lambda entry: entry[0])
-            return [SentOrder(record=record, cursor=f"{at[0]}-{at[1]}")
-                    for at, record in entries[first:]]
+            return [
+                SentOrder(record=record, cursor=f"{at[0]}-{at[1]}")
+                for at, record in entries[first:]
+            ]
 
         if not found():
             await self._wait(f"orders:{node}", lambda: bool(found()), wait_s)

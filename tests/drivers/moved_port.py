@@ -21,8 +21,12 @@ class MovedPort:
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                        trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._server.close()
         self.cut()
 
@@ -37,9 +41,13 @@ class MovedPort:
             server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self.to)
             ends.add(server_writer)
             self._ends |= ends
-            await asyncio.wait([asyncio.ensure_future(_copy(reader, server_writer)),
-                                asyncio.ensure_future(_copy(server_reader, writer))],
-                               return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [
+                    asyncio.ensure_future(_copy(reader, server_writer)),
+                    asyncio.ensure_future(_copy(server_reader, writer)),
+                ],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
         for end in ends:
             end.close()
         self._ends -= ends

@@ -36,12 +36,14 @@ def why_not() -> str:
     """The reason why namespaces cannot be created here, or ""."""
     if shutil.which("ip") is None:
         return "there is no `ip`"
-    tried = subprocess.run(["unshare", "-n", "true"], capture_output=True, text=True,
-                           timeout=IP_S_MAX, check=False)
+    tried = subprocess.run(
+        ["unshare", "-n", "true"], capture_output=True, text=True, timeout=IP_S_MAX, check=False
+    )
     if tried.returncode:
         return f"no network namespaces here: {tried.stderr.strip()}"
-    tried = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True,
-                           timeout=IP_S_MAX, check=False)
+    tried = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, timeout=IP_S_MAX, check=False
+    )
     return "" if tried.returncode == 0 else f"`ip netns` fails: {tried.stderr.strip()}"
 
 
@@ -60,8 +62,9 @@ def namespaces(mark: str) -> Iterator[tuple[str, str]]:
         yield near, far
     finally:
         for name in (near, far):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True,
-                           timeout=IP_S_MAX)
+            subprocess.run(
+                ["ip", "netns", "del", name], check=False, capture_output=True, timeout=IP_S_MAX
+            )
 
 
 def ip(*words: str) -> None:
@@ -111,8 +114,9 @@ class Relay:
         self._writers: set[asyncio.StreamWriter] = set()
         self._passing: set[asyncio.Task[None]] = set()
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="relay",
-                                        daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="relay", daemon=True
+        )
         self._thread.start()
         assert self._ready.wait(10.0), "the relay did not start"
 
@@ -158,24 +162,51 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 class Agents:
     """The agents of both nodes. They reach the control plane and the log server by relays only."""
 
-    def __init__(self, folder: Path, far: str, server: Server, client: Client, *,
-                 num_slots: int, trace: Path) -> None:
+    def __init__(
+        self, folder: Path, far: str, server: Server, client: Client, *, num_slots: int, trace: Path
+    ) -> None:
         self._relays = [Relay(client.socket), Relay(server.socket)]
         http, redis = (relay.port for relay in self._relays)
         self._running: list[subprocess.Popen[bytes]] = []
-        for node, host, inside in ((NODES[0], HERE, []),
-                                   (NODES[1], THERE, ["ip", "netns", "exec", far])):
+        for node, host, inside in (
+            (NODES[0], HERE, []),
+            (NODES[1], THERE, ["ip", "netns", "exec", far]),
+        ):
             with (folder / f"{node}.log").open("wb") as log:
-                self._running.append(subprocess.Popen(
-                    [*inside, sys.executable, "-P", "-m", "unicron.cli.main", "agent",
-                     "--node", node, "--advertise", host, "--insecure",
-                     "--slots", str(num_slots),
-                     "--url", f"http://{HERE}:{http}",
-                     "--redis", f"redis://:{server.password}@{HERE}:{redis}/0",
-                     "--state", str(folder / node)],
-                    env={**os.environ, "UNICRON_TOKEN": client.token,
-                         "UNICRON_TRACE_DIR": str(trace)},
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True))
+                self._running.append(
+                    subprocess.Popen(
+                        [
+                            *inside,
+                            sys.executable,
+                            "-P",
+                            "-m",
+                            "unicron.cli.main",
+                            "agent",
+                            "--node",
+                            node,
+                            "--advertise",
+                            host,
+                            "--insecure",
+                            "--slots",
+                            str(num_slots),
+                            "--url",
+                            f"http://{HERE}:{http}",
+                            "--redis",
+                            f"redis://:{server.password}@{HERE}:{redis}/0",
+                            "--state",
+                            str(folder / node),
+                        ],
+                        env={
+                            **os.environ,
+                            "UNICRON_TOKEN": client.token,
+                            "UNICRON_TRACE_DIR": str(trace),
+                        },
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
 
     def stop(self) -> None:
         """Kill the agents; their ranks die with them."""

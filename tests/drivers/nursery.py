@@ -68,10 +68,22 @@ class Nursery:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with log.open("wb") as output, theirs:
             self.popen = subprocess.Popen(
-                [sys.executable, "-P", "-c", ZYGOTE,
-                 "--fd", str(theirs.fileno()), "--parent", str(os.getpid())],
-                pass_fds=[theirs.fileno()], stdout=output, stderr=output,
-                env={**os.environ, **ONE_THREAD, **WITHOUT_CUDA}, start_new_session=True)
+                [
+                    sys.executable,
+                    "-P",
+                    "-c",
+                    ZYGOTE,
+                    "--fd",
+                    str(theirs.fileno()),
+                    "--parent",
+                    str(os.getpid()),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **ONE_THREAD, **WITHOUT_CUDA},
+                start_new_session=True,
+            )
         self.socket.settimeout(START_S)
         assert self.socket.recv(REQUEST_BYTES_MAX), log.read_text()
 

@@ -91,8 +91,11 @@ class Bucket(AbstractFileSystem):
         return self._folder / quote(self._strip_protocol(path), safe="")
 
     def _sizes(self) -> dict[str, int]:
-        return {unquote(file.name): file.stat().st_size for file in self._folder.iterdir()
-                if not file.name.startswith(".")}
+        return {
+            unquote(file.name): file.stat().st_size
+            for file in self._folder.iterdir()
+            if not file.name.startswith(".")
+        }
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         path, sizes = self._strip_protocol(path), self._sizes()
@@ -104,8 +107,11 @@ class Bucket(AbstractFileSystem):
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         path, sizes = self._strip_protocol(path), self._sizes()
-        below = {f"{path}/{name.removeprefix(f'{path}/').split('/')[0]}" for name in sizes
-                 if name.startswith(f"{path}/")} | ({path} & set(sizes))
+        below = {
+            f"{path}/{name.removeprefix(f'{path}/').split('/')[0]}"
+            for name in sizes
+            if name.startswith(f"{path}/")
+        } | ({path} & set(sizes))
         if not below:
             raise FileNotFoundError(path)
         return [self.info(name) if detail else name for name in sorted(below)]

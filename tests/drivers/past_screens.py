@@ -11,8 +11,9 @@ from unicron.control_plane.history.history import History
 Plain = dict[str, Any]
 
 
-def task_status(view: Plain, shown: Plain, history: History, *, now_s: float, option: str = ""
-                ) -> list[str]:
+def task_status(
+    view: Plain, shown: Plain, history: History, *, now_s: float, option: str = ""
+) -> list[str]:
     past = {**past_of(history, shown["id"], now_s)}
     return task.task_status(view, shown, past, now_s=now_s, option=option)
 

@@ -18,19 +18,31 @@ Sits = Callable[[st.DrawFn, int, Sequence[Slot]], Task]
 """Makes the task with this number on these slots."""
 
 
-def task_at(number: int, slots: Sequence[Slot], *, started: bool = True,
-            num_layers: int = 1) -> Task:
+def task_at(
+    number: int, slots: Sequence[Slot], *, started: bool = True, num_layers: int = 1
+) -> Task:
     """A task that trains on these slots, or that is only assigned to them."""
-    train = {"iterations": 50, "output": "/tmp/out", "batch": {"global": 24, "micro": 2},
-             "model": {"num_layers": num_layers}}
-    task = Task(id=number, spec=spec(name=f"t{number}", train=train), weight=1.0, submitted_s=0.0,
-                since_s=0.0, target=tuple(Seat(rank, slot) for rank, slot in enumerate(slots)))
+    train = {
+        "iterations": 50,
+        "output": "/tmp/out",
+        "batch": {"global": 24, "micro": 2},
+        "model": {"num_layers": num_layers},
+    }
+    task = Task(
+        id=number,
+        spec=spec(name=f"t{number}", train=train),
+        weight=1.0,
+        submitted_s=0.0,
+        since_s=0.0,
+        target=tuple(Seat(rank, slot) for rank, slot in enumerate(slots)),
+    )
     if started:
         task.phase = "training"
-        task.ranks = {rank: Rank(rank=rank, attempt=1, slot=slot, state="member", has_state=True)
-                      for rank, slot in enumerate(slots)}
-        set_members(task, tuple(Member(rank, 1, slot.node, "")
-                                for rank, slot in enumerate(slots)))
+        task.ranks = {
+            rank: Rank(rank=rank, attempt=1, slot=slot, state="member", has_state=True)
+            for rank, slot in enumerate(slots)
+        }
+        set_members(task, tuple(Member(rank, 1, slot.node, "") for rank, slot in enumerate(slots)))
     return task
 
 
@@ -42,15 +54,19 @@ def of(slots: Sequence[Slot]) -> Held:
 
 
 @st.composite
-def clusters(draw: st.DrawFn, sits: Sits, *, each_max: int, tasks_max: int,
-             count_max: int) -> Case:
+def clusters(draw: st.DrawFn, sits: Sits, *, each_max: int, tasks_max: int, count_max: int) -> Case:
     """Tasks on slots of which some are lost; their new numbers of slots; the slots; labels.
 
     `each_max`: most slots of a node, and of a task before. `count_max`: most slots of a task now.
     """
     nodes = [(f"n{i}", draw(st.integers(1, each_max))) for i in range(draw(st.integers(2, 4)))]
-    where = {name: Labels(rack=draw(st.sampled_from(["", "r1", "r2"])),
-                          switch=draw(st.sampled_from(["", "s1", "s2"]))) for name, _ in nodes}
+    where = {
+        name: Labels(
+            rack=draw(st.sampled_from(["", "r1", "r2"])),
+            switch=draw(st.sampled_from(["", "s1", "s2"])),
+        )
+        for name, _ in nodes
+    }
     every = [Slot(name, index) for name, num in nodes for index in range(num)]
     order, tasks = draw(st.permutations(every)), list[Task]()
     for number in range(1, draw(st.integers(1, tasks_max)) + 1):

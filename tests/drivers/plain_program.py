@@ -35,7 +35,7 @@ class LeaveOneOut:
 
     def without(self, row: int, left: int) -> int:
         """The others' optimum on `left` slots."""
-        before, after = self._before[row, :left + 1], self._after[row + 1, :left + 1]
+        before, after = self._before[row, : left + 1], self._after[row + 1, : left + 1]
         return int((before + after[::-1]).max())
 
 
@@ -48,6 +48,6 @@ def tables(rows: Candidates, capacity: int, order: Sequence[int]) -> Ints:
         for size, gain in zip(own.sizes.tolist(), own.gains.tolist(), strict=True):
             if size <= capacity:
                 part = into[size:]
-                np.maximum(part, rest[:capacity + 1 - size] + gain, out=part)
+                np.maximum(part, rest[: capacity + 1 - size] + gain, out=part)
         np.copyto(into, IMPOSSIBLE, where=into < IMPOSSIBLE // 2)
     return found

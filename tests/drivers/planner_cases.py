@@ -26,8 +26,11 @@ def candidates_of(found: Sequence[Sequence[tuple[int, int]]]) -> Candidates:
     """Candidates from (size, gain) pairs by row."""
     flat = [pair for row in found for pair in row]
     starts = np.cumsum([0, *(len(row) for row in found)], dtype=np.int64)
-    return Candidates(sizes=np.array([size for size, _ in flat], dtype=np.int64),
-                      gains=np.array([gain for _, gain in flat], dtype=np.int64), starts=starts)
+    return Candidates(
+        sizes=np.array([size for size, _ in flat], dtype=np.int64),
+        gains=np.array([gain for _, gain in flat], dtype=np.int64),
+        starts=starts,
+    )
 
 
 def case(num_tasks: int, num_gpus: int, seed: int = 0, *, gain_min: float = 0.0) -> PlanProblem:
@@ -39,10 +42,15 @@ def case(num_tasks: int, num_gpus: int, seed: int = 0, *, gain_min: float = 0.0)
     waits = set(random.sample(range(num_tasks), num_tasks // 20))
     run = [i for i in range(num_tasks) if i not in waits and now[i] > 0]
     hurt = set(random.sample(run, -(-num_tasks // 50)))
-    return PlanProblem(demands=tuple(
-        replace(wish, now=0 if i in waits else now[i], faulted=i in hurt)
-        for i, wish in enumerate(wishes)),
-        num_slots=num_gpus, mtbf_gpu_s=MTBF_GPU_S, gain_min=gain_min)
+    return PlanProblem(
+        demands=tuple(
+            replace(wish, now=0 if i in waits else now[i], faulted=i in hurt)
+            for i, wish in enumerate(wishes)
+        ),
+        num_slots=num_gpus,
+        mtbf_gpu_s=MTBF_GPU_S,
+        gain_min=gain_min,
+    )
 
 
 def _wish(random: Random, task: int, most: int) -> TaskDemand:
@@ -61,9 +69,15 @@ def _wish(random: Random, task: int, most: int) -> TaskDemand:
         speed = model * micro / rounds / (1 + reduce_share * replicas)
         sizes.append(model * replicas)
         wafs.append(weight * rate * speed)
-    return TaskDemand(task=task, name=f"t{task}", now=0, faulted=False,
-                transition=Transition.uniform(round(random.uniform(5.0, 90.0), 1)),
-                sizes=tuple(sizes), wafs=tuple(wafs))
+    return TaskDemand(
+        task=task,
+        name=f"t{task}",
+        now=0,
+        faulted=False,
+        transition=Transition.uniform(round(random.uniform(5.0, 90.0), 1)),
+        sizes=tuple(sizes),
+        wafs=tuple(wafs),
+    )
 
 
 def _greedy(wishes: list[TaskDemand], num_gpus: int) -> list[int]:
@@ -96,12 +110,22 @@ def degenerate(family: str, num_tasks: int, num_gpus: int, seed: int = 0) -> Pla
 
 def _asked(num_gpus: int, tasks: list[tuple[list[int], Curve]]) -> PlanProblem:
     """A problem in which no task has slots yet."""
-    return PlanProblem(demands=tuple(
-        TaskDemand(task=task, name=f"t{task}", now=0, faulted=False,
-             transition=Transition.uniform(30.0),
-             sizes=tuple(sizes), wafs=tuple(curve(size) for size in sizes))
-        for task, (sizes, curve) in enumerate(tasks, 1)),
-        num_slots=num_gpus, mtbf_gpu_s=MTBF_GPU_S)
+    return PlanProblem(
+        demands=tuple(
+            TaskDemand(
+                task=task,
+                name=f"t{task}",
+                now=0,
+                faulted=False,
+                transition=Transition.uniform(30.0),
+                sizes=tuple(sizes),
+                wafs=tuple(curve(size) for size in sizes),
+            )
+            for task, (sizes, curve) in enumerate(tasks, 1)
+        ),
+        num_slots=num_gpus,
+        mtbf_gpu_s=MTBF_GPU_S,
+    )
 
 
 def _upto(num_tasks: int, num_gpus: int, step: int = 1) -> list[int]:
@@ -112,43 +136,71 @@ def _curve(rate: float, power: float = 1.0) -> Curve:
     return lambda size: rate * size if power == 1.0 else rate * size**power
 
 
-def _all(power: float, step: int = 1, rates: Callable[[Random], float] = lambda _: GPU_FLOPS
-         ) -> Callable[[Random, int, int], PlanProblem]:
-    return lambda random, num_tasks, num_gpus: _asked(num_gpus, [
-        (_upto(num_tasks, num_gpus, step), _curve(rates(random), power))
-        for _ in range(num_tasks)])
+def _all(
+    power: float, step: int = 1, rates: Callable[[Random], float] = lambda _: GPU_FLOPS
+) -> Callable[[Random, int, int], PlanProblem]:
+    return lambda random, num_tasks, num_gpus: _asked(
+        num_gpus,
+        [
+            (_upto(num_tasks, num_gpus, step), _curve(rates(random), power))
+            for _ in range(num_tasks)
+        ],
+    )
 
 
 def _huge(power: float) -> Callable[[Random, int, int], PlanProblem]:
     """One task that may use every GPU, beside small ones."""
-    return lambda random, num_tasks, num_gpus: _asked(num_gpus, [
-        (list(range(1, num_gpus + 1)), _curve(GPU_FLOPS, power)),
-        *((list(range(1, 9)), _curve(GPU_FLOPS * random.uniform(0.6, 1.4), 0.9))
-          for _ in range(num_tasks - 1))])
+    return lambda random, num_tasks, num_gpus: _asked(
+        num_gpus,
+        [
+            (list(range(1, num_gpus + 1)), _curve(GPU_FLOPS, power)),
+            *(
+                (list(range(1, 9)), _curve(GPU_FLOPS * random.uniform(0.6, 1.4), 0.9))
+                for _ in range(num_tasks - 1)
+            ),
+        ],
+    )
 
 
 def _one_size(more: float) -> Callable[[Random, int, int], PlanProblem]:
     """Each task has one size. It earns as much as `more` additional slots would."""
+
     def made(random: Random, num_tasks: int, num_gpus: int) -> PlanProblem:
         most = 4 * num_gpus // num_tasks
-        return _asked(num_gpus, [([random.randint(2, most)], lambda size: GPU_FLOPS * (size + more))
-                                 for _ in range(num_tasks)])
+        return _asked(
+            num_gpus,
+            [
+                ([random.randint(2, most)], lambda size: GPU_FLOPS * (size + more))
+                for _ in range(num_tasks)
+            ],
+        )
+
     return made
 
 
 def _noisy(share: float) -> Callable[[Random, int, int], PlanProblem]:
     """Linear, except for a random share of this size."""
+
     def made(random: Random, num_tasks: int, num_gpus: int) -> PlanProblem:
-        return _asked(num_gpus, [
-            (_upto(num_tasks, num_gpus),
-             lambda size: GPU_FLOPS * size * (1 + share * random.random()))
-            for _ in range(num_tasks)])
+        return _asked(
+            num_gpus,
+            [
+                (
+                    _upto(num_tasks, num_gpus),
+                    lambda size: GPU_FLOPS * size * (1 + share * random.random()),
+                )
+                for _ in range(num_tasks)
+            ],
+        )
+
     return made
 
 
-def _faulty(make: Callable[[Random, int, int], PlanProblem]
-            ) -> Callable[[Random, int, int], PlanProblem]:
+def _faulty(
+    make: Callable[[Random, int, int], PlanProblem],
+) -> Callable[[Random, int, int], PlanProblem]:
     """All tasks train; then one node is lost, and two tasks are faulted."""
+
     def made(random: Random, num_tasks: int, num_gpus: int) -> PlanProblem:
         problem = make(random, num_tasks, num_gpus)
         left, wishes = num_gpus, list[TaskDemand]()
@@ -160,6 +212,7 @@ def _faulty(make: Callable[[Random, int, int], PlanProblem]
         for i in random.sample(range(num_tasks), min(2, num_tasks)):
             wishes[i] = replace(wishes[i], faulted=wishes[i].now > 0)
         return replace(problem, demands=tuple(wishes), num_slots=num_gpus - NODE_NUM)
+
     return made
 
 
@@ -174,7 +227,8 @@ FAMILIES: dict[str, Callable[[Random, int, int], PlanProblem]] = {
     "linear, two rates": _all(1.0, rates=lambda random: random.choice([1.0, 2.0]) * GPU_FLOPS),
     "linear, weights from 1e-6 to 1e6": _all(1.0, rates=_ratios),
     "linear, after a fault": _faulty(
-        _all(1.0, rates=lambda random: GPU_FLOPS * random.uniform(0.6, 1.4))),
+        _all(1.0, rates=lambda random: GPU_FLOPS * random.uniform(0.6, 1.4))
+    ),
     "linear, all alike, after a fault": _faulty(_all(1.0)),
     "linear but for 0.1 %": _noisy(1e-3),
     "linear but for 1e-9": _noisy(1e-9),

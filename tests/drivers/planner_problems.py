@@ -17,16 +17,35 @@ def wishes(draw: st.DrawFn) -> tuple[list[TaskDemand], int]:
     found: list[TaskDemand] = []
     for task in range(1, draw(st.integers(0, 4)) + 1):
         sizes = sorted(draw(st.sets(st.integers(1, 10), max_size=4)))
-        wafs = [draw(st.sampled_from([0.0, 1.0, 1.5, 2.0, 1e12, 3e12])
-                     | st.floats(0, 1e18, allow_nan=False)) for _ in sizes]
+        wafs = [
+            draw(
+                st.sampled_from([0.0, 1.0, 1.5, 2.0, 1e12, 3e12])
+                | st.floats(0, 1e18, allow_nan=False)
+            )
+            for _ in sizes
+        ]
         now = draw(st.sampled_from([0, *sizes]))
-        found.append(TaskDemand(task=task, name=f"t{task}", now=now, faulted=draw(st.booleans()),
-                          transition=draw(st.sampled_from([ALIKE, KINDS])),
-                          sizes=tuple(sizes), wafs=tuple(wafs)))
+        found.append(
+            TaskDemand(
+                task=task,
+                name=f"t{task}",
+                now=now,
+                faulted=draw(st.booleans()),
+                transition=draw(st.sampled_from([ALIKE, KINDS])),
+                sizes=tuple(sizes),
+                wafs=tuple(wafs),
+            )
+        )
     return found, num_slots
 
 
-def asking(found: list[TaskDemand], num_slots: int, *, gain_min: float = 0.005,
-           mtbf_gpu_s: float = MTBF_GPU_S) -> PlanProblem:
-    return PlanProblem(demands=tuple(found), num_slots=num_slots, mtbf_gpu_s=mtbf_gpu_s,
-                     gain_min=gain_min)
+def asking(
+    found: list[TaskDemand],
+    num_slots: int,
+    *,
+    gain_min: float = 0.005,
+    mtbf_gpu_s: float = MTBF_GPU_S,
+) -> PlanProblem:
+    return PlanProblem(
+        demands=tuple(found), num_slots=num_slots, mtbf_gpu_s=mtbf_gpu_s, gain_min=gain_min
+    )

@@ -22,8 +22,7 @@ def body_of(kind: type[Body], **changes: Any) -> Body:
 
 def lies() -> list[tuple[type[Body], str]]:
     """Each kind with each of its fields that name the sender."""
-    return [(kind, name) for kind in KINDS for name in IDENTITY
-            if name in kind.__struct_fields__]
+    return [(kind, name) for kind in KINDS for name in IDENTITY if name in kind.__struct_fields__]
 
 
 def counts() -> list[tuple[type[Body], str]]:
@@ -32,8 +31,11 @@ def counts() -> list[tuple[type[Body], str]]:
     for kind in KINDS:
         info = inspect.type_info(kind)
         assert isinstance(info, inspect.StructType)
-        found += [(kind, field.name) for field in info.fields
-                  if isinstance(field.type, inspect.IntType) and field.name not in IDENTITY]
+        found += [
+            (kind, field.name)
+            for field in info.fields
+            if isinstance(field.type, inspect.IntType) and field.name not in IDENTITY
+        ]
     return found
 
 

@@ -53,14 +53,25 @@ NO_ORDER = o.DropMemoryCheckpoints(nodes=("n1",), task=0)
 class Process:
     """One rank's process and the driver's end of its socket. Forked by a nursery, or by exec."""
 
-    def __init__(self, rank: int, attempt: int, by: Nursery | list[str], patch: str,
-                 folder: Path, trace: Path) -> None:
+    def __init__(
+        self,
+        rank: int,
+        attempt: int,
+        by: Nursery | list[str],
+        patch: str,
+        folder: Path,
+        trace: Path,
+    ) -> None:
         self.rank, self.attempt = rank, attempt
         self.socket, theirs = socket.socketpair()
         self.log = folder / f"{rank}-{attempt}.log"
-        environment = {**interface_variables("127.0.0.1"), **os.environ,
-                       "UNICRON_TRACE_DIR": str(trace), "OMP_NUM_THREADS": "1",
-                       "UNICRON_RANK": str(rank)}
+        environment = {
+            **interface_variables("127.0.0.1"),
+            **os.environ,
+            "UNICRON_TRACE_DIR": str(trace),
+            "OMP_NUM_THREADS": "1",
+            "UNICRON_RANK": str(rank),
+        }
         self.popen: subprocess.Popen[bytes] | Forked
         with self.log.open("wb") as output, theirs:
             if isinstance(by, Nursery):
@@ -69,15 +80,28 @@ class Process:
             else:
                 assert not patch, "only forked ranks can run a patch"
                 self.popen = subprocess.Popen(
-                    [*by, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                    stdout=output, stderr=output, env=environment, start_new_session=True)
+                    [*by, "--fd", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,
+                )
         self.ready: r.RankReady | None = None
         self.num_sent = 0
 
     def send(self, body: Body) -> None:
         self.num_sent += 1
-        self.socket.sendall(pack(Frame(body=body, seq=self.num_sent, epoch=1,
-                                       store_keys=store_keys(lambda node: NODE_KEY, body, ""))))
+        self.socket.sendall(
+            pack(
+                Frame(
+                    body=body,
+                    seq=self.num_sent,
+                    epoch=1,
+                    store_keys=store_keys(lambda node: NODE_KEY, body, ""),
+                )
+            )
+        )
 
     def read_all(self, limit_s: float) -> bool:
         """Wait until the process has read everything sent to it. Source: tcp(7), SIOCOUTQ."""
@@ -131,8 +155,9 @@ class Driver:
         """Start processes and wait until all are ready. With `axes`: see `launch`."""
         self.launch(*ranks, attempt=attempt, axes=axes)
         for rank in ranks:
-            self.processes[rank].ready = self.wait(r.RankReady, rank, attempt=attempt,
-                                                   limit_s=START_S)
+            self.processes[rank].ready = self.wait(
+                r.RankReady, rank, attempt=attempt, limit_s=START_S
+            )
 
     def launch(self, *ranks: int, attempt: int = 1, axes: Axes | None = None) -> None:
         """Start processes. With `axes`, each is expected at its rank's position in this layout."""
@@ -140,10 +165,22 @@ class Driver:
             process = Process(rank, attempt, self.by, self.patch, self.folder, self.trace_dir)
             self.processes[rank] = process
             self.started.append(process)
-            process.send(o.StartRank(nodes=("n1",), task=TASK, rank=rank, attempt=attempt,
-                                     slot=Slot("n1", rank), spec=self.spec, num_seats=len(ranks),
-                                     host="", port=0, checkpoint="", axes=axes,
-                                     place=-1 if axes is None else rank))
+            process.send(
+                o.StartRank(
+                    nodes=("n1",),
+                    task=TASK,
+                    rank=rank,
+                    attempt=attempt,
+                    slot=Slot("n1", rank),
+                    spec=self.spec,
+                    num_seats=len(ranks),
+                    host="",
+                    port=0,
+                    checkpoint="",
+                    axes=axes,
+                    place=-1 if axes is None else rank,
+                )
+            )
             threading.Thread(target=self._read, args=(process,), daemon=True).start()
 
     def _read(self, process: Process) -> None:
@@ -162,24 +199,44 @@ class Driver:
                     self.reports.append((process.rank, process.attempt, frame.body))
                 self.changed.notify_all()
 
-    def wait(self, kind: type[Any], rank: int, *, attempt: int | None = None,
-             where: Callable[[Any], bool] = lambda body: True, limit_s: float = WAIT_S) -> Any:
+    def wait(
+        self,
+        kind: type[Any],
+        rank: int,
+        *,
+        attempt: int | None = None,
+        where: Callable[[Any], bool] = lambda body: True,
+        limit_s: float = WAIT_S,
+    ) -> Any:
         """The first report of this kind from this rank; fails after `limit_s` with the logs."""
+
         def find() -> Any:
-            return next((body for told, tried, body in self.reports
-                         if told == rank and isinstance(body, kind) and where(body)
-                         and (attempt is None or tried == attempt)), None)
+            return next(
+                (
+                    body
+                    for told, tried, body in self.reports
+                    if told == rank
+                    and isinstance(body, kind)
+                    and where(body)
+                    and (attempt is None or tried == attempt)
+                ),
+                None,
+            )
 
         with self.changed:
             if self.changed.wait_for(find, limit_s):
                 return find()
         raise AssertionError(
-            f"no {kind.__name__} of rank {rank} within {limit_s} s\n{self.story()}")
+            f"no {kind.__name__} of rank {rank} within {limit_s} s\n{self.story()}"
+        )
 
     def told(self, kind: type[Any], rank: int | None = None) -> list[Any]:
         with self.changed:
-            return [body for told, _, body in self.reports
-                    if isinstance(body, kind) and rank in (None, told)]
+            return [
+                body
+                for told, _, body in self.reports
+                if isinstance(body, kind) and rank in (None, told)
+            ]
 
     def story(self) -> str:
         lines = [f"{rank}.{attempt} {body}"[:300] for rank, attempt, body in self.reports[-40:]]
@@ -212,8 +269,13 @@ class Driver:
             assert time.monotonic() < last_s, f"{more}\n{self.story()}"
             time.sleep(0.005)
 
-    def reconfigure(self, ranks: list[int], checkpoint: str = "",
-                    copies: tuple[MemoryCheckpoint, ...] = (), axes: Axes | None = None) -> int:
+    def reconfigure(
+        self,
+        ranks: list[int],
+        checkpoint: str = "",
+        copies: tuple[MemoryCheckpoint, ...] = (),
+        axes: Axes | None = None,
+    ) -> int:
         """Order a new generation of these ranks, in this layout; return its number."""
         self.generation += 1
         members: list[Member] = []
@@ -221,32 +283,52 @@ class Driver:
             ready = self.processes[rank].ready
             assert ready is not None
             members.append(Member(rank, self.processes[rank].attempt, "n1", ready.endpoint))
-        self.order(o.Reconfigure(nodes=("n1",), task=TASK, generation=self.generation,
-                                 members=tuple(members), store=members[0].endpoint,
-                                 dp=len(members) if axes is None else axes.dp,
-                                 checkpoint=checkpoint, copies=copies, axes=axes,
-                                 keepers=tuple(one.keeper for one in self.keepers),
-                                 stores=self.stores), ranks)
+        self.order(
+            o.Reconfigure(
+                nodes=("n1",),
+                task=TASK,
+                generation=self.generation,
+                members=tuple(members),
+                store=members[0].endpoint,
+                dp=len(members) if axes is None else axes.dp,
+                checkpoint=checkpoint,
+                copies=copies,
+                axes=axes,
+                keepers=tuple(one.keeper for one in self.keepers),
+                stores=self.stores,
+            ),
+            ranks,
+        )
         return self.generation
 
     def reconfigured(self, ranks: list[int]) -> dict[int, r.Reconfigured]:
         return {rank: self.wait(r.Reconfigured, rank, where=self._now) for rank in ranks}
 
     def resume(self, ranks: list[int], progress_from: int = 0) -> None:
-        self.order(o.Resume(nodes=("n1",), task=TASK, generation=self.generation,
-                            progress_from=progress_from), ranks)
+        self.order(
+            o.Resume(
+                nodes=("n1",), task=TASK, generation=self.generation, progress_from=progress_from
+            ),
+            ranks,
+        )
 
-    def form(self, ranks: list[int], progress_from: int = 0, checkpoint: str = "",
-             copies: tuple[MemoryCheckpoint, ...] = (), axes: Axes | None = None
-             ) -> dict[int, r.Reconfigured]:
+    def form(
+        self,
+        ranks: list[int],
+        progress_from: int = 0,
+        checkpoint: str = "",
+        copies: tuple[MemoryCheckpoint, ...] = (),
+        axes: Axes | None = None,
+    ) -> dict[int, r.Reconfigured]:
         """Start a new generation and let it train."""
         self.reconfigure(ranks, checkpoint, copies, axes)
         reports = self.reconfigured(ranks)
         self.resume(ranks, progress_from)
         return reports
 
-    def quiesce(self, ranks: list[int], mode: QuiesceMode, hold: Path | None = None
-                ) -> dict[int, r.Quiesced]:
+    def quiesce(
+        self, ranks: list[int], mode: QuiesceMode, hold: Path | None = None
+    ) -> dict[int, r.Quiesced]:
         """Order the current generation to end, and wait until these ranks have quiesced.
 
         A `hold` is removed when all have received the order.
@@ -259,31 +341,51 @@ class Driver:
 
     def ask_to_leave(self, ranks: list[int], mode: QuiesceMode) -> None:
         """Order the current generation to end."""
-        self.order(o.Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
-                             ranks=tuple(ranks)), ranks)
+        self.order(
+            o.Quiesce(
+                nodes=("n1",), task=TASK, generation=self.generation, mode=mode, ranks=tuple(ranks)
+            ),
+            ranks,
+        )
 
-    def leave(self, ranks: list[int], mode: QuiesceMode, hold: Path | None = None
-              ) -> dict[int, list[Body]]:
+    def leave(
+        self, ranks: list[int], mode: QuiesceMode, hold: Path | None = None
+    ) -> dict[int, list[Body]]:
         """Order these ranks to quiesce, the first with a checkpoint; their reports until then.
 
         A `hold` is removed when all have received the order.
         """
         with self.changed:
             begin = len(self.reports)
-        self.order(o.Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
-                             ranks=tuple(ranks), save=True), ranks)
+        self.order(
+            o.Quiesce(
+                nodes=("n1",),
+                task=TASK,
+                generation=self.generation,
+                mode=mode,
+                ranks=tuple(ranks),
+                save=True,
+            ),
+            ranks,
+        )
         if hold is not None:
             self.heard(*ranks)
             hold.unlink()
 
         def said(rank: int) -> list[Body]:
-            return [body for told, _, body in self.reports[begin:]
-                    if told == rank and not isinstance(body, r.TaskProgressed)]
+            return [
+                body
+                for told, _, body in self.reports[begin:]
+                if told == rank and not isinstance(body, r.TaskProgressed)
+            ]
 
         with self.changed:
             assert self.changed.wait_for(
-                lambda: all(any(isinstance(body, r.Quiesced) for body in said(rank))
-                            for rank in ranks), WAIT_S), self.story()
+                lambda: all(
+                    any(isinstance(body, r.Quiesced) for body in said(rank)) for rank in ranks
+                ),
+                WAIT_S,
+            ), self.story()
             return {rank: said(rank) for rank in ranks}
 
     def quiesced(self, ranks: list[int]) -> dict[int, r.Quiesced]:
@@ -295,9 +397,13 @@ class Driver:
         Rarely, gloo does not report a closed connection to a wait in progress. Those ranks get an
         order to quiesce, as from the control plane.
         """
+
         def found() -> set[int]:
-            return {body.rank for _, _, body in self.reports
-                    if isinstance(body, r.Quiesced) and self._now(body)} & set(ranks)
+            return {
+                body.rank
+                for _, _, body in self.reports
+                if isinstance(body, r.Quiesced) and self._now(body)
+            } & set(ranks)
 
         with self.changed:
             self.changed.wait_for(lambda: len(found()) == len(ranks), ALONE_S)
@@ -353,15 +459,19 @@ class Driver:
         """Return when the rank starts its `nth` `event` of this iteration."""
         last_s = time.monotonic() + WAIT_S
         while time.monotonic() < last_s:
-            seen = [line for line in self.trace(rank)
-                    if line["iteration"] == iteration and line["event"] == event]
+            seen = [
+                line
+                for line in self.trace(rank)
+                if line["iteration"] == iteration and line["event"] == event
+            ]
             if len(seen) >= nth:
                 return
             time.sleep(0.001)
         raise AssertionError(f"rank {rank} did not start {event} of {iteration}\n{self.story()}")
 
-    def hold(self, rank: int, event: str, iteration: int, *, then: str = "wait",
-             **where: int) -> Path:
+    def hold(
+        self, rank: int, event: str, iteration: int, *, then: str = "wait", **where: int
+    ) -> Path:
         """Make the rank wait, or raise, at this event; return the file that requests it."""
         file = self.trace_dir / "hold" / f"{TASK}-{rank}"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -378,13 +488,17 @@ class Driver:
         return next(line for line in self.trace(rank)[::-1] if line["event"] == "held")
 
     def _times_held(self, rank: int, iteration: int) -> int:
-        return sum(line["event"] == "held" and line["iteration"] == iteration
-                   for line in self.trace(rank))
+        return sum(
+            line["event"] == "held" and line["iteration"] == iteration for line in self.trace(rank)
+        )
 
     def losses(self) -> dict[int, float]:
         """Iteration -> loss, as last reported."""
-        return {told.first_iteration + index: loss for told in self.told(r.TaskProgressed)
-                for index, loss in enumerate(told.losses)}
+        return {
+            told.first_iteration + index: loss
+            for told in self.told(r.TaskProgressed)
+            for index, loss in enumerate(told.losses)
+        }
 
     def close(self) -> None:
         self.hears.set()
@@ -401,11 +515,19 @@ class Driver:
 def small_spec(output: Path | str, **changes: Any) -> JobSpec:
     """A small GPT: 2 layers, hidden 64, 12 micro-batches."""
     train: dict[str, Any] = {
-        "model": {"num_layers": 2, "hidden": 64, "num_heads": 4, "sequence": 64,
-                  "dropout": changes.pop("dropout", 0.0)},
-        "batch": {"global": 24, "micro": 2}, "iterations": 14, "output": str(output),
+        "model": {
+            "num_layers": 2,
+            "hidden": 64,
+            "num_heads": 4,
+            "sequence": 64,
+            "dropout": changes.pop("dropout", 0.0),
+        },
+        "batch": {"global": 24, "micro": 2},
+        "iterations": 14,
+        "output": str(output),
         "optimizer": {"lr": 3e-3, "warmup_iterations": 2},
     }
     train.update(changes)
-    return parse({"apiVersion": "unicron/v1", "name": "small", "slots": {"min": 1, "max": 4},
-                  "train": train})
+    return parse(
+        {"apiVersion": "unicron/v1", "name": "small", "slots": {"min": 1, "max": 4}, "train": train}
+    )

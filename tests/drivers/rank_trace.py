@@ -66,21 +66,37 @@ class Trace(trace.Trace):
         self._file = -1
         if folder:
             os.makedirs(folder, exist_ok=True)
-            self._file = os.open(os.path.join(folder, f"{task}-{rank}.jsonl"),
-                                 os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._file = os.open(
+                os.path.join(folder, f"{task}-{rank}.jsonl"),
+                os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+                0o644,
+            )
         self._hold = Path(folder, "hold", f"{task}-{rank}")
 
-    def note(self, event: Event, generation: int, iteration: int, *, micro_batch: int = -1,
-             bucket: int = -1) -> None:
+    def note(
+        self,
+        event: Event,
+        generation: int,
+        iteration: int,
+        *,
+        micro_batch: int = -1,
+        bucket: int = -1,
+    ) -> None:
         """Record a phase. Returns when the rank may continue. Raises an injected fault."""
         if self._file < 0:
             return
-        where = {"generation": generation, "iteration": iteration, "micro_batch": micro_batch,
-                 "bucket": bucket, "event": event}
+        where = {
+            "generation": generation,
+            "iteration": iteration,
+            "micro_batch": micro_batch,
+            "bucket": bucket,
+            "event": event,
+        }
         self._write(where)
         is_held = False
         while (hold := self._read_hold()) is not None and all(
-                where[name] == hold[name] for name in where if name in hold):
+            where[name] == hold[name] for name in where if name in hold
+        ):
             then = hold.get("then", "")
             if then == "slow":
                 time.sleep(float(hold["slow_s"]))
@@ -102,6 +118,7 @@ class Trace(trace.Trace):
         if self._file < 0:
             return
         from unicron.workers.training.model import optimizers  # not in a process of the tests
+
         layers = trainee.modules[0].decoder.layers
         middle = layers[len(layers) // 2]
         middle.register_forward_hook(partial(_middle, note))
@@ -125,6 +142,7 @@ class Trace(trace.Trace):
 
 def _middle(note: trace.Note, module: Any, inputs: Any, output: Any) -> None:
     import torch
+
     note("forward_mid")
     hidden = output[0] if isinstance(output, tuple) else output
     # Without gradients it is the first forward of a layer that is recomputed. A hook would keep

@@ -62,8 +62,10 @@ class Reference:
     def allows(self, found: Difference) -> bool:
         if self.is_exact:
             return not (found.loss_rel or found.param_rel or found.optimizer_rel)
-        return all(getattr(found, name) <= tolerance([noise])
-                   for name, noise in zip(self.names, self.noise, strict=True))
+        return all(
+            getattr(found, name) <= tolerance([noise])
+            for name, noise in zip(self.names, self.noise, strict=True)
+        )
 
 
 class Twin(Reference):
@@ -73,24 +75,38 @@ class Twin(Reference):
     `num_orders` is, and these must be equal.
     """
 
-    def __init__(self, spec: JobSpec, folder: Path, nursery: Nursery, limit_s: float = TWIN_S,
-                 num_orders: int = NUM_ORDERS) -> None:
-        super().__init__(folder / "0" / "final", is_exact=(
-            spec.train is not None and spec.train.reproducible != "rounding"))
+    def __init__(
+        self,
+        spec: JobSpec,
+        folder: Path,
+        nursery: Nursery,
+        limit_s: float = TWIN_S,
+        num_orders: int = NUM_ORDERS,
+    ) -> None:
+        super().__init__(
+            folder / "0" / "final",
+            is_exact=(spec.train is not None and spec.train.reproducible != "rounding"),
+        )
         num_orders = 2 if self.is_exact else num_orders
-        asked = (f"spec, folder = {msgspec.json.encode(spec)!r}, {str(folder)!r}\n"
-                 f"drivers, num_orders = {str(Path(__file__).parent)!r}, {num_orders}{TWINS}")
+        asked = (
+            f"spec, folder = {msgspec.json.encode(spec)!r}, {str(folder)!r}\n"
+            f"drivers, num_orders = {str(Path(__file__).parent)!r}, {num_orders}{TWINS}"
+        )
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "log"
         with log.open("wb") as output, open(os.devnull, "rb") as nothing:
-            trains = nursery.fork({**os.environ, "OMP_NUM_THREADS": "1", "UNICRON_RANK": "twin",
-                                   PATCH: asked}, output.fileno(), nothing.fileno())
+            trains = nursery.fork(
+                {**os.environ, "OMP_NUM_THREADS": "1", "UNICRON_RANK": "twin", PATCH: asked},
+                output.fileno(),
+                nothing.fileno(),
+            )
         try:
             assert trains.wait(limit_s) == 0, log.read_text()
         finally:
             trains.kill()
-        noises = [self.difference(folder / str(number) / "final")
-                  for number in range(1, num_orders)]
+        noises = [
+            self.difference(folder / str(number) / "final") for number in range(1, num_orders)
+        ]
         assert not self.is_exact or all(map(self.allows, noises)), noises
         self.noise = [max(getattr(noise, name) for noise in noises) for name in self.names]
         print(f"noise of reordering: {dict(zip(self.names, self.noise, strict=True))}")

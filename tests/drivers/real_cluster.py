@@ -42,9 +42,16 @@ POLL_S = 0.05
 class RealCluster:
     """A cluster; reads the log and the ranks' traces."""
 
-    def __init__(self, path: Path, num_agents: int = 2,
-                 policy: Mapping[str, object] | None = None, run_as: str = "",
-                 num_slots: int = 2, num_control_planes: int = 1, redis_url: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        num_agents: int = 2,
+        policy: Mapping[str, object] | None = None,
+        run_as: str = "",
+        num_slots: int = 2,
+        num_control_planes: int = 1,
+        redis_url: str = "",
+    ) -> None:
         self.path = path
         trace = path / "trace"
         rank_trace.install(trace)
@@ -54,10 +61,19 @@ class RealCluster:
         file = path / "policy.yaml"
         limits = {"hang_s_min": HELD_S, "quarantine_faults": 1000} | dict(policy or {})
         file.write_text("".join(f"{name}: {value}\n" for name, value in limits.items()))
-        self.local = LocalCluster(self.state, ClusterOptions(
-            num_agents=num_agents, trace_dir=str(trace), policy=str(file), run_as=run_as,
-            num_slots=num_slots, num_control_planes=num_control_planes, redis_url=redis_url,
-            insecure=bool(redis_url)))
+        self.local = LocalCluster(
+            self.state,
+            ClusterOptions(
+                num_agents=num_agents,
+                trace_dir=str(trace),
+                policy=str(file),
+                run_as=run_as,
+                num_slots=num_slots,
+                num_control_planes=num_control_planes,
+                redis_url=redis_url,
+                insecure=bool(redis_url),
+            ),
+        )
         self.local.choose_port()
         self._log: list[Record] = []
         self._client: Client | None = None
@@ -77,9 +93,12 @@ class RealCluster:
             self.local.start(local_cluster.CONTROL_PLANE)
             self.local.wait_control_plane()
             return
-        with (mock.patch.dict(os.environ, {"UNICRON_CRASH_AFTER_KIND": crash_after}),
-              mock.patch.object(local_cluster, "program",
-                                lambda *words: [*crashing_log.PROGRAM, *words])):
+        with (
+            mock.patch.dict(os.environ, {"UNICRON_CRASH_AFTER_KIND": crash_after}),
+            mock.patch.object(
+                local_cluster, "program", lambda *words: [*crashing_log.PROGRAM, *words]
+            ),
+        ):
             self.local.start(local_cluster.CONTROL_PLANE)
 
     def kill_control_plane(self) -> None:
@@ -89,8 +108,10 @@ class RealCluster:
         self.wait_control_plane_dead()
 
     def wait_control_plane_dead(self) -> None:
-        self.wait(lambda: self.local.find(local_cluster.CONTROL_PLANE) is None or None,
-                  "the control plane is dead")
+        self.wait(
+            lambda: self.local.find(local_cluster.CONTROL_PLANE) is None or None,
+            "the control plane is dead",
+        )
 
     def submit(self, spec: Spec) -> int:
         return int(self.client().post("/v1/tasks", spec)["task"])
@@ -131,8 +152,10 @@ class RealCluster:
     def records(self, after: int = 0) -> list[Record]:
         """The log after `after`; only new records are fetched."""
         last = self._log[-1].seq if self._log else 0
-        new = [from_plain(line) for line in self._ask(
-            lambda client: list(client.records(last, follow=False)))]
+        new = [
+            from_plain(line)
+            for line in self._ask(lambda client: list(client.records(last, follow=False)))
+        ]
         assert [record.seq for record in new] == list(range(last + 1, last + len(new) + 1))
         self._log += new
         return self._log[after:]
@@ -143,28 +166,37 @@ class RealCluster:
 
     def told(self, after: int, kind: str, **wanted: object) -> list[Record]:
         """Records of a kind after `after` whose bodies have these values."""
-        return [record for record in self.records(after) if record.kind == kind
-                and all(getattr(record.body, key) == value for key, value in wanted.items())]
+        return [
+            record
+            for record in self.records(after)
+            if record.kind == kind
+            and all(getattr(record.body, key) == value for key, value in wanted.items())
+        ]
 
     def wait_told(self, after: int, kind: str, **wanted: object) -> Record:
         """The first such record, as soon as there is one."""
-        return self.wait(lambda: next(iter(self.told(after, kind, **wanted)), None),
-                         lambda: f"{kind} {wanted} behind {after}\n{self.tail(after)}")
+        return self.wait(
+            lambda: next(iter(self.told(after, kind, **wanted)), None),
+            lambda: f"{kind} {wanted} behind {after}\n{self.tail(after)}",
+        )
 
     def wait_healed(self, after: int) -> Any:
         """The body of the only IncidentClosed after `after`. It must be healed without any loss."""
         self.wait_told(after, "IncidentClosed")
         (closed,) = self.told(after, "IncidentClosed")
         body: Any = closed.body
-        assert (body.outcome, body.iterations_lost, body.ckpt_read) == (
-            "healed", 0, False), self.tail(after)
+        assert (body.outcome, body.iterations_lost, body.ckpt_read) == ("healed", 0, False), (
+            self.tail(after)
+        )
         return body
 
     def tail(self, after: int) -> str:
         """The log after `after`, as last read, in short lines, for a failed assertion."""
-        return "\n".join(f"{record.seq} {record.kind} {str(record.body)[:200]}"
-                         for record in self._log[after:]
-                         if record.kind != "TaskProgressed" and "Checkpoint" not in record.kind)
+        return "\n".join(
+            f"{record.seq} {record.kind} {str(record.body)[:200]}"
+            for record in self._log[after:]
+            if record.kind != "TaskProgressed" and "Checkpoint" not in record.kind
+        )
 
     # --- what is broken on purpose --------------------------------------------------------------
     def agent(self, node: str) -> Process:
@@ -217,9 +249,17 @@ class RealCluster:
 
     def wait_held(self, task: int, rank: int, after_s: float) -> dict[str, Any]:
         """The trace line that says that the rank is held, with a time after `after_s`."""
-        return self.wait(lambda: next(
-            (line for line in self.traced(task) if line["event"] == "held"
-             and line["rank"] == rank and line["t"] >= after_s), None), f"rank {rank} is held")
+        return self.wait(
+            lambda: next(
+                (
+                    line
+                    for line in self.traced(task)
+                    if line["event"] == "held" and line["rank"] == rank and line["t"] >= after_s
+                ),
+                None,
+            ),
+            f"rank {rank} is held",
+        )
 
     def wait_paced(self, task: int, num: int) -> None:
         """Wait until the normal step time of `num` ranks in this generation is reported."""
@@ -242,23 +282,29 @@ class RealCluster:
 
     def wait_whole(self, task: int, num: int) -> dict[str, Any]:
         """Wait until the task steps with exactly `num` members and no standby."""
+
         def look() -> dict[str, Any] | None:
             view = self.task(task)
             assert view["state"] not in ("failed", "finished"), (view, self.endings(task))
             members = [rank for rank in view["ranks"] if rank["state"] == "member"]
-            whole = (view["state"] in ("running", "degraded")
-                     and len(members) == len(view["ranks"]) == num)
+            whole = (
+                view["state"] in ("running", "degraded")
+                and len(members) == len(view["ranks"]) == num
+            )
             if not whole or view["phase"] != "training" or view["slots"]["target"] != num:
                 return None
             told = self.told(0, "TaskProgressed", task=task, generation=view["generation"])
             return view if told else None
+
         return self.wait(look, f"task {task} steps with {num} members")
 
     def wait_steps(self, task: int, num: int = 3) -> None:
         """Wait until the task has reported `num` more iterations."""
         begun = self.task(task)["iteration"]
-        self.wait(lambda: self.task(task)["iteration"] >= begun + num or None,
-                  f"task {task} makes {num} steps from {begun}")
+        self.wait(
+            lambda: self.task(task)["iteration"] >= begun + num or None,
+            f"task {task} makes {num} steps from {begun}",
+        )
 
     def task(self, task: int) -> dict[str, Any]:
         view = self._ask(lambda client: client.get("/v1/state"))
@@ -267,8 +313,10 @@ class RealCluster:
     def traced(self, task: int) -> list[dict[str, Any]]:
         """The trace lines of a task's ranks, oldest first."""
         self._trace.look()
-        return sorted((line for line in self._trace.events if line["task"] == task),
-                      key=lambda line: float(line["t"]))
+        return sorted(
+            (line for line in self._trace.events if line["task"] == task),
+            key=lambda line: float(line["t"]),
+        )
 
     def wait(self, look: Callable[[], T | None], what: str | Callable[[], str]) -> T:
         """Poll `look` until it returns a result; AssertionError with `what` after LIMIT_S."""
@@ -292,15 +340,21 @@ class RealCluster:
             nonlocal num_seen
             self._trace.look()
             new, num_seen = self._trace.events[num_seen:], len(self._trace.events)
-            fits = [line for line in new if line["task"] == task
-                    and all(line.get(key) == value for key, value in wanted.items())]
+            fits = [
+                line
+                for line in new
+                if line["task"] == task
+                and all(line.get(key) == value for key, value in wanted.items())
+            ]
             return max(fits, key=lambda line: float(line["t"]), default=None)
+
         return self.wait(look, f"{wanted} in the trace of task {task}")
 
     def wait_ended(self, task: int) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
             view = self.task(task)
             return view if view["state"] in ENDED else None
+
         return self.wait(look, f"task {task} ends")
 
     def losses(self, task: int, again_rel: float = 0.0) -> list[float]:
@@ -323,27 +377,50 @@ class RealCluster:
     def unicron(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command of the CLI on this cluster."""
         return subprocess.run(
-            [sys.executable, "-P", "-m", "unicron.cli.main", *arguments,
-             "--state", str(self.state.path)],
-            capture_output=True, text=True, check=False, timeout=LIMIT_S)
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "unicron.cli.main",
+                *arguments,
+                "--state",
+                str(self.state.path),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+        )
 
     def verify(self) -> None:
         """Export the log and replay it in a new process: every decision must be the same."""
         file = self.path / "log.unicron"
-        for words in (["export", str(file), "--state", str(self.state.path)],
-                      ["replay", str(file), "--verify"]):
-            done = subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", *words],
-                                  capture_output=True, text=True, check=False, timeout=60)
+        for words in (
+            ["export", str(file), "--state", str(self.state.path)],
+            ["replay", str(file), "--verify"],
+        ):
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", "unicron.cli.main", *words],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=60,
+            )
             assert done.returncode == 0, (words, done.stdout, done.stderr)
         assert "VERIFIED" in done.stdout + done.stderr
         file.unlink()
 
     def endings(self, task: int) -> str:
         """Why processes of a task ended, and the end of each log: for a failed assertion."""
-        told = [f"{record.seq} {record.kind} {record.body}" for record in self.records()
-                if record.kind in ("RankExited", "RankErrored", "IncidentOpened", "StopRank")]
-        logs = [f"{file.name}: {file.read_text()[-400:]}"
-                for file in sorted((self.state.logs).glob(f"{task}-*/*.log"))]
+        told = [
+            f"{record.seq} {record.kind} {record.body}"
+            for record in self.records()
+            if record.kind in ("RankExited", "RankErrored", "IncidentOpened", "StopRank")
+        ]
+        logs = [
+            f"{file.name}: {file.read_text()[-400:]}"
+            for file in sorted((self.state.logs).glob(f"{task}-*/*.log"))
+        ]
         return "\n".join([*told[-12:], *logs])
 
     def stop(self) -> None:
@@ -351,12 +428,17 @@ class RealCluster:
 
 
 @contextmanager
-def running(path: Path, num_agents: int = 2,
-            policy: Mapping[str, object] | None = None, run_as: str = "", num_slots: int = 2,
-            num_control_planes: int = 1, redis_url: str = "") -> Iterator[RealCluster]:
+def running(
+    path: Path,
+    num_agents: int = 2,
+    policy: Mapping[str, object] | None = None,
+    run_as: str = "",
+    num_slots: int = 2,
+    num_control_planes: int = 1,
+    redis_url: str = "",
+) -> Iterator[RealCluster]:
     """A started cluster; its processes are stopped by pid at the end."""
-    made = RealCluster(path, num_agents, policy, run_as, num_slots, num_control_planes,
-                       redis_url)
+    made = RealCluster(path, num_agents, policy, run_as, num_slots, num_control_planes, redis_url)
     try:
         made.start()
         yield made

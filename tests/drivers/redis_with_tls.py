@@ -27,10 +27,34 @@ def serving(pair: Pair, folder: Path) -> Iterator[str]:
     """A server at 127.0.0.1 with this certificate; yields its URL."""
     port = free_port()
     process = subprocess.Popen(
-        [PROGRAM, "--port", "0", "--tls-port", str(port), "--tls-cert-file", str(pair.certificate),
-         "--tls-key-file", str(pair.key), "--tls-ca-cert-file", str(pair.ca), "--tls-auth-clients",
-         "no", "--requirepass", "hush", "--bind", "127.0.0.1", "--appendonly", "yes",
-         "--appendfsync", "always", "--dir", str(folder), "--logfile", str(folder / "log")])
+        [
+            PROGRAM,
+            "--port",
+            "0",
+            "--tls-port",
+            str(port),
+            "--tls-cert-file",
+            str(pair.certificate),
+            "--tls-key-file",
+            str(pair.key),
+            "--tls-ca-cert-file",
+            str(pair.ca),
+            "--tls-auth-clients",
+            "no",
+            "--requirepass",
+            "hush",
+            "--bind",
+            "127.0.0.1",
+            "--appendonly",
+            "yes",
+            "--appendfsync",
+            "always",
+            "--dir",
+            str(folder),
+            "--logfile",
+            str(folder / "log"),
+        ]
+    )
     deadline_s = time.monotonic() + LIMIT_S
     try:
         while True:

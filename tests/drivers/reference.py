@@ -76,9 +76,15 @@ def state_folder(out: Path, iteration: int) -> Path:
     return out / f"iter-{iteration}"
 
 
-def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = None,
-                      tell: Callable[[int, float], None] | None = None,
-                      num_iterations: int | None = None, keep: Collection[int] = ()) -> None:
+def train_undisturbed(
+    train: Train,
+    out: Path,
+    *,
+    order: Sequence[int] | None = None,
+    tell: Callable[[int, float], None] | None = None,
+    num_iterations: int | None = None,
+    keep: Collection[int] = (),
+) -> None:
     """Train; the final state goes to `out`/final. `order`: of the micro-batches in a sum. `keep`:
     the numbers of iterations after which the state also goes to `state_folder`."""
     import torch
@@ -97,12 +103,14 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = cpu_device.prepare_device()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(),
-                            rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     # One process has nothing to overlap, so it uses Megatron's plain reduction for every spec.
-    trainee = model.build(replace(train, overlap=False, bucket_params=0,
-                                  parallel=Parallel()), device)
+    trainee = model.build(
+        replace(train, overlap=False, bucket_params=0, parallel=Parallel()), device
+    )
     trainee.ddps[0].config.finalize_model_grads_func = finalize_model_grads
     trainee.ddps[0].config.grad_scale_func = trainee.optimizer.scale_loss
     # If this is False, Megatron's schedule divides the loss sum of each micro-batch by its number
@@ -118,9 +126,12 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
         trainee.clear()
         sums: list[tuple[float, int]] = get_forward_backward_func()(
             forward_step_func=partial(_forward, trainee, words),
-            data_iterator=iter([(iteration, item) for item in items]), model=trainee.ddps,
-            num_microbatches=len(items), seq_length=train.model.sequence,
-            micro_batch_size=train.batch.micro, forward_only=False,
+            data_iterator=iter([(iteration, item) for item in items]),
+            model=trainee.ddps,
+            num_microbatches=len(items),
+            seq_length=train.model.sequence,
+            micro_batch_size=train.batch.micro,
+            forward_only=False,
         )
         return sums
 
@@ -144,8 +155,9 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     dist.destroy_process_group()
 
 
-def _step_exactly(trainee: TrainingModel, add_up: Callable[[], list[tuple[float, int]]]
-                  ) -> list[tuple[float, int]]:
+def _step_exactly(
+    trainee: TrainingModel, add_up: Callable[[], list[tuple[float, int]]]
+) -> list[tuple[float, int]]:
     """An iteration with exact sums, in one process and undisturbed: what `add_up` returns."""
     from types import SimpleNamespace
 
@@ -154,8 +166,9 @@ def _step_exactly(trainee: TrainingModel, add_up: Callable[[], list[tuple[float,
     from unicron.workers.training.step.optimizer_step import scale_of, step
 
     assert trainee.exact is not None
-    world: Any = SimpleNamespace(groups=SimpleNamespace(dp_cp=dist.group.WORLD, tp=dist.group.WORLD,
-                                                        embd=dist.group.WORLD))
+    world: Any = SimpleNamespace(
+        groups=SimpleNamespace(dp_cp=dist.group.WORLD, tp=dist.group.WORLD, embd=dist.group.WORLD)
+    )
     reduction = ExactReduction(trainee, trainee.exact, world)
     trainee.ddps[0].config.finalize_model_grads_func = None
     redone = 0
@@ -171,23 +184,30 @@ def _step_exactly(trainee: TrainingModel, add_up: Callable[[], list[tuple[float,
         if not found.num_overflows:
             break
         redone += 1
-    step(trainee, sum(number for _, number in sums), lambda event: None,
-         norm_square=norm_square_of(found.limbs), found_inf=found.num_not_finite > 0)
+    step(
+        trainee,
+        sum(number for _, number in sums),
+        lambda event: None,
+        norm_square=norm_square_of(found.limbs),
+        found_inf=found.num_not_finite > 0,
+    )
     if not found.num_not_finite:
         reduction.stepped()
     return sums
 
 
-def _forward(trainee: TrainingModel, words: Text, iterator: Iterator[tuple[int, int]], ddp: Any
-             ) -> tuple[Any, Any]:
+def _forward(
+    trainee: TrainingModel, words: Text, iterator: Iterator[tuple[int, int]], ddp: Any
+) -> tuple[Any, Any]:
     """The forward_step of Megatron's schedule: a micro-batch's losses, and their sum function."""
     import torch
 
     iteration, item = next(iterator)
     train = trainee.train
     trainee.draw.at(iteration, item)
-    tokens = words.sample(train.seed, iteration, item, rows=train.batch.micro,
-                          sequence=train.model.sequence).to(trainee.device)
+    tokens = words.sample(
+        train.seed, iteration, item, rows=train.batch.micro, sequence=train.model.sequence
+    ).to(trainee.device)
     mask = (tokens[:, :-1] != 0).float()
 
     def summed(losses: torch.Tensor) -> tuple[Any, Any, tuple[float, int]]:
@@ -204,8 +224,9 @@ def _loss(train: Train, sums: Sequence[tuple[float, int]]) -> float:
     import torch
 
     # In float32, as the loss that is differentiated.
-    return math.fsum((torch.tensor(part) / max(number, 1) / len(sums)).item()
-                     for part, number in sums)
+    return math.fsum(
+        (torch.tensor(part) / max(number, 1) / len(sums)).item() for part, number in sums
+    )
 
 
 def compare(one: Path | str, other: Path | str) -> Difference:
@@ -220,9 +241,11 @@ def difference(mine: dict[str, Any], theirs: dict[str, Any]) -> Difference:
     moments = [_gap(mine, theirs, f"optimizer.{moment}.") for moment in ("exp_avg", "exp_avg_sq")]
     steps = mine["numbers.adam_step"], theirs["numbers.adam_step"]
     return Difference(
-        num_losses=len(losses), loss_rel=_most([_ratio(abs(a - b), abs(b)) for a, b in losses]),
+        num_losses=len(losses),
+        loss_rel=_most([_ratio(abs(a - b), abs(b)) for a, b in losses]),
         param_rel=_gap(mine, theirs, kind),
-        optimizer_rel=_most(moments) if steps[0] == steps[1] else math.inf)
+        optimizer_rel=_most(moments) if steps[0] == steps[1] else math.inf,
+    )
 
 
 def _gap(mine: dict[str, Any], theirs: dict[str, Any], kind: str) -> float:
@@ -243,8 +266,10 @@ def read(folder: Path | str) -> dict[str, Any]:
     from unicron.workers.training.checkpoint.stored_state import StoredState
 
     stored = StoredState(str(folder))
-    return {key: whole_tensor(stored, key) if key in stored.kinds else stored.value(key)
-            for key in stored.keys}
+    return {
+        key: whole_tensor(stored, key) if key in stored.kinds else stored.value(key)
+        for key in stored.keys
+    }
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -252,9 +277,16 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     import torch
 
     assert one.keys() == other.keys()
-    return [name for name, value in one.items() if not name.startswith("numbers.step_s") and not (
-        torch.equal(value, other[name]) if isinstance(value, torch.Tensor)
-        else value == other[name])]
+    return [
+        name
+        for name, value in one.items()
+        if not name.startswith("numbers.step_s")
+        and not (
+            torch.equal(value, other[name])
+            if isinstance(value, torch.Tensor)
+            else value == other[name]
+        )
+    ]
 
 
 def _ratio(gap: float, whole: float) -> float:
@@ -275,14 +307,31 @@ def main() -> None:
     parser.add_argument("--spec", type=Path, help="a job spec as JSON: train it")
     parser.add_argument("--out", type=Path, help="where the final state goes, in final/")
     parser.add_argument("--iterations", type=int, metavar="N", help="stop after so many")
-    parser.add_argument("--order", type=int, default=0, choices=range(NUM_ORDERS),
-                        help="sum micro-batches up (0, the default), down (1) or shuffled (2)")
-    parser.add_argument("--keep", type=int, nargs="*", default=[], metavar="N",
-                        help="save the state after N iterations, too, in iter-N/")
-    parser.add_argument("--compare", nargs="+", default=[], metavar="CKPT",
-                        help="checkpoints to compare")
-    parser.add_argument("--to", nargs="+", default=[], metavar="CKPT",
-                        help="the checkpoint of the reference run for each of them")
+    parser.add_argument(
+        "--order",
+        type=int,
+        default=0,
+        choices=range(NUM_ORDERS),
+        help="sum micro-batches up (0, the default), down (1) or shuffled (2)",
+    )
+    parser.add_argument(
+        "--keep",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="save the state after N iterations, too, in iter-N/",
+    )
+    parser.add_argument(
+        "--compare", nargs="+", default=[], metavar="CKPT", help="checkpoints to compare"
+    )
+    parser.add_argument(
+        "--to",
+        nargs="+",
+        default=[],
+        metavar="CKPT",
+        help="the checkpoint of the reference run for each of them",
+    )
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
     if asked.spec is not None:
@@ -290,12 +339,17 @@ def main() -> None:
             parser.error("--spec needs --out")
         spec = parse(json.loads(asked.spec.read_text()))
         if spec.train is None:
-            raise UsageError("a command task has no reference run",
-                             "give the spec of a train: task")
+            raise UsageError(
+                "a command task has no reference run", "give the spec of a train: task"
+            )
         train_undisturbed(
-            spec.train, asked.out, order=orders(spec.train.num_micro_batches)[asked.order],
+            spec.train,
+            asked.out,
+            order=orders(spec.train.num_micro_batches)[asked.order],
             tell=lambda iteration, loss: _say({"iteration": iteration, "loss": loss}),
-            num_iterations=asked.iterations, keep=asked.keep)
+            num_iterations=asked.iterations,
+            keep=asked.keep,
+        )
     if len(asked.compare) != len(asked.to):
         parser.error("--compare needs as many checkpoints after --to")
     for one, other in zip(asked.compare, asked.to, strict=True):

@@ -29,12 +29,23 @@ NO_LIMIT = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 class TcpServer:
     """A running server. `client` is a connection to it, with this user and password."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, folder: Path,
-                 pair: Pair | None, login: tuple[str | None, str | None]) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        port: int,
+        folder: Path,
+        pair: Pair | None,
+        login: tuple[str | None, str | None],
+    ) -> None:
         self.process, self.port, self.folder = process, port, folder
         self.url = f"redis{'s' * bool(pair)}://127.0.0.1:{port}/0"
-        self.client = Redis(host="127.0.0.1", port=port, username=login[0], password=login[1], **(
-            {"ssl": True, "ssl_ca_certs": str(pair.ca)} if pair else {}))
+        self.client = Redis(
+            host="127.0.0.1",
+            port=port,
+            username=login[0],
+            password=login[1],
+            **({"ssl": True, "ssl_ca_certs": str(pair.ca)} if pair else {}),
+        )
 
     @property
     def role(self) -> str:
@@ -57,36 +68,80 @@ class TcpServer:
 
 
 @contextmanager
-def serving(folder: Path, *options: str, appendfsync: str = "always", program: str = "",
-            port: int = 0, pair: Pair | None = None) -> Iterator[TcpServer]:
+def serving(
+    folder: Path,
+    *options: str,
+    appendfsync: str = "always",
+    program: str = "",
+    port: int = 0,
+    pair: Pair | None = None,
+) -> Iterator[TcpServer]:
     """A server with an append-only file in `folder`; `program` "": the embedded one's binary. With
     a certificate, over TLS only."""
     port = port or free_port()
-    data = ("--save", "", "--appendonly", "yes", "--appendfsync", appendfsync,
-            "--repl-diskless-sync-delay", "0")
-    with _running(folder, (*_listening(port, pair), *data, *options), program, port, pair
-                  ) as server:
+    data = (
+        "--save",
+        "",
+        "--appendonly",
+        "yes",
+        "--appendfsync",
+        appendfsync,
+        "--repl-diskless-sync-delay",
+        "0",
+    )
+    with _running(
+        folder, (*_listening(port, pair), *data, *options), program, port, pair
+    ) as server:
         yield server
 
 
 def _listening(port: int, pair: Pair | None) -> tuple[str, ...]:
     if pair is None:
         return "--port", str(port)
-    return ("--port", "0", "--tls-port", str(port), "--tls-cert-file", str(pair.certificate),
-            "--tls-key-file", str(pair.key), "--tls-ca-cert-file", str(pair.ca),
-            "--tls-auth-clients", "no", "--tls-replication", "yes")
+    return (
+        "--port",
+        "0",
+        "--tls-port",
+        str(port),
+        "--tls-cert-file",
+        str(pair.certificate),
+        "--tls-key-file",
+        str(pair.key),
+        "--tls-ca-cert-file",
+        str(pair.ca),
+        "--tls-auth-clients",
+        "no",
+        "--tls-replication",
+        "yes",
+    )
 
 
 @contextmanager
-def _running(folder: Path, options: tuple[str, ...], program: str, port: int, pair: Pair | None,
-             login: tuple[str | None, str | None] = (None, None)) -> Iterator[TcpServer]:
+def _running(
+    folder: Path,
+    options: tuple[str, ...],
+    program: str,
+    port: int,
+    pair: Pair | None,
+    login: tuple[str | None, str | None] = (None, None),
+) -> Iterator[TcpServer]:
     folder.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
-        [program or str(embedded_server.find_binary()), *options, "--bind", "127.0.0.1", "--dir",
-         str(folder), "--logfile", str(folder / "log")],
+        [
+            program or str(embedded_server.find_binary()),
+            *options,
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(folder),
+            "--logfile",
+            str(folder / "log"),
+        ],
         # SIGXFSZ stays ignored: a write beyond the limit is an error. A session has its own share
         # of the CPUs: a Sentinel that is late by 2 s does nothing for 30 s.
-        restore_signals=False, start_new_session=True)
+        restore_signals=False,
+        start_new_session=True,
+    )
     server = TcpServer(process, port, folder, pair, login)
     deadline_s = time.monotonic() + LIMIT_S
     try:
@@ -106,28 +161,41 @@ def _running(folder: Path, options: tuple[str, ...], program: str, port: int, pa
 
 
 @contextmanager
-def replicated(folder: Path, program: str = "", pair: Pair | None = None
-               ) -> Iterator[tuple[TcpServer, TcpServer]]:
+def replicated(
+    folder: Path, program: str = "", pair: Pair | None = None
+) -> Iterator[tuple[TcpServer, TcpServer]]:
     """A primary and its replica, which follows."""
-    with (serving(folder / "primary", program=program, pair=pair) as primary,
-          serving(folder / "replica", "--replicaof", "127.0.0.1", str(primary.port),
-                  program=program, pair=pair) as replica):
+    with (
+        serving(folder / "primary", program=program, pair=pair) as primary,
+        serving(
+            folder / "replica",
+            "--replicaof",
+            "127.0.0.1",
+            str(primary.port),
+            program=program,
+            pair=pair,
+        ) as replica,
+    ):
         primary.wait_replica()
         yield primary, replica
 
 
 @contextmanager
-def watched(folder: Path, primary: TcpServer, program: str = "", pair: Pair | None = None
-            ) -> Iterator[tuple[str, list[TcpServer]]]:
+def watched(
+    folder: Path, primary: TcpServer, program: str = "", pair: Pair | None = None
+) -> Iterator[tuple[str, list[TcpServer]]]:
     """Three Sentinels of a primary and its replica; yields the URL of the log, and them. Clients
     may ask them where the primary is, and nothing else."""
     with ExitStack() as stack:
-        found = [stack.enter_context(_sentinel(folder / f"sentinel-{number}", primary, program,
-                                               pair)) for number in range(3)]
+        found = [
+            stack.enter_context(_sentinel(folder / f"sentinel-{number}", primary, program, pair))
+            for number in range(3)
+        ]
         deadline_s = time.monotonic() + LIMIT_S
         for one in found:
             while (seen := one.client.sentinel_master(NAME))["num-other-sentinels"] < 2 or not (
-                    seen["num-slaves"]):
+                seen["num-slaves"]
+            ):
                 assert time.monotonic() < deadline_s, "the Sentinels do not find each other"
                 time.sleep(0.05)
         ports = ",".join(f"127.0.0.1:{one.port}" for one in found)
@@ -135,8 +203,9 @@ def watched(folder: Path, primary: TcpServer, program: str = "", pair: Pair | No
 
 
 @contextmanager
-def _sentinel(folder: Path, primary: TcpServer, program: str, pair: Pair | None
-              ) -> Iterator[TcpServer]:
+def _sentinel(
+    folder: Path, primary: TcpServer, program: str, pair: Pair | None
+) -> Iterator[TcpServer]:
     folder.mkdir(parents=True)
     path = folder / "sentinel.conf"
     path.write_text(f"""user default on nopass +ping +sentinel|get-master-addr-by-name
@@ -148,8 +217,14 @@ sentinel down-after-milliseconds {NAME} {DOWN_S * 1e3:.0f}
 sentinel failover-timeout {NAME} 4000
 """)
     port = free_port()
-    with _running(folder, (str(path), "--sentinel", *_listening(port, pair)), program, port, pair,
-                  ("peer", "peers")) as server:
+    with _running(
+        folder,
+        (str(path), "--sentinel", *_listening(port, pair)),
+        program,
+        port,
+        pair,
+        ("peer", "peers"),
+    ) as server:
         yield server
 
 
@@ -162,8 +237,20 @@ def why_no_failing_sync() -> str:
 def failing_sync(server: TcpServer) -> Iterator[None]:
     """Every fsync of the server fails with an I/O error."""
     tracer = subprocess.Popen(
-        ["strace", "-f", "-qq", "-o", "/dev/null", "-p", str(server.process.pid), "-e",
-         "trace=fdatasync,fsync", "-e", "inject=fdatasync,fsync:error=EIO"])
+        [
+            "strace",
+            "-f",
+            "-qq",
+            "-o",
+            "/dev/null",
+            "-p",
+            str(server.process.pid),
+            "-e",
+            "trace=fdatasync,fsync",
+            "-e",
+            "inject=fdatasync,fsync:error=EIO",
+        ]
+    )
     status = Path(f"/proc/{server.process.pid}/status")
     deadline_s = time.monotonic() + LIMIT_S
     try:

@@ -37,8 +37,12 @@ with cpu_device.uncompiled():
 
 rank.ignore_warnings()
 LIMIT_S = 60.0
-TRAIN = Train(model=Model(num_layers=6, hidden=16, num_heads=2, sequence=8), iterations=1000,
-              optimizer=Optimizer(lr=1e-2, warmup_iterations=50, clip_grad=0.0), output="unused")
+TRAIN = Train(
+    model=Model(num_layers=6, hidden=16, num_heads=2, sequence=8),
+    iterations=1000,
+    optimizer=Optimizer(lr=1e-2, warmup_iterations=50, clip_grad=0.0),
+    output="unused",
+)
 
 
 class Layout(NamedTuple):
@@ -81,9 +85,12 @@ class Walker:
     def up(self, axes: Axes) -> Generator[Any]:
         """The groups of a new generation of all members."""
         self.generation += 1
-        dist.init_process_group("gloo", store=dist.PrefixStore(str(self.generation), self.store),
-                                rank=(self.number + self.turn) % self.num_members,
-                                world_size=self.num_members)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(str(self.generation), self.store),
+            rank=(self.number + self.turn) % self.num_members,
+            world_size=self.num_members,
+        )
         made = process_groups.build(axes, LIMIT_S)
         try:
             yield made
@@ -107,8 +114,11 @@ class Walker:
         """
         last = (self.number + self.turn) % self.num_members
         seated = range(num_positions(self.layout.axes))
-        holders = {(place + turn) % self.num_members: seat(self.layout, place)
-                   for place in seated if place not in lost}
+        holders = {
+            (place + turn) % self.num_members: seat(self.layout, place)
+            for place in seated
+            if place not in lost
+        }
         self.turn = (self.turn + turn) % self.num_members
         has = last in seated and last not in lost
         with self.up(layout.axes) as made:
@@ -118,8 +128,13 @@ class Walker:
                 trainee = self.build(layout, place, made)
                 want = state_shards.list_shards(trainee)
             if holders:
-                found = self.exchange(self.have if has else {}, want, self.numbers if has else None,
-                                      holders, seat(layout, place))
+                found = self.exchange(
+                    self.have if has else {},
+                    want,
+                    self.numbers if has else None,
+                    holders,
+                    seat(layout, place),
+                )
             if trainee is not None:
                 if holders:
                     training_state.load(trainee, found.numbers, self.history)
@@ -136,13 +151,26 @@ class Walker:
         gc.collect()
         return found.taken if holders else {}
 
-    def exchange(self, have: State, want: State,
-                 told: training_state.Numbers | None, holders: dict[int, HeldState],
-                 wanted: HeldState = WHOLE, *, staged: bool = False
-                 ) -> state_exchange.ExchangeResult:
-        return state_exchange.exchange(have, want, told, step_version=self.step_version,
-                                       held=holders, seat=wanted, nodes=["a"] * self.num_members,
-                                       staged=staged)
+    def exchange(
+        self,
+        have: State,
+        want: State,
+        told: training_state.Numbers | None,
+        holders: dict[int, HeldState],
+        wanted: HeldState = WHOLE,
+        *,
+        staged: bool = False,
+    ) -> state_exchange.ExchangeResult:
+        return state_exchange.exchange(
+            have,
+            want,
+            told,
+            step_version=self.step_version,
+            held=holders,
+            seat=wanted,
+            nodes=["a"] * self.num_members,
+            staged=staged,
+        )
 
     def check(self, held: State, when: str) -> None:
         """Assert that all of it equals the whole model's state."""
@@ -164,13 +192,14 @@ def _step(trainee: model.TrainingModel, held: State, step: int) -> None:
             continue
         param = params[piece.key]
         shape = _whole(piece).region.shape
-        generator = torch.Generator().manual_seed(int.from_bytes(
-            hashlib.blake2b(f"{piece.key} {step}".encode(), digest_size=6).digest()))
+        generator = torch.Generator().manual_seed(
+            int.from_bytes(hashlib.blake2b(f"{piece.key} {step}".encode(), digest_size=6).digest())
+        )
         drawn = torch.randn(shape, generator=generator)
         begin = tensor.storage_offset() - param.storage_offset()
-        param.main_grad.as_strided(tensor.shape, tensor.stride(),
-                                   param.main_grad.storage_offset() + begin).copy_(
-            cut(drawn, Region((0,) * len(shape), shape), piece.region))
+        param.main_grad.as_strided(
+            tensor.shape, tensor.stride(), param.main_grad.storage_offset() + begin
+        ).copy_(cut(drawn, Region((0,) * len(shape), shape), piece.region))
     if trainee.mirror is not None:
         optimizers.sync_mirror(trainee.mirror, trainee.optimizer)
     assert all(optimizer.step()[0] for optimizer in trainee.optimizers)
@@ -182,8 +211,10 @@ def _step(trainee: model.TrainingModel, held: State, step: int) -> None:
 
 def _pieces_of(tensors: dict[str, torch.Tensor]) -> State:
     """Each tensor as one whole shard, by key."""
-    return {_whole(Shard(key, kind_of(tensor, tuple(tensor.shape)), Region((), ()))):
-            tensor for key, tensor in tensors.items()}
+    return {
+        _whole(Shard(key, kind_of(tensor, tuple(tensor.shape)), Region((), ()))): tensor
+        for key, tensor in tensors.items()
+    }
 
 
 def _whole(piece: Shard) -> Shard:
@@ -223,15 +254,23 @@ def gather(number: int, train: Train, layout: Layout) -> list[str]:
     walker = Walker(number, train)
     walker.go(layout)
     with walker.up(layout.axes):
-        want = {} if number else {piece: torch.empty_like(tensor)
-                                  for piece, tensor in walker.expected.items()}
+        want = (
+            {}
+            if number
+            else {piece: torch.empty_like(tensor) for piece, tensor in walker.expected.items()}
+        )
         holders = {place: seat(layout, place) for place in range(num_positions(layout.axes))}
         walker.exchange(walker.have, want, walker.numbers, holders)
         walker.check(want, "gathered")
         for tensor in walker.have.values():
             tensor.zero_()
-        result = walker.exchange(want, walker.have, walker.numbers if number == 0 else None,
-                                 {0: WHOLE}, seat(layout, number))
+        result = walker.exchange(
+            want,
+            walker.have,
+            walker.numbers if number == 0 else None,
+            {0: WHOLE},
+            seat(layout, number),
+        )
         walker.check(walker.have, "given back")
         assert result.numbers is not None
         assert result.numbers.adam_step == 1
@@ -257,12 +296,15 @@ def refuse(number: int, train: Train, what: str) -> tuple[dict[int, int], set[st
             case "checksum":
                 right = state_transfer._seal
                 state_transfer._seal = lambda chunk: right(chunk).index_fill_(
-                    0, torch.tensor([5]), 7)
+                    0, torch.tensor([5]), 7
+                )
             case "step":
                 walker.numbers.step_version -= 1
             case _:
-                walker.have = {piece._replace(kind=f"{piece.kind}x1"): tensor
-                               for piece, tensor in walker.have.items()}
+                walker.have = {
+                    piece._replace(kind=f"{piece.kind}x1"): tensor
+                    for piece, tensor in walker.have.items()
+                }
     with structlog.testing.capture_logs() as logged:
         took = walker.go(Layout(Axes(dp=4)))
     return took, {str(line["why"]) for line in logged}
@@ -284,8 +326,13 @@ def die(number: int, train: Train) -> None:
 
     def give() -> state_exchange.ExchangeResult:
         with walker.up(Axes(dp=2)):
-            return walker.exchange({} if number else walker.have, walker.have,
-                                   None if number else walker.numbers, {0: WHOLE}, staged=True)
+            return walker.exchange(
+                {} if number else walker.have,
+                walker.have,
+                None if number else walker.numbers,
+                {0: WHOLE},
+                staged=True,
+            )
 
     for tensor in walker.have.values():
         tensor += number

@@ -22,8 +22,10 @@ NUM, VICTIM, ITERATIONS, MICRO_BATCHES, EVERY = 2, 1, 12, 6, 2
 STEP_S = 0.3
 """Each iteration waits as long, so that a checkpoint is complete before the last one."""
 STAMP = '"at": __import__("time").time(), "pid": __import__("os").getpid()'
-STAMPED = (('"ranks": job.num_members}', f'"ranks": job.num_members, {STAMP}}}'),
-           ('"loss": loss}', f'"loss": loss, {STAMP}}}'))
+STAMPED = (
+    ('"ranks": job.num_members}', f'"ranks": job.num_members, {STAMP}}}'),
+    ('"loss": loss}', f'"loss": loss, {STAMP}}}'),
+)
 STEPPED = ("iteration = job.step()\n", "loss = train(iteration)\n")
 Line = dict[str, Any]
 
@@ -38,11 +40,18 @@ class Case(NamedTuple):
 
 CASES = (
     Case("an optimizer other than Adam", "loop.py", [('optimizer="adam"', 'optimizer="sgd"')]),
-    Case("torch.compile", "loop.py", [
-        ("module.to(", 'module.compile(backend="aot_eager")\n        module.to(')]),
-    Case("gradients scaled by the number of replicas", "loop.py", [
-        ("calculate_per_token_loss=True", "calculate_per_token_loss=False")]),
-    Case("FSDP", "fsdp.py"))
+    Case(
+        "torch.compile",
+        "loop.py",
+        [("module.to(", 'module.compile(backend="aot_eager")\n        module.to(')],
+    ),
+    Case(
+        "gradients scaled by the number of replicas",
+        "loop.py",
+        [("calculate_per_token_loss=True", "calculate_per_token_loss=False")],
+    ),
+    Case("FSDP", "fsdp.py"),
+)
 
 
 class Restart(NamedTuple):
@@ -85,11 +94,21 @@ def struck(cluster: RealCluster, script: Path, folder: Path, loop: Mapping[str, 
     """Kill a process two iterations after the first checkpoint. `loop`: the checkpoints of the job
     file, in memory or on disk."""
     losses, after = folder / "losses", cluster.seq()
-    task = cluster.submit({
-        "apiVersion": "unicron/v1", "name": "struck", "slots": {"min": NUM, "max": NUM},
-        "command": [sys.executable, str(script), *_words(script, losses)], "heal": "in-memory",
-        "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS,
-                 "output": str(folder / "out"), **loop}})
+    task = cluster.submit(
+        {
+            "apiVersion": "unicron/v1",
+            "name": "struck",
+            "slots": {"min": NUM, "max": NUM},
+            "command": [sys.executable, str(script), *_words(script, losses)],
+            "heal": "in-memory",
+            "loop": {
+                "micro_batches": MICRO_BATCHES,
+                "iterations": ITERATIONS,
+                "output": str(folder / "out"),
+                **loop,
+            },
+        }
+    )
     declined = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
     stored = EVERY
     if loop.get("copy_every"):
@@ -103,10 +122,16 @@ def struck(cluster: RealCluster, script: Path, folder: Path, loop: Mapping[str, 
     assert ended["state"] == "finished", (ended, cluster.endings(task))
     lines = _lines(losses)
     before = [line for line in lines if line["pid"] == lines[0]["pid"]]
-    again = lines[len(before):]
+    again = lines[len(before) :]
     starts = [one.body for one in cluster.told(after, "StartRank", task=task)]
-    return Restart(task, declined, starts, lines, again[0]["at"] - killed_s,
-                   before[-1]["iteration"] + 1 - again[0]["iteration"])
+    return Restart(
+        task,
+        declined,
+        starts,
+        lines,
+        again[0]["at"] - killed_s,
+        before[-1]["iteration"] + 1 - again[0]["iteration"],
+    )
 
 
 def _words(script: Path, losses: Path) -> list[str]:

@@ -40,14 +40,22 @@ def build(place: int, train: Train, layout: Layout) -> model.TrainingModel:
     return trainee
 
 
-def shares(place: int, train: Train, layout: Layout, lives: Collection[Collection[int] | None]
-           ) -> list[Share]:
+def shares(
+    place: int, train: Train, layout: Layout, lives: Collection[Collection[int] | None]
+) -> list[Share]:
     """The member's share for each set of positions that save."""
     trainee = build(place, train, layout)
     held_bytes = sum(tensor.nbytes for tensor in trainee.shards.values())
-    return [(held_bytes, [(shard, bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()))
-                          for shard, tensor in own_share(trainee, saving).items()])
-            for saving in lives]
+    return [
+        (
+            held_bytes,
+            [
+                (shard, bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()))
+                for shard, tensor in own_share(trainee, saving).items()
+            ],
+        )
+        for saving in lives
+    ]
 
 
 def save(place: int, train: Train, layout: Layout, folder: str, lost: Collection[int] = ()) -> None:
@@ -57,14 +65,18 @@ def save(place: int, train: Train, layout: Layout, folder: str, lost: Collection
     target = Folder(folder, "token")
     if place in saving:
         taken = Snapshot(own_share(trainee, saving), None)
-        values = (share_files.plain(training_state.numbers(trainee, 1, History()))
-                  if place == saving[0] else {})
+        values = (
+            share_files.plain(training_state.numbers(trainee, 1, History()))
+            if place == saving[0]
+            else {}
+        )
         share_files.write_share(target, place, 1, taken.read(), values)
     dist.barrier()
     if place == saving[0]:
         indexes = [share_files.read_index(target.read(target.index_name(each))) for each in saving]
-        share_files.complete(target, [index for index in indexes if index is not None],
-                             model=trainee.description)
+        share_files.complete(
+            target, [index for index in indexes if index is not None], model=trainee.description
+        )
     dist.barrier()
 
 
@@ -78,8 +90,9 @@ def load(place: int, train: Train, layout: Layout, folder: str) -> list[str]:
     trainee.scheduler.step(12)
     assert checkpoint.load(folder, trainee, History()) == 1
     assert training_state.numbers(trainee, 1, History()) == numbers
-    return [str(shard) for shard, tensor in trainee.shards.items()
-            if not tensor.equal(expected[shard])]
+    return [
+        str(shard) for shard, tensor in trainee.shards.items() if not tensor.equal(expected[shard])
+    ]
 
 
 def refuse(place: int, train: Train, layout: Layout, folder: str) -> tuple[str, bool]:
@@ -90,5 +103,6 @@ def refuse(place: int, train: Train, layout: Layout, folder: str) -> tuple[str, 
         checkpoint.load(folder, trainee, History())
     except (UsageError, RuntimeError) as error:
         return f"{error}; {getattr(error, 'hint', '')}", all(
-            tensor.equal(before[shard]) for shard, tensor in trainee.shards.items())
+            tensor.equal(before[shard]) for shard, tensor in trainee.shards.items()
+        )
     return "", False

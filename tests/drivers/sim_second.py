@@ -50,8 +50,9 @@ def rate(rates: Mapping[int, float], num: int) -> float:
 class Second:
     """`how`: kept, moved or shrunk, as the policy says. `jobs` have their initial nodes."""
 
-    def __init__(self, nodes: Sequence[str], jobs: Sequence[Job], costs: Costs, how: str,
-                 iteration_s: float) -> None:
+    def __init__(
+        self, nodes: Sequence[str], jobs: Sequence[Job], costs: Costs, how: str, iteration_s: float
+    ) -> None:
         self.nodes, self.jobs, self.costs, self.how = sorted(nodes), jobs, costs, how
         self.iteration_s = iteration_s
         self.away: set[str] = set()
@@ -61,7 +62,8 @@ class Second:
         """Nodes with a failed device, which will be repaired."""
         self.life = dict.fromkeys(nodes, 0)
         self.lost = dict.fromkeys(
-            ("detection", "transition", "waiting", "sub-healthy", "recomputed"), 0.0)
+            ("detection", "transition", "waiting", "sub-healthy", "recomputed"), 0.0
+        )
         self.earned = 0.0
         self.now_s = 0.0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -123,8 +125,9 @@ class Second:
                     self.repaired_soon.add(node)
                     self._later(told_s, lambda: self._is_drained(node))
                 for job in struck:
-                    self._later(told_s, lambda job=job, round=job.round: self._told(
-                        job, round, node, life))
+                    self._later(
+                        told_s, lambda job=job, round=job.round: self._told(job, round, node, life)
+                    )
         elif one.event == "repaired" and (node in self.away or node in self.repaired_soon):
             for job in self.jobs:
                 if node in job.alive:
@@ -162,8 +165,7 @@ class Second:
     def _tell_all(self, node: str) -> None:
         """The loss or return of the node is reported; tasks that stalled because of it end."""
         for job in self.jobs:
-            if job.status in ("stands", "starts") and node in job.nodes and (
-                    node not in job.alive):
+            if job.status in ("stands", "starts") and node in job.nodes and (node not in job.alive):
                 self._stop(job)
 
     # --- what the policy makes of it --------------------------------------------------------------
@@ -231,12 +233,18 @@ class Heals:
     cause.
     """
 
-    def __init__(self, rates: Mapping[int, float], nodes: Sequence[str], costs: Costs,
-                 iteration_s: float, evidence_s: float) -> None:
+    def __init__(
+        self,
+        rates: Mapping[int, float],
+        nodes: Sequence[str],
+        costs: Costs,
+        iteration_s: float,
+        evidence_s: float,
+    ) -> None:
         self.rates, self.costs, self.iteration_s = rates, costs, iteration_s
         self.evidence_s = evidence_s
         self.size = max(rates)
-        self.members, self.free = set(nodes[:self.size]), list(nodes[self.size:])
+        self.members, self.free = set(nodes[: self.size]), list(nodes[self.size :])
         self.away: set[str] = set()
         self.now_s = self.done_flop = self.earned = 0.0
         self.down_s = dict.fromkeys(("detection", "transition"), 0.0)

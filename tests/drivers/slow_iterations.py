@@ -16,9 +16,16 @@ def crawls(d: Driver, task: int, rank: int, own_s: float, /, **changes: Any) -> 
     it = task_of(d, task)
     process = it.ranks[rank]
     told: dict[str, Any] = {
-        "task": task, "rank": rank, "attempt": process.attempt, "generation": it.generation,
-        "iteration": 1, "num_iterations": 1, "iteration_s": own_s + 0.1, "own_s": own_s,
-        "normal_s": 0.4}
+        "task": task,
+        "rank": rank,
+        "attempt": process.attempt,
+        "generation": it.generation,
+        "iteration": 1,
+        "num_iterations": 1,
+        "iteration_s": own_s + 0.1,
+        "own_s": own_s,
+        "normal_s": 0.4,
+    }
     return d.tell(d.source(process.slot.node), r.StepTimeChanged(**(told | changes)))
 
 

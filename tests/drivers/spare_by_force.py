@@ -21,8 +21,12 @@ def plan_by_force(asked: PlanProblem) -> tuple[int, ...]:
     rows = planner.allowed_candidates(asked)
     flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     options = [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]
-    return max((sum(gain for _, gain in vector), slots) for vector in itertools.product(*options)
-               for slots in [tuple(size for size, _ in vector)] if sum(slots) <= asked.num_slots)[1]
+    return max(
+        (sum(gain for _, gain in vector), slots)
+        for vector in itertools.product(*options)
+        for slots in [tuple(size for size, _ in vector)]
+        if sum(slots) <= asked.num_slots
+    )[1]
 
 
 def worth(wishes: Sequence[TaskDemand], slots: Sequence[int], span_s: float) -> Fraction:
@@ -33,11 +37,21 @@ def worth(wishes: Sequence[TaskDemand], slots: Sequence[int], span_s: float) -> 
         before = [kind for size, kind in kind_of.items() if size <= wish.now]
         wafs = {0: 0.0, **dict(zip(wish.sizes, wish.wafs, strict=True))}
         kinds = wish.transition
-        pays_s = 0.0 if not wish.now or (x == wish.now and not wish.faulted) else (
-            kinds.stop_s if not x else
-            kinds.reshape_s if before and kind_of[x] != before[-1] else
-            kinds.same_s if x == wish.now else
-            kinds.grow_s if x > wish.now else kinds.shrink_s)
+        pays_s = (
+            0.0
+            if not wish.now or (x == wish.now and not wish.faulted)
+            else (
+                kinds.stop_s
+                if not x
+                else kinds.reshape_s
+                if before and kind_of[x] != before[-1]
+                else kinds.same_s
+                if x == wish.now
+                else kinds.grow_s
+                if x > wish.now
+                else kinds.shrink_s
+            )
+        )
         total += Fraction(wafs[x]) * Fraction(span_s)
         total -= Fraction(wafs.get(wish.now, 0.0)) * Fraction(pays_s)
     return total
@@ -63,16 +77,22 @@ def then(problem: PlanProblem, slots: Sequence[int]) -> Fraction:
 def may_idle(problem: PlanProblem) -> bool:
     """True if the rules allow the plan with the spare, whatever its objective value."""
     free, kept = both(problem)
-    return any(kept) and not any(wish.now and x and not y for wish, x, y in
-                                 zip(problem.demands, free, kept, strict=True)) and set(
-        constraints.below_floor(problem, kept)) <= set(constraints.below_floor(problem, free))
+    return (
+        any(kept)
+        and not any(
+            wish.now and x and not y for wish, x, y in zip(problem.demands, free, kept, strict=True)
+        )
+        and set(constraints.below_floor(problem, kept))
+        <= set(constraints.below_floor(problem, free))
+    )
 
 
 def both(problem: PlanProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The plans without a spare and with one."""
     idle = min(problem.spare_slots, problem.num_slots)
     return plan_by_force(problem), plan_by_force(
-        replace(problem, num_slots=problem.num_slots - idle, kept_slots=idle))
+        replace(problem, num_slots=problem.num_slots - idle, kept_slots=idle)
+    )
 
 
 def spare_by_force(problem: PlanProblem) -> tuple[Fraction, Fraction, Fraction]:
@@ -80,8 +100,18 @@ def spare_by_force(problem: PlanProblem) -> tuple[Fraction, Fraction, Fraction]:
     plans = both(problem)
     now = [worth(problem.demands, slots, problem.running_s) for slots in plans]
     after = [then(problem, slots) for slots in plans]
-    most = sum(Fraction(max(wish.wafs, default=0.0)) * Fraction(
-        max(problem.mtbf_gpu_s, wish.transition.same_s, wish.transition.shrink_s,
-            wish.transition.grow_s, wish.transition.stop_s,
-            wish.transition.reshape_s)) for wish in problem.demands)
+    most = sum(
+        Fraction(max(wish.wafs, default=0.0))
+        * Fraction(
+            max(
+                problem.mtbf_gpu_s,
+                wish.transition.same_s,
+                wish.transition.shrink_s,
+                wish.transition.grow_s,
+                wish.transition.stop_s,
+                wish.transition.reshape_s,
+            )
+        )
+        for wish in problem.demands
+    )
     return now[0] - now[1], after[1] - after[0], CLOSE_RATIO * most + Fraction(1, 10**300)

@@ -49,7 +49,8 @@ def _counts(state: ClusterState) -> Iterator[str]:
 
 def _limits(state: ClusterState) -> Iterator[str]:
     if len(state.earned) > NUM_WORK_SPANS_MAX or any(
-            span > state.at_s // WORK_SPAN_S for span in state.earned):
+        span > state.at_s // WORK_SPAN_S for span in state.earned
+    ):
         yield f"earned has the spans {list(state.earned)} at {state.at_s}"
     closed = [one.id for one in state.incidents.values() if one.outcome]
     if len(closed) > NUM_INCIDENTS_MAX:
@@ -61,8 +62,11 @@ def _limits(state: ClusterState) -> Iterator[str]:
         if (number := task_of_deadline(name)) and number not in state.tasks:
             yield f"deadline {name} has no task"
     for one in state.incidents.values():
-        if one.task and not one.outcome and (
-                one.task not in state.tasks or state.tasks[one.task].incident != one.id):
+        if (
+            one.task
+            and not one.outcome
+            and (one.task not in state.tasks or state.tasks[one.task].incident != one.id)
+        ):
             yield f"incident {one.id} is open, and its task {one.task} has another"
 
 
@@ -84,8 +88,11 @@ def _task(state: ClusterState, task: Task) -> Iterator[str]:
             yield f"rank {rank.rank} runs on {rank.slot}, where {there} is"
     if len(set(task.seats_at.values())) < len(task.target):
         yield f"two ranks have one slot: {task.target}"
-    if task.heals_in_memory and task.phase in ("training", "quiescing", "reconfiguring") and not (
-            task.members):
+    if (
+        task.heals_in_memory
+        and task.phase in ("training", "quiescing", "reconfiguring")
+        and not (task.members)
+    ):
         yield f"{task.phase} without members"
     if task.phase == "ended" and (task.ranks or task.target or task.members or not task.outcome):
         yield f"ended ({task.outcome}), and it has {task.ranks or task.target or task.members}"
@@ -97,7 +104,8 @@ def _node(state: ClusterState, node: Node) -> Iterator[str]:
         orphans = task.orphans if task is not None else []
         rank = task.ranks.get(one.rank) if task is not None else None
         if (rank is None or rank.attempt != one.attempt) and not any(
-                (orphan.rank, orphan.attempt) == (one.rank, one.attempt) for orphan in orphans):
+            (orphan.rank, orphan.attempt) == (one.rank, one.attempt) for orphan in orphans
+        ):
             yield f"slot {index} is occupied by {one}, a process that its task does not have"
     if not set(node.slots_disabled) <= node.disabled_why.keys():
         yield f"slots {node.slots_disabled} are disabled, with the reasons {node.disabled_why}"

@@ -28,15 +28,27 @@ def run(nursery: Nursery, example: Path, words: Sequence[str], axes: Axes) -> di
         f"{head}\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from stock_loop import train\n"
         "train(build, sample, forward, iterations=asked.iterations, rows=ROWS, sequence=SEQUENCE,\n"
-        f"      num=asked.micro_batches, tp={axes.tp}, pp={axes.pp}, out={str(out)!r})\n")
+        f"      num=asked.micro_batches, tp={axes.tp}, pp={axes.pp}, out={str(out)!r})\n"
+    )
     num = axes.tp * axes.pp
     for code, log in fork(nursery, script, words, num):
         assert code == 0, log
     return _whole([torch.load(out / f"{rank}.pt") for rank in range(num)], axes)
 
 
-def train(build: Callable[..., Any], sample: Callable[..., Any], forward: Callable[..., Any], *,
-          iterations: int, num: int, rows: int, sequence: int, tp: int, pp: int, out: str) -> None:
+def train(
+    build: Callable[..., Any],
+    sample: Callable[..., Any],
+    forward: Callable[..., Any],
+    *,
+    iterations: int,
+    num: int,
+    rows: int,
+    sequence: int,
+    tp: int,
+    pp: int,
+    out: str,
+) -> None:
     """Train `num` micro-batches in each iteration; save this rank's part of the state in `out`."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import finalize_model_grads
@@ -79,17 +91,26 @@ def train(build: Callable[..., Any], sample: Callable[..., Any], forward: Callab
         moe_utils.clear_aux_losses_tracker()
         sums = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=(sample(iteration, item) for item in range(num)), model=ddps,
-            num_microbatches=num, seq_length=sequence, micro_batch_size=rows, forward_only=False)
+            data_iterator=(sample(iteration, item) for item in range(num)),
+            model=ddps,
+            num_microbatches=num,
+            seq_length=sequence,
+            micro_batch_size=rows,
+            forward_only=False,
+        )
         optimizer.step()
         scheduler.step(num * rows)
         if sums:
             losses.append(sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums))
         moe_utils.reduce_aux_losses_tracker_across_ranks()
-        auxiliary = {name: entry["values"].double().mean().item() / num for name, entry
-                     in moe_utils.get_moe_layer_wise_logging_tracker().items()}
-    torch.save({"losses": losses, "auxiliary": auxiliary, "tensors": _tensors(ddps, optimizer)},
-               Path(out, f"{rank}.pt"))
+        auxiliary = {
+            name: entry["values"].double().mean().item() / num
+            for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()
+        }
+    torch.save(
+        {"losses": losses, "auxiliary": auxiliary, "tensors": _tensors(ddps, optimizer)},
+        Path(out, f"{rank}.pt"),
+    )
     dist.destroy_process_group()
     sys.stdout.flush()
 
@@ -122,13 +143,16 @@ def _tensors(ddps: Sequence[Any], optimizer: Any) -> dict[str, tuple[torch.Tenso
 def _whole(parts: Sequence[Mapping[str, Any]], axes: Axes) -> dict[str, Any]:
     """The whole state, from the parts of the ranks: tensor-parallel ranks are neighbours."""
     state: dict[str, Any] = {
-        "numbers.losses": parts[-1]["losses"], "numbers.adam_step": len(parts[-1]["losses"]),
+        "numbers.losses": parts[-1]["losses"],
+        "numbers.adam_step": len(parts[-1]["losses"]),
         # Each tensor-parallel rank has its own z-loss, of its part of the sequence.
         "numbers.auxiliary_losses": {
             name: sum(part["auxiliary"][name] for part in parts) / len(parts)
-            for name in parts[0]["auxiliary"]}}
+            for name in parts[0]["auxiliary"]
+        },
+    }
     for first in range(0, len(parts), axes.tp):
         for name, (tensor, dim) in parts[first]["tensors"].items():
-            pieces = [part["tensors"][name][0] for part in parts[first:first + axes.tp]]
+            pieces = [part["tensors"][name][0] for part in parts[first : first + axes.tp]]
             state[name] = tensor if dim < 0 else torch.cat(pieces, dim)
     return state

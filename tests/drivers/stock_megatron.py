@@ -24,8 +24,13 @@ from typing import Any
 def main() -> None:
     script = Path(sys.argv[1])
     sys.argv = sys.argv[1:]
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": "0"} | os.environ
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    } | os.environ
     if import_module("torch").cuda.is_available():
         sys.path.insert(0, str(script.parent))
         # Megatron-LM would compile it for the Python of `python3-config`.
@@ -55,11 +60,13 @@ def stand_in(script: Path) -> None:
         cpu_device.install_stand_ins()
         training: Any = import_module("megatron.training.training")
         initialize: Any = import_module("megatron.training.initialize")
-    training.initialize_megatron = functools.partial(training.initialize_megatron,
-                                                     allow_no_cuda=True)
+    training.initialize_megatron = functools.partial(
+        training.initialize_megatron, allow_no_cuda=True
+    )
     training.set_jit_fusion_options = training.report_memory = lambda *_, **options: None
     initialize._compile_dependencies = import_module(
-        "unicron.workers.training.megatron_lm.index_builder").ensure
+        "unicron.workers.training.megatron_lm.index_builder"
+    ).ensure
     connect = initialize._initialize_distributed
 
     def connect_one(*given: Any, **options: Any) -> None:
@@ -104,8 +111,10 @@ def load_torch_steps() -> None:
             for param in group["params"]:
                 if not self.optimizer.state[param]:
                     self.optimizer.state[param] = {
-                        "step": torch.tensor(0.0), "exp_avg": torch.zeros_like(param),
-                        "exp_avg_sq": torch.zeros_like(param)}
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }
         return state_dict(self)
 
     def set_with_step(self: Any, param: Any, tensors: dict[str, Any]) -> None:

@@ -11,14 +11,30 @@ from unicron.events.records.envelope import Record
 VICTIM = 2
 
 
-def paced(d: Driver, task: int, rank: int, own_s: float = 1.0, /, *, normal_s: float = 1.0,
-          iteration_s: float = 0.0, **changes: Any) -> list[Record]:
+def paced(
+    d: Driver,
+    task: int,
+    rank: int,
+    own_s: float = 1.0,
+    /,
+    *,
+    normal_s: float = 1.0,
+    iteration_s: float = 0.0,
+    **changes: Any,
+) -> list[Record]:
     it = task_of(d, task)
     process = it.ranks[rank]
     told: dict[str, Any] = {
-        "task": task, "rank": rank, "attempt": process.attempt, "generation": it.generation,
-        "iteration": 20, "num_iterations": 10, "iteration_s": iteration_s or own_s + 0.1,
-        "own_s": own_s, "normal_s": normal_s}
+        "task": task,
+        "rank": rank,
+        "attempt": process.attempt,
+        "generation": it.generation,
+        "iteration": 20,
+        "num_iterations": 10,
+        "iteration_s": iteration_s or own_s + 0.1,
+        "own_s": own_s,
+        "normal_s": normal_s,
+    }
     return d.tell(d.source(process.slot.node), r.StepTimeChanged(**(told | changes)))
 
 

@@ -71,8 +71,13 @@ class TaskTransitions(Struct):
         elif isinstance(body, TaskProgressed) and self.last is not None:
             if body.generation == self.last.generation and self.last.step_s is None:
                 self.last.step_s = max(record.at_s - self.last.stopped_at_s, 0.0)
-        elif isinstance(body, Resume) and self.order is not None and isinstance(
-                order, Reconfigure) and body.generation == order.generation and self.up:
+        elif (
+            isinstance(body, Resume)
+            and self.order is not None
+            and isinstance(order, Reconfigure)
+            and body.generation == order.generation
+            and self.up
+        ):
             self.last = self._resumed(record, self.order.seq, order)
             return self.last
         return None
@@ -81,14 +86,21 @@ class TaskTransitions(Struct):
         stopped_at_s = self.left_s if self.left else record.at_s
         settled = min(one.step_version for one in self.up)
         old = {(one.rank, one.attempt) for one in self.members}
-        newcomers = [self.first[key] for one in self.up
-                     if (key := (one.rank, one.attempt)) not in old]
+        newcomers = [
+            self.first[key] for one in self.up if (key := (one.rank, one.attempt)) not in old
+        ]
         made = Transition(
-            task=order.task, seq=seq, generation=order.generation,
-            num_before=len(self.members), num_after=len(order.members), iteration=settled,
-            still_s=max(record.at_s - stopped_at_s, 0.0), stopped_at_s=stopped_at_s,
+            task=order.task,
+            seq=seq,
+            generation=order.generation,
+            num_before=len(self.members),
+            num_after=len(order.members),
+            iteration=settled,
+            still_s=max(record.at_s - stopped_at_s, 0.0),
+            stopped_at_s=stopped_at_s,
             lost=max([one.step_version - settled for one in self.left.values()] + [0]),
-            newcomers=tuple(newcomers) if self.members else ())
+            newcomers=tuple(newcomers) if self.members else (),
+        )
         self.generation, self.members = order.generation, order.members
         self.left, self.left_s, self.first = {}, -1.0, {}
         return made
@@ -97,6 +109,9 @@ class TaskTransitions(Struct):
 def transitions(records: Iterable[Record]) -> list[Transition]:
     """All transitions of a log."""
     tasks: dict[int, TaskTransitions] = {}
-    return [made for record in records
-            if (task := getattr(record.body, "task", 0))
-            and (made := tasks.setdefault(task, TaskTransitions()).add(record)) is not None]
+    return [
+        made
+        for record in records
+        if (task := getattr(record.body, "task", 0))
+        and (made := tasks.setdefault(task, TaskTransitions()).add(record)) is not None
+    ]

@@ -26,9 +26,19 @@ SAME_REL_MAX = 1e-9
 Spec = dict[str, Any]
 
 
-def small(name: str, output: Path, *, weight: float = 1.0, slots: tuple[int, int] = (1, 4),
-          rates: dict[int, float] | None = None, seed: int = 7, iterations: int = 100_000,
-          checkpoint_every: int = 0, copy_every: int = 10, **train: Any) -> Spec:
+def small(
+    name: str,
+    output: Path,
+    *,
+    weight: float = 1.0,
+    slots: tuple[int, int] = (1, 4),
+    rates: dict[int, float] | None = None,
+    seed: int = 7,
+    iterations: int = 100_000,
+    checkpoint_every: int = 0,
+    copy_every: int = 10,
+    **train: Any,
+) -> Spec:
     """A tiny GPT, four micro-batches per iteration.
 
     `rates`: TFLOP/s by slots; the spec declares those of its sizes. `train` replaces keys of the
@@ -36,16 +46,25 @@ def small(name: str, output: Path, *, weight: float = 1.0, slots: tuple[int, int
     one.
     """
     return {
-        "apiVersion": "unicron/v1", "name": name, "weight": weight,
+        "apiVersion": "unicron/v1",
+        "name": name,
+        "weight": weight,
         "slots": {"min": slots[0], "max": slots[1]},
-        "throughput": {str(size): rate * 1e12 for size, rate in (rates or {}).items()
-                       if slots[0] <= size <= slots[1]},
+        "throughput": {
+            str(size): rate * 1e12
+            for size, rate in (rates or {}).items()
+            if slots[0] <= size <= slots[1]
+        },
         "train": {
             "model": {"num_layers": 1, "hidden": 64, "num_heads": 2, "sequence": 64},
             "batch": {"global": 8, "micro": 2},
             "optimizer": {"lr": RATE, "min_lr": RATE, "decay": "constant"},
-            "iterations": iterations, "seed": seed, "checkpoint_every": checkpoint_every,
-            "copy_every": copy_every, "output": str(output / name), **train,
+            "iterations": iterations,
+            "seed": seed,
+            "checkpoint_every": checkpoint_every,
+            "copy_every": copy_every,
+            "output": str(output / name),
+            **train,
         },
     }
 
@@ -69,10 +88,24 @@ class Twins:
         file.write_text(json.dumps(spec))
         with (out / "log").open("wb") as log:
             self._running[out] = subprocess.Popen(
-                [sys.executable, "-P", reference.__file__, "--spec", str(file), "--out", str(out),
-                 "--iterations", ours.name.removeprefix("iter-"), *options],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"})
+                [
+                    sys.executable,
+                    "-P",
+                    reference.__file__,
+                    "--spec",
+                    str(file),
+                    "--out",
+                    str(out),
+                    "--iterations",
+                    ours.name.removeprefix("iter-"),
+                    *options,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
         _give_way(self._running[out].pid, NICE_NUM)
         return ours, out
 
@@ -94,7 +127,7 @@ class Twins:
         saved = reference.read(ours)
         kept = list(saved["numbers.losses"])
         assert len(kept) == len(wanted)
-        assert sum(saved["numbers.step_s"][len(losses):]) <= untold_s_max
+        assert sum(saved["numbers.step_s"][len(losses) :]) <= untold_s_max
         assert all(abs(a - b) < SAME_REL_MAX * b for a, b in zip(losses, kept, strict=False))
         assert gap.num_losses == len(wanted)
         assert gap.loss_rel < LOSS_REL_MAX, gap

@@ -39,8 +39,13 @@ def carry_out(d: Driver, records: list[Record]) -> None:
 
 
 def train(name: str, weight: float, throughput: dict[int, float], **changes: Any) -> Any:
-    return spec(name=name, weight=weight, throughput=throughput, train={
-        "iterations": 50, "output": f"/srv/{name}", "batch": {"global": 24, "micro": 2}}, **changes)
+    return spec(
+        name=name,
+        weight=weight,
+        throughput=throughput,
+        train={"iterations": 50, "output": f"/srv/{name}", "batch": {"global": 24, "micro": 2}},
+        **changes,
+    )
 
 
 def two_tasks(beta: dict[int, float]) -> tuple[Driver, int, int]:
@@ -63,8 +68,12 @@ def lose(d: Driver, node: str, task: int, *, silent_last: bool = False) -> None:
     for silent in (False, True) if silent_last else (True, False):
         if silent:
             d.now_s += 6
-            told += d.tell("leader/abc", r.NodeUnreachable(
-                node=node, incarnation=d.state.nodes[node].incarnation, silence_s=6.0))
+            told += d.tell(
+                "leader/abc",
+                r.NodeUnreachable(
+                    node=node, incarnation=d.state.nodes[node].incarnation, silence_s=6.0
+                ),
+            )
         else:
             told += [record for rank in survivors for record in failed(d, task, rank)]
     carry_out(d, told)
@@ -104,10 +113,11 @@ def facts(log: list[Record], which: str = "", *, option: str = "") -> Plain:
             "computed_by": VERSION,
         }
 
-    return {**incident_facts.facts_of(
-                past, found, view(past.state), now_s=past.at_s, option=option),
-            **incident_facts.waits_of(past, found, plan_at),
-            "verify": f"unicron replay log.jsonl --until {one.closed_seq or past.seq} --verify"}
+    return {
+        **incident_facts.facts_of(past, found, view(past.state), now_s=past.at_s, option=option),
+        **incident_facts.waits_of(past, found, plan_at),
+        "verify": f"unicron replay log.jsonl --until {one.closed_seq or past.seq} --verify",
+    }
 
 
 def seen(d: Driver, after_s: float = 0.0) -> Plain:

@@ -44,32 +44,51 @@ def waf(records: Iterable[Record], num_buckets: int) -> Waf:
         before = task.max_iteration if task is not None else 0
         fold(state, record)
         new = task.max_iteration - before if task is not None else 0
-        if task is not None and new > 0 and isinstance(
-                body, TaskProgressed | LossNotFinite | IterationsLogged):
+        if (
+            task is not None
+            and new > 0
+            and isinstance(body, TaskProgressed | LossNotFinite | IterationsLogged)
+        ):
             took_s = task.step_s
             if isinstance(body, TaskProgressed):
                 took_s = math.fsum(body.step_s[-new:])
             elif isinstance(body, IterationsLogged):
                 new = min(new, body.num_iterations) if batch_counts(task) else 0
                 took_s = new * body.step_s
-            work.append(Work(record.at_s - took_s, record.at_s,
-                             new * task.iteration_flops * task.weight))
+            work.append(
+                Work(record.at_s - took_s, record.at_s, new * task.iteration_flops * task.weight)
+            )
         if isinstance(body, PlanChosen):
-            plans.append((record.at_s, body.waf + math.fsum(one.waf for one in body.kept),
-                          body.ideal_waf))
-            origins |= {planned.throughput.origin for one in (*body.allocations, *body.kept)
-                        if one.slots and (planned := state.tasks.get(one.task)) is not None
-                        and planned.throughput is not None}
+            plans.append(
+                (record.at_s, body.waf + math.fsum(one.waf for one in body.kept), body.ideal_waf)
+            )
+            origins |= {
+                planned.throughput.origin
+                for one in (*body.allocations, *body.kept)
+                if one.slots
+                and (planned := state.tasks.get(one.task)) is not None
+                and planned.throughput is not None
+            }
         elif isinstance(body, TaskEnded) and all(one.outcome for one in state.tasks.values()):
             plans.append((record.at_s, 0.0, 0.0))
     from_s = min((one.submitted_s for one in state.tasks.values()), default=state.at_s)
     bucket_s = max(state.at_s - from_s, 1e-3) / num_buckets
     edges = [from_s + bucket_s * index for index in range(num_buckets + 1)]
     ends_s = [*(at_s for at_s, *_ in plans[1:]), edges[-1]]
-    planned, ideal = ([Work(plan[0], end_s, plan[which] * (end_s - plan[0]))
-                       for plan, end_s in zip(plans, ends_s, strict=False)] for which in (1, 2))
-    return Waf(bucket_s, rates(work, edges), rates(planned, edges), rates(ideal, edges),
-               tuple(sorted(origins)))
+    planned, ideal = (
+        [
+            Work(plan[0], end_s, plan[which] * (end_s - plan[0]))
+            for plan, end_s in zip(plans, ends_s, strict=False)
+        ]
+        for which in (1, 2)
+    )
+    return Waf(
+        bucket_s,
+        rates(work, edges),
+        rates(planned, edges),
+        rates(ideal, edges),
+        tuple(sorted(origins)),
+    )
 
 
 def rates(work: Sequence[Work], edges: Sequence[float]) -> tuple[float, ...]:
@@ -78,8 +97,10 @@ def rates(work: Sequence[Work], edges: Sequence[float]) -> tuple[float, ...]:
     parts: list[list[float]] = [[] for _ in edges[1:]]
     for one in work:
         from_s, to_s = max(one.from_s, edges[0]), min(one.to_s, edges[-1])
-        first, last = (min(max(int((at_s - edges[0]) / bucket_s), 0), len(parts) - 1)
-                       for at_s in (from_s, to_s))
+        first, last = (
+            min(max(int((at_s - edges[0]) / bucket_s), 0), len(parts) - 1)
+            for at_s in (from_s, to_s)
+        )
         for index in range(first, last + 1):
             inside_s = min(to_s, edges[index + 1]) - max(from_s, edges[index])
             share = inside_s / (to_s - from_s) if to_s > from_s else 1.0 / (last - first + 1)

@@ -15,9 +15,16 @@ LEVELS = st.floats(0.5, 50.0, allow_nan=False) | st.just(0.0)
 
 def wish(task: int, now: int, wafs: dict[int, float], **more: Any) -> TaskDemand:
     """A demand with `wafs` by slots. Default: no fault, 10 s for each change."""
-    return TaskDemand(task=task, name=f"t{task}", now=now, faulted=more.pop("faulted", False),
-                transition=Transition.uniform(more.pop("transition_s", 10.0)), sizes=tuple(wafs),
-                wafs=tuple(wafs.values()), **more)
+    return TaskDemand(
+        task=task,
+        name=f"t{task}",
+        now=now,
+        faulted=more.pop("faulted", False),
+        transition=Transition.uniform(more.pop("transition_s", 10.0)),
+        sizes=tuple(wafs),
+        wafs=tuple(wafs.values()),
+        **more,
+    )
 
 
 def asking(wishes: list[TaskDemand], num_slots: int, **more: Any) -> PlanProblem:

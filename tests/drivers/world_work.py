@@ -79,10 +79,13 @@ def roles_of_one_group(place: int, axes: Axes) -> set[tuple[str, ...]]:
 
 def built(place: int, train: Train, axes: Axes) -> dict[str, Any]:
     """The state at a position of the layout, as arrays by global name."""
-    trainee = model.build(train, torch.device("cpu"), process_groups.build(axes, LIMIT_S), axes,
-                          place)
-    return {name: tensor.detach().float().numpy()
-            for name, tensor in training_state.tensors(trainee).items()}
+    trainee = model.build(
+        train, torch.device("cpu"), process_groups.build(axes, LIMIT_S), axes, place
+    )
+    return {
+        name: tensor.detach().float().numpy()
+        for name, tensor in training_state.tensors(trainee).items()
+    }
 
 
 def differing_parts(place: int, train: Train, layouts: list[Axes]) -> list[str]:
@@ -92,8 +95,10 @@ def differing_parts(place: int, train: Train, layouts: list[Axes]) -> list[str]:
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     whole = model.build(replace(train, parallel=Parallel()), device)
     held = {shard.key: (shard, tensor) for shard, tensor in state_shards.list_shards(whole).items()}
-    size = model.Size(sum(param.numel() for _, param in whole.named_parameters()),
-                      sum(tensor.nbytes for _, tensor in held.values()))
+    size = model.Size(
+        sum(param.numel() for _, param in whole.named_parameters()),
+        sum(tensor.nbytes for _, tensor in held.values()),
+    )
     private_megatron.clear_globals()
     dist.destroy_process_group()
     communicators = Communicators("127.0.0.1", device)
@@ -102,9 +107,12 @@ def differing_parts(place: int, train: Train, layouts: list[Axes]) -> list[str]:
         for at in range(num_positions(axes)):
             with communicators.without_peers(axes, at) as roots:
                 made = state_recovery.with_shards(
-                    model.build(train, device, communicators.groups, axes, at))
-                counted = (model.whole_size(train, communicators.alone()),
-                           state_shards.whole_size(made.shards, train.model.num_layers))
+                    model.build(train, device, communicators.groups, axes, at)
+                )
+                counted = (
+                    model.whole_size(train, communicators.alone()),
+                    state_shards.whole_size(made.shards, train.model.num_layers),
+                )
                 roots += made.roots
             for shard, tensor in made.shards.items():
                 other, there = held[shard.key]
@@ -116,8 +124,9 @@ def differing_parts(place: int, train: Train, layouts: list[Axes]) -> list[str]:
     return wrong
 
 
-def trained(place: int, train: Train, axes: Axes, num_iterations: int
-            ) -> tuple[list[float], list[float], dict[str, Any], list[tuple[str, int]]]:
+def trained(
+    place: int, train: Train, axes: Axes, num_iterations: int
+) -> tuple[list[float], list[float], dict[str, Any], list[tuple[str, int]]]:
     """Train without faults: losses, norms, the final state at this position, the passes."""
     found = process_groups.build(axes, LIMIT_S)
     assert dist.get_world_size() == num_positions(axes)
@@ -129,39 +138,58 @@ def trained(place: int, train: Train, axes: Axes, num_iterations: int
     for iteration in range(num_iterations):
         trainee.clear()
         done = forward_backward.run(
-            trainee, found, iteration,
+            trainee,
+            found,
+            iteration,
             settlement.assign_micro_batches(train.num_micro_batches, axes.dp, trainee.at.dp),
-            lambda item: words.sample(train.seed, iteration, item, rows=train.batch.micro,  # noqa: B023
-                                      sequence=train.model.sequence),
-            lambda event, item: noted.append((event, item)))
+            lambda item: words.sample(
+                train.seed,
+                iteration,
+                item,
+                rows=train.batch.micro,  # noqa: B023
+                sequence=train.model.sequence,
+            ),
+            lambda event, item: noted.append((event, item)),
+        )
         told = torch.zeros(2, dtype=torch.float64)
         done.losses.write(told)
         dist.all_reduce(told)
         finalize_model_grads(trainee.ddps, None, pg_collection=found)
-        gate = torch.tensor([optimizer_step.norm_square(trainee), optimizer_step.has_inf(trainee)],
-                            dtype=torch.float64)
+        gate = torch.tensor(
+            [optimizer_step.norm_square(trainee), optimizer_step.has_inf(trainee)],
+            dtype=torch.float64,
+        )
         dist.all_reduce(gate)
         divisor = trainee.divisor(told[1].item())
         scale = trainee.optimizer.get_loss_scale().item()
-        stepped = optimizer_step.step(trainee, told[1].item(), lambda event: None,
-                                      norm_square=gate[0].item(), found_inf=gate[1].item() > 0)
+        stepped = optimizer_step.step(
+            trainee,
+            told[1].item(),
+            lambda event: None,
+            norm_square=gate[0].item(),
+            found_inf=gate[1].item() > 0,
+        )
         if not trainee.is_gathered:
             optimizer_step.gather(trainee)
         losses.append(told[0].item() / divisor)
         norms.append(math.sqrt(gate[0].item()) / divisor / scale if stepped else SKIPPED)
-    end = {name: tensor.detach().float().numpy()
-           for name, tensor in training_state.tensors(trainee).items()}
+    end = {
+        name: tensor.detach().float().numpy()
+        for name, tensor in training_state.tensors(trainee).items()
+    }
     return losses, norms, end, noted
 
 
-def stock_reads(place: int, script: str, argv: list[str], axes: Axes, num_iterations: int
-                ) -> list[host_reads.Places]:
+def stock_reads(
+    place: int, script: str, argv: list[str], axes: Axes, num_iterations: int
+) -> list[host_reads.Places]:
     """The host reads of each iteration of a loop script's model in Megatron's own loop."""
     functions = loop_twin.given_by([script, *argv])
     reads, found = host_reads.Reads(), list[host_reads.Places]()
     with reads.here():
         for _ in host_reads.stock_iterations(
-                functions, process_groups.build(axes, LIMIT_S), axes, place, num_iterations):
+            functions, process_groups.build(axes, LIMIT_S), axes, place, num_iterations
+        ):
             found.append(reads.take())
     return found
 
@@ -181,9 +209,16 @@ def stopped(place: int, train: Train, axes: Axes, num_items: int, num_groups: in
 
     def run(items: list[int], must_stop: Callable[[], bool] | None) -> Done:
         done = forward_backward.run(
-            trainee, found, 0, items, lambda item: words.sample(
-                train.seed, 0, item, rows=train.batch.micro, sequence=train.model.sequence),
-            lambda event, item: noted.append((event, item)), must_stop=must_stop)
+            trainee,
+            found,
+            0,
+            items,
+            lambda item: words.sample(
+                train.seed, 0, item, rows=train.batch.micro, sequence=train.model.sequence
+            ),
+            lambda event, item: noted.append((event, item)),
+            must_stop=must_stop,
+        )
         sums = torch.zeros(2, dtype=torch.float64)
         done.losses.write(sums)
         return Done(done.num_done, *sums.tolist())
@@ -200,14 +235,16 @@ def stopped(place: int, train: Train, axes: Axes, num_items: int, num_groups: in
     first = run(items, must_stop)
     passes = [(event, item) for event, item in noted if event != "stage"]
     partial = sums()
-    run(items[first.num_done:], lambda: False)
+    run(items[first.num_done :], lambda: False)
     total = sums()
-    return Stopped(first, partial, total, run_from_zero(items[:first.num_done]),
-                   run_from_zero(items), passes)
+    return Stopped(
+        first, partial, total, run_from_zero(items[: first.num_done]), run_from_zero(items), passes
+    )
 
 
-def twin(place: int, train: Train, num_iterations: int
-         ) -> tuple[list[float], list[float], dict[str, Any]]:
+def twin(
+    place: int, train: Train, num_iterations: int
+) -> tuple[list[float], list[float], dict[str, Any]]:
     """The same in one process, as a plain Megatron loop; the norms are those for clipping."""
     dist.destroy_process_group()
     norms: list[float] = []
@@ -229,5 +266,12 @@ def twin(place: int, train: Train, num_iterations: int
     with tempfile.TemporaryDirectory() as folder:
         reference.train_undisturbed(train, Path(folder), num_iterations=num_iterations)
         end = reference.read(Path(folder) / "final")
-    return end["numbers.losses"], norms, {name: value.float().numpy() for name, value in end.items()
-                                  if isinstance(value, torch.Tensor)}
+    return (
+        end["numbers.losses"],
+        norms,
+        {
+            name: value.float().numpy()
+            for name, value in end.items()
+            if isinstance(value, torch.Tensor)
+        },
+    )

@@ -35,8 +35,9 @@ def run(num_members: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     members = []
     for place in range(num_members):
         mine, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_be, daemon=True,
-                                   args=(theirs, place, num_members, server.port, work, args))
+        process = _context.Process(
+            target=_be, daemon=True, args=(theirs, place, num_members, server.port, work, args)
+        )
         process.start()
         theirs.close()
         members.append((process, mine))
@@ -53,7 +54,8 @@ def _start() -> None:
     """Start the fork server. It finds the modules of tests/ by PYTHONPATH alone."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(TESTS), str(TESTS / "drivers"), *([before] if before else [])])
+        [str(TESTS), str(TESTS / "drivers"), *([before] if before else [])]
+    )
     try:
         forkserver.ensure_running()
     finally:
@@ -73,8 +75,14 @@ def _answer(mine: Connection, place: int) -> Any:
     return answer
 
 
-def _be(theirs: Connection, place: int, num_members: int, port: int, work: Callable[..., Any],
-        args: tuple[Any, ...]) -> None:
+def _be(
+    theirs: Connection,
+    place: int,
+    num_members: int,
+    port: int,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     import torch
     import torch.distributed as dist
     from unicron.workers.training.model import cpu_device
@@ -82,9 +90,13 @@ def _be(theirs: Connection, place: int, num_members: int, port: int, work: Calla
     try:
         torch.set_num_threads(1)
         cpu_device.prepare_device()
-        dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False),
-                                rank=place, world_size=num_members,
-                                timeout=datetime.timedelta(seconds=WORLD_S_MAX))
+        dist.init_process_group(
+            "gloo",
+            store=dist.TCPStore("127.0.0.1", port, is_master=False),
+            rank=place,
+            world_size=num_members,
+            timeout=datetime.timedelta(seconds=WORLD_S_MAX),
+        )
         theirs.send((True, work(place, *args)))
     except BaseException:
         theirs.send((False, traceback.format_exc()))

@@ -24,8 +24,17 @@ Redis: Any = redis.Redis
 
 def record(seq: int, epoch: int) -> Record:
     body = reports.NodeLeft(node="n1", incarnation=7, reason="\r\n*1\r\n$4\r\nEXEC\r\n" * 3)
-    return Record(seq=seq, epoch=epoch, at_s=1.0, occurred_s=1.0, source="n1/7", source_seq=seq,
-                  cause=0, incident=0, body=body)
+    return Record(
+        seq=seq,
+        epoch=epoch,
+        at_s=1.0,
+        occurred_s=1.0,
+        source="n1/7",
+        source_seq=seq,
+        cause=0,
+        incident=0,
+        body=body,
+    )
 
 
 async def fill(server: Server, first: int, last: int, nonce: str = "a") -> list[Record]:
@@ -48,8 +57,10 @@ def rewrite(server: Server, snapshot: str = "") -> None:
             client.config_set("aof-use-rdb-preamble", snapshot)
         client.bgrewriteaof()
         deadline_s = time.monotonic() + 30.0
-        while (client.info("persistence")["aof_rewrite_in_progress"]
-               or client.info("persistence")["aof_rewrite_scheduled"]):
+        while (
+            client.info("persistence")["aof_rewrite_in_progress"]
+            or client.info("persistence")["aof_rewrite_scheduled"]
+        ):
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
 
@@ -89,7 +100,7 @@ async def test_a_cut_end_costs_only_what_was_not_acknowledged(own_server: Server
     for end in range(whole, len(data)):
         path.write_bytes(data[:end])
         found = read(folder_of(own_server)).records
-        assert found == made[:len(found)]
+        assert found == made[: len(found)]
         ends.add(len(found))
     assert ends == {3, 6}, "an append is there as a whole"
 
@@ -107,23 +118,42 @@ async def test_a_snapshot_of_an_older_version_is_told(own_server: Server, tmp_pa
     assert read(folder_of(own_server)) == (made, "")
 
 
-@pytest.mark.parametrize(("manifest", "commands", "why"), [
-    (MANIFEST, b"*3\r\n$6\r\nMODULE\r\n$4\r\nLOAD\r\n$6\r\n./x.so\r\n", "has the command MODULE"),
-    (MANIFEST, b"*1\r\n$5\r\nMULTI\r\n*2\r\n$4\r\neval\r\n$1\r\nx\r\n*1\r\n$4\r\nEXEC\r\n",
-     "has the command EVAL"),
-    (MANIFEST, b"MODULE LOAD ./x.so\r\n", "is not an append-only file"),
-    (MANIFEST, b"*1\r\n$999999999\r\nx", ""), (MANIFEST, b"*999999999\r\n", ""),
-    (MANIFEST, b"*9" * 99, "is not an append-only file"), (MANIFEST, os.urandom(999) + b"\n", "is"),
-    (MANIFEST, b"*3\r\n$4\r\nXADD\r\n$15\r\n{unicron:c}:log\r\n$1\r\n*\r\n", "is no record"),
-    (MANIFEST, b"*5\r\n$4\r\nXADD\r\n$15\r\n{unicron:c}:log\r\n$3\r\n1-1\r\n$1\r\nr\r\n$1\r\nx\r\n",
-     "is not a record"),
-    (MANIFEST, b"VALKEY080\xfa\xff\xff", ""), (MANIFEST, b"REDIS", ""),
-    (b"file ../../secret seq 1 type i\n", b"", "is not a manifest"),
-    (b"file link seq 1 type i\n", b"", "symbolic links"),
-    (b"file fifo seq 1 type i\n", b"", "is not a file of"),
-    (b"", b"", ""), (b"\xff\n", b"", "is not a manifest")])
-def test_any_files_are_read_or_refused(tmp_path: Path, manifest: bytes, commands: bytes, why: str
-                                       ) -> None:
+@pytest.mark.parametrize(
+    ("manifest", "commands", "why"),
+    [
+        (
+            MANIFEST,
+            b"*3\r\n$6\r\nMODULE\r\n$4\r\nLOAD\r\n$6\r\n./x.so\r\n",
+            "has the command MODULE",
+        ),
+        (
+            MANIFEST,
+            b"*1\r\n$5\r\nMULTI\r\n*2\r\n$4\r\neval\r\n$1\r\nx\r\n*1\r\n$4\r\nEXEC\r\n",
+            "has the command EVAL",
+        ),
+        (MANIFEST, b"MODULE LOAD ./x.so\r\n", "is not an append-only file"),
+        (MANIFEST, b"*1\r\n$999999999\r\nx", ""),
+        (MANIFEST, b"*999999999\r\n", ""),
+        (MANIFEST, b"*9" * 99, "is not an append-only file"),
+        (MANIFEST, os.urandom(999) + b"\n", "is"),
+        (MANIFEST, b"*3\r\n$4\r\nXADD\r\n$15\r\n{unicron:c}:log\r\n$1\r\n*\r\n", "is no record"),
+        (
+            MANIFEST,
+            b"*5\r\n$4\r\nXADD\r\n$15\r\n{unicron:c}:log\r\n$3\r\n1-1\r\n$1\r\nr\r\n$1\r\nx\r\n",
+            "is not a record",
+        ),
+        (MANIFEST, b"VALKEY080\xfa\xff\xff", ""),
+        (MANIFEST, b"REDIS", ""),
+        (b"file ../../secret seq 1 type i\n", b"", "is not a manifest"),
+        (b"file link seq 1 type i\n", b"", "symbolic links"),
+        (b"file fifo seq 1 type i\n", b"", "is not a file of"),
+        (b"", b"", ""),
+        (b"\xff\n", b"", "is not a manifest"),
+    ],
+)
+def test_any_files_are_read_or_refused(
+    tmp_path: Path, manifest: bytes, commands: bytes, why: str
+) -> None:
     folder = tmp_path / FOLDER
     folder.mkdir()
     (folder / "appendonly.aof.manifest").write_bytes(manifest)

@@ -22,14 +22,29 @@ FIRST_LINE = 1  # index of the first record's line: line 0 is the header
 
 
 def record(seq: int, body: Body | None = None) -> Record:
-    return Record(seq=seq, epoch=1, at_s=1700000000.0 + seq / 3, occurred_s=1.25, source="n1/7",
-                  source_seq=seq, cause=0, incident=0,
-                  body=body or reports.NodeLeft(node="n1", incarnation=7, reason="ü\n\u2028"))
+    return Record(
+        seq=seq,
+        epoch=1,
+        at_s=1700000000.0 + seq / 3,
+        occurred_s=1.25,
+        source="n1/7",
+        source_seq=seq,
+        cause=0,
+        incident=0,
+        body=body or reports.NodeLeft(node="n1", incarnation=7, reason="ü\n\u2028"),
+    )
 
 
 def submitted(seq: int) -> Record:
-    spec = parse({"apiVersion": "unicron/v1", "name": "a", "command": ["true"],
-                  "slots": {"min": 1, "max": 4}, "throughput": {1: 0.1, 2: 1e22, 4: 3.0}})
+    spec = parse(
+        {
+            "apiVersion": "unicron/v1",
+            "name": "a",
+            "command": ["true"],
+            "slots": {"min": 1, "max": 4},
+            "throughput": {1: 0.1, 2: 1e22, 4: 3.0},
+        }
+    )
     return record(seq, reports.TaskSubmitted(spec=spec))
 
 
@@ -81,6 +96,7 @@ def edit(old: bytes, new: bytes) -> Callable[[list[bytes]], None]:
     def change(lines: list[bytes]) -> None:
         assert old in lines[4]
         lines[4] = lines[4].replace(old, new)
+
     return change
 
 
@@ -89,13 +105,19 @@ def put(where: slice, *new: bytes) -> Callable[[list[bytes]], None]:
 
 
 TAMPERED: dict[str, Callable[[list[bytes]], None]] = {
-    "time": edit(b"1.25", b"1.26"), "kind": edit(b"NodeLeft", b"NodeHear"),
-    "seq": edit(b'"seq":4', b'"seq":40'), "cause": edit(b'"cause":0', b'"cause":3'),
-    "checksum": edit(b'"chain":"', b'"chain":"0'), "no checksum": edit(b'"chain"', b'"c"'),
+    "time": edit(b"1.25", b"1.26"),
+    "kind": edit(b"NodeLeft", b"NodeHear"),
+    "seq": edit(b'"seq":4', b'"seq":40'),
+    "cause": edit(b'"cause":0', b'"cause":3'),
+    "checksum": edit(b'"chain":"', b'"chain":"0'),
+    "no checksum": edit(b'"chain"', b'"c"'),
     "no field": edit(b'"source_seq":4,', b""),
-    "dropped": put(slice(4, 5)), "truncated": put(slice(4, None)),
-    "cut before the footer": put(slice(4, -1)), "blank line": put(slice(4, 4), b"\n"),
-    "garbage": put(slice(4, 5), b"\xff\xfe garbage\n"), "a number": put(slice(4, 5), b"4\n"),
+    "dropped": put(slice(4, 5)),
+    "truncated": put(slice(4, None)),
+    "cut before the footer": put(slice(4, -1)),
+    "blank line": put(slice(4, 4), b"\n"),
+    "garbage": put(slice(4, 5), b"\xff\xfe garbage\n"),
+    "a number": put(slice(4, 5), b"4\n"),
     "swapped": lambda lines: lines.insert(4, lines.pop(5)),
     "doubled": lambda lines: lines.insert(4, lines[3]),
     "cut within a line": lambda lines: lines.__setitem__(slice(4, None), [lines[4][:50]]),
@@ -105,7 +127,8 @@ TAMPERED: dict[str, Callable[[list[bytes]], None]] = {
 
 @pytest.mark.parametrize("change", TAMPERED.values(), ids=TAMPERED)
 def test_tampering_names_the_first_seq_that_differs(
-        exported: Path, change: Callable[[list[bytes]], None]) -> None:
+    exported: Path, change: Callable[[list[bytes]], None]
+) -> None:
     lines = exported.read_bytes().splitlines(keepends=True)
     change(lines)
     exported.write_bytes(b"".join(lines))
@@ -117,7 +140,7 @@ def test_tampering_names_the_first_seq_that_differs(
 def test_a_missing_first_or_last_record_is_found(exported: Path) -> None:
     whole = exported.read_bytes().splitlines(keepends=True)
     for place, seq in ((FIRST_LINE, 1), (NUM, NUM)):
-        exported.write_bytes(b"".join(whole[:place] + whole[place + 1:]))
+        exported.write_bytes(b"".join(whole[:place] + whole[place + 1 :]))
         _, told = read_all(exported)
         assert told is not None
         assert told.seq == seq
@@ -135,8 +158,12 @@ def test_a_cut_file_is_reported_with_its_length(exported: Path, num_lines: int) 
 
 def test_a_record_of_another_log_is_found(exported: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    archive.write(other, [submitted(1), *(record(seq) for seq in range(2, NUM + 1))],
-                  cluster="another", code="1.0")
+    archive.write(
+        other,
+        [submitted(1), *(record(seq) for seq in range(2, NUM + 1))],
+        cluster="another",
+        code="1.0",
+    )
     lines = exported.read_bytes().splitlines(keepends=True)
     lines[6] = other.read_bytes().splitlines(keepends=True)[6]
     exported.write_bytes(b"".join(lines))
@@ -145,8 +172,14 @@ def test_a_record_of_another_log_is_found(exported: Path, tmp_path: Path) -> Non
     assert told.seq == 6
 
 
-@pytest.mark.parametrize(("old", "new"), [(b'"c"', b'"d"'), (b'"first_seq":1', b'"first_seq":2'),
-                                          (b'"first_seq":1', b'"first_seq":"x"')])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"c"', b'"d"'),
+        (b'"first_seq":1', b'"first_seq":2'),
+        (b'"first_seq":1', b'"first_seq":"x"'),
+    ],
+)
 def test_an_edited_header_or_footer_is_found(exported: Path, old: bytes, new: bytes) -> None:
     text = exported.read_bytes()
     exported.write_bytes(text.replace(old, new, 1))
@@ -158,17 +191,31 @@ def test_an_edited_header_or_footer_is_found(exported: Path, old: bytes, new: by
     assert "follows the footer" in str(read_all(exported)[1])
 
 
-@pytest.mark.parametrize("change", [
-    {"source_seq": 10**30}, {"v": 10**30}, {"body": {"node": "n", "incarnation": 10**30}},
-    {"kind": "OfTomorrow", "body": {"n": -10**30}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source_seq": 10**30},
+        {"v": 10**30},
+        {"body": {"node": "n", "incarnation": 10**30}},
+        {"kind": "OfTomorrow", "body": {"n": -(10**30)}},
+    ],
+)
 def test_a_number_that_no_log_can_hold_is_corrupt(tmp_path: Path, change: dict[str, Any]) -> None:
     """Its chain is valid: JSON has such numbers."""
     path = tmp_path / "log.jsonl"
     plain = codec.to_plain(record(1))
     with path.open("wb") as file:
-        writer = archive.Writer(path, file, archive.Header(
-            format=archive.FORMAT, version=archive.FORMAT_VERSION, cluster="c", code="t",
-            first_seq=1))
+        writer = archive.Writer(
+            path,
+            file,
+            archive.Header(
+                format=archive.FORMAT,
+                version=archive.FORMAT_VERSION,
+                cluster="c",
+                code="t",
+                first_seq=1,
+            ),
+        )
         writer._line({**plain, **change, "body": plain["body"] | change.get("body", {})})
     num, error = read_all(path)
     assert (num, error and error.seq) == (0, 1)
@@ -191,10 +238,21 @@ def test_lines_as_tail_prints_them_are_no_exported_log(tmp_path: Path) -> None:
     assert raised.value.hint == archive.EXPORT_HINT
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"\n", b"hello\n", b"{}\n", b"[1]\n", b"\x89PNG\r\n\x1a\n\x00\xff", b"7\n",
-    b'{"format":"other","version":1}\n', b'{"format":"unicron-log","version":99}\n', b"\x00" * 99,
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\n",
+        b"hello\n",
+        b"{}\n",
+        b"[1]\n",
+        b"\x89PNG\r\n\x1a\n\x00\xff",
+        b"7\n",
+        b'{"format":"other","version":1}\n',
+        b'{"format":"unicron-log","version":99}\n',
+        b"\x00" * 99,
+    ],
+)
 def test_a_foreign_file_is_a_usage_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)

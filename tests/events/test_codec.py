@@ -31,14 +31,28 @@ from unicron.events.spec import policy
 from unicron.events.spec.job import parse
 
 GOLDEN = Path(__file__).parents[1] / "data" / "wire.jsonl"
-SPEC = {"apiVersion": "unicron/v1", "name": "golden", "weight": 2.5,
-        "slots": {"min": 1, "max": 4}, "throughput": {1: 1e12, 4: 3.5e12},
-        "train": {"iterations": 3, "output": "out", "data": ["a", "ü"]}}
+SPEC = {
+    "apiVersion": "unicron/v1",
+    "name": "golden",
+    "weight": 2.5,
+    "slots": {"min": 1, "max": 4},
+    "throughput": {1: 1e12, 4: 3.5e12},
+    "train": {"iterations": 3, "output": "out", "data": ["a", "ü"]},
+}
 
 
 def record(body: Body, seq: int = 1) -> Record:
-    return Record(seq=seq, epoch=2, at_s=1700000000.5, occurred_s=1699999999.25, source="n1/17",
-                  source_seq=9, cause=3, incident=4, body=body)
+    return Record(
+        seq=seq,
+        epoch=2,
+        at_s=1700000000.5,
+        occurred_s=1699999999.25,
+        source="n1/17",
+        source_seq=9,
+        cause=3,
+        incident=4,
+        body=body,
+    )
 
 
 # --- a random body of a kind, from its annotations -----------------------------------------------
@@ -85,9 +99,15 @@ def test_every_kind_round_trips_by_wire_and_json(kind: str, data: st.DataObject)
 
 
 def test_each_kind_is_a_report_an_order_or_a_decision() -> None:
-    assert set(KINDS) == {name for name in KINDS if sum(
-        hasattr(module, name) and getattr(module, name).__module__ == module.__name__
-        for module in (reports, orders, decisions)) == 1}
+    assert set(KINDS) == {
+        name
+        for name in KINDS
+        if sum(
+            hasattr(module, name) and getattr(module, name).__module__ == module.__name__
+            for module in (reports, orders, decisions)
+        )
+        == 1
+    }
     assert KINDS["RankExited"].__module__ == reports.__name__
 
 
@@ -151,7 +171,8 @@ def _contains(told: Any, written: Any) -> bool:
     """True if all written values were read, at every depth; newer fields may be added."""
     if isinstance(written, dict):
         return isinstance(told, dict) and all(
-            key in told and _contains(told[key], value) for key, value in written.items())
+            key in told and _contains(told[key], value) for key, value in written.items()
+        )
     if isinstance(written, list):
         told = list(told)
         return len(told) == len(written) and all(map(_contains, told, written))
@@ -166,8 +187,12 @@ def write_golden() -> None:
     for kind in sorted(set(KINDS) - have):
         there = example(kind)
         plain = json.loads(msgspec.json.encode(codec.to_plain(there)))
-        lines.append(json.dumps({"kind": kind, "plain": plain,
-                                 "wire": codec.encode_record(there).hex()}, ensure_ascii=False))
+        lines.append(
+            json.dumps(
+                {"kind": kind, "plain": plain, "wire": codec.encode_record(there).hex()},
+                ensure_ascii=False,
+            )
+        )
     GOLDEN.write_text("\n".join(lines) + "\n")
 
 
@@ -224,17 +249,20 @@ def test_tail_takes_both_names(former: str, today: str) -> None:
 
 FIELDS = {
     "PlanChosen": "trigger num_slots allocations waf objective alternatives ideal_waf input "
-                  "objective_flop transition_flop running_s bound bound_tasks why paid_back_s "
-                  "alpha short spare kept",
+    "objective_flop transition_flop running_s bound bound_tasks why paid_back_s "
+    "alpha short spare kept",
     "Reconfigured": "task rank attempt generation step_version kept todo dealt source "
-                    "received_bytes down_s up_s settle_s origin origin_node taken",
+    "received_bytes down_s up_s settle_s origin origin_node taken",
 }
 """The wire names, in order, of kinds whose Python field names differ from the wire."""
 
 
 def test_a_renamed_field_keeps_its_wire_name() -> None:
-    assert set(FIELDS) == {kind for kind, body in KINDS.items()
-                           if body.__struct_fields__ != body.__struct_encode_fields__}
+    assert set(FIELDS) == {
+        kind
+        for kind, body in KINDS.items()
+        if body.__struct_fields__ != body.__struct_encode_fields__
+    }
     for kind, names in FIELDS.items():
         body = example(kind).body
         values = (getattr(body, name) for name in body.__struct_fields__)
@@ -247,14 +275,27 @@ def test_a_renamed_field_keeps_its_wire_name() -> None:
 # --- versions ------------------------------------------------------------------------------------
 def test_a_kind_of_a_newer_version_keeps_its_bytes() -> None:
     odd = msgspec.msgpack.encode({"z": 1, "a": [1.5, None, b"\x00"], "m": {"k": "v"}})
-    wire = msgspec.msgpack.encode({
-        "kind": "GpuMelted", "v": 4, "body": msgspec.Raw(odd), "source": "n/1", "source_seq": 1,
-        "occurred_s": 1.0, "seq": 5, "epoch": 1, "at_s": 2.0, "cause": 0, "incident": 0})
+    wire = msgspec.msgpack.encode(
+        {
+            "kind": "GpuMelted",
+            "v": 4,
+            "body": msgspec.Raw(odd),
+            "source": "n/1",
+            "source_seq": 1,
+            "occurred_s": 1.0,
+            "seq": 5,
+            "epoch": 1,
+            "at_s": 2.0,
+            "cause": 0,
+            "incident": 0,
+        }
+    )
     back = codec.decode_record(wire)
     assert back.body == UnknownBody(kind="GpuMelted", version=4, raw=odd)
     assert codec.encode_record(back) == wire
-    again = codec.decode_report(codec.encode_report(
-        Report(source="n/1", source_seq=1, occurred_s=1.0, body=back.body)))
+    again = codec.decode_report(
+        codec.encode_report(Report(source="n/1", source_seq=1, occurred_s=1.0, body=back.body))
+    )
     assert again.body == back.body
 
 
@@ -301,14 +342,21 @@ def test_an_old_version_is_upcast_step_by_step(monkeypatch: pytest.MonkeyPatch) 
 def test_an_unknown_field_is_ignored() -> None:
     raw = msgspec.msgpack.encode({"node": "n", "incarnation": 1, "reason": "", "new": [1]})
     assert codec.decode_body("NodeLeft", 1, raw) == reports.NodeLeft(
-        node="n", incarnation=1, reason="")
+        node="n", incarnation=1, reason=""
+    )
 
 
 # --- finite floats -------------------------------------------------------------------------------
 def progressed(**changed: Any) -> reports.TaskProgressed:
     whole: dict[str, Any] = {
-        "task": 1, "generation": 1, "first_iteration": 0, "losses": (1.0, 2.0),
-        "step_s": (0.1, 0.2), "rate_flops": 1e12, "micro_batches": 8}
+        "task": 1,
+        "generation": 1,
+        "first_iteration": 0,
+        "losses": (1.0, 2.0),
+        "step_s": (0.1, 0.2),
+        "rate_flops": 1e12,
+        "micro_batches": 8,
+    }
     return reports.TaskProgressed(**{**whole, **changed})
 
 
@@ -316,8 +364,13 @@ def progressed(**changed: Any) -> reports.TaskProgressed:
 def test_non_finite_numbers_are_neither_written_nor_read(number: float) -> None:
     spec = msgspec.structs.replace(parse(SPEC), throughput={1: 1.0, 4: number})
     plan = decisions.PlanChosen(
-        trigger="", num_slots=1, allocations=(), waf=1.0, objective=1, alternatives=(
-            decisions.Alternative(what="", slots=((1, 2),), waf=number, objective=1),))
+        trigger="",
+        num_slots=1,
+        allocations=(),
+        waf=1.0,
+        objective=1,
+        alternatives=(decisions.Alternative(what="", slots=((1, 2),), waf=number, objective=1),),
+    )
     bodies: list[tuple[Body, str]] = [
         (progressed(losses=(1.0, number)), "losses[1] is"),
         (progressed(rate_flops=number), "rate_flops is"),
@@ -353,10 +406,19 @@ def test_broken_bytes_raise_only_msgspec_errors() -> None:
                 pass
 
 
-@pytest.mark.parametrize("change", [
-    {"kind": 7}, {"kind": []}, {"v": "1"}, {"body": None}, {"body": {}}, {"seq": "x"},
-    {"at_s": None}, {"v": 0},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": 7},
+        {"kind": []},
+        {"v": "1"},
+        {"body": None},
+        {"body": {}},
+        {"seq": "x"},
+        {"at_s": None},
+        {"v": 0},
+    ],
+)
 def test_plain_data_that_is_no_record_is_corrupt(change: dict[str, Any]) -> None:
     plain = {**codec.to_plain(example("NodeLeft")), "seq": 12, **change}
     with pytest.raises(CorruptLog) as raised:

@@ -45,8 +45,9 @@ def test_results_and_errors_of_another_thread_are_returned() -> None:
 
 
 def test_a_process_exits_while_a_thread_still_works() -> None:
-    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True,
-                          timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60, check=True
+    )
     assert (done.stdout, done.stderr) == ("over\n", "")
 
 

@@ -60,26 +60,46 @@ async def until_durable(log: RedisLog) -> None:
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize(("aof", "fsync", "found"), [
-    ("1", "always", "always"), ("1", "everysec", "everysec"), ("1", "no", "none"),
-    ("1", "", "everysec"), ("0", "always", "none"), ("", "", "none")])
+@pytest.mark.parametrize(
+    ("aof", "fsync", "found"),
+    [
+        ("1", "always", "always"),
+        ("1", "everysec", "everysec"),
+        ("1", "no", "none"),
+        ("1", "", "everysec"),
+        ("0", "always", "none"),
+        ("", "", "none"),
+    ],
+)
 def test_what_a_server_provides(aof: str, fsync: str, found: str) -> None:
     settings = {"aof_enabled": aof, "appendfsync": fsync}
     assert durability.provided(settings) == found
-    allowed = {"always": ["always", "everysec", "none"], "everysec": ["everysec", "none"],
-               "none": ["none"]}[found]
+    allowed = {
+        "always": ["always", "everysec", "none"],
+        "everysec": ["everysec", "none"],
+        "none": ["none"],
+    }[found]
     for asked in ("always", "everysec", "none"):
         why, hint = durability.refusal(settings, Policy(durability=asked))
         assert bool(why) == (asked not in allowed)
         assert not why or hint.endswith(f"durability: {found}"), "the word that accepts it"
 
 
-@pytest.mark.parametrize(("name", "value", "words"), [
-    ("appendonly", "no", "has appendonly no, appendfsync always: a restart loses the log"),
-    ("appendfsync", "everysec", "appendfsync everysec: a crash of its host loses the last seconds"),
-    ("maxmemory-policy", "allkeys-lru", "would evict the log")])
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("appendonly", "no", "has appendonly no, appendfsync always: a restart loses the log"),
+        (
+            "appendfsync",
+            "everysec",
+            "appendfsync everysec: a crash of its host loses the last seconds",
+        ),
+        ("maxmemory-policy", "allkeys-lru", "would evict the log"),
+    ],
+)
 async def test_a_server_that_would_lose_records_is_refused_without_a_word_of_the_operator(
-        own_server: embedded_server.Server, name: str, value: str, words: str) -> None:
+    own_server: embedded_server.Server, name: str, value: str, words: str
+) -> None:
     word = {"appendonly": "none", "appendfsync": "everysec", "maxmemory-policy": "none"}[name]
     async with opened(own_server.url) as log:
         await log.check()
@@ -101,7 +121,8 @@ async def test_a_server_that_would_lose_records_is_refused_without_a_word_of_the
 
 
 async def test_a_server_that_hides_its_settings_is_not_believed(
-        own_server: embedded_server.Server) -> None:
+    own_server: embedded_server.Server,
+) -> None:
     """Managed services forbid CONFIG."""
     with Redis.from_url(own_server.url) as master:
         master.execute_command("ACL", "SETUSER", "managed", "on", ">x", "~*", "+@all", "-config")
@@ -130,8 +151,9 @@ async def test_a_full_disk_of_the_server_acknowledges_nothing(tmp_path: Path) ->
             await put(log, seq + 1, epoch)
 
 
-@pytest.mark.skipif(bool(replicated_servers.why_no_failing_sync()),
-                    reason=replicated_servers.why_no_failing_sync())
+@pytest.mark.skipif(
+    bool(replicated_servers.why_no_failing_sync()), reason=replicated_servers.why_no_failing_sync()
+)
 async def test_a_failed_sync_acknowledges_nothing_more(tmp_path: Path) -> None:
     with replicated_servers.serving(tmp_path, appendfsync="everysec") as server:
         async with opened(server.url, Policy(durability="everysec")) as log:

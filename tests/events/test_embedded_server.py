@@ -78,8 +78,13 @@ def test_the_configuration_is_private_and_durable(directory: Path) -> None:
         assert config["maxmemory-policy"] == "noeviction"
         assert config["port"] == "0", "a port could be taken by another process"
     assert stat.S_IMODE(Path(server.socket).stat().st_mode) == 0o600
-    done = subprocess.run(["ps", "-o", "args=", "-p", str(server.pid)], capture_output=True,
-                          text=True, check=False, timeout=10)
+    done = subprocess.run(
+        ["ps", "-o", "args=", "-p", str(server.pid)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=10,
+    )
     assert server.password not in done.stdout, "the command line contains the password"
 
 
@@ -93,12 +98,18 @@ def test_a_second_start_is_refused_and_adopt_finds_the_first(directory: Path) ->
 
 
 def test_a_server_outlives_a_killed_parent_and_is_adopted(directory: Path) -> None:
-    program = ("import os, sys, signal\nfrom pathlib import Path\n"
-               "from unicron.events.log import embedded_server\n"
-               "embedded_server.start(Path(sys.argv[1]))\n"
-               "os.killpg(0, signal.SIGKILL)\n")
-    done = subprocess.run([sys.executable, "-c", program, str(directory)], check=False,
-                          timeout=CHILD_S_MAX, start_new_session=True)
+    program = (
+        "import os, sys, signal\nfrom pathlib import Path\n"
+        "from unicron.events.log import embedded_server\n"
+        "embedded_server.start(Path(sys.argv[1]))\n"
+        "os.killpg(0, signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(directory)],
+        check=False,
+        timeout=CHILD_S_MAX,
+        start_new_session=True,
+    )
     assert done.returncode == -signal.SIGKILL
     server = embedded_server.adopt(directory)
     assert server is not None, "the server must outlive its parent's process group"
@@ -129,8 +140,12 @@ def test_a_reused_pid_is_left_alone(directory: Path) -> None:
         note = directory / "server.json"
         note.write_text(note.read_text().replace(str(server.pid), str(bystander.pid)))
         assert embedded_server.adopt(directory) is None
-        stale = Server(directory=str(directory), pid=bystander.pid, start_time=server.start_time,
-                       password=server.password)
+        stale = Server(
+            directory=str(directory),
+            pid=bystander.pid,
+            start_time=server.start_time,
+            password=server.password,
+        )
         assert not stale.is_alive
         stale.stop()
         assert bystander.poll() is None, "stop ended a process with a reused pid"
@@ -204,7 +219,8 @@ def test_a_missing_binary_is_an_error(directory: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("moment", ["before server.json", "before the first ping"])
 def test_ctrl_c_while_a_server_starts_leaves_none(
-        directory: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    directory: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
     name = {"before server.json": "start_time", "before the first ping": "_ping"}[moment]
     real: Any = getattr(embedded_server, name)
 

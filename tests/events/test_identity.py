@@ -41,26 +41,41 @@ NO_KEYS = b"\x80"
 Redis: Any = redis.Redis
 
 
-def report(node: str = "n1", source_seq: int = 1, body: Body | None = None,
-           source: str = "") -> Report:
-    return Report(source=source or f"{node}/{N1}", source_seq=source_seq, occurred_s=1.0,
-                  body=body or reports.NodeLeft(node=node, incarnation=N1, reason=""))
+def report(
+    node: str = "n1", source_seq: int = 1, body: Body | None = None, source: str = ""
+) -> Report:
+    return Report(
+        source=source or f"{node}/{N1}",
+        source_seq=source_seq,
+        occurred_s=1.0,
+        body=body or reports.NodeLeft(node=node, incarnation=N1, reason=""),
+    )
 
 
 def order(seq: int, epoch: int, *nodes: str) -> Record:
-    return Record(seq=seq, epoch=epoch, at_s=1.0, occurred_s=1.0, source="heart", source_seq=0,
-                  cause=0, incident=0,
-                  body=orders.Resume(nodes=nodes, task=1, generation=1, progress_from=0))
+    return Record(
+        seq=seq,
+        epoch=epoch,
+        at_s=1.0,
+        occurred_s=1.0,
+        source="heart",
+        source_seq=0,
+        cause=0,
+        incident=0,
+        body=orders.Resume(nodes=nodes, task=1, generation=1, progress_from=0),
+    )
 
 
 def url_of(server: Server, node: str, incarnation: int) -> str:
-    return with_credentials(server.url, identity.user_name(CLUSTER, node),
-                            IDENTITIES.password(node, incarnation))
+    return with_credentials(
+        server.url, identity.user_name(CLUSTER, node), IDENTITIES.password(node, incarnation)
+    )
 
 
 def agent(server: Server, node: str, incarnation: int) -> RedisLog:
-    return RedisLog(url_of(server, node, incarnation), CLUSTER,
-                    only_key(node, IDENTITIES.key(node)))
+    return RedisLog(
+        url_of(server, node, incarnation), CLUSTER, only_key(node, IDENTITIES.key(node))
+    )
 
 
 @asynccontextmanager
@@ -90,8 +105,9 @@ async def test_an_agent_can_do_what_it_must(own_server: Server) -> None:
         assert [beat.node for beat in await leader.beats(["n1", "n2"])] == ["n1"]
         assert await leader.beats(["n1", "n2"]) == [], "a heartbeat is returned once"
         epoch = await leader.start_epoch("x")
-        await leader.append([order(1, epoch, "n1", "n2")], epoch=epoch, expect=0, cursor="",
-                            acked={f"n1/{N1}": 2})
+        await leader.append(
+            [order(1, epoch, "n1", "n2")], epoch=epoch, expect=0, cursor="", acked={f"n1/{N1}": 2}
+        )
         assert await one.acked(f"n1/{N1}") == 2
         (sent,) = await one.orders("n1", after="0-0", wait_s=5.0)
         assert sent.record.seq == 1
@@ -128,39 +144,81 @@ def forbidden() -> list[tuple[Any, ...]]:
     log, mine, his = KEY + "log", KEY + "orders:n2", KEY + "orders:n1"
     inbox, stream = KEY + "inbox", KEY + "reports"
     return [
-        ("XRANGE", log, "-", "+"), ("XREAD", "STREAMS", log, "0"), ("XLEN", log), ("DEL", log),
-        ("XADD", log, "*", "r", "x"), ("XTRIM", log, "MAXLEN", 0),
-        ("XREAD", "STREAMS", his, "0"), ("XADD", his, "*", "r", "x"), ("XADD", mine, "*", "r", "x"),
-        ("DEL", mine), ("XREAD", "STREAMS", mine, his, "0", "0"),
-        ("XADD", inbox, "*", "r", "x"), ("LRANGE", inbox, 0, -1), ("LPOP", inbox), ("DEL", inbox),
-        ("LTRIM", inbox, 1, 0), ("LMOVE", inbox, inbox, "LEFT", "RIGHT"),
-        ("XREAD", "STREAMS", stream, "0"), ("XADD", stream, "*", "r", "x"),
+        ("XRANGE", log, "-", "+"),
+        ("XREAD", "STREAMS", log, "0"),
+        ("XLEN", log),
+        ("DEL", log),
+        ("XADD", log, "*", "r", "x"),
+        ("XTRIM", log, "MAXLEN", 0),
+        ("XREAD", "STREAMS", his, "0"),
+        ("XADD", his, "*", "r", "x"),
+        ("XADD", mine, "*", "r", "x"),
+        ("DEL", mine),
+        ("XREAD", "STREAMS", mine, his, "0", "0"),
+        ("XADD", inbox, "*", "r", "x"),
+        ("LRANGE", inbox, 0, -1),
+        ("LPOP", inbox),
+        ("DEL", inbox),
+        ("LTRIM", inbox, 1, 0),
+        ("LMOVE", inbox, inbox, "LEFT", "RIGHT"),
+        ("XREAD", "STREAMS", stream, "0"),
+        ("XADD", stream, "*", "r", "x"),
         ("XADD", stream, "18446744073709551615-18446744073709551615", "r", "x"),
-        ("XADD", stream, "MAXLEN", 0, "*", "r", "x"), ("RPUSH", stream, "x"),
+        ("XADD", stream, "MAXLEN", 0, "*", "r", "x"),
+        ("RPUSH", stream, "x"),
         ("RPUSH", KEY + "moved", "x"),
-        ("XADD", KEY + "beat:n1", "*", "i", N1), ("XREAD", "STREAMS", KEY + "beat:n1", "0"),
-        ("HSET", KEY + "acked", f"n1/{N1}", 9), ("HGETALL", KEY + "acked"),
-        ("HGET", KEY + "epoch", "nonce"), ("HSET", KEY + "epoch", "number", 99),
-        ("GET", KEY + "cursor"), ("SET", KEY + "cursor", "9-9"), ("SADD", KEY + "nodes", "x"),
+        ("XADD", KEY + "beat:n1", "*", "i", N1),
+        ("XREAD", "STREAMS", KEY + "beat:n1", "0"),
+        ("HSET", KEY + "acked", f"n1/{N1}", 9),
+        ("HGETALL", KEY + "acked"),
+        ("HGET", KEY + "epoch", "nonce"),
+        ("HSET", KEY + "epoch", "number", 99),
+        ("GET", KEY + "cursor"),
+        ("SET", KEY + "cursor", "9-9"),
+        ("SADD", KEY + "nodes", "x"),
         ("EVAL", "return redis.call('GET', KEYS[1])", 1, KEY + "cursor"),
-        ("EVAL", "while true do end", 0), ("EVALSHA", "0" * 40, 0), ("SCRIPT", "FLUSH"),
-        ("FUNCTION", "LIST"), ("CONFIG", "GET", "dir"), ("CONFIG", "SET", "dir", "/tmp"),
-        ("ACL", "LIST"), ("ACL", "SETUSER", "x"), ("ACL", "GETUSER", "default"),
+        ("EVAL", "while true do end", 0),
+        ("EVALSHA", "0" * 40, 0),
+        ("SCRIPT", "FLUSH"),
+        ("FUNCTION", "LIST"),
+        ("CONFIG", "GET", "dir"),
+        ("CONFIG", "SET", "dir", "/tmp"),
+        ("ACL", "LIST"),
+        ("ACL", "SETUSER", "x"),
+        ("ACL", "GETUSER", "default"),
         ("ACL", "SETUSER", identity.user_name(CLUSTER, "n2"), "+@all", "~*"),
-        ("INFO",), ("KEYS", "*"), ("SCAN", "0"), ("FLUSHALL",), ("SHUTDOWN", "NOSAVE"),
-        ("CLIENT", "LIST"), ("CLIENT", "KILL", "TYPE", "normal"), ("MONITOR",), ("SAVE",),
-        ("REPLICAOF", "127.0.0.1", "1"), ("MIGRATE", "h", 1, "k", 0, 9),
-        ("BLPOP", KEY + "asked:n1", 1), ("RPUSH", KEY + "asked:n1", "x"),
-        ("RPUSH", KEY + "read:n1", "x"), ("BLPOP", KEY + "read:n2", 1),
-        ("SUBSCRIBE", "x"), ("PUBLISH", "x", "y"), ("SWAPDB", 0, 1), ("MODULE", "LIST"),
+        ("INFO",),
+        ("KEYS", "*"),
+        ("SCAN", "0"),
+        ("FLUSHALL",),
+        ("SHUTDOWN", "NOSAVE"),
+        ("CLIENT", "LIST"),
+        ("CLIENT", "KILL", "TYPE", "normal"),
+        ("MONITOR",),
+        ("SAVE",),
+        ("REPLICAOF", "127.0.0.1", "1"),
+        ("MIGRATE", "h", 1, "k", 0, 9),
+        ("BLPOP", KEY + "asked:n1", 1),
+        ("RPUSH", KEY + "asked:n1", "x"),
+        ("RPUSH", KEY + "read:n1", "x"),
+        ("BLPOP", KEY + "read:n2", 1),
+        ("SUBSCRIBE", "x"),
+        ("PUBLISH", "x", "y"),
+        ("SWAPDB", 0, 1),
+        ("MODULE", "LIST"),
     ]
 
 
 async def test_an_agents_credentials_allow_nothing_else(own_server: Server) -> None:
     async with leader_of(own_server) as leader:
         epoch = await leader.start_epoch("x")
-        await leader.append([order(1, epoch, "n1", "n2")], epoch=epoch, expect=0, cursor="1-1",
-                            acked={f"n1/{N1}": 2})
+        await leader.append(
+            [order(1, epoch, "n1", "n2")],
+            epoch=epoch,
+            expect=0,
+            cursor="1-1",
+            acked={f"n1/{N1}": 2},
+        )
         await agent(own_server, "n1", N1).send([report()])
         with Redis.from_url(own_server.url) as master:
             before = {key: master.dump(key) for key in sorted(master.keys("*"))}
@@ -191,15 +249,25 @@ async def test_an_agent_cannot_speak_for_another(own_server: Server) -> None:
             report("n2", body=reports.NodeUnreachable(node="n2", incarnation=N2, silence_s=9.0)),
             report("n2", body=order(1, 1, "n1").body),
             report("n2", body=decisions.TaskPlaced(task=1, seats=(), why="")),
-            report("n2", source="operator/7"), report("n2", source="leader/7"),
-            report("n2", source="heart"), report("n2", source="n2/x"), report("n2", source="n2/"),
-            report("n2", source="/7"), report("n2", source="\u0661/\u0661"),
+            report("n2", source="operator/7"),
+            report("n2", source="leader/7"),
+            report("n2", source="heart"),
+            report("n2", source="n2/x"),
+            report("n2", source="n2/"),
+            report("n2", source="/7"),
+            report("n2", source="\u0661/\u0661"),
         ]
         key = IDENTITIES.key("n2")
         wires = [identity.sign_report(key, codec.encode_report(one)) for one in with_own_key]
         good = codec.encode_report(report("n2"))
-        wires += [b"", b"\xff" * 90, good, bytes(32) + good, IDENTITIES.key("n1") + good,
-                  identity.sign_order(key, "1-1", good) + good]
+        wires += [
+            b"",
+            b"\xff" * 90,
+            good,
+            bytes(32) + good,
+            IDENTITIES.key("n1") + good,
+            identity.sign_order(key, "1-1", good) + good,
+        ]
         with Redis.from_url(url_of(own_server, "n2", N2)) as attacker:
             attacker.rpush(KEY + "inbox", *wires)
             await two.send([report("n2")])
@@ -207,18 +275,34 @@ async def test_an_agent_cannot_speak_for_another(own_server: Server) -> None:
         assert batch.reports == (report("n2"),)
         assert await taken(leader, batch.cursor) == [], "the cursor is behind the dropped ones"
         assert [one.data for one in batch.rejected] == wires
-        assert not any(secret in str([one.why for one in batch.rejected]) for secret in (
-            key.hex(), repr(key), IDENTITIES.password("n2", N2)))
+        assert not any(
+            secret in str([one.why for one in batch.rejected])
+            for secret in (key.hex(), repr(key), IDENTITIES.password("n2", N2))
+        )
         await two.close()
 
 
 def test_every_kind_of_record_is_an_agents_or_is_not() -> None:
     """A new kind must be added to AGENT_REPORTS, or to this list of what agents never report."""
-    others = {"EpochStarted", "PolicySet", "OutageEnded", "DeadlineReached",
-              "NodeUnreachable", "NodeReachable",
-              "TaskSubmitted", "TaskCancelRequested", "TaskWeightSet", "HealingFrozen",
-              "HealingResumed", "NodeUndrained", "FaultRequested",
-              "QuarantineLifted", "IncidentAcknowledged", "PersonNotified", "TokenChanged"}
+    others = {
+        "EpochStarted",
+        "PolicySet",
+        "OutageEnded",
+        "DeadlineReached",
+        "NodeUnreachable",
+        "NodeReachable",
+        "TaskSubmitted",
+        "TaskCancelRequested",
+        "TaskWeightSet",
+        "HealingFrozen",
+        "HealingResumed",
+        "NodeUndrained",
+        "FaultRequested",
+        "QuarantineLifted",
+        "IncidentAcknowledged",
+        "PersonNotified",
+        "TokenChanged",
+    }
     agents = {kind.__name__ for kind in identity.AGENT_REPORTS if kind is not UnknownBody}
     of_reports = {name for name, kind in KINDS.items() if kind.__module__ == reports.__name__}
     assert agents | others == of_reports
@@ -228,29 +312,47 @@ def test_every_kind_of_record_is_an_agents_or_is_not() -> None:
 async def test_an_agent_executes_only_what_the_leader_gave_to_it(own_server: Server) -> None:
     async with leader_of(own_server) as leader:
         epoch = await leader.start_epoch("x")
-        await leader.append([order(1, epoch, "n1"), order(2, epoch, "n2")], epoch=epoch, expect=0,
-                            cursor="", acked={})
+        await leader.append(
+            [order(1, epoch, "n1"), order(2, epoch, "n2")],
+            epoch=epoch,
+            expect=0,
+            cursor="",
+            acked={},
+        )
         one = agent(own_server, "n1", N1)
         first = (await one.orders("n1", after="0-0", wait_s=5.0))[-1].cursor
         forged = codec.encode_record(order(1 << 53, epoch, "n1"))
         other = IDENTITIES.key("n2")
         with Redis.from_url(own_server.url) as master, capture_logs() as logged:
-            (_, of_two), = master.xrange(KEY + "orders:n2")
-            (_, of_one), = master.xrange(KEY + "orders:n1")
+            ((_, of_two),) = master.xrange(KEY + "orders:n2")
+            ((_, of_one),) = master.xrange(KEY + "orders:n1")
             # Without the leader's secret, but with the rights of the server's password.
-            for place, fields in enumerate((
-                    {"r": forged}, {"r": forged, "s": b""}, {"r": forged, "s": bytes(32)},
-                    {"r": forged, "s": identity.sign_order(other, f"{epoch}-13", forged, NO_KEYS),
-                     "k": NO_KEYS},
+            for place, fields in enumerate(
+                (
+                    {"r": forged},
+                    {"r": forged, "s": b""},
+                    {"r": forged, "s": bytes(32)},
+                    {
+                        "r": forged,
+                        "s": identity.sign_order(other, f"{epoch}-13", forged, NO_KEYS),
+                        "k": NO_KEYS,
+                    },
                     of_two,  # an order for another node
                     of_one,  # an order given before, at another place
-                    {"x": forged, "s": bytes(32)}), start=10):
+                    {"x": forged, "s": bytes(32)},
+                ),
+                start=10,
+            ):
                 master.xadd(KEY + "orders:n1", fields, id=f"{epoch}-{place}")
             assert await one.orders("n1", after=first, wait_s=0.2) == []
             assert len(logged) == 1
-            await leader.append([*(order(seq, epoch, "n2") for seq in range(3, 21)),
-                                 order(21, epoch, "n1")],
-                                epoch=epoch, expect=2, cursor="", acked={})
+            await leader.append(
+                [*(order(seq, epoch, "n2") for seq in range(3, 21)), order(21, epoch, "n1")],
+                epoch=epoch,
+                expect=2,
+                cursor="",
+                acked={},
+            )
             for after in ("0-0", first):
                 found = await one.orders("n1", after=after, wait_s=5.0)
                 assert found[-1].record.seq == 21, "the forged records have muted nothing"
@@ -262,16 +364,33 @@ def reconfigure(seq: int, epoch: int) -> Record:
     """An order for n1 and n2, whose ranks store their shares on n2 and n3, resp. on n3 and n1."""
     stores = [StoreEndpoint(name, "h:1") for name in ("n1", "n2", "n3")]
     body = orders.Reconfigure(
-        nodes=("n1", "n2"), task=5, generation=4, members=(), store="", dp=2, checkpoint="",
-        copies=(MemoryCheckpoint(node="n9", endpoint="h:1", rank=0, generation=3, step_version=1,
-                                 copy_bytes=1, checksum=""),),
+        nodes=("n1", "n2"),
+        task=5,
+        generation=4,
+        members=(),
+        store="",
+        dp=2,
+        checkpoint="",
+        copies=(
+            MemoryCheckpoint(
+                node="n9",
+                endpoint="h:1",
+                rank=0,
+                generation=3,
+                step_version=1,
+                copy_bytes=1,
+                checksum="",
+            ),
+        ),
         keepers=tuple(stores),
-        stores=(NodeStores("n1", ("n2", "n3")), NodeStores("n2", ("n3", "n1"))))
+        stores=(NodeStores("n1", ("n2", "n3")), NodeStores("n2", ("n3", "n1"))),
+    )
     return msgspec.structs.replace(order(seq, epoch), body=body)
 
 
 async def test_the_keys_of_stores_come_with_an_order_and_are_not_in_the_log(
-        own_server: Server) -> None:
+    own_server: Server,
+) -> None:
     async with leader_of(own_server) as leader:
         epoch = await leader.start_epoch("x")
         record = reconfigure(1, epoch)
@@ -285,19 +404,25 @@ async def test_the_keys_of_stores_come_with_an_order_and_are_not_in_the_log(
                 assert sent.record == record
                 assert sent.store_keys == {
                     name: store_key(store_secret(IDENTITIES.key(name)), 5, 4)
-                    for name in stores | {"n9"}}
+                    for name in stores | {"n9"}
+                }
                 await one.close()
         with Redis.from_url(own_server.url) as master:
             assert sent.store_keys["n9"].key not in b"".join(
-                value for _, fields in master.xrange(KEY + "log") for value in fields.values())
+                value for _, fields in master.xrange(KEY + "log") for value in fields.values()
+            )
         assert sent.store_keys["n9"].key.hex() not in str(await leader.read(after=0, num_max=9))
 
 
 def test_the_keys_of_stores_are_signed_with_the_order() -> None:
     signed = identity.sign_order(b"key", "1-1", b"order", b"keys")
     assert identity.is_order_signed(b"key", "1-1", b"order", b"keys", signed)
-    for wire, keys in ((b"order", b"other"), (b"order", b""), (b"orderkeys", b""),
-                       (b"orde", b"rkeys")):
+    for wire, keys in (
+        (b"order", b"other"),
+        (b"order", b""),
+        (b"orderkeys", b""),
+        (b"orde", b"rkeys"),
+    ):
         assert not identity.is_order_signed(b"key", "1-1", wire, keys, signed)
 
 
@@ -337,8 +462,9 @@ async def test_the_users_as_the_server_lists_them(own_server: Server) -> None:
     async with leader_of(own_server):
         with Redis.from_url(own_server.url) as master:
             users = sorted(line for line in master.acl_list() if "unicron" in line)
-    hashes = [identity.password_hash(IDENTITIES.password(*of))
-              for of in (("", 0), ("n1", N1), ("n2", N2))]
+    hashes = [
+        identity.password_hash(IDENTITIES.password(*of)) for of in (("", 0), ("n1", N1), ("n2", N2))
+    ]
     assert [line.split()[1] for line in users] == ["unicron:c:", "unicron:c:n1", "unicron:c:n2"]
     assert [word.lstrip("#") for line in users for word in line.split() if word[0] == "#"] == hashes
     assert users[0].split()[2] == "off"
@@ -347,7 +473,8 @@ async def test_the_users_as_the_server_lists_them(own_server: Server) -> None:
         assert rights.replace(" resetchannels -@all", "") == (
             f"+select (%W~{KEY}inbox +rpush) (%W~{KEY}beat:{node} +xadd) "
             f"(%R~{KEY}orders:{node} +xread) (%R~{KEY}acked +hget) "
-            f"(~{KEY}asked:{node} +blpop) (%W~{KEY}read:{node} +rpush)"), line
+            f"(~{KEY}asked:{node} +blpop) (%W~{KEY}read:{node} +rpush)"
+        ), line
 
 
 async def test_a_restarted_server_has_no_users(own_server: Server) -> None:
@@ -371,8 +498,9 @@ async def test_a_restarted_server_has_no_users(own_server: Server) -> None:
 async def test_a_server_that_lets_no_users_be_made(own_server: Server) -> None:
     with Redis.from_url(own_server.url) as master:
         master.execute_command("ACL", "SETUSER", "managed", "on", ">x", "~*", "+@all", "-acl")
-    log = RedisLog(with_credentials(own_server.url, "managed", "x"), CLUSTER, IDENTITIES.key,
-                   IDENTITIES)
+    log = RedisLog(
+        with_credentials(own_server.url, "managed", "x"), CLUSTER, IDENTITIES.key, IDENTITIES
+    )
     with pytest.raises(UsageError, match="cannot give each agent its own rights") as refused:
         await log.check_users()
     assert "--shared-password" in refused.value.hint
@@ -392,7 +520,8 @@ async def test_a_server_without_a_password_is_told(own_server: Server) -> None:
             password = unquote(urlsplit(own_server.url).password or "")
             master.execute_command("ACL", "SETUSER", "default", "resetpass", f">{password}")
         assert [line["event"] for line in logged] == [
-            "the log's server asks for no password: who reaches it may do anything"]
+            "the log's server asks for no password: who reaches it may do anything"
+        ]
 
 
 async def test_damaged_heartbeats_hurt_only_their_node(own_server: Server) -> None:
@@ -407,11 +536,19 @@ async def test_damaged_heartbeats_hurt_only_their_node(own_server: Server) -> No
         await two.close()
 
 
-@pytest.mark.parametrize(("url", "expected"), [
-    ("redis://:p@h:1/0", "redis://u%3Ax:w@h:1/0"), ("redis://h", "redis://u%3Ax:w@h"),
-    ("rediss://a:b@[::1]:5/2?ssl_cert_reqs=none", "rediss://u%3Ax:w@[::1]:5/2?ssl_cert_reqs=none"),
-    ("unix://:p@/run/x.sock?db=1", "unix://u%3Ax:w@/run/x.sock?db=1"),
-    ("redis://a:p%40@h/0", "redis://u%3Ax:w@h/0")])
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://:p@h:1/0", "redis://u%3Ax:w@h:1/0"),
+        ("redis://h", "redis://u%3Ax:w@h"),
+        (
+            "rediss://a:b@[::1]:5/2?ssl_cert_reqs=none",
+            "rediss://u%3Ax:w@[::1]:5/2?ssl_cert_reqs=none",
+        ),
+        ("unix://:p@/run/x.sock?db=1", "unix://u%3Ax:w@/run/x.sock?db=1"),
+        ("redis://a:p%40@h/0", "redis://u%3Ax:w@h/0"),
+    ],
+)
 def test_credentials_in_a_url(url: str, expected: str) -> None:
     assert with_credentials(url, "u:x", "w") == expected
     assert unquote(urlsplit(expected).username or "") == "u:x"
@@ -422,10 +559,15 @@ def test_identities_differ() -> None:
     other = Identities(bytes(SECRET_BYTES), CLUSTER)
     elsewhere = Identities(bytes(range(SECRET_BYTES)), "d")
     makes: list[Callable[[], bytes | str]] = [
-        lambda: IDENTITIES.key("n1"), lambda: IDENTITIES.key("n2"), lambda: other.key("n1"),
-        lambda: elsewhere.key("n1"), lambda: IDENTITIES.password("n1", 1),
-        lambda: IDENTITIES.password("n1", 11), lambda: IDENTITIES.password("n11", 1),
-        lambda: elsewhere.password("n1", 1)]
+        lambda: IDENTITIES.key("n1"),
+        lambda: IDENTITIES.key("n2"),
+        lambda: other.key("n1"),
+        lambda: elsewhere.key("n1"),
+        lambda: IDENTITIES.password("n1", 1),
+        lambda: IDENTITIES.password("n1", 11),
+        lambda: IDENTITIES.password("n11", 1),
+        lambda: elsewhere.password("n1", 1),
+    ]
     made = [make() for make in makes]
     assert len(set(made)) == len(makes)
     assert [make() for make in makes] == made

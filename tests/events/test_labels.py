@@ -24,13 +24,19 @@ def test_labels_are_read() -> None:
     assert parse_labels(["switch=s-3.a", "rack=R_1"]) == Labels(rack="R_1", switch="s-3.a")
 
 
-@pytest.mark.parametrize(("texts", "words"), [
-    (["rack"], "'rack' is not KEY=VALUE"),
-    (["zone=a"], "'zone' is not a label; there are rack and switch"),
-    (["rack=r1", "rack=r2"], "rack is given twice"),
-    (["rack="], "'' is not 1 to 63"), (["rack=r 1"], "'r 1' is not"), (["rack=-"], "'-' is not"),
-    (["rack=" + "r" * 64], "is not 1 to 63"), (["rack=r1\n"], "is not 1 to 63"),
-])
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (["rack"], "'rack' is not KEY=VALUE"),
+        (["zone=a"], "'zone' is not a label; there are rack and switch"),
+        (["rack=r1", "rack=r2"], "rack is given twice"),
+        (["rack="], "'' is not 1 to 63"),
+        (["rack=r 1"], "'r 1' is not"),
+        (["rack=-"], "'-' is not"),
+        (["rack=" + "r" * 64], "is not 1 to 63"),
+        (["rack=r1\n"], "is not 1 to 63"),
+    ],
+)
 def test_invalid_labels_are_refused_in_one_line(texts: list[str], words: str) -> None:
     with pytest.raises(UsageError) as refusal:
         parse_labels(texts)
@@ -63,8 +69,12 @@ def test_the_state_holds_the_newest_agents_labels() -> None:
     d = Driver(nodes=2)
     assert d.state.nodes["n1"].labels == Labels()
     for incarnation, labels in ((7, Labels(rack="r1", switch="s1")), (8, Labels(rack="r2"))):
-        d.tell(f"n1/{incarnation}", r.NodeJoined(
-            node="n1", incarnation=incarnation, host="h", pid=1, num_slots=2, labels=labels))
+        d.tell(
+            f"n1/{incarnation}",
+            r.NodeJoined(
+                node="n1", incarnation=incarnation, host="h", pid=1, num_slots=2, labels=labels
+            ),
+        )
         assert d.state.nodes["n1"].labels == labels
     assert view(d.state)["nodes"][0]["labels"] == {"rack": "r2", "switch": ""}
     shown = line(codec.to_plain(d.log[-1]))

@@ -56,9 +56,17 @@ def agent(opened: Open) -> AbstractAsyncContextManager[RedisLog]:
 
 
 def record(seq: int, epoch: int = 1, body: Body | None = None) -> Record:
-    return Record(seq=seq, epoch=epoch, at_s=1000.0 + seq, occurred_s=999.5, source="n1/7",
-                  source_seq=seq, cause=0, incident=0,
-                  body=body or reports.NodeLeft(node="n1", incarnation=7, reason=f"r{seq}"))
+    return Record(
+        seq=seq,
+        epoch=epoch,
+        at_s=1000.0 + seq,
+        occurred_s=999.5,
+        source="n1/7",
+        source_seq=seq,
+        cause=0,
+        incident=0,
+        body=body or reports.NodeLeft(node="n1", incarnation=7, reason=f"r{seq}"),
+    )
 
 
 def order(seq: int, epoch: int, *nodes: str) -> Record:
@@ -66,14 +74,20 @@ def order(seq: int, epoch: int, *nodes: str) -> Record:
 
 
 def report(source_seq: int, source: str = "n1/7") -> Report:
-    return Report(source=source, source_seq=source_seq, occurred_s=5.25,
-                  body=reports.NodeLeft(node="n1", incarnation=7, reason=f"r{source_seq}"))
+    return Report(
+        source=source,
+        source_seq=source_seq,
+        occurred_s=5.25,
+        body=reports.NodeLeft(node="n1", incarnation=7, reason=f"r{source_seq}"),
+    )
 
 
-async def put(log: RedisLog, *records: Record, cursor: str = "",
-              acked: dict[str, int] | None = None) -> None:
-    await log.append(records, epoch=records[0].epoch, expect=records[0].seq - 1, cursor=cursor,
-                     acked=acked or {})
+async def put(
+    log: RedisLog, *records: Record, cursor: str = "", acked: dict[str, int] | None = None
+) -> None:
+    await log.append(
+        records, epoch=records[0].epoch, expect=records[0].seq - 1, cursor=cursor, acked=acked or {}
+    )
 
 
 async def test_an_empty_log(log: RedisLog) -> None:
@@ -186,8 +200,9 @@ async def test_a_wrong_seq_is_a_conflict_and_changes_nothing(log: RedisLog) -> N
 
 async def test_append_is_atomic(log: RedisLog, agent: RedisLog) -> None:
     epoch = await log.start_epoch("x")
-    quiesce = record(2, epoch, Quiesce(nodes=("n1", "n2"), task=1, generation=1,
-                                       mode="now", ranks=(0, 1)))
+    quiesce = record(
+        2, epoch, Quiesce(nodes=("n1", "n2"), task=1, generation=1, mode="now", ranks=(0, 1))
+    )
     batch = [record(1, epoch), quiesce, record(3, epoch), order(4, epoch, "n2")]
     await put(log, *batch, cursor="5-1", acked={"n1/7": 12, "n2/8": 3})
     assert await log.cursor() == "5-1"
@@ -206,11 +221,14 @@ async def test_append_is_atomic(log: RedisLog, agent: RedisLog) -> None:
 
 
 async def test_sealed_orders_that_are_closed_leave_the_server(
-        redis_log: Any, tmp_path: Path) -> None:
+    redis_log: Any, tmp_path: Path
+) -> None:
     async with redis_log(folder=Folder(tmp_path, redis_log.name)) as log:
         epoch = await log.start_epoch("a")
-        batch = [order(seq, epoch, *nodes) for seq, nodes in enumerate(
-            (("n1",), ("n1", "n2"), ("n1",), ("n1", "n2")), 1)]
+        batch = [
+            order(seq, epoch, *nodes)
+            for seq, nodes in enumerate((("n1",), ("n1", "n2"), ("n1",), ("n1", "n2")), 1)
+        ]
         await put(log, *batch)
         await log.open_segments()
         await log.seal(batch[:3], epoch=epoch, open_orders=[3])
@@ -222,7 +240,8 @@ async def test_sealed_orders_that_are_closed_leave_the_server(
 
 
 async def test_rebuilt_orders_replace_all_streams_and_are_read_again(
-        log: RedisLog, agent: RedisLog) -> None:
+    log: RedisLog, agent: RedisLog
+) -> None:
     first = await log.start_epoch("a")
     batch = [order(1, first, "n1"), order(2, first, "n1", "n2"), order(3, first, "n3")]
     await put(log, *batch)
@@ -262,7 +281,8 @@ async def test_reports_are_taken_in_order_behind_a_cursor(log: RedisLog, agent: 
 
 
 async def test_a_blocking_take_ends_with_a_report_or_a_timeout(
-        log: RedisLog, agent: RedisLog) -> None:
+    log: RedisLog, agent: RedisLog
+) -> None:
     start = time.monotonic()
     assert (await log.take(after="0-0", num_max=9, wait_s=0.3)).reports == ()
     assert time.monotonic() - start > 0.25
@@ -276,7 +296,8 @@ async def test_a_blocking_take_ends_with_a_report_or_a_timeout(
 
 
 async def test_blocking_orders_of_two_nodes_through_one_client(
-        log: RedisLog, agent: RedisLog) -> None:
+    log: RedisLog, agent: RedisLog
+) -> None:
     epoch = await log.start_epoch("x")
     one = asyncio.create_task(agent.orders("n1", after="0-0", wait_s=20.0))
     two = asyncio.create_task(agent.orders("n2", after="0-0", wait_s=20.0))
@@ -401,8 +422,10 @@ def test_a_day_of_waiting_takes_no_time() -> None:
         assert (await log.take(after="0-0", num_max=9, wait_s=86400.0)).reports == ()
         assert loop.time() == pytest.approx(86400.0)
         await log.beat("n1", 1)
-        waiting = [asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=100.0)),
-                   asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=10.0))]
+        waiting = [
+            asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=100.0)),
+            asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=10.0)),
+        ]
         orders = asyncio.create_task(log.orders("n1", after="0-0", wait_s=100.0))
         await asyncio.sleep(20.0)
         assert [task.done() for task in waiting] == [False, True]
@@ -418,9 +441,14 @@ def test_a_day_of_waiting_takes_no_time() -> None:
     run_in_virtual_time(test())
 
 
-@pytest.mark.parametrize(("outcome", "error", "stands"), [
-    ("unavailable", Unavailable, False), ("lost", Ambiguous, False), ("applied", Ambiguous, True),
-])
+@pytest.mark.parametrize(
+    ("outcome", "error", "stands"),
+    [
+        ("unavailable", Unavailable, False),
+        ("lost", Ambiguous, False),
+        ("applied", Ambiguous, True),
+    ],
+)
 def test_injected_faults(outcome: Outcome, error: type[Exception], stands: bool) -> None:
     faults: dict[str, Outcome] = {}
     log = MemoryLog(clock=lambda: 0.0, fault=lambda call: faults.pop(call, "done"))
@@ -429,8 +457,9 @@ def test_injected_faults(outcome: Outcome, error: type[Exception], stands: bool)
         epoch = await log.start_epoch("x")
         faults["append"] = outcome
         with pytest.raises(error):
-            await log.append([order(1, epoch, "n1")], epoch=epoch, expect=0, cursor="0-5",
-                             acked={"a": 1})
+            await log.append(
+                [order(1, epoch, "n1")], epoch=epoch, expect=0, cursor="0-5", acked={"a": 1}
+            )
         assert await log.last_seq() == int(stands)
         assert await log.cursor() == ("0-5" if stands else "0-0")
         assert await log.acked("a") == int(stands)
@@ -444,8 +473,11 @@ def test_injected_faults(outcome: Outcome, error: type[Exception], stands: bool)
         if stands:  # the epoch began although the caller got an error, so its old epoch is fenced
             with pytest.raises(Fenced):
                 await log.append([], epoch=epoch, expect=1, cursor="", acked={})
-        for call in (log.read(after=0, num_max=1), log.beats(["n"]), log.orders("n", after="0-0",
-                                                                           wait_s=0)):
+        for call in (
+            log.read(after=0, num_max=1),
+            log.beats(["n"]),
+            log.orders("n", after="0-0", wait_s=0),
+        ):
             faults[call.__name__] = outcome
             with pytest.raises(error):
                 await call

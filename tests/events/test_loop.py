@@ -29,20 +29,29 @@ def d() -> Iterator[Driver]:
     at_rest(made)
 
 
-@pytest.mark.parametrize(("changes", "path"), [
-    ({"loop": None}, "loop: is missing"),
-    ({"heal": None}, "heal: is missing"),
-    ({"heal": "on-disk"}, "heal: invalid enum value 'on-disk'"),
-    ({"command": None, "train": {"iterations": 1, "output": "x"}}, "heal: is for a command"),
-    ({"command": None}, "command: is missing; loop: needs it"),
-    ({"command": None, "loop": None}, "command: is missing; heal: needs it"),
-    ({"loop": LOOP | {"micro_batches": 3}}, "slots.max: 4 ranks, but an iteration has 3"),
-    ({"loop": LOOP | {"iterations": 0}}, "loop.iterations: must be at least 1"),
-    ({"loop": LOOP | {"output": ""}}, "loop.output: must name a folder"),
-    ({"loop": LOOP | {"parallel": {"optimizer": "mirrored"}}}, "loop.parallel.optimizer: a mirror"),
-    ({"loop": LOOP | {"parallel": {"tensor": [2, 2]}}}, "loop.parallel.tensor: names a size twice"),
-    ({"hang_after_s": 60}, "hang_after_s: is for a command that is only restarted"),
-])
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"loop": None}, "loop: is missing"),
+        ({"heal": None}, "heal: is missing"),
+        ({"heal": "on-disk"}, "heal: invalid enum value 'on-disk'"),
+        ({"command": None, "train": {"iterations": 1, "output": "x"}}, "heal: is for a command"),
+        ({"command": None}, "command: is missing; loop: needs it"),
+        ({"command": None, "loop": None}, "command: is missing; heal: needs it"),
+        ({"loop": LOOP | {"micro_batches": 3}}, "slots.max: 4 ranks, but an iteration has 3"),
+        ({"loop": LOOP | {"iterations": 0}}, "loop.iterations: must be at least 1"),
+        ({"loop": LOOP | {"output": ""}}, "loop.output: must name a folder"),
+        (
+            {"loop": LOOP | {"parallel": {"optimizer": "mirrored"}}},
+            "loop.parallel.optimizer: a mirror",
+        ),
+        (
+            {"loop": LOOP | {"parallel": {"tensor": [2, 2]}}},
+            "loop.parallel.tensor: names a size twice",
+        ),
+        ({"hang_after_s": 60}, "hang_after_s: is for a command that is only restarted"),
+    ],
+)
 def test_invalid_loop_specs_are_refused(changes: dict[str, Any], path: str) -> None:
     with pytest.raises(SpecError) as refused:
         spec(**{"train": None, "command": ["x"], "heal": "in-memory", "loop": LOOP} | changes)
@@ -74,15 +83,21 @@ def _not_adopted(d: Driver, said: bool, *, from_memory: bool = False) -> int:
         ids = {"task": task, "rank": start.rank, "attempt": start.attempt}
         d.tell(source, r.RankStarted(**ids, node=start.slot.node, pid=1, log_path=""))
         if said:
-            d.tell(source, InMemoryRecoveryDeclined(**ids, why="FSDP cannot be healed",
-                                                    from_memory=from_memory))
+            d.tell(
+                source,
+                InMemoryRecoveryDeclined(
+                    **ids, why="FSDP cannot be healed", from_memory=from_memory
+                ),
+            )
     return task
 
 
 def test_a_loop_that_declines_is_a_command(d: Driver) -> None:
     task = _not_adopted(d, said=True)
     assert (task_of(d, task).phase, task_of(d, task).declined) == (
-        "training", "FSDP cannot be healed")
+        "training",
+        "FSDP cannot be healed",
+    )
     new = d.exit(task, 0, code=1)
     assert kinds(new) == ["IncidentOpened", "StopRank", "StopRank", "StopRank"]
     starts = only(o.StartRank, d.obey(new))
@@ -96,10 +111,21 @@ def test_a_loop_that_declines_may_restart_from_memory(d: Driver) -> None:
     assert [store.node for store in stores.keepers] == ["n1", "n2"]
     for attempt in (1, 2):
         for rank in task_of(d, task).ranks.values():
-            d.tell(d.source(rank.slot.node), r.MemoryCheckpointStored(
-                task=task, rank=rank.rank, attempt=attempt, generation=attempt, step_version=5,
-                node="n2" if rank.slot.node == "n1" else "n1", copy_bytes=8, checksum="",
-                share=rank.rank, num_shares=4))
+            d.tell(
+                d.source(rank.slot.node),
+                r.MemoryCheckpointStored(
+                    task=task,
+                    rank=rank.rank,
+                    attempt=attempt,
+                    generation=attempt,
+                    step_version=5,
+                    node="n2" if rank.slot.node == "n1" else "n1",
+                    copy_bytes=8,
+                    checksum="",
+                    share=rank.rank,
+                    num_shares=4,
+                ),
+            )
         new = d.exit(task, 0, code=1)
         assert kinds(new) == ["IncidentOpened", "StopRank", "StopRank", "StopRank"]
         starts = only(o.StartRank, done := d.obey(new))
@@ -133,15 +159,24 @@ def test_a_script_without_unicron_is_a_command_after_the_deadline(d: Driver) -> 
 
 
 def _started(d: Driver, start: o.StartRank) -> list[Record]:
-    return d.tell(d.source(start.slot.node), r.RankStarted(
-        task=start.task, rank=start.rank, attempt=start.attempt, node=start.slot.node, pid=1,
-        log_path=""))
+    return d.tell(
+        d.source(start.slot.node),
+        r.RankStarted(
+            task=start.task,
+            rank=start.rank,
+            attempt=start.attempt,
+            node=start.slot.node,
+            pid=1,
+            log_path="",
+        ),
+    )
 
 
 def _adopted(d: Driver, task: int, rank: int) -> list[Record]:
     process = task_of(d, task).ranks[rank]
-    return d.tell(d.source(process.slot.node), r.RankAdopted(
-        task=task, rank=rank, attempt=process.attempt))
+    return d.tell(
+        d.source(process.slot.node), r.RankAdopted(task=task, rank=rank, attempt=process.attempt)
+    )
 
 
 def _ready(d: Driver, task: int, *ranks: int) -> list[Record]:
@@ -149,9 +184,19 @@ def _ready(d: Driver, task: int, *ranks: int) -> list[Record]:
     new: list[Record] = []
     for rank in ranks:
         process = task_of(d, task).ranks[rank]
-        new = d.tell(d.source(process.slot.node), r.RankReady(
-            task=task, rank=rank, attempt=process.attempt, endpoint=f"h:{rank}", num_params=1,
-            state_bytes=1, iteration_flops=1.0, data_digest=""))
+        new = d.tell(
+            d.source(process.slot.node),
+            r.RankReady(
+                task=task,
+                rank=rank,
+                attempt=process.attempt,
+                endpoint=f"h:{rank}",
+                num_params=1,
+                state_bytes=1,
+                iteration_flops=1.0,
+                data_digest="",
+            ),
+        )
     return new
 
 
@@ -174,8 +219,11 @@ def test_a_script_that_adopts_late_is_taken(d: Driver, says: bool, takeover: boo
     assert view(d.state)["tasks"][0]["tier"] == "command"
     if takeover:
         d.epoch += 1
-        d.tell("leader/def", r.EpochStarted(nonce="def", code="1", heart=DECIDER_VERSION),
-               epoch=d.epoch)
+        d.tell(
+            "leader/def",
+            r.EpochStarted(nonce="def", code="1", heart=DECIDER_VERSION),
+            epoch=d.epoch,
+        )
     if says:
         assert not kinds(_adopted(d, task, 1))
     assert not kinds(_ready(d, task, 0))
@@ -258,7 +306,8 @@ def test_a_process_that_adopts_beside_one_that_has_ended_without_is_ended(d: Dri
     d.exit(task, 0, code=0)
     new = _ready(d, task, 1)
     assert "it adopted Unicron, but another process of the task did not" in [
-        stop.body.why for stop in only(o.StopRank, new)]
+        stop.body.why for stop in only(o.StopRank, new)
+    ]
 
 
 def test_a_script_without_unicron_that_ends_is_a_command(d: Driver) -> None:

@@ -9,8 +9,10 @@ from unicron.events import network_address as na
 from unicron.events.errors import UsageError
 
 
-@pytest.mark.parametrize(("host", "port", "text"), [
-    ("10.0.0.1", 80, "10.0.0.1:80"), ("fd00::1", 80, "[fd00::1]:80"), ("n1.site", 1, "n1.site:1")])
+@pytest.mark.parametrize(
+    ("host", "port", "text"),
+    [("10.0.0.1", 80, "10.0.0.1:80"), ("fd00::1", 80, "[fd00::1]:80"), ("n1.site", 1, "n1.site:1")],
+)
 def test_an_endpoint_is_written_and_read(host: str, port: int, text: str) -> None:
     assert na.endpoint(host, port) == text
     assert na.split_endpoint(text) == (host, port)
@@ -23,15 +25,27 @@ def test_listening_at_both_kinds_of_address(host: str) -> None:
         assert listener.getsockname()[0] == host
 
 
-@pytest.mark.parametrize(("host", "expected"), [
-    ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True),
-    ("0.0.0.0", False), ("10.0.0.1", False), ("fd00::1", False), ("n1", False)])
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("fd00::1", False),
+        ("n1", False),
+    ],
+)
 def test_loopback(host: str, expected: bool) -> None:
     assert na.is_loopback(host) is expected
 
 
-@pytest.mark.parametrize(("host", "interface"), [
-    ("127.0.0.1", "lo"), ("127.1.2.3", "lo"), ("::1", "lo"), ("10.255.255.254", ""), ("n1", "")])
+@pytest.mark.parametrize(
+    ("host", "interface"),
+    [("127.0.0.1", "lo"), ("127.1.2.3", "lo"), ("::1", "lo"), ("10.255.255.254", ""), ("n1", "")],
+)
 def test_the_interface_of_an_address(host: str, interface: str) -> None:
     assert na.interface_of(host) == interface
 
@@ -43,12 +57,17 @@ def test_an_interface_or_an_address_of_this_host_is_taken() -> None:
     assert na.address_towards("127.0.0.1", 80) == "127.0.0.1"
 
 
-@pytest.mark.parametrize(("named", "words"), [
-    ([], "no address, interface or known name"),
-    (["10.255.255.254"], "which this host does not have"),
-    (["127.0.0.1", "::1"], "n1 is 127.0.0.1 and ::1")])
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ([], "no address, interface or known name"),
+        (["10.255.255.254"], "which this host does not have"),
+        (["127.0.0.1", "::1"], "n1 is 127.0.0.1 and ::1"),
+    ],
+)
 def test_a_name_stands_for_one_address_of_this_host(
-        monkeypatch: pytest.MonkeyPatch, named: list[str], words: str) -> None:
+    monkeypatch: pytest.MonkeyPatch, named: list[str], words: str
+) -> None:
     def resolve(host: str, *_: object, **__: object) -> list[object]:
         if not named:
             raise socket.gaierror

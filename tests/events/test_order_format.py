@@ -1,5 +1,4 @@
-"""The copies of orders that agents read: what release 0.3.0 does not know, and what may be ignored.
-"""
+"""The copies of orders that agents read: what release 0.3.0 does not know, and what may be ignored."""
 
 from __future__ import annotations
 
@@ -28,7 +27,8 @@ from unicron.events.records.types import Slot
 from unicron.events.spec.job import JobSpec, Train
 
 FORMAT_0: dict[str, list[str]] = json.loads(
-    (Path(__file__).parent / "order-format-0.json").read_text())
+    (Path(__file__).parent / "order-format-0.json").read_text()
+)
 """By order: every field that release 0.3.0 (commit b0502c4) reads, nested ones by path."""
 LOOP = {"micro_batches": 24, "iterations": 5, "output": "/tmp/out"}
 COMMAND: dict[str, Any] = {"train": None, "command": ["true"]}
@@ -38,10 +38,28 @@ NEW = [EXACT, spec(**COMMAND, heal="in-memory", loop=LOOP | {"reproducible": "re
 
 
 def start(job: JobSpec, seq: int = 1, epoch: int = 1) -> Record:
-    return Record(seq=seq, epoch=epoch, at_s=1.0, occurred_s=1.0, source="heart", source_seq=0,
-                  cause=0, incident=0, body=orders.StartRank(
-                      nodes=("n1",), task=5, rank=3, attempt=2, slot=Slot(node="n1", index=1),
-                      spec=job, num_seats=4, host="", port=0, checkpoint=""))
+    return Record(
+        seq=seq,
+        epoch=epoch,
+        at_s=1.0,
+        occurred_s=1.0,
+        source="heart",
+        source_seq=0,
+        cause=0,
+        incident=0,
+        body=orders.StartRank(
+            nodes=("n1",),
+            task=5,
+            rank=3,
+            attempt=2,
+            slot=Slot(node="n1", index=1),
+            spec=job,
+            num_seats=4,
+            host="",
+            port=0,
+            checkpoint="",
+        ),
+    )
 
 
 def copy_of(job: JobSpec) -> bytes:
@@ -110,8 +128,9 @@ def test_what_must_be_obeyed_is_in_the_copy(job: JobSpec) -> None:
 
 
 def test_an_order_without_added_fields_is_its_own_copy() -> None:
-    record = replace(start(spec()), body=orders.Resume(
-        nodes=("n1",), task=1, generation=2, progress_from=0))
+    record = replace(
+        start(spec()), body=orders.Resume(nodes=("n1",), task=1, generation=2, progress_from=0)
+    )
     wire = codec.encode_record(record)
     assert codec.encode_order_copy(record, wire) is wire
 
@@ -129,10 +148,13 @@ def test_an_order_with_another_unknown_field_is_not_decoded() -> None:
 
 
 def test_a_field_that_this_agent_knows_is_obeyed_though_marked(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     path = ("spec", "train", "reproducible")
-    table = (Added(orders.StartRank, path, Train, 1, ignorable=True),
-             *(one for one in ADDED if one.path != path))
+    table = (
+        Added(orders.StartRank, path, Train, 1, ignorable=True),
+        *(one for one in ADDED if one.path != path),
+    )
     assert needed_format(EXACT, table) == 1, "agents of 0.3.0 do not read marks"
     left_out, optional = order_format.changes(start(EXACT).body, table)
     assert optional == [path]
@@ -151,11 +173,15 @@ async def test_an_agent_reads_the_signed_copy_and_the_log_keeps_all_fields(redis
             sent = await log.orders("n1", after="0-0", wait_s=0)
             assert [one.record for one in sent] == [first, second]
             stream = await log._ask([("XRANGE", *log._keys("orders:n1"), "-", "+")])
-            plain = [msgspec.msgpack.decode(fields[1])["body"]["spec"]["train"]
-                     for _, fields in stream[0]]
+            plain = [
+                msgspec.msgpack.decode(fields[1])["body"]["spec"]["train"]
+                for _, fields in stream[0]
+            ]
             assert "reproducible" not in plain[0]
             assert plain[1]["reproducible"] == "bitwise"
             await log.rebuild_orders([first, second], epoch=epoch, acked={})
         kept = await log._ask([("XRANGE", *log._keys("log"), "-", "+")])
         assert [fields[1] for _, fields in kept[0]] == [
-            codec.encode_record(first), codec.encode_record(second)]
+            codec.encode_record(first),
+            codec.encode_record(second),
+        ]

@@ -33,13 +33,26 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 def record(seq: int, epoch: int, text: str = "r") -> Record:
-    return Record(seq=seq, epoch=epoch, at_s=1.0, occurred_s=1.0, source="n1/7", source_seq=seq,
-                  cause=0, incident=0, body=reports.NodeLeft(node="n1", incarnation=7, reason=text))
+    return Record(
+        seq=seq,
+        epoch=epoch,
+        at_s=1.0,
+        occurred_s=1.0,
+        source="n1/7",
+        source_seq=seq,
+        cause=0,
+        incident=0,
+        body=reports.NodeLeft(node="n1", incarnation=7, reason=text),
+    )
 
 
 def report(source_seq: int) -> Report:
-    return Report(source="n1/7", source_seq=source_seq, occurred_s=1.0,
-                  body=reports.NodeLeft(node="n1", incarnation=7, reason=""))
+    return Report(
+        source="n1/7",
+        source_seq=source_seq,
+        occurred_s=1.0,
+        body=reports.NodeLeft(node="n1", incarnation=7, reason=""),
+    )
 
 
 async def connect(url: str, cluster: str) -> RedisLog:
@@ -54,8 +67,13 @@ async def connect(url: str, cluster: str) -> RedisLog:
 
 
 async def put(log: RedisLog, *records: Record) -> None:
-    await log.append(records, epoch=records[0].epoch, expect=records[0].seq - 1, cursor="",
-                     acked={"n1/7": records[-1].seq})
+    await log.append(
+        records,
+        epoch=records[0].epoch,
+        expect=records[0].seq - 1,
+        cursor="",
+        acked={"n1/7": records[-1].seq},
+    )
 
 
 class Proxy:
@@ -76,8 +94,13 @@ class Proxy:
         with suppress(asyncio.CancelledError):
             await asyncio.gather(there, self._pump(server, back, "lose replies", forth))
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, loses: str,
-                    other: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        loses: str,
+        other: asyncio.StreamWriter,
+    ) -> None:
         try:
             while data := await source.read(65536):
                 if self.fate == loses:
@@ -126,7 +149,8 @@ def own_server(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize(("fate", "stands"), [("lose replies", True), ("lose requests", False)])
 async def test_an_append_without_a_reply_is_ambiguous_and_not_repeated(
-        server: embedded_server.Server, redis_log: Any, fate: str, stands: bool) -> None:
+    server: embedded_server.Server, redis_log: Any, fate: str, stands: bool
+) -> None:
     async with proxied(server) as proxy, redis_log(proxy.url) as log, redis_log() as other:
         epoch = await log.start_epoch("x")
         await put(log, record(1, epoch))
@@ -142,7 +166,8 @@ async def test_an_append_without_a_reply_is_ambiguous_and_not_repeated(
 
 
 async def test_a_send_without_a_reply_is_ambiguous_and_may_be_sent_again(
-        server: embedded_server.Server, redis_log: Any) -> None:
+    server: embedded_server.Server, redis_log: Any
+) -> None:
     async with proxied(server) as proxy, redis_log(proxy.url) as log:
         assert await log.last_seq() == 0
         proxy.fate = "lose replies"
@@ -155,18 +180,23 @@ async def test_a_send_without_a_reply_is_ambiguous_and_may_be_sent_again(
 
 @pytest.mark.parametrize("fate", ["lose replies", "lose requests"])
 async def test_a_repeatable_call_survives_one_lost_reply(
-        server: embedded_server.Server, redis_log: Any, fate: str) -> None:
+    server: embedded_server.Server, redis_log: Any, fate: str
+) -> None:
     async with proxied(server) as proxy, redis_log(proxy.url) as log:
         epoch = await log.start_epoch("x")
         await put(log, record(1, epoch))
         calls: list[Callable[[], Coroutine[Any, Any, Any]]] = [
-            log.last_seq, log.cursor, lambda: log.beats(["n1"]),
+            log.last_seq,
+            log.cursor,
+            lambda: log.beats(["n1"]),
             lambda: log.read(after=0, num_max=5),
-            lambda: log.acked("n1/7"), lambda: log.beat("n1", 7),
+            lambda: log.acked("n1/7"),
+            lambda: log.beat("n1", 7),
             lambda: log.take(after="0-0", num_max=5, wait_s=0.05),
             lambda: log.orders("n1", after="0-0", wait_s=0.05),
             lambda: log.trim_reports(before="0-0"),
-            lambda: log.rebuild_orders([], epoch=epoch, acked={})]
+            lambda: log.rebuild_orders([], epoch=epoch, acked={}),
+        ]
         for call in calls:
             await call()  # connects first: a failed first connection raises Unavailable
             proxy.fate = fate
@@ -177,7 +207,8 @@ async def test_a_repeatable_call_survives_one_lost_reply(
 
 
 async def test_a_server_without_replies_is_given_up(
-        server: embedded_server.Server, redis_log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server: embedded_server.Server, redis_log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis_log_module, "REPLY_S_MAX", 1.0)
     monkeypatch.setattr(redis_log_module, "CONNECT_S_MAX", 1.0)
     async with proxied(server) as proxy, redis_log(proxy.url) as log:
@@ -266,8 +297,7 @@ async def test_a_server_that_evicts_is_refused(own_server: embedded_server.Serve
         assert len(logged) == 1
 
 
-async def test_a_full_server_refuses_the_whole_append(
-        own_server: embedded_server.Server) -> None:
+async def test_a_full_server_refuses_the_whole_append(own_server: embedded_server.Server) -> None:
     log = RedisLog(own_server.url, "c")
     epoch = await log.start_epoch("x")
     with Redis.from_url(own_server.url) as client:
@@ -281,13 +311,15 @@ async def test_a_full_server_refuses_the_whole_append(
 
 
 async def test_a_unix_socket_with_a_password(
-        own_server: embedded_server.Server, tmp_path: Path) -> None:
+    own_server: embedded_server.Server, tmp_path: Path
+) -> None:
     config = tmp_path / "valkey.conf"
     own_server.stop()
     path = f"/tmp/unicron-test-{os.getpid()}.sock"
     config.write_text(config.read_text() + f"unixsocket {path}\nunixsocketperm 700\n")
     process = await asyncio.create_subprocess_exec(
-        str(embedded_server.find_binary()), str(config), stdout=asyncio.subprocess.DEVNULL)
+        str(embedded_server.find_binary()), str(config), stdout=asyncio.subprocess.DEVNULL
+    )
     try:
         while not Path(path).exists():
             await asyncio.sleep(0.02)
@@ -301,7 +333,8 @@ async def test_a_unix_socket_with_a_password(
 
 
 async def test_invalid_records_are_named_and_invalid_reports_skipped(
-        log: RedisLog, server: embedded_server.Server, redis_log: Any) -> None:
+    log: RedisLog, server: embedded_server.Server, redis_log: Any
+) -> None:
     epoch = await log.start_epoch("x")
     await put(log, *(record(seq, epoch) for seq in range(1, 6)))
     prefix = f"{{unicron:{redis_log.name}}}:"
@@ -323,7 +356,8 @@ async def test_invalid_records_are_named_and_invalid_reports_skipped(
 
 
 async def test_kill_9_of_the_server_loses_no_acknowledged_record(
-        own_server: embedded_server.Server, tmp_path: Path) -> None:
+    own_server: embedded_server.Server, tmp_path: Path
+) -> None:
     """Kills it five times under load; the client reconnects to the new server by itself."""
 
     async def write(log: RedisLog, acknowledged: list[str], stop: asyncio.Event) -> None:
@@ -331,8 +365,9 @@ async def test_kill_9_of_the_server_loses_no_acknowledged_record(
         while not stop.is_set():
             batch = [record(seq + i, epoch, f"{epoch}/{seq + i}") for i in range(1, 8)]
             try:
-                await log.append(batch, epoch=epoch, expect=seq, cursor=f"1-{seq + 7}",
-                                 acked={"n1/7": seq + 7})
+                await log.append(
+                    batch, epoch=epoch, expect=seq, cursor=f"1-{seq + 7}", acked={"n1/7": seq + 7}
+                )
                 acknowledged += [f"{r.epoch}/{r.seq}" for r in batch]
                 seq += 7
             except (Ambiguous, Unavailable):

@@ -47,13 +47,18 @@ async def test_the_log_is_used_over_tls(url: str, pair: Pair) -> None:
         await log.close()
 
 
-@pytest.mark.parametrize(("what", "words"), [
-    ("system", "self-signed|issuer"), ("foreign", "issuer|refused"), ("name", "not valid for")])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("system", "self-signed|issuer"), ("foreign", "issuer|refused"), ("name", "not valid for")],
+)
 async def test_another_server_is_refused(
-        url: str, pair: Pair, tmp_path: Path, what: str, words: str) -> None:
+    url: str, pair: Pair, tmp_path: Path, what: str, words: str
+) -> None:
     ca = {"system": "", "name": pair.ca.read_text()}.get(what)
-    log = log_at(url.replace("127.0.0.1", "localhost") if what == "name" else url,
-                 Pair(tmp_path / "foreign").ca.read_text() if ca is None else ca)
+    log = log_at(
+        url.replace("127.0.0.1", "localhost") if what == "name" else url,
+        Pair(tmp_path / "foreign").ca.read_text() if ca is None else ca,
+    )
     try:
         with pytest.raises(Unavailable, match=words):
             await log.check()

@@ -13,9 +13,17 @@ from unicron.events.records.envelope import Record
 
 
 def record(seq: int, epoch: int = 1) -> Record:
-    return Record(seq=seq, epoch=epoch, at_s=float(seq), occurred_s=1.0, source="n1/7",
-                  source_seq=seq, cause=0, incident=0,
-                  body=r.NodeLeft(node="n1", incarnation=7, reason=f"number {seq}"))
+    return Record(
+        seq=seq,
+        epoch=epoch,
+        at_s=float(seq),
+        occurred_s=1.0,
+        source="n1/7",
+        source_seq=seq,
+        cause=0,
+        incident=0,
+        body=r.NodeLeft(node="n1", incarnation=7, reason=f"number {seq}"),
+    )
 
 
 def records(first: int, last: int, epoch: int = 1) -> list[Record]:
@@ -110,7 +118,8 @@ def test_a_missing_beginning_is_named(folder: Folder) -> None:
 
 
 def test_an_interrupted_prune_is_finished_by_the_next(
-        folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = sealed(folder, 10, 25, 40)
 
     def fails(files: object) -> None:
@@ -132,8 +141,14 @@ def test_a_damaged_segment_is_named(tmp_path: Path, damage: str) -> None:
     made = sealed(folder, 10, 25)
     path, other = tmp_path / made[1].name, tmp_path / made[0].name
     data = path.read_bytes()
-    path.write_bytes({"edited": data[:60] + bytes([data[60] ^ 1]) + data[61:], "cut": data[:-1],
-                      "empty": b"", "swapped": other.read_bytes()}[damage])
+    path.write_bytes(
+        {
+            "edited": data[:60] + bytes([data[60] ^ 1]) + data[61:],
+            "cut": data[:-1],
+            "empty": b"",
+            "swapped": other.read_bytes(),
+        }[damage]
+    )
     log = SealedLog(folder)
     assert log.read(after=0, num_max=10) == records(1, 10)
     with pytest.raises(CorruptLog, match=f"seq 11: {made[1].name} in {tmp_path} is damaged"):
@@ -141,7 +156,8 @@ def test_a_damaged_segment_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_another_clusters_or_a_later_versions_segment_is_refused(
-        folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = sealed(folder, 10)
     with pytest.raises(UsageError, match="is of cluster c, not other"):
         Folder(folder.where, "other").read(made[0])

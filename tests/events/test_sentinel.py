@@ -33,20 +33,34 @@ WAIT_S_MAX = 150.0
 DEBIAN = "redis-server"
 
 
-@pytest.mark.parametrize(("url", "expected"), [
-    ("redis://:p@h:1/2", ("", "redis://:p@h:1/2", ())),
-    ("unix://:p@/a,b", ("", "unix://:p@/a,b", ())),
-    ("redis+sentinel://h:1/log", ("log", "redis://h:1/", ("redis://h:1",))),
-    ("rediss+sentinel://u:p@h:1,[fd00::1]:2/log/3",
-     ("log", "rediss://u:p@h:1/3", ("rediss://h:1", "rediss://[fd00::1]:2")))])
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://:p@h:1/2", ("", "redis://:p@h:1/2", ())),
+        ("unix://:p@/a,b", ("", "unix://:p@/a,b", ())),
+        ("redis+sentinel://h:1/log", ("log", "redis://h:1/", ("redis://h:1",))),
+        (
+            "rediss+sentinel://u:p@h:1,[fd00::1]:2/log/3",
+            ("log", "rediss://u:p@h:1/3", ("rediss://h:1", "rediss://[fd00::1]:2")),
+        ),
+    ],
+)
 def test_a_url_of_sentinels(url: str, expected: tuple[str, str, tuple[str, ...]]) -> None:
     assert split_sentinels(url) == expected
 
 
-@pytest.mark.parametrize("url", [
-    "redis+sentinel://:hush@h:1", "redis+sentinel://:hush@h/log", "redis+sentinel://:hush@/log",
-    "redis+sentinel://:hush@h:1,/log", "redis+sentinel://:hush@h:1,h:x/log",
-    "http+sentinel://:hush@h:1/log", "redis+sentinel://:hush@h:1/log?db=3"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis+sentinel://:hush@h:1",
+        "redis+sentinel://:hush@h/log",
+        "redis+sentinel://:hush@/log",
+        "redis+sentinel://:hush@h:1,/log",
+        "redis+sentinel://:hush@h:1,h:x/log",
+        "http+sentinel://:hush@h:1/log",
+        "redis+sentinel://:hush@h:1/log?db=3",
+    ],
+)
 def test_a_url_that_names_no_server_is_one_line_without_its_password(url: str) -> None:
     with pytest.raises(UsageError, match="does not name Sentinels") as refused:
         RedisLog(url, "c")
@@ -54,10 +68,14 @@ def test_a_url_that_names_no_server_is_one_line_without_its_password(url: str) -
     assert "redis+sentinel://:PASSWORD@HOST:PORT" in refused.value.hint
 
 
-@pytest.mark.parametrize(("url", "plain", "local"), [
-    ("redis+sentinel://127.0.0.1:1/log", True, True),
-    ("redis+sentinel://10.0.0.1:1,10.0.0.2:1/log", True, False),
-    ("rediss+sentinel://10.0.0.1:1,10.0.0.2:1/log", False, False)])
+@pytest.mark.parametrize(
+    ("url", "plain", "local"),
+    [
+        ("redis+sentinel://127.0.0.1:1/log", True, True),
+        ("redis+sentinel://10.0.0.1:1,10.0.0.2:1/log", True, False),
+        ("rediss+sentinel://10.0.0.1:1,10.0.0.2:1/log", False, False),
+    ],
+)
 def test_what_is_known_of_a_server_that_sentinels_name(url: str, plain: bool, local: bool) -> None:
     """They may name one on any host."""
     assert (is_plain(url), is_local(url)) == (plain, local)
@@ -102,15 +120,35 @@ def _asked(sentinel: TcpServer) -> bool:
 class Site:
     """A primary, its replica and three Sentinels, over TLS with a certificate."""
 
-    def __init__(self, url: str, pair: Pair | None, primary: TcpServer, replica: TcpServer,
-                 sentinels: list[TcpServer], program: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        pair: Pair | None,
+        primary: TcpServer,
+        replica: TcpServer,
+        sentinels: list[TcpServer],
+        program: str,
+    ) -> None:
         self.url, self.pair, self.program = url, pair, program
         self.ca = pair.ca.read_text() if pair else ""
         self.primary, self.replica, self.sentinels = primary, replica, sentinels
 
 
-@pytest.fixture(params=["", pytest.param("tls", marks=[pytest.mark.thorough, pytest.mark.skipif(
-    not shutil.which(DEBIAN), reason=f"there is no `{DEBIAN}` (apt-get install {DEBIAN})")])])
+@pytest.fixture(
+    params=[
+        "",
+        pytest.param(
+            "tls",
+            marks=[
+                pytest.mark.thorough,
+                pytest.mark.skipif(
+                    not shutil.which(DEBIAN),
+                    reason=f"there is no `{DEBIAN}` (apt-get install {DEBIAN})",
+                ),
+            ],
+        ),
+    ]
+)
 def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
     """The embedded server's program, and with TLS Debian's redis-server."""
     program, pair = "", None
@@ -118,25 +156,35 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
         if why := certificates.why_not():
             pytest.skip(why)
         program, pair = DEBIAN, Pair(tmp_path / "certs", "127.0.0.1")
-    with (replicated_servers.replicated(tmp_path, program, pair) as (primary, replica),
-          replicated_servers.watched(tmp_path, primary, program, pair) as (url, sentinels)):
+    with (
+        replicated_servers.replicated(tmp_path, program, pair) as (primary, replica),
+        replicated_servers.watched(tmp_path, primary, program, pair) as (url, sentinels),
+    ):
         yield Site(url, pair, primary, replica, sentinels, program)
 
 
 async def test_after_a_failover_all_find_the_new_primary(site: Site, tmp_path: Path) -> None:
     """The leader, an agent that waits for orders, and a relay; then also the former primary, which
     comes back as a replica, and a failover that an operator asks for."""
-    relay, port = ServerRelay(site.url, find_server=(finder := RedisLog(
-        site.url, "c", ca=site.ca)).find_server), free_port()
+    relay, port = (
+        ServerRelay(
+            site.url, find_server=(finder := RedisLog(site.url, "c", ca=site.ca)).find_server
+        ),
+        free_port(),
+    )
     await relay.start("127.0.0.2", port)
-    async with (opened(site.url, site.ca) as log, opened(site.url, site.ca) as agent,
-                opened(url_at(site.url, "127.0.0.2", port)) as far):
+    async with (
+        opened(site.url, site.ca) as log,
+        opened(site.url, site.ca) as agent,
+        opened(url_at(site.url, "127.0.0.2", port)) as far,
+    ):
         await log.check()
         epoch = await log.start_epoch("x")
         await put(log, 1, epoch)
         assert [x.record.seq for x in await agent.orders("n1", after="0-0", wait_s=0)] == [1]
-        waiting = asyncio.create_task(again(
-            lambda: agent.orders("n1", after=f"{epoch}-1", wait_s=30.0)))
+        waiting = asyncio.create_task(
+            again(lambda: agent.orders("n1", after=f"{epoch}-1", wait_s=30.0))
+        )
         await until(lambda: site.replica.client.xlen("{unicron:c}:log") == 1)
         site.primary.process.kill()
         await again(log.check_durable)
@@ -153,13 +201,15 @@ async def test_after_a_failover_all_find_the_new_primary(site: Site, tmp_path: P
 
 
 async def _comes_back(site: Site, log: RedisLog, agent: RedisLog, epoch: int) -> None:
-    with replicated_servers.serving(site.primary.folder, program=site.program,
-                                    port=site.primary.port, pair=site.pair) as former:
+    with replicated_servers.serving(
+        site.primary.folder, program=site.program, port=site.primary.port, pair=site.pair
+    ) as former:
         await until(lambda: former.role == "slave")
         site.replica.wait_replica()
         await until(lambda: former.client.xlen("{unicron:c}:log") == 2)
-        waiting = asyncio.create_task(again(
-            lambda: agent.orders("n1", after=f"{epoch}-2", wait_s=30.0)))
+        waiting = asyncio.create_task(
+            again(lambda: agent.orders("n1", after=f"{epoch}-2", wait_s=30.0))
+        )
         await until(lambda: _asked(site.sentinels[0]))
         await until(lambda: site.replica.role == "slave")
         await again(log.check_durable)
@@ -202,8 +252,9 @@ async def test_a_replica_that_a_person_promotes_at_the_same_address(tmp_path: Pa
                 epoch = await log.start_epoch("x")
                 await put(log, 1, epoch)
                 await agent.beat("n1", 7)
-                waiting = asyncio.create_task(again(
-                    lambda: agent.orders("n1", after=f"{epoch}-1", wait_s=30.0)))
+                waiting = asyncio.create_task(
+                    again(lambda: agent.orders("n1", after=f"{epoch}-1", wait_s=30.0))
+                )
                 await until(lambda: replica.client.xlen("{unicron:c}:log") == 1)
                 replica.client.replicaof("NO", "ONE")
                 primary.client.replicaof("127.0.0.1", replica.port)

@@ -47,12 +47,35 @@ def fuzz(folder: Path, *, examples: int, seed: int) -> dict[str, Any]:
         config, report = folder / "schemathesis.toml", folder / "report.json"
         config.write_text(CONFIG.format(task=task))
         done = subprocess.run(
-            [Path(sys.executable).with_name("schemathesis"), "--no-color", "--config-file", config,
-             "run", f"{url}/v1/openapi.json", "-H", f"Authorization: Bearer {token}",
-             "-n", str(examples), "--seed", str(seed), "--continue-on-failure",
-             "--request-timeout", "60", "--suppress-health-check", "all",
-             "--report", "json", "--report-json-path", report],
-            cwd=folder, capture_output=True, text=True, timeout=RUN_S_MAX, check=False)
+            [
+                Path(sys.executable).with_name("schemathesis"),
+                "--no-color",
+                "--config-file",
+                config,
+                "run",
+                f"{url}/v1/openapi.json",
+                "-H",
+                f"Authorization: Bearer {token}",
+                "-n",
+                str(examples),
+                "--seed",
+                str(seed),
+                "--continue-on-failure",
+                "--request-timeout",
+                "60",
+                "--suppress-health-check",
+                "all",
+                "--report",
+                "json",
+                "--report-json-path",
+                report,
+            ],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=RUN_S_MAX,
+            check=False,
+        )
         assert report.exists(), done.stdout + done.stderr
         return {**json.loads(report.read_text()), "output": done.stdout}
 
@@ -67,9 +90,11 @@ def main() -> int:
     if found["exit_code"]:
         print(found["output"])
     cases = found["test_cases"]
-    print(f"{found['operations']['tested']} of {found['operations']['total']} calls, "
-          f"{cases['generated']} requests, {cases['unique_failures']} failures, "
-          f"{cases['errored']} errors, {found['running_time']:.0f} s, seed {asked.seed}")
+    print(
+        f"{found['operations']['tested']} of {found['operations']['total']} calls, "
+        f"{cases['generated']} requests, {cases['unique_failures']} failures, "
+        f"{cases['errored']} errors, {found['running_time']:.0f} s, seed {asked.seed}"
+    )
     return int(found["exit_code"])
 
 

@@ -120,8 +120,11 @@ def _command() -> Callable[..., object]:
 def _run(*arguments: str) -> None:
     """Run a command in this process. It has to end with a result, or with one line of an error."""
     out, err = io.StringIO(), io.StringIO()
-    with (contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
-          mock.patch.object(app, "app", _command())):
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(app, "app", _command()),
+    ):
         code = app.run_command(arguments)
     text = err.getvalue()
     assert code in (0, 1, 2), f"exit {code}: {text}"
@@ -142,7 +145,7 @@ def replays(folder: Path) -> Iterator[Case]:
         else:
             records = plain[: rng.randint(1, len(plain))]
             at = rng.randrange(len(records))
-            _write_chained(path, [*records[:at], plain_of(rng, records[at]), *records[at + 1:]])
+            _write_chained(path, [*records[:at], plain_of(rng, records[at]), *records[at + 1 :]])
         how = rng.choice(((), ("--verify",), ("-o", "json")))
         _run("replay", str(path), *how)
 
@@ -152,9 +155,17 @@ def replays(folder: Path) -> Iterator[Case]:
 def _write_chained(path: Path, records: list[Any]) -> None:
     """A log file with a valid chain, whatever the records are."""
     with path.open("wb") as file:
-        writer = archive.Writer(path, file, archive.Header(
-            format=archive.FORMAT, version=archive.FORMAT_VERSION, cluster="c", code="fuzz",
-            first_seq=1))
+        writer = archive.Writer(
+            path,
+            file,
+            archive.Header(
+                format=archive.FORMAT,
+                version=archive.FORMAT_VERSION,
+                cluster="c",
+                code="fuzz",
+                first_seq=1,
+            ),
+        )
         for record in records:
             try:
                 writer._line(record if isinstance(record, dict) and record else {"seq": record})
@@ -167,8 +178,11 @@ def _write_chained(path: Path, records: list[Any]) -> None:
 @contextmanager
 def classified(folder: Path) -> Iterator[Case]:
     path = folder / "LOG"
-    texts = [json.loads(line)["text"].encode() for name in ("error_lines", "error_lines_more")
-             for line in (DATA / f"{name}.jsonl").read_bytes().splitlines()]
+    texts = [
+        json.loads(line)["text"].encode()
+        for name in ("error_lines", "error_lines_more")
+        for line in (DATA / f"{name}.jsonl").read_bytes().splitlines()
+    ]
     texts += (DATA / "error_lines.jsonl").read_bytes().splitlines()
 
     def case(rng: random.Random) -> None:
@@ -180,8 +194,9 @@ def classified(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def located(folder: Path) -> Iterator[Case]:
-    whole = [json.loads(path.read_bytes()) for path in sorted(
-        (DATA / "flight_recorder").glob("*.json"))]
+    whole = [
+        json.loads(path.read_bytes()) for path in sorted((DATA / "flight_recorder").glob("*.json"))
+    ]
     dumps = [one for document in whole for one in document["ranks"].values()]
     path = folder / "dump_0"
 
@@ -191,8 +206,11 @@ def located(folder: Path) -> Iterator[Case]:
         changed = plain_of(rng, dump)
         if rng.random() < 0.3:
             changed = {"ranks": {"0": changed, "1": plain_of(rng, dump)}}
-        data = pickle.dumps(changed, protocol=2) if rng.random() < 0.5 else json.dumps(
-            changed).encode()
+        data = (
+            pickle.dumps(changed, protocol=2)
+            if rng.random() < 0.5
+            else json.dumps(changed).encode()
+        )
         path.write_bytes(bytes_of(rng, data) if rng.random() < 0.3 else data)
         _run("locate", str(path), *rng.choice(((), ("-o", "json"))))
 
@@ -200,26 +218,90 @@ def located(folder: Path) -> Iterator[Case]:
 
 
 # --- the HTTP API ---------------------------------------------------------------------------------
-PATHS = ("/v1/health", "/v1/state", "/v1/log", "/v1/plan", "/v1/tasks", "/v1/join", "/v1/freeze",
-         "/v1/unfreeze", "/v1/inject", "/v1/plan/dry-run", "/v1/plan/apply", "/v1/tasks/2/cancel",
-         "/v1/tasks/1e9/cancel", "/v1/tasks/2/weight", "/v1/nodes/n1/drain", "/v1/nodes/n1,n1/lift",
-         "/v1/nodes/n1/undrain", "/metrics", "/", "/v1/../v1/state", "//v1/state", "*", "/v1/%00",
-         "/v1/tasks/%F0%9F/cancel", "http://other/v1/state")
-QUERIES = ("", "?after=0", "?after=-1", "?after=1e9&follow=2", "?seq=1", "?seq=99999999999999999",
-           "?explain=1", "?after=%00", "?" + "a" * 9000, "?seq=%D9%A3")
+PATHS = (
+    "/v1/health",
+    "/v1/state",
+    "/v1/log",
+    "/v1/plan",
+    "/v1/tasks",
+    "/v1/join",
+    "/v1/freeze",
+    "/v1/unfreeze",
+    "/v1/inject",
+    "/v1/plan/dry-run",
+    "/v1/plan/apply",
+    "/v1/tasks/2/cancel",
+    "/v1/tasks/1e9/cancel",
+    "/v1/tasks/2/weight",
+    "/v1/nodes/n1/drain",
+    "/v1/nodes/n1,n1/lift",
+    "/v1/nodes/n1/undrain",
+    "/metrics",
+    "/",
+    "/v1/../v1/state",
+    "//v1/state",
+    "*",
+    "/v1/%00",
+    "/v1/tasks/%F0%9F/cancel",
+    "http://other/v1/state",
+)
+QUERIES = (
+    "",
+    "?after=0",
+    "?after=-1",
+    "?after=1e9&follow=2",
+    "?seq=1",
+    "?seq=99999999999999999",
+    "?explain=1",
+    "?after=%00",
+    "?" + "a" * 9000,
+    "?seq=%D9%A3",
+)
 BODIES: tuple[Any, ...] = (
-    {}, {"reason": "x"}, {"weight": 2.0, "reason": ""}, {"slots": 4}, {"without": ["n1"]},
-    {"weights": {"2": 3.0}}, {"node": "n1", "host": "127.0.0.1", "incarnation": 1,
-                              "labels": {"rack": "r"}},
-    {"what": "rank", "task": 2, "rank": 0}, {"change": {"slots": 1}})
-HEADERS = (b"Content-Encoding: deflate", b"Content-Encoding: gzip", b"Transfer-Encoding: chunked",
-           b"Content-Length: 5", b"Content-Length: -1", b"Content-Length: 99999999999",
-           b"Expect: 100-continue", b"Upgrade: websocket", b"Idempotency-Key: a",
-           b"Idempotency-Key: " + b"k" * 200, b"Idempotency-Key: \xff", b"Host:", b"Host: a, b",
-           b"X: " + b"y" * 9000, b" folded", b"Content-Type: text/xml", b"Connection: upgrade",
-           b"Authorization: Basic eDp5", b"Range: bytes=0-")
-METHODS = (b"GET", b"POST", b"PUT", b"DELETE", b"HEAD", b"OPTIONS", b"PATCH", b"CONNECT", b"get",
-           b"\xff", b"GET /v1/health HTTP/1.1\r\n\r\nGET")
+    {},
+    {"reason": "x"},
+    {"weight": 2.0, "reason": ""},
+    {"slots": 4},
+    {"without": ["n1"]},
+    {"weights": {"2": 3.0}},
+    {"node": "n1", "host": "127.0.0.1", "incarnation": 1, "labels": {"rack": "r"}},
+    {"what": "rank", "task": 2, "rank": 0},
+    {"change": {"slots": 1}},
+)
+HEADERS = (
+    b"Content-Encoding: deflate",
+    b"Content-Encoding: gzip",
+    b"Transfer-Encoding: chunked",
+    b"Content-Length: 5",
+    b"Content-Length: -1",
+    b"Content-Length: 99999999999",
+    b"Expect: 100-continue",
+    b"Upgrade: websocket",
+    b"Idempotency-Key: a",
+    b"Idempotency-Key: " + b"k" * 200,
+    b"Idempotency-Key: \xff",
+    b"Host:",
+    b"Host: a, b",
+    b"X: " + b"y" * 9000,
+    b" folded",
+    b"Content-Type: text/xml",
+    b"Connection: upgrade",
+    b"Authorization: Basic eDp5",
+    b"Range: bytes=0-",
+)
+METHODS = (
+    b"GET",
+    b"POST",
+    b"PUT",
+    b"DELETE",
+    b"HEAD",
+    b"OPTIONS",
+    b"PATCH",
+    b"CONNECT",
+    b"get",
+    b"\xff",
+    b"GET /v1/health HTTP/1.1\r\n\r\nGET",
+)
 
 
 @contextmanager
@@ -237,13 +319,16 @@ def control_plane(folder: Path, num_agents: int = 0) -> Iterator[tuple[int, str]
         for name in cluster.names()[1:]:
             cluster.start(name)
         cluster.wait_agents(client)
-        processes.stop_together(state, [agent for name in cluster.names()[1:]
-                                        if (agent := cluster.find(name)) is not None], 10.0)
+        processes.stop_together(
+            state,
+            [agent for name in cluster.names()[1:] if (agent := cluster.find(name)) is not None],
+            10.0,
+        )
         yield cluster.port, client.token
         assert cluster.find(CONTROL_PLANE) == process, "the control plane has ended"
         assert connect(state).get("/v1/health")["leader"]
         log = (state.logs / f"{CONTROL_PLANE}.log").read_text(errors="replace")
-        assert "Traceback" not in log, log[log.index("Traceback"):][:4000]
+        assert "Traceback" not in log, log[log.index("Traceback") :][:4000]
     finally:
         local_cluster.stop_all(state, grace=False)
 
@@ -261,6 +346,7 @@ class Request(NamedTuple):
 def api(folder: Path) -> Iterator[Case]:
     plain = _specs()
     with control_plane(folder) as (port, token):
+
         def case(rng: random.Random) -> int:
             return _status(_ask(port, _request(rng, token, plain)))
 
@@ -271,12 +357,14 @@ def api(folder: Path) -> Iterator[Case]:
 def api_without_token(folder: Path) -> Iterator[Case]:
     plain = _specs()
     with control_plane(folder) as (port, token):
+
         def case(rng: random.Random) -> int:
             wrong = rng.choice(("", token[:-1], token + "x", token.swapcase(), "Bearer", "\xff"))
             answer = _ask(port, _request(rng, wrong, plain))
             status = _status(answer)
-            assert (not 200 <= status < 400 or b'"ok"' in answer
-                    or b"Content-Security-Policy" in answer), f"no token, but {answer!r}"
+            assert (
+                not 200 <= status < 400 or b'"ok"' in answer or b"Content-Security-Policy" in answer
+            ), f"no token, but {answer!r}"
             return status
 
         yield case
@@ -357,8 +445,11 @@ def rank_pipe(folder: Path) -> Iterator[Case]:
     says = folder / "says"
     bystander = subprocess.Popen(["sleep", "3600"])
     with asyncio.Runner() as runner:
-        opened = local_node(MemoryLog(runner.get_loop().time), folder,
-                            rank_argv=(sys.executable, "-I", "-S", "-c", SAYS, str(says)))
+        opened = local_node(
+            MemoryLog(runner.get_loop().time),
+            folder,
+            rank_argv=(sys.executable, "-I", "-S", "-c", SAYS, str(says)),
+        )
         node = runner.run(opened.__aenter__())
         attempts = iter(range(1, 1 << 30))
 
@@ -406,8 +497,12 @@ def _said(rng: random.Random, attempt: int, pid: int) -> bytes:
         case 1:  # a head without its frame
             return frames + struct.pack(">I", rng.choice((0, 1, FRAME_BYTES_MAX, 2**32 - 1)))
         case 2:
-            return frames + pack(_report(rng, {**own, rng.choice(list(own)): rng.choice(
-                (0, 2, 5, -1, 2**53, attempt + 1))}))
+            return frames + pack(
+                _report(
+                    rng,
+                    {**own, rng.choice(list(own)): rng.choice((0, 2, 5, -1, 2**53, attempt + 1))},
+                )
+            )
         case 3:
             return frames + pack(Frame(body=Adopted(pid=rng.choice((pid, 0, -1, 2**22 + 1)))))
         case 4:
@@ -416,8 +511,13 @@ def _said(rng: random.Random, attempt: int, pid: int) -> bytes:
         case 5:
             return frames * 200
         case 6:
-            return frames + pack(Frame(body=RankExited(
-                task=1, rank=0, attempt=attempt, pid=1, exit_code=0, signal=None)))
+            return frames + pack(
+                Frame(
+                    body=RankExited(
+                        task=1, rank=0, attempt=attempt, pid=1, exit_code=0, signal=None
+                    )
+                )
+            )
         case 7:
             return frames
         case _:
@@ -435,6 +535,13 @@ def _report(rng: random.Random, own: dict[str, int]) -> Frame:
 
 
 AREAS = (
-    Area("api", api), Area("api-no-token", api_without_token), Area("specs", specs),
-    Area("job-files", job_files), Area("policies", policies), Area("replay", replays),
-    Area("classify", classified), Area("locate", located), Area("rank-pipe", rank_pipe, 0.1))
+    Area("api", api),
+    Area("api-no-token", api_without_token),
+    Area("specs", specs),
+    Area("job-files", job_files),
+    Area("policies", policies),
+    Area("replay", replays),
+    Area("classify", classified),
+    Area("locate", located),
+    Area("rank-pipe", rank_pipe, 0.1),
+)

@@ -54,8 +54,15 @@ class Counts(Struct):
             self.told.append(what)
 
 
-def fuzz(area: Area, seed: int, num_cases: int, folder: Path, *, only: int | None = None,
-         s_max: float = float("inf")) -> Counts:
+def fuzz(
+    area: Area,
+    seed: int,
+    num_cases: int,
+    folder: Path,
+    *,
+    only: int | None = None,
+    s_max: float = float("inf"),
+) -> Counts:
     """Run cases of one area, for at most `s_max` seconds after it is opened."""
     counts, began_s = Counts(area.name), time.monotonic()
     try:
@@ -118,14 +125,39 @@ def main() -> int:
     _row(HEADS)
     for area in areas:
         with tempfile.TemporaryDirectory(prefix="unicron-fuzz-") as folder:
-            counts = fuzz(area, asked.seed, max(round(one * area.share), 1), Path(folder),
-                          only=int(only) if only else None)
+            counts = fuzz(
+                area,
+                asked.seed,
+                max(round(one * area.share), 1),
+                Path(folder),
+                only=int(only) if only else None,
+            )
         results.append(counts)
-        _row((area.name, counts.cases, counts.tracebacks, counts.server_errors, counts.hangs,
-              round(counts.took_s)))
-    _row(("all", *(sum(column) for column in zip(
-        *((r.cases, r.tracebacks, r.server_errors, r.hangs, round(r.took_s)) for r in results),
-        strict=True))))
+        _row(
+            (
+                area.name,
+                counts.cases,
+                counts.tracebacks,
+                counts.server_errors,
+                counts.hangs,
+                round(counts.took_s),
+            )
+        )
+    _row(
+        (
+            "all",
+            *(
+                sum(column)
+                for column in zip(
+                    *(
+                        (r.cases, r.tracebacks, r.server_errors, r.hangs, round(r.took_s))
+                        for r in results
+                    ),
+                    strict=True,
+                )
+            ),
+        )
+    )
     for counts in results:
         for text in counts.told:
             print(f"\n{text.rstrip()}")

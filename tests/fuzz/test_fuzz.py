@@ -36,7 +36,8 @@ def test_no_request_of_the_openapi_document_gets_a_wrong_answer(tmp_path: Path) 
 
 
 def test_a_traceback_a_server_error_and_a_hang_are_counted(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(main, "CASE_S_MAX", 0.2)
 
     @contextmanager

@@ -50,8 +50,9 @@ def devices() -> list[str]:
     """The entries of CUDA_VISIBLE_DEVICES, or the index of each GPU."""
     import torch
 
-    given = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-             if one.strip()]
+    given = [
+        one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()
+    ]
     return given or [str(index) for index in range(torch.cuda.device_count())]
 
 
@@ -66,10 +67,15 @@ def check(folder: Path, device: str) -> list[Row]:
         times_s.append(time.monotonic() - began_s)
     assert len(reading.findings) == len(devices()), f"NVML opened no GPU: {reading}"
     assert gpus.slots().is_known, "the PCI addresses of some GPUs are unknown"
-    ill = [f"{one.check} {one.health}: {one.why}" for one in reading.findings
-           if one.health != "healthy"]
-    return [of("nvml", "read_s", times_s, "s", f"{len(reading.findings)} GPUs"),
-            of("nvml", "healthy", [float(len(reading.findings) - len(ill))], "", "; ".join(ill))]
+    ill = [
+        f"{one.check} {one.health}: {one.why}"
+        for one in reading.findings
+        if one.health != "healthy"
+    ]
+    return [
+        of("nvml", "read_s", times_s, "s", f"{len(reading.findings)} GPUs"),
+        of("nvml", "healthy", [float(len(reading.findings) - len(ill))], "", "; ".join(ill)),
+    ]
 
 
 def check_trial(folder: Path, device: str) -> list[Row]:
@@ -78,8 +84,10 @@ def check_trial(folder: Path, device: str) -> list[Row]:
     answers = asyncio.run(try_devices(names, range(len(names))))
     times_s = [time.monotonic() - began_s]
     ill = [f"{names[slot]}: {why}" for slot, why in answers.items() if why]
-    return [of("trial", "took_s", times_s, "s", f"{len(names)} GPUs"),
-            of("trial", "healthy", [float(len(names) - len(ill))], "", "; ".join(ill))]
+    return [
+        of("trial", "took_s", times_s, "s", f"{len(names)} GPUs"),
+        of("trial", "healthy", [float(len(names) - len(ill))], "", "; ".join(ill)),
+    ]
 
 
 def check_xid(folder: Path, device: str) -> list[Row]:
@@ -91,9 +99,14 @@ def check_xid(folder: Path, device: str) -> list[Row]:
     log, code = folder / "fault.log", 0
     began_s = time.monotonic()
     with log.open("wb") as output:
-        code = subprocess.run([sys.executable, "-c", FAULTS], stdin=subprocess.DEVNULL,
-                              stdout=output, stderr=output, timeout=FAULT_S_MAX,
-                              check=False).returncode
+        code = subprocess.run(
+            [sys.executable, "-c", FAULTS],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            timeout=FAULT_S_MAX,
+            check=False,
+        ).returncode
     assert code == 0, f"no illegal access: exit code {code}\n{log.read_text()[-2000:]}"
     found: dict[str, tuple[DeviceError, float]] = {}
     last_s = time.monotonic() + XID_S_MAX
@@ -107,8 +120,16 @@ def check_xid(folder: Path, device: str) -> list[Row]:
     for error, _ in found.values():
         assert error.devices == (0,), f"on the wrong slot: {error}"
     missing = [] if reads_kernel else [f"{KMSG} cannot be read"]
-    missing += [f"nothing by {one}" for one in ("nvml", "kernel")[:1 + reads_kernel]
-                if one not in found]
-    return [of("xid", f"{origin}_s", [after_s], "s",
-               "; ".join([f"XID {error.code}", "from the start of the faulty process", *missing]))
-            for origin, (error, after_s) in found.items()]
+    missing += [
+        f"nothing by {one}" for one in ("nvml", "kernel")[: 1 + reads_kernel] if one not in found
+    ]
+    return [
+        of(
+            "xid",
+            f"{origin}_s",
+            [after_s],
+            "s",
+            "; ".join([f"XID {error.code}", "from the start of the faulty process", *missing]),
+        )
+        for origin, (error, after_s) in found.items()
+    ]

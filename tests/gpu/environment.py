@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 DRIVER = Path("/proc/driver/nvidia/version")
-PACKAGES = {"megatron-core": "megatron-core", "Transformer Engine": "transformer_engine",
-            "Apex": "apex", "nvidia-ml-py": "nvidia-ml-py"}
+PACKAGES = {
+    "megatron-core": "megatron-core",
+    "Transformer Engine": "transformer_engine",
+    "Apex": "apex",
+    "nvidia-ml-py": "nvidia-ml-py",
+}
 ABSENT = "not installed"
 
 
@@ -22,8 +26,12 @@ def read() -> dict[str, Any]:
     """The versions by name, and `devices`: the names of the GPUs that torch finds."""
     import torch
 
-    found: dict[str, Any] = {"Python": platform.python_version(), "executable": sys.executable,
-                             "torch": torch.__version__, "CUDA": torch.version.cuda or ABSENT}
+    found: dict[str, Any] = {
+        "Python": platform.python_version(),
+        "executable": sys.executable,
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or ABSENT,
+    }
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     found["NCCL"] = nccl() or ABSENT
     found["driver"] = _driver()

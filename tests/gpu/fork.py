@@ -44,9 +44,13 @@ def check(folder: Path, device: str) -> list[Row]:
             file, log = folder / f"found-{number}", folder / f"rank-{number}.log"
             code = RANK.format(uses_gpu=device == CUDA, file=str(file), stays=number == 0)
             with log.open("wb") as output, open(os.devnull, "rb") as nothing:
-                ranks.append(nursery.fork(
-                    {**os.environ, "UNICRON_RANK": str(number), PATCH: code},
-                    output.fileno(), nothing.fileno()))
+                ranks.append(
+                    nursery.fork(
+                        {**os.environ, "UNICRON_RANK": str(number), PATCH: code},
+                        output.fileno(),
+                        nothing.fileno(),
+                    )
+                )
             found = _wait(file, log, ranks[-1])
             assert not found["initialised"], "the zygote has initialised CUDA"
             assert found["sum"] == (64.0 if device == CUDA else None), found

@@ -63,10 +63,24 @@ def _run(folder: Path, device: str, num: int, **more: str) -> list[dict[str, Any
     try:
         for place, log in enumerate(logs):
             with log.open("wb") as output:
-                members.append(subprocess.Popen(
-                    [sys.executable, "-P", "-m", "gpu.groups", str(place), str(num), device,
-                     str(folder)], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                    env={**os.environ, "NCCL_DEBUG": "WARN", **more}))
+                members.append(
+                    subprocess.Popen(
+                        [
+                            sys.executable,
+                            "-P",
+                            "-m",
+                            "gpu.groups",
+                            str(place),
+                            str(num),
+                            device,
+                            str(folder),
+                        ],
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        env={**os.environ, "NCCL_DEBUG": "WARN", **more},
+                    )
+                )
         last_s = time.monotonic() + MEMBERS_S_MAX
         while any(one.poll() is None for one in members) and time.monotonic() < last_s:
             if any(one.poll() for one in members):  # the others wait for it
@@ -88,16 +102,32 @@ def _read(folder: Path, num: int) -> list[dict[str, Any]]:
 
 def _rows(case: str, found: list[dict[str, Any]]) -> list[Row]:
     note = f"{len(found)} members, {found[0]['backend']}"
-    rows = [of(case, "up_s", [each for one in found for each in one["up_s"]], "s", note),
-            of(case, "down_s", [each for one in found for each in one["down_s"]], "s")]
+    rows = [
+        of(case, "up_s", [each for one in found for each in one["up_s"]], "s", note),
+        of(case, "down_s", [each for one in found for each in one["down_s"]], "s"),
+    ]
     if found[0]["interrupted_s"]:
         rows.append(of(case, "interrupted_s", found[0]["interrupted_s"], "s"))
     if found[0]["freed_s"]:
-        rows.append(of(case, "freed_s", [each for one in found for each in one["freed_s"]], "s",
-                       "until NCCL has freed the memory, which no generation waits for"))
+        rows.append(
+            of(
+                case,
+                "freed_s",
+                [each for one in found for each in one["freed_s"]],
+                "s",
+                "until NCCL has freed the memory, which no generation waits for",
+            )
+        )
     if grown := [one["grown_bytes"] for one in found if one["grown_bytes"] is not None]:
-        rows.append(of(case, "grown_bytes", grown, "bytes",
-                       f"device memory that {GENERATIONS_NUM - 1} further generations have kept"))
+        rows.append(
+            of(
+                case,
+                "grown_bytes",
+                grown,
+                "bytes",
+                f"device memory that {GENERATIONS_NUM - 1} further generations have kept",
+            )
+        )
     return rows
 
 
@@ -117,8 +147,14 @@ def member(place: int, num: int, device: str, folder: Path) -> None:
         torch.cuda.set_device(here)
     ours = Communicators("127.0.0.1", here)
     endpoint = _endpoint(folder / "endpoint", ours.endpoint if place == 0 else "")
-    found: dict[str, Any] = {"backend": ours.backend, "up_s": [], "down_s": [],
-                             "interrupted_s": [], "freed_s": [], "grown_bytes": None}
+    found: dict[str, Any] = {
+        "backend": ours.backend,
+        "up_s": [],
+        "down_s": [],
+        "interrupted_s": [],
+        "freed_s": [],
+        "grown_bytes": None,
+    }
     free_bytes = 0
     for generation in range(1, GENERATIONS_NUM + 1):
         began_s = time.monotonic()
@@ -153,7 +189,7 @@ def _collectives(place: int, num: int, device: Any) -> None:
     dist.all_reduce(summed)
     assert bool((summed == total).all()), "the all-reduce is wrong"
     part = torch.empty(NUMBERS_NUM // num, device=device)
-    dist.reduce_scatter_tensor(part, mine[:NUMBERS_NUM // num * num])
+    dist.reduce_scatter_tensor(part, mine[: NUMBERS_NUM // num * num])
     assert bool((part == total).all()), "the reduce-scatter is wrong"
     whole = torch.empty(num, device=device)
     dist.all_gather_into_tensor(whole, mine[:1])

@@ -59,9 +59,11 @@ def check(folder: Path, device: str) -> list[Row]:
         nursery.close()
     final = (Path(spec["train"]["output"]) / "latest").resolve()
     assert twin.is_equal(final), f"{twin.difference(final)}, noise {twin.noise}"
-    return [of("killed", "fault_to_step_s", [stepped_s - killed_s], "s", words),
-            of("killed", "iterations_lost", [float(closed.iterations_lost)], ""),
-            of("killed", "loss_gap", [twin.difference(final).loss_rel], "relative")]
+    return [
+        of("killed", "fault_to_step_s", [stepped_s - killed_s], "s", words),
+        of("killed", "iterations_lost", [float(closed.iterations_lost)], ""),
+        of("killed", "loss_gap", [twin.difference(final).loss_rel], "relative"),
+    ]
 
 
 def prepare(device: str) -> tuple[int, str]:
@@ -76,6 +78,8 @@ def prepare(device: str) -> tuple[int, str]:
 
 def _stepped_s(cluster: RealCluster, task: int, killed_s: float) -> float:
     """When a rank has stepped the iteration that the fault struck."""
-    return next(float(line["t"]) for line in cluster.traced(task)
-                if line["event"] == "done" and line["iteration"] == STRUCK
-                and line["t"] > killed_s)
+    return next(
+        float(line["t"])
+        for line in cluster.traced(task)
+        if line["event"] == "done" and line["iteration"] == STRUCK and line["t"] > killed_s
+    )

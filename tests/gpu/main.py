@@ -40,7 +40,8 @@ CHECKS = {
     "memory": "gpu.memory:check",
     "overhead": "gpu.overhead:check",
     "killed": "gpu.killed:check",
-    "megatron_lm": "gpu.megatron_lm:check"}
+    "megatron_lm": "gpu.megatron_lm:check",
+}
 """By name: the function of each check."""
 ON_CPU = ("groups", "fork", "optimizer_state", "te_layers", "overhead", "killed", "megatron_lm")
 """Those that the same code can also run on the CPU, to test it."""
@@ -82,12 +83,19 @@ def main() -> None:
         for name in names:
             outcomes.append(run(name, options.device))
             one = outcomes[-1]
-            print(f"{name:18}  {one.word}, {one.took_s:.0f} s{': ' * bool(one.why)}{one.why}",
-                  flush=True)
+            print(
+                f"{name:18}  {one.word}, {one.took_s:.0f} s{': ' * bool(one.why)}{one.why}",
+                flush=True,
+            )
     finally:  # also of a run that is stopped: the time on a GPU may be limited
-        finish([row for one in outcomes for row in one.rows], options.out, began_s, (),
-               versions=about, outcomes={one.name: f"{one.word} {one.why}".strip()[:300]
-                                         for one in outcomes})
+        finish(
+            [row for one in outcomes for row in one.rows],
+            options.out,
+            began_s,
+            (),
+            versions=about,
+            outcomes={one.name: f"{one.word} {one.why}".strip()[:300] for one in outcomes},
+        )
     sys.exit(any(one.word == "failed" for one in outcomes))
 
 
@@ -97,12 +105,20 @@ def _said(value: str | list[str]) -> str:
 
 def versions() -> dict[str, Any]:
     """The versions by name, and the devices (environment.py). Exits with code 2 without torch."""
-    done = subprocess.run([sys.executable, "-P", "-m", "gpu.environment"], capture_output=True,
-                          text=True, timeout=VERSIONS_S_MAX, check=False, env=environment())
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "gpu.environment"],
+        capture_output=True,
+        text=True,
+        timeout=VERSIONS_S_MAX,
+        check=False,
+        env=environment(),
+    )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it ended"])[-1]
-        sys.stderr.write(f"{sys.executable} cannot load torch: {last}\n"
-                         "hint: make gpu-check PYTHON=/path/to/python\n")
+        sys.stderr.write(
+            f"{sys.executable} cannot load torch: {last}\n"
+            "hint: make gpu-check PYTHON=/path/to/python\n"
+        )
         sys.exit(2)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -124,9 +140,14 @@ def run(name: str, device: str) -> Outcome:
         with log.open("wb") as output:
             child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "gpu.main_of_check", name, str(folder), device],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                env=environment(CUDA_DEVICE_ORDER="PCI_BUS_ID", OMP_NUM_THREADS="1",
-                                 **{MARK: str(folder)}))
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=environment(
+                    CUDA_DEVICE_ORDER="PCI_BUS_ID", OMP_NUM_THREADS="1", **{MARK: str(folder)}
+                ),
+            )
         try:
             child.wait(CHECK_S_MAX)
         except subprocess.TimeoutExpired:
@@ -155,8 +176,7 @@ def _outcome(name: str, folder: Path, log: Path, took_s: float) -> Outcome:
         lines = log.read_text(errors="replace").strip().splitlines()
         return Outcome(name, "failed", lines[-1] if lines else "it ended", [], took_s)
     found = json.loads(result.read_text())
-    return Outcome(name, found["word"], found["why"], [Row(**one) for one in found["rows"]],
-                   took_s)
+    return Outcome(name, found["word"], found["why"], [Row(**one) for one in found["rows"]], took_s)
 
 
 def run_here(name: str, folder: Path, device: str) -> None:
@@ -170,8 +190,9 @@ def run_here(name: str, folder: Path, device: str) -> None:
     except NotPossible as error:
         word, why = "not possible", str(error)
     partial = folder / "result.partial"
-    partial.write_text(json.dumps({"word": word, "why": why,
-                                   "rows": [one._asdict() for one in rows]}))
+    partial.write_text(
+        json.dumps({"word": word, "why": why, "rows": [one._asdict() for one in rows]})
+    )
     partial.rename(folder / "result.json")
 
 

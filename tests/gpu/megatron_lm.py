@@ -44,9 +44,12 @@ def check(folder: Path, device: str) -> list[Row]:
     case = Case(2, {}, model=words)
     try:
         with ThreadPoolExecutor() as threads:  # side by side: the time on a GPU may be limited
-            runs = list(threads.map(
-                lambda order: megatron_trial.stock(clones[0], case, order=order),
-                orders(MICRO_BATCHES)))
+            runs = list(
+                threads.map(
+                    lambda order: megatron_trial.stock(clones[0], case, order=order),
+                    orders(MICRO_BATCHES),
+                )
+            )
     except subprocess.CalledProcessError as error:
         raise AssertionError(f"Megatron-LM's own loop failed:\n{error.output[-4000:]}") from None
     expected = runs[0]
@@ -60,7 +63,9 @@ def check(folder: Path, device: str) -> list[Row]:
     noise = max(loss_rel(line, run[place]) for run in runs[1:] for place, line in expected.items())
     gap = max(loss_rel(line, healed.lines[place]) for place, line in expected.items())
     assert gap <= tolerance([noise]), f"gap {gap}, noise {noise}: {expected} {healed.lines}"
-    return [of("megatron_lm", "loss_gap", [gap], "relative", f"{len(expected)} printed losses"),
-            of("megatron_lm", "noise", [noise], "relative", "the worst of three orders"),
-            of("megatron_lm", "iterations_lost", [float(incident.iterations_lost)], ""),
-            of("megatron_lm", "fault_to_step_s", healed.fault_to_step_s, "s", note)]
+    return [
+        of("megatron_lm", "loss_gap", [gap], "relative", f"{len(expected)} printed losses"),
+        of("megatron_lm", "noise", [noise], "relative", "the worst of three orders"),
+        of("megatron_lm", "iterations_lost", [float(incident.iterations_lost)], ""),
+        of("megatron_lm", "fault_to_step_s", healed.fault_to_step_s, "s", note),
+    ]

@@ -18,7 +18,10 @@ from unicron.events.spec.model import Axes
 WAIT_S_MAX = 300.0
 TRAIN: dict[str, Any] = {
     "model": {"num_layers": 24, "hidden": 1024, "num_heads": 16, "sequence": 1024},
-    "batch": {"global": 16, "micro": 4}, "iterations": 4, "precision": "bf16"}
+    "batch": {"global": 16, "micro": 4},
+    "iterations": 4,
+    "precision": "bf16",
+}
 """303 million parameters; 4,096 tokens in a micro-batch."""
 PEAK = """
 import json, torch
@@ -61,10 +64,17 @@ def rows(peak: dict[str, float], predicted_bytes: float) -> list[Row]:
     """The peaks, and their ratio to the prediction, which counts `reserved` and what is outside of
     torch's allocator as RESERVED_BYTES."""
     tensors_bytes = predicted_bytes - RESERVED_BYTES
-    return [of("memory", "allocated_bytes", [peak["allocated"]], "bytes"),
-            of("memory", "reserved_bytes", [peak["reserved"]], "bytes"),
-            of("memory", "used_bytes", [peak["used"]], "bytes", "of the whole GPU, at the end"),
-            of("memory", "predicted_bytes", [predicted_bytes], "bytes"),
-            of("memory", "allocated_over_predicted", [peak["allocated"] / tensors_bytes], "ratio",
-               "without the constant for CUDA, NCCL and libraries"),
-            of("memory", "used_over_predicted", [peak["used"] / predicted_bytes], "ratio")]
+    return [
+        of("memory", "allocated_bytes", [peak["allocated"]], "bytes"),
+        of("memory", "reserved_bytes", [peak["reserved"]], "bytes"),
+        of("memory", "used_bytes", [peak["used"]], "bytes", "of the whole GPU, at the end"),
+        of("memory", "predicted_bytes", [predicted_bytes], "bytes"),
+        of(
+            "memory",
+            "allocated_over_predicted",
+            [peak["allocated"] / tensors_bytes],
+            "ratio",
+            "without the constant for CUDA, NCCL and libraries",
+        ),
+        of("memory", "used_over_predicted", [peak["used"] / predicted_bytes], "ratio"),
+    ]

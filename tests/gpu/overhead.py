@@ -24,19 +24,28 @@ from unicron.workers.training.adopt.drivers import RestartOnlyDriver
 PAIRS_NUM, BLOCK_ITERATIONS_NUM, WARM_NUM = 60, 1, 5
 MICRO_BATCHES = 8
 ITERATIONS = WARM_NUM + PAIRS_NUM * BLOCK_ITERATIONS_NUM
-LARGE = [("hidden_size=32, num_attention_heads=4", "hidden_size=1024, num_attention_heads=16"),
-         ("SEQUENCE, ROWS = 64, 16, 2", "SEQUENCE, ROWS = 64, 1024, 2")]
+LARGE = [
+    ("hidden_size=32, num_attention_heads=4", "hidden_size=1024, num_attention_heads=16"),
+    ("SEQUENCE, ROWS = 64, 16, 2", "SEQUENCE, ROWS = 64, 1024, 2"),
+]
 """On a GPU: 50 million parameters, 2,048 tokens in a micro-batch."""
 
 
 def check(folder: Path, device: str) -> list[Row]:
     """Pairs of blocks; the rows."""
     script = changed_example(folder, LARGE if device == CUDA else [])
-    given = given_by([str(script), "--iterations", str(ITERATIONS), "--micro-batches",
-                      str(MICRO_BATCHES)])
+    given = given_by(
+        [str(script), "--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES)]
+    )
     loop = Loop(iterations=ITERATIONS, micro_batches=MICRO_BATCHES, output="")
-    work = LoopWorkload(loop, given["build"], given["sample"], given["forward"],
-                        samples_num=given["samples"], sequence=given["sequence"])
+    work = LoopWorkload(
+        loop,
+        given["build"],
+        given["sample"],
+        given["forward"],
+        samples_num=given["samples"],
+        sequence=given["sequence"],
+    )
     driver = RestartOnlyDriver(work, {})
     stock = StockLoop(loop, driver.iteration.trainee.device, driver.communicators, given)
     at = iter(range(ITERATIONS))
@@ -82,8 +91,10 @@ def _rows(pairs: list[dict[str, float]]) -> list[Row]:
     low, high = interval(ratios)
     added_us = [1e6 * (pair["unicron"] - pair["stock"]) for pair in pairs]
     note = f"{PAIRS_NUM} pairs of {BLOCK_ITERATIONS_NUM} iterations in one process"
-    return [of("overhead", "micro_batch_ratio", ratios, "ratio", note),
-            Row("overhead", SYSTEM, "micro_batch_ratio_low", low, "ratio", len(ratios)),
-            Row("overhead", SYSTEM, "micro_batch_ratio_high", high, "ratio", len(ratios)),
-            of("overhead", "stock_us", [median(1e6 * pair["stock"] for pair in pairs)], "us"),
-            of("overhead", "added_us", added_us, "us")]
+    return [
+        of("overhead", "micro_batch_ratio", ratios, "ratio", note),
+        Row("overhead", SYSTEM, "micro_batch_ratio_low", low, "ratio", len(ratios)),
+        Row("overhead", SYSTEM, "micro_batch_ratio_high", high, "ratio", len(ratios)),
+        of("overhead", "stock_us", [median(1e6 * pair["stock"] for pair in pairs)], "us"),
+        of("overhead", "added_us", added_us, "us"),
+    ]

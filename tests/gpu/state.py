@@ -24,11 +24,14 @@ RELATIVE_MAX = 1e-6
 LOCAL = "get_gpt_layer_local_spec"
 TE_LAYERS = [(LOCAL, "get_gpt_layer_with_transformer_engine_spec")]
 BF16 = [
-    ("pipeline_dtype=torch.float32",
-     "pipeline_dtype=torch.bfloat16, bf16=True, params_dtype=torch.bfloat16"),
+    (
+        "pipeline_dtype=torch.float32",
+        "pipeline_dtype=torch.bfloat16, bf16=True, params_dtype=torch.bfloat16",
+    ),
     ("clip_grad=1.0,", "clip_grad=1.0, bf16=True,"),
     ("sharing, module,", "sharing, Float16Module(config, module),"),
-    ("\nVOCABULARY", "from megatron.core.transformer.module import Float16Module\n\nVOCABULARY")]
+    ("\nVOCABULARY", "from megatron.core.transformer.module import Float16Module\n\nVOCABULARY"),
+]
 
 
 def check(folder: Path, device: str) -> list[Row]:
@@ -47,25 +50,34 @@ def check_te(folder: Path, device: str) -> list[Row]:
 
 def _check(case: str, folder: Path, changes: list[tuple[str, str]]) -> list[Row]:
     script = changed_example(folder, changes)
-    given = given_by([str(script), "--iterations", str(ITERATIONS), "--micro-batches",
-                      str(MICRO_BATCHES)])
+    given = given_by(
+        [str(script), "--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES)]
+    )
     loop = Loop(iterations=ITERATIONS, micro_batches=MICRO_BATCHES, output=str(folder))
     with one_member() as (device, communicators):
         try:
             ours, other = (StockLoop(loop, device, communicators, given) for _ in range(2))
         except NotRecoverable as error:
             raise NotPossible(f"Unicron restarts such a loop as a whole: {error}") from None
-        kinds = sorted({type(part.optimizer).__module__ + "." + type(part.optimizer).__name__
-                        for part in optimizers.chained(ours.trainee.optimizer)})
+        kinds = sorted(
+            {
+                type(part.optimizer).__module__ + "." + type(part.optimizer).__name__
+                for part in optimizers.chained(ours.trainee.optimizer)
+            }
+        )
         _moments_are_listed(ours)
         for iteration in range(COPIED):
             ours.run(iteration, range(MICRO_BATCHES))
         gap_before = _gap(ours.loss(COPIED), other.loss(COPIED))
         assert gap_before > 100 * RELATIVE_MAX, "the loops do not differ before the copy"
         copy(ours, other)
-        gaps = [_gap(ours.run(iteration, range(MICRO_BATCHES)),
-                     other.run(iteration, range(MICRO_BATCHES)))
-                for iteration in range(COPIED, ITERATIONS)]
+        gaps = [
+            _gap(
+                ours.run(iteration, range(MICRO_BATCHES)),
+                other.run(iteration, range(MICRO_BATCHES)),
+            )
+            for iteration in range(COPIED, ITERATIONS)
+        ]
     assert max(gaps) <= RELATIVE_MAX, f"after the copy of the state, losses differ by {gaps}"
     return [of(case, "loss_gap", gaps, "relative", ", ".join(kinds))]
 
@@ -83,8 +95,11 @@ def copy(ours: StockLoop, other: StockLoop) -> None:
     theirs = training_state.tensors(other.trainee)
     for name, tensor in training_state.tensors(ours.trainee).items():
         theirs[name].copy_(tensor)
-    training_state.load(other.trainee, training_state.numbers(
-        ours.trainee, ours.history.end, ours.history), other.history)
+    training_state.load(
+        other.trainee,
+        training_state.numbers(ours.trainee, ours.history.end, ours.history),
+        other.history,
+    )
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -55,7 +55,8 @@ CASES = {
     "control_plane_cut": "the control plane loses all hosts",
     "one_way_reports": "what an agent sends is lost",
     "one_way_orders": "what is sent to an agent is lost",
-    "one_way_ranks": "what one host's ranks send to another's is lost"}
+    "one_way_ranks": "what one host's ranks send to another's is lost",
+}
 UNITS = {"fault_to_step_s": "s", "healthy_tasks_touched": "tasks", "loss_equal": "yes"}
 SYSTEM = "unicron"
 
@@ -76,8 +77,7 @@ class Demo:
     def __init__(self, cluster: HostsCluster, specs: dict[str, Spec]) -> None:
         self.cluster, self.network = cluster, cluster.network
         self.tasks = {name: cluster.submit(spec) for name, spec in specs.items()}
-        self._sizes = {self.tasks[name]: int(spec["slots"]["max"])
-                       for name, spec in specs.items()}
+        self._sizes = {self.tasks[name]: int(spec["slots"]["max"]) for name, spec in specs.items()}
         for task in self.tasks.values():
             for rank in range(NUM_SLOWED):
                 cluster.hold(task, rank, event="done", then="slow", slow_s=SLOW_S)
@@ -86,17 +86,22 @@ class Demo:
         """The tasks that the present case may touch."""
         self._acts: dict[str, Callable[[], Iterator[float]]] = {
             "host_killed": self._host_killed,
-            "agent_cut": lambda: self._unheard((self._host(),), lambda: self.network.cut(
-                self._host(), MANAGE)),
+            "agent_cut": lambda: self._unheard(
+                (self._host(),), lambda: self.network.cut(self._host(), MANAGE)
+            ),
             "host_cut": self._host_cut,
             "ranks_cut": lambda: self._ranks_cut(lambda host: self.network.cut(host, TRAIN)),
             "control_plane_cut": lambda: self._unheard(HOSTS, lambda: self.network.cut(BRAIN)),
             "one_way_reports": lambda: self._unheard(
-                (self._host(),), lambda: self.network.cut_one_way(self._host(), BRAIN, MANAGE)),
+                (self._host(),), lambda: self.network.cut_one_way(self._host(), BRAIN, MANAGE)
+            ),
             "one_way_orders": lambda: self._unheard(
-                (self._host(),), lambda: self.network.cut_one_way(BRAIN, self._host(), MANAGE)),
-            "one_way_ranks": lambda: self._ranks_cut(lambda host: self.network.cut_one_way(
-                host, self._peer(host), TRAIN))}
+                (self._host(),), lambda: self.network.cut_one_way(BRAIN, self._host(), MANAGE)
+            ),
+            "one_way_ranks": lambda: self._ranks_cut(
+                lambda host: self.network.cut_one_way(host, self._peer(host), TRAIN)
+            ),
+        }
 
     def run(self, case: str) -> Result:
         """Run a case."""
@@ -109,22 +114,32 @@ class Demo:
         at_s = next(running)
         step_s = next(running)
         healthy = set(self.tasks.values()) - set(self._faulted)
-        touched = healthy & {getattr(record.body, "task", 0) for record in cluster.records(after)
-                             if record.kind in TOUCHING}
+        touched = healthy & {
+            getattr(record.body, "task", 0)
+            for record in cluster.records(after)
+            if record.kind in TOUCHING
+        }
         for _ in running:  # all is mended
             pass
         cluster.wait_steps(self._wide)
-        return Result(case, step_s - at_s, len(touched), {
-            name: int(cluster.task(task)["iteration"]) for name, task in self.tasks.items()})
+        return Result(
+            case,
+            step_s - at_s,
+            len(touched),
+            {name: int(cluster.task(task)["iteration"]) for name, task in self.tasks.items()},
+        )
 
     def evidence(self, after: int) -> list[str]:
         """Why each incident after `after` was opened, and whom failed collectives name."""
-        lines = [f"{record.body.severity}: {record.body.why}"
-                 for record in self.cluster.told(after, "IncidentOpened")]
+        lines = [
+            f"{record.body.severity}: {record.body.why}"
+            for record in self.cluster.told(after, "IncidentOpened")
+        ]
         for record in self.cluster.told(after, "CollectiveFailed"):
             if peer := record.body.peer:
-                lines.append(f"rank {record.body.rank}'s collective failed with "
-                             f"{split_endpoint(peer)[0]}")
+                lines.append(
+                    f"rank {record.body.rank}'s collective failed with {split_endpoint(peer)[0]}"
+                )
         return list(dict.fromkeys(lines))
 
     # --- the cases: each yields the time of the fault, then that of the next step ----------------
@@ -154,9 +169,12 @@ class Demo:
         cluster.wait_told(mended, "NodeReachable", node=host)
         for rank in ranks:
             cluster.wait_told(mended, "RankExited", task=self._wide, rank=rank)
-        stale = {record.seq for record in cluster.records(mended)
-                 if record.source.startswith(f"{host}/")
-                 and getattr(record.body, "generation", 0) == generation}
+        stale = {
+            record.seq
+            for record in cluster.records(mended)
+            if record.source.startswith(f"{host}/")
+            and getattr(record.body, "generation", 0) == generation
+        }
         caused = {record.kind for record in cluster.records(mended) if record.cause in stale}
         assert not caused - {"StopRank"}, f"stale ranks caused {caused}"
 
@@ -190,16 +208,20 @@ class Demo:
         cluster.wait_traced(self._wide, event="step", iteration=far)
         quiet_s = at_s + 3 * POLICY["replace_after_s"]  # longer than every limit of the policy
         cluster.wait(lambda: time.time() > quiet_s or None, "a while")
-        yield min(one["t"] for one in cluster.traced(self._wide)
-                  if one["event"] == "step" and one["t"] > at_s)
+        yield min(
+            one["t"]
+            for one in cluster.traced(self._wide)
+            if one["event"] == "step" and one["t"] > at_s
+        )
         self.network.mend(BRAIN)
         self.network.mend(host)
         for one, other in ((host, BRAIN), (BRAIN, host)):
             self.network.mend_one_way(one, other, MANAGE, missing_ok=True)
         for name in hosts:
             cluster.wait_told(after, "NodeReachable", node=name)
-        cluster.wait(lambda: cluster.task(self._wide)["iteration"] >= far or None,
-                     "the reports come later")
+        cluster.wait(
+            lambda: cluster.task(self._wide)["iteration"] >= far or None, "the reports come later"
+        )
         for kind in TOUCHING:
             assert not cluster.told(after, kind), f"a task was touched\n{cluster.tail(after)}"
         assert self._pids() == pids, f"ranks were replaced: {pids}, now {self._pids()}"
@@ -208,12 +230,18 @@ class Demo:
     def _host(self) -> str:
         """A host of the wide task alone: that of its first member there."""
         ranks = sorted(self.cluster.task(self._wide)["ranks"], key=lambda rank: int(rank["rank"]))
-        return next(str(rank["node"]) for rank in ranks
-                    if not self.cluster.on(self.tasks["aside"], rank["node"]))
+        return next(
+            str(rank["node"])
+            for rank in ranks
+            if not self.cluster.on(self.tasks["aside"], rank["node"])
+        )
 
     def _peer(self, host: str) -> str:
-        return next(str(rank["node"]) for rank in self.cluster.task(self._wide)["ranks"]
-                    if rank["node"] != host)
+        return next(
+            str(rank["node"])
+            for rank in self.cluster.task(self._wide)["ranks"]
+            if rank["node"] != host
+        )
 
     def _on(self, host: str) -> list[int]:
         return [task for task in self.tasks.values() if self.cluster.on(task, host)]
@@ -226,10 +254,17 @@ class Demo:
 
     def _step_s(self, generation: int) -> float:
         """The time of the wide task's first step in a later generation."""
+
         def look() -> float | None:
-            return min((line["t"] for line in self.cluster.traced(self._wide)
-                        if line["event"] == "step" and line["generation"] > generation),
-                       default=None)
+            return min(
+                (
+                    line["t"]
+                    for line in self.cluster.traced(self._wide)
+                    if line["event"] == "step" and line["generation"] > generation
+                ),
+                default=None,
+            )
+
         return self.cluster.wait(look, "the next step")
 
 
@@ -248,12 +283,26 @@ class Comparison:
         for name, task in self._demo.tasks.items():
             self._wait_saved(name, task)
         cluster.cancel(*self._demo.tasks.values())
-        say("compare", f"each task with {NUM_ORDERS} undisturbed runs, in one process each, to "
-            + ", ".join(f"{name} {steps[-1]}" for name, steps in self._steps.items()))
-        runs = {name: [twins.start(
-            self._specs[name], "--order", str(order), "--iterations", str(steps[-1]), "--keep",
-            *map(str, dict.fromkeys(steps)))[1] for order in range(NUM_ORDERS)]
-            for name, steps in self._steps.items()}
+        say(
+            "compare",
+            f"each task with {NUM_ORDERS} undisturbed runs, in one process each, to "
+            + ", ".join(f"{name} {steps[-1]}" for name, steps in self._steps.items()),
+        )
+        runs = {
+            name: [
+                twins.start(
+                    self._specs[name],
+                    "--order",
+                    str(order),
+                    "--iterations",
+                    str(steps[-1]),
+                    "--keep",
+                    *map(str, dict.fromkeys(steps)),
+                )[1]
+                for order in range(NUM_ORDERS)
+            ]
+            for name, steps in self._steps.items()
+        }
         equal = [True] * len(self._results)
         for name, task in self._demo.tasks.items():
             for out in runs[name]:
@@ -270,22 +319,29 @@ class Comparison:
         last = self._results[-1].reached[name]
 
         def look() -> dict[int, Path] | None:
-            saved = {record.body.step_version: output / record.body.path
-                     for record in cluster.told(0, "CheckpointSaved", task=task)}
+            saved = {
+                record.body.step_version: output / record.body.path
+                for record in cluster.told(0, "CheckpointSaved", task=task)
+            }
             return saved if max(saved, default=-1) >= last else None
+
         saved = self._saved[name] = cluster.wait(look, f"a checkpoint of {name} after {last}")
         steps = self._steps[name] = [
-            min(step for step in saved if step >= result.reached[name])
-            for result in self._results]
-        cluster.wait(lambda: cluster.task(task)["iteration"] >= steps[-1] or None,
-                     f"{name}'s iteration {steps[-1]}")
+            min(step for step in saved if step >= result.reached[name]) for result in self._results
+        ]
+        cluster.wait(
+            lambda: cluster.task(task)["iteration"] >= steps[-1] or None,
+            f"{name}'s iteration {steps[-1]}",
+        )
 
     def _is_equal(self, name: str, step: int, losses: list[float], runs: list[Path]) -> bool:
         ours, (first, *others) = self._saved[name][step], [state_folder(one, step) for one in runs]
         kept = list(read(ours)["numbers.losses"])
         assert len(kept) == step, f"{name} at {step} has {len(kept)} losses"
-        assert all(abs(told - loss) <= SAME_REL_MAX * loss
-                   for told, loss in zip(losses, kept, strict=False)), f"{name}'s reported losses"
+        assert all(
+            abs(told - loss) <= SAME_REL_MAX * loss
+            for told, loss in zip(losses, kept, strict=False)
+        ), f"{name}'s reported losses"
         gap, noises = compare(ours, first), [compare(other, first) for other in others]
         for what in ("loss_rel", "param_rel", "optimizer_rel"):
             most = tolerance([getattr(noise, what) for noise in noises])
@@ -307,8 +363,10 @@ def say(label: str, text: str) -> None:
 @contextmanager
 def started(folder: Path) -> Iterator[HostsCluster]:
     """The hosts and the cluster, removed at the end."""
-    with (laid(f"unicron-d{os.getpid()}", (BRAIN, *HOSTS), (MANAGE, TRAIN)) as network,
-          network_namespaces.within(network.namespace(BRAIN))):
+    with (
+        laid(f"unicron-d{os.getpid()}", (BRAIN, *HOSTS), (MANAGE, TRAIN)) as network,
+        network_namespaces.within(network.namespace(BRAIN)),
+    ):
         cluster = HostsCluster(folder, network, POLICY, num_slots=NUM_SLOTS)
         try:
             cluster.start()
@@ -324,28 +382,46 @@ def demo_hosts(cases: list[str], folder: Path) -> list[Row]:
     twins = Twins(folder)
     try:
         with started(folder) as cluster:
-            say("hosts", f"{', '.join(HOSTS)} with {NUM_SLOTS} slots each; {BRAIN} has the "
-                "control plane and the server")
+            say(
+                "hosts",
+                f"{', '.join(HOSTS)} with {NUM_SLOTS} slots each; {BRAIN} has the "
+                "control plane and the server",
+            )
             batch = {"global": 32, "micro": 2}  # few iterations, so few differences of rounding
-            specs = {name: small(name, folder / "out", slots=slots, weight=weight, rates=RATES,
-                                 checkpoint_every=10, batch=batch)
-                     for name, slots, weight in (("wide", (1, 3), 1.0), ("aside", (1, 1), 9.0))}
+            specs = {
+                name: small(
+                    name,
+                    folder / "out",
+                    slots=slots,
+                    weight=weight,
+                    rates=RATES,
+                    checkpoint_every=10,
+                    batch=batch,
+                )
+                for name, slots, weight in (("wide", (1, 3), 1.0), ("aside", (1, 1), 9.0))
+            }
             demo = Demo(cluster, specs)
             say("tasks", "wide with 3 ranks on three hosts, aside with 1 rank: small GPTs")
             for case in cases:
                 after = cluster.seq()
                 results.append(result := demo.run(case))
-                say(case, f"{CASES[case]}: next step after {result.fault_to_step_s:.2f} s, "
-                    f"{result.touched} healthy tasks touched")
+                say(
+                    case,
+                    f"{CASES[case]}: next step after {result.fault_to_step_s:.2f} s, "
+                    f"{result.touched} healthy tasks touched",
+                )
                 for line in demo.evidence(after):
                     say("", line)
             equal = Comparison(demo, specs, results).run(twins)
     finally:
         twins.stop()
-    return [row(result.case, SYSTEM, metric, [value], unit)
-            for result, same in zip(results, equal, strict=True)
-            for (metric, unit), value in zip(UNITS.items(), (
-                result.fault_to_step_s, result.touched, int(same)), strict=True)]
+    return [
+        row(result.case, SYSTEM, metric, [value], unit)
+        for result, same in zip(results, equal, strict=True)
+        for (metric, unit), value in zip(
+            UNITS.items(), (result.fault_to_step_s, result.touched, int(same)), strict=True
+        )
+    ]
 
 
 def table_of(rows: list[Row], units: Mapping[str, str]) -> str:
@@ -353,14 +429,24 @@ def table_of(rows: list[Row], units: Mapping[str, str]) -> str:
     found = {(one.case, one.metric): one.value or 0 for one in rows}
     lines = [f"{'case':18}" + "".join(f"{metric:>{len(metric) + 2}}" for metric in units)]
     for case in dict.fromkeys(one.case for one in rows):
-        lines.append(f"{case:18}" + "".join(
-            f"{found[case, metric]:{len(metric) + 2}.{2 if unit == 's' else 0}f}"
-            for metric, unit in units.items()))
+        lines.append(
+            f"{case:18}"
+            + "".join(
+                f"{found[case, metric]:{len(metric) + 2}.{2 if unit == 's' else 0}f}"
+                for metric, unit in units.items()
+            )
+        )
     return "\n".join(lines)
 
 
-def shown(run: Callable[[], list[Row]], folder: Path, out: Path, units: Mapping[str, str],
-          wanted: Mapping[str, float], gone: str) -> int:
+def shown(
+    run: Callable[[], list[Row]],
+    folder: Path,
+    out: Path,
+    units: Mapping[str, str],
+    wanted: Mapping[str, float],
+    gone: str,
+) -> int:
     """Run a demo in an empty folder, print its table and write its rows. Returns the exit status:
     0 if the metrics in `wanted` have these values. `gone`: what an interrupt has removed."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -376,8 +462,7 @@ def shown(run: Callable[[], list[Row]], folder: Path, out: Path, units: Mapping[
         return 130
     print(f"\n{table_of(rows, units)}")
     took_s = round(time.monotonic() - BEGAN_S)
-    write(rows, out, {
-        "cores": os.cpu_count(), "load_1min": os.getloadavg()[0], "took_s": took_s})
+    write(rows, out, {"cores": os.cpu_count(), "load_1min": os.getloadavg()[0], "took_s": took_s})
     print(f"\n{len(rows)} rows in {out}; took {took_s} s")
     return int(any(wanted.get(one.metric, one.value) != one.value for one in rows))
 
@@ -395,8 +480,14 @@ def main() -> int:
     if why := network_namespaces.why_not():
         print(f"error: {why} (run it as root on Linux, with the package iproute2)", file=sys.stderr)
         return 2
-    return shown(lambda: demo_hosts(cases, options.folder), options.folder, options.out, UNITS,
-                 {"healthy_tasks_touched": 0, "loss_equal": 1}, "all hosts are removed")
+    return shown(
+        lambda: demo_hosts(cases, options.folder),
+        options.folder,
+        options.out,
+        UNITS,
+        {"healthy_tasks_touched": 0, "loss_equal": 1},
+        "all hosts are removed",
+    )
 
 
 if __name__ == "__main__":

@@ -44,13 +44,33 @@ class Network:
             ip("-n", inside, "link", "set", "lo", "up")
             for name in self.networks:
                 port = self._port(host, name)
-                ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", name,
-                   "netns", inside)
+                ip(
+                    "-n",
+                    self._switch,
+                    "link",
+                    "add",
+                    port,
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    name,
+                    "netns",
+                    inside,
+                )
                 ip("-n", self._switch, "link", "set", port, "master", name, "up")
                 ip("-n", inside, "link", "set", name, "up")
                 ip("-n", inside, "address", "add", f"{self.address(host, name)}/24", "dev", name)
-                ip("-n", inside, "address", "add", f"{self.address(host, name, 6)}/64",
-                   "dev", name, "nodad")
+                ip(
+                    "-n",
+                    inside,
+                    "address",
+                    "add",
+                    f"{self.address(host, name, 6)}/64",
+                    "dev",
+                    name,
+                    "nodad",
+                )
 
     def close(self) -> None:
         """Kill what runs on the hosts, and remove the namespaces."""
@@ -58,8 +78,9 @@ class Network:
             with suppress(FileNotFoundError):
                 self._kill(host)
         for name in (*map(self.namespace, self.hosts), self._switch):
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True,
-                           timeout=IP_S_MAX)
+            subprocess.run(
+                ["ip", "netns", "del", name], check=False, capture_output=True, timeout=IP_S_MAX
+            )
 
     def namespace(self, host: str) -> str:
         return f"{self._mark}-{host}"
@@ -69,14 +90,19 @@ class Network:
         number, own = self.networks.index(network) + 1, self.hosts.index(host) + 1
         return f"10.77.{number}.{own}" if version == 4 else f"fd77:{number}::{own}"
 
-    def start(self, host: str, argv: Sequence[str], log: Path,
-              env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start(
+        self, host: str, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         """Start a process on a host."""
         with log.open("ab") as output:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.namespace(host), *argv],
-                env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=output, start_new_session=True)
+                env={**os.environ, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
 
     # --- faults ---
     def cut(self, host: str, *networks: str) -> float:
@@ -94,23 +120,51 @@ class Network:
     def cut_one_way(self, host: str, peer: str, network: str) -> None:
         """From now on, what `host` sends to `peer` is lost; the other direction works."""
         for version in (4, 6):
-            ip("-n", self.namespace(host), "neighbour", "replace",
-               self.address(peer, network, version), "lladdr", NOWHERE, "nud", "permanent",
-               "dev", network)
+            ip(
+                "-n",
+                self.namespace(host),
+                "neighbour",
+                "replace",
+                self.address(peer, network, version),
+                "lladdr",
+                NOWHERE,
+                "nud",
+                "permanent",
+                "dev",
+                network,
+            )
 
-    def mend_one_way(self, host: str, peer: str, network: str, *,
-                     missing_ok: bool = False) -> None:
+    def mend_one_way(self, host: str, peer: str, network: str, *, missing_ok: bool = False) -> None:
         for version in (4, 6):
             if missing_ok and not self._is_cut_one_way(host, peer, network, version):
                 continue
-            ip("-n", self.namespace(host), "neighbour", "del",
-               self.address(peer, network, version), "dev", network)
+            ip(
+                "-n",
+                self.namespace(host),
+                "neighbour",
+                "del",
+                self.address(peer, network, version),
+                "dev",
+                network,
+            )
 
     def _is_cut_one_way(self, host: str, peer: str, network: str, version: int) -> bool:
         shown = subprocess.run(
-            ["ip", "-n", self.namespace(host), "neighbour", "show",
-             self.address(peer, network, version), "dev", network], check=True,
-            capture_output=True, text=True, timeout=IP_S_MAX).stdout
+            [
+                "ip",
+                "-n",
+                self.namespace(host),
+                "neighbour",
+                "show",
+                self.address(peer, network, version),
+                "dev",
+                network,
+            ],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=IP_S_MAX,
+        ).stdout
         return NOWHERE in shown
 
     def kill(self, host: str) -> float:
@@ -133,15 +187,29 @@ class Network:
     def set_ports(self, host: str, first: int, last: int) -> None:
         """The range from which the kernel of a host takes the ports that nobody names."""
         subprocess.run(
-            ["ip", "netns", "exec", self.namespace(host), "sh", "-c",
-             f"echo {first} {last} > /proc/sys/net/ipv4/ip_local_port_range"], check=True,
-            capture_output=True, timeout=IP_S_MAX)
+            [
+                "ip",
+                "netns",
+                "exec",
+                self.namespace(host),
+                "sh",
+                "-c",
+                f"echo {first} {last} > /proc/sys/net/ipv4/ip_local_port_range",
+            ],
+            check=True,
+            capture_output=True,
+            timeout=IP_S_MAX,
+        )
 
     def listening(self, host: str) -> list[tuple[str, int]]:
         """The addresses and ports at which processes of a host listen."""
         shown = subprocess.run(
-            ["ip", "netns", "exec", self.namespace(host), "ss", "-Hltn"], check=True,
-            capture_output=True, text=True, timeout=IP_S_MAX).stdout
+            ["ip", "netns", "exec", self.namespace(host), "ss", "-Hltn"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=IP_S_MAX,
+        ).stdout
         return [split_endpoint(line.split()[3]) for line in shown.splitlines()]
 
     def _kill(self, host: str) -> None:

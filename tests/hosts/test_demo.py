@@ -18,20 +18,35 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600.0
 
 
-def started(path: Path, *words: str, env: Mapping[str, str] | None = None
-            ) -> subprocess.Popen[str]:
+def started(path: Path, *words: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """The demo, as the verb starts it."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-W", "ignore", "-m", "hosts.demo", "--folder", str(path / "demo"),
-         "--out", str(path / "hosts.json"), *words], text=True,
+        [
+            sys.executable,
+            "-P",
+            "-W",
+            "ignore",
+            "-m",
+            "hosts.demo",
+            "--folder",
+            str(path / "demo"),
+            "--out",
+            str(path / "hosts.json"),
+            *words,
+        ],
+        text=True,
         env={**os.environ, "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/drivers", **(env or {})},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def leavings(pid: int, path: Path) -> list[str]:
     """The namespaces and processes of a demo that are still there."""
-    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True,
-                            timeout=60).stdout.splitlines()
+    listed = subprocess.run(
+        ["ip", "netns", "list"], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.splitlines()
     left = [name for name in listed if name.startswith(f"unicron-d{pid}-")]
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -55,8 +70,9 @@ def test_one_case_of_the_demo(tmp_path: Path) -> None:
     assert demo.returncode == 0, out + err
     rows = {one["metric"]: one for one in json.loads((tmp_path / "hosts.json").read_text())}
     assert set(rows) == set(UNITS)
-    assert all((one["case"], one["system"], one["n"]) == ("agent_cut", SYSTEM, 1)
-               for one in rows.values())
+    assert all(
+        (one["case"], one["system"], one["n"]) == ("agent_cut", SYSTEM, 1) for one in rows.values()
+    )
     assert (rows["healthy_tasks_touched"]["value"], rows["loss_equal"]["value"]) == (0, 1)
     assert not leavings(demo.pid, tmp_path)
 

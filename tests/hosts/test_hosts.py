@@ -43,8 +43,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostsCluster]:
         laid(f"unicron-h{os.getpid()}", (BRAIN, *NODES), ("manage", "train")) as network,
         network_namespaces.within(network.namespace(BRAIN)),
     ):
-        made = HostsCluster(tmp_path_factory.mktemp("hosts"), network, {
-            "silence_s_max": SILENCE_S, "evidence_s_max": 4.0, "hang_s_min": HANG_S_MIN})
+        made = HostsCluster(
+            tmp_path_factory.mktemp("hosts"),
+            network,
+            {"silence_s_max": SILENCE_S, "evidence_s_max": 4.0, "hang_s_min": HANG_S_MIN},
+        )
         try:
             made.start()
             yield made
@@ -56,8 +59,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostsCluster]:
 def spec(cluster: HostsCluster) -> Spec:
     # Four times the micro-batches of the other small tasks: the fewer iterations pass during the
     # tests, the less do sums in another order change the parameters.
-    return small("three", cluster.path / "out", slots=(1, NUM), checkpoint_every=20, rates=RATES,
-                 batch={"global": 32, "micro": 2})
+    return small(
+        "three",
+        cluster.path / "out",
+        slots=(1, NUM),
+        checkpoint_every=20,
+        rates=RATES,
+        batch={"global": 32, "micro": 2},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +87,17 @@ def first_host(cluster: HostsCluster, task: int) -> str:
 def test_status_says_that_it_is_insecure(cluster: HostsCluster) -> None:
     view = cluster.client().get("/v1/state")
     assert view["cluster"]["insecure"] is True
-    assert any(line.startswith("insecure: ")
-               for line in cluster_screen.status(view, cluster="c", now_s=view["cluster"]["at_s"]))
+    assert any(
+        line.startswith("insecure: ")
+        for line in cluster_screen.status(view, cluster="c", now_s=view["cluster"]["at_s"])
+    )
 
 
 def test_every_part_is_at_the_advertised_address(cluster: HostsCluster, task: int) -> None:
     joined = cluster.told(0, "NodeJoined")
     assert {record.body.node: record.body.host for record in joined} == {
-        node: cluster.network.address(node, "train") for node in NODES}
+        node: cluster.network.address(node, "train") for node in NODES
+    }
     for record in joined:
         assert record.body.keeper.startswith(f"{record.body.host}:"), record
     for record in cluster.told(0, "RankReady", task=task):
@@ -94,11 +106,13 @@ def test_every_part_is_at_the_advertised_address(cluster: HostsCluster, task: in
         assert record.body.endpoint.startswith(f"{host}:"), record
     for node in NODES:  # ranks, their gloo, checkpoint stores
         assert {address for address, _ in cluster.network.listening(node)} == {
-            cluster.network.address(node, "train")}
+            cluster.network.address(node, "train")
+        }
 
 
 def test_an_agent_without_the_control_plane_touches_no_task(
-        cluster: HostsCluster, task: int) -> None:
+    cluster: HostsCluster, task: int
+) -> None:
     network, node = cluster.network, first_host(cluster, task)
     before, generation, after = cluster.pids(task), cluster.task(task)["generation"], cluster.seq()
     network.cut(node, MANAGE)
@@ -110,8 +124,10 @@ def test_an_agent_without_the_control_plane_touches_no_task(
     mended = cluster.seq()
     network.mend(node, MANAGE)
     cluster.wait_told(mended, "NodeReachable", node=node)
-    cluster.wait(lambda: cluster.task(task)["iteration"] >= reached["iteration"] or None,
-                 "the reports come later")
+    cluster.wait(
+        lambda: cluster.task(task)["iteration"] >= reached["iteration"] or None,
+        "the reports come later",
+    )
     cluster.wait_steps(task)
     assert cluster.pids(task) == before
     assert cluster.task(task)["generation"] == generation
@@ -121,7 +137,8 @@ def test_an_agent_without_the_control_plane_touches_no_task(
 
 @pytest.mark.parametrize(("host", "peer"), [("h2", BRAIN), (BRAIN, "h2")])
 def test_a_link_that_is_cut_one_way_touches_no_task(
-        cluster: HostsCluster, task: int, host: str, peer: str) -> None:
+    cluster: HostsCluster, task: int, host: str, peer: str
+) -> None:
     """Either the reports of h2 are lost, or the answers to them."""
     before, after = cluster.pids(task), cluster.seq()
     cluster.network.cut_one_way(host, peer, MANAGE)
@@ -154,8 +171,7 @@ def test_without_the_control_plane_training_goes_on(cluster: HostsCluster, task:
         assert not cluster.told(after, kind), cluster.tail(after)
 
 
-def test_a_cut_between_ranks_names_the_link_and_no_node(
-        cluster: HostsCluster, task: int) -> None:
+def test_a_cut_between_ranks_names_the_link_and_no_node(cluster: HostsCluster, task: int) -> None:
     network, node = cluster.network, first_host(cluster, task)
     cluster.wait_paced(task, NUM)
     before, after = cluster.pids(task), cluster.seq()
@@ -175,7 +191,8 @@ def test_a_cut_between_ranks_names_the_link_and_no_node(
 
 
 def test_a_host_without_cables_is_lost_and_its_old_ranks_are_stale(
-        cluster: HostsCluster, task: int) -> None:
+    cluster: HostsCluster, task: int
+) -> None:
     network, node = cluster.network, NODES[-1]
     before, generation, after = cluster.pids(task), cluster.task(task)["generation"], cluster.seq()
     (theirs,) = cluster.on(task, node)
@@ -194,11 +211,15 @@ def test_a_host_without_cables_is_lost_and_its_old_ranks_are_stale(
     assert not start_time(before[theirs])
     cluster.wait_whole(task, NUM)
     assert cluster.kept(task, ours) == set(ours)
-    stale = {record.seq for record in cluster.records(mended)
-             if record.source.startswith(f"{node}/")
-             and getattr(record.body, "generation", 0) == generation}
+    stale = {
+        record.seq
+        for record in cluster.records(mended)
+        if record.source.startswith(f"{node}/")
+        and getattr(record.body, "generation", 0) == generation
+    }
     assert not {record.kind for record in cluster.records(mended) if record.cause in stale} - {
-        "StopRank"}, cluster.tail(mended)
+        "StopRank"
+    }, cluster.tail(mended)
     assert len(cluster.told(after, "IncidentOpened")) == 1, cluster.tail(after)
 
 
@@ -233,5 +254,6 @@ def lost(cluster: HostsCluster, after: int, node: str, rank: int) -> Any:
 
 
 def test_the_task_equals_its_undisturbed_twin(
-        cluster: HostsCluster, task: int, spec: Spec, twins: Twins) -> None:
+    cluster: HostsCluster, task: int, spec: Spec, twins: Twins
+) -> None:
     twins.compare_and_cancel(cluster, task, spec)

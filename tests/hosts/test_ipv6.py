@@ -67,8 +67,16 @@ async def test_a_full_range_of_ports_is_one_line(tmp_path: Path) -> None:
         shim = new_shim(tmp_path)
         try:
             with pytest.raises(UsageError, match=f"listen at {host}: Address already in use"):
-                CheckpointStore(host, b"", {}, ("UNICRON_PROCESS", "test"), tmp_path / "log",
-                                lambda task, why: None, 1, shim)
+                CheckpointStore(
+                    host,
+                    b"",
+                    {},
+                    ("UNICRON_PROCESS", "test"),
+                    tmp_path / "log",
+                    lambda task, why: None,
+                    1,
+                    shim,
+                )
         finally:
             shim.end()
             for one in taken:
@@ -83,8 +91,11 @@ def test_addresses_of_a_host(tmp_path: Path) -> None:
         network_namespaces.within(network.namespace("h1")),
     ):
         assert network_address.interfaces() == [
-            ("lo", "127.0.0.1"), ("manage", network.address("h1", "manage")),
-            (TRAIN, network.address("h1", TRAIN)), *network_address.interfaces()[3:]]
+            ("lo", "127.0.0.1"),
+            ("manage", network.address("h1", "manage")),
+            (TRAIN, network.address("h1", TRAIN)),
+            *network_address.interfaces()[3:],
+        ]
         network_namespaces.ip("address", "add", "10.99.0.1/24", "dev", TRAIN)  # a second address
         for version in (4, 6):
             mine = network.address("h1", TRAIN, version)

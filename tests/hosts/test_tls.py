@@ -39,8 +39,9 @@ def test_a_task_trains_over_tls(tmp_path: Path) -> None:
                     link.sendall(b"PING\r\n\r\n")
                     said = link.recv(99)
                     assert not re.search(b"PONG|HTTP", said), said
-            spec = small("secret", tmp_path / "out", slots=(2, 2), iterations=40,
-                         checkpoint_every=20)
+            spec = small(
+                "secret", tmp_path / "out", slots=(2, 2), iterations=40, checkpoint_every=20
+            )
             task = cluster.submit(spec)
             assert cluster.wait_ended(task)["state"] == "finished", cluster.endings(task)
             twins.hold(*twins.start(spec), cluster.losses(task))

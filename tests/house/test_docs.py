@@ -61,16 +61,21 @@ def every_record_is_documented(root: Path) -> list[str]:
 def the_support_table_is_documented(root: Path) -> list[str]:
     """docs/reference/support.md equals the table of events/spec/support.py."""
     page = root / "docs/reference/support.md"
-    fresh = (page.exists() and page.read_text(encoding="utf-8")
-             == script("generate").render_support())
+    fresh = (
+        page.exists() and page.read_text(encoding="utf-8") == script("generate").render_support()
+    )
     return [] if fresh else ["docs/reference/support.md is stale: make docs"]
 
 
 def the_picture_shows_the_output(root: Path) -> list[str]:
     """docs/demo.svg shows the output in docs/guides/demo.md."""
     page, output = root / "docs/demo.svg", root / "docs/guides/demo.md"
-    fresh = page.exists() and output.exists() and page.read_text(encoding="utf-8") == script(
-        "screen").render(output.read_text(encoding="utf-8"))
+    fresh = (
+        page.exists()
+        and output.exists()
+        and page.read_text(encoding="utf-8")
+        == script("screen").render(output.read_text(encoding="utf-8"))
+    )
     return [] if fresh else ["docs/demo.svg is stale: make docs"]
 
 
@@ -111,10 +116,16 @@ def every_link_leads_somewhere(root: Path) -> list[str]:
 
 def every_file_named_exists(root: Path) -> list[str]:
     """A page that names a file such as `events/log/port.py` names an existing file."""
-    named = re.compile(r"(?<![\w/.-])((?:tests|events|control_plane|workers|cli|deploy)/[\w/.-]+\."
-                       r"(?:py|yaml|service))\b")
-    return [f"{name} names {path}" for name, text in pages(root) for path in named.findall(text)
-            if not (root / path).exists()]
+    named = re.compile(
+        r"(?<![\w/.-])((?:tests|events|control_plane|workers|cli|deploy)/[\w/.-]+\."
+        r"(?:py|yaml|service))\b"
+    )
+    return [
+        f"{name} names {path}"
+        for name, text in pages(root)
+        for path in named.findall(text)
+        if not (root / path).exists()
+    ]
 
 
 PROJECT = '[project]\ndependencies = ["leftpad>=1"]\n'
@@ -132,7 +143,8 @@ RULES: dict[Rule, dict[str, str]] = {
     every_file_is_on_the_map: {"docs/ARCHITECTURE.md": "# A\n", "events/a.py": "\n"},
     every_spec_key_is_documented: {"events/spec/job.py": "class JobSpec:\n    name: str\n"},
     every_link_leads_somewhere: {"docs/a.md": "see [b](b.md)\n"},
-    every_file_named_exists: {"docs/a.md": "held by `tests/test_nothing.py`\n"}}
+    every_file_named_exists: {"docs/a.md": "held by `tests/test_nothing.py`\n"},
+}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -168,9 +180,12 @@ def test_every_example_is_a_valid_job(path: Path) -> None:
 
 
 def test_every_job_in_a_page_is_valid(tmp_path: Path) -> None:
-    shown = [(name, block) for name, text in pages(ROOT)
-             for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-             if re.search(r"^(train|command):", block, re.MULTILINE) and "horizon_s" not in block]
+    shown = [
+        (name, block)
+        for name, text in pages(ROOT)
+        for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        if re.search(r"^(train|command):", block, re.MULTILINE) and "horizon_s" not in block
+    ]
     assert len(shown) >= 6
     for at, (name, block) in enumerate(shown):
         path = tmp_path / f"{at}.yaml"
@@ -183,9 +198,12 @@ def test_every_job_in_a_page_is_valid(tmp_path: Path) -> None:
 
 
 def test_every_scenario_shown_or_shipped_is_valid(tmp_path: Path) -> None:
-    blocks = [block for _, text in pages(ROOT)
-              for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-              if "horizon_s" in block]
+    blocks = [
+        block
+        for _, text in pages(ROOT)
+        for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        if "horizon_s" in block
+    ]
     assert blocks
     for at, block in enumerate(blocks):
         path = tmp_path / f"{at}.yaml"
@@ -199,9 +217,12 @@ def test_every_scenario_shown_or_shipped_is_valid(tmp_path: Path) -> None:
 
 
 def test_every_policy_in_a_page_is_valid(tmp_path: Path) -> None:
-    shown = [block for _, text in pages(ROOT)
-             for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-             if "moves_max" in block]
+    shown = [
+        block
+        for _, text in pages(ROOT)
+        for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        if "moves_max" in block
+    ]
     assert len(shown) >= 1
     for at, block in enumerate(shown):
         path = tmp_path / f"{at}.yaml"

@@ -12,8 +12,10 @@ from doc_scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
 figures = script("figures")
-PAGE = ("before\n<!-- figures: {0} -->\nold text\n\nMeasured at commit 0 on 2026-01-01, n=1.\n"
-        "<!-- end -->\nafter\n")
+PAGE = (
+    "before\n<!-- figures: {0} -->\nold text\n\nMeasured at commit 0 on 2026-01-01, n=1.\n"
+    "<!-- end -->\nafter\n"
+)
 STAMP = {"commit": "abc1234", "at": "2026-11-23T10:00:00Z", "cores": 2, "versions": {"torch": "2"}}
 
 
@@ -35,9 +37,17 @@ def row(case: str, system: str, metric: str, value: float | None, n: int) -> dic
     return {"case": case, "system": system, "metric": metric, "value": value, "unit": "s", "n": n}
 
 
-DETECTED = [row(case, system, "detect_s", 0.25 if system == "unicron" else None,
-                7 if system == "unicron" else 0)
-            for case in figures.detection.CASES for system in ("unicron", "torchrun")]
+DETECTED = [
+    row(
+        case,
+        system,
+        "detect_s",
+        0.25 if system == "unicron" else None,
+        7 if system == "unicron" else 0,
+    )
+    for case in figures.detection.CASES
+    for system in ("unicron", "torchrun")
+]
 
 
 def test_a_block_is_written_from_the_rows_of_a_bench(tmp_path: Path) -> None:
@@ -45,14 +55,19 @@ def test_a_block_is_written_from_the_rows_of_a_bench(tmp_path: Path) -> None:
     assert page.startswith("before\n<!-- figures: detection -->\n| case |")
     assert "| `rank_killed` | 0.25 | 0.1 | 1.8 | nothing reported |" in page
     assert page.endswith(
-        "\n\nMeasured at commit abc1234 on 2026-11-23, n=7.\n<!-- end -->\nafter\n")
+        "\n\nMeasured at commit abc1234 on 2026-11-23, n=7.\n<!-- end -->\nafter\n"
+    )
     assert "old text" not in page
 
 
-@pytest.mark.parametrize(("rows", "stamp"), [(DETECTED[:4], True), (DETECTED, False), ([], True)],
-                         ids=["some cases", "no stamp", "no rows"])
-def test_a_block_without_all_its_rows_stays_unchanged(tmp_path: Path, rows: list[dict[str, Any]],
-                                                      stamp: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "stamp"),
+    [(DETECTED[:4], True), (DETECTED, False), ([], True)],
+    ids=["some cases", "no stamp", "no rows"],
+)
+def test_a_block_without_all_its_rows_stays_unchanged(
+    tmp_path: Path, rows: list[dict[str, Any]], stamp: bool
+) -> None:
     assert measured(tmp_path, "detection", rows, stamp=stamp) == PAGE.format("detection")
 
 
@@ -61,20 +76,50 @@ def test_a_page_without_the_block_is_an_error(tmp_path: Path) -> None:
         figures.rewritten(PAGE.format("one"), "other", "text", "abc", "2026-11-23", "1")
 
 
-@pytest.mark.parametrize("name", [name for name in figures.BLOCKS if figures.BLOCKS[name].rows
-                                  and name not in ("chaos-training", "throughput", "fault-matrix",
-                                                   "fault-matrix-loops")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in figures.BLOCKS
+        if figures.BLOCKS[name].rows
+        and name not in ("chaos-training", "throughput", "fault-matrix", "fault-matrix-loops")
+    ],
+)
 def test_every_block_is_rendered_from_its_bench_rows(name: str, tmp_path: Path) -> None:
     """The rows hold every metric of every case and system that a block can use."""
-    metrics = ("waf_ratio", "detect_s", "plan_ms", "iteration_s", "cpu_s", "events", "faults",
-               "events_per_s", "peak_mib", "fault_to_step_s", "fault_to_resume_s",
-               "iterations_lost", "grow_pause_s", "fault_moved_bytes", "fault_least_bytes",
-               "grow_moved_bytes", "grow_least_bytes", *figures.settlement.UNITS,
-               figures.memory.METRIC, *figures.hosts.UNITS, *figures.scale.UNITS,
-               *figures.slurm.UNITS, *figures.web.GOALS, "worst_s")
+    metrics = (
+        "waf_ratio",
+        "detect_s",
+        "plan_ms",
+        "iteration_s",
+        "cpu_s",
+        "events",
+        "faults",
+        "events_per_s",
+        "peak_mib",
+        "fault_to_step_s",
+        "fault_to_resume_s",
+        "iterations_lost",
+        "grow_pause_s",
+        "fault_moved_bytes",
+        "fault_least_bytes",
+        "grow_moved_bytes",
+        "grow_least_bytes",
+        *figures.settlement.UNITS,
+        figures.memory.METRIC,
+        *figures.hosts.UNITS,
+        *figures.scale.UNITS,
+        *figures.slurm.UNITS,
+        *figures.web.GOALS,
+        "worst_s",
+    )
     systems = ("unicron", "unicron_mirrored", "unicron_sharded", *figures.POLICIES)
-    rows = [row(case, system, metric, 0.125, 5) for case in figures.BLOCKS[name].cases
-            for system in systems for metric in metrics]
+    rows = [
+        row(case, system, metric, 0.125, 5)
+        for case in figures.BLOCKS[name].cases
+        for system in systems
+        for metric in metrics
+    ]
     page = measured(tmp_path, name, rows)
     assert "n=5." in page
     assert re.search(r"0\.1[23]", page)
@@ -88,14 +133,19 @@ def test_every_block_is_on_its_page_with_a_stamp() -> None:
         stamp = r"\n\nMeasured at commit [0-9a-f]{7}\S* on 2\d{3}-\d\d-\d\d, n=\d+.*\n$"
         assert re.search(stamp, found[0]), name
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*/*.md")]
-    marked = [one for page in pages for one in re.findall(
-        "<!-- figures: (.*) -->", page.read_text(encoding="utf-8"))]
+    marked = [
+        one
+        for page in pages
+        for one in re.findall("<!-- figures: (.*) -->", page.read_text(encoding="utf-8"))
+    ]
     assert sorted(marked) == sorted(figures.BLOCKS)
 
 
 def test_the_fault_matrix_is_written_when_it_is_whole(tmp_path: Path) -> None:
-    rows = [row(name, "unicron", "outcome", None, 1) | {"value": "equal", "unit": ""}
-            for name in figures.MATRIX]
+    rows = [
+        row(name, "unicron", "outcome", None, 1) | {"value": "equal", "unit": ""}
+        for name in figures.MATRIX
+    ]
     assert measured(tmp_path, "fault-matrix", rows[1:]) == PAGE.format("fault-matrix")
     rows[-1]["value"] = "not equal"
     page = measured(tmp_path, "fault-matrix", rows)
@@ -109,8 +159,10 @@ def test_the_fault_matrix_is_written_when_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_the_loops_of_the_matrix_are_written_when_they_are_whole(tmp_path: Path) -> None:
-    rows = [row(name, "unicron", "outcome", None, 1) | {"value": "equal", "unit": ""}
-            for name in figures.LOOP_MATRIX]
+    rows = [
+        row(name, "unicron", "outcome", None, 1) | {"value": "equal", "unit": ""}
+        for name in figures.LOOP_MATRIX
+    ]
     assert measured(tmp_path, "fault-matrix-loops", rows[1:]) == PAGE.format("fault-matrix-loops")
     page = measured(tmp_path, "fault-matrix-loops", rows)
     assert "| loop | point | SIGKILL | SIGSTOP |" in page

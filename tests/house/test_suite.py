@@ -36,14 +36,16 @@ def test_a_property_is_tried_with_a_quarter_of_its_examples(request: pytest.Fixt
 def test_every_test_is_in_one_lane() -> None:
     def runs(words: list[str], file: Path) -> bool:
         ignored = [word.removeprefix("--ignore=") for word in words if word.startswith("--")]
-        return (any(file.is_relative_to(word) for word in words)
-                and not any(file.is_relative_to(word) for word in ignored))
+        return any(file.is_relative_to(word) for word in words) and not any(
+            file.is_relative_to(word) for word in ignored
+        )
 
     files = [file.relative_to(suite.ROOT) for file in (suite.ROOT / "tests").rglob("test_*.py")]
     assert len(files) > 100
     for file in files:
-        lanes = [name for name, words in {**suite.LANES, **suite.WEB_LANES}.items()
-                 if runs(words, file)]
+        lanes = [
+            name for name, words in {**suite.LANES, **suite.WEB_LANES}.items() if runs(words, file)
+        ]
         assert len(lanes) == 1, f"{file} is in the lanes {lanes}"
 
 
@@ -61,11 +63,17 @@ def test_a_run_replaces_the_previous_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert "older" not in text
 
 
-@pytest.mark.parametrize(("num", "passes_again", "code"),
-                         [(1, True, 0), (1, False, 1), (4, True, 1)])
+@pytest.mark.parametrize(
+    ("num", "passes_again", "code"), [(1, True, 0), (1, False, 1), (4, True, 1)]
+)
 def test_a_few_failed_tests_are_run_again_alone(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-        num: int, passes_again: bool, code: int) -> None:
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    num: int,
+    passes_again: bool,
+    code: int,
+) -> None:
     """It passes the second time, since its file `seen` is there."""
     (tmp_path / "test_it.py").write_text(
         "import pathlib, pytest\n"
@@ -76,7 +84,8 @@ def test_a_few_failed_tests_are_run_again_alone(
         "    seen.touch()\n"
         f"    assert was and {passes_again}\n"
         "def test_another():\n"
-        "    pass\n")
+        "    pass\n"
+    )
     monkeypatch.setattr(suite, "ROOT", tmp_path)
     monkeypatch.setattr(suite, "FOLDER", tmp_path / "build")
     monkeypatch.setattr(suite, "LANES", {"one": ["test_it.py"]})
@@ -93,7 +102,7 @@ def test_the_page_has_the_marker() -> None:
 
 
 # --- SIGTERM -------------------------------------------------------------------------------------
-SLEEPS = '''
+SLEEPS = """
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -102,7 +111,7 @@ from unittest.mock import Mock
 def test_sleeps(own_server):
     Path("pid").write_text(str(own_server.pid))
     time.sleep(60)
-'''
+"""
 WAIT_S = 60.0
 TESTS = Path(__file__).parents[1]
 
@@ -110,9 +119,12 @@ TESTS = Path(__file__).parents[1]
 def test_terminated_tests_stop_their_processes(tmp_path: Path) -> None:
     (tmp_path / "test_sleeps.py").write_text(SLEEPS)
     tests = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "test_sleeps.py"], cwd=tmp_path,
+        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "test_sleeps.py"],
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS / 'drivers'}"},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     told, last_s = tmp_path / "pid", time.monotonic() + WAIT_S
     try:
         while not (told.exists() and told.read_text()) and time.monotonic() < last_s:

@@ -21,8 +21,9 @@ BUILD_S_MAX = 120
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the checkout, so that the checkout gets no build/ folder."""
     source = tmp_path_factory.mktemp("source") / "checkout"
-    skipped = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info",
-                                     "node_modules")
+    skipped = shutil.ignore_patterns(
+        ".*", "build", "dist", "__pycache__", "*.egg-info", "node_modules"
+    )
     shutil.copytree(ROOT, source, ignore=skipped, symlinks=True)
     assets = source / "control_plane" / "web" / "dist" / "assets"
     assets.mkdir(parents=True)  # as `make web` builds it
@@ -30,9 +31,23 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (assets.parent / "index.html").touch()
     out = tmp_path_factory.mktemp("wheel")
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
-         "--no-index", "-w", str(out), str(source)],
-        check=True, timeout=BUILD_S_MAX, capture_output=True)
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "-w",
+            str(out),
+            str(source),
+        ],
+        check=True,
+        timeout=BUILD_S_MAX,
+        capture_output=True,
+    )
     (built,) = out.glob("unicron_train-*.whl")
     return built
 
@@ -48,7 +63,8 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     assert {name for name in names if name.endswith(".py")} == wanted
     assert {name for name in names if "/web/" in name} == {
         "unicron/control_plane/web/dist/index.html",
-        "unicron/control_plane/web/dist/assets/index-1.js"}
+        "unicron/control_plane/web/dist/assets/index-1.js",
+    }
     assert all(name.startswith("unicron/") for name in names)
     assert not any(name.startswith("unicron/tests") for name in names)
 
@@ -64,28 +80,53 @@ def test_the_wheel_holds_the_licence_and_the_command(wheel: Path) -> None:
 def test_the_hint_of_an_extra_installs_our_own_package(wheel: Path, tmp_path: Path) -> None:
     """In a checkout it names that; beside an installed wheel it names the wheel."""
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--target", str(tmp_path), str(wheel)], check=True, timeout=BUILD_S_MAX,
-                   capture_output=True)
+    subprocess.run(
+        [*pip, "--target", str(tmp_path), str(wheel)],
+        check=True,
+        timeout=BUILD_S_MAX,
+        capture_output=True,
+    )
     done = subprocess.run(
-        [sys.executable, "-S", "-P", "-c", "from unicron.events.words import install;"
-         "print(install('gpu'))"], check=True, timeout=BUILD_S_MAX, capture_output=True, text=True,
-        env={"PYTHONPATH": str(tmp_path)})
+        [
+            sys.executable,
+            "-S",
+            "-P",
+            "-c",
+            "from unicron.events.words import install;print(install('gpu'))",
+        ],
+        check=True,
+        timeout=BUILD_S_MAX,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(tmp_path)},
+    )
     assert words.install("gpu") == f"{sys.executable} -m pip install -e '.[gpu]' in {ROOT}"
-    assert done.stdout == (
-        f"{sys.executable} -m pip install '/path/to/{wheel.name}[gpu]'\n")
+    assert done.stdout == (f"{sys.executable} -m pip install '/path/to/{wheel.name}[gpu]'\n")
     report = tmp_path / "report.json"
-    subprocess.run([*pip, "--dry-run", "--ignore-installed", "--report", str(report),
-                    f"{wheel}[gpu]"], check=True, timeout=BUILD_S_MAX, capture_output=True)
+    subprocess.run(
+        [*pip, "--dry-run", "--ignore-installed", "--report", str(report), f"{wheel}[gpu]"],
+        check=True,
+        timeout=BUILD_S_MAX,
+        capture_output=True,
+    )
     (found,) = json.loads(report.read_text())["install"]
     assert (found["metadata"]["name"], found["requested_extras"]) == ("unicron-train", ["gpu"])
 
 
 def test_the_version_imports_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     """With -S and -P neither the editable install nor the working directory can be imported."""
-    code = (f"import sys; sys.path.insert(0, {str(wheel)!r}); import unicron;"
-            "print(unicron.__version__, unicron.__file__)")
-    done = subprocess.run([sys.executable, "-S", "-P", "-c", code], cwd=tmp_path, check=True,
-                          timeout=BUILD_S_MAX, capture_output=True, text=True)
+    code = (
+        f"import sys; sys.path.insert(0, {str(wheel)!r}); import unicron;"
+        "print(unicron.__version__, unicron.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", code],
+        cwd=tmp_path,
+        check=True,
+        timeout=BUILD_S_MAX,
+        capture_output=True,
+        text=True,
+    )
     version, where = done.stdout.split()
     assert where.startswith(str(wheel))
     assert wheel.name.startswith(f"unicron_train-{version}-")

@@ -17,8 +17,19 @@ from unicron.workers.training.process.trace import Event
 
 Fault = Literal["SIGKILL", "SIGSTOP", "exception", "lost agent", "two at once", "two in turn"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
-Scene = Literal["start", "sum", "step", "partial", "partly", "meeting", "ready", "receive",
-                "joined", "beside", "passed"]
+Scene = Literal[
+    "start",
+    "sum",
+    "step",
+    "partial",
+    "partly",
+    "meeting",
+    "ready",
+    "receive",
+    "joined",
+    "beside",
+    "passed",
+]
 """How a run reaches the point; see scenes.py."""
 
 NEWCOMER = -1
@@ -31,8 +42,10 @@ STRUCK = 3
 MICRO_BATCHES = 8
 TRAIN: dict[str, Any] = {
     "model": {"num_layers": 2, "hidden": 64, "num_heads": 4, "sequence": 64},
-    "batch": {"global": 16, "micro": 2}, "iterations": ITERATIONS,
-    "optimizer": {"lr": 3e-3, "warmup_iterations": 2}}
+    "batch": {"global": 16, "micro": 2},
+    "iterations": ITERATIONS,
+    "optimizer": {"lr": 3e-3, "warmup_iterations": 2},
+}
 """The base: fp32, loss per token, one reduction, tied embeddings, no dropout. With 8 micro-batches,
 three survivors of four get 3, 3 and 2."""
 
@@ -138,14 +151,35 @@ class Point(NamedTuple):
 
 
 PARTS = "Megatron adds these up in sequence parallelism alone, for which a job file has no key"
-TENSORED = ("tp2dp2", "tp2dp2 to tp2", "tp2", "tp2pp2", "tp2dp2 bf16", "tp2dp2 zero1",
-            "tp2dp2 mirrored", "tp2dp4", "tp2pp2dp2", "tp2pp2dp2 zero1")
-PIPELINED = ("pp2dp2", "pp2dp2 to pp2", "pp2dp2, 2 chunks", "pp2", "tp2pp2", "pp2dp2 bf16",
-             "pp2dp4", "pp4dp2", "tp2pp2dp2", "tp2pp2dp2 zero1")
+TENSORED = (
+    "tp2dp2",
+    "tp2dp2 to tp2",
+    "tp2",
+    "tp2pp2",
+    "tp2dp2 bf16",
+    "tp2dp2 zero1",
+    "tp2dp2 mirrored",
+    "tp2dp4",
+    "tp2pp2dp2",
+    "tp2pp2dp2 zero1",
+)
+PIPELINED = (
+    "pp2dp2",
+    "pp2dp2 to pp2",
+    "pp2dp2, 2 chunks",
+    "pp2",
+    "tp2pp2",
+    "pp2dp2 bf16",
+    "pp2dp4",
+    "pp4dp2",
+    "tp2pp2dp2",
+    "tp2pp2dp2 zero1",
+)
 SHARDED = ("zero1", "zero1 bf16", "mirrored", "tp2dp2 zero1", "tp2dp2 mirrored", "tp2pp2dp2 zero1")
 LAYOUTS = tuple(dict.fromkeys((*TENSORED, *PIPELINED, *SHARDED)))
-SPLIT_ANEW = tuple(name for name in LAYOUTS if " to " not in name
-                   and name not in ("tp2dp4", "pp2dp4", "tp2pp2dp2"))
+SPLIT_ANEW = tuple(
+    name for name in LAYOUTS if " to " not in name and name not in ("tp2dp4", "pp2dp4", "tp2pp2dp2")
+)
 """Layouts in which old members stage another part of the model when a newcomer joins: without it,
 they trained in replicas of another shape."""
 SAVES = {"checkpoint_every": STRUCK}
@@ -181,8 +215,9 @@ POINTS = (
     Point("scaling", "step", "scale"),
     Point("unscale, found-inf", "step", "unscale"),
     Point("scaler update", "step", "scaler", only=("fp16",)),
-    Point("scaler update, step skipped", "step", "scaler", only=("fp16",), train=OVERFLOWS,
-          skips=True),
+    Point(
+        "scaler update, step skipped", "step", "scaler", only=("fp16",), train=OVERFLOWS, skips=True
+    ),
     Point("norm", "step", "norm"),
     Point("clip", "step", "clip"),
     Point("before the optimizer step", "step", "step"),
@@ -192,22 +227,36 @@ POINTS = (
     Point("iteration done", "step", "done"),
     Point("gathering the parameters", "step", "gather", only=SHARDED),
     Point("in-memory copy", event="copy", victim=0, mate=1, all_come=False, train=COPIES),
-    Point("in-memory copy half sent", "beside", "copy_mid", victim=0, mate=1, all_come=False,
-          train=COPIES),
+    Point(
+        "in-memory copy half sent",
+        "beside",
+        "copy_mid",
+        victim=0,
+        mate=1,
+        all_come=False,
+        train=COPIES,
+    ),
     Point("checkpoint begun", event="save", victim=0, mate=1, all_come=False, train=SAVES),
-    Point("checkpoint half written", "beside", "save_mid", victim=0, mate=1, all_come=False,
-          train=SAVES),
+    Point(
+        "checkpoint half written",
+        "beside",
+        "save_mid",
+        victim=0,
+        mate=1,
+        all_come=False,
+        train=SAVES,
+    ),
     Point("checkpoint written", "beside", "saved", victim=0, mate=1, all_come=False, train=SAVES),
     Point("reconfiguration: meeting", "meeting", "meet"),
     Point("reconfiguration: settling", "meeting", "settle"),
     Point("reconfiguration: giving state", "meeting", "give", all_come=False),
-    Point("reconfiguration: taking state", "meeting", "receive", victim=0, mate=1,
-          all_come=False),
+    Point("reconfiguration: taking state", "meeting", "receive", victim=0, mate=1, all_come=False),
     Point("join: newcomer ready", "ready", "ready", victim=NEWCOMER, all_come=False),
     Point("join: newcomer takes state", "receive", "receive", victim=NEWCOMER, all_come=False),
     Point("join: staged by who was there", "receive", "staged", victim=0, mate=1, only=SPLIT_ANEW),
     Point("join: put in force", "joined", "commit", victim=0, mate=1, only=SPLIT_ANEW),
-    Point("join: first micro-batch", "joined", "micro_batch", victim=NEWCOMER, nth=0))
+    Point("join: first micro-batch", "joined", "micro_batch", victim=NEWCOMER, nth=0),
+)
 TENSOR = {"parallel": {"tensor": [1, 2]}}
 PIPELINE = {"parallel": {"pipeline": [1, 2]}}
 CHUNKS = {"parallel": {"pipeline": [1, 2], "chunks": 2}, "model": {"num_layers": 4}}
@@ -252,7 +301,8 @@ VARIANTS = (
     Variant("pp2dp4", PIPELINE, Axes(pp=2, dp=4), {7: Axes(pp=2, dp=3)}),
     Variant("pp4dp2", DEEP, Axes(pp=4, dp=2), {7: Axes(pp=2, dp=3)}),
     Variant("tp2pp2dp2", BOTH, Axes(tp=2, pp=2, dp=2), {7: Axes(tp=2, pp=2)}),
-    Variant("tp2pp2dp2 zero1", BOTH_ZERO1, Axes(tp=2, pp=2, dp=2), {7: Axes(tp=2, dp=3)}))
+    Variant("tp2pp2dp2 zero1", BOTH_ZERO1, Axes(tp=2, pp=2, dp=2), {7: Axes(tp=2, dp=3)}),
+)
 
 
 # --- custom loops ---
@@ -263,19 +313,53 @@ LOOPS = (
     Variant("loop: per micro-batch", {}, flags=("per micro-batch",), points=(*AROUND, *STEPPED)),
     Variant("loop: dropout", {}, flags=("dropout",), points=(*AROUND, *STEPPED)),
     Variant("loop: fp16", {}, flags=("fp16",), points=(*AROUND, "scaler update", *STEPPED)),
-    Variant("loop: selective recomputation", TENSOR, Axes(tp=2, dp=2), {2: Axes(tp=2)},
-            ("recompute selectively",), (*AROUND, *STEPPED)),
-    Variant("loop: sequence parallel", TENSOR, Axes(tp=2, dp=2), {2: Axes(tp=2)},
-            ("sequence parallel",), (*AROUND, "entering the gate", *STEPPED)),
-    Variant("loop: tied embeddings", PIPELINE, Axes(pp=2, dp=2), {2: Axes(pp=2)},
-            ("tied embeddings",), (*AROUND, "embedding gradients", *STEPPED)),
-    Variant("loop: interleaved", {"parallel": CHUNKS["parallel"]}, Axes(pp=2, dp=2, chunks=2),
-            {2: Axes(pp=2, chunks=2)}, (), (*AROUND, "between stages", *STEPPED)),
-    Variant("loop: both overlaps", ZERO1, flags=("bf16", "overlapped gather"),
-            points=(*AROUND, "join: newcomer takes state")),
-    Variant("loop: usual flags", BOTH_ZERO1, Axes(tp=2, pp=2, dp=2), {7: Axes(tp=2, pp=2)},
-            ("bf16", "overlapped gather", "sequence parallel", "recompute"),
-            (*AROUND, "join: newcomer takes state")))
+    Variant(
+        "loop: selective recomputation",
+        TENSOR,
+        Axes(tp=2, dp=2),
+        {2: Axes(tp=2)},
+        ("recompute selectively",),
+        (*AROUND, *STEPPED),
+    ),
+    Variant(
+        "loop: sequence parallel",
+        TENSOR,
+        Axes(tp=2, dp=2),
+        {2: Axes(tp=2)},
+        ("sequence parallel",),
+        (*AROUND, "entering the gate", *STEPPED),
+    ),
+    Variant(
+        "loop: tied embeddings",
+        PIPELINE,
+        Axes(pp=2, dp=2),
+        {2: Axes(pp=2)},
+        ("tied embeddings",),
+        (*AROUND, "embedding gradients", *STEPPED),
+    ),
+    Variant(
+        "loop: interleaved",
+        {"parallel": CHUNKS["parallel"]},
+        Axes(pp=2, dp=2, chunks=2),
+        {2: Axes(pp=2, chunks=2)},
+        (),
+        (*AROUND, "between stages", *STEPPED),
+    ),
+    Variant(
+        "loop: both overlaps",
+        ZERO1,
+        flags=("bf16", "overlapped gather"),
+        points=(*AROUND, "join: newcomer takes state"),
+    ),
+    Variant(
+        "loop: usual flags",
+        BOTH_ZERO1,
+        Axes(tp=2, pp=2, dp=2),
+        {7: Axes(tp=2, pp=2)},
+        ("bf16", "overlapped gather", "sequence parallel", "recompute"),
+        (*AROUND, "join: newcomer takes state"),
+    ),
+)
 """Custom loops. Per-token loss is that of all but one. Both overlaps need the sharded optimizer."""
 LOOP_FAULTS = FAULTS[:2]
 
@@ -295,7 +379,8 @@ ONCE = {
     "tp2dp2 mirrored": "gathering the parameters",
     "tp2dp4": "before a backward",
     "pp4dp2": "buckets whole on some ranks",
-    "tp2pp2dp2": "through the gate on some ranks"}
+    "tp2pp2dp2": "through the gate on some ranks",
+}
 """The cell of each layout that `make test` runs."""
 OTHER_FAULTS = (("join: staged by who was there", "lost agent", "tp2dp2"),)
 """Cells of other faults that `make test` runs. Here the survivors continue from staged states."""
@@ -304,7 +389,8 @@ EIGHT = {
     "pp2dp4": "between stages",
     "pp4dp2": "join: put in force",
     "tp2pp2dp2": "join: newcomer takes state",
-    "tp2pp2dp2 zero1": "buckets whole on some ranks"}
+    "tp2pp2dp2 zero1": "buckets whole on some ranks",
+}
 """One more cell of each layout of eight ranks: `make test-thorough` runs them."""
 
 
@@ -351,9 +437,12 @@ def exact_cells() -> Iterator[Cell]:
             cell = cell._replace(absent=_never_comes(cell.point, variant))
         if cell.point.skips:
             cell = cell._replace(point=cell.point._replace(train=EXACT_OVERFLOWS))
-        yield cell._replace(variant=variant._replace(
-            name=f"{variant.name}, bitwise",
-            train=variant.train | EXACT | ({"parallel": parallel} if parallel else {})))
+        yield cell._replace(
+            variant=variant._replace(
+                name=f"{variant.name}, bitwise",
+                train=variant.train | EXACT | ({"parallel": parallel} if parallel else {}),
+            )
+        )
 
 
 def _never_comes(point: Point, variant: Variant) -> str:
@@ -399,8 +488,9 @@ def once() -> Iterator[Cell]:
         fault = FAULTS[number % len(FAULTS)]
         yield next(cell for cell in own if (cell.point.name, cell.fault) == (point, fault))
     yield from _of(ONCE)
-    yield from (cell for cell in there
-                if (cell.point.name, cell.fault, cell.variant.name) in OTHER_FAULTS)
+    yield from (
+        cell for cell in there if (cell.point.name, cell.fault, cell.variant.name) in OTHER_FAULTS
+    )
 
 
 def eight() -> Iterator[Cell]:
@@ -411,8 +501,11 @@ def eight() -> Iterator[Cell]:
 def _of(points: dict[str, str]) -> Iterator[Cell]:
     """The cell of each variant and point, with the first fault."""
     for name, point in points.items():
-        yield next(cell for cell in cells() if not cell.absent
-                   and (cell.variant.name, cell.point.name) == (name, point))
+        yield next(
+            cell
+            for cell in cells()
+            if not cell.absent and (cell.variant.name, cell.point.name) == (name, point)
+        )
 
 
 def _absent(point: Point, variant: Variant) -> str:

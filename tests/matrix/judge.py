@@ -51,20 +51,24 @@ def _agreement(play: Play) -> Iterator[str]:
     wanted = play.copied or {max(newest, 0) + _all_can_step(play, newest)}
     if len(versions) != 1 or not versions <= wanted:
         yield f"settled on steps {versions}, and had {wanted}"
-    replicas = [[settled[play.members[place]] for place in replica(play.axes, dp)]
-                for dp in range(play.axes.dp)]
+    replicas = [
+        [settled[play.members[place]] for place in replica(play.axes, dp)]
+        for dp in range(play.axes.dp)
+    ]
     for members in replicas:
         if len({(told.kept_micro_batches, told.remaining_micro_batches) for told in members}) != 1:
             yield f"of one replica, and not to do the same: {members}"
-    shares = sorted(item for first, *_ in replicas for item in (
-        *first.kept_micro_batches, *first.remaining_micro_batches))
+    shares = sorted(
+        item
+        for first, *_ in replicas
+        for item in (*first.kept_micro_batches, *first.remaining_micro_batches)
+    )
     if shares != list(range(_num(play))):
         yield f"their shares are {shares}"
     for rank, told in settled.items():
         kept = _whole_sum(play, rank, newest) if not play.copied else ()
         if kept is not None and told.kept_micro_batches != kept:
-            yield (f"rank {rank} and its replica held {kept} and kept "
-                   f"{told.kept_micro_batches}")
+            yield (f"rank {rank} and its replica held {kept} and kept {told.kept_micro_batches}")
 
 
 def _whole_sum(play: Play, rank: int, newest: int) -> tuple[int, ...] | None:
@@ -86,8 +90,11 @@ def _whole_sum(play: Play, rank: int, newest: int) -> tuple[int, ...] | None:
             return ()
         was = coordinates(play.struck_in, play.struck.index(other))
         claim = play.claims[other]
-        sums.add(claim.micro_batches if (was.tp, was.pp) == (at.tp, at.pp)
-                 and claim.step_version == newest else ())
+        sums.add(
+            claim.micro_batches
+            if (was.tp, was.pp) == (at.tp, at.pp) and claim.step_version == newest
+            else ()
+        )
     return sums.pop() if len(sums) == 1 else ()
 
 
@@ -96,15 +103,26 @@ def _all_can_step(play: Play, newest: int) -> bool:
     reduced sum for it, of every part of the model: they then step without the lost ranks."""
     if play.variant.optimizer != "whole" or not play.variant.has_gate or play.variant.is_exact:
         return False
-    there = [rank for rank in play.members if rank in play.struck and rank in play.claims
-             and play.claims[rank].step_version == newest]
-    entered = {rank: {line["generation"] for line in play.driver.trace(rank)
-                      if (line["event"], line["iteration"]) == ("gate", newest)
-                      and line["generation"] < play.driver.generation} for rank in there}
+    there = [
+        rank
+        for rank in play.members
+        if rank in play.struck and rank in play.claims and play.claims[rank].step_version == newest
+    ]
+    entered = {
+        rank: {
+            line["generation"]
+            for line in play.driver.trace(rank)
+            if (line["event"], line["iteration"]) == ("gate", newest)
+            and line["generation"] < play.driver.generation
+        }
+        for rank in there
+    }
     struck = max((max(each, default=0) for each in entered.values()), default=0)
     parts = {coordinates(play.struck_in, play.struck.index(rank))[:2] for rank in there}
-    return (all(struck in each for each in entered.values())
-            and len(parts) == play.struck_in.tp * play.struck_in.pp)
+    return (
+        all(struck in each for each in entered.values())
+        and len(parts) == play.struck_in.tp * play.struck_in.pp
+    )
 
 
 def _work(play: Play) -> Iterator[str]:
@@ -114,13 +132,18 @@ def _work(play: Play) -> Iterator[str]:
     """
     (struck,) = {told.step_version for told in play.settled.values()}
     now = play.driver.generation
-    traces = {rank: [line for line in play.driver.trace(rank) if line["event"] == "forward"]
-              for rank in {process.rank for process in play.driver.started}}
+    traces = {
+        rank: [line for line in play.driver.trace(rank) if line["event"] == "forward"]
+        for rank in {process.rank for process in play.driver.started}
+    }
     kept = {item for told in play.settled.values() for item in told.kept_micro_batches}
     for iteration in range(ITERATIONS):
         passes = Counter(
-            (line["micro_batch"], line["generation"]) for lines in traces.values() for line in lines
-            if line["iteration"] == iteration and (iteration < struck or line["generation"] == now))
+            (line["micro_batch"], line["generation"])
+            for lines in traces.values()
+            for line in lines
+            if line["iteration"] == iteration and (iteration < struck or line["generation"] == now)
+        )
         done = sorted([item for item, _ in passes] + (list(kept) if iteration == struck else []))
         if done != list(range(_num(play))):
             yield f"iteration {iteration} was made of {done}"
@@ -136,8 +159,12 @@ def _work(play: Play) -> Iterator[str]:
 
 def _skip(play: Play) -> Iterator[str]:
     """The struck iteration took no step, and the last one did."""
-    stepped = {line["iteration"] for rank in play.survivors for line in play.driver.trace(rank)
-               if line["event"] == "step"}
+    stepped = {
+        line["iteration"]
+        for rank in play.survivors
+        for line in play.driver.trace(rank)
+        if line["event"] == "step"
+    }
     if STRUCK in stepped or ITERATIONS - 1 not in stepped:
         yield f"steps were taken in {sorted(stepped)}"
 

@@ -49,8 +49,10 @@ def main() -> None:
         nursery.close()
     print("", *table(verdicts), sep="\n")
     counts = Counter(verdict.outcome for verdict in verdicts)
-    print(f"\n{len(verdicts)} cells in {time.monotonic() - began_s:.0f} s: "
-          + ", ".join(f"{counts[word]} {word}" for word in ("equal", "not equal", "not run")))
+    print(
+        f"\n{len(verdicts)} cells in {time.monotonic() - began_s:.0f} s: "
+        + ", ".join(f"{counts[word]} {word}" for word in ("equal", "not equal", "not run"))
+    )
     print(f"figures: {figures}, {_write(figures, verdicts, commit)} cells at this commit")
     sys.exit(1 if counts["not equal"] else 0)
 
@@ -63,8 +65,11 @@ def _write(figures: Path, verdicts: Sequence[Verdict], commit: str) -> int:
     if figures.exists() and stamped.exists() and not commit.endswith("-dirty"):
         fresh = {verdict.cell.name for verdict in verdicts}
         if json.loads(stamped.read_text(encoding="utf-8"))["commit"] == commit:
-            kept = [row for row in json.loads(figures.read_text(encoding="utf-8"))
-                    if row["case"] not in fresh]
+            kept = [
+                row
+                for row in json.loads(figures.read_text(encoding="utf-8"))
+                if row["case"] not in fresh
+            ]
     rows = kept + [row for verdict in verdicts for row in _figures(verdict)]
     figures.parent.mkdir(parents=True, exist_ok=True)
     figures.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -76,48 +81,73 @@ def _asked() -> list[Cell]:
     parser = argparse.ArgumentParser(prog="make fault-matrix")
     for name in ("points", "faults", "variants"):
         parser.add_argument(f"--{name}", default="", help="beginnings, with commas between")
-    parser.add_argument("--exact", action="store_true",
-                        help="with reproducible: bitwise, where no bit may differ")
+    parser.add_argument(
+        "--exact", action="store_true", help="with reproducible: bitwise, where no bit may differ"
+    )
     args = parser.parse_args()
     every = [*exact_cells()] if args.exact else [*cells(), *loop_cells()]
-    there = {"points": [cell.point.name for cell in every], "faults": list(FAULTS),
-             "variants": [cell.variant.name for cell in every]}
+    there = {
+        "points": [cell.point.name for cell in every],
+        "faults": list(FAULTS),
+        "variants": [cell.variant.name for cell in every],
+    }
     chosen = {key: _chosen(parser, key, getattr(args, key), names) for key, names in there.items()}
-    found = [cell for cell in every if cell.point.name in chosen["points"]
-             and cell.fault in chosen["faults"] and cell.variant.name in chosen["variants"]]
+    found = [
+        cell
+        for cell in every
+        if cell.point.name in chosen["points"]
+        and cell.fault in chosen["faults"]
+        and cell.variant.name in chosen["variants"]
+    ]
     if not found:
         parser.error("no point of these meets such a fault under such a variant")
     return found
 
 
-def _chosen(parser: argparse.ArgumentParser, key: str, asked: str, names: Sequence[str]
-            ) -> set[str]:
+def _chosen(
+    parser: argparse.ArgumentParser, key: str, asked: str, names: Sequence[str]
+) -> set[str]:
     """The names with one of these prefixes. A prefix without a match is an error."""
     found: set[str] = set()
     for beginning in asked.split(","):
         fits = {name for name in names if name.lower().startswith(beginning.strip().lower())}
         if not fits:
-            parser.error(f"{key.upper()}: none begins with {beginning.strip()!r}; there are "
-                         f"{', '.join(dict.fromkeys(names))}")
+            parser.error(
+                f"{key.upper()}: none begins with {beginning.strip()!r}; there are "
+                f"{', '.join(dict.fromkeys(names))}"
+            )
         found |= fits
     return found
 
 
 def _line(verdict: Verdict) -> str:
-    gaps = "".join(f"  {name} {gap:.1e} of {3 * noise:.1e}" for name, gap, noise in
-                   zip(("losses", "parameters"), verdict.gaps, verdict.noise, strict=False))
-    return (f"{verdict.outcome:9}  {verdict.lasted_s:4.1f} s  {verdict.cell.name}{gaps}"
-            f"{'  ' if verdict.why else ''}{verdict.why}")
+    gaps = "".join(
+        f"  {name} {gap:.1e} of {3 * noise:.1e}"
+        for name, gap, noise in zip(
+            ("losses", "parameters"), verdict.gaps, verdict.noise, strict=False
+        )
+    )
+    return (
+        f"{verdict.outcome:9}  {verdict.lasted_s:4.1f} s  {verdict.cell.name}{gaps}"
+        f"{'  ' if verdict.why else ''}{verdict.why}"
+    )
 
 
 def _figures(verdict: Verdict) -> list[dict[str, object]]:
     """One row for the outcome and one for each gap, in units of the summation noise."""
     row = {"case": verdict.cell.name, "system": "unicron", "n": 1}
     rows = [row | {"metric": "outcome", "value": verdict.outcome, "unit": ""}]
-    for name, gap, noise in zip(("loss_gap", "parameter_gap"), verdict.gaps, verdict.noise,
-                                strict=False):
-        rows.append(row | {"metric": name, "value": gap / noise if noise else gap,
-                           "unit": "noise" if noise else "relative"})
+    for name, gap, noise in zip(
+        ("loss_gap", "parameter_gap"), verdict.gaps, verdict.noise, strict=False
+    ):
+        rows.append(
+            row
+            | {
+                "metric": name,
+                "value": gap / noise if noise else gap,
+                "unit": "noise" if noise else "relative",
+            }
+        )
     return rows
 
 

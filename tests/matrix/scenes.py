@@ -122,6 +122,7 @@ class Play:
 
     def _play_partial(self) -> None:
         """When the reduction is complete on some ranks, and the late one has no full bucket."""
+
         def others_come() -> None:
             if self.variant.is_exact:  # they wait for the largest element of the late rank
                 self._come_to(self._others, "bucket_done", STRUCK)
@@ -145,8 +146,11 @@ class Play:
 
     def _play_partly(self) -> None:
         """When some ranks have completed some of their buckets, but the late rank none."""
-        self._strike_late("bucket_done", lambda: self._come_to(
-            self._free, "bucket_done", STRUCK, nth=self.point.bucket), bucket=0)
+        self._strike_late(
+            "bucket_done",
+            lambda: self._come_to(self._free, "bucket_done", STRUCK, nth=self.point.bucket),
+            bucket=0,
+        )
 
     def _strike_late(self, event: str, others_come: Callable[[], None], **where: int) -> None:
         self._late = [self.driver.hold(LATE, event, STRUCK, **where)]
@@ -156,9 +160,10 @@ class Play:
         others_come()
         self._strike()
         self._heal()
-        assert len(self.claims) == 1 or len({(told.step_version, told.buckets_reduced)
-                                             for told in self.claims.values()}) > 1, \
-            "the survivors have equal claims"
+        assert (
+            len(self.claims) == 1
+            or len({(told.step_version, told.buckets_reduced) for told in self.claims.values()}) > 1
+        ), "the survivors have equal claims"
 
     def _play_meeting(self) -> None:
         """While a new generation is built, and one member is a step behind.
@@ -168,8 +173,11 @@ class Play:
         """
         self.driver.start(*self.there)
         has_gate = self.variant.has_gate
-        late = (self.driver.hold(LATE, "passed", STRUCK) if has_gate
-                else self.driver.hold(LATE, "bucket_done", STRUCK, bucket=0))
+        late = (
+            self.driver.hold(LATE, "passed", STRUCK)
+            if has_gate
+            else self.driver.hold(LATE, "bucket_done", STRUCK, bucket=0)
+        )
         self._form()
         self.driver.held(LATE, STRUCK)
         others = [rank for rank in self.members if rank != LATE]
@@ -177,12 +185,15 @@ class Play:
         self._come_on([rank for rank in others if not self._is_with(rank, LATE)])
         held = self.driver.quiesce(self.members, "now")
         newest = max(told.step_version for told in held.values())
-        assert {held[rank].step_version - held[LATE].step_version
-                for rank in self.members} == {0, 1}
+        assert {held[rank].step_version - held[LATE].step_version for rank in self.members} == {
+            0,
+            1,
+        }
         late.unlink()
         has_stepped = has_gate and self.point.event in AFTER_STEP
-        self._arm({rank: newest if has_stepped else held[rank].step_version
-                   for rank in self._at_point})
+        self._arm(
+            {rank: newest if has_stepped else held[rank].step_version for rank in self._at_point}
+        )
         if not self.variant.is_plain:
             self._seat(self.variant.other, beside=True)
         self._meet()
@@ -243,8 +254,11 @@ class Play:
     def _form_idle(self) -> dict[int, Path]:
         """Train to the struck iteration, and hold each first stage until no rank sends an in-memory
         checkpoint: none is begun while another is sent. Returns the files that hold the ranks."""
-        waiting = {rank: self.driver.hold(rank, "forward", STRUCK - 1) for rank in self.there
-                   if coordinates(self.axes, self.members.index(rank)).pp == 0}
+        waiting = {
+            rank: self.driver.hold(rank, "forward", STRUCK - 1)
+            for rank in self.there
+            if coordinates(self.axes, self.members.index(rank)).pp == 0
+        }
         self._form()
         for rank in waiting:
             self.driver.held(rank, STRUCK - 1)
@@ -302,18 +316,23 @@ class Play:
         if self.variant.is_plain:
             self.members = self.there[:]
             return
-        held = {rank: HeldState(generation=1, axes=self.trained_in, place=place)
-                for place, rank in enumerate(self.trained)}
-        ranks = [Rank(rank=rank, attempt=1, slot=Slot("n1", rank), held=held.get(rank))
-                 for rank in self.there]
+        held = {
+            rank: HeldState(generation=1, axes=self.trained_in, place=place)
+            for place, rank in enumerate(self.trained)
+        }
+        ranks = [
+            Rank(rank=rank, attempt=1, slot=Slot("n1", rank), held=held.get(rank))
+            for rank in self.there
+        ]
         apart = self.variant.optimizer == "mirrored"
         seated = [rank.rank for rank in order_members(axes, ranks, apart=apart)]
-        self.members = seated if beside else seated[:num_positions(axes)]
+        self.members = seated if beside else seated[: num_positions(axes)]
 
     def _meet(self) -> None:
         copies = newest(self.driver) if self.copied else ()
         generation = self.driver.reconfigure(
-            self.members, copies=copies, axes=None if self.variant.is_plain else self.axes)
+            self.members, copies=copies, axes=None if self.variant.is_plain else self.axes
+        )
         self.layouts[generation] = self.axes
 
     def _form(self) -> dict[int, r.Reconfigured]:
@@ -322,29 +341,38 @@ class Play:
         reports = self.driver.reconfigured(self.members)
         if self.copied:
             # A copy on its way when the survivors stopped may have arrived.
-            self.copied |= {step for step in whole_steps(self.driver.keepers)
-                            if step > max(self.copied)}
+            self.copied |= {
+                step for step in whole_steps(self.driver.keepers) if step > max(self.copied)
+            }
         self.driver.resume(self.members)
         self.trained, self.trained_in = self.members[:], self.axes
         return reports
 
     def _is_with(self, one: int, other: int) -> bool:
         """True if both ranks are in one replica."""
-        return len({coordinates(self.axes, self.members.index(rank)).dp
-                    for rank in (one, other)}) == 1
+        return (
+            len({coordinates(self.axes, self.members.index(rank)).dp for rank in (one, other)}) == 1
+        )
 
     @property
     def _others(self) -> list[int]:
         """Members that are neither held at the point nor late."""
-        return [rank for rank in self.members if rank not in self._at_point
-                and not (self._late and rank == LATE)]
+        return [
+            rank
+            for rank in self.members
+            if rank not in self._at_point and not (self._late and rank == LATE)
+        ]
 
     @property
     def _free(self) -> list[int]:
         """The others in whose replica no rank is held."""
-        return [rank for rank in self._others
-                if not any(self._is_with(rank, held) for held in self.members
-                           if held not in self._others)]
+        return [
+            rank
+            for rank in self._others
+            if not any(
+                self._is_with(rank, held) for held in self.members if held not in self._others
+            )
+        ]
 
     # --- the fault ------------------------------------------------------------------------------
     def _arm(self, iterations: dict[int, int]) -> None:
@@ -422,8 +450,10 @@ class Play:
         generation = max((one.generation for one in shares), default=0)
         stored = {one.rank for one in shares if one.generation == generation}
         return stored & set(self.there) <= {
-            told.rank for told in self.driver.told(r.MemoryCheckpointStored)
-            if told.generation == generation}
+            told.rank
+            for told in self.driver.told(r.MemoryCheckpointStored)
+            if told.generation == generation
+        }
 
     def _lose_another(self) -> None:
         """Kill the second victim during the meeting."""
@@ -443,8 +473,9 @@ def newest(driver: Driver) -> tuple[MemoryCheckpoint, ...]:
 
     A store gives a newer one if it has one.
     """
-    told = sorted(driver.told(r.MemoryCheckpointStored),
-                  key=lambda kept: (-kept.step_version, kept.node))
+    told = sorted(
+        driver.told(r.MemoryCheckpointStored), key=lambda kept: (-kept.step_version, kept.node)
+    )
     return tuple(named(driver.keepers, kept) for kept in told)
 
 

@@ -17,18 +17,25 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
     """Two tables by point: all faults on its home variant (`Point.home`), and SIGKILL on all
     variants. One of custom loops. Then the reasons."""
     marks: dict[str, str] = {}
-    words = {(one.cell.point.name, one.cell.fault, one.cell.variant.name): _word(one, marks)
-             for one in verdicts}
+    words = {
+        (one.cell.point.name, one.cell.fault, one.cell.variant.name): _word(one, marks)
+        for one in verdicts
+    }
     trains = {place[0] for place in words if place[2] in {variant.name for variant in VARIANTS}}
     points = [point for point in POINTS if point.name in trains]
     faults = [["", *FAULTS]]
     variants = [[f"{FAULTS[0]} of", *(variant.name for variant in VARIANTS)]]
     for point in points:
         home = point.home
-        faults.append([point.name, *(words.get((point.name, fault, home), BLANK)
-                                     for fault in FAULTS)])
-        variants.append([point.name, *(words.get((point.name, FAULTS[0], variant.name), BLANK)
-                                       for variant in VARIANTS)])
+        faults.append(
+            [point.name, *(words.get((point.name, fault, home), BLANK) for fault in FAULTS)]
+        )
+        variants.append(
+            [
+                point.name,
+                *(words.get((point.name, FAULTS[0], variant.name), BLANK) for variant in VARIANTS),
+            ]
+        )
     loops = [["", "", *LOOP_FAULTS]]
     for variant in LOOPS:
         for name in variant.points:
@@ -50,8 +57,10 @@ def _word(verdict: Verdict, marks: dict[str, str]) -> str:
 
 def _columns(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [GAP.join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows]
+    return [
+        GAP.join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def markdown(outcomes: Mapping[str, str]) -> str:
@@ -63,21 +72,29 @@ def markdown(outcomes: Mapping[str, str]) -> str:
     def drawn(head: Sequence[str], columns: Sequence[tuple[str, str]]) -> str:
         rows = [head, ["---"] * len(head)]
         for point in points:
-            cell_of = [there.get((point.name, fault, variant or point.home))
-                       for fault, variant in columns]
+            cell_of = [
+                there.get((point.name, fault, variant or point.home)) for fault, variant in columns
+            ]
             rows.append([point.name, *(_mark(cell, outcomes) for cell in cell_of)])
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
-    parts = ["Every fault, on the base or on the first variant that has the point:",
-             drawn(["point", *FAULTS], [(fault, "") for fault in FAULTS])]
-    titles = {"of data-parallel ranks": lambda variant: variant.is_plain,
-              "of layouts of up to four ranks": lambda variant: (
-                  not variant.is_plain and num_positions(variant.axes) <= 4),
-              "of layouts of eight ranks": lambda variant: num_positions(variant.axes) > 4}
+    parts = [
+        "Every fault, on the base or on the first variant that has the point:",
+        drawn(["point", *FAULTS], [(fault, "") for fault in FAULTS]),
+    ]
+    titles = {
+        "of data-parallel ranks": lambda variant: variant.is_plain,
+        "of layouts of up to four ranks": lambda variant: (
+            not variant.is_plain and num_positions(variant.axes) <= 4
+        ),
+        "of layouts of eight ranks": lambda variant: num_positions(variant.axes) > 4,
+    }
     for title, has in titles.items():
         names = [variant.name for variant in VARIANTS if has(variant)]
-        parts += [f"{FAULTS[0]} of one rank, {title}:",
-                  drawn(["point", *names], [(FAULTS[0], name) for name in names])]
+        parts += [
+            f"{FAULTS[0]} of one rank, {title}:",
+            drawn(["point", *names], [(FAULTS[0], name) for name in names]),
+        ]
     return "\n\n".join(parts)
 
 
@@ -85,9 +102,15 @@ def markdown_of_loops(outcomes: Mapping[str, str]) -> str:
     """The custom loops by the outcome of each cell: a row for each loop and point."""
     there = {(cell.variant.name, cell.point.name, cell.fault): cell for cell in loop_cells()}
     rows = [["loop", "point", *LOOP_FAULTS], ["---"] * (2 + len(LOOP_FAULTS))]
-    rows += [[variant.name.removeprefix("loop: "), name,
-              *(_mark(there[variant.name, name, fault], outcomes) for fault in LOOP_FAULTS)]
-             for variant in LOOPS for name in variant.points]
+    rows += [
+        [
+            variant.name.removeprefix("loop: "),
+            name,
+            *(_mark(there[variant.name, name, fault], outcomes) for fault in LOOP_FAULTS),
+        ]
+        for variant in LOOPS
+        for name in variant.points
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -66,13 +66,24 @@ class Trials:
         except (AssertionError, OSError):
             wrong = traceback.format_exc()
             (folder / "why").write_text(f"{wrong}\n{driver.story()}")
-            return Verdict(cell, "not equal", wrong.strip().splitlines()[-1], (), (),
-                           time.monotonic() - began_s)
+            return Verdict(
+                cell,
+                "not equal",
+                wrong.strip().splitlines()[-1],
+                (),
+                (),
+                time.monotonic() - began_s,
+            )
         finally:
             driver.close()
-        return Verdict(cell, "not equal" if wrong else "equal", wrong,
-                       tuple(getattr(found, name) for name in Twin.names), tuple(twin.noise),
-                       time.monotonic() - began_s)
+        return Verdict(
+            cell,
+            "not equal" if wrong else "equal",
+            wrong,
+            tuple(getattr(found, name) for name in Twin.names),
+            tuple(twin.noise),
+            time.monotonic() - began_s,
+        )
 
     def twin(self, cell: Cell) -> Reference:
         """The reference run of the cell. Cells with the same training share one run."""
@@ -82,25 +93,36 @@ class Trials:
         if cell.variant.is_loop:
             what["flags"] = [flag for flag in cell.variant.flags if flag in OTHER_RESULT]
             # The initial weights of a loop depend on its largest layout.
-            what["parallel"] = {name: sizes for name, sizes in
-                                cell.train().get("parallel", {}).items() if name != "optimizer"}
+            what["parallel"] = {
+                name: sizes
+                for name, sizes in cell.train().get("parallel", {}).items()
+                if name != "optimizer"
+            }
         size = cell.variant.axes.tp if cell.variant.is_exact else 1
         key = json.dumps([what, cell.variant.name if rounds else "", size], sort_keys=True)
         if key not in self._twins:
             folder = self.folder / f"twin-{len(self._twins)}"
             shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
             if size > 1:  # another tensor-parallel size computes other bits
-                self._twins[key] = Reference(self._undisturbed(
-                    cell.variant, what, Axes(tp=size), folder), is_exact=True)
+                self._twins[key] = Reference(
+                    self._undisturbed(cell.variant, what, Axes(tp=size), folder), is_exact=True
+                )
                 return self._twins[key]
             fp16 = "fp16" in (what.get("precision"), *cell.variant.flags)
-            twin = Twin(self._reference(cell.variant, what, folder), folder, self.nursery,
-                        num_orders=NUM_ORDERS_FP16 if fp16 else NUM_ORDERS)
+            twin = Twin(
+                self._reference(cell.variant, what, folder),
+                folder,
+                self.nursery,
+                num_orders=NUM_ORDERS_FP16 if fp16 else NUM_ORDERS,
+            )
             if rounds:
-                found = twin.difference(self._undisturbed(
-                    cell.variant, what, cell.variant.axes, folder / "undisturbed"))
-                twin.noise = [max(noise, getattr(found, name))
-                              for name, noise in zip(twin.names, twin.noise, strict=True)]
+                found = twin.difference(
+                    self._undisturbed(cell.variant, what, cell.variant.axes, folder / "undisturbed")
+                )
+                twin.noise = [
+                    max(noise, getattr(found, name))
+                    for name, noise in zip(twin.names, twin.noise, strict=True)
+                ]
             self._twins[key] = twin
         return self._twins[key]
 
@@ -111,9 +133,16 @@ class Trials:
         options = {**train, **train.get("parallel", {})}
         for apart in ("parallel", "flags"):
             options.pop(apart, None)
-        return drive_loop(folder, self.nursery, [], iterations=ITERATIONS,
-                          micro_batches=MICRO_BATCHES, slots_max=8,
-                          script=flagged_example(folder, variant.flags), **options)
+        return drive_loop(
+            folder,
+            self.nursery,
+            [],
+            iterations=ITERATIONS,
+            micro_batches=MICRO_BATCHES,
+            slots_max=8,
+            script=flagged_example(folder, variant.flags),
+            **options,
+        )
 
     def _reference(self, variant: Variant, what: dict[str, Any], folder: Path) -> JobSpec:
         """The spec of the reference run. That of a loop has only the flags with which another
@@ -124,8 +153,9 @@ class Trials:
         plain = Variant("reference", {}, flags=tuple(what["flags"]), points=variant.points)
         return self._driver(plain, {"parallel": what["parallel"]}, folder).spec
 
-    def _undisturbed(self, variant: Variant, what: dict[str, Any], axes: Axes, folder: Path
-                     ) -> Path:
+    def _undisturbed(
+        self, variant: Variant, what: dict[str, Any], axes: Axes, folder: Path
+    ) -> Path:
         """The final checkpoint of the task in this layout, without faults."""
         folder.mkdir()
         driver = self._driver(variant, what | {"parallel": variant.train["parallel"]}, folder)

@@ -12,7 +12,7 @@ def print_rank_0(message):
 
 
 def is_first_or_last_pipeline_stage(vp_stage):
-    return (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage())
+    return parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
 
 
 def get_batch_on_this_tp_rank(data_iterator):
@@ -24,8 +24,10 @@ def get_batch_on_this_tp_rank(data_iterator):
     for tensor in batch.values():
         if tensor is not None:
             torch.distributed.broadcast(
-                tensor, parallel_state.get_tensor_model_parallel_src_rank(),
-                group=parallel_state.get_tensor_model_parallel_group())
+                tensor,
+                parallel_state.get_tensor_model_parallel_src_rank(),
+                group=parallel_state.get_tensor_model_parallel_group(),
+            )
     assert len(batch["tokens"]) == get_args().micro_batch_size
     return batch
 

@@ -11,10 +11,17 @@ from .arguments import parse_args
 from .global_vars import set_global_variables
 
 
-def initialize_megatron(extra_args_provider=None, args_defaults={}, ignore_unknown_args=False,
-                        allow_no_cuda=False, skip_mpu_initialization=False,
-                        get_embedding_ranks=None, get_position_embedding_ranks=None,
-                        parsed_args=None, store=None):
+def initialize_megatron(
+    extra_args_provider=None,
+    args_defaults={},
+    ignore_unknown_args=False,
+    allow_no_cuda=False,
+    skip_mpu_initialization=False,
+    get_embedding_ranks=None,
+    get_position_embedding_ranks=None,
+    parsed_args=None,
+    store=None,
+):
     args = parsed_args or parse_args(extra_args_provider)
     for name, value in args_defaults.items():
         if getattr(args, name, None) is None:
@@ -23,7 +30,8 @@ def initialize_megatron(extra_args_provider=None, args_defaults={}, ignore_unkno
         args.train_iters = 12
     args.expert_tensor_parallel_size = args.tensor_model_parallel_size
     args.data_parallel_size = args.world_size // (
-        args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+        args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    )
     assert args.global_batch_size % (args.micro_batch_size * args.data_parallel_size) == 0
     set_global_variables(args)
     initialize_rerun_state_machine(mode=RerunMode(args.rerun_mode))

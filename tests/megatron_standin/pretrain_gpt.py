@@ -1,6 +1,7 @@
 """A script like Megatron-LM's pretrain_gpt.py: the same functions, with a small GPT."""
 
 import time
+
 _PROGRAM_START_TIME = time.time()
 
 from functools import partial
@@ -27,18 +28,31 @@ from megatron.training.utils import (
 )
 
 
-def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None,
-                   pg_collection=None):
+def model_provider(
+    pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None
+):
     args = get_args()
     config = config or TransformerConfig(
-        num_layers=args.num_layers, hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads, hidden_dropout=0.0, attention_dropout=0.0,
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
-        use_cpu_initialization=True, bias_dropout_fusion=False,
-        calculate_per_token_loss=args.calculate_per_token_loss)
-    return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=args.padded_vocab_size,
-                    max_sequence_length=args.seq_length, pre_process=pre_process,
-                    post_process=post_process, vp_stage=vp_stage, pg_collection=pg_collection)
+        use_cpu_initialization=True,
+        bias_dropout_fusion=False,
+        calculate_per_token_loss=args.calculate_per_token_loss,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.seq_length,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
 
 
 def get_batch(data_iterator, vp_stage=None):
@@ -54,8 +68,12 @@ def loss_func(loss_mask, output_tensor, model=None):
     loss = torch.sum(output_tensor.view(-1).float() * loss_mask)
     num_tokens = loss_mask.sum().clone().detach().to(torch.int)
     get_rerun_state_machine().validate_result(
-        result=loss, rejection_func=torch.isnan, tolerance=0.0, fatal=True,
-        message="found NaN in local forward loss calculation")
+        result=loss,
+        rejection_func=torch.isnan,
+        tolerance=0.0,
+        fatal=True,
+        message="found NaN in local forward loss calculation",
+    )
     return loss, num_tokens, {"lm loss": torch.cat([loss.detach().view(1), num_tokens.view(1)])}
 
 
@@ -85,8 +103,12 @@ class Numbers(torch.utils.data.Dataset):
         length = self.args.seq_length
         text = (start + stride * torch.arange(length + 1)) % self.args.padded_vocab_size
         mask = (torch.arange(length) < 4 + index % (length - 4)).float()
-        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": mask,
-                "position_ids": torch.arange(length)}
+        return {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "loss_mask": mask,
+            "position_ids": torch.arange(length),
+        }
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None):
@@ -114,6 +136,6 @@ if __name__ == "__main__":
         model_provider,
         ModelType.encoder_or_decoder,
         forward_step,
-        args_defaults={'tokenizer_type': 'GPT2BPETokenizer'},
+        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
         store=store,
     )

@@ -25,8 +25,9 @@ NAME = re.compile(r"unicron_[a-z0-9_]+")
 
 
 def rules() -> list[dict[str, Any]]:
-    return [rule for group in yaml.safe_load(RULES.read_text())["groups"]
-            for rule in group["rules"]]
+    return [
+        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+    ]
 
 
 ALERTS = [rule["alert"] for rule in rules() if "alert" in rule]
@@ -34,10 +35,15 @@ ALERTS = [rule["alert"] for rule in rules() if "alert" in rule]
 
 def expressions() -> list[str]:
     """Those of the dashboard, with values for Grafana's variables."""
-    found = [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"]
-             for target in panel.get("targets", ())]
-    return [one.replace("$__rate_interval", "5s").replace("$__range", "1m").replace("$job", ".*")
-            for one in found]
+    found = [
+        target["expr"]
+        for panel in json.loads(DASHBOARD.read_text())["panels"]
+        for target in panel.get("targets", ())
+    ]
+    return [
+        one.replace("$__rate_interval", "5s").replace("$__range", "1m").replace("$job", ".*")
+        for one in found
+    ]
 
 
 def shown() -> str:
@@ -50,10 +56,18 @@ def _installed() -> None:
         pytest.skip(why)
 
 
-def promtool(*words: str, cwd: Path | None = None, stdin: str | None = None
-             ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["promtool", *words], capture_output=True, text=True, check=False,
-                          timeout=120, cwd=cwd, input=stdin)
+def promtool(
+    *words: str, cwd: Path | None = None, stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["promtool", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=cwd,
+        input=stdin,
+    )
 
 
 def test_promtool_finds_nothing_in_rules_and_metrics() -> None:
@@ -87,12 +101,17 @@ def test_each_alert_has_a_runbook() -> None:
     for rule in rules():
         if "alert" in rule:
             assert rule["annotations"]["runbook_url"] == (
-                f"docs/guides/alerts.md#{rule['alert'].lower()}")
+                f"docs/guides/alerts.md#{rule['alert'].lower()}"
+            )
 
 
 def test_rules_and_dashboard_name_metrics_that_there_are() -> None:
-    known = {name for line in shown().splitlines() if not line.startswith("#")
-             for name in NAME.findall(line)[:1]}
+    known = {
+        name
+        for line in shown().splitlines()
+        if not line.startswith("#")
+        for name in NAME.findall(line)[:1]
+    }
     assert len(known) > 30
     for expression in (*(rule["expr"] for rule in rules()), *expressions()):
         for name in NAME.findall(expression):
@@ -100,21 +119,25 @@ def test_rules_and_dashboard_name_metrics_that_there_are() -> None:
 
 
 @pytest.fixture(scope="module")
-def scraped(tmp_path_factory: pytest.TempPathFactory
-            ) -> Iterator[tuple[RealCluster, site.Prometheus]]:
+def scraped(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[RealCluster, site.Prometheus]]:
     """Two control planes, a task, and a Prometheus as the guide says."""
     path = tmp_path_factory.mktemp("prometheus")
     guide = (ROOT / "docs/guides/metrics.md").read_text()
-    (block,) = [one for one in re.findall("```yaml\n(.*?)```", guide, re.DOTALL)
-                if "scrape_configs" in one]
+    (block,) = [
+        one for one in re.findall("```yaml\n(.*?)```", guide, re.DOTALL) if "scrape_configs" in one
+    ]
     (scrape,) = yaml.safe_load(block)["scrape_configs"]
     with running(path / "cluster", num_control_planes=2) as cluster:
         cluster.submit(small("job", path / "out", iterations=100_000))
         token = cluster.client().post("/v1/tokens", {"name": "prometheus", "role": "view"})
         (path / "token").write_text(token["token"])
         scrape["authorization"]["credentials_file"] = str(path / "token")
-        targets = [json.loads(file.read_text())["url"].removeprefix("http://")
-                   for file in sorted(cluster.state.path.glob("control_plane*.json"))]
+        targets = [
+            json.loads(file.read_text())["url"].removeprefix("http://")
+            for file in sorted(cluster.state.path.glob("control_plane*.json"))
+        ]
         assert len(targets) == 2
         with site.scraping(path, scrape, RULES, targets) as prometheus:
             prometheus.wait('unicron_tasks{state="running"} == 1')
@@ -124,7 +147,8 @@ def scraped(tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.thorough
 def test_each_expression_of_the_dashboard_has_a_value(
-        scraped: tuple[RealCluster, site.Prometheus]) -> None:
+    scraped: tuple[RealCluster, site.Prometheus],
+) -> None:
     _, prometheus = scraped
     for expression in expressions():
         query = expression.removesuffix(" > 0")
@@ -135,24 +159,28 @@ def test_each_expression_of_the_dashboard_has_a_value(
 
 @pytest.mark.thorough
 def test_the_leader_and_its_follower_tell_the_same(
-        scraped: tuple[RealCluster, site.Prometheus]) -> None:
+    scraped: tuple[RealCluster, site.Prometheus],
+) -> None:
     _, prometheus = scraped
     assert len(prometheus.wait("up == 1")) == 2
     assert [one["value"][1] for one in prometheus.wait("sum(unicron_leader)")] == ["1"]
     for name in ("nodes", "slots", "tasks"):
         assert prometheus.wait(
             f"count(count by (instance) (unicron_{name})) == 2 and on() "
-            f"max(max by (state) (unicron_{name}) - min by (state) (unicron_{name})) == 0")
+            f"max(max by (state) (unicron_{name}) - min by (state) (unicron_{name})) == 0"
+        )
 
 
 @pytest.mark.thorough
 def test_an_alert_fires_while_healing_is_frozen_and_rules_have_values(
-        scraped: tuple[RealCluster, site.Prometheus]) -> None:
+    scraped: tuple[RealCluster, site.Prometheus],
+) -> None:
     cluster, prometheus = scraped
     prometheus.wait("unicron:lost_slots:rate5m")
     cluster.client().post("/v1/freeze", {"reason": "a test"})
     prometheus.wait('ALERTS{alertname="UnicronHealingPaused", alertstate="pending"}')
     cluster.client().post("/v1/unfreeze", {"reason": "a test"})
     groups = prometheus.get("/api/v1/rules")["groups"]
-    assert [rule["name"] for group in groups for rule in group["rules"]
-            if rule["health"] == "err"] == []
+    assert [
+        rule["name"] for group in groups for rule in group["rules"] if rule["health"] == "err"
+    ] == []

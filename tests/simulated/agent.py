@@ -50,12 +50,21 @@ class SimulatedLines:
         self._iteration += num
         net.printed[order.task] = self._iteration // SAVE_ITERATIONS * SAVE_ITERATIONS
         model = order.spec.model
-        self._say(r.IterationsLogged(
-            task=order.task, rank=order.rank, attempt=order.attempt, iteration=self._iteration,
-            iterations=ITERATIONS_NUM, num_iterations=0 if first else num,
-            step_s=4 * step_s if first else step_s, loss=10.0 / self._iteration,
-            global_batch=model.global_batch if model is not None else 0))
+        self._say(
+            r.IterationsLogged(
+                task=order.task,
+                rank=order.rank,
+                attempt=order.attempt,
+                iteration=self._iteration,
+                iterations=ITERATIONS_NUM,
+                num_iterations=0 if first else num,
+                step_s=4 * step_s if first else step_s,
+                loss=10.0 / self._iteration,
+                global_batch=model.global_batch if model is not None else 0,
+            )
+        )
         self._timer = net.later(num * step_s, self._print)
+
 
 RESEND_S = 0.5
 """How long an agent waits for an acknowledgement before it sends again."""
@@ -85,9 +94,17 @@ class SimulatedAgent:
     lost: unsent reports in the spool are lost too.
     """
 
-    def __init__(self, net: Environment, port: RedisLog, *, node: str, incarnation: int,
-                 num_slots: int, clock: Callable[[], float],
-                 fall: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        net: Environment,
+        port: RedisLog,
+        *,
+        node: str,
+        incarnation: int,
+        num_slots: int,
+        clock: Callable[[], float],
+        fall: Callable[[], None],
+    ) -> None:
         self.net, self.port, self._clock, self._fall = net, port, clock, fall
         self.node, self.incarnation, self.num_slots = node, incarnation, num_slots
         self.source = f"{node}/{incarnation}"
@@ -105,11 +122,18 @@ class SimulatedAgent:
     # --- life ------------------------------------------------------------------------------------
     async def run(self) -> None:
         """Join the cluster, then send, listen, beat and watch, each in its own asyncio task."""
-        self.say(r.NodeJoined(node=self.node, incarnation=self.incarnation, pid=self.net.next_pid(),
-                              host=f"{self.node}.paper", num_slots=self.num_slots,
-                              keeper=f"{self.node}.paper:1",
-                              boot_id=f"boot {self.incarnation}",
-                              order_format=ORDER_FORMAT_VERSION))
+        self.say(
+            r.NodeJoined(
+                node=self.node,
+                incarnation=self.incarnation,
+                pid=self.net.next_pid(),
+                host=f"{self.node}.paper",
+                num_slots=self.num_slots,
+                keeper=f"{self.node}.paper:1",
+                boot_id=f"boot {self.incarnation}",
+                order_format=ORDER_FORMAT_VERSION,
+            )
+        )
         self.net.keepers.open(self.node, self._keeper_start)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._deliver(), name=f"{self.source} deliver")
@@ -153,8 +177,9 @@ class SimulatedAgent:
         if not self.alive:
             return
         self._told += 1
-        self.spool.append(Report(source=self.source, source_seq=self._told,
-                                 occurred_s=self._clock(), body=body))
+        self.spool.append(
+            Report(source=self.source, source_seq=self._told, occurred_s=self._clock(), body=body)
+        )
         self._wake.set()
 
     # --- faults ----------------------------------------------------------------------------------
@@ -171,9 +196,15 @@ class SimulatedAgent:
 
     def lose_copies(self) -> None:
         """The node's checkpoint store ends, and a new one starts."""
-        self.say(r.MemoryCheckpointsLost(
-            node=self.node, incarnation=self.incarnation, task=0, why="the keeper has ended",
-            keeper_start=self._keeper_start))
+        self.say(
+            r.MemoryCheckpointsLost(
+                node=self.node,
+                incarnation=self.incarnation,
+                task=0,
+                why="the keeper has ended",
+                keeper_start=self._keeper_start,
+            )
+        )
         self._keeper_start += 1
         self.net.keepers.open(self.node, self._keeper_start)
 
@@ -181,9 +212,17 @@ class SimulatedAgent:
         """Raise an exception in the rank: it reports the error and exits with code 1."""
         rank, order = process.rank, process.order
         if rank is not None:
-            self.say(r.RankErrored(task=order.task, rank=order.rank, attempt=order.attempt,
-                                   generation=rank.seen, iteration=max(rank.step_version, 0),
-                                   error=error, text="on paper"))
+            self.say(
+                r.RankErrored(
+                    task=order.task,
+                    rank=order.rank,
+                    attempt=order.attempt,
+                    generation=rank.seen,
+                    iteration=max(rank.step_version, 0),
+                    error=error,
+                    text="on paper",
+                )
+            )
         self._exit(process, exit_code=1, signal=None)
 
     def _look(self, process: SimulatedProcess) -> None:
@@ -277,9 +316,16 @@ class SimulatedAgent:
                 self._inject(body)
         elif isinstance(body, o.DropMemoryCheckpoints):
             self.net.keepers.forget(self.node, body.task)
-            self.say(r.MemoryCheckpointsLost(
-                node=self.node, incarnation=self.incarnation, task=body.task,
-                why="the task has ended", keeper_start=self._keeper_start, order=seq))
+            self.say(
+                r.MemoryCheckpointsLost(
+                    node=self.node,
+                    incarnation=self.incarnation,
+                    task=body.task,
+                    why="the task has ended",
+                    keeper_start=self._keeper_start,
+                    order=seq,
+                )
+            )
         elif isinstance(body, (o.Quiesce, o.Reconfigure, o.Resume, o.SetCheckpointStores)):
             for rank in self._ranks(body.task):
                 rank.take(body)
@@ -288,9 +334,14 @@ class SimulatedAgent:
         return [p.rank for p in self.processes.values() if p.rank and p.order.task == task]
 
     def _find(self, task: int, rank: int, attempt: int) -> SimulatedProcess | None:
-        return next((p for p in self.processes.values()
-                     if (p.order.task, p.order.rank, p.order.attempt) == (task, rank, attempt)),
-                    None)
+        return next(
+            (
+                p
+                for p in self.processes.values()
+                if (p.order.task, p.order.rank, p.order.attempt) == (task, rank, attempt)
+            ),
+            None,
+        )
 
     def _inject(self, order: o.InjectFault) -> None:
         process = self._find(order.task, order.rank, order.attempt)
@@ -307,25 +358,41 @@ class SimulatedAgent:
             if busy.stopping:
                 self.net.later(0.1, lambda: self._start(seq, order))
                 return
-            self.net.never(f"{order.slot} was given to task {order.task} rank {order.rank} while "
-                           f"task {busy.order.task} rank {busy.order.rank} runs there")
+            self.net.never(
+                f"{order.slot} was given to task {order.task} rank {order.rank} while "
+                f"task {busy.order.task} rank {busy.order.rank} runs there"
+            )
             self.say(r.OrderRefused(node=self.node, order=seq, why="the slot is busy"))
             return
         if not self.alive:
             return
         process = SimulatedProcess(order=order, pid=self.net.next_pid())
         self.processes[order.slot.index] = process
-        self.say(r.RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
-                               node=self.node, pid=process.pid, log_path="/paper"))
+        self.say(
+            r.RankStarted(
+                task=order.task,
+                rank=order.rank,
+                attempt=order.attempt,
+                node=self.node,
+                pid=process.pid,
+                log_path="/paper",
+            )
+        )
         if order.spec.training is None or adoption_s(order.spec, self.net.rng) == inf:
             process.end = self.net.later(
-                self.net.draw(COMMAND_S), lambda: self._exit(process, exit_code=0, signal=None))
+                self.net.draw(COMMAND_S), lambda: self._exit(process, exit_code=0, signal=None)
+            )
             if order.rank == order.num_seats - 1:
                 process.lines = SimulatedLines(self.net, order, self.say)
         else:
             process.rank = SimulatedRank(
-                self.net, order, self.node, process.pid, self.say,
-                lambda code: self._exit(process, exit_code=code, signal=None))
+                self.net,
+                order,
+                self.node,
+                process.pid,
+                self.say,
+                lambda code: self._exit(process, exit_code=code, signal=None),
+            )
 
     def _stop(self, seq: int, order: o.StopRank) -> None:
         process = self._find(order.task, order.rank, order.attempt)
@@ -337,33 +404,48 @@ class SimulatedAgent:
         # A suspended process ignores SIGTERM; SIGKILL ends it.
         stopped_s = process.rank.stopped_s if process.rank else 0.0
         signal = 15 if order.grace_s > stopped_s else 9
-        self.net.later(self.net.draw(self.net.tempo.exit_s) + min(stopped_s, order.grace_s),
-                       lambda: self._exit(process, exit_code=None, signal=signal))
+        self.net.later(
+            self.net.draw(self.net.tempo.exit_s) + min(stopped_s, order.grace_s),
+            lambda: self._exit(process, exit_code=None, signal=signal),
+        )
 
     def _publish(self, seq: int, order: o.PublishCheckpoint, *, again: bool) -> None:
         latest, path_before = self.net.latest.get(order.output, ((0, 0), ""))
         path = order.path.removeprefix(order.output).lstrip("/")
         if (order.generation, seq) < latest:
             if not again:
-                self.say(r.OrderRefused(node=self.node, order=seq,
-                                        why="a later one was carried out"))
+                self.say(
+                    r.OrderRefused(node=self.node, order=seq, why="a later one was carried out")
+                )
             return
         if (order.output, path) not in self.net.files:
             self.net.never(f"{order.path} was published, but the file is missing")
-        elif order.generation == latest[0] and self.net.files[order.output, path][0] < (
-                self.net.files[order.output, path_before][0]):
+        elif (
+            order.generation == latest[0]
+            and self.net.files[order.output, path][0]
+            < (self.net.files[order.output, path_before][0])
+        ):
             self.net.never(f"{order.path} was published after the newer {path_before}")
         self.net.latest[order.output] = ((order.generation, seq), path)
         self.say(r.CheckpointPublished(task=order.task, order=seq, path=order.path))
 
-    def _exit(self, process: SimulatedProcess, *, exit_code: int | None, signal: int | None
-              ) -> None:
+    def _exit(
+        self, process: SimulatedProcess, *, exit_code: int | None, signal: int | None
+    ) -> None:
         order = process.order
         if self.processes.get(order.slot.index) is not process:
             return
         self._end(process)
-        self.say(r.RankExited(task=order.task, rank=order.rank, attempt=order.attempt,
-                              pid=process.pid, exit_code=exit_code, signal=signal))
+        self.say(
+            r.RankExited(
+                task=order.task,
+                rank=order.rank,
+                attempt=order.attempt,
+                pid=process.pid,
+                exit_code=exit_code,
+                signal=signal,
+            )
+        )
 
     def _end(self, process: SimulatedProcess) -> None:
         del self.processes[process.order.slot.index]

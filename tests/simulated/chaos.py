@@ -18,8 +18,19 @@ if TYPE_CHECKING:
     from simulated.world import World
 
 HEAVY_FAULTS = LinkFaults(lost=0.1, doubled=0.1, delayed=0.2, unanswered=0.1, repeated=0.2)
-AIMED_AT = ("Quiesce", "Quiesced", "Reconfigure", "Reconfigured", "Resume", "StartRank",
-            "RankReady", "PublishCheckpoint", "CheckpointSaved", "TaskPlaced", "StopRank")
+AIMED_AT = (
+    "Quiesce",
+    "Quiesced",
+    "Reconfigure",
+    "Reconfigured",
+    "Resume",
+    "StartRank",
+    "RankReady",
+    "PublishCheckpoint",
+    "CheckpointSaved",
+    "TaskPlaced",
+    "StopRank",
+)
 """Record kinds at which an aimed fault can strike: in the instant in which one is appended."""
 Fault = Callable[[], Awaitable[None]]
 
@@ -39,16 +50,52 @@ class Chaos:
         leaders: list[Fault] = [self.kill_leader, self.doom_leader, self.rival, self.trouble]
         if only_leaders:
             return leaders
-        nodes: list[Fault] = [self.crash, self.cut, self.storm, self.leave, self.stop_agent,
-                              self.stop_server, self.lose_copies]
-        ranks: list[Fault] = [self.kill_rank, self.kill_rank, self.raise_in, self.blip,
-                              self.stop_rank, self.aim, self.aim, self.aim, self.wipe,
-                              self.hang, self.hang, self.jam, self.slow]
+        nodes: list[Fault] = [
+            self.crash,
+            self.cut,
+            self.storm,
+            self.leave,
+            self.stop_agent,
+            self.stop_server,
+            self.lose_copies,
+        ]
+        ranks: list[Fault] = [
+            self.kill_rank,
+            self.kill_rank,
+            self.raise_in,
+            self.blip,
+            self.stop_rank,
+            self.aim,
+            self.aim,
+            self.aim,
+            self.wipe,
+            self.hang,
+            self.hang,
+            self.jam,
+            self.slow,
+        ]
         if random.Random(f"stalls {self.world.seed}").random() < 0.25:  # mostly stalls
-            return [self.hang, self.hang, self.hang, self.jam, self.slow, self.slow,
-                    self.kill_leader, self.cut, self.storm, self.stop_agent, self.kill_rank]
-        people: list[Fault] = [self.weigh, self.drain, self.freeze, self.observe, self.cancel,
-                               self.inject]
+            return [
+                self.hang,
+                self.hang,
+                self.hang,
+                self.jam,
+                self.slow,
+                self.slow,
+                self.kill_leader,
+                self.cut,
+                self.storm,
+                self.stop_agent,
+                self.kill_rank,
+            ]
+        people: list[Fault] = [
+            self.weigh,
+            self.drain,
+            self.freeze,
+            self.observe,
+            self.cancel,
+            self.inject,
+        ]
         return [*leaders, *nodes, *ranks, *ranks, *people, *self.noise.kinds()]
 
     async def run(self, until_s: float, *, only_leaders: bool) -> None:
@@ -158,8 +205,16 @@ class Chaos:
     async def aim(self) -> None:
         """Aim a fault at a record kind: strike when a record of that kind is appended next."""
         kind = self.rng.choice(AIMED_AT)
-        strike = self.rng.choice([self._strike_rank, self._strike_rank, self._strike_node,
-                                  self._strike_network, self._strike_leader, self._strike_stop])
+        strike = self.rng.choice(
+            [
+                self._strike_rank,
+                self._strike_rank,
+                self._strike_node,
+                self._strike_network,
+                self._strike_leader,
+                self._strike_stop,
+            ]
+        )
         self._aims.append((kind, strike))
 
     def _strike_rank(self, task: int) -> None:
@@ -170,8 +225,11 @@ class Chaos:
 
     def strike_rank(self, task: int, *, rank: int = -1) -> bool:
         """Kill a process of the task (of this rank, if given). True if there was one."""
-        running = [x for x in self.world.cluster.running() if x[1].order.task == task
-                   and rank in (-1, x[1].order.rank)]
+        running = [
+            x
+            for x in self.world.cluster.running()
+            if x[1].order.task == task and rank in (-1, x[1].order.rank)
+        ]
         if not running:
             return False
         agent, process = self.rng.choice(running)
@@ -198,8 +256,9 @@ class Chaos:
     async def crash(self, task: int = 0) -> None:
         """Lose a machine with all its processes; a machine of this task, if the task has any."""
         world = self.world
-        there = sorted({x.node for x, process in world.cluster.running()
-                        if process.order.task == task})
+        there = sorted(
+            {x.node for x, process in world.cluster.running() if process.order.task == task}
+        )
         node = self.rng.choice(there or sorted(world.nodes))
         if world.cluster.is_up(node):
             for number in world.tasks_running(node):
@@ -290,13 +349,15 @@ class Chaos:
             if what == "node":
                 request = r.FaultRequested(what="node", node=agent.node, reason="a test")
             else:
-                request = r.FaultRequested(what=what, task=order.task, rank=order.rank, stop_s=3.0,
-                                           reason="a test")
+                request = r.FaultRequested(
+                    what=what, task=order.task, rank=order.rank, stop_s=3.0, reason="a test"
+                )
             await self.world.ask("inject", request)
             await asyncio.sleep(self.rng.uniform(2, 20))
             self._boot(agent.node)
 
     def _some_task(self) -> int:
-        live = [task.id for task in self.world.witness.state.tasks.values()
-                if task.phase != "ended"]
+        live = [
+            task.id for task in self.world.witness.state.tasks.values() if task.phase != "ended"
+        ]
         return self.rng.choice(live) if live else 0

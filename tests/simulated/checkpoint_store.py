@@ -54,23 +54,30 @@ class SimulatedStores:
         if known and max(one.generation for one in known) > copy.generation:
             return 0
         same = [one for one in known if one.share == copy.share and one.version != copy.version]
-        shelf[task] = [*(one for one in known if one.share != copy.share),
-                       *same[1 - CHECKPOINTS_NUM_MAX :], copy]
+        shelf[task] = [
+            *(one for one in known if one.share != copy.share),
+            *same[1 - CHECKPOINTS_NUM_MAX :],
+            copy,
+        ]
         self.num_kept += 1
         return self._starts[node]
 
     def forget(self, node: str, task: int) -> None:
         self._shelves.get(node, {}).pop(task, None)
 
-    def find(self, task: int, named: Sequence[MemoryCheckpoint]
-             ) -> tuple[SimulatedCheckpoint, str] | None:
+    def find(
+        self, task: int, named: Sequence[MemoryCheckpoint]
+    ) -> tuple[SimulatedCheckpoint, str] | None:
         """The newest whole checkpoint in the named generations and stores, and the node of its
         first share."""
         found: dict[tuple[int, int, int], dict[int, tuple[SimulatedCheckpoint, str]]] = {}
         for one in named:
             for copy in self._shelves.get(one.node, {}).get(task, []):
-                if copy.generation == one.generation and one.step_version <= copy.step_version and (
-                        one.step_version_max < 0 or copy.step_version <= one.step_version_max):
+                if (
+                    copy.generation == one.generation
+                    and one.step_version <= copy.step_version
+                    and (one.step_version_max < 0 or copy.step_version <= one.step_version_max)
+                ):
                     key = (copy.step_version, copy.generation, copy.num_shares)
                     found.setdefault(key, {}).setdefault(copy.share, (copy, one.node))
         whole = [key for key, shares in found.items() if len(shares) == key[-1]]

@@ -21,8 +21,9 @@ def check(world: World, records: list[Record]) -> None:
     assert not world.witness.violations, world.witness.violations[:5]
     assert not world.cluster.net.violations, world.cluster.net.violations[:5]
     assert [r.seq for r in records] == list(range(1, len(records) + 1)), "the log lacks a seq"
-    assert all(a.epoch <= b.epoch and a.at_s <= b.at_s
-               for a, b in itertools.pairwise(records)), "an epoch or a time decreased"
+    assert all(a.epoch <= b.epoch and a.at_s <= b.at_s for a, b in itertools.pairwise(records)), (
+        "an epoch or a time decreased"
+    )
     copies = [codec.decode_record(codec.encode_record(record)) for record in records]
     verdict = verify(copies)
     assert verdict.ok, f"{verdict.words}\n{verdict.expected}\n{verdict.recorded}"
@@ -39,8 +40,9 @@ def check(world: World, records: list[Record]) -> None:
 def _check_models(world: World, records: list[Record]) -> None:
     """Every task that was not cancelled finished with the model of an undisturbed run."""
     for task in world.last_state.tasks.values():
-        cancelled = any(isinstance(r.body, TaskCancelRequested) and r.body.task == task.id
-                        for r in records)
+        cancelled = any(
+            isinstance(r.body, TaskCancelRequested) and r.body.task == task.id for r in records
+        )
         assert task.outcome == "finished" or cancelled, f"task {task.id} {task.outcome} {task.why}"
         train = task.spec.training
         if task.spec.loop is not None and task.outcome == "finished":
@@ -97,13 +99,15 @@ def _check_progress(records: list[Record]) -> None:
                 told = origins.pop(body.task)
                 before, version[body.task] = version.get(body.task, 0), told[-1].step_version
                 assert version[body.task] >= before or any(x.source == -1 for x in told), (
-                    f"seq {record.seq}: an iteration is lost")
+                    f"seq {record.seq}: an iteration is lost"
+                )
                 known = max(expected.get(body.task, 0), version[body.task])
                 assert body.progress_from <= known, f"seq {record.seq}: iterations skipped"
                 expected[body.task] = body.progress_from
             case TaskProgressed() as body if body.generation == generation.get(body.task):
                 assert body.first_iteration == expected[body.task], (
-                    f"seq {record.seq}: an iteration is skipped or counted twice")
+                    f"seq {record.seq}: an iteration is skipped or counted twice"
+                )
                 expected[body.task] += len(body.losses)
             case _:
                 pass
@@ -118,7 +122,9 @@ def _check_incidents(world: World, records: list[Record]) -> None:
         own = [body for body in closed if opened[body.of] == task.id]
         healed = sum(body.outcome == "healed" for body in own)
         assert task.healed == healed or (not task.heals_in_memory and 0 <= task.healed <= healed), (
-            f"task {task.id}: {task.healed} healed incidents, closed: {healed}")
+            f"task {task.id}: {task.healed} healed incidents, closed: {healed}"
+        )
         lost = sum(body.iterations_lost or 0 for body in own)
         assert task.iterations_lost == lost or not task.heals_in_memory, (
-            f"task {task.id} lost {task.iterations_lost} iterations, its incidents {lost}")
+            f"task {task.id} lost {task.iterations_lost} iterations, its incidents {lost}"
+        )

@@ -13,21 +13,42 @@ from unicron.events.records.envelope import Record, Report
 
 CALL_S_MAX = 5.0
 """Seconds that an agent waits for a server that does not answer."""
-LEADER_CALLS = ("start_epoch", "append", "cursor", "take", "beats", "beat", "rebuild_orders",
-                "check_durable", "trim_reports", "read", "renew", "release", "tokens",
-                "keep_tokens", "last_seq")
+LEADER_CALLS = (
+    "start_epoch",
+    "append",
+    "cursor",
+    "take",
+    "beats",
+    "beat",
+    "rebuild_orders",
+    "check_durable",
+    "trim_reports",
+    "read",
+    "renew",
+    "release",
+    "tokens",
+    "keep_tokens",
+    "last_seq",
+)
 
 
 class WitnessedLog(MemoryLog):
     """Passes every successful append to `appended`, at the instant of the append."""
 
-    def __init__(self, clock: Callable[[], float],
-                 appended: Callable[[Sequence[Record]], None]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], appended: Callable[[Sequence[Record]], None]
+    ) -> None:
         super().__init__(clock)
         self._appended = appended
 
-    def _append(self, records: Sequence[Record], epoch: int, expect: int, cursor: str,
-                acked: Mapping[str, int]) -> None:
+    def _append(
+        self,
+        records: Sequence[Record],
+        epoch: int,
+        expect: int,
+        cursor: str,
+        acked: Mapping[str, int],
+    ) -> None:
         super()._append(records, epoch, expect, cursor, acked)
         self._appended(records)
 
@@ -98,8 +119,9 @@ class AgentLog:
 class LeaderLog:
     """The log of one leader: calls and replies can be lost, and the leader can die in a call."""
 
-    def __init__(self, log: MemoryLog, server: Server, rng: random.Random,
-                 die: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, log: MemoryLog, server: Server, rng: random.Random, die: Callable[[], Awaitable[None]]
+    ) -> None:
         self._log, self._server, self._rng, self._die = log, server, rng, die
         self.trouble = False
         self.doom, self.doom_seq = "", 0
@@ -141,8 +163,12 @@ class LeaderLog:
         """True, see `admit`."""
         return True
 
-    async def _ask(self, call: Callable[..., Awaitable[object]], args: tuple[object, ...],
-                   named: dict[str, object]) -> object:
+    async def _ask(
+        self,
+        call: Callable[..., Awaitable[object]],
+        args: tuple[object, ...],
+        named: dict[str, object],
+    ) -> object:
         """A hung server executes the call when it continues, even if the caller is gone by then."""
         if self._server.running or self._server.refuses:
             await self._server.passed()

@@ -70,8 +70,9 @@ class SimulatedGeneration:
         place = self.place(rank)
         if place is None:
             return ()
-        return assign_micro_batches(rank.train.num_micro_batches, self.layout.dp,
-                    coordinates(self.layout, place).dp)
+        return assign_micro_batches(
+            rank.train.num_micro_batches, self.layout.dp, coordinates(self.layout, place).dp
+        )
 
     def enter(self, rank: SimulatedRank) -> None:
         """The rank enters the iteration's reduction, which completes when all ranks are in it."""
@@ -99,18 +100,21 @@ class SimulatedGeneration:
         self._timeout.cancel()
         self._entered, self._timeout = [], None
         first = self.ranks[0]
-        replicas = [[self.ranks[place] for place in replica(self.layout, dp)]
-                    for dp in range(self.layout.dp)]
+        replicas = [
+            [self.ranks[place] for place in replica(self.layout, dp)]
+            for dp in range(self.layout.dp)
+        ]
         batch = tuple(sorted(i for members in replicas for i in members[0].kept))
         if any(len({rank.kept for rank in members}) > 1 for members in replicas):
             self.net.never(f"task {self.task} generation {self.number}: replica members differ")
         if first.step_version < first.train.iterations:  # no step follows the last collective
             self._check(batch)
-            for rank in self.ranks[:num_positions(self.layout)] if self.axes is not None else ():
+            for rank in self.ranks[: num_positions(self.layout)] if self.axes is not None else ():
                 rank.ready = True
         for each in self.ranks:
             self._pending[each.key] = self.net.later(
-                self.net.draw(self.net.tempo.reduce_s), self._stepper(each, batch, self.stop))
+                self.net.draw(self.net.tempo.reduce_s), self._stepper(each, batch, self.stop)
+            )
 
     def close(self, rank: SimulatedRank) -> None:
         """Break the generation. What `rank` sent for its finished step still reaches the others."""
@@ -138,8 +142,9 @@ class SimulatedGeneration:
         if pending:
             pending.cancel()
 
-    def _stepper(self, rank: SimulatedRank, batch: tuple[int, ...], stop: bool
-                 ) -> Callable[[], None]:
+    def _stepper(
+        self, rank: SimulatedRank, batch: tuple[int, ...], stop: bool
+    ) -> Callable[[], None]:
         def step() -> None:
             if rank.stopped_s:
                 self._pending[rank.key] = self.net.later(rank.stopped_s, step)
@@ -173,7 +178,8 @@ class SimulatedGeneration:
             if not rank.alive:
                 self.net.never(f"{where}: stepped with rank {rank.rank}, which is dead")
             if not rank.beside and (
-                    (rank.step_version, rank.digest) != (first.step_version, first.digest)):
+                (rank.step_version, rank.digest) != (first.step_version, first.digest)
+            ):
                 self.net.never(f"{where}: rank {rank.rank} has another state than the first")
         if len({r.rank for r in self.ranks}) != len(self.ranks):
             self.net.never(f"{where}: two members are the same rank")
@@ -187,8 +193,9 @@ class SimulatedGeneration:
             self.net.later(stopped_s, self._settle)
             return
         first = self.ranks[0]
-        settlement = settle([r.claim() for r in self.ranks], first.train.num_micro_batches,
-                            self.axes)
+        settlement = settle(
+            [r.claim() for r in self.ranks], first.train.num_micro_batches, self.axes
+        )
         states: list[tuple[int, int]] = []
         for place in settlement.holders:
             giver = self.ranks[place]
@@ -199,7 +206,8 @@ class SimulatedGeneration:
             self.net.never(f"task {self.task} generation {self.number}: states differ: {states}")
         nobody = not states
         (self.step_version, digest), origin, origin_node = (
-            self._restored() if nobody else (states[0], "", ""))
+            self._restored() if nobody else (states[0], "", "")
+        )
         finished = self.step_version >= first.train.iterations
         for place, (rank, share) in enumerate(zip(self.ranks, settlement.shares, strict=True)):
             givers = self._givers(place, settlement.holders)
@@ -210,33 +218,58 @@ class SimulatedGeneration:
             if self.place(rank) is not None:
                 rank.step_version, rank.digest, rank.beside = self.step_version, digest, False
                 rank.ready, rank.gate = False, ()
-                rank.held = None if self.axes is None else HeldState(
-                    axes=self.axes, optimizer=rank.train.parallel.optimizer, place=place)
-            rank.hold(() if finished else share.kept, () if finished else share.todo,
-                      settlement.begun and not finished)
+                rank.held = (
+                    None
+                    if self.axes is None
+                    else HeldState(
+                        axes=self.axes, optimizer=rank.train.parallel.optimizer, place=place
+                    )
+                )
+            rank.hold(
+                () if finished else share.kept,
+                () if finished else share.todo,
+                settlement.begun and not finished,
+            )
             rank.assigned_in = self.number
-            at = origin_node if is_restored else (
-                self.ranks[givers[0]] if givers else rank).node
-            rank.say(Reconfigured(
-                task=self.task, rank=rank.rank, attempt=rank.attempt, generation=self.number,
-                step_version=self.step_version, kept_micro_batches=rank.kept,
-                remaining_micro_batches=rank.todo,
-                reassigned_micro_batches=() if finished else share.dealt,
-                source=-1 if is_restored else (
-                    self.ranks[givers[0]] if givers else rank).rank,
-                received_bytes=(COPY_BYTES if givers or whence in ("copy", "checkpoint") else 0),
-                down_s=0.02, up_s=0.05, settle_s=0.01, origin=whence, origin_node=at,
-                received_from=tuple(
-                    ReceivedState(rank=self.ranks[giver].rank, node=self.ranks[giver].node,
-                          taken_bytes=COPY_BYTES // len(givers)) for giver in givers)))
+            at = origin_node if is_restored else (self.ranks[givers[0]] if givers else rank).node
+            rank.say(
+                Reconfigured(
+                    task=self.task,
+                    rank=rank.rank,
+                    attempt=rank.attempt,
+                    generation=self.number,
+                    step_version=self.step_version,
+                    kept_micro_batches=rank.kept,
+                    remaining_micro_batches=rank.todo,
+                    reassigned_micro_batches=() if finished else share.dealt,
+                    source=-1 if is_restored else (self.ranks[givers[0]] if givers else rank).rank,
+                    received_bytes=(
+                        COPY_BYTES if givers or whence in ("copy", "checkpoint") else 0
+                    ),
+                    down_s=0.02,
+                    up_s=0.05,
+                    settle_s=0.01,
+                    origin=whence,
+                    origin_node=at,
+                    received_from=tuple(
+                        ReceivedState(
+                            rank=self.ranks[giver].rank,
+                            node=self.ranks[giver].node,
+                            taken_bytes=COPY_BYTES // len(givers),
+                        )
+                        for giver in givers
+                    ),
+                )
+            )
 
     def _givers(self, place: int, holders: dict[int, HeldState]) -> list[int]:
         """The members from which the one at `place` takes its state: none if it has it, the nearest
         that has the same shards, or else all holders."""
         if place >= num_positions(self.layout):
             return []
-        seat = HeldState(axes=self.layout, place=place,
-                         optimizer=self.ranks[place].train.parallel.optimizer)
+        seat = HeldState(
+            axes=self.layout, place=place, optimizer=self.ranks[place].train.parallel.optimizer
+        )
         same = [other for other, held in holders.items() if held.shards == seat.shards]
         if place in same:
             return []
@@ -248,10 +281,14 @@ class SimulatedGeneration:
         found = self.net.keepers.find(self.task, self.copies)
         if found is not None:
             copy, node = found
-            if any(number > copy.generation and step < copy.step_version
-                   for number, step in self.net.gone_on.get(self.task, [])):
-                self.net.never(f"task {self.task} restores step {copy.step_version} of "
-                               f"generation {copy.generation}, which was discarded")
+            if any(
+                number > copy.generation and step < copy.step_version
+                for number, step in self.net.gone_on.get(self.task, [])
+            ):
+                self.net.never(
+                    f"task {self.task} restores step {copy.step_version} of "
+                    f"generation {copy.generation}, which was discarded"
+                )
             return (copy.step_version, copy.digest), "copy", node
         train = self.ranks[0].train
         if self.checkpoint:

@@ -89,15 +89,22 @@ class HealthWitness:
             elif out - was_out and not isinstance(record.body, r.NodeJoined):
                 wrong = wrong or f"disables {node.name}/{out - was_out}"
             ill_s = self._ill_s.get((node.name, node.incarnation), record.at_s)
-            if was_sick - sick and (record.at_s < ill_s + RECOVERED_S - EARLY_S
-                                    or self._unhealthy.get((node.name, node.incarnation))):
+            if was_sick - sick and (
+                record.at_s < ill_s + RECOVERED_S - EARLY_S
+                or self._unhealthy.get((node.name, node.incarnation))
+            ):
                 wrong = wrong or f"uses {node.name}/{was_sick - sick} too early"
             if sick - was_sick and not self._is_believed(state, node.name):
                 wrong = wrong or f"disables {node.name}/{sick - was_sick} for an unconfirmed check"
         return wrong
 
-    def _out(self, state: ClusterState, body: d.IncidentOpened | d.IncidentEscalated, node: str,
-             slots: set[int]) -> str:
+    def _out(
+        self,
+        state: ClusterState,
+        body: d.IncidentOpened | d.IncidentEscalated,
+        node: str,
+        slots: set[int],
+    ) -> str:
         of = body.of if isinstance(body, d.IncidentEscalated) else 0
         task = state.incidents[of].task if of else getattr(body, "task", 0)
         if task:  # a rank failed too: a second source
@@ -111,8 +118,10 @@ class HealthWitness:
         """True if a check reports the node unhealthy and the share of such nodes is allowed."""
         there = [node for node in state.nodes.values() if node.health != "left"]
         most = max(int(state.policy.unconfirmed_share_max * len(there)), 1)
-        return (bool(self._unhealthy.get((name, state.nodes[name].incarnation)))
-                and sum(bool(node.slots_unhealthy) for node in there) <= most)
+        return (
+            bool(self._unhealthy.get((name, state.nodes[name].incarnation)))
+            and sum(bool(node.slots_unhealthy) for node in there) <= most
+        )
 
 
 def _is_enough(told: list[DeviceErred]) -> bool:

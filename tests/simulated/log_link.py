@@ -33,8 +33,9 @@ NO_FAULTS = LinkFaults()
 class SimulatedLogLink:
     """Wraps an RedisLog. `cut` makes the log unreachable; `link_faults` can be changed."""
 
-    def __init__(self, inner: RedisLog, rng: random.Random,
-                 link_faults: LinkFaults = NO_FAULTS) -> None:
+    def __init__(
+        self, inner: RedisLog, rng: random.Random, link_faults: LinkFaults = NO_FAULTS
+    ) -> None:
         self._inner, self._rng = inner, rng
         self.link_faults = link_faults
         self.cut = False

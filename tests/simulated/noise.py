@@ -12,8 +12,12 @@ from unicron.events.records.reports import CheckHealth, DeviceErred, HealthChang
 if TYPE_CHECKING:
     from simulated.world import World
 
-HARMLESS = ((statuses.ILLEGAL_MEMORY_ACCESS, 13), (statuses.CUDA_ERRORS, 43),
-            (statuses.LINK_FLAPPING, 0), (statuses.OTHER_NETWORK, 0))
+HARMLESS = (
+    (statuses.ILLEGAL_MEMORY_ACCESS, 13),
+    (statuses.CUDA_ERRORS, 43),
+    (statuses.LINK_FLAPPING, 0),
+    (statuses.OTHER_NETWORK, 0),
+)
 GRAVE = ((statuses.GPU_DRIVER_ERRORS, 79), (statuses.ECC_ERRORS, 48), (statuses.NVLINK_ERRORS, 74))
 CHECKS = ("disk", "check/network", "check/dcgm")
 
@@ -25,9 +29,18 @@ class Noise:
         self.world, self.rng = world, world.rng
 
     def kinds(self) -> list[Callable[[], Awaitable[None]]]:
-        return [self.harmless, self.device_and_rank, self.device_alone, self.no_device,
-                self.degraded, self.flapping, self.site_check, self.site_check_everywhere,
-                self.unknown, self.lift]
+        return [
+            self.harmless,
+            self.device_and_rank,
+            self.device_alone,
+            self.no_device,
+            self.degraded,
+            self.flapping,
+            self.site_check,
+            self.site_check_everywhere,
+            self.unknown,
+            self.lift,
+        ]
 
     def end(self) -> None:
         """Report every check of every node as healthy."""
@@ -83,8 +96,12 @@ class Noise:
     async def flapping(self) -> None:
         node, check = self._node(), self.rng.choice(CHECKS)
         for _ in range(self.rng.randint(2, 6)):
-            await self._says(node, check, self.rng.choice(("degraded", "unhealthy", "unknown")),
-                             self.rng.uniform(0.1, 3.0))
+            await self._says(
+                node,
+                check,
+                self.rng.choice(("degraded", "unhealthy", "unknown")),
+                self.rng.uniform(0.1, 3.0),
+            )
             await asyncio.sleep(self.rng.uniform(0.1, 3.0))
 
     async def site_check(self) -> None:
@@ -104,10 +121,14 @@ class Noise:
     # --- people ----------------------------------------------------------------------------------
     async def lift(self) -> None:
         nodes = self.world.witness.state.nodes.values()
-        kept = [QuarantineLifted(node=node.name, reason="a test") for node in nodes
-                if node.quarantine]
-        kept += [QuarantineLifted(node=node.name, reason="a test", slots=(index,), quarantine=False)
-                 for node in nodes for index in node.slots_disabled]
+        kept = [
+            QuarantineLifted(node=node.name, reason="a test") for node in nodes if node.quarantine
+        ]
+        kept += [
+            QuarantineLifted(node=node.name, reason="a test", slots=(index,), quarantine=False)
+            for node in nodes
+            for index in node.slots_disabled
+        ]
         if kept:
             await self.world.ask("lift", self.rng.choice(kept))
 
@@ -118,12 +139,27 @@ class Noise:
     def _devices(self, node: str) -> tuple[int, ...]:
         return self.rng.choice([(), (self.rng.randrange(self.world.nodes[node]),)])
 
-    def _err(self, node: str, status: str, code: int, devices: tuple[int, ...],
-             origin: Literal["kernel", "nvml"] = "kernel") -> None:
+    def _err(
+        self,
+        node: str,
+        status: str,
+        code: int,
+        devices: tuple[int, ...],
+        origin: Literal["kernel", "nvml"] = "kernel",
+    ) -> None:
         agent = self.world.cluster.agents[node]
-        agent.say(DeviceErred(
-            node=node, incarnation=agent.incarnation, origin=origin, status=status,
-            rule=f"xid-{code}" if code else status, text="on paper", devices=devices, code=code))
+        agent.say(
+            DeviceErred(
+                node=node,
+                incarnation=agent.incarnation,
+                origin=origin,
+                status=status,
+                rule=f"xid-{code}" if code else status,
+                text="on paper",
+                devices=devices,
+                code=code,
+            )
+        )
 
     async def _says(self, node: str, check: str, health: CheckHealth, for_s: float) -> None:
         self._check(node, check, health)
@@ -132,5 +168,12 @@ class Noise:
 
     def _check(self, node: str, check: str, health: CheckHealth) -> None:
         agent = self.world.cluster.agents[node]
-        agent.say(HealthChanged(node=node, incarnation=agent.incarnation, check=check,
-                                health=health, why=f"{check} is {health}, on paper"))
+        agent.say(
+            HealthChanged(
+                node=node,
+                incarnation=agent.incarnation,
+                check=check,
+                health=health,
+                why=f"{check} is {health}, on paper",
+            )
+        )

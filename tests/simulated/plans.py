@@ -43,22 +43,32 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
     """What is wrong with a small plan, before it is folded into `state`; empty: nothing."""
     for given in body.allocations:
         slots = state.tasks[given.task].spec.slots
-        if given.slots and not (slots.min <= given.slots <= slots.max
-                                and given.slots % slots.multiple_of == 0
-                                and given.slots in (slots.sizes or (given.slots,))):
+        if given.slots and not (
+            slots.min <= given.slots <= slots.max
+            and given.slots % slots.multiple_of == 0
+            and given.slots in (slots.sizes or (given.slots,))
+        ):
             return f"task {given.task} may not have {given.slots} slots"
-    over = [team for team, quota in state.policy.quotas.items()
-            if sum(x.slots for x in body.allocations
-                   if state.tasks[x.task].spec.team == team) > quota]
+    over = [
+        team
+        for team, quota in state.policy.quotas.items()
+        if sum(x.slots for x in body.allocations if state.tasks[x.task].spec.team == team) > quota
+    ]
     if over:
         return f"team {over[0]} has more than its quota"
     if len({state.tasks[x.task].spec.priority for x in body.allocations}) > 1:
         return ""  # sums over several priorities are not compared here
     rows = _options(state, body)
     floors = _floors(state, body)
-    vectors = [vector for vector in itertools.product(*rows) if _fits(state, body, vector)
-               and all(_may_have(option, floor, row, state.policy.alpha)
-                       for option, floor, row in zip(vector, floors, rows, strict=True))]
+    vectors = [
+        vector
+        for vector in itertools.product(*rows)
+        if _fits(state, body, vector)
+        and all(
+            _may_have(option, floor, row, state.policy.alpha)
+            for option, floor, row in zip(vector, floors, rows, strict=True)
+        )
+    ]
     fewest = min(map(_num_moves, vectors))
     most = max(state.policy.moves_max, fewest) if state.policy.moves_max is not None else len(rows)
     best, chosen = -math.inf, math.nan
@@ -88,8 +98,10 @@ def _wrong_spare(state: ClusterState, body: PlanChosen) -> str:
         return "" if num_idle >= told.num_slots else f"only {num_idle} slots are idle"
     cost, saves, close = spare_by_force(asked)
     if abs(told.cost_flop - cost) > close or abs(told.saves_flop - saves) > close:
-        return (f"a spare costs {float(cost):g} and saves {float(saves):g}, the plan has "
-                f"{told.cost_flop:g} and {told.saves_flop:g}")
+        return (
+            f"a spare costs {float(cost):g} and saves {float(saves):g}, the plan has "
+            f"{told.cost_flop:g} and {told.saves_flop:g}"
+        )
     if told.verdict == "kept":
         return "" if saves > cost - close else "the spare costs more than it saves"
     pays = saves > cost + close and may_idle(asked)
@@ -105,9 +117,14 @@ def _num_given(body: PlanChosen) -> int:
 def _fits(state: ClusterState, body: PlanChosen, vector: tuple[Option, ...]) -> bool:
     """True if the vector fits into the slots and into each team's quota."""
     return sum(option.slots for option in vector) <= _num_given(body) and all(
-        sum(option.slots for option, x in zip(vector, body.allocations, strict=True)
-            if state.tasks[x.task].spec.team == team) <= quota
-        for team, quota in state.policy.quotas.items())
+        sum(
+            option.slots
+            for option, x in zip(vector, body.allocations, strict=True)
+            if state.tasks[x.task].spec.team == team
+        )
+        <= quota
+        for team, quota in state.policy.quotas.items()
+    )
 
 
 def _floors(state: ClusterState, body: PlanChosen) -> list[int]:
@@ -117,12 +134,16 @@ def _floors(state: ClusterState, body: PlanChosen) -> list[int]:
     found: dict[int, int] = {}
     for task in sorted(tasks, key=lambda one: (-one.spec.priority, -one.weight, one.id)):
         team, rates = task.spec.team, _rates(state, task.id)
-        room = min(_num_given(body) - sum(found.values()),
-                   state.policy.quotas.get(team, body.num_slots) - of_team.get(team, 0))
+        room = min(
+            _num_given(body) - sum(found.values()),
+            state.policy.quotas.get(team, body.num_slots) - of_team.get(team, 0),
+        )
         levels = [task.spec.slots.floor] if task.spec.slots.floor else []
         levels += [1] if state.policy.floor or state.policy.alpha >= 1 else []
-        wanted = [min((x for x, rate in rates.items() if rate > 0 and x >= level), default=0)
-                  for level in levels]
+        wanted = [
+            min((x for x, rate in rates.items() if rate > 0 and x >= level), default=0)
+            for level in levels
+        ]
         found[task.id] = next((x for x in wanted if 0 < x <= room), 0)
         of_team[team] = of_team.get(team, 0) + found[task.id]
     return [found[task.id] for task in tasks]
@@ -153,8 +174,13 @@ def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
             rate = rates.get(slots, 0.0)
             earned = times * _marginal(rate, state.policy.alpha)
             made = times * _utility(rate, state.policy.alpha)
-            used = slots if slots == now else min(  # slots beyond `used` stay idle
-                (size for size, other in rates.items() if other == rate), default=0)
+            used = (
+                slots
+                if slots == now
+                else min(  # slots beyond `used` stay idle
+                    (size for size, other in rates.items() if other == rate), default=0
+                )
+            )
             moves = now > 0 and not hurt and slots != now
             lost_s = _stood_s(state, task, now, slots, used) if hurt or slots != now else 0.0
             if moves and now <= _num_given(body):
@@ -167,16 +193,17 @@ def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
 def _utility(rate: float, alpha: float) -> float:
     """U(T) for T in GFLOP/s; 0 for a rate of 0."""
     rate /= RATE_FLOPS if alpha else 1.0
-    return (0.0 if not rate else math.log(rate) if alpha == 1 else rate**(1 - alpha) / (1 - alpha))
+    return 0.0 if not rate else math.log(rate) if alpha == 1 else rate ** (1 - alpha) / (1 - alpha)
 
 
 def _marginal(rate: float, alpha: float) -> float:
     """T U'(T)."""
-    return (rate / (RATE_FLOPS if alpha else 1.0))**(1 - alpha) if rate else 0.0
+    return (rate / (RATE_FLOPS if alpha else 1.0)) ** (1 - alpha) if rate else 0.0
 
 
 def _stood_s(state: ClusterState, task: Task, now: int, slots: int, used: int) -> float:
     """D_transition from the downtimes of the task's changes; of `slots`, `used` train."""
+
     def usual_s(kind: str) -> float:
         known = sorted(task.downtime_s.get(kind, []))
         if len(known) < 3:
@@ -184,12 +211,18 @@ def _stood_s(state: ClusterState, task: Task, now: int, slots: int, used: int) -
         return (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2
 
     train = task.spec.training
-    before, after = (training_layouts.layout_within(train, num) if train is not None else None
-                     for num in (now, used))
-    reshapes = before is not None and after is not None and (
-        (before.tp, before.pp, before.chunks) != (after.tp, after.pp, after.chunks))
-    kind = ("reshape" if reshapes else
-            "same" if slots == now else "grow" if slots > now else "shrink")
+    before, after = (
+        training_layouts.layout_within(train, num) if train is not None else None
+        for num in (now, used)
+    )
+    reshapes = (
+        before is not None
+        and after is not None
+        and ((before.tp, before.pp, before.chunks) != (after.tp, after.pp, after.chunks))
+    )
+    kind = (
+        "reshape" if reshapes else "same" if slots == now else "grow" if slots > now else "shrink"
+    )
     found = usual_s(kind) if slots else usual_s("stop") + usual_s("start")
     prior_s = state.policy.reshape_s if reshapes else state.policy.transition_s
     return prior_s if math.isnan(found) else found
@@ -215,19 +248,35 @@ def wrong_price(state: ClusterState, number: int, weight_from: float) -> str:
             assert task.throughput is not None
             found = throughput.candidates(task.throughput, given.slots)
             own = weight if given.task == number else task.weight
-            wishes.append(TaskDemand(
-                task=task.id, name=task.spec.name, now=given.slots, faulted=False,
-                transition=transition_cost.transition(state, task),
-                sizes=tuple(size for size, _ in found), shapes=shapes(task, found),
-                wafs=tuple(own * rate for _, rate in found), team=task.spec.team,
-                priority=task.spec.priority))
+            wishes.append(
+                TaskDemand(
+                    task=task.id,
+                    name=task.spec.name,
+                    now=given.slots,
+                    faulted=False,
+                    transition=transition_cost.transition(state, task),
+                    sizes=tuple(size for size, _ in found),
+                    shapes=shapes(task, found),
+                    wafs=tuple(own * rate for _, rate in found),
+                    team=task.spec.team,
+                    priority=task.spec.priority,
+                )
+            )
         policy = state.policy
-        choice = planner.choose_plan(PlanProblem(
-            demands=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=state.mtbf_gpu_s,
-            gain_min=policy.gain_min, moves_max=policy.moves_max,
-            quotas=tuple(sorted(policy.quotas.items()))))
+        choice = planner.choose_plan(
+            PlanProblem(
+                demands=tuple(wishes),
+                num_slots=num_slots,
+                mtbf_gpu_s=state.mtbf_gpu_s,
+                gain_min=policy.gain_min,
+                moves_max=policy.moves_max,
+                quotas=tuple(sorted(policy.quotas.items())),
+            )
+        )
         slots = next(x.slots for x in choice.allocations if x.task == number)
         if bool(slots) != runs:
-            return (f"task {number} of weight {told:g} gets {slots} slots at {weight:g}, "
-                    f"and weight_from is {weight_from:g}")
+            return (
+                f"task {number} of weight {told:g} gets {slots} slots at {weight:g}, "
+                f"and weight_from is {weight_from:g}"
+            )
     return ""

@@ -88,6 +88,7 @@ class Marks:
             return self._entered_s
         return self._frozen_s if frozen else now_s
 
+
 FLOPS = 1e9
 """FLOPs of one simulated iteration."""
 FOR_GOOD_S = 1e7
@@ -113,8 +114,15 @@ def adoption_s(spec: JobSpec, rng: random.Random) -> float:
 class SimulatedRank:
     """One process of a training task. `say` takes what it reports."""
 
-    def __init__(self, net: Environment, order: o.StartRank, node: str, pid: int,
-                 say: Callable[[Body], None], end: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        net: Environment,
+        order: o.StartRank,
+        node: str,
+        pid: int,
+        say: Callable[[Body], None],
+        end: Callable[[int], None],
+    ) -> None:
         assert order.spec.training is not None
         self.net, self.node, self.pid, self.say, self._end = net, node, pid, say, end
         self.task, self.rank, self.attempt = order.task, order.rank, order.attempt
@@ -235,7 +243,8 @@ class SimulatedRank:
             if self.group.place(self) is None:
                 self.beside, self.step_version = True, self.group.step_version
             self.net.gone_on.setdefault(self.task, []).append(
-                (self.group.number, self.step_version))
+                (self.group.number, self.step_version)
+            )
             self._tell(now=True)
             self.begin()
 
@@ -244,7 +253,7 @@ class SimulatedRank:
             return
         self.seen = order.generation
         self._saving, self._is_completing = (), False
-        if order.save and self.rank in order.ranks[:max(len(order.saving), 1)]:
+        if order.save and self.rank in order.ranks[: max(len(order.saving), 1)]:
             place = order.saving[order.ranks.index(self.rank)]
             self._saved_place = place
             self._is_completing = order.ranks[0] == self.rank
@@ -279,9 +288,16 @@ class SimulatedRank:
         """The reduction has completed on this rank: take the optimizer step."""
         assert self.group is not None
         if self.step_version >= self.train.iterations:
-            self.say(r.RankFinished(task=self.task, rank=self.rank, attempt=self.attempt,
-                                    generation=self.group.number, step_version=self.step_version,
-                                    forward_calls=0))
+            self.say(
+                r.RankFinished(
+                    task=self.task,
+                    rank=self.rank,
+                    attempt=self.attempt,
+                    generation=self.group.number,
+                    step_version=self.step_version,
+                    forward_calls=0,
+                )
+            )
             self.group, self.phase, self._finished = None, "holding", True
             self._after(self.net.draw(self.net.tempo.exit_s), lambda: self._end(0))
             return
@@ -291,14 +307,23 @@ class SimulatedRank:
         self.kept, self.todo, self.owned, self.begun = (), (), (), False
         self._tell(now=stop or self.step_version == self.train.iterations)
         place = self.group.place(self)
-        if place is not None and self.train.copy_every and (
-                self.step_version % self.train.copy_every == 0):
+        if (
+            place is not None
+            and self.train.copy_every
+            and (self.step_version % self.train.copy_every == 0)
+        ):
             copy = SimulatedCheckpoint(
-                generation=self.group.number, step_version=self.step_version, digest=self.digest,
-                share=place, num_shares=num_positions(self.group.layout))
+                generation=self.group.number,
+                step_version=self.step_version,
+                digest=self.digest,
+                share=place,
+                num_shares=num_positions(self.group.layout),
+            )
             for keeper in self.keepers:
-                self.net.later(self.net.draw(self.net.tempo.copy_s),
-                               partial(self._send_copy, keeper.node, copy))
+                self.net.later(
+                    self.net.draw(self.net.tempo.copy_s),
+                    partial(self._send_copy, keeper.node, copy),
+                )
         if stop:
             group, self.group, self.phase = self.group, None, "holding"
             group.close(self)
@@ -325,26 +350,57 @@ class SimulatedRank:
         self._keep_whole()
         self._leave()
         if was == "meeting":
-            self.say(r.ReconfigureFailed(task=self.task, rank=self.rank, attempt=self.attempt,
-                                         generation=number, error="connection refused"))
+            self.say(
+                r.ReconfigureFailed(
+                    task=self.task,
+                    rank=self.rank,
+                    attempt=self.attempt,
+                    generation=number,
+                    error="connection refused",
+                )
+            )
             return
-        self.say(r.CollectiveFailed(task=self.task, rank=self.rank, attempt=self.attempt,
-                                    generation=number, iteration=max(self.step_version, 0),
-                                    error="Connection closed by peer"))
+        self.say(
+            r.CollectiveFailed(
+                task=self.task,
+                rank=self.rank,
+                attempt=self.attempt,
+                generation=number,
+                iteration=max(self.step_version, 0),
+                error="Connection closed by peer",
+            )
+        )
         self._answer()
 
     def say_quiesced(self) -> None:
-        self.say(r.Quiesced(task=self.task, rank=self.rank, attempt=self.attempt,
-                            generation=self.seen, step_version=self.claim().step_version,
-                            micro_batches=self.kept, buckets_reduced=0, num_buckets=1))
+        self.say(
+            r.Quiesced(
+                task=self.task,
+                rank=self.rank,
+                attempt=self.attempt,
+                generation=self.seen,
+                step_version=self.claim().step_version,
+                micro_batches=self.kept,
+                buckets_reduced=0,
+                num_buckets=1,
+            )
+        )
 
     def claim(self) -> Claim:
         """The state and micro-batches that this rank brings into a new generation."""
         is_whole = self.train.parallel.optimizer == "whole"
-        return Claim(step_version=NO_STATE if self.beside else self.step_version, kept=self.kept,
-                     owned=self.owned, assigned_in=self.assigned_in, begun=self.begun,
-                     trained_in=self.trained_in, held=self.held, ready=self.ready,
-                     gate=self.gate, reduced=(1.0, 0.0) if self.ready and is_whole else ())
+        return Claim(
+            step_version=NO_STATE if self.beside else self.step_version,
+            kept=self.kept,
+            owned=self.owned,
+            assigned_in=self.assigned_in,
+            begun=self.begun,
+            trained_in=self.trained_in,
+            held=self.held,
+            ready=self.ready,
+            gate=self.gate,
+            reduced=(1.0, 0.0) if self.ready and is_whole else (),
+        )
 
     def hold(self, kept: tuple[int, ...], todo: tuple[int, ...], begun: bool) -> None:
         """Take the rank's part of the iteration after the settlement."""
@@ -378,9 +434,18 @@ class SimulatedRank:
 
     def _ready(self) -> None:
         self.phase = "holding"
-        self.say(r.RankReady(task=self.task, rank=self.rank, attempt=self.attempt,
-                             endpoint=self.endpoint, num_params=1000, state_bytes=16_000,
-                             iteration_flops=FLOPS, data_digest="paper"))
+        self.say(
+            r.RankReady(
+                task=self.task,
+                rank=self.rank,
+                attempt=self.attempt,
+                endpoint=self.endpoint,
+                num_params=1000,
+                state_bytes=16_000,
+                iteration_flops=FLOPS,
+                data_digest="paper",
+            )
+        )
 
     def _reduce(self) -> None:
         assert self.group is not None
@@ -400,9 +465,16 @@ class SimulatedRank:
     def _save(self, *, final: bool) -> None:
         path = f"gen-{self.seen}/iter-{self.step_version}"
         self.net.files[self.train.output, path] = (self.step_version, self.digest)
-        self.say(r.CheckpointSaved(task=self.task, generation=self.seen,
-                                   step_version=self.step_version, path=path, ckpt_bytes=12_000,
-                                   final=final))
+        self.say(
+            r.CheckpointSaved(
+                task=self.task,
+                generation=self.seen,
+                step_version=self.step_version,
+                path=path,
+                ckpt_bytes=12_000,
+                final=final,
+            )
+        )
 
     def _send_copy(self, node: str, copy: SimulatedCheckpoint) -> None:
         """Store a copy if the rank still runs; report it at most once per second and node."""
@@ -412,16 +484,29 @@ class SimulatedRank:
         start = self.net.keepers.put(node, self.task, copy)
         if start and at_s - self._kept_s.get(node, -every_s) >= every_s:
             self._kept_s[node] = at_s
-            self.say(r.MemoryCheckpointStored(
-                task=self.task, rank=self.rank, attempt=self.attempt, generation=copy.generation,
-                step_version=copy.step_version, node=node, copy_bytes=COPY_BYTES,
-                checksum=copy.checksum, keeper_start=start, share=copy.share,
-                num_shares=copy.num_shares))
+            self.say(
+                r.MemoryCheckpointStored(
+                    task=self.task,
+                    rank=self.rank,
+                    attempt=self.attempt,
+                    generation=copy.generation,
+                    step_version=copy.step_version,
+                    node=node,
+                    copy_bytes=COPY_BYTES,
+                    checksum=copy.checksum,
+                    keeper_start=start,
+                    share=copy.share,
+                    num_shares=copy.num_shares,
+                )
+            )
 
     def _stores(self, order: o.Reconfigure | o.SetCheckpointStores) -> tuple[StoreEndpoint, ...]:
         """The stores of this rank's node."""
-        names = next(one.stores for one in order.stores if one.node == self.node) if (
-            order.stores) else ()
+        names = (
+            next(one.stores for one in order.stores if one.node == self.node)
+            if (order.stores)
+            else ()
+        )
         return tuple(store for store in order.keepers if store.node in names)
 
     def _tell(self, now: bool) -> None:
@@ -431,11 +516,17 @@ class SimulatedRank:
             return
         assert self.group is not None
         span = range(self.told, self.step_version)
-        self.say(r.TaskProgressed(task=self.task, generation=self.group.number,
-                                  first_iteration=self.told,
-                                  losses=tuple(5.0 / (1 + 0.1 * i) for i in span),
-                                  step_s=tuple(0.25 for _ in span), rate_flops=FLOPS / 0.25,
-                                  micro_batches=self.train.num_micro_batches))
+        self.say(
+            r.TaskProgressed(
+                task=self.task,
+                generation=self.group.number,
+                first_iteration=self.told,
+                losses=tuple(5.0 / (1 + 0.1 * i) for i in span),
+                step_s=tuple(0.25 for _ in span),
+                rate_flops=FLOPS / 0.25,
+                micro_batches=self.train.num_micro_batches,
+            )
+        )
         self.told, self._told_s = self.step_version, at_s
 
     def _keep_whole(self) -> None:
@@ -467,12 +558,20 @@ class SimulatedRank:
         """The share of this rank is written, on disk and in memory. The first one waits for the
         others."""
         written = self.net.shares.setdefault(
-            (self.task, self.seen, self.step_version, self._saving), set())
+            (self.task, self.seen, self.step_version, self._saving), set()
+        )
         for keeper in self.keepers if self.rank not in written else ():
             self._kept_s.pop(keeper.node, None)
-            self._send_copy(keeper.node, SimulatedCheckpoint(
-                generation=self.seen, step_version=self.step_version, digest=self.digest,
-                share=sorted(self._saving).index(self._saved_place), num_shares=len(self._saving)))
+            self._send_copy(
+                keeper.node,
+                SimulatedCheckpoint(
+                    generation=self.seen,
+                    step_version=self.step_version,
+                    digest=self.digest,
+                    share=sorted(self._saving).index(self._saved_place),
+                    num_shares=len(self._saving),
+                ),
+            )
         written.add(self.rank)
         if not self._is_completing:
             self.say_quiesced()

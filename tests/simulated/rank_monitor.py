@@ -59,19 +59,35 @@ class SimulatedRankMonitor:
         last_s = rank.marks.last_s(now_s, computes=computes, frozen=rank.stopped_s > 0)
         normal_s = rank.marks.normal_s
         if control_plane.stalled_s >= 0 and last_s > control_plane.stalled_s:
-            self.say(RankUnstalled(
-                task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
-                iteration=rank.step_version, stalled_s=last_s - control_plane.stalled_s))
+            self.say(
+                RankUnstalled(
+                    task=rank.task,
+                    rank=rank.rank,
+                    attempt=rank.attempt,
+                    generation=rank.seen,
+                    iteration=rank.step_version,
+                    stalled_s=last_s - control_plane.stalled_s,
+                )
+            )
             control_plane.stalled_s = -1.0
         false = self.net.rng.random() < FALSE_SHARE
         if control_plane.stalled_s < 0 and (now_s - last_s > STANDS_TIMES * normal_s or false):
             control_plane.stalled_s = last_s
             where: Whereabouts = "own" if computes else "collective"
-            self.say(RankStalled(
-                task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
-                iteration=rank.step_version, where=where, what=rank.phase,
-                collective=int(not computes), normal_s=normal_s,
-                in_s=max(now_s - last_s, STANDS_TIMES * normal_s * false)))
+            self.say(
+                RankStalled(
+                    task=rank.task,
+                    rank=rank.rank,
+                    attempt=rank.attempt,
+                    generation=rank.seen,
+                    iteration=rank.step_version,
+                    where=where,
+                    what=rank.phase,
+                    collective=int(not computes),
+                    normal_s=normal_s,
+                    in_s=max(now_s - last_s, STANDS_TIMES * normal_s * false),
+                )
+            )
 
         elif control_plane.stalled_s < 0 and computes:
             self._slow(rank, control_plane, normal_s)
@@ -82,10 +98,19 @@ class SimulatedRankMonitor:
         if own_s <= (SLOW_AGAIN_TIMES * control_plane.slow_s if again else STANDS_TIMES * normal_s):
             return
         control_plane.slow, control_plane.slow_s = rank.step_version, own_s
-        self.say(StepTimeChanged(
-            task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
-            iteration=rank.step_version, num_iterations=1, iteration_s=own_s, own_s=own_s,
-            normal_s=control_plane.normal_s or normal_s))
+        self.say(
+            StepTimeChanged(
+                task=rank.task,
+                rank=rank.rank,
+                attempt=rank.attempt,
+                generation=rank.seen,
+                iteration=rank.step_version,
+                num_iterations=1,
+                iteration_s=own_s,
+                own_s=own_s,
+                normal_s=control_plane.normal_s or normal_s,
+            )
+        )
 
     def _pace(self, rank: SimulatedRank, control_plane: Told) -> None:
         iteration_s = rank.marks.iteration_s
@@ -97,7 +122,16 @@ class SimulatedRankMonitor:
         if control_plane.own_s and 1 / CHANGED_RATIO < own_s / control_plane.own_s < CHANGED_RATIO:
             return
         control_plane.own_s, control_plane.normal_s = own_s, control_plane.normal_s or own_s
-        self.say(StepTimeChanged(
-            task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
-            iteration=rank.step_version, num_iterations=NUM_PACED, iteration_s=iteration_s,
-            own_s=own_s, normal_s=control_plane.normal_s))
+        self.say(
+            StepTimeChanged(
+                task=rank.task,
+                rank=rank.rank,
+                attempt=rank.attempt,
+                generation=rank.seen,
+                iteration=rank.step_version,
+                num_iterations=NUM_PACED,
+                iteration_s=iteration_s,
+                own_s=own_s,
+                normal_s=control_plane.normal_s,
+            )
+        )

@@ -35,10 +35,21 @@ PATIENCE_S = 60.0
 
 def job(name: str, low: int, high: int, iterations: int, weight: float = 1.0) -> TaskSubmitted:
     """A training task whose throughput grows by the same amount with every slot."""
-    return TaskSubmitted(spec=spec.parse({
-        "apiVersion": spec.API_VERSION, "name": name, "weight": weight,
-        "slots": {"min": low, "max": high},
-        "train": {"iterations": iterations, "output": f"/out/{name}", "checkpoint_every": 6}}))
+    return TaskSubmitted(
+        spec=spec.parse(
+            {
+                "apiVersion": spec.API_VERSION,
+                "name": name,
+                "weight": weight,
+                "slots": {"min": low, "max": high},
+                "train": {
+                    "iterations": iterations,
+                    "output": f"/out/{name}",
+                    "checkpoint_every": 6,
+                },
+            }
+        )
+    )
 
 
 class OneRank(World):
@@ -100,7 +111,8 @@ class LastCollective(World):
         phase = "computing" if self.fault == "hangs" else "reducing"
         return len(ranks) == 4 and all(
             rank.step_version == rank.train.iterations and rank.phase == phase
-            for rank in (ranks[-1:] if self.fault == "hangs" else ranks))
+            for rank in (ranks[-1:] if self.fault == "hangs" else ranks)
+        )
 
 
 class SpoolingAgent(SimulatedAgent):
@@ -152,8 +164,16 @@ class OneHour(World):
         agent, process = next(x for x in self.cluster.running() if x[1].order.task == self.tasks[1])
         agent.kill(process)
         await asyncio.sleep(600.0)
-        agent.say(DeviceErred(node=agent.node, incarnation=agent.incarnation, origin="kernel",
-                              status=LINK_FLAPPING, rule="link", text="eth0 down"))
+        agent.say(
+            DeviceErred(
+                node=agent.node,
+                incarnation=agent.incarnation,
+                origin="kernel",
+                status=LINK_FLAPPING,
+                rule="link",
+                text="eth0 down",
+            )
+        )
         await asyncio.sleep(1800.0)
         self.num_waited = sum(one.bounded.num_unacked for one in self.spooling)
         self.most_bytes = max(one.num_bytes for one in self.spooling)
@@ -206,8 +226,12 @@ class SecondFault(World):
         self._struck = asyncio.create_task(self._faults()[self.fault](task))
 
     def _faults(self) -> dict[str, Callable[[int], Awaitable[None]]]:
-        return {"rank killed": self._kill, "node lost": self._lose, "leader died": self._depose,
-                "collective failed": self._cut}
+        return {
+            "rank killed": self._kill,
+            "node lost": self._lose,
+            "leader died": self._depose,
+            "collective failed": self._cut,
+        }
 
     async def _kill(self, task: int) -> None:
         while not self.chaos.strike_rank(task):
@@ -251,13 +275,15 @@ class SecondFault(World):
 
     async def _a_rank_dies(self, main: int) -> None:
         """Kill a rank, another one during the recovery, and one in the generation after that."""
+
         def a_member_dies(task: int) -> None:
             member = self.rng.choice(self.witness.state.tasks[task].members)
             self.chaos.strike_rank(task, rank=member.rank)
 
         self._provoked["training/seats_differ"] = a_member_dies
         self._provoked["quiescing/boundary_disturbed"] = lambda _: self._provoked.update(
-            {"quiescing/every_member_quiesced": a_member_dies})
+            {"quiescing/every_member_quiesced": a_member_dies}
+        )
         self.chaos.strike_rank(main)
         await self._healthy(main)
 
@@ -275,6 +301,7 @@ class SecondFault(World):
 
         With an odd seed the rank that is to save dies, and so does the rank that replaces it.
         """
+
         def saver_dies(task: int) -> None:
             self.chaos.strike_rank(task, rank=self.witness.state.tasks[task].saver)
 

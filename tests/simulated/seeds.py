@@ -49,8 +49,14 @@ def simulate(make: Callable[[], AnyWorld], again: str = "") -> tuple[AnyWorld, l
 def counts_of(world: World) -> Counter[str]:
     """All counters of one world, by "group: name"."""
     found = Counter({f"fault: {name}": num for name, num in world.counts.items()})
-    for name in ("records", "decisions verified", "models exact", "virtual s", "requests",
-                 "tasks too large"):
+    for name in (
+        "records",
+        "decisions verified",
+        "models exact",
+        "virtual s",
+        "requests",
+        "tasks too large",
+    ):
         found[name] = found.pop(f"fault: {name}", 0)
     found += world.witness.counts
     found += Counter({f"row: {row}": num for row, num in world.witness.rows.items()})

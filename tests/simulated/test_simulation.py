@@ -58,8 +58,14 @@ def silence() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-@pytest.mark.parametrize("seed", [*range(NUM_FEW), *ONCE_FAILED, *(
-    pytest.param(seed, marks=pytest.mark.thorough) for seed in range(NUM_FEW, NUM_SEEDS))])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(NUM_FEW),
+        *ONCE_FAILED,
+        *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(NUM_FEW, NUM_SEEDS)),
+    ],
+)
 def test_invariants_hold_for_a_seed(seed: int) -> None:
     log_of(seed)
 
@@ -88,7 +94,8 @@ def test_a_leader_may_die_around_any_append(doom: str) -> None:
         assert sorted(starts) == [0, 1, 2, 2, 3], f"{where}: a healthy rank was started again"
         healed = [r.body for r in records if isinstance(r.body, IncidentClosed)]
         assert [(b.outcome, b.iterations_lost, b.ckpt_read) for b in healed] == [
-            ("healed", 0, False)], where
+            ("healed", 0, False)
+        ], where
 
 
 @pytest.mark.parametrize("fault", ["hangs", "dies"])
@@ -125,8 +132,9 @@ def _part(axes: Axes, place: int) -> tuple[tuple[int, int, int], int, int]:
     return shape(axes), at.tp, at.pp
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(
-    pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 10))])
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 10))]
+)
 def test_leader_faults_stop_no_rank(seed: int) -> None:
     """Only leaders die, are cut off or compete: no rank is stopped or started again."""
     world, records = simulate(lambda: World(seed, only_leaders=True))
@@ -150,8 +158,9 @@ def test_an_hour_without_any_control_plane(bytes_max: int) -> None:
     """0 ranks are ended, 0 faults are lost, training goes on. What does not fit into the spool is
     counted, and is no fault; then the log has gaps, which `simulate` would refuse."""
     fits = bytes_max == SPOOL_BYTES_MAX
-    world, records = (simulate(lambda: OneHour(bytes_max)) if fits else
-                      virtual_time.run(an_hour(bytes_max)))
+    world, records = (
+        simulate(lambda: OneHour(bytes_max)) if fits else virtual_time.run(an_hour(bytes_max))
+    )
     assert not world.cluster.net.violations
     assert world.most_bytes <= bytes_max
     end = next(i for i, x in enumerate(records) if isinstance(x.body, TaskCancelRequested))
@@ -201,8 +210,9 @@ def test_commands_are_measured_by_what_they_print() -> None:
     raise AssertionError(f"only {num_measured} measurements in 60 worlds")
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(
-    pytest.param(seed, marks=pytest.mark.thorough) for seed in (3, 4))])
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (3, 4))]
+)
 def test_the_same_seed_writes_the_same_log(seed: int) -> None:
     first, second = log_of(seed), simulate(lambda: World(seed))[1]
     assert [codec.encode_record(r) for r in first] == [codec.encode_record(r) for r in second]

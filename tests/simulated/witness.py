@@ -149,28 +149,46 @@ class Witness:
         if task is None or record.at_s < self.state.deadlines[body.deadline].due_s:
             return
         silent = {node.name for node in self.state.nodes.values() if node.unreachable}
-        ranks = [rank for rank in task.living_members()
-                 if not rank.is_stopped and rank.slot.node not in silent]
+        ranks = [
+            rank
+            for rank in task.living_members()
+            if not rank.is_stopped and rank.slot.node not in silent
+        ]
         hang = hang_of(self.state, task)
         self._check(record, hang is not None and int(of[1]) == task.generation, "without a hang")
         assert hang is not None
         going = {rank.rank for rank in ranks if rank.rank not in task.stalls}
-        self._check(record, going == (set(hang.ranks) if hang.kind == "slow" else set()),
-                    "while members make progress")
+        self._check(
+            record,
+            going == (set(hang.ranks) if hang.kind == "slow" else set()),
+            "while members make progress",
+        )
         for number in going:
             crawl = task.slow_iterations[number]
             least_s = max(10 * crawl.normal_s, self.state.policy.hang_s_min)
-            self._check(record, crawl.own_s >= least_s and crawl.iteration >= task.iteration,
-                        "of an iteration that may only be slow")
+            self._check(
+                record,
+                crawl.own_s >= least_s and crawl.iteration >= task.iteration,
+                "of an iteration that may only be slow",
+            )
         stalls = {rank.rank: task.stalls[rank.rank] for rank in ranks if rank.rank not in going}
         own = [number for number, stall in stalls.items() if stall.where == "own"]
-        self._check(record, hang.kind != "rank" or set(hang.ranks) <= set(own),
-                    "blames a rank that waits for others")
+        self._check(
+            record,
+            hang.kind != "rank" or set(hang.ranks) <= set(own),
+            "blames a rank that waits for others",
+        )
         if hang.kind == "silent":
-            self._check(record, not own and all(task.ranks[x].slot.node in silent
-                                                for x in hang.ranks), "blames a reachable rank")
-        for stall in stalls.values() if hang.kind == "silent" else [
-                stalls[number] for number in hang.ranks if number not in going]:
+            self._check(
+                record,
+                not own and all(task.ranks[x].slot.node in silent for x in hang.ranks),
+                "blames a reachable rank",
+            )
+        for stall in (
+            stalls.values()
+            if hang.kind == "silent"
+            else [stalls[number] for number in hang.ranks if number not in going]
+        ):
             least_s = max(3 * stall.normal_s, self.state.policy.hang_s_min)
             self._check(record, record.at_s - stall.since_s >= least_s - 0.01, "too early")
         self.counts[f"hangs found: {hang.kind}"] += 1
@@ -191,7 +209,8 @@ class Witness:
         attempt, generation, version = self._version.get((task.id, number), (0, 0, -1))
         fit = (
             not (rank.stopping or rank.timeout_reason or rank.error_seq)
-            and node.health == "healthy")
+            and node.health == "healthy"
+        )
         told = (attempt, generation) == (rank.attempt, task.generation)
         return version if fit and told and task.member(number) is rank else -1
 
@@ -199,23 +218,34 @@ class Witness:
         task, told = self.state.tasks[body.task], self._settled.get(body.task, [])
         self._check(record, len({x.step_version for x in told}) == 1, "but step versions differ")
         version = told[0].step_version
-        self._check(record, version >= self._best[task.id] or not self._whole[task.id],
-                    f"from step {version}, a member had {self._best[task.id]}")
+        self._check(
+            record,
+            version >= self._best[task.id] or not self._whole[task.id],
+            f"from step {version}, a member had {self._best[task.id]}",
+        )
         train = task.spec.training
         assert train is not None
         at = {member.rank: place for place, member in enumerate(task.members)}
         axes = task.axes or Axes(dp=len(task.members))
         firsts = {replica(axes, dp)[0] for dp in range(axes.dp)}
-        batch = sorted(i for x in told if at[x.rank] in firsts
-                       for i in (*x.kept_micro_batches, *x.remaining_micro_batches))
+        batch = sorted(
+            i
+            for x in told
+            if at[x.rank] in firsts
+            for i in (*x.kept_micro_batches, *x.remaining_micro_batches)
+        )
         for dp in range(axes.dp):
-            parts = {(x.kept_micro_batches, x.remaining_micro_batches) for x in told
-                     if at[x.rank] in replica(axes, dp)}
+            parts = {
+                (x.kept_micro_batches, x.remaining_micro_batches)
+                for x in told
+                if at[x.rank] in replica(axes, dp)
+            }
             self._check(record, len(parts) == 1, "although a replica's members disagree")
         if task.axes is not None:
             self.counts["generations with a layout"] += 1
             self.counts["generations with members beside"] += len(task.members) > num_positions(
-                axes)
+                axes
+            )
         whole = version >= train.iterations or batch == list(range(train.num_micro_batches))
         self._check(record, whole, f"with micro-batches {batch}")
         lost = max(task.iteration - version, 0)
@@ -227,8 +257,9 @@ class Witness:
 
     def _publish(self, record: Record, body: o.PublishCheckpoint) -> None:
         task = self.state.tasks[body.task]
-        again = any((x.generation, x.path) == (body.generation, body.path)
-                    for x in task.publishing.values())
+        again = any(
+            (x.generation, x.path) == (body.generation, body.path) for x in task.publishing.values()
+        )
         self._check(record, again or body.generation == task.generation, "of a stale generation")
 
     # --- reports ---------------------------------------------------------------------------------
@@ -247,8 +278,11 @@ class Witness:
                 self._received_bytes[task.incident] += body.received_bytes
                 known = self._from[task.incident]
                 if body.origin in ("copy", "checkpoint", "seed"):
-                    known[:] = [x for x in known if x.generation == body.generation
-                                or x.generation <= task.stepped]
+                    known[:] = [
+                        x
+                        for x in known
+                        if x.generation == body.generation or x.generation <= task.stepped
+                    ]
                 known.append(body)
 
     def _published_is(self, record: Record, body: r.CheckpointPublished) -> None:
@@ -277,30 +311,50 @@ class Witness:
         self._check(record, incident is not None and not incident.outcome, "has no open incident")
         assert incident is not None
         if not incident.task:
-            self._check(record, (body.outcome, body.iterations_lost) == ("healed", 0),
-                        "of a node is not healed without loss")
+            self._check(
+                record,
+                (body.outcome, body.iterations_lost) == ("healed", 0),
+                "of a node is not healed without loss",
+            )
             self.counts["incidents of nodes"] += 1
             return
         train = self.state.tasks[incident.task].spec.training
         lost = body.iterations_lost
-        self._check(record, train is None or lost in (None, self._lost[body.of]),
-                    f"but {self._lost[body.of]} iterations were lost")
+        self._check(
+            record,
+            train is None or lost in (None, self._lost[body.of]),
+            f"but {self._lost[body.of]} iterations were lost",
+        )
         told = self._from[body.of]
-        self._check(record, body.ckpt_read == any(x.origin == "checkpoint" for x in told),
-                    "has a wrong ckpt_read")
-        self._check(record, body.received_bytes == self._received_bytes[body.of],
-                    "has wrong received_bytes")
-        self._check(record, not told or any(
-            (x.origin, x.origin_node, x.step_version, x.received_bytes) == (
-                body.origin, body.origin_node, body.origin_step_version, body.origin_bytes)
-            for x in told), "has a wrong origin")
+        self._check(
+            record,
+            body.ckpt_read == any(x.origin == "checkpoint" for x in told),
+            "has a wrong ckpt_read",
+        )
+        self._check(
+            record, body.received_bytes == self._received_bytes[body.of], "has wrong received_bytes"
+        )
+        self._check(
+            record,
+            not told
+            or any(
+                (x.origin, x.origin_node, x.step_version, x.received_bytes)
+                == (body.origin, body.origin_node, body.origin_step_version, body.origin_bytes)
+                for x in told
+            ),
+            "has a wrong origin",
+        )
         self.counts[f"incidents from {body.origin}"] += 1
         most = train.num_micro_batches * self._resumes[body.of] if train is not None else 0
         if body.outcome not in ("failed", "ended"):
-            self._check(record, 0 <= body.kept + body.dealt <= most,
-                        f"has not 0 to {most} micro-batches")
-            self._check(record, (body.outcome == "set back") == bool(body.iterations_lost),
-                        f"does not agree with {body.iterations_lost} lost iterations")
+            self._check(
+                record, 0 <= body.kept + body.dealt <= most, f"has not 0 to {most} micro-batches"
+            )
+            self._check(
+                record,
+                (body.outcome == "set back") == bool(body.iterations_lost),
+                f"does not agree with {body.iterations_lost} lost iterations",
+            )
         self._check(record, body.pause_s >= 0, "has a negative pause")
         self.counts[f"incidents {body.outcome}"] += 1
 
@@ -335,10 +389,19 @@ def _forbidden(task: Task, body: t.Body) -> bool:
 
 
 LOOKS: dict[type[t.Body], Callable[[Witness, Record, Any], None]] = {
-    d.PlanChosen: Witness._plan, d.TaskWaiting: Witness._waiting, o.StartRank: Witness._start,
-    o.StopRank: Witness._stop, o.Reconfigure: Witness._reconfigure, o.Resume: Witness._resume,
-    o.PublishCheckpoint: Witness._publish, d.IncidentOpened: Witness._opened,
-    d.IncidentClosed: Witness._closed, r.Quiesced: Witness._quiesced,
-    r.Reconfigured: Witness._reconfigured, r.CheckpointPublished: Witness._published_is,
-    r.DeadlineReached: Witness._deadline, r.CollectiveFailed: Witness._failed,
-    r.ReconfigureFailed: Witness._failed}
+    d.PlanChosen: Witness._plan,
+    d.TaskWaiting: Witness._waiting,
+    o.StartRank: Witness._start,
+    o.StopRank: Witness._stop,
+    o.Reconfigure: Witness._reconfigure,
+    o.Resume: Witness._resume,
+    o.PublishCheckpoint: Witness._publish,
+    d.IncidentOpened: Witness._opened,
+    d.IncidentClosed: Witness._closed,
+    r.Quiesced: Witness._quiesced,
+    r.Reconfigured: Witness._reconfigured,
+    r.CheckpointPublished: Witness._published_is,
+    r.DeadlineReached: Witness._deadline,
+    r.CollectiveFailed: Witness._failed,
+    r.ReconfigureFailed: Witness._failed,
+}

@@ -27,8 +27,15 @@ from unicron.events.records.types import Body
 from unicron.events.spec import job
 from unicron.events.spec.policy import Policy
 
-MODEL = {"gpu": "A100-80", "num_layers": 2, "hidden": 64, "num_heads": 2, "sequence": 64,
-         "vocabulary": 128, "global_batch": 8}
+MODEL = {
+    "gpu": "A100-80",
+    "num_layers": 2,
+    "hidden": 64,
+    "num_heads": 2,
+    "sequence": 64,
+    "vocabulary": 128,
+    "global_batch": 8,
+}
 """The model that some commands declare."""
 
 START_S = 1_700_000_000.0
@@ -38,9 +45,17 @@ NEWS_S = 1.0
 """How long after a rank continues its agent may not have reported that yet."""
 REST_S = 20.0
 """Seconds after the last task in which late messages still arrive."""
-POLICY = Policy(start_s_max=20.0, quiesce_s_max=10.0, boundary_s_max=30.0, reconfigure_s_max=30.0,
-                stop_s_max=5.0, restarts_max=100_000, replace_after_s=15.0, allow_inject=True,
-                quarantine_s=20.0)
+POLICY = Policy(
+    start_s_max=20.0,
+    quiesce_s_max=10.0,
+    boundary_s_max=30.0,
+    reconfigure_s_max=30.0,
+    stop_s_max=5.0,
+    restarts_max=100_000,
+    replace_after_s=15.0,
+    allow_inject=True,
+    quarantine_s=20.0,
+)
 
 
 class World:
@@ -76,17 +91,24 @@ class World:
         self._priorities = [0, 1, 2] if rng.random() < 0.2 else [0]
         most = max(6, sum(self.nodes.values()) // 2)
         self.policy = replace(
-            self.policy, moves_max=rng.choice([0, 1]) if rng.random() < 0.3 else None,
-            quotas={"red": most} if len(self._teams) > 1 else {}, floor=rng.random() < 0.2,
-            alpha=rng.choice([0.5, 1.0, 2.0]) if rng.random() < 0.25 else 0.0)
+            self.policy,
+            moves_max=rng.choice([0, 1]) if rng.random() < 0.3 else None,
+            quotas={"red": most} if len(self._teams) > 1 else {},
+            floor=rng.random() < 0.2,
+            alpha=rng.choice([0.5, 1.0, 2.0]) if rng.random() < 0.25 else 0.0,
+        )
 
     def _spare(self, rng: random.Random) -> None:
         """In some worlds hot spares pay: faults are frequent, and transitions expensive."""
         if rng.random() < 0.3:
             self.policy = replace(
-                self.policy, hot_spare=True, repair_s=rng.choice([5.0, 300.0, 21_300.0]),
-                transition_s=rng.choice([10.0, 60.0, 600.0]), mtbf_faults=1e3,
-                mtbf_gpu_s=sum(self.nodes.values()) * rng.choice([10.0, 100.0, 1e4]))
+                self.policy,
+                hot_spare=True,
+                repair_s=rng.choice([5.0, 300.0, 21_300.0]),
+                transition_s=rng.choice([10.0, 60.0, 600.0]),
+                mtbf_faults=1e3,
+                mtbf_gpu_s=sum(self.nodes.values()) * rng.choice([10.0, 100.0, 1e4]),
+            )
 
     def _broken(self, loop: object, context: dict[str, object]) -> None:
         self.cluster.net.never(f"{context.get('message')}: {context.get('exception')!r}")
@@ -122,10 +144,17 @@ class World:
         for agent, process in self.cluster.running():
             rank, told = process.rank, process.order
             if rank is None or (told.task, told.rank, told.attempt) != (
-                    order.task, order.rank, order.attempt):
+                order.task,
+                order.rank,
+                order.attempt,
+            ):
                 continue
-            news = any(isinstance(report.body, r.RankUnstalled) and report.body.task == order.task
-                       and report.body.rank == order.rank for report in agent.spool)
+            news = any(
+                isinstance(report.body, r.RankUnstalled)
+                and report.body.task == order.task
+                and report.body.rank == order.rank
+                for report in agent.spool
+            )
             late = self.loop.time() - rank.goes_on_s < NEWS_S or not agent.sees
             self.counts["hung ranks ended"] += 1
             if not (rank.stopped_s or news or late):
@@ -139,20 +168,29 @@ class World:
             if (told.task, told.rank, told.attempt) == (order.task, order.rank, order.attempt):
                 self.counts["late starts ended"] += 1
                 if told.spec.loop is not None and not any(
-                        isinstance(report.body, r.RankStarted) and report.body.task == order.task
-                        and report.body.rank == order.rank for report in agent.spool):
+                    isinstance(report.body, r.RankStarted)
+                    and report.body.task == order.task
+                    and report.body.rank == order.rank
+                    for report in agent.spool
+                ):
                     self.cluster.net.never(f"{order} ends a script that prepares")
 
     def _port_of(self, node: str) -> RedisLog:
         if node not in self.links:
-            self.links[node] = SimulatedLogLink(AgentLog(self.log, self.server),
-                                         random.Random(f"{self.seed} {node}"))
+            self.links[node] = SimulatedLogLink(
+                AgentLog(self.log, self.server), random.Random(f"{self.seed} {node}")
+            )
         return self.links[node]
 
     def tasks_running(self, node: str = "") -> list[int]:
         """Tasks that have a process (on this node, if given)."""
-        return sorted({process.order.task for agent, process in self.cluster.running()
-                       if node in ("", agent.node)})
+        return sorted(
+            {
+                process.order.task
+                for agent, process in self.cluster.running()
+                if node in ("", agent.node)
+            }
+        )
 
     # --- leaders ---------------------------------------------------------------------------------
     def start_leader(self) -> None:
@@ -160,9 +198,14 @@ class World:
         name = f"leader-{self.num_leaders}"
         port = LeaderLog(self.log, self.server, self.rng, lambda: self._die_here(name))
         port.trouble = self._trouble
-        coordinator = Coordinator(port, clock=self.clock, nonce=name, code="paper",  # type: ignore[arg-type]
-                                  policy=self.policy,
-                                  jitter=random.Random(f"{self.seed} {name}"))
+        coordinator = Coordinator(
+            port,
+            clock=self.clock,
+            nonce=name,
+            code="paper",  # type: ignore[arg-type]
+            policy=self.policy,
+            jitter=random.Random(f"{self.seed} {name}"),
+        )
         task = asyncio.create_task(self._lead(name, coordinator), name=name)
         self.leaders[name] = coordinator, port, task
 
@@ -207,9 +250,11 @@ class World:
         """Give some tasks layouts, if one of their sizes allows a layout."""
         if rng.random() > 0.4:
             return
-        layouts = {"tensor": rng.choice([[1], [2], [1, 2]]),
-                   "pipeline": rng.choice([[1], [1], [2], [1, 2, 3]]),
-                   "optimizer": rng.choice(["whole", "whole", "sharded", "mirrored"])}
+        layouts = {
+            "tensor": rng.choice([[1], [2], [1, 2]]),
+            "pipeline": rng.choice([[1], [1], [2], [1, 2, 3]]),
+            "optimizer": rng.choice(["whole", "whole", "sharded", "mirrored"]),
+        }
         train = {**data["train"], "parallel": layouts, "model": {"num_layers": 6}}
         try:
             job.parse({**data, "train": train})
@@ -224,12 +269,19 @@ class World:
         if not has_scripts or rng.random() > 0.5 or self.only_leaders:
             return
         train = data["train"]
-        loop = {"micro_batches": train["batch"]["global"] // train["batch"]["micro"],
-                **{name: train[name] for name in (
-                    "iterations", "output", "checkpoint_every", "copy_every", "parallel")
-                   if name in train}}
+        loop = {
+            "micro_batches": train["batch"]["global"] // train["batch"]["micro"],
+            **{
+                name: train[name]
+                for name in ("iterations", "output", "checkpoint_every", "copy_every", "parallel")
+                if name in train
+            },
+        }
         made = {key: value for key, value in data.items() if key != "train"} | {
-            "command": ["python", "train.py"], "heal": "in-memory", "loop": loop}
+            "command": ["python", "train.py"],
+            "heal": "in-memory",
+            "loop": loop,
+        }
         try:
             job.parse(made)
         except SpecError:
@@ -265,10 +317,13 @@ class World:
         if rng.random() < 0.05 and not self.only_leaders:
             low = high = total + 1
         data: dict[str, Any] = {
-            "apiVersion": job.API_VERSION, "name": f"task-{number}",
+            "apiVersion": job.API_VERSION,
+            "name": f"task-{number}",
             "weight": rng.choice([0.3, 0.5, 1.0, 1.0, 2.0, 5.0]),
             "slots": {"min": low, "max": high},
-            "team": rng.choice(self._teams), "priority": rng.choice(self._priorities)}
+            "team": rng.choice(self._teams),
+            "priority": rng.choice(self._priorities),
+        }
         if (kind := rng.random()) < 0.15 and low < high:
             data["slots"] = {"sizes": sorted({low, high, rng.randint(low, high)})}
         elif kind < 0.3 and high >= 2:
@@ -278,8 +333,10 @@ class World:
             sizes = slots.get("sizes") or [slots.get("min", 2), slots["max"]]
             slots["floor"] = floors.choice([sizes[0], sizes[-1]])
         if rng.random() < 0.3:
-            data["throughput"] = {x: 1e9 * x ** rng.choice([0.3, 0.8, 1.0])
-                                  for x in range(min(low, high - high % 2) or 1, high + 1)}
+            data["throughput"] = {
+                x: 1e9 * x ** rng.choice([0.3, 0.8, 1.0])
+                for x in range(min(low, high - high % 2) or 1, high + 1)
+            }
         if rng.random() < 0.12 and not self.only_leaders:
             data["command"] = ["sleep", "10"]
             if random.Random(f"{self.seed} model {number}").random() < 0.6:
@@ -288,14 +345,18 @@ class World:
             micro = rng.randint(1, 2)
             data["train"] = {
                 "batch": {"global": micro * rng.randint(high, max(high, 12)), "micro": micro},
-                "iterations": rng.randint(5, 100), "output": f"/out/{number}",
-                "seed": rng.randint(1, 99), "checkpoint_every": rng.choice([0, 0, 3, 7]),
-                "copy_every": rng.choice([0, 1, 2, 5])}
+                "iterations": rng.randint(5, 100),
+                "output": f"/out/{number}",
+                "seed": rng.randint(1, 99),
+                "checkpoint_every": rng.choice([0, 0, 3, 7]),
+                "copy_every": rng.choice([0, 1, 2, 5]),
+            }
             self._spread(data, random.Random(f"{self.seed} layouts {number}"))
             self._in_a_script(data, random.Random(f"{self.seed} scripts {number}"))
         parsed = job.parse(data)
-        return r.TaskSubmitted(spec=parsed, modelled=modelled(parsed.model, 8)
-                               if parsed.model is not None else None)
+        return r.TaskSubmitted(
+            spec=parsed, modelled=modelled(parsed.model, 8) if parsed.model is not None else None
+        )
 
     # --- a whole life ----------------------------------------------------------------------------
     async def live(self) -> list[Record]:
@@ -359,8 +420,10 @@ class World:
         peace_s = self.loop.time()
         while self._unfinished(await self._settled()):
             state = await self._settled()
-            unfinished = "; ".join(f"task {t.id} is {t.phase} in generation {t.generation} {t.why}"
-                                   for t in self._unfinished(state))
+            unfinished = "; ".join(
+                f"task {t.id} is {t.phase} in generation {t.generation} {t.why}"
+                for t in self._unfinished(state)
+            )
             assert self.loop.time() - peace_s < PEACE_S_MAX, f"without new faults, {unfinished}"
             for _ in range(30):
                 await asyncio.sleep(1.0)
@@ -390,10 +453,18 @@ class World:
     def _unfinished(self, state: ClusterState) -> list[Task]:
         """Tasks that must still end: all but those that never fit."""
         total = sum(self.nodes.values())
-        return [task for task in state.tasks.values() if task.phase != "ended"
-                and task.throughput is not None and any(
-                    rate > 0 and size <= total for size, rate in zip(
-                        task.throughput.sizes, task.throughput.rates_flops, strict=True))]
+        return [
+            task
+            for task in state.tasks.values()
+            if task.phase != "ended"
+            and task.throughput is not None
+            and any(
+                rate > 0 and size <= total
+                for size, rate in zip(
+                    task.throughput.sizes, task.throughput.rates_flops, strict=True
+                )
+            )
+        ]
 
     async def _repair(self) -> None:
         """Restart the agents of nodes with disabled slots, as an operator does after a repair, and

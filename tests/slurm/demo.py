@@ -30,7 +30,8 @@ CASES = {
     "join": "unicron slurm grow 1: a job joins with a third node",
     "drain": "scontrol drains that node, and resumes it",
     "preemption": "an urgent job preempts the job that joined, which comes back after it",
-    "lost_agent": "a slurmd is killed with its agent and ranks; a node replaces it"}
+    "lost_agent": "a slurmd is killed with its agent and ranks; a node replaces it",
+}
 UNITS = {"event_to_step_s": "s", "iterations_lost": "iterations", "loss_equal": "yes"}
 SYSTEM = "unicron"
 POLICY = {"silence_s_max": 3.0, "evidence_s_max": 4.0}
@@ -43,11 +44,16 @@ class Demo:
 
     def __init__(self, cluster: SlurmCluster, specs: dict[str, Spec], door: Path) -> None:
         self.cluster, self.site = cluster, cluster.site
-        waits = {"apiVersion": "unicron/v1", "name": "door", "slots": {"min": 1, "max": 1},
-                 "throughput": {"1": 9e12},
-                 "command": ["sh", "-c", f"until [ -e {door} ]; do sleep 1; done"]}
-        cluster.submit_job([specs["aside"], waits, specs["wide"]], "-N2", env={
-            "UNICRON_FOLLOW_OPTIONS": FOLLOW})
+        waits = {
+            "apiVersion": "unicron/v1",
+            "name": "door",
+            "slots": {"min": 1, "max": 1},
+            "throughput": {"1": 9e12},
+            "command": ["sh", "-c", f"until [ -e {door} ]; do sleep 1; done"],
+        }
+        cluster.submit_job(
+            [specs["aside"], waits, specs["wide"]], "-N2", env={"UNICRON_FOLLOW_OPTIONS": FOLLOW}
+        )
         say("sbatch", f"job {cluster.job}: deploy/slurm/cluster.sbatch on two nodes")
         aside, _, wide = cluster.wait_tasks(3)
         self.tasks = {"aside": aside, "wide": wide}
@@ -58,8 +64,11 @@ class Demo:
         cluster.wait_whole(self._wide, 2)
         self._joined = ""
         self._acts: dict[str, Callable[[], Iterator[float]]] = {
-            "join": self._join, "drain": self._drain, "preemption": self._preemption,
-            "lost_agent": self._lost}
+            "join": self._join,
+            "drain": self._drain,
+            "preemption": self._preemption,
+            "lost_agent": self._lost,
+        }
 
     def run(self, case: str) -> tuple[Result, int]:
         """Run a case; what it took, and how many iterations it has lost."""
@@ -67,17 +76,27 @@ class Demo:
         generation, lost = self._generation(), self._lost_so_far()
         running = self._acts[case]()
         at_s = next(running)
-        step_s = cluster.wait(lambda: min(
-            (line["t"] for line in cluster.traced(self._wide)
-             if line["event"] == "step" and line["generation"] > generation), default=None),
-            "the next step")
+        step_s = cluster.wait(
+            lambda: min(
+                (
+                    line["t"]
+                    for line in cluster.traced(self._wide)
+                    if line["event"] == "step" and line["generation"] > generation
+                ),
+                default=None,
+            ),
+            "the next step",
+        )
         for _ in running:
             pass
         cluster.wait_whole(self._wide, 4)
         cluster.wait_steps(self._wide)
-        return Result(case, step_s - at_s, 0, {
-            name: int(cluster.task(task)["iteration"]) for name, task in self.tasks.items()}), (
-            self._lost_so_far() - lost)
+        return Result(
+            case,
+            step_s - at_s,
+            0,
+            {name: int(cluster.task(task)["iteration"]) for name, task in self.tasks.items()},
+        ), (self._lost_so_far() - lost)
 
     def _join(self) -> Iterator[float]:
         at_s = time.time()
@@ -120,11 +139,15 @@ class Demo:
         yield at_s
         opened = cluster.wait_told(after, "IncidentOpened", task=self._wide)
         cluster.wait_told(after, "IncidentClosed", of=opened.seq, outcome="healed")
-        self.site.wait(lambda: self.site.state("n2").startswith("down"), "Slurm sees it",
-                       DOWN_S_MAX)
-        say("", f"Slurm marks n2 down {time.time() - at_s:.1f} s after its end "
+        self.site.wait(
+            lambda: self.site.state("n2").startswith("down"), "Slurm sees it", DOWN_S_MAX
+        )
+        say(
+            "",
+            f"Slurm marks n2 down {time.time() - at_s:.1f} s after its end "
             f"(SlurmdTimeout {sites.DOWN_S} s); job {cluster.job}, {self.site.job(cluster.job)}, "
-            "goes on without it")
+            "goes on without it",
+        )
         drained: Any = cluster.wait_told(after, "NodeDrained", node="n2").body
         say("", f"Unicron: n2 drained, {drained.reason}")
         self.site.start_slurmd("n2")
@@ -150,28 +173,46 @@ def demo_slurm(cases: list[str], folder: Path) -> list[Row]:
     results: list[tuple[Result, int]] = []
     twins, door = Twins(folder), folder / "door"
     batch = {"global": 32, "micro": 2}
-    specs = {name: small(name, folder / "out", slots=slots, weight=weight, rates=RATES,
-                         checkpoint_every=10, batch=batch)
-             for name, slots, weight in (("aside", (1, 1), 9.0), ("wide", (1, 4), 1.0))}
+    specs = {
+        name: small(
+            name,
+            folder / "out",
+            slots=slots,
+            weight=weight,
+            rates=RATES,
+            checkpoint_every=10,
+            batch=batch,
+        )
+        for name, slots, weight in (("aside", (1, 1), 9.0), ("wide", (1, 4), 1.0))
+    }
     try:
         with started(folder) as cluster:
-            say("slurm", f"slurmctld, and a slurmd for each of {', '.join(NODES)}, with "
-                f"{NUM_SLOTS} slots each")
+            say(
+                "slurm",
+                f"slurmctld, and a slurmd for each of {', '.join(NODES)}, with "
+                f"{NUM_SLOTS} slots each",
+            )
             demo = Demo(cluster, specs, door)
             for case in cases:
                 results.append(found := demo.run(case))
-                say(case, f"{CASES[case]}: next step after {found[0].fault_to_step_s:.2f} s, "
-                    f"{found[1]} iterations lost")
+                say(
+                    case,
+                    f"{CASES[case]}: next step after {found[0].fault_to_step_s:.2f} s, "
+                    f"{found[1]} iterations lost",
+                )
             equal = Comparison(demo, specs, [result for result, _ in results]).run(twins)
             door.touch()
             cluster.site.wait(lambda: cluster.site.ended(cluster.job), "the job ends", DOWN_S_MAX)
             say("end", f"all tasks have ended, and job {cluster.job} with them")
     finally:
         twins.stop()
-    return [row(result.case, SYSTEM, metric, [value], unit)
-            for (result, lost), same in zip(results, equal, strict=True)
-            for (metric, unit), value in zip(UNITS.items(), (
-                result.fault_to_step_s, lost, int(same)), strict=True)]
+    return [
+        row(result.case, SYSTEM, metric, [value], unit)
+        for (result, lost), same in zip(results, equal, strict=True)
+        for (metric, unit), value in zip(
+            UNITS.items(), (result.fault_to_step_s, lost, int(same)), strict=True
+        )
+    ]
 
 
 def main() -> int:
@@ -183,9 +224,14 @@ def main() -> int:
     if why := sites.why_not():
         print(f"error: {why}", file=sys.stderr)
         return 2
-    return shown(lambda: demo_slurm(list(CASES), options.folder), options.folder, options.out,
-                 UNITS, {"iterations_lost": 0, "loss_equal": 1},
-                 "Slurm and all its processes are gone")
+    return shown(
+        lambda: demo_slurm(list(CASES), options.folder),
+        options.folder,
+        options.out,
+        UNITS,
+        {"iterations_lost": 0, "loss_equal": 1},
+        "Slurm and all its processes are gone",
+    )
 
 
 if __name__ == "__main__":

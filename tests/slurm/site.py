@@ -69,8 +69,13 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9 PreemptMod
 def why_not() -> str:
     """The reason why there is no Slurm here, or "". Installs it if that is possible."""
     try:
-        ran = subprocess.run([Path(__file__).with_name("install.sh")], capture_output=True,
-                             text=True, check=False, timeout=INSTALL_S_MAX)
+        ran = subprocess.run(
+            [Path(__file__).with_name("install.sh")],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=INSTALL_S_MAX,
+        )
     except subprocess.TimeoutExpired:
         return f"Slurm could not be installed within {INSTALL_S_MAX:g} s"
     if ran.returncode:
@@ -83,8 +88,9 @@ class Site:
 
     def __init__(self, path: Path, nodes: Sequence[str]) -> None:
         self.path, self.nodes = path, tuple(nodes)
-        self.address = next((address for _, address in interfaces() if not is_loopback(address)),
-                            "127.0.0.1")
+        self.address = next(
+            (address for _, address in interfaces() if not is_loopback(address)), "127.0.0.1"
+        )
         self.env = {**os.environ, "SLURM_CONF": str(path / "slurm.conf")}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -93,27 +99,45 @@ class Site:
         host = socket.gethostname().partition(".")[0]
         for name in ("state", *(f"spool-{node}" for node in self.nodes)):
             (self.path / name).mkdir(parents=True)
-        Path(self.env["SLURM_CONF"]).write_text(CONF.format(
-            host=host, address=self.address, port=free_port(), user=getpass.getuser(),
-            path=self.path, down_s=DOWN_S, grace_s=GRACE_S, nodes="\n".join(
-                f"NodeName={node} NodeAddr={self.address} NodeHostname={host} Port={free_port()} "
-                f"CPUs=1 RealMemory=100 Gres=gpu:{NUM_GPUS} State=UNKNOWN"
-                for node in self.nodes)))
+        Path(self.env["SLURM_CONF"]).write_text(
+            CONF.format(
+                host=host,
+                address=self.address,
+                port=free_port(),
+                user=getpass.getuser(),
+                path=self.path,
+                down_s=DOWN_S,
+                grace_s=GRACE_S,
+                nodes="\n".join(
+                    f"NodeName={node} NodeAddr={self.address} NodeHostname={host} Port={free_port()} "
+                    f"CPUs=1 RealMemory=100 Gres=gpu:{NUM_GPUS} State=UNKNOWN"
+                    for node in self.nodes
+                ),
+            )
+        )
         for number in range(NUM_GPUS):
             os.mknod(self.path / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
         (self.path / "gres.conf").write_text(f"Name=gpu File={self.path}/gpu[0-{NUM_GPUS - 1}]\n")
         key = self.path / "munge.key"
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
-        self._start("munged", "--foreground", "--force", f"--key-file={key}",
-                    f"--socket={self.path}/munge.sock", f"--pid-file={self.path}/munged.pid",
-                    f"--seed-file={self.path}/munge.seed", f"--log-file={self.path}/munged.log")
+        self._start(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={self.path}/munge.sock",
+            f"--pid-file={self.path}/munged.pid",
+            f"--seed-file={self.path}/munge.seed",
+            f"--log-file={self.path}/munged.log",
+        )
         self.wait(lambda: (self.path / "munge.sock").exists(), "munged listens")
         self.start_slurmctld()
         for node in self.nodes:
             self.start_slurmd(node)
-        self.wait(lambda: all(self.state(node) == "idle" for node in self.nodes),
-                  "all nodes are idle")
+        self.wait(
+            lambda: all(self.state(node) == "idle" for node in self.nodes), "all nodes are idle"
+        )
 
     def start_slurmctld(self) -> None:
         self._start("slurmctld", "-D")
@@ -130,8 +154,12 @@ class Site:
         if name not in self.nodes:
             return
         ours = {f"SLURM_CONF={self.env['SLURM_CONF']}".encode(), f"SLURMD_NODENAME={name}".encode()}
-        there = [proc for proc in linux.table() if ours <= set(linux.environ(proc.pid))
-                 or str(self.path / f"slurmd-{name}.log") in _open_files(proc.pid)]
+        there = [
+            proc
+            for proc in linux.table()
+            if ours <= set(linux.environ(proc.pid))
+            or str(self.path / f"slurmd-{name}.log") in _open_files(proc.pid)
+        ]
         # All at once: one that is left would tell slurmctld how the others ended, or cancel them.
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for proc in there:
@@ -145,8 +173,10 @@ class Site:
         while linux.kill_marked(f"SLURM_CONF={self.env['SLURM_CONF']}".encode()):
             time.sleep(POLL_S)
         for proc in linux.table():  # a log's server has written its title over its environment
-            if any(file.startswith(f"{self.path.parent}/") and "/server/lock" in file
-                   for file in _open_files(proc.pid)):
+            if any(
+                file.startswith(f"{self.path.parent}/") and "/server/lock" in file
+                for file in _open_files(proc.pid)
+            ):
                 linux.kill(proc)
         for daemon in self._running.values():
             daemon.wait()
@@ -160,8 +190,9 @@ class Site:
 
     def sbatch(self, *words: str, env: Mapping[str, str] | None = None) -> str:
         """Submit a job; its number."""
-        return self.call("sbatch", "--parsable", f"--output={self.path}/job-%j.txt", *words,
-                         env=env).partition(";")[0]
+        return self.call(
+            "sbatch", "--parsable", f"--output={self.path}/job-%j.txt", *words, env=env
+        ).partition(";")[0]
 
     def job(self, job: str) -> str:
         """The state of a job, "" if it is gone."""
@@ -199,18 +230,31 @@ class Site:
             assert time.monotonic() < deadline_s, f"timed out: {what}"
             time.sleep(POLL_S)
 
-    def _call(self, *words: str, env: Mapping[str, str] | None = None
-              ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(words, env={**self.env, **(env or {})}, capture_output=True,
-                              text=True, check=False, timeout=CALL_S_MAX, cwd=self.path)
+    def _call(
+        self, *words: str, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words,
+            env={**self.env, **(env or {})},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=CALL_S_MAX,
+            cwd=self.path,
+        )
 
     def _start(self, program: str, *words: str, name: str = "") -> None:
         path = shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
         assert path is not None
         with (self.path / f"{name or program}.out").open("ab") as out:
             self._running[name or program] = subprocess.Popen(
-                [path, *words], env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                start_new_session=True)
+                [path, *words],
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
 
 
 def _open_files(pid: int) -> list[str]:

@@ -22,10 +22,24 @@ LIMIT_S = 900.0
 def started(path: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """The demo, as the verb starts it."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-W", "ignore", "-m", "slurm.demo", "--folder", str(path / "demo"),
-         "--out", str(path / "slurm.json")], text=True,
+        [
+            sys.executable,
+            "-P",
+            "-W",
+            "ignore",
+            "-m",
+            "slurm.demo",
+            "--folder",
+            str(path / "demo"),
+            "--out",
+            str(path / "slurm.json"),
+        ],
+        text=True,
         env={**os.environ, "PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/drivers", **(env or {})},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def leavings(path: Path) -> list[linux.Proc]:
@@ -44,8 +58,10 @@ def test_the_demo(tmp_path: Path) -> None:
     finally:
         demo.terminate()
     assert demo.returncode == 0, out + err
-    rows = {(one["case"], one["metric"]): one["value"]
-            for one in json.loads((tmp_path / "slurm.json").read_text())}
+    rows = {
+        (one["case"], one["metric"]): one["value"]
+        for one in json.loads((tmp_path / "slurm.json").read_text())
+    }
     assert set(rows) == {(case, metric) for case in CASES for metric in UNITS}
     for case in CASES:
         assert (rows[case, "iterations_lost"], rows[case, "loss_equal"]) == (0, 1)

@@ -50,20 +50,33 @@ def test_one_job_trains_a_task_and_gives_its_nodes_back(tmp_path: Path, site: Si
 @pytest.mark.thorough
 def test_a_command_finds_its_gpu_and_may_use_srun(tmp_path: Path, site: Site) -> None:
     """A rank gets what srun would have set for it, and nothing of the agent's own step."""
-    say = ('echo "rank $SLURM_PROCID of $SLURM_NTASKS gpu $CUDA_VISIBLE_DEVICES '
-           'job $SLURM_JOB_ID steps $(env | grep -cE \'SLURM_(STEP|TASKS)\')"; '
-           'srun --overlap -N1 -n1 -w "$SLURMD_NODENAME" sh -c \'echo "step of $SLURM_NTASKS"\'')
+    say = (
+        'echo "rank $SLURM_PROCID of $SLURM_NTASKS gpu $CUDA_VISIBLE_DEVICES '
+        "job $SLURM_JOB_ID steps $(env | grep -cE 'SLURM_(STEP|TASKS)')\"; "
+        'srun --overlap -N1 -n1 -w "$SLURMD_NODENAME" sh -c \'echo "step of $SLURM_NTASKS"\''
+    )
     cluster = SlurmCluster(tmp_path, site)
     del cluster.env["UNICRON_SLOTS"]
-    job = cluster.submit_job([{
-        "apiVersion": "unicron/v1", "name": "say", "slots": {"min": 2, "max": 2},
-        "throughput": {"2": 1e12}, "command": ["sh", "-c", say]}], "-N1", "--gpus-per-node=2")
+    job = cluster.submit_job(
+        [
+            {
+                "apiVersion": "unicron/v1",
+                "name": "say",
+                "slots": {"min": 2, "max": 2},
+                "throughput": {"2": 1e12},
+                "command": ["sh", "-c", say],
+            }
+        ],
+        "-N1",
+        "--gpus-per-node=2",
+    )
     site.wait(lambda: site.ended(job), "the job ends", LONG_S)
     assert site.ended(job) == "COMPLETED", site.output(job)
     assert "1 of 1 nodes have joined, with 2 slots" in site.output(job)
     said = sorted(file.read_text() for file in cluster.state.path.glob("nodes/n1/logs/*/*.log"))
     assert [text.splitlines() for text in said] == [
-        [f"rank {rank} of 2 gpu 0,1 job {job} steps 0", "step of 1"] for rank in (0, 1)], said
+        [f"rank {rank} of 2 gpu 0,1 job {job} steps 0", "step of 1"] for rank in (0, 1)
+    ], said
 
 
 def untouched(cluster: SlurmCluster, task: int, after: int = 0) -> None:
@@ -83,8 +96,9 @@ def test_nodes_join_and_leave_when_slurm_preempts_them(tmp_path: Path, site: Sit
     said = cluster.slurm("slurm", "grow", "1")
     joined = said.split()[1]
     cluster.wait_whole(task, 3)
-    node = next(rank["node"] for rank in cluster.task(task)["ranks"]
-                if rank["node"] not in ("n1", "n2"))
+    node = next(
+        rank["node"] for rank in cluster.task(task)["ranks"] if rank["node"] not in ("n1", "n2")
+    )
     # A job of a partition that preempts wants the node: it leaves, and comes back after that job.
     urgent = site.sbatch("-p", "high", "-w", node, "--wrap", "sleep 5")
     cluster.wait_whole(task, 2)
@@ -124,16 +138,21 @@ def test_a_requeued_job_finds_its_log_again(tmp_path: Path, site: Site) -> None:
 
 @pytest.mark.thorough
 def test_tasks_on_other_nodes_train_on_while_the_control_plane_moves(
-        tmp_path: Path, site: Site) -> None:
+    tmp_path: Path, site: Site
+) -> None:
     cluster = SlurmCluster(tmp_path, site)
-    (tmp_path / "a.yaml").write_text(json.dumps(
-        small("a", tmp_path / "out", slots=(1, 2), rates=RATES)))
+    (tmp_path / "a.yaml").write_text(
+        json.dumps(small("a", tmp_path / "out", slots=(1, 2), rates=RATES))
+    )
     script = tmp_path / "moves.sh"  # all nodes have one address here, so the port changes instead
-    script.write_text("#!/bin/bash\n"
-                      "export UNICRON_PORT=$((21000 + ${SLURM_RESTART_COUNT:-0} * 2))\n"
-                      f"exec bash {SCRIPTS}/cluster.sbatch {tmp_path}/a.yaml\n")
-    job = cluster.job = site.sbatch("-N1", "--exclusive", "--requeue", "--open-mode=append",
-                                    str(script), env=cluster.env)
+    script.write_text(
+        "#!/bin/bash\n"
+        "export UNICRON_PORT=$((21000 + ${SLURM_RESTART_COUNT:-0} * 2))\n"
+        f"exec bash {SCRIPTS}/cluster.sbatch {tmp_path}/a.yaml\n"
+    )
+    job = cluster.job = site.sbatch(
+        "-N1", "--exclusive", "--requeue", "--open-mode=append", str(script), env=cluster.env
+    )
     (task,) = cluster.wait_tasks(1)
     cluster.rest(task)
     cluster.slurm("slurm", "grow", "1")
@@ -151,8 +170,11 @@ def test_tasks_on_other_nodes_train_on_while_the_control_plane_moves(
 @pytest.mark.thorough
 def test_slurm_and_unicron_tell_each_other_of_bad_nodes(tmp_path: Path, site: Site) -> None:
     cluster = SlurmCluster(tmp_path, site, {"quarantine_faults": 1})
-    job = cluster.submit_job([small("a", tmp_path / "out", slots=(1, 2), rates=RATES)], "-N2",
-                             env={"UNICRON_FOLLOW_OPTIONS": "--both-ways --every 1"})
+    job = cluster.submit_job(
+        [small("a", tmp_path / "out", slots=(1, 2), rates=RATES)],
+        "-N2",
+        env={"UNICRON_FOLLOW_OPTIONS": "--both-ways --every 1"},
+    )
     (task,) = cluster.wait_tasks(1)
     cluster.rest(task)
     cluster.wait_whole(task, 2)
@@ -164,8 +186,11 @@ def test_slurm_and_unicron_tell_each_other_of_bad_nodes(tmp_path: Path, site: Si
     untouched(cluster, task)
     # While slurmctld is away, nothing changes. It stores its state some seconds after a change.
     after, resumed_s = cluster.seq(), time.time()
-    site.wait(lambda: (site.path / "state" / "node_state").stat().st_mtime > resumed_s,
-              "slurmctld stores the node's state", LONG_S)
+    site.wait(
+        lambda: (site.path / "state" / "node_state").stat().st_mtime > resumed_s,
+        "slurmctld stores the node's state",
+        LONG_S,
+    )
     site.kill("slurmctld")
     site.wait(lambda: "nodes stay as they are" in site.output(job), "it is missed", LONG_S)
     cluster.wait_steps(task)
@@ -197,8 +222,10 @@ def test_when_the_first_node_is_lost_the_job_runs_again(tmp_path: Path, site: Si
     site.kill("n1")
     site.start_again(job)
     site.wait(lambda: site.output(job).count("control plane at") == 2, "it runs again", LONG_S)
-    cluster.wait(lambda: {rank["node"] for rank in cluster.task(task)["ranks"]} == {"n2", "n3"}
-                 or None, "the task is on the nodes of the job")
+    cluster.wait(
+        lambda: {rank["node"] for rank in cluster.task(task)["ranks"]} == {"n2", "n3"} or None,
+        "the task is on the nodes of the job",
+    )
     cluster.wait_whole(task, 2)
     assert cluster.task(task)["iteration"] >= saved > 0
     assert cluster.seq() > seq  # the log goes on
@@ -210,7 +237,10 @@ def test_a_node_that_a_job_has_lost_is_no_longer_its_own(tmp_path: Path, site: S
     cluster = SlurmCluster(tmp_path, site)
     job = cluster.submit_job(
         [small(name, tmp_path / name, slots=(1, 1), rates=RATES) for name in "ab"],
-        "-N2", "--no-requeue", env={"UNICRON_FOLLOW_OPTIONS": "--every 1"})
+        "-N2",
+        "--no-requeue",
+        env={"UNICRON_FOLLOW_OPTIONS": "--every 1"},
+    )
     tasks = cluster.wait_tasks(2)
     for task in tasks:
         cluster.wait_whole(task, 1)
@@ -239,10 +269,14 @@ def test_an_allocation_for_a_control_plane_elsewhere(tmp_path: Path, site: Site)
     there.wait(lambda: there.client().get("/v1/state")["nodes"] or None, "its node has joined")
     here = SlurmCluster(tmp_path / "here", site)
     job = here.submit_job(
-        [small("a", tmp_path / "out", slots=(3, 3), iterations=20)], "-N2", env={
-            "UNICRON_URL": there.client().url, "UNICRON_CA": read_json(
-                there.state.control_planes()[0])["ca"],
-            "UNICRON_TOKEN_FILE": str(there.state.path / "token")})
+        [small("a", tmp_path / "out", slots=(3, 3), iterations=20)],
+        "-N2",
+        env={
+            "UNICRON_URL": there.client().url,
+            "UNICRON_CA": read_json(there.state.control_planes()[0])["ca"],
+            "UNICRON_TOKEN_FILE": str(there.state.path / "token"),
+        },
+    )
     (task,) = there.wait_tasks(1)
     assert {rank["node"] for rank in there.wait_whole(task, 3)["ranks"]} == set(site.nodes)
     site.wait(lambda: site.ended(job), "the job ends", LONG_S)
@@ -269,9 +303,11 @@ def test_what_cannot_work_is_told_in_a_line(tmp_path: Path, site: Site) -> None:
     assert "error: there is no unicron on n1" in failed(site, job)
     # A second cluster in one allocation.
     script = tmp_path / "two.sh"
-    script.write_text(f"#!/bin/bash\nbash {SCRIPTS}/cluster.sbatch & sleep 10\n"
-                      f"UNICRON_STATE={tmp_path}/other bash {SCRIPTS}/cluster.sbatch\n"
-                      "echo code $?; kill %1; exit 1\n")
+    script.write_text(
+        f"#!/bin/bash\nbash {SCRIPTS}/cluster.sbatch & sleep 10\n"
+        f"UNICRON_STATE={tmp_path}/other bash {SCRIPTS}/cluster.sbatch\n"
+        "echo code $?; kill %1; exit 1\n"
+    )
     said = failed(site, site.sbatch("-N1", str(script), env=cluster.env))
     assert "error: the control plane does not start" in said, said
     assert "code 2" in said

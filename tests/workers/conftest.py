@@ -19,7 +19,8 @@ def node(memory: MemoryLog, tmp_path: Path) -> AbstractAsyncContextManager[Local
 
 
 @pytest.fixture
-def plane(own_server: embedded_server.Server, tmp_path: Path
-          ) -> AbstractAsyncContextManager[PlaneStub]:
+def plane(
+    own_server: embedded_server.Server, tmp_path: Path
+) -> AbstractAsyncContextManager[PlaneStub]:
     """Async context manager that runs a control plane for agents in separate processes."""
     return agent_driver.plane(own_server.url, tmp_path / "state")

@@ -60,12 +60,21 @@ class Agent:
     `drain_s_max`: how long a stopping agent waits for its ranks to leave; 0: it does not.
     """
 
-    def __init__(self, node: NodeConfig, port: RedisLog, clock: Callable[[], float], pid: int, *,
-                 spool: Spool, left: list[Spool], shim: Shim,
-                 sources: HealthSources | None = None,
-                 rejoin: Callable[[], Awaitable[None]] | None = None,
-                 drain_s_max: float = 0.0,
-                 restart: Callable[[], Callable[[], None] | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        node: NodeConfig,
+        port: RedisLog,
+        clock: Callable[[], float],
+        pid: int,
+        *,
+        spool: Spool,
+        left: list[Spool],
+        shim: Shim,
+        sources: HealthSources | None = None,
+        rejoin: Callable[[], Awaitable[None]] | None = None,
+        drain_s_max: float = 0.0,
+        restart: Callable[[], Callable[[], None] | None] = lambda: None,
+    ) -> None:
         self._node = node
         self._port = port
         self._clock = clock
@@ -105,36 +114,71 @@ class Agent:
         store = self._make_store()
         if self._spool.last:
             self._spool.resume()
-            self._outbox.put(AgentRestarted(node=node.name, incarnation=node.incarnation,
-                                            pid=self._pid, order_format=ORDER_FORMAT_VERSION))
+            self._outbox.put(
+                AgentRestarted(
+                    node=node.name,
+                    incarnation=node.incarnation,
+                    pid=self._pid,
+                    order_format=ORDER_FORMAT_VERSION,
+                )
+            )
         else:
-            self._outbox.put(NodeJoined(
-                node=node.name, incarnation=node.incarnation, host=node.host, pid=self._pid,
-                num_slots=node.num_slots, accelerator="cuda" if node.devices else "cpu",
-                keeper=store.endpoint, labels=node.labels, copies_bytes_max=store.bytes_max,
-                boot_id=linux.boot_id(), order_format=ORDER_FORMAT_VERSION))
+            self._outbox.put(
+                NodeJoined(
+                    node=node.name,
+                    incarnation=node.incarnation,
+                    host=node.host,
+                    pid=self._pid,
+                    num_slots=node.num_slots,
+                    accelerator="cuda" if node.devices else "cpu",
+                    keeper=store.endpoint,
+                    labels=node.labels,
+                    copies_bytes_max=store.bytes_max,
+                    boot_id=linux.boot_id(),
+                    order_format=ORDER_FORMAT_VERSION,
+                )
+            )
         async with asyncio.TaskGroup() as group:
-            health = (HealthMonitor(node, self._sources, self._outbox.put, self._spool,
-                                    self._shim) if self._sources else None)
-            ranks = OrderExecutor(node, self._outbox.put, group, store, self._clock,
-                                  self._shim, self._spool, health.killed if health else None)
+            health = (
+                HealthMonitor(node, self._sources, self._outbox.put, self._spool, self._shim)
+                if self._sources
+                else None
+            )
+            ranks = OrderExecutor(
+                node,
+                self._outbox.put,
+                group,
+                store,
+                self._clock,
+                self._shim,
+                self._spool,
+                health.killed if health else None,
+            )
             try:
                 ranks.adopt()
-                loops = [group.create_task(self._outbox.run(), name="reports"),
-                         group.create_task(self._beat(), name="heartbeats"),
-                         group.create_task(self._ask_address(), name="rejoin"),
-                         group.create_task(self._sweep(ranks), name="sweep"),
-                         group.create_task(self._look(ranks), name="look"),
-                         group.create_task(_every(READ_S, ranks.readers.look), name="read"),
-                         *([group.create_task(_every(WATCH_S, ranks.watch.look), name="watch")]
-                           if node.watch else [])]
+                loops = [
+                    group.create_task(self._outbox.run(), name="reports"),
+                    group.create_task(self._beat(), name="heartbeats"),
+                    group.create_task(self._ask_address(), name="rejoin"),
+                    group.create_task(self._sweep(ranks), name="sweep"),
+                    group.create_task(self._look(ranks), name="look"),
+                    group.create_task(_every(READ_S, ranks.readers.look), name="read"),
+                    *(
+                        [group.create_task(_every(WATCH_S, ranks.watch.look), name="watch")]
+                        if node.watch
+                        else []
+                    ),
+                ]
                 orders = group.create_task(self._follow(ranks), name="orders")
                 heeds = [group.create_task(health.run(), name="health")] if health else []
                 await stop.wait()
                 if (restart := self._restart()) is not None:
                     _log.info("restarting; the ranks run on", ranks=len(ranks.pids))
-                    self._outbox.put(AgentRestarting(node=node.name, incarnation=node.incarnation,
-                                                     back_s=node.gone_s))
+                    self._outbox.put(
+                        AgentRestarting(
+                            node=node.name, incarnation=node.incarnation, back_s=node.gone_s
+                        )
+                    )
                     await self._outbox.flush(FLUSH_S_MAX)
                     restart()
                 await self._drain(ranks)
@@ -143,12 +187,15 @@ class Agent:
                     task.cancel()
                 self._shim.hold(NODE, b"")  # no later agent adopts the ranks of this one
                 # NodeLeft comes first: without it the exits of the ranks would count as faults.
-                self._outbox.put(NodeLeft(node=node.name, incarnation=node.incarnation,
-                                          reason="stopped"))
+                self._outbox.put(
+                    NodeLeft(node=node.name, incarnation=node.incarnation, reason="stopped")
+                )
                 await ranks.stop_all(STOP_GRACE_S)
                 if not await self._outbox.flush(FLUSH_S_MAX):
-                    _log.warning("stopped with reports that the log has not acknowledged",
-                                 num_reports=self._outbox.num_unacked)
+                    _log.warning(
+                        "stopped with reports that the log has not acknowledged",
+                        num_reports=self._outbox.num_unacked,
+                    )
                 for loop in loops:
                     loop.cancel()
             finally:
@@ -162,8 +209,9 @@ class Agent:
         if not (self._drain_s_max and ranks.pids) or self._link.unreachable_s:
             return
         _log.info("draining", ranks=len(ranks.pids), s_max=self._drain_s_max)
-        self._outbox.put(NodeDrained(node=self._node.name, who=self._node.name, role="node",
-                                     reason=AGENT_STOPS))
+        self._outbox.put(
+            NodeDrained(node=self._node.name, who=self._node.name, role="node", reason=AGENT_STOPS)
+        )
         deadline_s = time.monotonic() + self._drain_s_max
         while ranks.pids and time.monotonic() < deadline_s:
             await asyncio.sleep(LOOK_S)
@@ -172,14 +220,26 @@ class Agent:
         node = self._node
 
         def lost(task: int, why: str) -> None:
-            self._outbox.put(MemoryCheckpointsLost(node=node.name, incarnation=node.incarnation,
-                                                   task=task, why=why, keeper_start=store.start))
+            self._outbox.put(
+                MemoryCheckpointsLost(
+                    node=node.name,
+                    incarnation=node.incarnation,
+                    task=task,
+                    why=why,
+                    keeper_start=store.start,
+                )
+            )
 
         store = CheckpointStore(
-            node.host, node.store_secret, os.environ,
+            node.host,
+            node.store_secret,
+            os.environ,
             (MARKER, f"{node.mark}{node.incarnation}:keeper"),
-            node.state_dir / "logs" / f"checkpoint-store-{node.name}.log", lost,
-            first_store_number(node.incarnation), self._shim)
+            node.state_dir / "logs" / f"checkpoint-store-{node.name}.log",
+            lost,
+            first_store_number(node.incarnation),
+            self._shim,
+        )
         return store
 
     async def _follow(self, ranks: OrderExecutor) -> None:
@@ -189,7 +249,8 @@ class Agent:
         while True:
             sent = await self._link.retry(
                 partial(self._port.orders, self._node.name, after=cursor, wait_s=ORDERS_WAIT_S),
-                ORDERS_WAIT_S + CALL_S_MAX)
+                ORDERS_WAIT_S + CALL_S_MAX,
+            )
             if sent and not self._has_joined:
                 # Checked after the read: if NodeJoined is not in the log now, it was not earlier.
                 acked = await self._link.retry(lambda: self._port.acked(self._node.source))
@@ -199,15 +260,19 @@ class Agent:
                 cursor, place = order.cursor, (order.record.epoch, order.record.seq)
                 if place > last:
                     last = place
-                    ranks.execute(order.record, order.store_keys, stale=not self._has_joined,
-                                  again=again)
+                    ranks.execute(
+                        order.record, order.store_keys, stale=not self._has_joined, again=again
+                    )
 
     async def _beat(self) -> None:
         """Send a heartbeat every BEAT_S; a failed one is not retried."""
         while True:
             with suppress(Unavailable, Ambiguous):
-                await self._link.call(lambda: self._port.beat(
-                    self._node.name, self._node.incarnation, self._outbox.num_unacked))
+                await self._link.call(
+                    lambda: self._port.beat(
+                        self._node.name, self._node.incarnation, self._outbox.num_unacked
+                    )
+                )
             await asyncio.sleep(BEAT_S)
 
     async def _ask_address(self) -> None:
@@ -237,8 +302,9 @@ class Agent:
     async def _sweep(self, ranks: OrderExecutor) -> None:
         """Reap orphans that exited while their rank still runs."""
         while True:
-            if dead := [pid for pid in linux.dead_children(self._shim.pid)
-                        if pid not in ranks.pids]:
+            if dead := [
+                pid for pid in linux.dead_children(self._shim.pid) if pid not in ranks.pids
+            ]:
                 self._shim.reap(*dead)
             await asyncio.sleep(SWEEP_S)
 

@@ -35,8 +35,17 @@ class CheckpointStore:
     checkpoints (0: all) and why. `start` is the number of the process; it grows by one after each
     that held a checkpoint, at most by STORES_NUM_MAX: higher ones are the next agent's."""
 
-    def __init__(self, host: str, secret: bytes, env: Mapping[str, str], marker: tuple[str, str],
-                 log_path: Path, lost: Callable[[int, str], None], start: int, shim: Shim) -> None:
+    def __init__(
+        self,
+        host: str,
+        secret: bytes,
+        env: Mapping[str, str],
+        marker: tuple[str, str],
+        log_path: Path,
+        lost: Callable[[int, str], None],
+        start: int,
+        shim: Shim,
+    ) -> None:
         self._shim = shim
         former = shim.held.get(STORE)
         self.start = int(former.note) if former is not None else start
@@ -49,11 +58,16 @@ class CheckpointStore:
         self._lost = lost
         self._loop = asyncio.get_running_loop()
         try:
-            self._listener = (socket.socket(fileno=former.files[0]) if former is not None
-                              else network_address.listen(host, backlog=BACKLOG_NUM))
+            self._listener = (
+                socket.socket(fileno=former.files[0])
+                if former is not None
+                else network_address.listen(host, backlog=BACKLOG_NUM)
+            )
         except OSError as error:
-            raise UsageError(f"the checkpoint store cannot listen at {host}: {error.strerror}",
-                             "free a port of sysctl net.ipv4.ip_local_port_range") from None
+            raise UsageError(
+                f"the checkpoint store cannot listen at {host}: {error.strerror}",
+                "free a port of sysctl net.ipv4.ip_local_port_range",
+            ) from None
         self.pid = 0
         """The pid of the store's process; 0: none runs."""
         self._socket: socket.socket | None = None
@@ -67,7 +81,10 @@ class CheckpointStore:
         if running is not None:
             # It may have held a checkpoint: if it exits, that is reported.
             self.pid, self._socket, self._has_stored = (
-                running.pid, socket.socket(fileno=running.files[0]), True)
+                running.pid,
+                socket.socket(fileno=running.files[0]),
+                True,
+            )
             self._loop.add_reader(self._socket, self._on_message)
             return
         self._hold()
@@ -108,9 +125,14 @@ class CheckpointStore:
                 self._log_path.parent.mkdir(parents=True, exist_ok=True)
                 with self._log_path.open("ab") as log:
                     self.pid = self._shim.start(
-                        STORE_PROCESS, b"", [*ARGV, "--start", str(self.start)], self._env,
-                        log.fileno(), held=[ours.fileno()],
-                        files={"--fd": theirs.fileno(), "--listen": self._listener.fileno()})
+                        STORE_PROCESS,
+                        b"",
+                        [*ARGV, "--start", str(self.start)],
+                        self._env,
+                        log.fileno(),
+                        held=[ours.fileno()],
+                        files={"--fd": theirs.fileno(), "--listen": self._listener.fileno()},
+                    )
         except OSError as error:
             if ours is not None:
                 ours.close()
@@ -142,21 +164,27 @@ class CheckpointStore:
                 self.start += 1
                 self._hold()
             if self.start > self._last:
-                _log.error("no more checkpoint store until the agent restarts", num=STORES_NUM_MAX,
-                           see=str(self._log_path))
+                _log.error(
+                    "no more checkpoint store until the agent restarts",
+                    num=STORES_NUM_MAX,
+                    see=str(self._log_path),
+                )
                 self._listen_no_more()
                 return
-            self._listen_again("the checkpoint store has exited; its checkpoints are lost"
-                               if self._has_stored else
-                               "the checkpoint store has exited before it held a checkpoint",
-                               see=str(self._log_path))
+            self._listen_again(
+                "the checkpoint store has exited; its checkpoints are lost"
+                if self._has_stored
+                else "the checkpoint store has exited before it held a checkpoint",
+                see=str(self._log_path),
+            )
 
     def _listen_again(self, what: str, **more: str) -> None:
         pause_s = backoff_s(self._num_failures, RESTART_S_MAX)
         self._num_failures += 1
         _log.warning(what, again_s=round(pause_s, 3), **more)
         self._restart_timer = self._loop.call_later(
-            pause_s, lambda: self._loop.add_reader(self._listener, self._start))
+            pause_s, lambda: self._loop.add_reader(self._listener, self._start)
+        )
 
     def _end(self) -> None:
         if self._socket is not None:

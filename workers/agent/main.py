@@ -62,15 +62,18 @@ class LockFile:
     def take(self) -> None:
         """Lock. Raises UsageError if another agent holds the lock, also a stopped one."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self._folder / f"{self._node}.lock",
-                             os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(
+            self._folder / f"{self._node}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
             self._lock = -1
-            raise UsageError(f"an agent for node {self._node} already runs on {self._folder}",
-                             "give another --node or --state") from None
+            raise UsageError(
+                f"an agent for node {self._node} already runs on {self._folder}",
+                "give another --node or --state",
+            ) from None
 
     def next_incarnation(self, now_s: float, former: int = 0) -> int:
         """The incarnation of this agent: `former` if it continues that one, else `now_s` in ms,
@@ -146,26 +149,34 @@ def run(options: AgentOptions) -> int:
     # The options have them. No process that an agent starts may: rank, check, store, zygote.
     remove_secrets(TOKEN, URL, REDIS_URL)
     if not sys.platform.startswith("linux"):
-        raise UsageError("an agent runs on Linux only",
-                         "run the control plane here and agents elsewhere")
+        raise UsageError(
+            "an agent runs on Linux only", "run the control plane here and agents elsewhere"
+        )
     run_as = rank_user.find(options.run_as)
     if run_as is None:
-        _log.warning("ranks run as this agent's user and are trusted as the operator",
-                     hint="--run-as USER, see docs/guides/threat-model.md")
+        _log.warning(
+            "ranks run as this agent's user and are trusted as the operator",
+            hint="--run-as USER, see docs/guides/threat-model.md",
+        )
     for variable in rank_variables.others(os.environ):
-        _log.warning("a variable is not as healing needs it: an NCCL fault may end a rank",
-                     variable=variable)
+        _log.warning(
+            "a variable is not as healing needs it: an NCCL fault may end a rank", variable=variable
+        )
     bytes_max(os.environ)  # fail here on a bad value, not at every start of the store
     lock = LockFile(options.state_dir.absolute(), options.node)
     lock.take()
     try:
         if run_as is not None:
-            rank_user.check(run_as, options.state_dir.absolute(),
-                            *filter(None, [os.environ.get("UNICRON_TRACE_DIR")]))
+            rank_user.check(
+                run_as,
+                options.state_dir.absolute(),
+                *filter(None, [os.environ.get("UNICRON_TRACE_DIR")]),
+            )
         return asyncio.run(_run(options, lock, secrets, run_as))
     except LogReplaced as error:
-        _log.error("stopped: the log was replaced by another one; start the agent again",
-                   why=str(error))
+        _log.error(
+            "stopped: the log was replaced by another one; start the agent again", why=str(error)
+        )
         return 1
     except ShimLost as error:
         _log.error("stopped: its processes are gone; start the agent again", why=str(error))
@@ -174,8 +185,9 @@ def run(options: AgentOptions) -> int:
         lock.release()
 
 
-async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str],
-               run_as: RankUser | None) -> int:
+async def _run(
+    options: AgentOptions, lock: LockFile, secrets: Mapping[str, str], run_as: RankUser | None
+) -> int:
     """Start in this order: signals, shim, kill of orphaned processes, join, log, agent.
 
     Stop in this order: agent, shim, log. A signal before the agent serves cancels the start. Later
@@ -187,44 +199,71 @@ async def _run(options: AgentOptions, lock: LockFile, secrets: Mapping[str, str]
     shim, former = await asyncio.to_thread(_attach, state_dir, options.node)
     try:
         incarnation = lock.next_incarnation(
-            time.time(), cast(int, former["incarnation"]) if former else 0)
+            time.time(), cast(int, former["incarnation"]) if former else 0
+        )
         identity = IdentityFile(state_dir / "agents", options.node) if options.enrols else None
         if options.kubernetes:  # with other labels than the former agent's it would end its ranks
-            options = msgspec.structs.replace(options, labels=(
-                msgspec.convert(former["labels"], Labels) if former
-                else await kubernetes.labels_of(options.kubernetes, options.labels)))
+            options = msgspec.structs.replace(
+                options,
+                labels=(
+                    msgspec.convert(former["labels"], Labels)
+                    if former
+                    else await kubernetes.labels_of(options.kubernetes, options.labels)
+                ),
+            )
         joined = await _join(options, incarnation, identity)
         if identity is not None:
             identity.enrolled()
-        log = await _connect(_log_url(options, joined), joined, options.ca,
-                             f"{options.node}/{incarnation}")
+        log = await _connect(
+            _log_url(options, joined), joined, options.ca, f"{options.node}/{incarnation}"
+        )
         try:
             node = _node(options, joined, incarnation, run_as)
             note = _note(node, options)
             if former and former != note:
-                _log.warning("this agent has other options: it ends the ranks of the former one",
-                             former=former, now=note)
+                _log.warning(
+                    "this agent has other options: it ends the ranks of the former one",
+                    former=former,
+                    now=note,
+                )
                 shim.end()
                 return await _run(options, lock, secrets, run_as)
             shim.hold(NODE, msgpack.encode(note))
             shim.serve(node.gone_s)
             spool, left = open_spools(state_dir / "agents", node.name, node.source)
-            sources = (None if os.environ.get(HEALTH) == "off"
-                       else HealthSources(checks=options.checks, kubernetes=options.kubernetes))
+            sources = (
+                None
+                if os.environ.get(HEALTH) == "off"
+                else HealthSources(checks=options.checks, kubernetes=options.kubernetes)
+            )
             signals.is_serving = True
             _log.info("joined", node=node.name, incarnation=incarnation, epoch=joined.epoch)
             if joined.version != __version__:
-                _log.warning("the control plane has another version", version=joined.version,
-                             own=__version__, hint="one image for all; control planes first")
+                _log.warning(
+                    "the control plane has another version",
+                    version=joined.version,
+                    own=__version__,
+                    hint="one image for all; control planes first",
+                )
             serving = asyncio.create_task(
-                output_files.serve(log, node.name, (state_dir / "logs").resolve(), node.devices))
+                output_files.serve(log, node.name, (state_dir / "logs").resolve(), node.devices)
+            )
             try:
-                await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
-                            shim=shim, sources=sources,
-                            rejoin=partial(_rejoin, options, incarnation, identity, joined, log),
-                            drain_s_max=options.drain_s_max,
-                            restart=lambda: partial(_execute_again, secrets) if signals.is_restart
-                            else None).run(stop)
+                await Agent(
+                    node,
+                    log,
+                    time.time,
+                    os.getpid(),
+                    spool=spool,
+                    left=left,
+                    shim=shim,
+                    sources=sources,
+                    rejoin=partial(_rejoin, options, incarnation, identity, joined, log),
+                    drain_s_max=options.drain_s_max,
+                    restart=lambda: (
+                        partial(_execute_again, secrets) if signals.is_restart else None
+                    ),
+                ).run(stop)
             finally:
                 serving.cancel()
             spool.close(forget=not spool.num_unacked)
@@ -244,8 +283,12 @@ def _attach(state_dir: Path, node: str) -> tuple[Shim, dict[str, object]]:
     """The node's shim, a new one if it has none or if the agent that it served has left; and the
     note of that agent."""
     prefix = marker_prefix(state_dir, node)
-    shim = Shim.open(state_dir / "agents" / f"{node}.shim", os.environ,
-                     (MARKER, f"{prefix}:shim"), state_dir / "logs" / f"shim-{node}.log")
+    shim = Shim.open(
+        state_dir / "agents" / f"{node}.shim",
+        os.environ,
+        (MARKER, f"{prefix}:shim"),
+        state_dir / "logs" / f"shim-{node}.log",
+    )
     if NODE in shim.held and not shim.held[NODE].note:
         shim.end()
         return _attach(state_dir, node)
@@ -258,41 +301,79 @@ def _attach(state_dir: Path, node: str) -> tuple[Shim, dict[str, object]]:
     return shim, {}
 
 
-def _node(options: AgentOptions, joined: Joined, incarnation: int, run_as: RankUser | None
-          ) -> NodeConfig:
+def _node(
+    options: AgentOptions, joined: Joined, incarnation: int, run_as: RankUser | None
+) -> NodeConfig:
     return NodeConfig(
-        name=options.node, incarnation=incarnation, cluster=joined.cluster, host=options.host,
-        num_slots=options.num_slots, state_dir=options.state_dir.absolute(), labels=options.labels,
-        devices=_devices(options.num_slots, os.environ), watch=options.watch,
-        rank_argv=options.rank_argv, redact=joined.redact, run_as=run_as,
-        gone_s=joined.agent_gone_s_max, store_secret=store_secret(bytes.fromhex(joined.key)))
+        name=options.node,
+        incarnation=incarnation,
+        cluster=joined.cluster,
+        host=options.host,
+        num_slots=options.num_slots,
+        state_dir=options.state_dir.absolute(),
+        labels=options.labels,
+        devices=_devices(options.num_slots, os.environ),
+        watch=options.watch,
+        rank_argv=options.rank_argv,
+        redact=joined.redact,
+        run_as=run_as,
+        gone_s=joined.agent_gone_s_max,
+        store_secret=store_secret(bytes.fromhex(joined.key)),
+    )
 
 
 def _note(node: NodeConfig, options: AgentOptions) -> dict[str, object]:
     """What the next agent must have in common with this one to adopt its ranks."""
-    return {"incarnation": node.incarnation, "cluster": node.cluster, "host": node.host,
-            "slots": node.num_slots, "devices": list(node.devices), "run_as": options.run_as,
-            "labels": msgspec.to_builtins(node.labels)}
+    return {
+        "incarnation": node.incarnation,
+        "cluster": node.cluster,
+        "host": node.host,
+        "slots": node.num_slots,
+        "devices": list(node.devices),
+        "run_as": options.run_as,
+        "labels": msgspec.to_builtins(node.labels),
+    }
 
 
-async def _join(options: AgentOptions, incarnation: int, identity: IdentityFile | None,
-                s_max: float = JOIN_S_MAX) -> Joined:
+async def _join(
+    options: AgentOptions,
+    incarnation: int,
+    identity: IdentityFile | None,
+    s_max: float = JOIN_S_MAX,
+) -> Joined:
     token, new = options.token, ""
     if identity is not None:
         token, new = (identity.secret, "") if identity.is_enrolled else (token, identity.secret)
     try:
-        return await join(options.url, token, node=options.node, host=options.host,
-                          incarnation=incarnation, labels=options.labels, socket=options.socket,
-                          others=options.others, ca=options.ca, identity=new, s_max=s_max)
+        return await join(
+            options.url,
+            token,
+            node=options.node,
+            host=options.host,
+            incarnation=incarnation,
+            labels=options.labels,
+            socket=options.socket,
+            others=options.others,
+            ca=options.ca,
+            identity=new,
+            s_max=s_max,
+        )
     except TokenRefused as error:
         if identity is not None and identity.is_enrolled:
-            error.hint = (f"an admin: unicron token create --join --node {options.node}; then "
-                          f"remove {identity.path} and start with that command")
+            error.hint = (
+                f"an admin: unicron token create --join --node {options.node}; then "
+                f"remove {identity.path} and start with that command"
+            )
         raise
 
 
-async def _rejoin(options: AgentOptions, incarnation: int, identity: IdentityFile | None,
-                  joined: Joined, log: RedisLog) -> None:
+async def _rejoin(
+    options: AgentOptions,
+    incarnation: int,
+    identity: IdentityFile | None,
+    joined: Joined,
+    log: RedisLog,
+) -> None:
     """Ask the control plane once where the log is now, and with which credentials; use those.
 
     Raises NodeRevoked. A control plane that does not know it may be a
@@ -354,9 +435,12 @@ def open_spools(folder: Path, node: str, source: str) -> tuple[Spool, list[Spool
     folder.mkdir(parents=True, exist_ok=True)
     mine = f"{node}.{source.rpartition('/')[2]}.spool"
     # The file name ends in the incarnation, which is the sort key. A node's name may hold dots.
-    found = sorted((int(number), path) for path in folder.glob(f"{node}.*.spool")
-                   if (number := path.name.removeprefix(f"{node}.").removesuffix(".spool"))
-                   .isdecimal() and path.name != mine)
+    found = sorted(
+        (int(number), path)
+        for path in folder.glob(f"{node}.*.spool")
+        if (number := path.name.removeprefix(f"{node}.").removesuffix(".spool")).isdecimal()
+        and path.name != mine
+    )
     for _, path in found[:-OLD_SPOOLS_NUM_MAX]:
         _log.warning("deleted the undelivered reports of an earlier agent", file=path.name)
         path.unlink()
@@ -372,8 +456,7 @@ def open_spools(folder: Path, node: str, source: str) -> tuple[Spool, list[Spool
 
 
 def log_url(own: str, given: str) -> str:
-    """The server's URL: `own` if it is not empty, with the credentials of `given` if it has none.
-    """
+    """The server's URL: `own` if it is not empty, with the credentials of `given` if it has none."""
     user = urlsplit(given)
     if not own or urlsplit(own).password is not None or user.password is None:
         return own or given
@@ -384,8 +467,10 @@ def _log_url(options: AgentOptions, joined: Joined) -> str:
     """Raises UsageError if the log would be used unencrypted on another host."""
     url = log_url(options.redis_url, joined.redis_url)
     if tls.is_plain(url) and not options.insecure:
-        raise UsageError("the log's server has no TLS: reports would cross the network unencrypted",
-                         "--insecure allows it: on a network that you trust")
+        raise UsageError(
+            "the log's server has no TLS: reports would cross the network unencrypted",
+            "--insecure allows it: on a network that you trust",
+        )
     return url
 
 
@@ -405,27 +490,41 @@ async def _connect(url: str, joined: Joined, ca: str, source: str) -> RedisLog:
             # A server that was just restarted refuses: it has no user for this node yet.
             if time.monotonic() > deadline:
                 await log.close()
-                raise UsageError(f"the log's server cannot be used: {error}",
-                                 "on another host, give --redis URL as seen from here") from None
+                raise UsageError(
+                    f"the log's server cannot be used: {error}",
+                    "on another host, give --redis URL as seen from here",
+                ) from None
         await asyncio.sleep(backoff_s(num_tries))
         num_tries += 1
 
 
 def _devices(num_slots: int, env: Mapping[str, str]) -> tuple[str, ...]:
     """One GPU for each slot, or none. Raises UsageError if there are fewer GPUs than slots."""
-    given = tuple(part.strip() for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",")
-                  if part.strip() not in ("", "-1"))
+    given = tuple(
+        part.strip()
+        for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if part.strip() not in ("", "-1")
+    )
     if given and len(given) < num_slots:
-        raise UsageError(f"{len(given)} GPUs for {num_slots} slots",
-                         "lower --slots, or widen CUDA_VISIBLE_DEVICES")
+        raise UsageError(
+            f"{len(given)} GPUs for {num_slots} slots",
+            "lower --slots, or widen CUDA_VISIBLE_DEVICES",
+        )
     return given[:num_slots]
 
 
 def _configure_logging() -> None:
     if not structlog.is_configured():
-        shown = (structlog.dev.ConsoleRenderer() if sys.stderr.isatty()
-                 else structlog.processors.JSONRenderer())
+        shown = (
+            structlog.dev.ConsoleRenderer()
+            if sys.stderr.isatty()
+            else structlog.processors.JSONRenderer()
+        )
         structlog.configure(
-            processors=[structlog.processors.add_log_level,
-                        structlog.processors.TimeStamper(fmt="iso"), shown],
-            logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LogStream(sys.stderr))))
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso"),
+                shown,
+            ],
+            logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LogStream(sys.stderr))),
+        )

@@ -58,9 +58,17 @@ class OrderExecutor:
     """Owns all ranks of the node. `report` spools a body; `group` owns one task per rank. `clock`
     gives seconds since 1970. `journal` has the notes of a former agent."""
 
-    def __init__(self, node: NodeConfig, report: Put,
-                 group: asyncio.TaskGroup, store: CheckpointStore, clock: Callable[[], float],
-                 shim: Shim, journal: Spool, killed: OomLookup | None = None) -> None:
+    def __init__(
+        self,
+        node: NodeConfig,
+        report: Put,
+        group: asyncio.TaskGroup,
+        store: CheckpointStore,
+        clock: Callable[[], float],
+        shim: Shim,
+        journal: Spool,
+        killed: OomLookup | None = None,
+    ) -> None:
         self._node = node
         self._store = store
         self._starter = Launcher(node, shim)
@@ -89,8 +97,9 @@ class OrderExecutor:
         """The processes that the executor reaps itself."""
         return {rank.process.pid for rank in self._ranks.values() if rank.process is not None}
 
-    def execute(self, record: Record, store_keys: StoreKeys, *, stale: bool = False,
-                again: bool = False) -> None:
+    def execute(
+        self, record: Record, store_keys: StoreKeys, *, stale: bool = False, again: bool = False
+    ) -> None:
         """Execute one order, or what is left of it if a former agent of this incarnation has.
         `stale`: the order is older than this incarnation's NodeJoined. `again`: it may be, and an
         earlier incarnation may have answered it."""
@@ -134,11 +143,21 @@ class OrderExecutor:
                 self._journal.note(key, None)
 
     def _note_orders(self) -> None:
-        starts = {rank.frame.seq for rank in self._ranks.values()
-                  if rank.process is None and not rank.is_withdrawn}
-        self._journal.note(_ORDERS, msgpack.encode(
-            _OrdersNote(epoch=self._last[0], last=self._last[1],
-                        starts=tuple(sorted(starts | self._unstarted)))))
+        starts = {
+            rank.frame.seq
+            for rank in self._ranks.values()
+            if rank.process is None and not rank.is_withdrawn
+        }
+        self._journal.note(
+            _ORDERS,
+            msgpack.encode(
+                _OrdersNote(
+                    epoch=self._last[0],
+                    last=self._last[1],
+                    starts=tuple(sorted(starts | self._unstarted)),
+                )
+            ),
+        )
 
     def _note(self, rank: RankAttempt) -> tuple[str, bytes]:
         return key_of(rank.order), msgpack.encode(rank.note)
@@ -156,25 +175,45 @@ class OrderExecutor:
                     # Its StartRank was withdrawn before it could arrive, or the rank has exited.
                     self._refuse(record.seq, "there is no such rank")
             case orders.Quiesce() as order:
-                self._forward(record, store_keys, [rank for rank in self._of(order.task)
-                                                   if rank.order.rank in order.ranks])
+                self._forward(
+                    record,
+                    store_keys,
+                    [rank for rank in self._of(order.task) if rank.order.rank in order.ranks],
+                )
             case orders.Reconfigure() as order:
                 members = {(m.rank, m.attempt) for m in order.members if m.node == self._node.name}
-                ranks = [rank for rank in self._of(order.task)
-                         if (rank.order.rank, rank.order.attempt) in members]
+                ranks = [
+                    rank
+                    for rank in self._of(order.task)
+                    if (rank.order.rank, rank.order.attempt) in members
+                ]
                 for rank in ranks:
                     rank.note.generation = max(rank.note.generation, order.generation)
                     self._journal.note(*self._note(rank))
                 self._forward(record, store_keys, ranks)
             case orders.Resume() | orders.SetCheckpointStores() as order:
-                self._forward(record, store_keys, [rank for rank in self._of(order.task)
-                                                   if rank.note.generation == order.generation])
+                self._forward(
+                    record,
+                    store_keys,
+                    [
+                        rank
+                        for rank in self._of(order.task)
+                        if rank.note.generation == order.generation
+                    ],
+                )
             case orders.DropMemoryCheckpoints() as order:
                 self._store.forget(order.task)
-                self._report(reports.MemoryCheckpointsLost(
-                    node=self._node.name, incarnation=self._node.incarnation, task=order.task,
-                    why="the task has ended", keeper_start=self._store.start,
-                    order=record.seq), None)
+                self._report(
+                    reports.MemoryCheckpointsLost(
+                        node=self._node.name,
+                        incarnation=self._node.incarnation,
+                        task=order.task,
+                        why="the task has ended",
+                        keeper_start=self._store.start,
+                        order=record.seq,
+                    ),
+                    None,
+                )
             case orders.PublishCheckpoint() as order:
                 self._spawn_task(self._publish(order, record, again), f"publish {record.seq}")
             case orders.InjectFault() as order:
@@ -182,8 +221,11 @@ class OrderExecutor:
                 if order.incarnation == self._node.incarnation:
                     self._inject_fault(order, record.seq)
             case UnknownBody() as order:
-                self._refuse(record.seq, f"this agent does not know the order {order.kind}: "
-                             f"{order.why or 'its kind is newer'}; start a newer agent")
+                self._refuse(
+                    record.seq,
+                    f"this agent does not know the order {order.kind}: "
+                    f"{order.why or 'its kind is newer'}; start a newer agent",
+                )
             case other:
                 self._refuse(record.seq, f"{type(other).__name__} is not an order")
 
@@ -198,8 +240,12 @@ class OrderExecutor:
                 continue
             rank.note.is_suspended = not rank.note.is_suspended
             kind = reports.RankSuspended if rank.note.is_suspended else reports.RankContinued
-            self._report(kind(task=order.task, rank=order.rank, attempt=order.attempt,
-                              pid=process.pid), None, NO_SLOT, self._note(rank))
+            self._report(
+                kind(task=order.task, rank=order.rank, attempt=order.attempt, pid=process.pid),
+                None,
+                NO_SLOT,
+                self._note(rank),
+            )
 
     def _on_monitor_report(self, body: Body, occurred_s: float | None) -> None:
         key = (getattr(body, "task", 0), getattr(body, "rank", -1), getattr(body, "attempt", 0))
@@ -256,16 +302,21 @@ class OrderExecutor:
                 if other.order.attempt >= order.attempt:
                     return  # a repeated order, or one superseded by a later attempt
                 self._stop(other, 0.0)  # a lower attempt of the same rank is fenced
-        self._attempt(order, Frame(body=order, seq=record.seq, epoch=record.epoch,
-                                   store_keys=store_keys))
+        self._attempt(
+            order, Frame(body=order, seq=record.seq, epoch=record.epoch, store_keys=store_keys)
+        )
 
     def _attempt(self, order: orders.StartRank, frame: Frame) -> RankAttempt:
-        rank = RankAttempt(order, frame, ReportLimits(order, self._clock, self._loop.time),
-                           Redactor(environment(order, self._node, os.environ),
-                                    self._node.redact))
+        rank = RankAttempt(
+            order,
+            frame,
+            ReportLimits(order, self._clock, self._loop.time),
+            Redactor(environment(order, self._node, os.environ), self._node.redact),
+        )
         self._ranks[order.task, order.rank, order.attempt] = rank
-        self._spawn_task(self._run_rank(rank),
-                         f"task {order.task} rank {order.rank}.{order.attempt}")
+        self._spawn_task(
+            self._run_rank(rank), f"task {order.task} rank {order.rank}.{order.attempt}"
+        )
         return rank
 
     def _stop(self, rank: RankAttempt, grace_s: float) -> None:
@@ -274,9 +325,18 @@ class OrderExecutor:
             if not rank.is_withdrawn:
                 rank.is_withdrawn = True
                 order = rank.order
-                self._report(reports.RankExited(
-                    task=order.task, rank=order.rank, attempt=order.attempt, pid=0, exit_code=None,
-                    signal=int(signal.SIGTERM), tail="stopped before its start"), None)
+                self._report(
+                    reports.RankExited(
+                        task=order.task,
+                        rank=order.rank,
+                        attempt=order.attempt,
+                        pid=0,
+                        exit_code=None,
+                        signal=int(signal.SIGTERM),
+                        tail="stopped before its start",
+                    ),
+                    None,
+                )
             return
         if rank.stop_at is None or stop_at < rank.stop_at:
             rank.stop_at = stop_at
@@ -286,8 +346,8 @@ class OrderExecutor:
     def _forward(self, record: Record, store_keys: StoreKeys, ranks: list[RankAttempt]) -> None:
         for rank in ranks:
             sent = rank.pipe is not None and rank.pipe.send(
-                Frame(body=record.body, seq=record.seq, epoch=record.epoch,
-                      store_keys=store_keys))
+                Frame(body=record.body, seq=record.seq, epoch=record.epoch, store_keys=store_keys)
+            )
             if not sent and rank.process is not None and not rank.process.has_ended:
                 self._refuse(record.seq, f"rank {rank.order.rank} does not read its pipe")
 
@@ -359,19 +419,30 @@ class OrderExecutor:
         return True
 
     def _pipe(self, rank: RankAttempt, fd: int = -1) -> Pipe:
-        return Pipe(lambda frame: self._on_frame(rank, frame),
-                    lambda why: self._end_faulty(rank, why), rank.limits.bytes_max, fd)
+        return Pipe(
+            lambda frame: self._on_frame(rank, frame),
+            lambda why: self._end_faulty(rank, why),
+            rank.limits.bytes_max,
+            fd,
+        )
 
-    def _begin(self, rank: RankAttempt, process: Process, pipe: Pipe | None,
-               page: ProgressPage | None) -> None:
+    def _begin(
+        self, rank: RankAttempt, process: Process, pipe: Pipe | None, page: ProgressPage | None
+    ) -> None:
         """Monitor a process that runs."""
         order, note = rank.order, rank.note
         rank.process, rank.pipe = process, pipe
         self.watch.begin(order, page, process.pid, is_stalled=note.is_stalled)
         rank.memory = self._exit_reporter.watch(process.pid)
         if order.spec.command and not note.is_ready:
-            self.readers.begin(order, process.log_path, process.log_start, process.pid,
-                               log_at=note.log_at, is_stalled=note.is_stalled)
+            self.readers.begin(
+                order,
+                process.log_path,
+                process.log_start,
+                process.pid,
+                log_at=note.log_at,
+                is_stalled=note.is_stalled,
+            )
         if pipe is not None:
             pipe.started()
 
@@ -379,9 +450,19 @@ class OrderExecutor:
         order = rank.order
         if rank.pipe is not None:
             rank.pipe.send(rank.frame)
-        self._report(reports.RankStarted(
-            task=order.task, rank=order.rank, attempt=order.attempt, node=self._node.name,
-            pid=process.pid, log_path=str(process.log_path)), None, NO_SLOT, self._note(rank))
+        self._report(
+            reports.RankStarted(
+                task=order.task,
+                rank=order.rank,
+                attempt=order.attempt,
+                node=self._node.name,
+                pid=process.pid,
+                log_path=str(process.log_path),
+            ),
+            None,
+            NO_SLOT,
+            self._note(rank),
+        )
 
     async def _watch(self, rank: RankAttempt) -> None:
         process = rank.process
@@ -422,8 +503,14 @@ class OrderExecutor:
         self.readers.end(rank.order)
         known = rank.fault or ("" if rank.stop_at is not None else None)
         exited = await self._exit_reporter.report(
-            rank.order, process, how, rank.memory, error=rank.note.error, known=known,
-            redact=rank.redactor.text)
+            rank.order,
+            process,
+            how,
+            rank.memory,
+            error=rank.note.error,
+            known=known,
+            redact=rank.redactor.text,
+        )
         rank.note.is_exit_reported = True
         self._report(exited, None, NO_SLOT, self._note(rank))
 
@@ -452,11 +539,13 @@ class OrderExecutor:
             self.readers.drop(rank.order)
             rank.note.is_ready = True
         if rank.process is not None and isinstance(
-                body, (reports.RankFinished, reports.InMemoryRecoveryDeclined)):
+            body, (reports.RankFinished, reports.InMemoryRecoveryDeclined)
+        ):
             rank.process.unfollow()  # from now on only the exit of the command counts
             rank.note.followed = 0
-        self._report(body, rank.limits.occurred_s(frame.at_s), rank.order.slot.index,
-                     self._note(rank))
+        self._report(
+            body, rank.limits.occurred_s(frame.at_s), rank.order.slot.index, self._note(rank)
+        )
 
     def _on_adopted(self, rank: RankAttempt, pid: int) -> None:
         """A process may say so twice: before it imports anything (0), and when it connects."""
@@ -469,13 +558,21 @@ class OrderExecutor:
             self._journal.note(*self._note(rank))
             return
         rank.note.has_adopted, order = True, rank.order
-        self._report(reports.RankAdopted(task=order.task, rank=order.rank, attempt=order.attempt),
-                     None, order.slot.index, self._note(rank))
+        self._report(
+            reports.RankAdopted(task=order.task, rank=order.rank, attempt=order.attempt),
+            None,
+            order.slot.index,
+            self._note(rank),
+        )
 
     def _report_dropped(self, rank: RankAttempt, *, is_last: bool = False) -> None:
         if (dropped := rank.limits.take_dropped(is_last=is_last)) is not None:
-            _log.warning("a rank reports too much", rank=rank.order.rank, task=rank.order.task,
-                         num_dropped=dropped.num_dropped)
+            _log.warning(
+                "a rank reports too much",
+                rank=rank.order.rank,
+                task=rank.order.task,
+                num_dropped=dropped.num_dropped,
+            )
             self._report(dropped, None)
 
     def _end_faulty(self, rank: RankAttempt, why: str) -> None:
@@ -495,5 +592,7 @@ class OrderExecutor:
         except PublishRefused as error:
             self._refuse(record.seq, f"checkpoint not published: {error}")
         else:
-            self._report(reports.CheckpointPublished(
-                task=order.task, order=record.seq, path=order.path), None)
+            self._report(
+                reports.CheckpointPublished(task=order.task, order=record.seq, path=order.path),
+                None,
+            )

@@ -56,8 +56,9 @@ def read_part(folder: Path, request: FileRequest) -> FilePart:
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 return FilePart(number=request.number, error="it is not a file")
-            return FilePart(number=request.number,
-                            data=os.pread(file, PART_BYTES_MAX, request.offset))
+            return FilePart(
+                number=request.number, data=os.pread(file, PART_BYTES_MAX, request.offset)
+            )
         finally:
             os.close(file)
     except OSError as error:

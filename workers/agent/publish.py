@@ -55,9 +55,15 @@ class Publisher:
             try:
                 async with asyncio.timeout(PUBLISH_S_MAX):
                     await asyncio.to_thread(
-                        self._publish, cluster=self._cluster, order=record.seq, at_s=record.at_s,
-                        task=order.task, generation=order.generation, output=order.output,
-                        path=order.path)
+                        self._publish,
+                        cluster=self._cluster,
+                        order=record.seq,
+                        at_s=record.at_s,
+                        task=order.task,
+                        generation=order.generation,
+                        output=order.output,
+                        path=order.path,
+                    )
             except (OSError, subprocess.TimeoutExpired) as error:  # also TimeoutError
                 raise PublishRefused(str(error) or "no answer from disk") from None
 
@@ -74,16 +80,18 @@ class _Note(Struct, frozen=True, kw_only=True):
     path: str
 
 
-def publish(*, cluster: str, order: int, at_s: float, task: int, generation: int, output: str,
-            path: str) -> None:
+def publish(
+    *, cluster: str, order: int, at_s: float, task: int, generation: int, output: str, path: str
+) -> None:
     """Point `<output>/latest` at `path`, which is relative to `output`. An order older than the
     last executed one is refused; a repeated one does no harm. Blocks on the disk. Raises
     PublishRefused, Superseded, OSError."""
     relative = PurePosixPath(path)
     if relative.is_absolute() or ".." in relative.parts or not relative.parts:
         raise PublishRefused(f"{path!r} is not a path inside the output folder")
-    note = _Note(cluster=cluster, order=order, at_s=at_s, task=task, generation=generation,
-                 path=path)
+    note = _Note(
+        cluster=cluster, order=order, at_s=at_s, task=task, generation=generation, path=path
+    )
     if is_url(output):
         _publish_url(output, note)
         return
@@ -105,15 +113,25 @@ def _publish_as(user: RankUser, **what: object) -> None:
     """`publish` in a process of the user, who may lay links in the folder: with rights of the
     agent they would be followed. What the process prints is the user's word."""
     with tempfile.TemporaryFile() as said:
-        subprocess.run([sys.executable, "-P", "-m", __name__, json.dumps(what)], cwd="/",
-                       env={**os.environ, "HOME": user.home}, user=user.uid, group=user.gid,
-                       extra_groups=user.groups, stdin=subprocess.DEVNULL, stdout=said,
-                       stderr=subprocess.DEVNULL, check=False, timeout=PUBLISH_S_MAX)
+        subprocess.run(
+            [sys.executable, "-P", "-m", __name__, json.dumps(what)],
+            cwd="/",
+            env={**os.environ, "HOME": user.home},
+            user=user.uid,
+            group=user.gid,
+            extra_groups=user.groups,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.DEVNULL,
+            check=False,
+            timeout=PUBLISH_S_MAX,
+        )
         said.seek(0)
         kind, _, why = said.read(SAID_BYTES_MAX).decode(errors="replace").partition(" ")
     if kind != _DONE:
         raise (Superseded if kind == Superseded.__name__ else PublishRefused)(
-            why or f"no answer as {user.name}")
+            why or f"no answer as {user.name}"
+        )
 
 
 def _publish_url(output: str, note: _Note) -> None:
@@ -128,8 +146,11 @@ def _publish_url(output: str, note: _Note) -> None:
 
 
 def _refuse_older(note: _Note, last: _Note | None) -> None:
-    if (last is not None and last.cluster == note.cluster
-            and (last.at_s, last.order) > (note.at_s, note.order)):
+    if (
+        last is not None
+        and last.cluster == note.cluster
+        and (last.at_s, last.order) > (note.at_s, note.order)
+    ):
         raise Superseded(f"the later order {last.order} has already published {last.path}")
 
 

@@ -180,8 +180,19 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 _decoder = msgspec.msgpack.Decoder(
-    Greeting | Claim | Proof | Offer | ListRequest | List | ShareRequest | PiecesRequest | Go
-    | Checksum | StoredReply | Refused)
+    Greeting
+    | Claim
+    | Proof
+    | Offer
+    | ListRequest
+    | List
+    | ShareRequest
+    | PiecesRequest
+    | Go
+    | Checksum
+    | StoredReply
+    | Refused
+)
 _manifests = msgspec.msgpack.Decoder(Manifest)
 
 
@@ -284,14 +295,22 @@ def connect(endpoint: str, key: StoreKey | None, wait_s: float = STALL_S_MAX) ->
     for this store. No single wait is longer than `wait_s`. Raises OSError, TransferError."""
     if key is None:
         raise TransferError(f"no order has a key of the store at {endpoint}")
-    connection = socket.create_connection(network_address.split_endpoint(endpoint),
-                                          timeout=min(CONNECT_S_MAX, wait_s))
+    connection = socket.create_connection(
+        network_address.split_endpoint(endpoint), timeout=min(CONNECT_S_MAX, wait_s)
+    )
     try:
         connection.settimeout(min(STALL_S_MAX, wait_s))
         greeting = receive(connection, Greeting)
         nonce = secrets.token_bytes(NONCE_LENGTH)
-        send(connection, Claim(task=key.task, generation=key.generation, nonce=nonce,
-                               answer=_answer(key, b"rank", greeting.nonce)))
+        send(
+            connection,
+            Claim(
+                task=key.task,
+                generation=key.generation,
+                nonce=nonce,
+                answer=_answer(key, b"rank", greeting.nonce),
+            ),
+        )
         proof = receive(connection, Proof)
         if not hmac.compare_digest(proof.answer, _answer(key, b"keeper", nonce)):
             raise TransferError(f"{endpoint} does not know the key of task {key.task}")
@@ -311,8 +330,13 @@ def authenticate(connection: socket.socket, secret: bytes) -> StoreKey | None:
     connection.settimeout(STALL_S_MAX)
     key = store_key(secret, claim.task, claim.generation)
     if not hmac.compare_digest(claim.answer, _answer(key, b"rank", nonce)):
-        send(connection, Refused(why=f"this is not the key of task {claim.task}, or the control "
-                                 "plane's secret has changed: then restart the agents"))
+        send(
+            connection,
+            Refused(
+                why=f"this is not the key of task {claim.task}, or the control "
+                "plane's secret has changed: then restart the agents"
+            ),
+        )
         return None
     send(connection, Proof(answer=_answer(key, b"keeper", claim.nonce)))
     return key
@@ -322,8 +346,11 @@ def violation(key: StoreKey, message: Request) -> str:
     """Why the key does not open what the message asks for; "": it does."""
     if message.task != key.task:
         return f"this is the key of task {key.task}, not of {message.task}"
-    if isinstance(message, Offer) and key.generation and (
-            newest := max(message.generation, message.whole[0])) > key.generation:
+    if (
+        isinstance(message, Offer)
+        and key.generation
+        and (newest := max(message.generation, message.whole[0])) > key.generation
+    ):
         return f"this is the key of generation {key.generation}, not of {newest}"
     return ""
 
@@ -376,8 +403,10 @@ class ShareReader:
         sent = receive(connection, Checksum).checksum
         if sent != (found := checksum_of(bytes(manifest), bytes(sums))):
             raise TransferError(f"its list of pieces was altered: received {found}, sent {sent}")
-        self._sums = [int.from_bytes(sums[begin : begin + SUM_BYTES], "big")
-                      for begin in range(0, len(sums), SUM_BYTES)]
+        self._sums = [
+            int.from_bytes(sums[begin : begin + SUM_BYTES], "big")
+            for begin in range(0, len(sums), SUM_BYTES)
+        ]
 
     def read(self, indices: Sequence[int]) -> Iterator[tuple[Piece, memoryview]]:
         """These pieces, each verified and in a buffer of its own."""

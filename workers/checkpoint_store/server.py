@@ -64,8 +64,12 @@ def main() -> None:
     def notify(task: int) -> None:
         agent.send(task.to_bytes(protocol.TASK_BYTES, "big"))
 
-    store = CheckpointStore(bytes_max(os.environ), notify,
-                            lambda: notify(protocol.FIRST_CHECKPOINT_CODE), start=args.start)
+    store = CheckpointStore(
+        bytes_max(os.environ),
+        notify,
+        lambda: notify(protocol.FIRST_CHECKPOINT_CODE),
+        start=args.start,
+    )
     log_line(f"memory for checkpoints: {store.bytes_max} bytes")
     threading.Thread(target=_serve_for_ever, args=(listener, store, secret), daemon=True).start()
     while data := agent.recv(protocol.TASK_BYTES):
@@ -128,8 +132,14 @@ def serve(listener: socket.socket, store: CheckpointStore, secret: bytes) -> Non
             failures.succeeded("accept")
 
 
-def _serve_connection(connection: socket.socket, host: str, store: CheckpointStore, secret: bytes,
-                      free: threading.Semaphore, failures: FailureLog) -> None:
+def _serve_connection(
+    connection: socket.socket,
+    host: str,
+    store: CheckpointStore,
+    secret: bytes,
+    free: threading.Semaphore,
+    failures: FailureLog,
+) -> None:
     try:
         with connection:
             handle_connection(connection, store, secret, failures)
@@ -141,8 +151,9 @@ def _serve_connection(connection: socket.socket, host: str, store: CheckpointSto
         free.release()
 
 
-def handle_connection(connection: socket.socket, store: CheckpointStore, secret: bytes,
-                      failures: FailureLog) -> None:
+def handle_connection(
+    connection: socket.socket, store: CheckpointStore, secret: bytes, failures: FailureLog
+) -> None:
     """Serve one connection, from the greeting on. Raises OSError, TransferError."""
     key = protocol.authenticate(connection, secret)
     if key is None:
@@ -155,14 +166,16 @@ def handle_connection(connection: socket.socket, store: CheckpointStore, secret:
         case Offer() as offer:
             _receive(connection, store, offer, failures)
         case ListRequest() as request:
-            protocol.send(connection, protocol.List(
-                offers=tuple(one.offer for one in store.of(request.task))))
+            protocol.send(
+                connection, protocol.List(offers=tuple(one.offer for one in store.of(request.task)))
+            )
         case ShareRequest() as request:
             _send(connection, store, request)
 
 
-def _receive(connection: socket.socket, store: CheckpointStore, offer: Offer,
-             failures: FailureLog) -> None:
+def _receive(
+    connection: socket.socket, store: CheckpointStore, offer: Offer, failures: FailureLog
+) -> None:
     task = f"task {offer.task}"
     try:
         memory = store.reserve(offer)
@@ -184,8 +197,7 @@ def _receive(connection: socket.socket, store: CheckpointStore, offer: Offer,
     protocol.send(connection, answer)
 
 
-def _receive_share(connection: socket.socket, offer: Offer, memory: mmap.mmap
-                   ) -> StoredCheckpoint:
+def _receive_share(connection: socket.socket, offer: Offer, memory: mmap.mmap) -> StoredCheckpoint:
     """Receive a share and verify it. Raises OSError, TransferError, StoreRefused."""
     data, begin = memoryview(memory), offer.manifest_bytes
     protocol.read_exactly(connection, data[:begin])
@@ -201,17 +213,20 @@ def _receive_share(connection: socket.socket, offer: Offer, memory: mmap.mmap
     if sums != protocol.encode_sums(codes) or sent != protocol.checksum_of(encoded, sums):
         found = protocol.checksum_of(encoded, protocol.encode_sums(codes))
         raise StoreRefused(f"checkpoint altered: received {found}, sent {sent}")
-    return StoredCheckpoint(offer=offer, manifest=manifest, sums=sums, checksum=sent,
-                            memory=memory)
+    return StoredCheckpoint(offer=offer, manifest=manifest, sums=sums, checksum=sent, memory=memory)
 
 
 def _send(connection: socket.socket, store: CheckpointStore, request: ShareRequest) -> None:
     """Send a share's list of pieces, then the pieces that the rank asks for, until it closes."""
     stored = store.find(request)
     if stored is None:
-        protocol.send(connection, Refused(
-            why=f"no share {request.share} of task {request.task} generation "
-            f"{request.generation} step {request.step_version}"))
+        protocol.send(
+            connection,
+            Refused(
+                why=f"no share {request.share} of task {request.task} generation "
+                f"{request.generation} step {request.step_version}"
+            ),
+        )
         return
     pieces = stored.pieces()
     protocol.send(connection, stored.offer)

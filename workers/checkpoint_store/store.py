@@ -52,8 +52,14 @@ class CheckpointStore:
     number: a later store of its node has a higher number.
     """
 
-    def __init__(self, bytes_max: int, lost: Callable[[int], None],
-                 first: Callable[[], None] = lambda: None, *, start: int = 0) -> None:
+    def __init__(
+        self,
+        bytes_max: int,
+        lost: Callable[[int], None],
+        first: Callable[[], None] = lambda: None,
+        *,
+        start: int = 0,
+    ) -> None:
         self.bytes_max = bytes_max
         self.start = start
         self._lost = lost
@@ -76,8 +82,10 @@ class CheckpointStore:
     @property
     def used_bytes(self) -> int:
         """Bytes of complete and incoming shares."""
-        return sum(offer.copy_bytes for offer in (
-            *(one.offer for one in self._stored), *self._incoming.values()))
+        return sum(
+            offer.copy_bytes
+            for offer in (*(one.offer for one in self._stored), *self._incoming.values())
+        )
 
     def reserve(self, offer: Offer) -> mmap.mmap:
         """Reserve memory for an incoming share. If memory is short, shares are removed: first those
@@ -91,8 +99,9 @@ class CheckpointStore:
                 raise StoreRefused(f"share {offer.share} of {offer.num_shares}")
             bytes_max = min(self.bytes_max, offer.bytes_max or self.bytes_max)
             if not 0 < offer.manifest_bytes <= offer.copy_bytes <= bytes_max:
-                raise StoreRefused(f"share of {offer.copy_bytes} bytes does not fit into "
-                                   f"{bytes_max}")
+                raise StoreRefused(
+                    f"share of {offer.copy_bytes} bytes does not fit into {bytes_max}"
+                )
             removed = self._to_remove_for(offer, bytes_max)
             try:
                 memory = mmap.mmap(-1, offer.copy_bytes)
@@ -117,19 +126,28 @@ class CheckpointStore:
             self._check_generation(offer)
             there = self._same(offer)
             if there and there[-1].offer.version > offer.version:
-                raise StoreRefused(f"task {offer.task} has a newer checkpoint than generation "
-                                   f"{offer.generation} step {offer.step_version}")
+                raise StoreRefused(
+                    f"task {offer.task} has a newer checkpoint than generation "
+                    f"{offer.generation} step {offer.step_version}"
+                )
             del self._incoming[id(stored.memory)]
             self._without_checkpoint.discard(offer.task)
             whole = self._whole.get(offer.task, (0, 0))
             # A version that is not known to be whole is worth less than the one that is.
-            others = [one for one in there if (one.offer.version, one.offer.num_shares) != (
-                offer.version, offer.num_shares)]
+            others = [
+                one
+                for one in there
+                if (one.offer.version, one.offer.num_shares) != (offer.version, offer.num_shares)
+            ]
             kept = [one for one in others if one.offer.version == whole] or others
             kept = kept[1 - CHECKPOINTS_NUM_MAX :]
-            self._stored = [one for one in self._stored if (one not in there or one in kept)
-                            # no newer version is whole
-                            and one.offer.version >= self._whole.get(one.offer.task, (0, 0))]
+            self._stored = [
+                one
+                for one in self._stored
+                if (one not in there or one in kept)
+                # no newer version is whole
+                and one.offer.version >= self._whole.get(one.offer.task, (0, 0))
+            ]
             self._stored.append(stored)
             is_first, self._is_new = self._is_new, False
         if is_first:
@@ -155,8 +173,10 @@ class CheckpointStore:
             for one in self._of(request.task):
                 offer = one.offer
                 if (offer.version, offer.share, offer.num_shares) == (
-                        (request.generation, request.step_version), request.share,
-                        request.num_shares):
+                    (request.generation, request.step_version),
+                    request.share,
+                    request.num_shares,
+                ):
                     return one
             return None
 
@@ -181,15 +201,20 @@ class CheckpointStore:
     def _check_generation(self, offer: Offer) -> None:
         newest = self._newest.get(offer.task, 0)
         if offer.generation < newest:
-            raise StoreRefused(f"generation {offer.generation} of task {offer.task} is over: "
-                               f"it has checkpoints of generation {newest}")
+            raise StoreRefused(
+                f"generation {offer.generation} of task {offer.task} is over: "
+                f"it has checkpoints of generation {newest}"
+            )
 
     def _to_remove_for(self, offer: Offer, bytes_max: int) -> list[StoredCheckpoint]:
         """The shares to remove for `offer`. Raises StoreRefused if that is not enough."""
         last = {(one.offer.task, one.offer.share): one for one in self._stored}
-        older = [one for one in self._stored
-                 if one is not last[one.offer.task, one.offer.share]
-                 or (one.offer.task == offer.task and one.offer.version < offer.whole)]
+        older = [
+            one
+            for one in self._stored
+            if one is not last[one.offer.task, one.offer.share]
+            or (one.offer.task == offer.task and one.offer.version < offer.whole)
+        ]
         removed: list[StoredCheckpoint] = []
         over_bytes = self.used_bytes + offer.copy_bytes - bytes_max
         for one in (*older, *(one for one in self._same(offer)[-1:] if one not in older)):
@@ -198,8 +223,10 @@ class CheckpointStore:
             removed.append(one)
             over_bytes -= one.offer.copy_bytes
         if over_bytes > 0:
-            raise StoreRefused(f"share of {offer.copy_bytes} bytes does not fit beside the "
-                               f"{self.used_bytes} of {bytes_max} in use")
+            raise StoreRefused(
+                f"share of {offer.copy_bytes} bytes does not fit beside the "
+                f"{self.used_bytes} of {bytes_max} in use"
+            )
         return removed
 
 
@@ -220,6 +247,10 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> int:
     """The least of MemAvailable and of the free memory of each cgroup of this process."""
     lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()
     available_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    free = [found[1] for folders, is_v1 in folders_of(proc / "self", cgroups) for folder in folders
-            if (found := limit_and_free(folder, ("inactive_file", "active_file"), is_v1=is_v1))]
+    free = [
+        found[1]
+        for folders, is_v1 in folders_of(proc / "self", cgroups)
+        for folder in folders
+        if (found := limit_and_free(folder, ("inactive_file", "active_file"), is_v1=is_v1))
+    ]
     return max(0, min([available_kib * 1024, *free]))

@@ -48,11 +48,13 @@ EXCEPTION = "exception"
 
 _XID = re.compile(
     r"\bxid\b(?: ?\([^)]{0,40}\) ?:|s?[\"']?(?:[ _-]?(?:errors?|code|event|number|is|of)){0,3}"
-    r"[\"']? ?[:=#]? ?)\s?(\d{1,4})(?!\d|:\d)")
+    r"[\"']? ?[:=#]? ?)\s?(\d{1,4})(?!\d|:\d)"
+)
 _PREVIOUS_XID = re.compile(r"caused by previous xid (\d{1,4})")
 _PCI = re.compile(
     r"\b([0-9a-f]{3,8}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-9a-f])?|(?<=gpu )[0-9a-f]{2}:[0-9a-f]{2}"
-    r"\.[0-9a-f])(?!\w|:\w)")
+    r"\.[0-9a-f])(?!\w|:\w)"
+)
 _GPU_WORDS = ("xid", "nvrm", "gpu", "nvidia ")
 _INDEX = re.compile(r"\b(?:gpu|device(?: ordinal)?|cuda:)[ =:#]{0,2}(\d{1,3})\b(?![.\w]|:\w)")
 _PEER = re.compile(
@@ -62,7 +64,8 @@ _PEER = re.compile(
     r"\[?(?:::ffff:)?(?P<plain>[\w.%-]{2,100}|[0-9a-f:]{2,45}(?:%\w{1,15})?)\]?[<:]"
     r"(?P<port>\d{1,5})>?"
     r"|\((?P<pair>[\w.%:-]{1,100}), (?P<pair_port>\d{1,5})\)"
-    r"|(?P<alone>\d{1,3}(?:\.\d{1,3}){3}))")
+    r"|(?P<alone>\d{1,3}(?:\.\d{1,3}){3}))"
+)
 _FRAME = re.compile(r"file \"[^\"]{1,300}\", line \d")
 _GROUP = "sub-exception"
 _MEMBER = re.compile(r"\+-{16}(?: (?:\d{1,9}|\.{3}) -{16}|-{20})[ \t]*$", re.MULTILINE)
@@ -89,8 +92,9 @@ def _deepest(text: str) -> tuple[Verdict, int]:
     best, best_depth = NOTHING, len(RULES)
     for pieces in _messages(text):
         # A rule may match only in a later piece, so the best verdict of all pieces counts.
-        found, depth = min(map(_line_verdict, pieces), key=lambda one: (
-            one[1], _ORDER.get(one[0].rule, -1)))  # -1: not in RULES, as an XID
+        found, depth = min(
+            map(_line_verdict, pieces), key=lambda one: (one[1], _ORDER.get(one[0].rule, -1))
+        )  # -1: not in RULES, as an XID
         if found.rule and depth < best_depth:
             best, best_depth = found, depth
             if depth == HARDWARE:
@@ -104,13 +108,13 @@ def _messages(text: str) -> Iterator[list[str]]:
     group), and is indented further. A frame may have no code."""
     column = -1
     for line in text.splitlines():
-        quoted = column >= 0 and line[column:column + 2] == "  "
+        quoted = column >= 0 and line[column : column + 2] == "  "
         frame = _FRAME.search(line[:LINE_CHARS_MAX].lower()) if '", line ' in line else None
         column = frame.start() if frame is not None else -1
         if frame is not None or quoted or not line or line.isspace():
             continue
         step = LINE_CHARS_MAX if len(line) <= LINE_CHARS_MAX else LINE_CHARS_MAX - OVERLAP_CHARS
-        yield [line[start:start + LINE_CHARS_MAX] for start in range(0, len(line), step)]
+        yield [line[start : start + LINE_CHARS_MAX] for start in range(0, len(line), step)]
 
 
 def _line_verdict(line: str) -> tuple[Verdict, int]:
@@ -155,7 +159,8 @@ def _ignored_by(line: str, lowered: str) -> IgnoreRule | None:
         return _LEVEL_RULE
     for rule in IGNORE_RULES:
         if any(word in lowered for word in rule.words) and (
-                rule.pattern is None or rule.pattern.search(lowered) is not None):
+            rule.pattern is None or rule.pattern.search(lowered) is not None
+        ):
             return rule
     return None
 
@@ -166,19 +171,29 @@ _LEVEL_RULE = IgnoreRule("level", (), None)
 def _xid_verdict(line: str, lowered: str, number: re.Match[str]) -> tuple[Verdict, int]:
     """The verdict of an XID; if the line names an earlier one as its cause (45 does), of that."""
     xid = int(number[1])
-    text = lowered[number.end():number.end() + 200]
+    text = lowered[number.end() : number.end() + 200]
     cause = _PREVIOUS_XID.search(lowered)
     status = (xid_status(int(cause[1]), text) if cause is not None else "") or xid_status(xid, text)
-    return Verdict(status, f"xid-{xid}" if xid else "xid-none", second_hand=cause is not None,
-                   line=_excerpt(line, number.start()), code=xid, device=_device(lowered)
-                   ), HARDWARE if status else len(RULES) - 1
+    return Verdict(
+        status,
+        f"xid-{xid}" if xid else "xid-none",
+        second_hand=cause is not None,
+        line=_excerpt(line, number.start()),
+        code=xid,
+        device=_device(lowered),
+    ), HARDWARE if status else len(RULES) - 1
 
 
 def _verdict(rule: Rule, line: str, lowered: str, at: int) -> Verdict:
     peer = _PEER.search(lowered) if rule.depth > KILLED else None
-    return Verdict(rule.status, rule.name, rule.second_hand, _excerpt(line, at),
-                   _peer(peer, line) if peer is not None else "",
-                   device=_device(lowered) if rule.depth <= KILLED else "")
+    return Verdict(
+        rule.status,
+        rule.name,
+        rule.second_hand,
+        _excerpt(line, at),
+        _peer(peer, line) if peer is not None else "",
+        device=_device(lowered) if rule.depth <= KILLED else "",
+    )
 
 
 def _excerpt(line: str, at: int) -> str:
@@ -186,7 +201,7 @@ def _excerpt(line: str, at: int) -> str:
     if len(line) <= SHOWN_CHARS_MAX:
         return line.strip()
     start = max(0, min(at - SHOWN_CHARS_MAX // 4, len(line) - SHOWN_CHARS_MAX))
-    return line[start:start + SHOWN_CHARS_MAX].strip()
+    return line[start : start + SHOWN_CHARS_MAX].strip()
 
 
 def _device(lowered: str) -> str:
@@ -201,6 +216,6 @@ def _device(lowered: str) -> str:
 def _peer(found: re.Match[str], line: str) -> str:
     for host, port in (("plain", "port"), ("pair", "pair_port")):
         if found[host]:
-            name = line[found.start(host):found.end(host)]
+            name = line[found.start(host) : found.end(host)]
             return f"[{name}]:{found[port]}" if ":" in name else f"{name}:{found[port]}"
     return found["alone"] or ""

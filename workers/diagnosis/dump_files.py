@@ -61,7 +61,8 @@ def read_files(paths: Iterable[Path]) -> list[Dump]:
             raise UsageError(
                 f"rank {dump.rank} is there twice: in {found[dump.rank][1]} and in {path}",
                 "give one file for all ranks, or the files of one job at one time; ranks are "
-                "numbered across all its nodes")
+                "numbered across all its nodes",
+            )
         found[dump.rank] = dump, path
     return [found[rank][0] for rank in sorted(found)]
 
@@ -73,12 +74,12 @@ def _refuse_several_jobs(dumps: Iterable[tuple[Dump, Path]]) -> None:
         if dump.job.world:
             jobs.setdefault(dump.job, path)
     if len(jobs) > 1:
-        parts = [f"{_job_name(job)} (as {path})"
-                 for job, path in list(jobs.items())[:JOBS_NUM_MAX]]
+        parts = [f"{_job_name(job)} (as {path})" for job, path in list(jobs.items())[:JOBS_NUM_MAX]]
         raise UsageError(
             f"these dumps are of {len(jobs)} jobs, or of several attempts: {', '.join(parts)}",
             "give only the files of one of them, written at one time: the folder may also have "
-            "older ones (ls -lt)")
+            "older ones (ls -lt)",
+        )
 
 
 def _job_name(job: Job) -> str:
@@ -92,9 +93,14 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
         if not path.is_dir():
             yield path, ""
             continue
-        inside = sorted(one for one in path.iterdir()
-                        if one.is_file() and (_NAMED.search(one.name) or one.suffix == ".json")
-                        and not one.name.startswith(".") and not one.name.endswith(OTHER_FILES))
+        inside = sorted(
+            one
+            for one in path.iterdir()
+            if one.is_file()
+            and (_NAMED.search(one.name) or one.suffix == ".json")
+            and not one.name.startswith(".")
+            and not one.name.endswith(OTHER_FILES)
+        )
         if not inside:
             raise UsageError(f"{path}: no dump in this folder", HINT)
         if len(inside) > FILES_NUM_MAX:
@@ -116,8 +122,10 @@ def _read_file(path: Path) -> list[Dump]:
         return [dump]
     named = _NAMED.search(path.name)
     if named is None:
-        raise UsageError(f"{path}: its name does not end in a rank",
-                         "name each file after its rank, as torch does: nccl_trace_rank_7")
+        raise UsageError(
+            f"{path}: its name does not end in a rank",
+            "name each file after its rank, as torch does: nccl_trace_rank_7",
+        )
     return [dump._replace(rank=int(named[1]))]
 
 
@@ -127,19 +135,32 @@ def _document(path: Path) -> object:
     with path.open("rb") as file:
         data = file.read(FILE_BYTES_MAX + 1)
     if len(data) > FILE_BYTES_MAX:
-        raise UsageError(f"{path}: longer than {FILE_BYTES_MAX >> 20} MiB",
-                         "give one file per rank")
+        raise UsageError(
+            f"{path}: longer than {FILE_BYTES_MAX >> 20} MiB", "give one file per rank"
+        )
     try:
         return _unpickled(data) if data[:1] == b"\x80" else msgspec.json.decode(data)
     except _ImportRefused as error:
-        raise UsageError(f"{path}: refused: it would load {error}",
-                         "a flight-recorder dump holds plain values only; do not trust this "
-                         "file") from None
-    except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, TypeError,
-            AttributeError, MemoryError, OverflowError, RecursionError) as error:
-        raise UsageError(f"{path}: cut off, or not a flight-recorder dump: "
-                         f"{str(error) or type(error).__name__}",
-                         "if the rank exited while it wrote this file, leave it out") from None
+        raise UsageError(
+            f"{path}: refused: it would load {error}",
+            "a flight-recorder dump holds plain values only; do not trust this file",
+        ) from None
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        IndexError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        MemoryError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise UsageError(
+            f"{path}: cut off, or not a flight-recorder dump: {str(error) or type(error).__name__}",
+            "if the rank exited while it wrote this file, leave it out",
+        ) from None
 
 
 def _unpickled(data: bytes) -> object:

@@ -122,7 +122,8 @@ class _Entry(Struct):
     @property
     def is_done(self) -> bool:
         return self.state == "completed" or (
-            self.retired and self.profiling_name.startswith("gloo"))
+            self.retired and self.profiling_name.startswith("gloo")
+        )
 
 
 class _Group(Struct):
@@ -153,15 +154,19 @@ def read(rank: int, document: object) -> Dump:
 
 
 def _read(rank: int, dump: _Document) -> Dump:
-    entries = sorted((entry for entry in dump.entries if entry.process_group),
-                     key=lambda entry: entry.record_id)
+    entries = sorted(
+        (entry for entry in dump.entries if entry.process_group), key=lambda entry: entry.record_id
+    )
     newest: dict[str, int] = {}
     for entry in entries:
         newest[entry.group] = max(newest.get(entry.group, -1), entry.pg_id)
     entries = [entry for entry in entries if entry.pg_id == newest[entry.group]]
     config = {name: one for name, one in dump.pg_config.items() if name}  # gloo has one without
-    members = {_group_name(name, one.desc): found for name, one in config.items()
-               if (found := msgspec.json.decode(one.ranks or "[]", type=tuple[_Whole, ...]))}
+    members = {
+        _group_name(name, one.desc): found
+        for name, one in config.items()
+        if (found := msgspec.json.decode(one.ranks or "[]", type=tuple[_Whole, ...]))
+    }
     entered: dict[str, int] = {}
     ended: dict[str, _Entry] = {}
     for entry in entries:
@@ -172,48 +177,70 @@ def _read(rank: int, dump: _Document) -> Dump:
             ended[group] = entry
     world = next((ranks for group, ranks in members.items() if group.endswith(" default_pg")), ())
     return Dump(
-        rank=rank, members=members, entered=entered,
+        rank=rank,
+        members=members,
+        entered=entered,
         completed={group: entry.collective_seq_id for group, entry in ended.items()},
         status=_status(dump.pg_status, config, newest),
-        pending=tuple(_op(entry, members) for entry in entries if not entry.is_done
-                      and not entry.profiling_name.endswith(":coalesced")),
+        pending=tuple(
+            _op(entry, members)
+            for entry in entries
+            if not entry.is_done and not entry.profiling_name.endswith(":coalesced")
+        ),
         ended=tuple(_op(entry, members) for entry in ended.values()),
-        mixed=frozenset(entry.group for entry in entries
-                        if entry.is_p2p or entry.collective_seq_id != entry.op_id),
-        records_starts=any(entry.time_discovered_started_ns or entry.state == "started"
-                           for entry in entries),
+        mixed=frozenset(
+            entry.group
+            for entry in entries
+            if entry.is_p2p or entry.collective_seq_id != entry.op_id
+        ),
+        records_starts=any(
+            entry.time_discovered_started_ns or entry.state == "started" for entry in entries
+        ),
         dumped_ns=dump.dumped_ns,
-        job=Job(tuple(sorted(world)), dump.task, dump.generation) if world else Job())
+        job=Job(tuple(sorted(world)), dump.task, dump.generation) if world else Job(),
+    )
 
 
 def _group_name(name: str, desc: str = "") -> str:
     return f"{name} {desc}" if desc not in ("", "undefined") else name
 
 
-def _status(status: Mapping[int, _Status], config: Mapping[str, _Group],
-            newest: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+def _status(
+    status: Mapping[int, _Status], config: Mapping[str, _Group], newest: Mapping[str, int]
+) -> dict[str, tuple[int, int]]:
     """Group -> (entered, completed), for each group number that can be mapped to a name."""
     named = {number: group for group, number in newest.items()}
     if len(status) == len(config) and all(name.isdecimal() for name in config):
-        guessed = {number: _group_name(name, config[name].desc) for number, name in
-                   zip(sorted(status), sorted(config, key=int), strict=True)}
+        guessed = {
+            number: _group_name(name, config[name].desc)
+            for number, name in zip(sorted(status), sorted(config, key=int), strict=True)
+        }
         if all(guessed.get(number, group) == group for number, group in named.items()):
             named = {**guessed, **named}
-    return {named[number]: (max(one.last_enqueued_collective, 0),
-                            max(one.last_completed_collective, 0))
-            for number, one in status.items() if number in named}
+    return {
+        named[number]: (max(one.last_enqueued_collective, 0), max(one.last_completed_collective, 0))
+        for number, one in status.items()
+        if number in named
+    }
 
 
 def _op(entry: _Entry, members: Mapping[str, Sequence[int]]) -> Op:
     name = entry.profiling_name.partition(":")[2] or "?"
-    op = Op(entry.group, entry.collective_seq_id, name, entry.time_created_ns, entry.record_id,
-            entry.state == "started")
+    op = Op(
+        entry.group,
+        entry.collective_seq_id,
+        name,
+        entry.time_created_ns,
+        entry.record_id,
+        entry.state == "started",
+    )
     ends = _ENDS.search(name) if entry.is_p2p else None
     if ends is None:
         return op._replace(tensors=_tensors(entry, name))
     ranks = members.get(op.group, ())
-    one, other = (ranks[index] if index < len(ranks) else index
-                  for index in (int(ends[2]), int(ends[3])))
+    one, other = (
+        ranks[index] if index < len(ranks) else index for index in (int(ends[2]), int(ends[3]))
+    )
     source, target = (one, other) if ends[1] == "send" else (other, one)
     return op._replace(name=ends[1], seq=entry.p2p_seq_id, source=source, target=target)
 
@@ -222,5 +249,7 @@ def _tensors(entry: _Entry, name: str) -> str:
     """Number of elements and data types of the input; NCCL and gloo ignore the shape."""
     if not any(word in name for word in _SAME_INPUT) or "sparse" in name:
         return ""
-    return ", ".join(f"{math.prod(size[:DIMENSIONS_NUM_MAX])} {dtype}"
-                     for size, dtype in zip(entry.input_sizes, entry.input_dtypes, strict=False))
+    return ", ".join(
+        f"{math.prod(size[:DIMENSIONS_NUM_MAX])} {dtype}"
+        for size, dtype in zip(entry.input_sizes, entry.input_dtypes, strict=False)
+    )

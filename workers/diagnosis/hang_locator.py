@@ -15,8 +15,16 @@ from .flight_recorder import Dump, Op
 
 # --- The wait-for graph between ranks, built from their dumps ---
 Key = tuple[str, int, int, int]
-_ALL_TAKE_PART = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter",
-                  "all_to_all", "alltoall", "barrier")
+_ALL_TAKE_PART = (
+    "all_reduce",
+    "allreduce",
+    "all_gather",
+    "allgather",
+    "reduce_scatter",
+    "all_to_all",
+    "alltoall",
+    "barrier",
+)
 """Collectives that complete on no rank before all ranks have entered them."""
 
 
@@ -27,8 +35,9 @@ class WaitGraph:
         self._dumps = {rank: dumps[rank] for rank in sorted(dumps)}
         self._mixed = frozenset[str]().union(*(dump.mixed for dump in dumps.values()))
         self._members = _members(self._dumps)
-        self.ranks = tuple(sorted({*dumps, *(
-            rank for group in self._members.values() for rank in group)}))
+        self.ranks = tuple(
+            sorted({*dumps, *(rank for group in self._members.values() for rank in group)})
+        )
         self.missing = tuple(rank for rank in self.ranks if rank not in dumps)
         self._contradicted = self._find_contradicted()
         self._completed: dict[tuple[Key, str], list[int]] = {}
@@ -39,8 +48,9 @@ class WaitGraph:
         collectives, and these others. If it completed only on a minority, these members gave up,
         and nothing is reported."""
         for rank, dump in self._dumps.items():
-            own = [op for op in dump.pending
-                   if op.is_p2p or op.seq > self.completed(rank, op.group)]
+            own = [
+                op for op in dump.pending if op.is_p2p or op.seq > self.completed(rank, op.group)
+            ]
             unseen = {op: by for op in own if (by := self._completed_by(op.key, op.name))}
             for op, by in list(unseen.items())[:1]:
                 self.stale[rank] = op, len(unseen), by
@@ -77,8 +87,9 @@ class WaitGraph:
         waiting = [dump for dump in self._dumps.values() if dump.pending]
         if not all(dump.dumped_ns for dump in waiting):
             return inf
-        return max(((dump.dumped_ns - dump.pending[0].at_ns) / 1e9 for dump in waiting),
-                   default=inf)
+        return max(
+            ((dump.dumped_ns - dump.pending[0].at_ns) / 1e9 for dump in waiting), default=inf
+        )
 
     # --- one rank in one group ---------------------------------------------------------------
     def entered(self, rank: int, group: str) -> int:
@@ -101,8 +112,9 @@ class WaitGraph:
         dump = self._dumps.get(rank)
         if dump is None or (group in self._mixed and group not in dump.entered):
             return 0
-        foremost = max((self.entered(one, group) for one in self._members.get(group, ())),
-                       default=0)
+        foremost = max(
+            (self.entered(one, group) for one in self._members.get(group, ())), default=0
+        )
         return max(foremost - self.entered(rank, group), 0)
 
     def participants(self, op: Op) -> tuple[int, ...]:
@@ -115,19 +127,26 @@ class WaitGraph:
         """Whether the dump of the rank shows earlier communication and no pending operation, and
         no rank waits for it."""
         dump = self._dumps.get(rank)
-        return (dump is not None and not dump.pending and rank not in self._contradicted
-                and bool(dump.entered or any(last for last, _ in dump.status.values()))
-                and not self.waiters[rank])
+        return (
+            dump is not None
+            and not dump.pending
+            and rank not in self._contradicted
+            and bool(dump.entered or any(last for last, _ in dump.status.values()))
+            and not self.waiters[rank]
+        )
 
     # --- all together --------------------------------------------------------------------------
     def _find_contradicted(self) -> frozenset[int]:
         """Ranks that report the completion of a collective that others have not entered. Such a
         rank gave up, or was the source of a broadcast."""
         return frozenset(
-            rank for group, members in self._members.items()
+            rank
+            for group, members in self._members.items()
             if (dumped := [one for one in members if one in self._dumps])
             for least in [min(self.entered(one, group) for one in dumped)]
-            for rank in dumped if self.completed(rank, group) > least)
+            for rank in dumped
+            if self.completed(rank, group) > least
+        )
 
     def _completed_by(self, key: Key, name: str) -> list[int]:
         """The ranks on which a collective completed; none if their reports are not reliable."""
@@ -135,8 +154,11 @@ class WaitGraph:
             group, seq, source, _ = key
             takes_all = source < 0 and any(word in name for word in _ALL_TAKE_PART)
             members = [one for one in self._members.get(group, ()) if one in self._dumps]
-            by = [one for one in members if takes_all and self.completed(one, group) >= seq
-                  and one not in self._contradicted]
+            by = [
+                one
+                for one in members
+                if takes_all and self.completed(one, group) >= seq and one not in self._contradicted
+            ]
             self._completed[key, name] = by if 2 * len(by) >= len(members) else []
         return self._completed[key, name]
 
@@ -223,8 +245,10 @@ def _members(dumps: Mapping[int, Dump]) -> dict[str, tuple[int, ...]]:
             listed[group] = members
         for group in dumps[rank].entered:
             found[group].add(rank)
-    return {group: listed.get(group) or tuple(sorted(found.get(group, ())))
-            for group in sorted({*listed, *found})}
+    return {
+        group: listed.get(group) or tuple(sorted(found.get(group, ())))
+        for group in sorted({*listed, *found})
+    }
 
 
 WAIT_S_MIN = 1.0
@@ -303,19 +327,25 @@ def locate(dumps: Iterable[Dump]) -> HangLocation:
         for rank in ranks:
             if rank not in found and waits.is_idle(rank):
                 found[rank] = Suspect(
-                    rank, "waits for nothing, while the others wait", "idle", "medium")
+                    rank, "waits for nothing, while the others wait", "idle", "medium"
+                )
     blind = bool(waits.has_waits and waits.missing)
     verdict = "hang" if found or blind else "network" if stuck else "none"
     return HangLocation(
-        verdict, tuple(found[rank] for rank in sorted(found)),
-        tuple(_waiting(waits, rank) for rank in ranks if rank not in found
-              and waits.pending[rank]) if verdict != "none" else (),
+        verdict,
+        tuple(found[rank] for rank in sorted(found)),
+        tuple(_waiting(waits, rank) for rank in ranks if rank not in found and waits.pending[rank])
+        if verdict != "none"
+        else (),
         tuple(stuck[key] for key in sorted(stuck)) if not found else (),
-        waits.missing, len(ranks))
+        waits.missing,
+        len(ranks),
+    )
 
 
-def _judge(waits: WaitGraph, rank: int, found: dict[int, Suspect],
-           stuck: dict[Key, StuckCollective]) -> None:
+def _judge(
+    waits: WaitGraph, rank: int, found: dict[int, Suspect], stuck: dict[Key, StuckCollective]
+) -> None:
     """Judge a rank that waits for no other rank."""
     if rank in found or rank in waits.missing:
         return
@@ -331,8 +361,12 @@ def _judge(waits: WaitGraph, rank: int, found: dict[int, Suspect],
 def _is_passed(waits: WaitGraph, rank: int) -> bool:
     """Whether a peer also entered this operation, and waits for this rank in a later operation."""
     key = waits.pending[rank][0].key
-    return any(op.key == key for one in waits.waiters[rank] for op in waits.pending[one]
-               if op.order < waits.edges[one][rank].order)
+    return any(
+        op.key == key
+        for one in waits.waiters[rank]
+        for op in waits.pending[one]
+        if op.order < waits.edges[one][rank].order
+    )
 
 
 def _judge_cycle(waits: WaitGraph, sink: set[int], found: dict[int, Suspect]) -> None:
@@ -340,12 +374,15 @@ def _judge_cycle(waits: WaitGraph, sink: set[int], found: dict[int, Suspect]) ->
     ranks have a fault. Name the targets of the oldest wait, with low confidence."""
     if not sink.isdisjoint(found):
         return
-    _, waiter, target = min((op.at_ns, rank, other) for rank in sink
-                            for other, op in waits.edges[rank].items())
+    _, waiter, target = min(
+        (op.at_ns, rank, other) for rank in sink for other, op in waits.edges[rank].items()
+    )
     op = waits.edges[waiter][target]
     for rank in sorted(sink.intersection(waits.not_entered(waiter, op) or [target])):
-        why = (f"waits in a circle with {in_words(sink)}: {_did_not(waits, rank, op)}; "
-               f"the ranks may enter their collectives in different orders")
+        why = (
+            f"waits in a circle with {in_words(sink)}: {_did_not(waits, rank, op)}; "
+            f"the ranks may enter their collectives in different orders"
+        )
         found[rank] = _behind(waits, rank)._replace(why=why, confidence="low")
 
 
@@ -359,11 +396,26 @@ def _judge_missing(waits: WaitGraph, found: dict[int, Suspect]) -> None:
         found[rank] = _suspect(waits, rank, op, "no dump", "medium", why)
 
 
-def _suspect(waits: WaitGraph, rank: int, op: Op, state: str, confidence: str, why: str,
-             waited_by: Iterable[int] | None = None) -> Suspect:
-    return Suspect(rank, why, state, confidence, op.group, op.name, op.seq,
-                   waits.behind(rank, op.group),
-                   tuple(waits.waiters[rank] if waited_by is None else waited_by))
+def _suspect(
+    waits: WaitGraph,
+    rank: int,
+    op: Op,
+    state: str,
+    confidence: str,
+    why: str,
+    waited_by: Iterable[int] | None = None,
+) -> Suspect:
+    return Suspect(
+        rank,
+        why,
+        state,
+        confidence,
+        op.group,
+        op.name,
+        op.seq,
+        waits.behind(rank, op.group),
+        tuple(waits.waiters[rank] if waited_by is None else waited_by),
+    )
 
 
 def _behind(waits: WaitGraph, rank: int) -> Suspect:
@@ -371,28 +423,37 @@ def _behind(waits: WaitGraph, rank: int) -> Suspect:
     waiter, op = waits.first_waiter(rank)
     by = [one for one in waits.waiters[rank] if op.key in {o.key for o in waits.pending[one]}]
     if rank not in waits.unstarted[op.key]:
-        return _suspect(waits, rank, op, "not entered", "high", _did_not(waits, rank, op),
-                        by or [waiter])
-    why = (f"entered {_op_in_words(op, waits)}, but its kernel has not started; those of "
-           f"{in_words(waits.started[op.key])} have")
+        return _suspect(
+            waits, rank, op, "not entered", "high", _did_not(waits, rank, op), by or [waiter]
+        )
+    why = (
+        f"entered {_op_in_words(op, waits)}, but its kernel has not started; those of "
+        f"{in_words(waits.started[op.key])} have"
+    )
     return _suspect(waits, rank, op, "not started", "high", why, by or [waiter])
 
 
 def _did_not(waits: WaitGraph, rank: int, op: Op) -> str:
     if op.is_p2p:
-        return (f"has not entered its side of {_op_in_words(op, waits)}, in which rank "
-                f"{op.target if rank == op.source else op.source} waits")
+        return (
+            f"has not entered its side of {_op_in_words(op, waits)}, in which rank "
+            f"{op.target if rank == op.source else op.source} waits"
+        )
     entered = [one for one in waits.participants(op) if waits.has_entered(one, op)]
     behind = waits.behind(rank, op.group)
-    return (f"did not enter {_op_in_words(op, waits)}, which {in_words(entered)} entered; it is "
-            f"{behind} behind there, its last is {waits.entered(rank, op.group)}")
+    return (
+        f"did not enter {_op_in_words(op, waits)}, which {in_words(entered)} entered; it is "
+        f"{behind} behind there, its last is {waits.entered(rank, op.group)}"
+    )
 
 
 def _stale(waits: WaitGraph, rank: int) -> Suspect:
     op, num, peers = waits.stale[rank]
-    why = (f"does not see the end of {_op_in_words(op, waits)}, "
-           + (f"nor of {num - 1} after it, " if num > 1 else "")
-           + f"which {in_words(peers)} finished with it: its device no longer answers")
+    why = (
+        f"does not see the end of {_op_in_words(op, waits)}, "
+        + (f"nor of {num - 1} after it, " if num > 1 else "")
+        + f"which {in_words(peers)} finished with it: its device no longer answers"
+    )
     if behind := waits.behind(rank, op.group):
         why += f"; it is {behind} behind there"
     return _suspect(waits, rank, op, "not completed", "high" if num > 1 else "medium", why)
@@ -417,11 +478,20 @@ def _mismatched(waits: WaitGraph) -> dict[int, Suspect]:
                 op, theirs = ops[rank], ops[peers[0]]
                 mine, other = (
                     f"{one.name} of {clipped(one.tensors, TENSORS_CHARS_MAX)}"
-                    if op.name == theirs.name else one.name for one in (op, theirs))
-                why = (f"called {mine} as number {op.seq} of {op.group}, where "
-                       f"{in_words(peers)} called {other}")
-                found.setdefault(rank, _suspect(waits, rank, op, "mismatched",
-                                                "high" if has_majority else "low", why, peers))
+                    if op.name == theirs.name
+                    else one.name
+                    for one in (op, theirs)
+                )
+                why = (
+                    f"called {mine} as number {op.seq} of {op.group}, where "
+                    f"{in_words(peers)} called {other}"
+                )
+                found.setdefault(
+                    rank,
+                    _suspect(
+                        waits, rank, op, "mismatched", "high" if has_majority else "low", why, peers
+                    ),
+                )
     return found
 
 

@@ -116,19 +116,23 @@ class Level:
             if len(self._reference) < REFERENCE_NUM:
                 self._reference.add(older)
         level, plain = self._reference.quantile(0.5), self._reference.quantile(PLAIN_SHARE)
-        if self._has_changed(WINDOW_NUM * again, level,
-                             max(PLAIN_TIMES, DEGRADED_TIMES * plain / level)):
+        if self._has_changed(
+            WINDOW_NUM * again, level, max(PLAIN_TIMES, DEGRADED_TIMES * plain / level)
+        ):
             return True
-        return (len(self._reference) >= min(num // again, REFERENCE_NUM)
-                and self._has_changed(num, level,
-                                      max(DEGRADED_TIMES, 1 + NOISE_TIMES * self.noise)))
+        return len(self._reference) >= min(num // again, REFERENCE_NUM) and self._has_changed(
+            num, level, max(DEGRADED_TIMES, 1 + NOISE_TIMES * self.noise)
+        )
 
     def _has_recovered(self) -> bool:
         """Whether three quarters of the last values are usual again; adopt their level."""
         if not self.is_degraded or len(self._recent) < WINDOW_NUM:
             return False
-        usual = sorted(value for value in list(self._recent)[-WINDOW_NUM:]
-                       if value < DEGRADED_TIMES * self.normal)
+        usual = sorted(
+            value
+            for value in list(self._recent)[-WINDOW_NUM:]
+            if value < DEGRADED_TIMES * self.normal
+        )
         if 4 * len(usual) < 3 * WINDOW_NUM:
             return False
         self.now = usual[len(usual) // 2]
@@ -183,8 +187,11 @@ class StepTimeMonitor:
         if not average_s:
             return 0.0
         before_s = self._boundaries.largest(2)
-        if (kind == "first" or len(self._times) < WARM_UP_NUM
-                or (kind == "boundary" and not before_s)):
+        if (
+            kind == "first"
+            or len(self._times) < WARM_UP_NUM
+            or (kind == "boundary" and not before_s)
+        ):
             return max(LENIENT_TIMES * average_s, LENIENT_S)
         shown_s = min(self._times.largest(SHOWN_NUM), SHOWN_TIMES_MAX * average_s)
         if kind == "boundary":
@@ -208,8 +215,11 @@ class StepTimeMonitor:
 
     def _has_improved(self) -> bool:
         """Whether a degradation was reported, and iterations are 1.1 x faster now."""
-        return (self.own.is_degraded and self._reported_s > 0
-                and self.recent().iteration_s * DEGRADED_TIMES <= self._reported_s)
+        return (
+            self.own.is_degraded
+            and self._reported_s > 0
+            and self.recent().iteration_s * DEGRADED_TIMES <= self._reported_s
+        )
 
     def recent(self) -> StepTimeChange:
         """The step time of the last usual iterations. Needs one."""

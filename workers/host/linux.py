@@ -86,8 +86,7 @@ def environ(pid: int) -> list[bytes]:
 def thread_names() -> list[str]:
     """The names of this process's threads, the main thread first."""
     folders = sorted(Path("/proc/self/task").iterdir(), key=lambda one: int(one.name))
-    return [(one / "comm").read_text(encoding="utf-8", errors="replace").strip()
-            for one in folders]
+    return [(one / "comm").read_text(encoding="utf-8", errors="replace").strip() for one in folders]
 
 
 def environ_after_execve(pid: int) -> list[bytes] | None:
@@ -147,8 +146,9 @@ def dead_children(parent: int) -> list[int]:
     return [proc.pid for proc in procs if proc.state == "Z"]
 
 
-def kill_marked(marker: bytes, but: Callable[[Proc, bytes], bool] = lambda proc, entry: False
-                ) -> list[Proc]:
+def kill_marked(
+    marker: bytes, but: Callable[[Proc, bytes], bool] = lambda proc, entry: False
+) -> list[Proc]:
     """SIGKILL every other process with an environment entry that begins with `marker`, unless `but`
     of the process and the entry is true. Returns those that were killed."""
     found: list[Proc] = []

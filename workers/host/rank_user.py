@@ -41,33 +41,52 @@ def find(name: str) -> RankUser | None:
     if not name:
         return None
     if os.geteuid() != 0:
-        raise UsageError("--run-as: only root can start processes as another user",
-                         "start it as root, or leave --run-as out: ranks are then trusted as you")
+        raise UsageError(
+            "--run-as: only root can start processes as another user",
+            "start it as root, or leave --run-as out: ranks are then trusted as you",
+        )
     try:
         entry = pwd.getpwnam(name)
     except (KeyError, ValueError):
         raise UsageError(f"--run-as: there is no user {name!r}", "useradd --system NAME") from None
     if entry.pw_uid == 0:
         raise UsageError(f"--run-as: {name} is root", "give a user without rights")
-    return RankUser(name, entry.pw_uid, entry.pw_gid,
-                    tuple(os.getgrouplist(name, entry.pw_gid)), entry.pw_dir)
+    return RankUser(
+        name, entry.pw_uid, entry.pw_gid, tuple(os.getgrouplist(name, entry.pw_gid)), entry.pw_dir
+    )
 
 
 def check(user: RankUser, private: Path, *folders: str) -> None:
     """Check, as this user, that Python and this package can be loaded, that the temporary folder,
     /dev/shm and `folders` can be written, and `private` cannot be entered. Raises UsageError."""
     try:
-        done = subprocess.run([sys.executable, "-P", "-c", _PROBE, str(private),
-                               tempfile.gettempdir(), "/dev/shm", *folders], cwd="/",
-                              capture_output=True, text=True, check=False, timeout=PROBE_S_MAX,
-                              preexec_fn=lambda: become(user))
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                _PROBE,
+                str(private),
+                tempfile.gettempdir(),
+                "/dev/shm",
+                *folders,
+            ],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PROBE_S_MAX,
+            preexec_fn=lambda: become(user),
+        )
         why = done.stderr.strip().splitlines()[-1:] if done.returncode else []
     except (OSError, subprocess.SubprocessError) as error:
         why = [f"it cannot run {sys.executable}: {error}"]
     for line in why:
-        raise UsageError(f"--run-as {user.name}: {line}",
-                         "ranks need Python, Unicron, their data, and to write their output, as "
-                         "docs/guides/threat-model.md lists; the state folder must be closed")
+        raise UsageError(
+            f"--run-as {user.name}: {line}",
+            "ranks need Python, Unicron, their data, and to write their output, as "
+            "docs/guides/threat-model.md lists; the state folder must be closed",
+        )
 
 
 def become(user: RankUser | None) -> None:

@@ -110,8 +110,9 @@ def send(connection: socket.socket, message: Struct, files: Sequence[int] = ()) 
 
 def receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> tuple[T, list[int]]:
     """The next message and its files. Raises EOFError if the other side is gone, OSError."""
-    head, files, _, _ = socket.recv_fds(connection, _HEAD.size, FILES_NUM_MAX,
-                                        socket.MSG_CMSG_CLOEXEC)
+    head, files, _, _ = socket.recv_fds(
+        connection, _HEAD.size, FILES_NUM_MAX, socket.MSG_CMSG_CLOEXEC
+    )
     num_bytes = _HEAD.unpack(head)[0] if len(head) == _HEAD.size else 0
     data = bytearray()
     while len(data) < num_bytes and (part := connection.recv(num_bytes - len(data))):
@@ -214,8 +215,9 @@ class _Shim:
                 self._end()
         return Reply()
 
-    def _hold(self, held: Held, files: list[int],
-              popen: subprocess.Popen[bytes] | None = None) -> None:
+    def _hold(
+        self, held: Held, files: list[int], popen: subprocess.Popen[bytes] | None = None
+    ) -> None:
         self._release(held.key)
         self._entries[held.key] = _Entry(held, files, popen)
 
@@ -228,7 +230,7 @@ class _Shim:
                 entry.popen.poll()
 
     def _start(self, start: Start, files: list[int]) -> Reply:
-        log, theirs, ours = files[0], files[1:1 + len(start.names)], files[1 + len(start.names):]
+        log, theirs, ours = files[0], files[1 : 1 + len(start.names)], files[1 + len(start.names) :]
         argv, env = list(start.argv), dict(start.env)
         for name, file in zip(start.names, theirs, strict=True):
             if name.startswith("--"):
@@ -244,8 +246,16 @@ class _Shim:
                 linux.die_with(parent)  # a change of the user clears it
 
             popen = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, pass_fds=theirs,
-                cwd=start.folder or None, start_new_session=True, preexec_fn=prepare)
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=env,
+                pass_fds=theirs,
+                cwd=start.folder or None,
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
         except (OSError, ValueError, UsageError) as error:
             for file in ours:
                 os.close(file)

@@ -69,9 +69,17 @@ _decoder = msgspec.msgpack.Decoder(_Wire)
 
 def pack(frame: Frame) -> bytes:
     kind, v, raw = encode_body(frame.body)
-    data = _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), seq=frame.seq,
-                                 epoch=frame.epoch, at_s=frame.at_s,
-                                 store_keys=frame.store_keys))
+    data = _encoder.encode(
+        _Wire(
+            kind=kind,
+            v=v,
+            body=Raw(raw),
+            seq=frame.seq,
+            epoch=frame.epoch,
+            at_s=frame.at_s,
+            store_keys=frame.store_keys,
+        )
+    )
     assert len(data) <= FRAME_BYTES_MAX, f"{kind} of {len(data)} bytes"
     return _HEAD.pack(len(data)) + data
 
@@ -115,15 +123,26 @@ class Unpacker:
                 break
             wire = _decoder.decode(bytes(self._buffer[_HEAD.size : end]))
             del self._buffer[:end]
-            frames.append(Frame(body=_body(wire), seq=wire.seq, epoch=wire.epoch, at_s=wire.at_s,
-                                num_bytes=num_bytes, store_keys=wire.store_keys))
+            frames.append(
+                Frame(
+                    body=_body(wire),
+                    seq=wire.seq,
+                    epoch=wire.epoch,
+                    at_s=wire.at_s,
+                    num_bytes=num_bytes,
+                    store_keys=wire.store_keys,
+                )
+            )
         return frames
 
 
 def _body(wire: _Wire) -> Body:
     own = _NO_RECORDS.get(wire.kind)
-    return (msgspec.msgpack.decode(wire.body, type=own) if own is not None
-            else decode_body(wire.kind, wire.v, bytes(wire.body)))
+    return (
+        msgspec.msgpack.decode(wire.body, type=own)
+        if own is not None
+        else decode_body(wire.kind, wire.v, bytes(wire.body))
+    )
 
 
 # --- Between an agent and its zygote: one message each way, over SOCK_SEQPACKET ---

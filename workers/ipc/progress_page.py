@@ -108,9 +108,21 @@ class ProgressWriter:
             self._starved_from_s = starved_s
             self._phase = phase
         self._num = num = self._num + 1
-        _MARK.pack_into(self._page, (num & 1) * _MARK_BYTES, num, self._generation,
-                        self._iteration, self._collective, phase, self._kind, what.encode(), now_s,
-                        self._began_s, self._waited_s, num)
+        _MARK.pack_into(
+            self._page,
+            (num & 1) * _MARK_BYTES,
+            num,
+            self._generation,
+            self._iteration,
+            self._collective,
+            phase,
+            self._kind,
+            what.encode(),
+            now_s,
+            self._began_s,
+            self._waited_s,
+            num,
+        )
 
     def enter(self, what: str, phase: Phase = COLLECTIVE_CODE) -> None:
         """Enter the iteration's next collective; with OWN_CODE: start it and continue to work."""
@@ -124,9 +136,17 @@ class ProgressWriter:
         self.mark("end", OUTSIDE_CODE)
         iteration_s = time.monotonic() - self._began_s
         self._num_done = num = self._num_done + 1
-        _DONE.pack_into(self._page, _RING_BYTES + num % RING_NUM * _DONE_BYTES, num,
-                        self._generation, self._iteration, iteration_s,
-                        max(0.0, iteration_s - self._waited_s - self._starved_s), self._kind, num)
+        _DONE.pack_into(
+            self._page,
+            _RING_BYTES + num % RING_NUM * _DONE_BYTES,
+            num,
+            self._generation,
+            self._iteration,
+            iteration_s,
+            max(0.0, iteration_s - self._waited_s - self._starved_s),
+            self._kind,
+            num,
+        )
 
 
 class ProgressPage:
@@ -151,8 +171,8 @@ class ProgressPage:
         newest: tuple[Any, ...] = (0,)
         for place in (0, 1):
             at = place * _MARK_BYTES
-            data = self._page[at: at + _MARK.size]
-            if data != self._page[at: at + _MARK.size]:
+            data = self._page[at : at + _MARK.size]
+            if data != self._page[at : at + _MARK.size]:
                 continue  # being written: the other place holds the previous mark
             fields = _MARK.unpack(data)
             if fields[0] == fields[-1] and fields[0] > newest[0]:
@@ -161,8 +181,18 @@ class ProgressPage:
             return None
         num, generation, iteration, collective, phase, kind, what, *times, _ = newest
         at_s, began_s, waited_s = times
-        return Mark(num, generation, iteration, collective, phase, KINDS[kind],
-                    what.rstrip(b"\0").decode("ascii", "replace"), at_s, began_s, waited_s)
+        return Mark(
+            num,
+            generation,
+            iteration,
+            collective,
+            phase,
+            KINDS[kind],
+            what.rstrip(b"\0").decode("ascii", "replace"),
+            at_s,
+            began_s,
+            waited_s,
+        )
 
     def done(self, after: int) -> list[FinishedIteration]:
         """The finished iterations after number `after` that the ring still has, oldest first."""
@@ -178,9 +208,9 @@ class ProgressPage:
     def _done(self, num: int) -> FinishedIteration | None:
         """The record in the slot of this number; None while it is written."""
         at = _RING_BYTES + num % RING_NUM * _DONE_BYTES
-        data = self._page[at: at + _DONE.size]
+        data = self._page[at : at + _DONE.size]
         number, generation, iteration, iteration_s, own_s, kind, again = _DONE.unpack(data)
-        if number != again or data != self._page[at: at + _DONE.size]:
+        if number != again or data != self._page[at : at + _DONE.size]:
             return None
         return FinishedIteration(number, generation, iteration, iteration_s, own_s, KINDS[kind])
 

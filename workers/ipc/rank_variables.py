@@ -8,10 +8,14 @@ NEEDED = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     # The rank writes its dumps itself. A thread of torch would ask the store every second whether
     # to write one, and fill the log when the store's connection is gone.
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
 def others(environment: Mapping[str, str]) -> list[str]:
     """NAME=VALUE of those that are set to something else: an NCCL fault may then end the rank."""
-    return [f"{name}={environment[name]}" for name, value in NEEDED.items()
-            if environment.get(name, value) != value]
+    return [
+        f"{name}={environment[name]}"
+        for name, value in NEEDED.items()
+        if environment.get(name, value) != value
+    ]

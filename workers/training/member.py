@@ -45,8 +45,9 @@ log = structlog.get_logger()
 
 def expected_position(start: StartRank, train: Train) -> tuple[Axes, int]:
     """The layout and position for which a process builds before the first Reconfigure."""
-    axes = start.axes or next(train.parallel.layouts(start.num_seats, train.num_micro_batches),
-                              Axes())
+    axes = start.axes or next(
+        train.parallel.layouts(start.num_seats, train.num_micro_batches), Axes()
+    )
     place = start.place if start.place >= 0 else start.rank
     return axes, place % num_positions(axes)
 
@@ -55,15 +56,22 @@ class Member:
     """One rank's process, from RankReady to RankFinished. `generation` is the newest that an order
     named, `joined` whether the member is in it."""
 
-    def __init__(self, control: Control, start: StartRank, environment: Mapping[str, str],
-                 pulse: ProgressWriter, work: Workload) -> None:
+    def __init__(
+        self,
+        control: Control,
+        start: StartRank,
+        environment: Mapping[str, str],
+        pulse: ProgressWriter,
+        work: Workload,
+    ) -> None:
         self.control = control
         self.start = start
         self._ids = {"task": start.task, "rank": start.rank, "attempt": start.attempt}
         self.work = work
         self.train = work.train
-        self.trace = trace_of(environment.get("UNICRON_TRACE_DIR", ""), start.task, start.rank,
-                              start.attempt)
+        self.trace = trace_of(
+            environment.get("UNICRON_TRACE_DIR", ""), start.task, start.rank, start.attempt
+        )
         self.trace.note("start", 0, NO_STATE)
         self.pulse = pulse
         self.recorder = Recorder(start.task, start.rank)
@@ -83,8 +91,9 @@ class Member:
         device = cpu_device.prepare_device()
         self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
         self.communicators.on_groups = work.on_groups
-        self.exclude_new_sockets = (self.communicators.exclude_new_sockets
-                                    if is_url(self.train.output) else nullcontext)
+        self.exclude_new_sockets = (
+            self.communicators.exclude_new_sockets if is_url(self.train.output) else nullcontext
+        )
         with self.exclude_new_sockets():
             checkpoint.check_output(self.train.output)
         words = work.load()
@@ -93,28 +102,45 @@ class Member:
         begins = start.attempt == 1 and not start.checkpoint
         with self.communicators.without_peers(axes, place) as roots:
             self.trace.note("build", 0, NO_STATE)
-            trainee = with_shards(work.build(device, self.communicators.groups, axes, place,
-                                             begins=begins))
+            trainee = with_shards(
+                work.build(device, self.communicators.groups, axes, place, begins=begins)
+            )
             self.size = work.whole_size(trainee, self.communicators.alone())
             roots += trainee.roots
         self.history = History()
-        self.iteration = Iteration(trainee, control, self.communicators, words, self.trace, pulse,
-                                   self.history)
-        self.recovery = StateRecovery(start, work, self.communicators, self.iteration,
-                                      control.store_keys, begins=begins,
-                                      sparing=self.exclude_new_sockets, note=self._note)
+        self.iteration = Iteration(
+            trainee, control, self.communicators, words, self.trace, pulse, self.history
+        )
+        self.recovery = StateRecovery(
+            start,
+            work,
+            self.communicators,
+            self.iteration,
+            control.store_keys,
+            begins=begins,
+            sparing=self.exclude_new_sockets,
+            note=self._note,
+        )
         self.copier = memory_checkpoint.MemorySaver(
-            start, control.store_keys, spare=self.communicators.spare,
-            tell=control.tell_unless_behind, note=self.trace.note)
+            start,
+            control.store_keys,
+            spare=self.communicators.spare,
+            tell=control.tell_unless_behind,
+            note=self.trace.note,
+        )
         self.iteration.copy_status = lambda: self.copier.status(self._current_stores())
-        self.savers = [Saver(form, exclude_new_sockets=self.exclude_new_sockets,
-                             note=self.trace.note) for form in (
-            OwnFormat(self.train.output, self.train.checkpoint_every, start.task, control.tell),
-            *work.exports)]
+        self.savers = [
+            Saver(form, exclude_new_sockets=self.exclude_new_sockets, note=self.trace.note)
+            for form in (
+                OwnFormat(self.train.output, self.train.checkpoint_every, start.task, control.tell),
+                *work.exports,
+            )
+        ]
         self.iteration.before_change = self._detach_snapshots
         self.iteration.is_read_after = self._is_read_after
         self.iteration.is_saving = lambda: any(
-            saver.is_saving(self.generation) for saver in self.savers)
+            saver.is_saving(self.generation) for saver in self.savers
+        )
         self.digest = words.digest
         self.settled = 0
         """The step version from which the current generation trains."""
@@ -143,11 +169,17 @@ class Member:
         """Report RankReady, then carry out orders until all iterations are done. Yields None when a
         generation starts to train, and each iteration that all members have stepped. Then
         `run_collectively` may be called."""
-        self.control.tell(reports.RankReady(
-            **self._ids, endpoint=self.communicators.endpoint,
-            num_params=self.size.num_params, state_bytes=self.size.state_bytes,
-            iteration_flops=self.work.flops,
-            data_digest=self.digest, rounding_why=self.work.rounding_why))
+        self.control.tell(
+            reports.RankReady(
+                **self._ids,
+                endpoint=self.communicators.endpoint,
+                num_params=self.size.num_params,
+                state_bytes=self.size.state_bytes,
+                iteration_flops=self.work.flops,
+                data_digest=self.digest,
+                rounding_why=self.work.rounding_why,
+            )
+        )
         self._note("ready")
         finished = False
         while not finished:
@@ -189,7 +221,8 @@ class Member:
             why = "stopped before it began"
         except (RuntimeError, *ABORTED) as error:
             if is_cuda_error(error) or (
-                    isinstance(error, ABORTED) and not self.communicators.woken):
+                isinstance(error, ABORTED) and not self.communicators.woken
+            ):
                 raise
             why = f"{type(error).__name__}: {error}".strip()
         if self.communicators.woken:
@@ -200,8 +233,11 @@ class Member:
             return
         log.warning("generation did not come up", generation=order.generation, why=why)
         self._tear_down()
-        self.control.tell(reports.ReconfigureFailed(
-            **self._ids, generation=order.generation, error=why[:WHY_CHARS_MAX]))
+        self.control.tell(
+            reports.ReconfigureFailed(
+                **self._ids, generation=order.generation, error=why[:WHY_CHARS_MAX]
+            )
+        )
         self._report_quiesced()
 
     def _join_generation(self, order: Reconfigure, place: int) -> reports.Reconfigured:
@@ -209,8 +245,12 @@ class Member:
         began_s = clock()
         self._note("meet")
         claim_bytes = self.communicators.meet(
-            order.generation, place, len(order.members), order.store,
-            msgspec.msgpack.encode(self.recovery.claim()))
+            order.generation,
+            place,
+            len(order.members),
+            order.store,
+            msgspec.msgpack.encode(self.recovery.claim()),
+        )
         claims = [msgspec.msgpack.decode(data, type=Claim) for data in claim_bytes]
         self._check_versions(claims, order, place)
         self.communicators.up(self.axes, self._replica(place))
@@ -225,19 +265,34 @@ class Member:
         if step_version >= self.train.iterations:
             share = MemberAssignment(kept=(), todo=(), dealt=())
         if not self.communicators.woken:
-            resume = partial(self.iteration.take, step_version, share, order.generation,
-                             begun=settlement.begun, redone=settlement.redone)
+            resume = partial(
+                self.iteration.take,
+                step_version,
+                share,
+                order.generation,
+                begun=settlement.begun,
+                redone=settlement.redone,
+            )
             if self.recovery.is_staged_next:
                 self.resume_iteration = resume
             else:
                 resume()
         return reports.Reconfigured(
-            **self._ids, generation=order.generation, step_version=step_version,
-            kept_micro_batches=share.kept, remaining_micro_batches=share.todo,
-            reassigned_micro_batches=share.dealt, source=recovered.source,
-            received_bytes=recovered.received_bytes, down_s=self.communicators.down_s,
-            up_s=up_s - began_s, settle_s=clock() - up_s, origin=recovered.origin,
-            origin_node=recovered.node, received_from=recovered.taken)
+            **self._ids,
+            generation=order.generation,
+            step_version=step_version,
+            kept_micro_batches=share.kept,
+            remaining_micro_batches=share.todo,
+            reassigned_micro_batches=share.dealt,
+            source=recovered.source,
+            received_bytes=recovered.received_bytes,
+            down_s=self.communicators.down_s,
+            up_s=up_s - began_s,
+            settle_s=clock() - up_s,
+            origin=recovered.origin,
+            origin_node=recovered.node,
+            received_from=recovered.taken,
+        )
 
     def _check_versions(self, claims: Sequence[Claim], order: Reconfigure, place: int) -> None:
         """If members have other versions than most, end those, and fail the generation at all
@@ -247,8 +302,10 @@ class Member:
             return
         first = order.members[odd[0]]
         more = f", and {len(odd) - 1} more ranks have other versions" if len(odd) > 1 else ""
-        why = (f"rank {first.rank} on {first.node} has {claims[odd[0]].versions}, the other ranks "
-               f"have {usual}{more}")
+        why = (
+            f"rank {first.rank} on {first.node} has {claims[odd[0]].versions}, the other ranks "
+            f"have {usual}{more}"
+        )
         if place in odd:
             raise UsageError(why, "have the same on every node; OMP_NUM_THREADS sets the threads")
         raise RuntimeError(why)
@@ -273,12 +330,14 @@ class Member:
             self.recovery.become_standby()
         yield None
         while outcome == "stepped" and at < self.train.iterations:
-            outcome = (self.iteration.run_as_standby(at) if self.is_standby else
-                       self.iteration.run())
+            outcome = self.iteration.run_as_standby(at) if self.is_standby else self.iteration.run()
             if outcome in ("stepped", "boundary"):
                 at += 1
-                if (clock() - self.reported_s >= PROGRESS_S and not self.control.is_behind
-                        and at < self.train.iterations):
+                if (
+                    clock() - self.reported_s >= PROGRESS_S
+                    and not self.control.is_behind
+                    and at < self.train.iterations
+                ):
                     self._report_progress()
                 self._take_due_checkpoints(at)
                 self._exit_if_too_many_abandoned(outcome)
@@ -306,15 +365,23 @@ class Member:
         memory_due = self._is_due(at, self.train.copy_every)
         if memory_due and self.iteration.may_copy and not self.is_standby:
             self.copier.begin(
-                partial(memory_checkpoint.content_of, self.trainee, self.step_version,
-                        self.history), self.step_version, self.generation, self._current_stores(),
-                is_whole=self.iteration.is_copied)
+                partial(
+                    memory_checkpoint.content_of, self.trainee, self.step_version, self.history
+                ),
+                self.step_version,
+                self.generation,
+                self._current_stores(),
+                is_whole=self.iteration.is_copied,
+            )
         due = [saver for saver in self.savers if self._is_due(at, saver.every)]
         for saver in self.savers:
             saver.hear(self.iteration.num_others_saving)
         if due and self.iteration.num_saving and self.communicators.place == 0:
-            log.warning("checkpoint skipped: the last one is still being written", iteration=at,
-                        num_members=self.iteration.num_saving)
+            log.warning(
+                "checkpoint skipped: the last one is still being written",
+                iteration=at,
+                num_members=self.iteration.num_saving,
+            )
         elif due and not self.iteration.num_saving and not self.is_standby:
             for saver in due:
                 saver.begin(self.trainee, self.history, self._checkpoint(self._all_positions()))
@@ -332,33 +399,54 @@ class Member:
 
     def _report_failed(self) -> None:
         why, verdict = self.iteration.reduction.why, self.iteration.reduction.verdict
-        self.control.tell(reports.CollectiveFailed(
-            **self._ids, generation=self.generation, iteration=self.step_version,
-            error=bounded(why, verdict.line, WHY_CHARS_MAX, end=False), status=verdict.status,
-            rule=verdict.rule, peer=verdict.peer))
+        self.control.tell(
+            reports.CollectiveFailed(
+                **self._ids,
+                generation=self.generation,
+                iteration=self.step_version,
+                error=bounded(why, verdict.line, WHY_CHARS_MAX, end=False),
+                status=verdict.status,
+                rule=verdict.rule,
+                peer=verdict.peer,
+            )
+        )
 
     def _exit_if_too_many_abandoned(self, outcome: Outcome) -> None:
         """Exit if too many abandoned collectives wait: at most one member after a step, whose state
         of this or the previous step its peers hold."""
         num_members = self.communicators.num_members
-        if (outcome == "stepped" and self.step_version < self.train.iterations
-                and self.axes.dp > 1 and self.train.parallel.optimizer != "sharded"
-                and self.step_version % num_members == self.communicators.place
-                and self.control.has_too_many_abandoned):
+        if (
+            outcome == "stepped"
+            and self.step_version < self.train.iterations
+            and self.axes.dp > 1
+            and self.train.parallel.optimizer != "sharded"
+            and self.step_version % num_members == self.communicators.place
+            and self.control.has_too_many_abandoned
+        ):
             self.control.exit_too_many_abandoned()
 
     def _report_progress(self) -> None:
         if self.communicators.place == 0:
             for report in self.history.tell(
-                    self.reported_to, task=self.start.task, generation=self.generation,
-                    micro_batches=self.train.num_micro_batches, flops=self.work.flops,
-                    skipped=training_state.num_skipped(self.trainee, self.step_version)):
+                self.reported_to,
+                task=self.start.task,
+                generation=self.generation,
+                micro_batches=self.train.num_micro_batches,
+                flops=self.work.flops,
+                skipped=training_state.num_skipped(self.trainee, self.step_version),
+            ):
                 self.control.tell(report)
             if self.history.end > self.reported_to:
                 loss, step_s = self.history.last
-                log.info("trained", iteration=self.history.end, of=self.train.iterations,
-                         loss=round(loss, 4), step_s=round(step_s, 3),
-                         generation=self.generation, dp=self.communicators.num_members)
+                log.info(
+                    "trained",
+                    iteration=self.history.end,
+                    of=self.train.iterations,
+                    loss=round(loss, 4),
+                    step_s=round(step_s, 3),
+                    generation=self.generation,
+                    dp=self.communicators.num_members,
+                )
             self.reported_to = max(self.reported_to, self.history.end)
         self.reported_s = clock()
 
@@ -378,9 +466,14 @@ class Member:
         return every > 0 and at % every == 0 and at < self.train.iterations
 
     def _is_read_after(self, at: int) -> bool:
-        return at >= self.train.iterations or any(self._is_due(at, every) for every in (
-            self.train.copy_every, self.iteration.digest_every,
-            *(saver.every for saver in self.savers)))
+        return at >= self.train.iterations or any(
+            self._is_due(at, every)
+            for every in (
+                self.train.copy_every,
+                self.iteration.digest_every,
+                *(saver.every for saver in self.savers),
+            )
+        )
 
     def _all_positions(self) -> tuple[int, ...]:
         return tuple(range(num_positions(self.axes)))
@@ -393,8 +486,13 @@ class Member:
         first member waits for the others, unless there is an order to stop."""
         stops = ("now",) if final else ("now", "boundary")
         for saver in self.savers if final else self.savers[:1]:
-            saver.save(self.trainee, self.history, self._checkpoint(saving), final=final,
-                       must_stop=lambda: self.control.pending_quiesce(self.generation) in stops)
+            saver.save(
+                self.trainee,
+                self.history,
+                self._checkpoint(saving),
+                final=final,
+                must_stop=lambda: self.control.pending_quiesce(self.generation) in stops,
+            )
 
     def _finish(self) -> None:
         # The outcome of this second barrier does not matter. Without it, a member could exit while
@@ -402,9 +500,14 @@ class Member:
         self.iteration.meet()
         for saver in self.savers:
             saver.wait()
-        self.control.tell(reports.RankFinished(
-            **self._ids, generation=self.generation, step_version=self.step_version,
-            forward_calls=self.iteration.forward_calls))
+        self.control.tell(
+            reports.RankFinished(
+                **self._ids,
+                generation=self.generation,
+                step_version=self.step_version,
+                forward_calls=self.iteration.forward_calls,
+            )
+        )
 
     # --- leaving --------------------------------------------------------------------------------
     def _leave(self, order: Quiesce | None = None) -> None:
@@ -422,11 +525,16 @@ class Member:
         order = self.control.discard_orders(self.generation) or order
         if order is not None and order.save and self.start.rank in order.ranks:
             self._save_on_preemption(order, order.ranks.index(self.start.rank))
-        self.control.tell(reports.Quiesced(
-            **self._ids, generation=self.generation, step_version=self.step_version,
-            micro_batches=self.iteration.kept,
-            buckets_reduced=self.iteration.reduction.num_complete,
-            num_buckets=len(self.trainee.bucket_groups)))
+        self.control.tell(
+            reports.Quiesced(
+                **self._ids,
+                generation=self.generation,
+                step_version=self.step_version,
+                micro_batches=self.iteration.kept,
+                buckets_reduced=self.iteration.reduction.num_complete,
+                num_buckets=len(self.trainee.bucket_groups),
+            )
+        )
 
     def _save_on_preemption(self, order: Quiesce, index: int) -> None:
         """Save on disk and in memory, if the `index`-th rank of the order does."""
@@ -436,10 +544,19 @@ class Member:
         if index >= len(saving) or self.step_version == NO_STATE:
             return
         if saving[index] == self.trainee.place and can_save(self.trainee, saving):
-            self.copier.copy_now(self.trainee, self.step_version, self.history, self.generation,
-                                 self._current_stores(), saving)
+            self.copier.copy_now(
+                self.trainee,
+                self.step_version,
+                self.history,
+                self.generation,
+                self._current_stores(),
+                saving,
+            )
             self._save(saving, final=False)
         else:
-            log.warning("checkpoint not saved", iteration=self.step_version,
-                        why=f"this member has the state of position {self.trainee.place} of "
-                            f"{layout_in_words(self.trainee.axes)}, not of {saving[index]}")
+            log.warning(
+                "checkpoint not saved",
+                iteration=self.step_version,
+                why=f"this member has the state of position {self.trainee.place} of "
+                f"{layout_in_words(self.trainee.axes)}, not of {saving[index]}",
+            )

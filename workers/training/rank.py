@@ -48,7 +48,8 @@ def run_rank(fd: int, pulse: int = -1) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control, order, exit_reporter = connect_agent(fd)
     structlog.configure(
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LogStream(sys.stdout))))
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LogStream(sys.stdout)))
+    )
 
     preload()
     from .dependencies.known_versions import warn_unknown
@@ -57,8 +58,9 @@ def run_rank(fd: int, pulse: int = -1) -> NoReturn:
 
     assert order.spec.train is not None, "a command has no rank of ours"
     warn_unknown()
-    member = Member(control, order, os.environ, ProgressWriter(pulse),
-                    SpecWorkload(order.spec.train))
+    member = Member(
+        control, order, os.environ, ProgressWriter(pulse), SpecWorkload(order.spec.train)
+    )
     exit_reporter.member = member
     for _ in member.steps():
         pass

@@ -59,10 +59,18 @@ SEED = Recovered(0, "seed", "", 0, NO_STATE)
 class StateRecovery:
     """Recovers the state of one member into the model of its `iteration`."""
 
-    def __init__(self, start: StartRank, work: Workload, communicators: Communicators,
-                 iteration: Iteration, store_keys: StoreKeys, *, begins: bool,
-                 sparing: Callable[[], AbstractContextManager[None]],
-                 note: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        start: StartRank,
+        work: Workload,
+        communicators: Communicators,
+        iteration: Iteration,
+        store_keys: StoreKeys,
+        *,
+        begins: bool,
+        sparing: Callable[[], AbstractContextManager[None]],
+        note: Callable[[Event], None],
+    ) -> None:
         self._start, self._work, self._train = start, work, work.train
         self._communicators, self._iteration = communicators, iteration
         self._store_keys, self._sparing, self._note = store_keys, sparing, note
@@ -77,8 +85,9 @@ class StateRecovery:
         """The model that the workload has set to the state of the first iteration."""
 
     # --- recovery into this member ---
-    def recover(self, order: Reconfigure, place: int, claims: Sequence[Claim],
-                settlement: Settlement) -> Recovered:
+    def recover(
+        self, order: Reconfigure, place: int, claims: Sequence[Claim], settlement: Settlement
+    ) -> Recovered:
         """Recover this member's part of the settled state, in the layout of the order. A member
         with the same step of another part keeps both until `activate`. If this raises RuntimeError,
         the state is still of the step that is reported."""
@@ -92,16 +101,24 @@ class StateRecovery:
             self._iteration.free_gradients()
         mine = self._iteration.trainee
         trainee, is_new = self._model_for(
-            axes, place, begins=step_version == 0,
-            is_worthless=self._iteration.step_version == NO_STATE and source is not mine)
+            axes,
+            place,
+            begins=step_version == 0,
+            is_worthless=self._iteration.step_version == NO_STATE and source is not mine,
+        )
         if step_version == 0:
             self._begin(trainee, axes, place)
         numbers, taken = None, tuple[ReceivedState, ...]()
         try:
             if receivers and step_version:
                 numbers, taken = self._exchange(
-                    order, place, step_version, settlement.holders, source,
-                    trainee if place in receivers else None)
+                    order,
+                    place,
+                    step_version,
+                    settlement.holders,
+                    source,
+                    trainee if place in receivers else None,
+                )
             if numbers is None and step_version and is_new:
                 # An abandoned pass holds this member's model.
                 numbers = self._copy_state(trainee, step_version)
@@ -143,8 +160,9 @@ class StateRecovery:
         staged = self._staged if settlement.shares[place].staged else None
         return staged or self._iteration.trainee
 
-    def _model_for(self, axes: Axes, place: int, *, begins: bool, is_worthless: bool
-                   ) -> tuple[TrainingModel, bool]:
+    def _model_for(
+        self, axes: Axes, place: int, *, begins: bool, is_worthless: bool
+    ) -> tuple[TrainingModel, bool]:
         """The model to train, and whether it is new: the current one if it is for the same part and
         can be used, or of a standby member. If its content is worthless, it is released first, and
         a new one takes its place at once."""
@@ -155,8 +173,12 @@ class StateRecovery:
         is_overwritten = self._is_overwritten or iteration.step_version > 0
         optimizer = self._train.parallel.optimizer
         part = HeldState(axes=axes, optimizer=optimizer, place=place)
-        if (not (begins and is_overwritten) and not iteration.is_stuck and not mine.is_released
-                and held_by(mine).shards == part.shards):
+        if (
+            not (begins and is_overwritten)
+            and not iteration.is_stuck
+            and not mine.is_released
+            and held_by(mine).shards == part.shards
+        ):
             self._communicators.bind()
             mine.axes, mine.place = axes, place
             return mine, False
@@ -164,8 +186,9 @@ class StateRecovery:
             self._communicators.discard_handles()
             mine.release()
         self._note("build")
-        trainee = with_shards(self._work.build(mine.device, self._communicators.groups, axes, place,
-                                               begins=begins))
+        trainee = with_shards(
+            self._work.build(mine.device, self._communicators.groups, axes, place, begins=begins)
+        )
         trainee.release_gradients()
         if is_worthless:
             iteration.set_model(trainee)
@@ -174,34 +197,51 @@ class StateRecovery:
             gc.freeze()  # as member.py does after building
         return trainee, True
 
-    def _exchange(self, order: Reconfigure, place: int, step_version: int,
-                  holders: Mapping[int, HeldState], source: TrainingModel | None,
-                  target: TrainingModel | None
-                  ) -> tuple[training_state.Numbers | None, tuple[ReceivedState, ...]]:
+    def _exchange(
+        self,
+        order: Reconfigure,
+        place: int,
+        step_version: int,
+        holders: Mapping[int, HeldState],
+        source: TrainingModel | None,
+        target: TrainingModel | None,
+    ) -> tuple[training_state.Numbers | None, tuple[ReceivedState, ...]]:
         """Exchange shards. When this returns numbers, `target` has the received state."""
         mine = self._iteration
         # Write directly if the overwritten data is worthless or is the source itself.
-        in_place = (target is not mine.trainee or target is source or mine.step_version == NO_STATE)
+        in_place = target is not mine.trainee or target is source or mine.step_version == NO_STATE
         self._is_overwritten = self._is_overwritten or (in_place and target is mine.trainee)
         if target is mine.trainee:
             mine.before_change()
         numbers = None
         if source is not None:  # a staged model gets its numbers only when it is activated
-            numbers = (self._staged_numbers if source is self._staged else
-                       training_state.numbers(source, step_version, mine.history))
-        seat = HeldState(axes=order.axes or Axes(dp=len(order.members)),
-                         optimizer=self._train.parallel.optimizer, place=place)
+            numbers = (
+                self._staged_numbers
+                if source is self._staged
+                else training_state.numbers(source, step_version, mine.history)
+            )
+        seat = HeldState(
+            axes=order.axes or Axes(dp=len(order.members)),
+            optimizer=self._train.parallel.optimizer,
+            place=place,
+        )
         have: State = {}
         if source is not None:
             source = with_shards(source)
             have = source.shards if source.is_gathered else state_shards.stepped(source)
         try:
             found = exchange(
-                have, with_shards(target).shards if target is not None else have, numbers,
-                step_version=step_version, held=holders,
+                have,
+                with_shards(target).shards if target is not None else have,
+                numbers,
+                step_version=step_version,
+                held=holders,
                 seat=seat if target is not None else WHOLE,
-                nodes=[member.node for member in order.members], staged=not in_place,
-                note=self._note, goes_on=lambda: not self._communicators.woken)
+                nodes=[member.node for member in order.members],
+                staged=not in_place,
+                note=self._note,
+                goes_on=lambda: not self._communicators.woken,
+            )
         except Missing as missing:
             # Every member raises this: its peers have excluded the last holder of some part.
             raise RuntimeError(str(missing)) from None
@@ -211,7 +251,8 @@ class StateRecovery:
         target.is_gathered = True
         return found.numbers, tuple(
             ReceivedState(order.members[sender].rank, order.members[sender].node, taken_bytes)
-            for sender, taken_bytes in found.taken.items())
+            for sender, taken_bytes in found.taken.items()
+        )
 
     def _copy_state(self, trainee: TrainingModel, step_version: int) -> training_state.Numbers:
         """Copy this member's own state into `trainee` of the same part."""
@@ -221,8 +262,9 @@ class StateRecovery:
             tensor.copy_(live[shard])
         return training_state.numbers(iteration.trainee, step_version, iteration.history)
 
-    def _set_state(self, trainee: TrainingModel, numbers: training_state.Numbers | None,
-                   step_version: int) -> None:
+    def _set_state(
+        self, trainee: TrainingModel, numbers: training_state.Numbers | None, step_version: int
+    ) -> None:
         """Make `trainee` this member's state, even if the rest of the join fails: the step version
         that the member reports must always be that of its tensors."""
         iteration = self._iteration
@@ -238,8 +280,9 @@ class StateRecovery:
         else:
             self._replace_model(trainee, numbers)
 
-    def _replace_model(self, trainee: TrainingModel,
-                       numbers: training_state.Numbers | None) -> None:
+    def _replace_model(
+        self, trainee: TrainingModel, numbers: training_state.Numbers | None
+    ) -> None:
         iteration = self._iteration
         history = iteration.history
         step_version = training_state.load(trainee, numbers, history) if numbers is not None else 0
@@ -259,8 +302,9 @@ class StateRecovery:
             self._staged.release()
             self._staged = None
 
-    def _result(self, order: Reconfigure, place: int, step_version: int,
-                taken: tuple[ReceivedState, ...]) -> Recovered:
+    def _result(
+        self, order: Reconfigure, place: int, step_version: int, taken: tuple[ReceivedState, ...]
+    ) -> Recovered:
         mine = order.members[place]
         if step_version == 0:
             return SEED._replace(taken=taken)
@@ -286,8 +330,12 @@ class StateRecovery:
         self.is_staged_next = False
         has_place = place < num_positions(axes)
         stored = self._newest_stored(is_needed=not order.copies)
-        trainee, _ = self._model_for(axes, place, is_worthless=True, begins=not (
-            order.copies or order.checkpoint or stored > 0))
+        trainee, _ = self._model_for(
+            axes,
+            place,
+            is_worthless=True,
+            begins=not (order.copies or order.checkpoint or stored > 0),
+        )
         restored = self._restore(order, trainee, place, stored, has_place=has_place)
         if restored is SEED:
             trainee, _ = self._model_for(axes, place, is_worthless=True, begins=True)
@@ -332,18 +380,25 @@ class StateRecovery:
                 raise RuntimeError(each.decode())
         return [each[1:] for each in results]
 
-    def _restore(self, order: Reconfigure, trainee: TrainingModel, place: int, stored: int, *,
-                 has_place: bool) -> Recovered:
+    def _restore(
+        self,
+        order: Reconfigure,
+        trainee: TrainingModel,
+        place: int,
+        stored: int,
+        *,
+        has_place: bool,
+    ) -> Recovered:
         """Read the newest state: a checkpoint, in memory or not, or the workload's `stored` one."""
         history = self._iteration.history
         if order.copies:
-            restored = self._restore_from_memory(order, trainee, place, stored,
-                                                 has_place=has_place)
+            restored = self._restore_from_memory(order, trainee, place, stored, has_place=has_place)
             if restored is not None:
                 return restored
             stored = self._newest_stored(is_needed=True)
         has_checkpoint = bool(order.checkpoint) and (
-            checkpoint.step_version_of(order.checkpoint) >= stored)
+            checkpoint.step_version_of(order.checkpoint) >= stored
+        )
         if not has_checkpoint and not stored:
             return SEED
 
@@ -361,19 +416,28 @@ class StateRecovery:
 
         found = {int(each) for each in self._together(read) if each}
         if len(found) > 1:
-            raise RuntimeError(f"some members read the checkpoint of step {min(found)}, others "
-                               f"that of step {max(found)}: they do not see the same "
-                               f"{order.checkpoint}")
-        read_bytes = sum(
-            tensor.nbytes for tensor in trainee.shards.values()) if has_place else 0
+            raise RuntimeError(
+                f"some members read the checkpoint of step {min(found)}, others "
+                f"that of step {max(found)}: they do not see the same "
+                f"{order.checkpoint}"
+            )
+        read_bytes = sum(tensor.nbytes for tensor in trainee.shards.values()) if has_place else 0
         return Recovered(found.pop(), "checkpoint", "", read_bytes, NO_STATE)
 
-    def _restore_from_memory(self, order: Reconfigure, trainee: TrainingModel, place: int,
-                             stored: int, *, has_place: bool) -> Recovered | None:
+    def _restore_from_memory(
+        self,
+        order: Reconfigure,
+        trainee: TrainingModel,
+        place: int,
+        stored: int,
+        *,
+        has_place: bool,
+    ) -> Recovered | None:
         """A collective: read the newest in-memory checkpoint that every member can read, from step
         version `stored` on. None if there is none. Raises RuntimeError."""
-        stores = Stores(self._start.task, order.copies, self._store_keys,
-                        lambda: self._communicators.woken)
+        stores = Stores(
+            self._start.task, order.copies, self._store_keys, lambda: self._communicators.woken
+        )
         shares = memory_restore.gather_shares(stores.shares(place, len(order.members)))
         for version in stores.versions(shares):
             if version.step_version < stored:
@@ -387,19 +451,20 @@ class StateRecovery:
                     training_state.load(trainee, fetched.numbers, self._iteration.history)
             except (OSError, TransferError, ValueError) as error:
                 why = str(error) or type(error).__name__
-                log.warning("in-memory checkpoint not restored", iteration=version.step_version,
-                            why=why)
+                log.warning(
+                    "in-memory checkpoint not restored", iteration=version.step_version, why=why
+                )
             if self._communicators.woken:
                 raise RuntimeError("interrupted while it restored its state")
             if World().all(not why):
-                return Recovered(version.step_version, "copy", fetched.node,
-                                 fetched.received_bytes, NO_STATE)
+                return Recovered(
+                    version.step_version, "copy", fetched.node, fetched.received_bytes, NO_STATE
+                )
         return None
 
     def _begin(self, trainee: TrainingModel, axes: Axes, place: int) -> None:
         if trainee is not self._begun and place < num_positions(axes):
-            self._work.begin(trainee, part_builder(self._work, self._communicators,
-                                                   trainee.device))
+            self._work.begin(trainee, part_builder(self._work, self._communicators, trainee.device))
             self._begun = trainee
 
 
@@ -407,8 +472,11 @@ def _versions(trainee: TrainingModel) -> str:
     """What must be equal on all members: with exact sums also what else decides the bits."""
     if trainee.exact is None:
         return VERSIONS
-    kind = (torch.cuda.get_device_name() if trainee.device.type == "cuda" else
-            f"cpu {torch.backends.cpu.get_cpu_capability()}")
+    kind = (
+        torch.cuda.get_device_name()
+        if trainee.device.type == "cuda"
+        else f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    )
     num = torch.get_num_threads()
     return f"{VERSIONS}, {kind}, {num} thread{'s' * (num > 1)}"
 

@@ -53,8 +53,13 @@ def main() -> None:
         _fork(connection, args.parent, user, msgspec.msgpack.decode(data, type=ForkRequest), fds)
 
 
-def _fork(connection: socket.socket, parent: int, user: RankUser | None, request: ForkRequest,
-          fds: list[int]) -> None:
+def _fork(
+    connection: socket.socket,
+    parent: int,
+    user: RankUser | None,
+    request: ForkRequest,
+    fds: list[int],
+) -> None:
     """The process in between sends the rank's pid and exits."""
     between = os.fork()
     if between == 0:
@@ -68,8 +73,13 @@ def _fork(connection: socket.socket, parent: int, user: RankUser | None, request
     os.waitpid(between, 0)
 
 
-def _run_rank(connection: socket.socket, parent: int, user: RankUser | None, request: ForkRequest,
-              fds: list[int]) -> NoReturn:
+def _run_rank(
+    connection: socket.socket,
+    parent: int,
+    user: RankUser | None,
+    request: ForkRequest,
+    fds: list[int],
+) -> NoReturn:
     """Run the rank as if rank.py had been started by exec."""
     os.setsid()
     connection.close()

@@ -40,10 +40,11 @@ class Candidates(Struct, frozen=True, kw_only=True):
         return Candidates(sizes=self.sizes[kept], gains=self.gains[kept], starts=starts)
 
     def part(self, begin: int, end: int) -> Candidates:
-        starts = self.starts[begin:end + 1]
+        starts = self.starts[begin : end + 1]
         inner = slice(int(starts[0]), int(starts[-1]))
-        return Candidates(sizes=self.sizes[inner], gains=self.gains[inner],
-                    starts=starts - starts[0])
+        return Candidates(
+            sizes=self.sizes[inner], gains=self.gains[inner], starts=starts - starts[0]
+        )
 
     def sums(self, vector: Ints) -> tuple[int, int]:
         """(the sum of gains, the sum of slots) of one candidate per row."""

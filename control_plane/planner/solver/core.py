@@ -38,17 +38,33 @@ class CoreProblem(Struct, frozen=True, kw_only=True):
     budget: int
 
     @classmethod
-    def of(cls, sizes: Ints, losses: Ints, row_of: Ints, picks: Ints, *, capacity: int,
-           price: int, budget: int) -> CoreProblem:
+    def of(
+        cls,
+        sizes: Ints,
+        losses: Ints,
+        row_of: Ints,
+        picks: Ints,
+        *,
+        capacity: int,
+        price: int,
+        budget: int,
+    ) -> CoreProblem:
         good = losses <= budget
         counts = np.bincount(row_of[good], minlength=len(picks))
         good &= (counts > 1)[row_of]
         kept, open_rows = np.flatnonzero(good), np.flatnonzero(counts > 1)
         starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts[open_rows])))
-        return cls(picks=picks, rows=tuple(open_rows.tolist()), candidates=kept,
-                   moves=sizes[kept] - sizes[picks][row_of[kept]], losses=losses[kept],
-                   starts=tuple(starts.tolist()), start=capacity - int(sizes[picks].sum()),
-                   price=price, budget=budget)
+        return cls(
+            picks=picks,
+            rows=tuple(open_rows.tolist()),
+            candidates=kept,
+            moves=sizes[kept] - sizes[picks][row_of[kept]],
+            losses=losses[kept],
+            starts=tuple(starts.tolist()),
+            start=capacity - int(sizes[picks].sum()),
+            price=price,
+            budget=budget,
+        )
 
     @property
     def num(self) -> int:
@@ -176,8 +192,9 @@ class Core:
             found.append(table)
         return found[::-1]
 
-    def _step(self, table: LossTable, moves: Ints, losses: Ints,
-              reached: tuple[int, int]) -> LossTable:
+    def _step(
+        self, table: LossTable, moves: Ints, losses: Ints, reached: tuple[int, int]
+    ) -> LossTable:
         """Prepend one row to `table`."""
         first, known = table.first + 1, table.losses[1:-1]
         low = max(first + int(moves[0]), reached[0])
@@ -188,11 +205,11 @@ class Core:
             tried = _repeated(known, step, count)
             begin, end = max(first + move, low), min(first + len(tried) + move, high)
             if begin < end:
-                part = new[begin - low:end - low]
-                np.minimum(part, tried[begin - move - first:end - move - first] + loss, out=part)
+                part = new[begin - low : end - low]
+                np.minimum(part, tried[begin - move - first : end - move - first] + loss, out=part)
         good = (new <= self._kept.budget).nonzero()[0]
         begin, end = (int(good[0]), int(good[-1]) + 1) if len(good) else (0, 0)
-        return LossTable(low + begin - 1, padded[begin:end + 2])
+        return LossTable(low + begin - 1, padded[begin : end + 2])
 
 
 def _runs(moves: Ints, losses: Ints) -> Iterator[tuple[int, int, int, int]]:
@@ -203,8 +220,11 @@ def _runs(moves: Ints, losses: Ints) -> Iterator[tuple[int, int, int, int]]:
     while at < len(sorted_moves):
         end = at + 1
         step = sorted_moves[end] - sorted_moves[at] if end < len(sorted_moves) else 1
-        while end < len(sorted_moves) and sorted_losses[end] == sorted_losses[at] and (
-                sorted_moves[end] - sorted_moves[end - 1] == step):
+        while (
+            end < len(sorted_moves)
+            and sorted_losses[end] == sorted_losses[at]
+            and (sorted_moves[end] - sorted_moves[end - 1] == step)
+        ):
             end += 1
         yield sorted_moves[at], step, end - at, sorted_losses[at]
         at = end
@@ -216,7 +236,7 @@ def _repeated(losses: Ints, step: int, count: int) -> Ints:
     while done < count:
         more = min(done, count - done)
         wide = np.full(len(losses) + more * step, LOSS_NUM_MAX, dtype=np.int64)
-        wide[:len(losses)] = losses
-        np.minimum(wide[more * step:], losses, out=wide[more * step:])
+        wide[: len(losses)] = losses
+        np.minimum(wide[more * step :], losses, out=wide[more * step :])
         losses, done = wide, done + more
     return losses

@@ -67,8 +67,15 @@ class Solution(Struct, frozen=True, kw_only=True):
         if not rows.num:
             none = np.zeros(0, np.int64)
             relaxed = Relaxation(denominator=1, price=0, bound=0, losses=none, picks=none)
-            return cls(rows=rows, capacity=capacity, units=rows, units_num=capacity,
-                       relaxed=relaxed, vector=none, gain=0)
+            return cls(
+                rows=rows,
+                capacity=capacity,
+                units=rows,
+                units_num=capacity,
+                relaxed=relaxed,
+                vector=none,
+                gain=0,
+            )
         unit = max(int(np.gcd.reduce(rows.sizes[_fits(rows, capacity)])), 1)
         units, units_num = replace(rows, sizes=-(-rows.sizes // unit)), capacity // unit
         found = _relax(units, units_num)
@@ -76,11 +83,20 @@ class Solution(Struct, frozen=True, kw_only=True):
             return None
         relaxed, start = found
         most = relaxed.bound - relaxed.denominator * units.sums(start)[0]
-        cores = ((budget, Core(_core_problem(units, units_num, relaxed, budget)))
-                 for budget in _budgets(relaxed, 0, most))
+        cores = (
+            (budget, Core(_core_problem(units, units_num, relaxed, budget)))
+            for budget in _budgets(relaxed, 0, most)
+        )
         vector = next(core.vector() for budget, core in cores if core.least <= budget)
-        return cls(rows=rows, capacity=capacity, units=units, units_num=units_num,
-                   relaxed=relaxed, vector=vector, gain=rows.sums(vector)[0])
+        return cls(
+            rows=rows,
+            capacity=capacity,
+            units=units,
+            units_num=units_num,
+            relaxed=relaxed,
+            vector=vector,
+            gain=rows.sums(vector)[0],
+        )
 
     def next_best(self, work_num_max: int | None = None) -> SlotsAndGain | None:
         """The best vector except the optimum; None if there is none or the work is too much."""
@@ -152,12 +168,19 @@ def _least(numbers: Ints, losses: Ints) -> Ints:
         return numbers
     most = np.partition(losses[numbers], _LIKELY_NUM)[_LIKELY_NUM]
     under, tied = numbers[losses[numbers] < most], numbers[losses[numbers] == most]
-    return np.concatenate((under, tied[:_LIKELY_NUM - len(under)]))
+    return np.concatenate((under, tied[: _LIKELY_NUM - len(under)]))
 
 
 def _core_problem(rows: Candidates, capacity: int, relaxed: Relaxation, budget: int) -> CoreProblem:
-    return CoreProblem.of(rows.sizes, relaxed.losses, rows.row_of, relaxed.picks,
-                   capacity=capacity, price=relaxed.price, budget=budget)
+    return CoreProblem.of(
+        rows.sizes,
+        relaxed.losses,
+        rows.row_of,
+        relaxed.picks,
+        capacity=capacity,
+        price=relaxed.price,
+        budget=budget,
+    )
 
 
 def _budgets(relaxed: Relaxation, least: int, most: int) -> Iterator[int]:
@@ -216,15 +239,26 @@ def _fits(rows: Candidates, capacity: int) -> NDArray[np.bool_]:
     return found
 
 
-def _at(rows: Candidates, capacity: int, row_of: Ints, fits: NDArray[np.bool_], denominator: int,
-        price: int) -> Relaxation:
+def _at(
+    rows: Candidates,
+    capacity: int,
+    row_of: Ints,
+    fits: NDArray[np.bool_],
+    denominator: int,
+    price: int,
+) -> Relaxation:
     """The relaxation at this price; `fits` is that of `_fits`."""
     firsts = rows.starts[:-1]
-    left = np.where(fits, denominator * rows.gains - price * np.minimum(rows.sizes, capacity),
-                    -LOSS_NUM_MAX)
+    left = np.where(
+        fits, denominator * rows.gains - price * np.minimum(rows.sizes, capacity), -LOSS_NUM_MAX
+    )
     most = np.maximum.reduceat(left, firsts)
     losses = np.where(fits, most[row_of] - left, LOSS_NUM_MAX)
     tied = (losses == 0).nonzero()[0]
-    return Relaxation(denominator=denominator, price=price, losses=losses,
-                      bound=int(most.sum()) + price * capacity,
-                      picks=tied[tied.searchsorted(firsts)])
+    return Relaxation(
+        denominator=denominator,
+        price=price,
+        losses=losses,
+        bound=int(most.sum()) + price * capacity,
+        picks=tied[tied.searchsorted(firsts)],
+    )

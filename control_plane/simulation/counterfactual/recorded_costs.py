@@ -42,13 +42,17 @@ class RecordedCosts:
             case o.StartRank() as body:
                 self._starts_s[body.task, body.rank, body.attempt] = at_s
             case r.RankReady() as body:
-                self._took("start_s", self._starts_s.pop(
-                    (body.task, body.rank, body.attempt), None), at_s)
+                self._took(
+                    "start_s", self._starts_s.pop((body.task, body.rank, body.attempt), None), at_s
+                )
             case r.RankStarted() as body:
                 task = self._history.state.tasks.get(body.task)
                 if task is not None and not task.heals_in_memory:
-                    self._took("start_s", self._starts_s.pop(
-                        (body.task, body.rank, body.attempt), None), at_s)
+                    self._took(
+                        "start_s",
+                        self._starts_s.pop((body.task, body.rank, body.attempt), None),
+                        at_s,
+                    )
             case o.Quiesce() as body:
                 self._quiesces_s.pop(body.task, None)
                 if body.mode == "now":
@@ -57,8 +61,9 @@ class RecordedCosts:
                 self._took("quiesce_s", self._quiesces_s.pop(body.task, None), at_s)
                 self._regroups_s[body.task, body.generation] = at_s
             case o.Resume() as body:
-                self._took("regroup_s", self._regroups_s.pop(
-                    (body.task, body.generation), None), at_s)
+                self._took(
+                    "regroup_s", self._regroups_s.pop((body.task, body.generation), None), at_s
+                )
             case r.MemoryCheckpointStored() as body:
                 self._kept("copy_s", body.task, body.step_version, at_s)
             case r.CheckpointSaved() as body if not body.final:
@@ -85,19 +90,27 @@ class RecordedCosts:
             recent = [one for one in samples if one.at_s >= from_s] or samples
             if recent:
                 found[name] = median(one.took_s for one in recent)
-        return replace(usual, **found, detect_s=usual.detect_s | {
-            cause: median(each) for cause, each in detected(faults).items()})
+        return replace(
+            usual,
+            **found,
+            detect_s=usual.detect_s
+            | {cause: median(each) for cause, each in detected(faults).items()},
+        )
 
     def costs_between(self, usual: Costs, from_s: float, to_s: float) -> Costs:
         """The median of each step that began in this interval, else as in `usual`."""
-        took_s = {name: [one.took_s for one in self.samples[name] if from_s <= one.at_s < to_s]
-                  for name in STEPS}
+        took_s = {
+            name: [one.took_s for one in self.samples[name] if from_s <= one.at_s < to_s]
+            for name in STEPS
+        }
         return replace(usual, **{name: median(each) for name, each in took_s.items() if each})
 
     def times_s(self, task: int) -> dict[int, list[float]]:
         """By number of slots: the durations of the task's iterations."""
-        by_size = {size: [one for one in times_s if one > 0]
-                   for size, times_s in self._history.tasks[task].paces_s.items()}
+        by_size = {
+            size: [one for one in times_s if one > 0]
+            for size, times_s in self._history.tasks[task].paces_s.items()
+        }
         return {size: times_s for size, times_s in by_size.items() if size and times_s}
 
     def iteration_s(self, task: int) -> float:

@@ -39,8 +39,9 @@ class RecordedProgress(TaskProgress):
         self.before = (self.round, self.done_flop)
         return 0.0
 
-    def on_iterations(self, at_s: float, since_s: float, iterations: int, iteration_flop: float
-                      ) -> None:
+    def on_iterations(
+        self, at_s: float, since_s: float, iterations: int, iteration_flop: float
+    ) -> None:
         """The task had just completed `iterations` iterations `since_s` ago."""
         self.settle(at_s)
         done_flop = max(self.done_flop - self.rate_flops * since_s, 0.0)
@@ -78,8 +79,9 @@ class LogAccounting:
     """Folds a log record by record and accounts for its tasks. `tables`: the throughput by task for
     the whole log. The horizon starts when all tasks with slots train."""
 
-    def __init__(self, faults: RecordedFaults, tables: Mapping[int, d.ThroughputSet],
-                 earnings: WafAccount) -> None:
+    def __init__(
+        self, faults: RecordedFaults, tables: Mapping[int, d.ThroughputSet], earnings: WafAccount
+    ) -> None:
         self._history = History()
         self.state = self._history.state
         self.measured = RecordedCosts(self._history, tables)
@@ -96,7 +98,8 @@ class LogAccounting:
 
     def _new_progress(self, task: Task) -> TaskProgress:
         job = self._jobs[task.id] = RecordedProgress(
-            self._tables[task.id], 0.0, SavedState(0.0), SavedState(0.0))
+            self._tables[task.id], 0.0, SavedState(0.0), SavedState(0.0)
+        )
         return job
 
     def measure(self, records: Iterable[Record]) -> Outcome:
@@ -109,8 +112,9 @@ class LogAccounting:
         """The account until this time."""
         self._advance(last_s)
         self.account.end(last_s)
-        return Outcome(self.account.earnings, self.began_s, self.account.transitions, self.counts,
-                       0)
+        return Outcome(
+            self.account.earnings, self.began_s, self.account.transitions, self.counts, 0
+        )
 
     def add(self, record: Record) -> None:
         at_s, body = record.at_s, record.body
@@ -119,8 +123,11 @@ class LogAccounting:
             self.account.stop_processes(at_s, self._processes_on(body.node), body.node)
         elif isinstance(body, reports.Quiesced):
             task = self.state.tasks.get(body.task)
-            if task is not None and body.generation == task.generation and (
-                    task.phase == "quiescing" and task.mode == "boundary"):
+            if (
+                task is not None
+                and body.generation == task.generation
+                and (task.phase == "quiescing" and task.mode == "boundary")
+            ):
                 self.account.reach_boundary(at_s, body.task)
         self._history.add(record)
         self.measured.see(record)
@@ -146,7 +153,8 @@ class LogAccounting:
             tasks={task.id: task.weight for task in live_tasks(state) if not task.ending},
             slots={name: node.num_slots for name, node in healthy.items() if not node.drained},
             drained=tuple(name for name, node in healthy.items() if node.drained),
-            policy=state.policy)
+            policy=state.policy,
+        )
         self._marks_s = [one for one in self._marks_s if one > at_s]
         self.account.begin(at_s)
 
@@ -164,15 +172,23 @@ class LogAccounting:
 
     def _apply(self, loss: ProcessLoss) -> None:
         keys = self._processes_on(loss.node) if loss.node else [loss.key]
-        keys = [key for key in keys if key[0] in self.state.tasks and loss.generation in (
-            0, self.state.tasks[key[0]].generation)]
+        keys = [
+            key
+            for key in keys
+            if key[0] in self.state.tasks
+            and loss.generation in (0, self.state.tasks[key[0]].generation)
+        ]
         if not loss.generation:
             self._unreported[loss.seq] = keys
         self.account.stop_processes(loss.at_s, keys, loss.node)
 
     def _processes_on(self, node: str) -> list[Key]:
-        return [(task.id, rank.rank, rank.attempt) for task in self.state.tasks.values()
-                for rank in task.ranks.values() if rank.slot.node == node]
+        return [
+            (task.id, rank.rank, rank.attempt)
+            for task in self.state.tasks.values()
+            for rank in task.ranks.values()
+            if rank.slot.node == node
+        ]
 
     def _update_progress(self, at_s: float, record: Record) -> None:
         """Update the task's progress: its iterations, its resumption, its lost work, its end."""
@@ -191,8 +207,11 @@ class LogAccounting:
         elif isinstance(body, reports.TaskProgressed):
             if body.generation == task.generation and body.step_s:
                 job.on_iterations(
-                    at_s, self._since_s(record), body.first_iteration + len(body.step_s),
-                    rate_at(job.table, len(task.members)) * body.step_s[-1])
+                    at_s,
+                    self._since_s(record),
+                    body.first_iteration + len(body.step_s),
+                    rate_at(job.table, len(task.members)) * body.step_s[-1],
+                )
         elif isinstance(body, reports.IterationsLogged):
             self._logged(record, task, job, body)
         elif isinstance(body, d.TaskEnded):
@@ -203,8 +222,9 @@ class LogAccounting:
         node = record.source.rpartition("/")[0]
         return max(record.at_s - record.occurred_s - self._behind_s.get(node, 0.0), 0.0)
 
-    def _logged(self, record: Record, task: Task, job: RecordedProgress,
-                body: reports.IterationsLogged) -> None:
+    def _logged(
+        self, record: Record, task: Task, job: RecordedProgress, body: reports.IterationsLogged
+    ) -> None:
         """A command reports its iteration. The first report after a restart shows the lost work."""
         at_s = record.at_s
         if job.before is not None and job.before[0] == task.rounds:
@@ -214,5 +234,9 @@ class LogAccounting:
             self.account.undo(task.id, job.rewind(at_s, body.iteration - body.num_iterations))
             job.done_flop += new_flop
             job.before = None
-        job.on_iterations(at_s, self._since_s(record), body.iteration,
-                  rate_at(job.table, len(task.target)) * body.step_s)
+        job.on_iterations(
+            at_s,
+            self._since_s(record),
+            body.iteration,
+            rate_at(job.table, len(task.target)) * body.step_s,
+        )

@@ -17,8 +17,15 @@ from ..trace.external_event import ExternalEvent, NodeReport, OperatorRequest
 
 HARM_S = 10.0
 """A fault that is reported within this time after an injection is the injected fault."""
-REQUESTS = (r.TaskCancelRequested, r.TaskWeightSet, r.HealingFrozen, r.HealingResumed,
-            r.NodeDrained, r.NodeUndrained, r.QuarantineLifted)
+REQUESTS = (
+    r.TaskCancelRequested,
+    r.TaskWeightSet,
+    r.HealingFrozen,
+    r.HealingResumed,
+    r.NodeDrained,
+    r.NodeUndrained,
+    r.QuarantineLifted,
+)
 
 
 class ProcessLoss(NamedTuple):
@@ -79,14 +86,18 @@ class FaultReader:
 
     def see(self, state: ClusterState, record: Record) -> None:
         body, node = record.body, record.source.rpartition("/")[0]
-        if record.source != "heart" and record.source_seq and not node.startswith(
-                ("leader", "operator")):
+        if (
+            record.source != "heart"
+            and record.source_seq
+            and not node.startswith(("leader", "operator"))
+        ):
             behind_s = record.at_s - record.occurred_s
             self._behind_s[node] = min(self._behind_s.get(node, behind_s), behind_s)
         match body:
             case r.TaskSubmitted():
-                self._events.append(OperatorRequest(
-                    record.at_s, body, self._name(record.seq, body)))
+                self._events.append(
+                    OperatorRequest(record.at_s, body, self._name(record.seq, body))
+                )
             case r.NodeJoined():
                 self._on_joined(state, record, body)
             case r.NodeLeft() if body.node in self._up:
@@ -96,8 +107,10 @@ class FaultReader:
                 self._on_unreachable(state, record, body)
             case r.NodeReachable() if body.node in self._unreachable:
                 silence = self._unreachable.pop(body.node)
-                self._events += [NodeReport(silence.reported_s, body.node, silence.body),
-                                NodeReport(record.at_s, body.node, body)]
+                self._events += [
+                    NodeReport(silence.reported_s, body.node, silence.body),
+                    NodeReport(record.at_s, body.node, body),
+                ]
             case r.HealthChanged() | r.DeviceErred():
                 self._events.append(NodeReport(record.at_s, body.node, body))
             case r.PolicySet():
@@ -105,8 +118,9 @@ class FaultReader:
                     self._events.append(OperatorRequest(record.at_s, body))
                 self._policy = body.policy
             case o.InjectFault():
-                self._injected[(body.task, body.rank, body.attempt) if body.what != "node"
-                             else body.nodes[0]] = record.at_s
+                self._injected[
+                    (body.task, body.rank, body.attempt) if body.what != "node" else body.nodes[0]
+                ] = record.at_s
             case r.CollectiveFailed():
                 self._on_collective_failed(state, record, body, node)
             case o.StopRank():
@@ -121,11 +135,17 @@ class FaultReader:
                 if body.severity == "SEV3" and failed and len(failed) == len(body.evidence):
                     self._network(failed, body.status, body.node)
             case d.TaskEnded() if body.outcome != "cancelled":
-                self._events.append(OperatorRequest(record.at_s, r.TaskCancelRequested(
-                    task=body.task, reason=body.outcome), self.names.get(body.task, "")))
+                self._events.append(
+                    OperatorRequest(
+                        record.at_s,
+                        r.TaskCancelRequested(task=body.task, reason=body.outcome),
+                        self.names.get(body.task, ""),
+                    )
+                )
             case _ if isinstance(body, REQUESTS):
-                self._events.append(OperatorRequest(record.at_s, body,
-                                         self.names.get(getattr(body, "task", 0), "")))
+                self._events.append(
+                    OperatorRequest(record.at_s, body, self.names.get(getattr(body, "task", 0), ""))
+                )
             case _:
                 pass
         if record.source != "heart":
@@ -145,28 +165,44 @@ class FaultReader:
         if silence is not None:
             self._lost.append(silence)
         elif self._up.get(name, body.incarnation) < body.incarnation:  # the agent died unnoticed
-            faults = [fault for task in state.tasks.values() for fault in task.faults
-                      if record.seq in fault.evidence]
+            faults = [
+                fault
+                for task in state.tasks.values()
+                for fault in task.faults
+                if record.seq in fault.evidence
+            ]
             at_s = min((fault.at_s for fault in faults), default=record.at_s)
             at_s = max(at_s, self._injected.get(name, at_s))
             self._losses.append((ProcessLoss(at_s, record.seq, name), ""))
-            self._events.append(ExternalEvent(at_s, name, "fault", LOST_CONNECTION,
-                                         detected_in_s=record.at_s - at_s))
+            self._events.append(
+                ExternalEvent(
+                    at_s, name, "fault", LOST_CONNECTION, detected_in_s=record.at_s - at_s
+                )
+            )
         self._up[name] = body.incarnation
         self._events.append(ExternalEvent(record.at_s, name, "joined", num_slots=body.num_slots))
 
     def _on_unreachable(self, state: ClusterState, record: Record, body: r.NodeUnreachable) -> None:
         from_s = max(record.at_s - body.silence_s, self._injected.get(body.node, 0.0))
-        tasks = tuple(task.id for task in state.tasks.values()
-                      if any(rank.slot.node == body.node for rank in task.ranks.values()))
+        tasks = tuple(
+            task.id
+            for task in state.tasks.values()
+            if any(rank.slot.node == body.node for rank in task.ranks.values())
+        )
         self._unreachable[body.node] = SilentNode(from_s, record.at_s, record.seq, tasks, body)
 
     # --- processes ------------------------------------------------------------------------------
-    def _on_collective_failed(self, state: ClusterState, record: Record, body: r.CollectiveFailed,
-                    node: str) -> None:
+    def _on_collective_failed(
+        self, state: ClusterState, record: Record, body: r.CollectiveFailed, node: str
+    ) -> None:
         if body.task in state.tasks:
-            loss = ProcessLoss(record.occurred_s, record.seq, "", (
-                body.task, body.rank, body.attempt), body.generation)
+            loss = ProcessLoss(
+                record.occurred_s,
+                record.seq,
+                "",
+                (body.task, body.rank, body.attempt),
+                body.generation,
+            )
             self._failed[record.seq], self._reported_s[record.seq] = loss, record.at_s
             self._losses.append((loss, node))
 
@@ -174,15 +210,21 @@ class FaultReader:
         number = getattr(record.body, "task", 0)
         if isinstance(record.body, r.NodeJoined):
             return
-        tasks = ([state.tasks[number]] if number in state.tasks else
-                 state.tasks.values() if isinstance(record.body, r.DeadlineReached) else ())
+        tasks = (
+            [state.tasks[number]]
+            if number in state.tasks
+            else state.tasks.values()
+            if isinstance(record.body, r.DeadlineReached)
+            else ()
+        )
         for task in tasks:
             for fault in task.faults:
                 if fault.evidence[-1] == record.seq:
                     self._fault(state, record, task.id, fault, node)
 
-    def _fault(self, state: ClusterState, record: Record, number: int, fault: Fault,
-               node: str) -> None:
+    def _fault(
+        self, state: ClusterState, record: Record, number: int, fault: Fault, node: str
+    ) -> None:
         task = state.tasks[number]
         failed = [self._failed[seq] for seq in fault.evidence if seq in self._failed]
         if isinstance(record.body, r.DeadlineReached) and fault.second_hand and failed:
@@ -213,8 +255,16 @@ class FaultReader:
         first = min(failed)
         for one in failed:
             self._failed.pop(one.seq, None)
-        fault = Fault(ranks=(first.key[1],), node=node, status=status or OTHER_NETWORK, why="",
-                     evidence=(first.seq,), at_s=first.at_s, hurts=True, ended=False)
+        fault = Fault(
+            ranks=(first.key[1],),
+            node=node,
+            status=status or OTHER_NETWORK,
+            why="",
+            evidence=(first.seq,),
+            at_s=first.at_s,
+            hurts=True,
+            ended=False,
+        )
         whose = next((node for loss, node in self._losses if loss == first), "")
         self._faults.append((first, whose, fault, -1.0))
 
@@ -227,13 +277,20 @@ class FaultReader:
     def _node_loss(self, silence: SilentNode) -> tuple[ProcessLoss, ExternalEvent]:
         """The loss of a node, at the time of its first evidence."""
         name = silence.body.node
-        evidence = sorted((at_s, loss.seq) for loss, at_s in self._dated()
-                       if loss.key[0] in silence.tasks
-                       and silence.from_s <= at_s <= silence.reported_s)
+        evidence = sorted(
+            (at_s, loss.seq)
+            for loss, at_s in self._dated()
+            if loss.key[0] in silence.tasks and silence.from_s <= at_s <= silence.reported_s
+        )
         at_s, seq = evidence[0] if evidence else (silence.from_s, 0)
         return ProcessLoss(at_s, silence.seq, name), ExternalEvent(
-            at_s, name, "fault", LOST_CONNECTION, detected_in_s=silence.reported_s - at_s,
-            peers_detect_in_s=max(self._reported_s.get(seq, at_s) - at_s, 0.0) if seq else -1.0)
+            at_s,
+            name,
+            "fault",
+            LOST_CONNECTION,
+            detected_in_s=silence.reported_s - at_s,
+            peers_detect_in_s=max(self._reported_s.get(seq, at_s) - at_s, 0.0) if seq else -1.0,
+        )
 
     def all(self) -> RecordedFaults:
         """The faults and requests of the log. Call it after the last record."""
@@ -241,12 +298,23 @@ class FaultReader:
         events = [*self._events, *(one for _, one in node_losses)]
         for loss, node, fault, reported_s in self._faults:
             at_s = loss.at_s + self._behind_s.get(node, 0.0)
-            events.append(ExternalEvent(
-                at_s, fault.node, "fault",
-                fault.status if fault.status in TABLE else OTHER_NETWORK,
-                task=self.names.get(loss.key[0], ""), rank=loss.key[1],
-                detected_in_s=max(reported_s - at_s, 0.0) if reported_s >= 0 else -1.0))
-        losses = sorted([*(loss._replace(at_s=at_s) for loss, at_s in self._dated()),
-                          *(loss for loss, _ in node_losses)])
-        return RecordedFaults(losses, sorted(events, key=lambda one: one.at_s),
-                        self._num_indirect, self._behind_s)
+            events.append(
+                ExternalEvent(
+                    at_s,
+                    fault.node,
+                    "fault",
+                    fault.status if fault.status in TABLE else OTHER_NETWORK,
+                    task=self.names.get(loss.key[0], ""),
+                    rank=loss.key[1],
+                    detected_in_s=max(reported_s - at_s, 0.0) if reported_s >= 0 else -1.0,
+                )
+            )
+        losses = sorted(
+            [
+                *(loss._replace(at_s=at_s) for loss, at_s in self._dated()),
+                *(loss for loss, _ in node_losses),
+            ]
+        )
+        return RecordedFaults(
+            losses, sorted(events, key=lambda one: one.at_s), self._num_indirect, self._behind_s
+        )

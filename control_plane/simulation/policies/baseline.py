@@ -59,21 +59,23 @@ def _with_newcomers(state: ClusterState, seats: Seats, sizes: dict[int, int]) ->
 def has_failed(state: ClusterState) -> bool:
     return bool(state.incidents) or any(
         node.health != "healthy" or node.drained or node.slots_disabled
-        for node in state.nodes.values())
+        for node in state.nodes.values()
+    )
 
 
 def _initial_plan(state: ClusterState, num_spares: int) -> Seats:
     """The planner's assignment if the last `num_spares` nodes, by name, are left idle."""
     snapshot = planning_snapshot(state)
     names = sorted({slot.node for slot in snapshot.slots})
-    spare = set(names[len(names) - num_spares:] if num_spares else ())
+    spare = set(names[len(names) - num_spares :] if num_spares else ())
     slots = [slot for slot in snapshot.slots if slot.node not in spare]
     plan = planner.solve(replace(snapshot.problem, num_slots=len(slots)))
     return placed(state, snapshot, plan.slots, slots)
 
 
-def placed(state: ClusterState, snapshot: PlanningSnapshot, counts: tuple[int, ...],
-           slots: Sequence[Slot]) -> Seats:
+def placed(
+    state: ClusterState, snapshot: PlanningSnapshot, counts: tuple[int, ...], slots: Sequence[Slot]
+) -> Seats:
     """The assignment of this number of slots to each task of the snapshot."""
     tasks = [state.tasks[demand.task] for demand in snapshot.problem.demands]
     where = {name: node.labels for name, node in state.nodes.items()}
@@ -83,13 +85,26 @@ def placed(state: ClusterState, snapshot: PlanningSnapshot, counts: tuple[int, .
 def records(state: ClusterState, seats: Seats) -> Iterator[t.Body]:
     """The plan, and the assignments that it changes."""
     tasks = live_tasks(state)
-    allocations = tuple([Allocation(
-        task=task.id, slots_before=len(task.target), slots=slots,
-        waf=task.weight * table.rate_at(task.throughput, slots))
-        for task in tasks for slots in [len(seats.get(task.id, ()))]])
-    yield PlanChosen(trigger=state.replan, num_slots=len(allocatable_slots(state)),
-                     waf=math.fsum([one.waf for one in allocations]), allocations=allocations,
-                     objective=0, alternatives=())
+    allocations = tuple(
+        [
+            Allocation(
+                task=task.id,
+                slots_before=len(task.target),
+                slots=slots,
+                waf=task.weight * table.rate_at(task.throughput, slots),
+            )
+            for task in tasks
+            for slots in [len(seats.get(task.id, ()))]
+        ]
+    )
+    yield PlanChosen(
+        trigger=state.replan,
+        num_slots=len(allocatable_slots(state)),
+        waf=math.fsum([one.waf for one in allocations]),
+        allocations=allocations,
+        objective=0,
+        alternatives=(),
+    )
     for task in tasks:
         mine = seats.get(task.id, ())
         if mine != task.target:
@@ -115,14 +130,21 @@ def shrunk(state: ClusterState, sizes: Mapping[int, int]) -> Seats:
 def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> Seats:
     tasks, allocatable = live_tasks(state), allocatable_slots(state)
     num_on = Counter(slot.node for slot in allocatable)
-    found = {task.id: task.target for task in tasks if len(task.target) == sizes.get(task.id, 0)
-             and not any(num_on[seat.slot.node] < state.nodes[seat.slot.node].num_slots
-                         for seat in task.target)}
+    found = {
+        task.id: task.target
+        for task in tasks
+        if len(task.target) == sizes.get(task.id, 0)
+        and not any(
+            num_on[seat.slot.node] < state.nodes[seat.slot.node].num_slots for seat in task.target
+        )
+    }
     if len(found) == len(tasks):
         return found
     changed = [task for task in tasks if task.id not in found]
-    own = {task.id: [seat.slot for seat in task.target if can_allocate(state, (seat,))]
-           for task in changed}
+    own = {
+        task.id: [seat.slot for seat in task.target if can_allocate(state, (seat,))]
+        for task in changed
+    }
     taken = {seat.slot for target in found.values() for seat in target}
     taken.update(*own.values())
     free = [slot for slot in allocatable if slot not in taken]
@@ -134,7 +156,7 @@ def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> 
             if whole and lacks > len(free):
                 found[task.id] = task.target
                 continue
-            more, free = free[:max(lacks, 0)], free[max(lacks, 0):]
+            more, free = free[: max(lacks, 0)], free[max(lacks, 0) :]
             slots = [*own[task.id], *more]
             size = max((one for one in task.spec.slots.counts if one <= len(slots)), default=0)
             free += slots[size:]
@@ -149,5 +171,6 @@ def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
     numbers = {seat.slot: seat.rank for seat in task.target}
     used = frozenset(numbers[slot] for slot in slots if slot in numbers)
     new = iter([number for number in range(2 * len(slots) + 1) if number not in used])
-    return tuple(sorted(Seat(numbers[slot] if slot in numbers else next(new), slot)
-                        for slot in slots))
+    return tuple(
+        sorted(Seat(numbers[slot] if slot in numbers else next(new), slot) for slot in slots)
+    )

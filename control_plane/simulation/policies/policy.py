@@ -23,8 +23,10 @@ class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def detection_s(self, cause: str, iteration_s: float) -> float:
         """The time from a fault of this cause to its report, given the time of an iteration."""
-        return max(self.detect_s.get(cause, self.detect_other_s),
-                   self.detect_iterations.get(cause, 0.0) * iteration_s)
+        return max(
+            self.detect_s.get(cause, self.detect_other_s),
+            self.detect_iterations.get(cause, 0.0) * iteration_s,
+        )
 
 
 class Policy(Struct, frozen=True, kw_only=True):

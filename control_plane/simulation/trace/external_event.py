@@ -59,4 +59,5 @@ AnyEvent = ExternalEvent | OperatorRequest | NodeReport | CostChange
 def causes_loss(one: AnyEvent) -> bool:
     """Whether this event can cause a loss. Losses until a repair are attributed to the fault."""
     return not isinstance(one, CostChange) and not (
-        isinstance(one, ExternalEvent) and one.event in ("joined", "repaired"))
+        isinstance(one, ExternalEvent) and one.event in ("joined", "repaired")
+    )

@@ -17,8 +17,10 @@ FORM = f"CSV with the header {','.join(HEADER)}"
 
 def read(text: str, source: str) -> list[ExternalEvent]:
     """Read a trace and sort it by time, then by line. Raises UsageError, which names the line."""
-    lines = ["" if line.lstrip().startswith("#") else line
-             for line in text.removeprefix("\ufeff").splitlines()]
+    lines = [
+        "" if line.lstrip().startswith("#") else line
+        for line in text.removeprefix("\ufeff").splitlines()
+    ]
     found = [one for where, line in _csv(lines, source) for one in _events_of(line, where)]
     return sorted(found, key=lambda one: one.at_s)
 
@@ -29,17 +31,22 @@ def _csv(lines: Iterable[str], source: str) -> Iterator[tuple[str, dict[str, str
         if not header:
             header = tuple(word.strip() for word in row)
             if header not in (HEADER, (*HEADER, REPAIR)):
-                more = f"; a fifth column is {REPAIR}" if header[:len(HEADER)] == HEADER else ""
+                more = f"; a fifth column is {REPAIR}" if header[: len(HEADER)] == HEADER else ""
                 shown = ",".join(header)[:SHOWN_CHARS_MAX]
-                raise UsageError(f"{where}: the header is "
-                                 f"{shown if shown.isprintable() else repr(shown)}",
-                                 f"write {FORM}{more}")
+                raise UsageError(
+                    f"{where}: the header is {shown if shown.isprintable() else repr(shown)}",
+                    f"write {FORM}{more}",
+                )
             continue
         if len(row) != len(header):
-            more = f"; a fifth, {REPAIR}, must be in the header, too" if (
-                len(row) == len(header) + 1 == len(HEADER) + 1) else ""
-            raise UsageError(f"{where}: {len(row)} columns",
-                             f"{len(header)}: {','.join(header)}{more}")
+            more = (
+                f"; a fifth, {REPAIR}, must be in the header, too"
+                if (len(row) == len(header) + 1 == len(HEADER) + 1)
+                else ""
+            )
+            raise UsageError(
+                f"{where}: {len(row)} columns", f"{len(header)}: {','.join(header)}{more}"
+            )
         yield where, dict(zip(header, (word.strip() for word in row), strict=True))
     if not header:
         raise UsageError(f"{source}: line 1: the header is missing", f"write {FORM}")
@@ -59,11 +66,13 @@ def _seconds(word: str, name: str, where: str) -> float:
     try:
         seconds = float(word)
     except ValueError:
-        raise UsageError(f"{where}: {name} is {word[:SHOWN_CHARS_MAX]!r}",
-                         "a number of seconds") from None
+        raise UsageError(
+            f"{where}: {name} is {word[:SHOWN_CHARS_MAX]!r}", "a number of seconds"
+        ) from None
     if not (math.isfinite(seconds) and 0 <= seconds <= AT_S_MAX):
-        raise UsageError(f"{where}: {name} is {seconds:g}",
-                         f"seconds, at least 0 and at most {AT_S_MAX:g}")
+        raise UsageError(
+            f"{where}: {name} is {seconds:g}", f"seconds, at least 0 and at most {AT_S_MAX:g}"
+        )
     return seconds
 
 
@@ -77,12 +86,14 @@ def _events_of(line: dict[str, str], where: str) -> Iterator[ExternalEvent]:
         raise UsageError(f"{where}: {error}", error.hint) from None
     kind = EVENTS.get(event)
     if kind is None:
-        raise UsageError(f"{where}: event is {event[:SHOWN_CHARS_MAX]!r}",
-                         f"one of {', '.join(EVENTS)}")
+        raise UsageError(
+            f"{where}: event is {event[:SHOWN_CHARS_MAX]!r}", f"one of {', '.join(EVENTS)}"
+        )
     cause = row_of(line["cause"]) if kind == "fault" else line["cause"]
     if kind == "fault" and not cause:
-        raise UsageError(f"{where}: cause is {line['cause'][:SHOWN_CHARS_MAX]!r}",
-                         f"one of {', '.join(TABLE)}")
+        raise UsageError(
+            f"{where}: cause is {line['cause'][:SHOWN_CHARS_MAX]!r}", f"one of {', '.join(TABLE)}"
+        )
     if kind != "fault" and repair_s:
         raise UsageError(f"{where}: {REPAIR} without a fault", "leave it empty")
     yield ExternalEvent(at_s, node, kind, cause)
@@ -93,5 +104,8 @@ def _events_of(line: dict[str, str], where: str) -> Iterator[ExternalEvent]:
 def check_name(name: str, path: str) -> None:
     """Raises SpecError if the name is not valid for a node."""
     if not (name and len(name) <= NAME_CHARS_MAX and name.isprintable() and name == name.strip()):
-        raise SpecError(path, f"{name[:SHOWN_CHARS_MAX]!r} names no node",
-                        f"printable text, at most {NAME_CHARS_MAX} characters")
+        raise SpecError(
+            path,
+            f"{name[:SHOWN_CHARS_MAX]!r} names no node",
+            f"printable text, at most {NAME_CHARS_MAX} characters",
+        )

@@ -12,8 +12,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-CASES = ("rank_killed", "exception", "agent_killed", "network_cut", "rank_stopped", "gil_held",
-         "rank_looping", "rank_slow")
+CASES = (
+    "rank_killed",
+    "exception",
+    "agent_killed",
+    "network_cut",
+    "rank_stopped",
+    "gil_held",
+    "rank_looping",
+    "rank_slow",
+)
 HELD = {"exception": "raise", "gil_held": "gil", "rank_looping": "loop", "rank_slow": "slow"}
 """Faults that the rank injects itself, by its trace (tests/drivers/rank_trace.py)."""
 SIGNALS = {"rank_killed": signal.SIGKILL, "rank_stopped": signal.SIGSTOP}
@@ -60,8 +68,7 @@ def inside(folder: Path, task: int, rank: int, case: str) -> float:
 
 
 def micro_batch_s(trace: Path) -> float:
-    """The median time of a micro-batch, or 0.0 if unknown. A slow rank adds it to each micro-batch.
-    """
+    """The median time of a micro-batch, or 0.0 if unknown. A slow rank adds it to each micro-batch."""
     lines = [json.loads(line) for line in trace.read_text().splitlines()[-USUAL_LINES_NUM:]]
     times = [line["t"] for line in lines if line["event"] == EVENT]
     return median(then - before for before, then in pairwise(times)) if len(times) > 1 else 0.0

@@ -55,8 +55,10 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="unicron-bench-"))
     try:
         for case in (case for case in CASES if case in options.cases):
-            rows += rows_of(case, {name: _trials(folder, name, case, options.n, say)
-                                   for name in options.systems})
+            rows += rows_of(
+                case,
+                {name: _trials(folder, name, case, options.n, say) for name in options.systems},
+            )
         if OVERHEAD in options.cases:
             rows += _overhead(folder / OVERHEAD, options.pairs, say)
     except KeyboardInterrupt:
@@ -104,8 +106,16 @@ def rows_of(case: str, told: dict[str, list[Trial]]) -> list[Row]:
         num = sum(trial.detect_s is not None for trial in trials)
         whys = sorted({trial.why for trial in trials if trial.why})
         note = f"{num} of {len(trials)} told" + (f": {'; '.join(whys)}" if whys else "")
-        rows.append(row(case, name, "detect_s", [trial.detect_s for trial in trials], "s",
-                        note if whys else ""))
+        rows.append(
+            row(
+                case,
+                name,
+                "detect_s",
+                [trial.detect_s for trial in trials],
+                "s",
+                note if whys else "",
+            )
+        )
     return rows
 
 
@@ -115,13 +125,17 @@ def held_to(rows: Sequence[Row]) -> list[str]:
     for one in rows:
         if one.system != "unicron" or one.value is None:
             continue
-        most = GOALS_S.get(one.case) if one.metric == "detect_s" else (
-            OVERHEAD_MAX if one.metric == "iteration_ratio" else None)
+        most = (
+            GOALS_S.get(one.case)
+            if one.metric == "detect_s"
+            else (OVERHEAD_MAX if one.metric == "iteration_ratio" else None)
+        )
         paper = f"; the paper's: {PAPER_S[one.case]:g} s" if one.case in PAPER_S else ""
         if most is not None:
             holds = "holds " if one.value <= most else "BROKEN"
-            lines.append(f"{holds}  {one.case} {one.metric}: {one.value:.4g}, goal at most "
-                         f"{most:g}{paper}")
+            lines.append(
+                f"{holds}  {one.case} {one.metric}: {one.value:.4g}, goal at most {most:g}{paper}"
+            )
         elif one.metric == "detect_s" and one.high is not None:
             lines.append(f"        {one.case} {one.metric}: {one.value:.4g}, worst {one.high:.4g}")
     return lines

@@ -30,9 +30,25 @@ def trials(folder: Path, name: str, num: int, say: Callable[[str], None]) -> lis
     try:
         with namespaces(mark) as (near, far):
             done = subprocess.run(
-                ["ip", "netns", "exec", near, sys.executable, "-P", "-m", "bench.detection.network",
-                 str(folder / f"{name}-{CASE}"), name, str(num), far],
-                stdout=subprocess.PIPE, text=True, timeout=STEP_S_MAX, check=True)
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    near,
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "bench.detection.network",
+                    str(folder / f"{name}-{CASE}"),
+                    name,
+                    str(num),
+                    far,
+                ],
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=STEP_S_MAX,
+                check=True,
+            )
     except (OSError, subprocess.SubprocessError) as error:
         say(f"{CASE} {name}: {error}")
         return [Trial(CASE, name, None, f"no network namespaces: {error}")]
@@ -57,10 +73,18 @@ class Parted(Unicron):
         assert server is not None
         self._local.ensure(CONTROL_PLANE)
         client = self._client = self._local.wait_control_plane()
-        self._agents = Agents(self.folder, self._far, server, client, self._local.wanted.port,
-                              num_slots=NUM_RANKS // 2, trace=self.watch.folder)
-        local_cluster.wait_for(lambda: self.are_healthy() or None, 60.0,
-                               "an agent does not join", f"see {self.folder}")
+        self._agents = Agents(
+            self.folder,
+            self._far,
+            server,
+            client,
+            self._local.wanted.port,
+            num_slots=NUM_RANKS // 2,
+            trace=self.watch.folder,
+        )
+        local_cluster.wait_for(
+            lambda: self.are_healthy() or None, 60.0, "an agent does not join", f"see {self.folder}"
+        )
         self.task = int(client.post("/v1/tasks", self.spec)["task"])
 
     def stop(self) -> None:

@@ -47,11 +47,20 @@ class Torchrun(Peer):
             self.watch.look()
 
     def launch_node(self, number: int) -> None:
-        self.spawn(f"torchrun-{number}", "-m", "torch.distributed.run", "--nnodes=2",
-                   f"--nproc-per-node={NUM_RANKS // 2}", f"--node-rank={number}",
-                   "--max-restarts=0", "--rdzv-backend=static",
-                   f"--master-addr={self.address}", f"--master-port={self.port}",
-                   "-m", "bench.recovery.loop")
+        self.spawn(
+            f"torchrun-{number}",
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            f"--nproc-per-node={NUM_RANKS // 2}",
+            f"--node-rank={number}",
+            "--max-restarts=0",
+            "--rdzv-backend=static",
+            f"--master-addr={self.address}",
+            f"--master-port={self.port}",
+            "-m",
+            "bench.recovery.loop",
+        )
 
     def strike(self, case: str) -> Trial:
         """Inject the fault; wait for the launcher of the victim (of a lost node: the other one)."""
@@ -65,8 +74,13 @@ class Torchrun(Peer):
 
         came_s = faults.wait(said, TOLD_S_MAX)
         if came_s is None:
-            return Trial(case, self.name, None, f"nothing said within {TOLD_S_MAX:g} s: its only "
-                         f"limit is the collective's, {COLLECTIVE_S:g} s by default")
+            return Trial(
+                case,
+                self.name,
+                None,
+                f"nothing said within {TOLD_S_MAX:g} s: its only "
+                f"limit is the collective's, {COLLECTIVE_S:g} s by default",
+            )
         return Trial(case, self.name, came_s - at_s)
 
     def _struck(self, case: str) -> float:

@@ -83,8 +83,12 @@ class Watched:
         node = self._victim()["node"]
         self._beyond = self._made.view()["generation"] if case in HEALED else 0
         at_s = self._struck(case, node)
-        came_s = faults.wait(lambda: self._reader.first(
-            begin, lambda record: told(record["kind"], record["body"], node)), TOLD_S_MAX)
+        came_s = faults.wait(
+            lambda: self._reader.first(
+                begin, lambda record: told(record["kind"], record["body"], node)
+            ),
+            TOLD_S_MAX,
+        )
         self._undo(case, node)
         if came_s is None:
             return Trial(case, self.name, None, f"not told within {TOLD_S_MAX:g} s")
@@ -123,22 +127,32 @@ class Watched:
             return False
         view = self._made.view()
         members = [rank for rank in view["ranks"] if rank["state"] == "member"]
-        if view["state"] != "running" or view["phase"] != "training" or not (
-                len(members) == len(view["ranks"]) == NUM_RANKS):
+        if (
+            view["state"] != "running"
+            or view["phase"] != "training"
+            or not (len(members) == len(view["ranks"]) == NUM_RANKS)
+        ):
             return False
-        progress = [record["body"] for _, record in self._reader.seen
-                    if record["kind"] == "TaskProgressed"]
+        progress = [
+            record["body"] for _, record in self._reader.seen if record["kind"] == "TaskProgressed"
+        ]
         newest = progress[-1]["generation"] if progress else 0
         if view["generation"] <= self._beyond or self._is_slow():
             return False
-        num = sum(len(body["losses"]) for body in progress
-                  if body["generation"] == newest == view["generation"])
+        num = sum(
+            len(body["losses"])
+            for body in progress
+            if body["generation"] == newest == view["generation"]
+        )
         return num >= num_warm
 
     def _is_slow(self) -> bool:
         """True if the last report of the victim's step time calls it slow."""
-        paced = [record["body"] for _, record in self._reader.seen
-                 if record["kind"] == "StepTimeChanged" and _of_victim(record["body"])]
+        paced = [
+            record["body"]
+            for _, record in self._reader.seen
+            if record["kind"] == "StepTimeChanged" and _of_victim(record["body"])
+        ]
         return bool(paced) and _slowed(paced[-1])
 
 
@@ -156,11 +170,14 @@ TOLD: dict[str, Callable[[str, Record, str], bool]] = {
     "agent_killed": lambda kind, body, node: kind == "NodeUnreachable" and body["node"] == node,
     "network_cut": lambda kind, body, node: kind == "NodeUnreachable" and body["node"] == node,
     "rank_stopped": lambda kind, body, node: kind == "RankSuspended" and _of_victim(body),
-    "gil_held": lambda kind, body, node: (kind == "RankStalled" and _of_victim(body)
-                                          and body["where"] == "own"),
-    "rank_looping": lambda kind, body, node: (kind == "RankStalled" and _of_victim(body)
-                                              and body["where"] == "own"),
-    "rank_slow": lambda kind, body, node: (kind == "StepTimeChanged" and _of_victim(body)
-                                           and _slowed(body)),
+    "gil_held": lambda kind, body, node: (
+        kind == "RankStalled" and _of_victim(body) and body["where"] == "own"
+    ),
+    "rank_looping": lambda kind, body, node: (
+        kind == "RankStalled" and _of_victim(body) and body["where"] == "own"
+    ),
+    "rank_slow": lambda kind, body, node: (
+        kind == "StepTimeChanged" and _of_victim(body) and _slowed(body)
+    ),
 }
 """By case, the report that counts as detection: the first finding, not its consequences."""

@@ -60,8 +60,10 @@ class Load:
         self.told = Told({}, {})
         self.num_failed = 0
         self._pair, self._stopping = pair, threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(number, task), daemon=True)
-                         for number, task in enumerate(tasks, 1)]
+        self._threads = [
+            threading.Thread(target=self._ask, args=(number, task), daemon=True)
+            for number, task in enumerate(tasks, 1)
+        ]
         self._threads.append(threading.Thread(target=self._read, daemon=True))
         for thread in self._threads:
             thread.start()
@@ -79,7 +81,8 @@ class Load:
             try:
                 client = connect(self._pair.state)
                 self.told.answers[weight] = client.post(
-                    f"/v1/tasks/{task}/weight", {"weight": weight})["seq"]
+                    f"/v1/tasks/{task}/weight", {"weight": weight}
+                )["seq"]
                 if count % SUBMIT_EVERY == 0:
                     client.post("/v1/tasks", command(f"c{number}-{count}", "true"))
             except UnicronError:
@@ -125,8 +128,10 @@ class Kills:
         if target != "server":
             pair.mend()
         num = len(load.told.answers)
-        wait(lambda: self._revived() and len(load.told.answers) >= num + NUM_MORE,
-             f"answers after {target} was killed")
+        wait(
+            lambda: self._revived() and len(load.told.answers) >= num + NUM_MORE,
+            f"answers after {target} was killed",
+        )
 
     def _is_complete(self) -> bool:
         return self._revived() and bool(self._pair.lease.url()) and self._pair.lease.is_followed()
@@ -138,8 +143,12 @@ class Kills:
 
 def command(name: str, *words: str) -> dict[str, object]:
     """The spec of a command on one slot."""
-    return {"apiVersion": "unicron/v1", "name": name, "command": list(words),
-            "slots": {"min": 1, "max": 1}}
+    return {
+        "apiVersion": "unicron/v1",
+        "name": name,
+        "command": list(words),
+        "slots": {"min": 1, "max": 1},
+    }
 
 
 @contextmanager
@@ -160,8 +169,10 @@ def chaos(folder: Path, num: int, seed: int) -> tuple[int, int, str]:
     rng = random.Random(seed)
     with chaotic(folder) as pair:
         client = connect(pair.state)
-        tasks = [client.post("/v1/tasks", command(f"client-{number}", "sleep", "100000"))["task"]
-                 for number in range(1, NUM_CLIENTS + 1)]
+        tasks = [
+            client.post("/v1/tasks", command(f"client-{number}", "sleep", "100000"))["task"]
+            for number in range(1, NUM_CLIENTS + 1)
+        ]
         load = Load(pair, tasks)
         targets = Counter[str]()
         try:
@@ -170,18 +181,31 @@ def chaos(folder: Path, num: int, seed: int) -> tuple[int, int, str]:
                 Kills(pair, load).kill(target)
                 targets[target] += 1
                 if (number + 1) % 10 == 0:
-                    print(f"chaos  {number + 1} kills, {len(load.told.answers)} answers",
-                          flush=True)
+                    print(
+                        f"chaos  {number + 1} kills, {len(load.told.answers)} answers", flush=True
+                    )
         finally:
             load.stop()
-        wait(lambda: not any(task["state"] in ("running", "starting", "waiting")
-                             for task in connect(pair.state).get("/v1/state")["tasks"]
-                             if task["id"] not in tasks), "the commands have ended")
+        wait(
+            lambda: (
+                not any(
+                    task["state"] in ("running", "starting", "waiting")
+                    for task in connect(pair.state).get("/v1/state")["tasks"]
+                    if task["id"] not in tasks
+                )
+            ),
+            "the commands have ended",
+        )
         records = [codec.from_plain(one) for one in connect(pair.state).records(0, follow=False)]
     lost, doubled = lost_of(records, load.told), doubled_of(records)
-    return lost, doubled, (
-        f"{len(records)} records, {len(load.told.answers)} answers, {load.num_failed} requests "
-        f"without one; killed: {', '.join(f'{name} {num}' for name, num in targets.items())}")
+    return (
+        lost,
+        doubled,
+        (
+            f"{len(records)} records, {len(load.told.answers)} answers, {load.num_failed} requests "
+            f"without one; killed: {', '.join(f'{name} {num}' for name, num in targets.items())}"
+        ),
+    )
 
 
 # --- the verdict ----------------------------------------------------------------------------------
@@ -210,16 +234,21 @@ def doubled_of(records: list[Record]) -> int:
     """Records that are there again: reports by their number, requests by what they ask for, all by
     their seq."""
     keys = [("report", one.source, one.source_seq) for one in records if one.source_seq]
-    keys += [("weight", str(one.body.weight), 0) for one in records
-             if isinstance(one.body, r.TaskWeightSet)]
+    keys += [
+        ("weight", str(one.body.weight), 0)
+        for one in records
+        if isinstance(one.body, r.TaskWeightSet)
+    ]
     keys += [("seq", "", one.seq) for one in records]
     return len(keys) - len(set(keys))
 
 
 def rows_of(num: int, lost: int, doubled: int, note: str) -> list[Row]:
     """`n` of each row is the number of kills."""
-    return [row(case, SYSTEM, "records", [float(value)], "records", note)._replace(n=num)
-            for case, value in (("lost", lost), ("doubled", doubled))]
+    return [
+        row(case, SYSTEM, "records", [float(value)], "records", note)._replace(n=num)
+        for case, value in (("lost", lost), ("doubled", doubled))
+    ]
 
 
 def main() -> None:

@@ -29,9 +29,13 @@ def ensure() -> None:
 
 def version() -> str:
     """The version that is measured."""
-    return subprocess.run([str(PYTHON), "-c", "import importlib.metadata as m; print(m.version("
-                           f"'{PACKAGE}'))"], capture_output=True, text=True, check=True,
-                          timeout=60).stdout.strip()
+    return subprocess.run(
+        [str(PYTHON), "-c", f"import importlib.metadata as m; print(m.version('{PACKAGE}'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.strip()
 
 
 def measured(folder: Path, num: int = NUM_RECORDS) -> dict[str, Any]:
@@ -41,8 +45,19 @@ def measured(folder: Path, num: int = NUM_RECORDS) -> dict[str, Any]:
         for one in islice(chain.from_iterable(Life().turns()), num):
             file.write(json.dumps(to_plain(one)) + "\n")
     done = subprocess.run(
-        [str(PYTHON), "-P", str(Path(__file__).with_name("peer.py")), str(records), str(folder),
-         str(BATCH_RECORDS_NUM)], capture_output=True, text=True, check=False, timeout=RUN_S_MAX)
+        [
+            str(PYTHON),
+            "-P",
+            str(Path(__file__).with_name("peer.py")),
+            str(records),
+            str(folder),
+            str(BATCH_RECORDS_NUM),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=RUN_S_MAX,
+    )
     if done.returncode:
         raise RuntimeError(f"{PACKAGE}: {done.stderr.strip().splitlines()[-1:]}")
     return dict(json.loads(done.stdout))

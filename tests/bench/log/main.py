@@ -59,14 +59,28 @@ GOALS = {
     ("append_always", "records_per_s"): Goal(20_000, at_least=True),
     ("append_always", "p99_ms"): Goal(20),
     ("replay_1m", "records_per_s"): Goal(100_000, at_least=True),
-    ("start_1m_over_10k", "ratio"): Goal(2), ("at_1m", "p99_s"): Goal(2),
-    ("server_memory", "ratio"): Goal(1.2), (HISTORY_CASE, "answer_s"): Goal(1),
-    **{(TYPED_CASE, f"{what}_s"): Goal(2) for what in (
-        "status", "status_task", "incident", "incident_all", "status_task_again",
-        "incident_again")},
-    **{(case, metric): goal for case in takeover.CASES
-       for metric, goal in (("p50_s", Goal(2)), ("worst_s", Goal(5)))},
-    **{(case, "records"): Goal(0) for case in CHAOS_CASES}}
+    ("start_1m_over_10k", "ratio"): Goal(2),
+    ("at_1m", "p99_s"): Goal(2),
+    ("server_memory", "ratio"): Goal(1.2),
+    (HISTORY_CASE, "answer_s"): Goal(1),
+    **{
+        (TYPED_CASE, f"{what}_s"): Goal(2)
+        for what in (
+            "status",
+            "status_task",
+            "incident",
+            "incident_all",
+            "status_task_again",
+            "incident_again",
+        )
+    },
+    **{
+        (case, metric): goal
+        for case in takeover.CASES
+        for metric, goal in (("p50_s", Goal(2)), ("worst_s", Goal(5)))
+    },
+    **{(case, "records"): Goal(0) for case in CHAOS_CASES},
+}
 
 
 def main() -> None:
@@ -108,8 +122,11 @@ def measured(cases: Sequence[str], sizes: Sizes, num_takeovers: int, num_kills: 
     if set(cases) & set(CHAOS_CASES):
         seed = random.SystemRandom().randrange(10**6)
         with tempfile.TemporaryDirectory(prefix="unicron-chaos-") as folder:
-            rows += [one for one in chaos.rows_of(
-                num_kills, *chaos.chaos(Path(folder), num_kills, seed)) if one.case in cases]
+            rows += [
+                one
+                for one in chaos.rows_of(num_kills, *chaos.chaos(Path(folder), num_kills, seed))
+                if one.case in cases
+            ]
     return rows
 
 
@@ -138,10 +155,17 @@ def of_log(folder: Path, sizes: Sizes) -> list[Row]:
     found = {
         "start_1m_over_10k": starts_s | {"ratio": starts_s["start_1m_s"] / starts_s["start_10k_s"]},
         "at_1m": {"p50_s": median(times_s), "p99_s": percentile(times_s, 0.99)},
-        "server_memory": {"ratio": after_mb / before_mb, "100k_mb": before_mb, "1m_mb": after_mb}}
-    return [*of_appends(written, made), *of_replay(replayed, made), *(
-        row(case, SYSTEM, metric, [value], UNITS[metric.rpartition("_")[2]])
-        for case, metrics in found.items() for metric, value in metrics.items())]
+        "server_memory": {"ratio": after_mb / before_mb, "100k_mb": before_mb, "1m_mb": after_mb},
+    }
+    return [
+        *of_appends(written, made),
+        *of_replay(replayed, made),
+        *(
+            row(case, SYSTEM, metric, [value], UNITS[metric.rpartition("_")[2]])
+            for case, metrics in found.items()
+            for metric, value in metrics.items()
+        ),
+    ]
 
 
 def of_history(folder: Path, sizes: Sizes) -> list[Row]:
@@ -154,9 +178,16 @@ def of_history(folder: Path, sizes: Sizes) -> list[Row]:
     finally:
         cluster.stop()
     units = {"days": "days"}
-    return [row(HISTORY_CASE, SYSTEM, metric, [value],
-                units.get(metric) or UNITS[metric.rpartition("_")[2]])
-            for metric, value in found.items()]
+    return [
+        row(
+            HISTORY_CASE,
+            SYSTEM,
+            metric,
+            [value],
+            units.get(metric) or UNITS[metric.rpartition("_")[2]],
+        )
+        for metric, value in found.items()
+    ]
 
 
 def of_typed(folder: Path, sizes: Sizes) -> list[Row]:
@@ -175,13 +206,15 @@ def of_appends(written: Written, made: dict[str, Any]) -> list[Row]:
     """Appends of the same batches by both systems; `cpu_us` of a record, that of the server too."""
     rows: list[Row] = []
     for system, num, times_s, cpu_s in (
-            (SYSTEM, written.num_records, written.append_s, written.cpu_s),
-            (PEER, made["num"], made["append_s"], made["append_cpu_s"])):
+        (SYSTEM, written.num_records, written.append_s, written.cpu_s),
+        (PEER, made["num"], made["append_s"], made["append_cpu_s"]),
+    ):
         note = "" if system == SYSTEM else "SQLite with its write-ahead log; each batch is synced"
         for metric, value, unit in (
-                ("records_per_s", num / sum(times_s), "records/s"),
-                ("p99_ms", 1e3 * percentile(times_s, 0.99), "ms"),
-                ("cpu_us", 1e6 * cpu_s / num, "us")):
+            ("records_per_s", num / sum(times_s), "records/s"),
+            ("p99_ms", 1e3 * percentile(times_s, 0.99), "ms"),
+            ("cpu_us", 1e6 * cpu_s / num, "us"),
+        ):
             rows.append(row("append_always", system, metric, [value], unit, note))
     return rows
 
@@ -190,12 +223,16 @@ def of_replay(replayed: dict[str, float], made: dict[str, Any]) -> list[Row]:
     """Records folded into a state."""
     note = f"{made['num']} records; its state only counts them"
     units = {"records_per_s": "records/s", "cpu_us": "us", "read_cpu_us": "us"}
-    return [*(row("replay_1m", SYSTEM, metric, [value], units[metric])
-              for metric, value in replayed.items()),
-            row("replay_1m", PEER, "records_per_s", [made["num"] / made["replay_s"]], "records/s",
-                note),
-            row("replay_1m", PEER, "cpu_us", [1e6 * made["replay_cpu_s"] / made["num"]], "us",
-                note)]
+    return [
+        *(
+            row("replay_1m", SYSTEM, metric, [value], units[metric])
+            for metric, value in replayed.items()
+        ),
+        row(
+            "replay_1m", PEER, "records_per_s", [made["num"] / made["replay_s"]], "records/s", note
+        ),
+        row("replay_1m", PEER, "cpu_us", [1e6 * made["replay_cpu_s"] / made["num"]], "us", note),
+    ]
 
 
 def of_takeovers(case: str, folder: Path, num: int) -> list[Row]:
@@ -203,8 +240,10 @@ def of_takeovers(case: str, folder: Path, num: int) -> list[Row]:
     if why := takeover.why_not(case):
         return [row(case, SYSTEM, metric, [], "s", why) for metric in ("p50_s", "worst_s")]
     times_s = takeover.takeovers(case, folder, num)
-    return [row(case, SYSTEM, "p50_s", times_s, "s"),
-            row(case, SYSTEM, "worst_s", [max(times_s)], "s")._replace(n=num)]
+    return [
+        row(case, SYSTEM, "p50_s", times_s, "s"),
+        row(case, SYSTEM, "worst_s", [max(times_s)], "s")._replace(n=num),
+    ]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -220,9 +259,11 @@ def held_to(rows: Sequence[Row]) -> list[str]:
         if goal is None or one.value is None or one.system != SYSTEM:
             continue
         holds = one.value >= goal.value if goal.at_least else one.value <= goal.value
-        lines.append(f"{'holds ' if holds else 'misses'}  {one.case}, {one.metric}: "
-                     f"{one.value:.4g}, goal {'at least' if goal.at_least else 'at most'} "
-                     f"{goal.value:g}")
+        lines.append(
+            f"{'holds ' if holds else 'misses'}  {one.case}, {one.metric}: "
+            f"{one.value:.4g}, goal {'at least' if goal.at_least else 'at most'} "
+            f"{goal.value:g}"
+        )
     return lines
 
 

@@ -33,8 +33,9 @@ class Log(Aggregate):
 def main(records: str, folder: str, batch: int) -> None:
     """Append all records in batches, then replay them."""
     plain = [json.loads(line) for line in Path(records).read_text().splitlines()]
-    application = Application[Any](env={
-        "PERSISTENCE_MODULE": "eventsourcing.sqlite", "SQLITE_DBNAME": f"{folder}/log.db"})
+    application = Application[Any](
+        env={"PERSISTENCE_MODULE": "eventsourcing.sqlite", "SQLITE_DBNAME": f"{folder}/log.db"}
+    )
     log, append_s, cpu_s = Log(), list[float](), time.process_time()
     application.save(log)
     for first in range(0, len(plain), batch):
@@ -48,8 +49,17 @@ def main(records: str, folder: str, batch: int) -> None:
     replayed = application.repository.get(log.id)
     replay_s, replay_cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
     assert sum(replayed.kinds.values()) == len(plain)
-    print(json.dumps({"num": len(plain), "append_s": append_s, "append_cpu_s": append_cpu_s,
-                      "replay_s": replay_s, "replay_cpu_s": replay_cpu_s}))
+    print(
+        json.dumps(
+            {
+                "num": len(plain),
+                "append_s": append_s,
+                "append_cpu_s": append_cpu_s,
+                "replay_s": replay_s,
+                "replay_cpu_s": replay_cpu_s,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

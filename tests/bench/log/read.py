@@ -39,8 +39,11 @@ def replay(folder: Folder) -> Found:
     read_s = time.process_time()
     for _ in SealedLog(folder).records():
         pass
-    return {"records_per_s": state.seq / lasted_s, "cpu_us": 1e6 * cpu_s / state.seq,
-            "read_cpu_us": 1e6 * (time.process_time() - read_s) / state.seq}
+    return {
+        "records_per_s": state.seq / lasted_s,
+        "cpu_us": 1e6 * cpu_s / state.seq,
+        "read_cpu_us": 1e6 * (time.process_time() - read_s) / state.seq,
+    }
 
 
 def start_s(cluster: SealedCluster) -> float:
@@ -51,8 +54,14 @@ def start_s(cluster: SealedCluster) -> float:
 
 async def _start(cluster: SealedCluster, nonce: str) -> float:
     async with cluster.log() as log:
-        leader = Leader(log, clock=steady_clock(), nonce=nonce, code=__version__, policy=Policy(),
-                        folder=cluster.folder)
+        leader = Leader(
+            log,
+            clock=steady_clock(),
+            nonce=nonce,
+            code=__version__,
+            policy=Policy(),
+            folder=cluster.folder,
+        )
         began_s = time.perf_counter()
         await leader.take_over()
         await leader.recover()
@@ -68,8 +77,10 @@ def history(cluster: SealedCluster) -> Found:
     usage_files.of_sealed(SealedLog(cluster.folder))
     first_s = time.perf_counter() - began_s
     files = cluster.folder.snapshots("usage")
-    found = {"first_s": first_s, "file_mb": (
-        cluster.state.path / "log" / files[-1].name).stat().st_size / 1e6}
+    found = {
+        "first_s": first_s,
+        "file_mb": (cluster.state.path / "log" / files[-1].name).stat().st_size / 1e6,
+    }
     with control_plane(cluster) as client:
         for metric in ("answer_s", "again_s"):
             began_s = time.perf_counter()
@@ -83,8 +94,7 @@ def moments_s(cluster: SealedCluster, last: int, num: int = NUM_MOMENTS) -> list
     """The time of each answer of a real control plane to `status --at`, half of them asked by seq,
     half by time: drawn from the whole log, each one new."""
     with control_plane(cluster) as client:
-        first_s, last_s = (client.get("/v1/state", at=seq)["cluster"]["at_s"]
-                           for seq in (1, last))
+        first_s, last_s = (client.get("/v1/state", at=seq)["cluster"]["at_s"] for seq in (1, last))
         times: list[float] = []
         for number in range(num):
             seq, at_s = random.randint(1, last), random.uniform(first_s, last_s)
@@ -105,9 +115,13 @@ def typed(cluster: SealedCluster) -> Found:
         number = str(view["incidents"][-2]["id"])
         found: Found = {}
         for what, words in (
-                ("status", ["status"]), ("status_task", ["status", task]),
-                ("incident", ["incident", number]), ("incident_all", ["incident", "--all"]),
-                ("status_task_again", ["status", task]), ("incident_again", ["incident", number])):
+            ("status", ["status"]),
+            ("status_task", ["status", task]),
+            ("incident", ["incident", number]),
+            ("incident_all", ["incident", "--all"]),
+            ("status_task_again", ["status", task]),
+            ("incident_again", ["incident", number]),
+        ):
             found |= _timed(what, [*words, "--state", str(cluster.state.path)])
         return found
 
@@ -115,8 +129,12 @@ def typed(cluster: SealedCluster) -> Found:
 def _timed(what: str, words: list[str]) -> Found:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began_s = time.perf_counter()
-    subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", *words], check=True,
-                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-P", "-m", "unicron.cli.main", *words],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     lasted_s, after = time.perf_counter() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {f"{what}_s": lasted_s, f"{what}_cpu_s": cpu_s}

@@ -56,14 +56,21 @@ class Life(Driver):
                 ranks = sorted(self.state.tasks[number].ranks)
                 self.obey(self.exit(number, ranks[second // self.fault_every % len(ranks)]))
             if second % self.task_every == 0:
-                self.obey(self.tell(f"operator/{second}", r.TaskCancelRequested(
-                    task=self._training()[0], reason="")))
+                self.obey(
+                    self.tell(
+                        f"operator/{second}",
+                        r.TaskCancelRequested(task=self._training()[0], reason=""),
+                    )
+                )
                 self._begin_task()
 
     def _begin_task(self) -> None:
         self._num_tasks += 1
-        self.obey(self.tell(f"operator/task-{self._num_tasks}",
-                            r.TaskSubmitted(spec=_spec(self._num_tasks))))
+        self.obey(
+            self.tell(
+                f"operator/task-{self._num_tasks}", r.TaskSubmitted(spec=_spec(self._num_tasks))
+            )
+        )
 
     def _training(self) -> list[int]:
         return [number for number, task in self.state.tasks.items() if task.phase == "training"]
@@ -74,11 +81,21 @@ class Life(Driver):
             task = self.state.tasks[number]
             for place, one in enumerate(task.members):
                 if (second + place) % STORE_S == 0:
-                    self.tell(self.source(one.node), r.MemoryCheckpointStored(
-                        task=number, rank=one.rank, attempt=one.attempt,
-                        generation=task.generation, step_version=task.iteration, node=one.node,
-                        copy_bytes=10**9, checksum="crc32:00000000", share=place,
-                        num_shares=len(task.members)))
+                    self.tell(
+                        self.source(one.node),
+                        r.MemoryCheckpointStored(
+                            task=number,
+                            rank=one.rank,
+                            attempt=one.attempt,
+                            generation=task.generation,
+                            step_version=task.iteration,
+                            node=one.node,
+                            copy_bytes=10**9,
+                            checksum="crc32:00000000",
+                            share=place,
+                            num_shares=len(task.members),
+                        ),
+                    )
 
 
 class Year(Life):
@@ -89,8 +106,15 @@ class Year(Life):
 
 
 def _spec(number: int) -> JobSpec:
-    return parse({
-        "apiVersion": API_VERSION, "name": f"task-{number}",
-        "slots": {"min": 4, "max": NUM_RANKS}, "train": {
-            "iterations": 10**9, "output": f"/srv/task-{number}",
-            "batch": {"global": NUM_RANKS, "micro": 1}}})
+    return parse(
+        {
+            "apiVersion": API_VERSION,
+            "name": f"task-{number}",
+            "slots": {"min": 4, "max": NUM_RANKS},
+            "train": {
+                "iterations": 10**9,
+                "output": f"/srv/task-{number}",
+                "batch": {"global": NUM_RANKS, "micro": 1},
+            },
+        }
+    )

@@ -53,16 +53,22 @@ class SealedCluster:
     @asynccontextmanager
     async def log(self) -> AsyncIterator[RedisLog]:
         """The log as a leader has it."""
-        log = RedisLog(self.server.url, CLUSTER, self.identities.key, self.identities,
-                       folder=self.folder)
+        log = RedisLog(
+            self.server.url, CLUSTER, self.identities.key, self.identities, folder=self.folder
+        )
         try:
             await log.check()
             yield log
         finally:
             await log.close()
 
-    async def write(self, num_sealed: int, num_rest: int, memory_at: Sequence[int] = (),
-                    life: Life | None = None) -> Written:
+    async def write(
+        self,
+        num_sealed: int,
+        num_rest: int,
+        memory_at: Sequence[int] = (),
+        life: Life | None = None,
+    ) -> Written:
         """Append `num_sealed` records, or a few more, and seal them with a snapshot every
         `seal_records`, as the leader does; then append `num_rest` more."""
         life, written, due = life or Life(), Written(), list[Record]()
@@ -77,10 +83,11 @@ class SealedCluster:
                 await self._append(log, batch, written)
                 due += batch
                 left = num_sealed - written.num_records
-                if (len(due) >= Policy().seal_records if left > 0 else len(due) + left > 0):
+                if len(due) >= Policy().seal_records if left > 0 else len(due) + left > 0:
                     await log.seal(due, epoch=1, open_orders=tuple(life.state.orders))
-                    snapshots.write(self.folder, life.state.seq, 1,
-                                    snapshots.encode(life.state, {}))
+                    snapshots.write(
+                        self.folder, life.state.seq, 1, snapshots.encode(life.state, {})
+                    )
                     due.clear()
                 for num in memory_at:
                     if num <= written.num_records and num not in written.memory_mb:

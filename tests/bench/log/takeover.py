@@ -116,8 +116,9 @@ class LocalPair:
     def __init__(self, folder: Path, policy: str = "", num_agents: int = 0) -> None:
         self.state = StateDir(folder / "state")
         self.state.create()
-        self.local = LocalCluster(self.state, ClusterOptions(
-            num_agents=num_agents, num_control_planes=2, policy=policy))
+        self.local = LocalCluster(
+            self.state, ClusterOptions(num_agents=num_agents, num_control_planes=2, policy=policy)
+        )
         self.local.choose_port()
         self._struck: Process | None = None
 
@@ -138,10 +139,16 @@ class LocalPair:
     def leader(self) -> Process:
         """The process of the control plane that leads."""
         url = self.lease.leader()
-        pids = [file["pid"] for path in self.state.control_planes()
-                if (file := read_json(path) or {}).get("url") == url]
-        return next(one for name in self.local.control_planes
-                    if (one := self.local.find(name)) is not None and one.pid in pids)
+        pids = [
+            file["pid"]
+            for path in self.state.control_planes()
+            if (file := read_json(path) or {}).get("url") == url
+        ]
+        return next(
+            one
+            for name in self.local.control_planes
+            if (one := self.local.find(name)) is not None and one.pid in pids
+        )
 
     def revive(self) -> None:
         """Start control planes that have ended again, as `up` does, and print their last words."""
@@ -186,10 +193,26 @@ class HostsPair:
     def start(self) -> None:
         socket = self._folder / "server.sock"
         self._running[SERVER_HOST] = self._network.start(
-            SERVER_HOST, [str(embedded_server.find_binary()), "--port", str(SERVER_PORT), "--dir",
-                          str(self._folder), "--save", "", "--appendonly", "yes",
-                          "--appendfsync", "always", "--requirepass", self._password,
-                          "--unixsocket", str(socket)], self._folder / "server.log")
+            SERVER_HOST,
+            [
+                str(embedded_server.find_binary()),
+                "--port",
+                str(SERVER_PORT),
+                "--dir",
+                str(self._folder),
+                "--save",
+                "",
+                "--appendonly",
+                "yes",
+                "--appendfsync",
+                "always",
+                "--requirepass",
+                self._password,
+                "--unixsocket",
+                str(socket),
+            ],
+            self._folder / "server.log",
+        )
         wait(socket.exists, "the server listens")
         self.lease = Lease(f"unix://:{self._password}@{socket}")
         first, second = (host for host in self._network.hosts if host != SERVER_HOST)
@@ -207,8 +230,11 @@ class HostsPair:
 
     def strike(self, case: str) -> None:
         leader = self.lease.leader()
-        self._struck = next(host for host in self._running if host != SERVER_HOST
-                            and f"//{self._network.address(host, NETWORK)}:" in leader)
+        self._struck = next(
+            host
+            for host in self._running
+            if host != SERVER_HOST and f"//{self._network.address(host, NETWORK)}:" in leader
+        )
         self._network.cut(self._struck)
 
     def mend(self) -> None:
@@ -221,10 +247,22 @@ class HostsPair:
     def _start(self, host: str) -> None:
         server = self._network.address(SERVER_HOST, NETWORK)
         self._running[host] = self._network.start(
-            host, [sys.executable, "-P", "-m", "unicron.cli.main", "control-plane", "--state",
-                   str(self._folder / host), "--listen", NETWORK, "--insecure"],
+            host,
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "unicron.cli.main",
+                "control-plane",
+                "--state",
+                str(self._folder / host),
+                "--listen",
+                NETWORK,
+                "--insecure",
+            ],
             self._folder / f"{host}.log",
-            {REDIS_URL: f"redis://:{self._password}@{server}:{SERVER_PORT}/0"})
+            {REDIS_URL: f"redis://:{self._password}@{server}:{SERVER_PORT}/0"},
+        )
 
 
 @contextmanager

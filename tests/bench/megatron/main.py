@@ -38,36 +38,58 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make megatron-lm")
     parser.add_argument("clone", type=Path, help="a clone of Megatron-LM")
     parser.add_argument("-n", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=random.randrange(1000),
-                        help="of the moments of the round trips' faults")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=random.randrange(1000),
+        help="of the moments of the round trips' faults",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "megatron_lm.json")
     options = parser.parse_args()
     if not (options.clone / "pretrain_gpt.py").is_file():
         parser.error(f"{options.clone} has no pretrain_gpt.py: DIR names a clone of Megatron-LM")
     if absent := [name for name in PACKAGES if util.find_spec(name) is None]:
-        parser.error(f"Megatron-LM needs {' '.join(absent)}: "
-                     f"{sys.executable} -m pip install {' '.join(absent)}")
+        parser.error(
+            f"Megatron-LM needs {' '.join(absent)}: "
+            f"{sys.executable} -m pip install {' '.join(absent)}"
+        )
     began_s, rows, draw = time.monotonic(), [], random.Random(options.seed)
     print(f"seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "cluster") as cluster:
         for name, case in CASES.items():
             expected = megatron_trial.stock(options.clone, case)
-            trials = [megatron_trial.struck(cluster, options.clone, case, Path(folder) / "out")
-                      for _ in range(options.n)]
-            rows += _rows(name, trials, [not megatron_trial.unequal(expected, trial.lines)
-                                         for trial in trials])
+            trials = [
+                megatron_trial.struck(cluster, options.clone, case, Path(folder) / "out")
+                for _ in range(options.n)
+            ]
+            rows += _rows(
+                name,
+                trials,
+                [not megatron_trial.unequal(expected, trial.lines) for trial in trials],
+            )
             print(f"{name}: done", flush=True)
-        trips = [megatron_trial.round_trip(cluster, options.clone, TRIP, Path(folder) / f"trip-{n}",
-                                           draw) for n in range(options.n)]
+        trips = [
+            megatron_trial.round_trip(
+                cluster, options.clone, TRIP, Path(folder) / f"trip-{n}", draw
+            )
+            for n in range(options.n)
+        ]
         expected = megatron_trial.stock(options.clone, TRIP)
-        rows += _rows(ROUND_TRIP, trips, [not megatron_trial.unequal(expected, trip.lines)
-                                          for trip in trips])
+        rows += _rows(
+            ROUND_TRIP, trips, [not megatron_trial.unequal(expected, trip.lines) for trip in trips]
+        )
         print(f"{ROUND_TRIP}: done", flush=True)
         for name, case in BITWISE.items():
-            rows += _bits(f"{name}, bitwise", *megatron_trial.bits_of(
-                cluster, options.clone, case, Path(folder) / name))
-        rows += _bits(f"{ROUND_TRIP}, bitwise", *megatron_trial.bits_of_round_trip(
-            cluster, options.clone, EXACT_TRIP, Path(folder) / "bits", draw))
+            rows += _bits(
+                f"{name}, bitwise",
+                *megatron_trial.bits_of(cluster, options.clone, case, Path(folder) / name),
+            )
+        rows += _bits(
+            f"{ROUND_TRIP}, bitwise",
+            *megatron_trial.bits_of_round_trip(
+                cluster, options.clone, EXACT_TRIP, Path(folder) / "bits", draw
+            ),
+        )
     with tempfile.TemporaryDirectory() as folder:
         with running(Path(folder) / "cluster", 4) as cluster:
             trip = megatron_trial.round_trip(cluster, options.clone, MANDATORY, Path(folder), draw)
@@ -79,16 +101,26 @@ def main() -> None:
 
 def _bits(name: str, healed: megatron_trial.Healed, differing: list[str]) -> list[Row]:
     print(f"{name}: {len(differing)} tensors differ", flush=True)
-    return [row(name, SYSTEM, "tensors_differing", [float(len(differing))], ""),
-            *_rows(name, [healed], [not differing])]
+    return [
+        row(name, SYSTEM, "tensors_differing", [float(len(differing))], ""),
+        *_rows(name, [healed], [not differing]),
+    ]
 
 
 def _rows(name: str, trials: list[megatron_trial.Healed], equal: list[bool]) -> list[Row]:
-    return [row(name, SYSTEM, "loss_equal", list(map(float, equal)), ""),
-            row(name, SYSTEM, "iterations_lost",
-                [float(trial.iterations_lost) for trial in trials], ""),
-            row(name, SYSTEM, "fault_to_step_s",
-                [took_s for trial in trials for took_s in trial.fault_to_step_s], "s")]
+    return [
+        row(name, SYSTEM, "loss_equal", list(map(float, equal)), ""),
+        row(
+            name, SYSTEM, "iterations_lost", [float(trial.iterations_lost) for trial in trials], ""
+        ),
+        row(
+            name,
+            SYSTEM,
+            "fault_to_step_s",
+            [took_s for trial in trials for took_s in trial.fault_to_step_s],
+            "s",
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -69,22 +69,31 @@ def _row_of(folder: Path, case: str, num: int, say: Say) -> Row:
         try:
             found.append(MEASURES[phase](folder / str(number), axes))
             one = found[-1]
-            say(f"{case} {number + 1} of {num}: {one.ratio:.3f}, "
-                f"{one.peak_bytes / GIB_BYTES:.2f} GiB over {one.training_bytes / GIB_BYTES:.2f}")
+            say(
+                f"{case} {number + 1} of {num}: {one.ratio:.3f}, "
+                f"{one.peak_bytes / GIB_BYTES:.2f} GiB over {one.training_bytes / GIB_BYTES:.2f}"
+            )
         except AssertionError as error:
             why = str(error).splitlines()[0]
             say(f"{case}: {error}")
         finally:
             shutil.rmtree(folder / str(number), ignore_errors=True)
-    note = f"{num_positions(axes)} ranks" + (
-        f", from {GROWN_FROM[name]}" if phase == "growth" else "") + (f": {why}" if why else "")
+    note = (
+        f"{num_positions(axes)} ranks"
+        + (f", from {GROWN_FROM[name]}" if phase == "growth" else "")
+        + (f": {why}" if why else "")
+    )
     return row(case, "unicron", METRIC, [one.ratio for one in found], "1", note)
 
 
 def held_to(rows: Sequence[Row]) -> list[str]:
     """Each ratio beside its goal."""
-    return [f"{'holds ' if one.value <= GOAL else 'BROKEN'}  {one.case} {one.metric}: "
-            f"{one.value:.3f}, goal at most {GOAL:g}" for one in rows if one.value is not None]
+    return [
+        f"{'holds ' if one.value <= GOAL else 'BROKEN'}  {one.case} {one.metric}: "
+        f"{one.value:.3f}, goal at most {GOAL:g}"
+        for one in rows
+        if one.value is not None
+    ]
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ def resident_bytes(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     found = dict(line.split(":", 1) for line in text.splitlines())
-    return KIB_BYTES * sum(int(found[name].split()[0]) for name in ("RssAnon", "RssShmem")
-                           if name in found)
+    return KIB_BYTES * sum(
+        int(found[name].split()[0]) for name in ("RssAnon", "RssShmem") if name in found
+    )
 
 
 class Sampler:

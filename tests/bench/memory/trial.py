@@ -19,8 +19,14 @@ from unicron.events.spec.job import JobSpec, parse
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import num_positions
 
-LAYOUTS = {"dp2": Axes(dp=2), "tp2": Axes(tp=2), "pp2": Axes(pp=2), "tp2pp2": Axes(tp=2, pp=2),
-           "tp2dp2": Axes(tp=2, dp=2), "pp2dp2": Axes(pp=2, dp=2)}
+LAYOUTS = {
+    "dp2": Axes(dp=2),
+    "tp2": Axes(tp=2),
+    "pp2": Axes(pp=2),
+    "tp2pp2": Axes(tp=2, pp=2),
+    "tp2dp2": Axes(tp=2, dp=2),
+    "pp2dp2": Axes(pp=2, dp=2),
+}
 GROWN_FROM = {"tp2pp2": "tp2", "tp2dp2": "pp2", "pp2dp2": "pp2"}
 """By layout: the layout of two ranks from which the phase `growth` begins."""
 PHASES = ("start", "recovery", "growth", "saving", "copying")
@@ -70,14 +76,16 @@ class Trial:
         self.sampler.watch([self._pid(rank) for rank in ranks])
         for rank in ranks:
             self.driver.processes[rank].ready = self.driver.wait(
-                r.RankReady, rank, attempt=attempt, limit_s=WAIT_S)
+                r.RankReady, rank, attempt=attempt, limit_s=WAIT_S
+            )
 
     def form(self) -> int:
         """Begin a generation of all ranks. Returns the iteration from which they train."""
         driver, number = self.driver, self.driver.reconfigure(self.ranks, axes=self.axes)
         for rank in self.ranks:
-            told = driver.wait(r.Reconfigured, rank, limit_s=WAIT_S,
-                               where=lambda body: body.generation == number)
+            told = driver.wait(
+                r.Reconfigured, rank, limit_s=WAIT_S, where=lambda body: body.generation == number
+            )
         driver.resume(self.ranks)
         return int(told.step_version)
 
@@ -101,8 +109,10 @@ class Trial:
 
     def measured(self, peaks: dict[int, int]) -> Measured:
         """The highest ratio among the ranks."""
-        return max(Measured(peak / self.training[rank], peak, self.training[rank])
-                   for rank, peak in peaks.items())
+        return max(
+            Measured(peak / self.training[rank], peak, self.training[rank])
+            for rank, peak in peaks.items()
+        )
 
     def _pid(self, rank: int) -> int:
         return self.driver.processes[rank].popen.pid
@@ -122,12 +132,22 @@ class Trial:
 
 def _spec(output: Path, axes: Axes, train: dict[str, Any]) -> JobSpec:
     tensor, pipeline = sorted({1, axes.tp}), sorted({1, axes.pp})
-    return parse({
-        "apiVersion": "unicron/v1", "name": "memory",
-        "slots": {"min": 1, "max": num_positions(axes)},
-        "train": {"model": MODEL, "batch": {"global": 2, "micro": 1}, "iterations": 1000,
-                  "output": str(output), "optimizer": {"lr": 1e-4},
-                  "parallel": {"tensor": tensor, "pipeline": pipeline}, **train}})
+    return parse(
+        {
+            "apiVersion": "unicron/v1",
+            "name": "memory",
+            "slots": {"min": 1, "max": num_positions(axes)},
+            "train": {
+                "model": MODEL,
+                "batch": {"global": 2, "micro": 1},
+                "iterations": 1000,
+                "output": str(output),
+                "optimizer": {"lr": 1e-4},
+                "parallel": {"tensor": tensor, "pipeline": pipeline},
+                **train,
+            },
+        }
+    )
 
 
 @contextmanager
@@ -183,7 +203,7 @@ def growth(folder: Path, axes: Axes) -> Measured:
         old = trial.ranks
         trial.sampler.peaks()
         trial.axes = axes
-        trial.launch(trial.ranks[len(old):], axes)
+        trial.launch(trial.ranks[len(old) :], axes)
         trial.driver.quiesce(old, "boundary")
         begin = trial.form()
         trial.reach(begin + 1)
@@ -214,7 +234,12 @@ def copying(folder: Path, axes: Axes) -> Measured:
 
 
 MEASURES: dict[str, Callable[[Path, Axes], Measured]] = {
-    "start": start, "recovery": recovery, "growth": growth, "saving": saving, "copying": copying}
+    "start": start,
+    "recovery": recovery,
+    "growth": growth,
+    "saving": saving,
+    "copying": copying,
+}
 
 
 def _name(axes: Axes) -> str:

@@ -50,9 +50,11 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "overhead": Case(2, 512, ratio_max=RATIO_MAX), "overhead_128_tokens": Case(2, 64),
+    "overhead": Case(2, 512, ratio_max=RATIO_MAX),
+    "overhead_128_tokens": Case(2, 64),
     "bitwise_int64": Case(8, 512, EXACT, 1.05, 4),
-    "bitwise_int32": Case(8, 512, EXACT | {"reproducible_bits": 32}, 1.02, 4)}
+    "bitwise_int32": Case(8, 512, EXACT | {"reproducible_bits": 32}, 1.02, 4),
+}
 WHY = """\
 Why this is valid: each rank runs an iteration of Unicron's loop and one of Megatron's own schedule
 and optimizer by turns, in one process, with the same model, batches, groups and memory; which of
@@ -76,8 +78,12 @@ pairs.measure({folder!r}, int(os.environ["UNICRON_RANK"]), {num})
 def main() -> None:
     """Measure, compare with the goal."""
     parser = argparse.ArgumentParser(prog="make bench-overhead")
-    parser.add_argument("-n", type=int, default=LAUNCHES_NUM,
-                        help="launches of each case, of 4 or 8 pairs of iterations")
+    parser.add_argument(
+        "-n",
+        type=int,
+        default=LAUNCHES_NUM,
+        help="launches of each case, of 4 or 8 pairs of iterations",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "overhead.json")
     parser.add_argument("--cases", default=",".join(CASES), help="with commas between")
     options = parser.parse_args()
@@ -97,25 +103,38 @@ def main() -> None:
             stock_s.append(median(stock for _, stock in pairs))
             print(f"{case}: launch {len(ratios)} of {options.n}: {ratios[-1]:.4f}", flush=True)
         low, high = interval(ratios)
-        rows += [Row(case, SYSTEM, metric, value, unit, len(ratios)) for metric, value, unit in (
-            ("iteration_ratio", median(ratios), "x"), ("iteration_ratio_low", low, "x"),
-            ("iteration_ratio_high", high, "x"),
-            ("stock_cpu_s", median(stock_s), "s"))]
+        rows += [
+            Row(case, SYSTEM, metric, value, unit, len(ratios))
+            for metric, value, unit in (
+                ("iteration_ratio", median(ratios), "x"),
+                ("iteration_ratio_low", low, "x"),
+                ("iteration_ratio_high", high, "x"),
+                ("stock_cpu_s", median(stock_s), "s"),
+            )
+        ]
         if math.isfinite(ratio_max):
             lines += [
                 f"{'holds ' if median(ratios) <= ratio_max else 'misses'}  {case}: at most "
                 f"{ratio_max}",
                 f"{'holds ' if high - low < WIDTH_MAX else 'misses'}  {case}: interval narrower "
-                f"than {WIDTH_MAX}"]
+                f"than {WIDTH_MAX}",
+            ]
     finish(rows, options.out, began_s, [*lines, WHY], launches=options.n)
 
 
 def trained(folder: Path, case: Case) -> Path:
     """The script that is measured: the example with a larger model, and without evaluations."""
-    return changed_example(folder, [
-        ("5, 4\n", "10**9, 4\n"), ("hidden_size=32", "hidden_size=256"),
-        ("VOCABULARY, SEQUENCE, ROWS, SAMPLES = 64, 16, 2",
-         f"VOCABULARY, SEQUENCE, ROWS, SAMPLES = 512, {case.length}, {case.rows}")])
+    return changed_example(
+        folder,
+        [
+            ("5, 4\n", "10**9, 4\n"),
+            ("hidden_size=32", "hidden_size=256"),
+            (
+                "VOCABULARY, SEQUENCE, ROWS, SAMPLES = 64, 16, 2",
+                f"VOCABULARY, SEQUENCE, ROWS, SAMPLES = 512, {case.length}, {case.rows}",
+            ),
+        ],
+    )
 
 
 def measured(folder: Path, case: Case) -> list[tuple[float, float]]:
@@ -123,10 +142,16 @@ def measured(folder: Path, case: Case) -> list[tuple[float, float]]:
     total, ranks = WARM_UP + case.num_pairs, [0, 1]
     os.environ.update(HUGE_PAGES)
     with closing(Nursery(folder / "zygote.log")) as nursery:
-        driver = drive_loop(folder, nursery, [], iterations=total, micro_batches=MICRO_BATCHES,
-                            script=trained(folder, case), **case.loop)
-        driver.patch = MEASURE.format(
-            folders=FOLDERS, folder=str(folder), num=total) + driver.patch
+        driver = drive_loop(
+            folder,
+            nursery,
+            [],
+            iterations=total,
+            micro_batches=MICRO_BATCHES,
+            script=trained(folder, case),
+            **case.loop,
+        )
+        driver.patch = MEASURE.format(folders=FOLDERS, folder=str(folder), num=total) + driver.patch
         try:
             driver.start(*ranks)
             driver.form(ranks, axes=AXES)
@@ -136,8 +161,10 @@ def measured(folder: Path, case: Case) -> list[tuple[float, float]]:
         finally:
             driver.close()
     each = [json.loads((folder / str(rank)).read_text())[WARM_UP:] for rank in ranks]
-    return [(sum(unicron_s for unicron_s, _ in pair), sum(stock_s for _, stock_s in pair))
-            for pair in zip(*each, strict=True)]
+    return [
+        (sum(unicron_s for unicron_s, _ in pair), sum(stock_s for _, stock_s in pair))
+        for pair in zip(*each, strict=True)
+    ]
 
 
 if __name__ == "__main__":

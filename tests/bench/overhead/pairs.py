@@ -41,9 +41,15 @@ def measure(folder: str, rank: int, num_iterations: int) -> None:
         nonlocal end_s
         communicators = self._communicators
         if not stock:
-            stock.append(host_reads.stock_iterations(
-                functions, communicators.groups, communicators.axes, communicators.place,
-                num_iterations))
+            stock.append(
+                host_reads.stock_iterations(
+                    functions,
+                    communicators.groups,
+                    communicators.axes,
+                    communicators.place,
+                    num_iterations,
+                )
+            )
             end_s = time.process_time()
         is_first = len(found) % 2 == 0
         stock_took_s = stock_s() if is_first else 0.0

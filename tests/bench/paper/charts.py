@@ -36,14 +36,29 @@ def svg(picture: Picture, folder: Path) -> str:
 
         context: Any = vars(mpl)["rc_context"]  # its type is only partly known
     except ImportError:
-        raise UsageError("charts are drawn by matplotlib, which is not installed",
-                         f"{install('draw')}, or leave out --report") from None
-    with context({  # no date in the SVG; its ids follow from its name
-            "svg.hashsalt": picture.name, "svg.fonttype": "none", "font.size": 9,
-            "font.family": "DejaVu Sans", "text.color": INK, "axes.labelcolor": INK,
-            "axes.edgecolor": MUTED, "xtick.color": INK, "ytick.color": INK,
-            "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-            "grid.color": GRID, "axes.axisbelow": True, "legend.frameon": False}):
+        raise UsageError(
+            "charts are drawn by matplotlib, which is not installed",
+            f"{install('draw')}, or leave out --report",
+        ) from None
+    with context(
+        {  # no date in the SVG; its ids follow from its name
+            "svg.hashsalt": picture.name,
+            "svg.fonttype": "none",
+            "font.size": 9,
+            "font.family": "DejaVu Sans",
+            "text.color": INK,
+            "axes.labelcolor": INK,
+            "axes.edgecolor": MUTED,
+            "xtick.color": INK,
+            "ytick.color": INK,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.color": GRID,
+            "axes.axisbelow": True,
+            "legend.frameon": False,
+        }
+    ):
         figure: Any = Figure(figsize=(picture.width, picture.height), layout="constrained")
         picture.draw(figure)
         text = io.StringIO()
@@ -51,7 +66,7 @@ def svg(picture: Picture, folder: Path) -> str:
         (folder / f"{picture.name}.svg").write_text(text.getvalue(), encoding="utf-8")
         figure.savefig(folder / f"{picture.name}.png", dpi=DPI_NUM)
     body = text.getvalue()
-    body = body[body.index("<svg"):]
+    body = body[body.index("<svg") :]
     # Ids must differ between the charts of a page.
     body = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{picture.name}-", body)
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'role="img"', body, count=1)

@@ -36,18 +36,36 @@ footer { color: var(--soft); font-size: 13px; }
 
 def page(title: str, lead: str, body: Sequence[str], foot: str) -> str:
     """A whole page. `body` is HTML; the rest is text."""
-    return "\n".join([
-        "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", "</head>", "<body>", "<main>",
-        f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>', *body,
-        f"<footer>{escape(foot)}</footer>", "</main>", "</body>", "</html>", ""])
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{STYLE}</style>",
+            "</head>",
+            "<body>",
+            "<main>",
+            f"<h1>{escape(title)}</h1>",
+            f'<p class="lead">{escape(lead)}</p>',
+            *body,
+            f"<footer>{escape(foot)}</footer>",
+            "</main>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
 
 
 def section(title: str, caption: str, *parts: str) -> str:
     """A card with a title. `parts` are HTML."""
-    return (f'<section><h2>{escape(title)}</h2><p class="caption">{escape(caption)}</p>'
-            f"{''.join(parts)}</section>")
+    return (
+        f'<section><h2>{escape(title)}</h2><p class="caption">{escape(caption)}</p>'
+        f"{''.join(parts)}</section>"
+    )
 
 
 def pictured(picture: Picture, folder: Path, *parts: str) -> str:

@@ -21,17 +21,21 @@ def main() -> None:
         began_s = time.perf_counter()
         choice = planner.choose_plan(problem)
         chosen_s = time.perf_counter()
-        others = explain.with_distances(problem, choice.alternatives,
-                                        objective_flop(problem, choice.plan.slots))
+        others = explain.with_distances(
+            problem, choice.alternatives, objective_flop(problem, choice.plan.slots)
+        )
         most = {wish.task: wish.sizes[-1] for wish in problem.demands}
         explain.why(problem, choice, others, explain.binding_constraint(problem, choice, most)[0])
         planner.ideal_waf(problem.demands, num_gpus)
         told_s = time.perf_counter()
         pending.prices(problem, choice.plan)
-        print(f"{family:36} {sum(len(wish.sizes) for wish in problem.demands):7} sizes  "
-              f"choice {1000 * (chosen_s - began_s):7.1f} ms  "
-              f"explained {1000 * (told_s - chosen_s):7.1f} ms  "
-              f"prices {1000 * (time.perf_counter() - told_s):7.1f} ms", flush=True)
+        print(
+            f"{family:36} {sum(len(wish.sizes) for wish in problem.demands):7} sizes  "
+            f"choice {1000 * (chosen_s - began_s):7.1f} ms  "
+            f"explained {1000 * (told_s - chosen_s):7.1f} ms  "
+            f"prices {1000 * (time.perf_counter() - told_s):7.1f} ms",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -75,9 +75,22 @@ def trial(system: str, case: str, seed: int, limit_s: float) -> Told:
     """One solve in a separate process. Raises RuntimeError (last line of stderr) on failure."""
     try:
         done = subprocess.run(
-            [str(environment.PYTHON), "-P", "-m", "bench.planner.trial", system, case, str(seed),
-             str(limit_s)], env=environment.environment(), capture_output=True, text=True,
-            check=False, timeout=3 * limit_s + START_S_MAX)
+            [
+                str(environment.PYTHON),
+                "-P",
+                "-m",
+                "bench.planner.trial",
+                system,
+                case,
+                str(seed),
+                str(limit_s),
+            ],
+            env=environment.environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=3 * limit_s + START_S_MAX,
+        )
     except subprocess.TimeoutExpired:
         return {"late": True}
     if done.returncode:
@@ -92,13 +105,24 @@ def rows_of(case: str, told: dict[str, list[Told]], limit_s: float) -> list[Row]
     for system, trials in told.items():
         late = any(one.get("late") for one in trials)
         there = [one for one in trials if not one.get("late")]
-        note = f"not within {limit_s:g} s" if late else compared(
-            ours, [one["objective"] for one in there], system)
+        note = (
+            f"not within {limit_s:g} s"
+            if late
+            else compared(ours, [one["objective"] for one in there], system)
+        )
         for metric, unit in METRICS.items():
             values = [one[metric] for one in there if metric in one]
             if values or metric == "plan_ms":
-                rows.append(row(case, system, metric, [] if late else values, unit,
-                                note if metric == "plan_ms" else ""))
+                rows.append(
+                    row(
+                        case,
+                        system,
+                        metric,
+                        [] if late else values,
+                        unit,
+                        note if metric == "plan_ms" else "",
+                    )
+                )
     return rows
 
 
@@ -112,8 +136,11 @@ def compared(ours: Sequence[int], its: Sequence[int], system: str) -> str:
     worse = max((mine - other) / mine for mine, other in pairs)
     if worse == 0:
         return "objectives equal to ours, to the last digit"
-    return (f"up to {100 * worse:.2g} % below ours" if worse <= GAP_RATIO
-            else f"BROKEN: {100 * worse:.2g} % below ours")
+    return (
+        f"up to {100 * worse:.2g} % below ours"
+        if worse <= GAP_RATIO
+        else f"BROKEN: {100 * worse:.2g} % below ours"
+    )
 
 
 def held_to(rows: Sequence[Row]) -> list[str]:
@@ -123,8 +150,10 @@ def held_to(rows: Sequence[Row]) -> list[str]:
 
     def goal(text: str, value: float, wanted: float, *, at_least: bool = False) -> None:
         holds = value >= wanted if at_least else value <= wanted
-        lines.append(f"{'holds ' if holds else 'misses'}  {text}: {value:.4g}, goal "
-                     f"{'at least' if at_least else 'at most'} {wanted:g}")
+        lines.append(
+            f"{'holds ' if holds else 'misses'}  {text}: {value:.4g}, goal "
+            f"{'at least' if at_least else 'at most'} {wanted:g}"
+        )
 
     for case in dict.fromkeys(one.case for one in rows):
         plan_ms = found.get((case, "unicron", "plan_ms"))
@@ -133,21 +162,33 @@ def held_to(rows: Sequence[Row]) -> list[str]:
         goal(f"{case} plan_ms (the bare solver)", plan_ms, GOALS_MS[case])
         explained_ms = found.get((case, "unicron", "explained_ms"))
         if explained_ms is not None:
-            goal(f"{case} explained_ms (what production runs) over plan_ms",
-                 explained_ms / plan_ms, EXPLAINED_TIMES)
-        peers = {peer: value for peer in PEERS
-                 if (value := found.get((case, peer, "plan_ms"))) is not None}
+            goal(
+                f"{case} explained_ms (what production runs) over plan_ms",
+                explained_ms / plan_ms,
+                EXPLAINED_TIMES,
+            )
+        peers = {
+            peer: value
+            for peer in PEERS
+            if (value := found.get((case, peer, "plan_ms"))) is not None
+        }
         if peers:
             fastest = min(peers, key=lambda peer: peers[peer])
             times, wanted = peers[fastest] / plan_ms, GOALS_TIMES.get(case)
             if wanted is not None:
-                goal(f"{case} {fastest}, the fastest peer, over unicron", times, wanted,
-                     at_least=True)
+                goal(
+                    f"{case} {fastest}, the fastest peer, over unicron",
+                    times,
+                    wanted,
+                    at_least=True,
+                )
             else:
-                lines.append(f"        {case} {fastest}, the fastest peer, over unicron: "
-                             f"{times:.4g}")
-    lines += [f"{one.case} {one.system} {one.note}" for one in rows
-              if one.note.startswith("BROKEN")]
+                lines.append(
+                    f"        {case} {fastest}, the fastest peer, over unicron: {times:.4g}"
+                )
+    lines += [
+        f"{one.case} {one.system} {one.note}" for one in rows if one.note.startswith("BROKEN")
+    ]
     return lines
 
 

@@ -21,8 +21,13 @@ def ensure() -> None:
 
 def versions() -> dict[str, str]:
     """The version of each package that is measured."""
-    done = subprocess.run([str(PYTHON), "-P", "-m", "pip", "freeze"], capture_output=True,
-                          text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [str(PYTHON), "-P", "-m", "pip", "freeze"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     pairs = [line.split("==") for line in done.stdout.splitlines() if "==" in line]
     return {name: version for name, version in pairs if name in PACKAGES}
 
@@ -30,5 +35,10 @@ def versions() -> dict[str, str]:
 def environment() -> dict[str, str]:
     """The environment of a trial. One thread each, so that processor times are comparable."""
     folders = (str(ROOT / "tests"), str(ROOT / "tests/drivers"), str(ROOT / ".typing"))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONWARNINGS": "ignore",
-            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(folders),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }

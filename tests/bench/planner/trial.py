@@ -50,8 +50,13 @@ def highs(asked: PlanProblem, limit_s: float) -> Slots:
     every = vstack([csr_array(rows.sizes[None, :].astype(float)), one_each])
     least = np.concatenate(([0.0], np.ones(rows.num)))
     most = np.concatenate(([float(asked.num_slots)], np.ones(rows.num)))
-    found = milp(-_scaled(rows), constraints=LinearConstraint(every, least, most),
-                 integrality=np.ones(num), bounds=Bounds(0, 1), options={"time_limit": limit_s})
+    found = milp(
+        -_scaled(rows),
+        constraints=LinearConstraint(every, least, most),
+        integrality=np.ones(num),
+        bounds=Bounds(0, 1),
+        options={"time_limit": limit_s},
+    )
     if found.status != 0:
         raise Late
     return _slots(rows, found.x)
@@ -64,8 +69,10 @@ def glpk_mi(asked: PlanProblem, limit_s: float) -> Slots:
     rows = planner.allowed_candidates(asked)
     one_each, num = _one_each(rows)
     chosen = cp.Variable(num, boolean=True)
-    problem = cp.Problem(cp.Maximize(_scaled(rows) @ chosen), [
-        one_each @ chosen == 1, rows.sizes.astype(float) @ chosen <= asked.num_slots])
+    problem = cp.Problem(
+        cp.Maximize(_scaled(rows) @ chosen),
+        [one_each @ chosen == 1, rows.sizes.astype(float) @ chosen <= asked.num_slots],
+    )
     problem.solve(solver=cp.GLPK_MI, glpk={"tm_lim": int(limit_s * 1000), "msg_lev": "GLP_MSG_OFF"})
     if problem.status != cp.OPTIMAL:
         raise Late
@@ -91,8 +98,12 @@ def cp_sat(asked: PlanProblem, limit_s: float) -> Slots:
 
 
 SOLVERS: dict[str, Callable[[PlanProblem, float], Slots]] = {
-    "unicron": unicron, "plain_dp": plain_dp, "glpk_mi": glpk_mi, "highs": highs,
-    "cp_sat": cp_sat}
+    "unicron": unicron,
+    "plain_dp": plain_dp,
+    "glpk_mi": glpk_mi,
+    "highs": highs,
+    "cp_sat": cp_sat,
+}
 
 
 def _one_each(rows: Candidates) -> tuple[object, int]:

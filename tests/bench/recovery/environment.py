@@ -13,8 +13,16 @@ PLACE = ROOT / "build" / "bench-recovery"
 PYTHON = PLACE / "venv" / "bin" / "python"
 ABSENT = PLACE / "absent.json"
 PINS = (ROOT / "constraints.txt", Path(__file__).with_name("constraints-peers.txt"))
-NEEDED_BY_PEERS = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http", "defusedxml",
-                   "nvidia-ml-py", "packaging", "psutil", "pynvml", "pyyaml")
+NEEDED_BY_PEERS = (
+    "opentelemetry-sdk",
+    "opentelemetry-exporter-otlp-proto-http",
+    "defusedxml",
+    "nvidia-ml-py",
+    "packaging",
+    "psutil",
+    "pynvml",
+    "pyyaml",
+)
 # Both releases of torchft are packages of the same name; each gets its own folder.
 TORCHFT = {"torchft_stable": "torchft", "torchft_fast": "torchft-nightly"}
 NVRX = "nvidia-resiliency-ext"
@@ -45,12 +53,20 @@ def absent() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """The version of each package that is measured."""
-    asked = ("import json, importlib.metadata as m; print(json.dumps({d.metadata['Name']: d.version"
-             " for d in m.distributions()}))")
+    asked = (
+        "import json, importlib.metadata as m; print(json.dumps({d.metadata['Name']: d.version"
+        " for d in m.distributions()}))"
+    )
     found: dict[str, str] = {}
     for system in ("", *TORCHFT):
-        done = subprocess.run([str(PYTHON), "-P", "-c", asked], capture_output=True, text=True,
-                              check=True, env=environment(system), timeout=60)
+        done = subprocess.run(
+            [str(PYTHON), "-P", "-c", asked],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment(system),
+            timeout=60,
+        )
         found |= json.loads(done.stdout)
     wanted = ("torch", "megatron-core", "unicron-train", *TORCHFT.values(), NVRX)
     return {name: found[name] for name in wanted if name in found}
@@ -60,9 +76,14 @@ def environment(system: str) -> dict[str, str]:
     """The environment variables of a system's processes."""
     folders = [str(ROOT / "tests"), str(ROOT / "tests/drivers")]
     folders += [str(PLACE / system)] if system in TORCHFT else []
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "GLOO_SOCKET_IFNAME": "lo"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(folders),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
 def _tried(*arguments: str) -> str:

@@ -28,8 +28,9 @@ BLOCKED_S = 0.2
 def up(port: int, name: str, place: int, num: int) -> None:
     """Build a world group and a group of one rank, as each of Unicron's generations has."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=place,
-                            world_size=num, timeout=LIMIT)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(name, store), rank=place, world_size=num, timeout=LIMIT
+    )
     dist.new_group([place], timeout=LIMIT, use_local_synchronization=True)
 
 
@@ -53,8 +54,14 @@ def rank(place: int, told: Connection) -> None:
     up(port, "new", place - (place > VICTIM_NUM), NUM_RANKS - 1)
     up_s = time.time()
     dist.all_reduce(gradients)
-    told.send({"failed": failed_s, "down_s": down_s - failed_s, "up_s": up_s - down_s,
-               "reduce_s": time.time() - up_s})
+    told.send(
+        {
+            "failed": failed_s,
+            "down_s": down_s - failed_s,
+            "up_s": up_s - down_s,
+            "reduce_s": time.time() - up_s,
+        }
+    )
     told.recv()  # no rank leaves while another still reduces
     os._exit(0)
 
@@ -63,8 +70,9 @@ def trial() -> dict[str, float]:
     """Kill one of four; return the times of the slowest survivor."""
     context = get_context("fork")
     pipes = [context.Pipe() for _ in range(NUM_RANKS)]
-    ranks = [context.Process(target=rank, args=(place, pipes[place][1]))
-             for place in range(NUM_RANKS)]
+    ranks = [
+        context.Process(target=rank, args=(place, pipes[place][1])) for place in range(NUM_RANKS)
+    ]
     try:
         for one in ranks:
             one.start()
@@ -91,8 +99,10 @@ def trial() -> dict[str, float]:
                 one.join(0.5)
                 one.kill()
                 one.join()
-    return {"error_s": max(one["failed"] for one in found) - killed_s,
-            **{name: max(one[name] for one in found) for name in ("down_s", "up_s", "reduce_s")}}
+    return {
+        "error_s": max(one["failed"] for one in found) - killed_s,
+        **{name: max(one[name] for one in found) for name in ("down_s", "up_s", "reduce_s")},
+    }
 
 
 def main() -> None:

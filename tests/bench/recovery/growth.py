@@ -27,8 +27,10 @@ def measure(folder: Path, case: str, say: Say) -> list[Row]:
     for name, num_ranks, size in points:
         say(f"{case}: {name}")
         trials, resumes_s, why = _struck(folder / name, num_ranks, size)
-        metrics = [row(case, f"unicron_{name}", metric, [getattr(one, metric) for one in trials],
-                       "s", why) for metric in ("iteration_s", "fault_to_step_s", "recompute_s")]
+        metrics = [
+            row(case, f"unicron_{name}", metric, [getattr(one, metric) for one in trials], "s", why)
+            for metric in ("iteration_s", "fault_to_step_s", "recompute_s")
+        ]
         rows += [*metrics, row(case, f"unicron_{name}", "fault_to_resume_s", resumes_s, "s", why)]
     return rows
 
@@ -40,8 +42,15 @@ def _struck(folder: Path, num_ranks: int, size: str) -> tuple[list[Trial], list[
     try:
         made.start()
         for _ in range(TRIALS_NUM[size]):
-            trial = strike(made, "dp4_sigkill", Reference([]), num_ranks, stays=True, warm=WARM_NUM,
-                           fits=lambda index: True)
+            trial = strike(
+                made,
+                "dp4_sigkill",
+                Reference([]),
+                num_ranks,
+                stays=True,
+                warm=WARM_NUM,
+                fits=lambda index: True,
+            )
             if trial.step is None:
                 return trials, resumes_s, trial.why
             trials.append(trial)
@@ -74,23 +83,41 @@ def measure_restart(folder: Path, num: int, say: Say) -> list[Row]:
         made.start()
         for _ in range(num):
             for name, place in (("unicron_zygote", 0), ("unicron_exec", NUM_RANKS // NUM_AGENTS)):
-                trial = strike(made, "dp4_sigkill", Reference([]), NUM_RANKS, stays=True,
-                               victim=place + 1, fits=lambda index: True, warm=WARM_NUM)
+                trial = strike(
+                    made,
+                    "dp4_sigkill",
+                    Reference([]),
+                    NUM_RANKS,
+                    stays=True,
+                    victim=place + 1,
+                    fits=lambda index: True,
+                    warm=WARM_NUM,
+                )
                 found = ready_s(made.look(), place + 1, trial.struck_s)
                 taken[name] += [found] if found is not None else []
     except NotStarted as error:
         why = str(error)
     finally:
         made.stop()
-    return [row("restart", name, "start_to_ready_s", values, "s", why)
-            for name, values in taken.items()]
+    return [
+        row("restart", name, "start_to_ready_s", values, "s", why) for name, values in taken.items()
+    ]
 
 
 def ready_s(records: Sequence[dict[str, Any]], rank: int, from_s: float) -> float | None:
     """From the order that starts a rank to the rank's RankReady, in seconds."""
+
     def first(kind: str) -> dict[str, Any] | None:
-        return next((record for record in records if record["kind"] == kind
-                     and record["body"]["rank"] == rank and record["at_s"] >= from_s), None)
+        return next(
+            (
+                record
+                for record in records
+                if record["kind"] == kind
+                and record["body"]["rank"] == rank
+                and record["at_s"] >= from_s
+            ),
+            None,
+        )
 
     begun, ready = first("StartRank"), first("RankReady")
     if begun is None or ready is None:

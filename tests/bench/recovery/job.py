@@ -22,28 +22,47 @@ COLLECTIVE_S_MAX = 2.0
 """Collective timeout of the peers; equal to Unicron's limit for a stopped rank."""
 BUILD_S_MAX = 30.0
 """Timeout for building a group: the processes do not start at the same time."""
-SIZES = {"1M": (5, 128, 4, 128), "10M": (13, 256, 8, 64), "100M": (32, 512, 8, 16),
-         "1M_even": (6, 128, 4, 128)}
+SIZES = {
+    "1M": (5, 128, 4, 128),
+    "10M": (13, 256, 8, 64),
+    "100M": (32, 512, 8, 16),
+    "1M_even": (6, 128, 4, 128),
+}
 """Layers, hidden, heads and sequence of the models. 1M_even is for pipelines of 2 and 3 stages."""
 Spec = dict[str, Any]
 Parallel = Mapping[str, Any]
 """A spec's `train.parallel`."""
 
 
-def spec(name: str, output: Path, *, num_ranks: int = NUM_RANKS, size: str = "1M",
-         copy_every: int | None = None, parallel: Parallel | None = None) -> Spec:
+def spec(
+    name: str,
+    output: Path,
+    *,
+    num_ranks: int = NUM_RANKS,
+    size: str = "1M",
+    copy_every: int | None = None,
+    parallel: Parallel | None = None,
+) -> Spec:
     """The job spec for Unicron; the peers build the same model from it."""
     num_layers, hidden, num_heads, sequence = SIZES[size]
     more = {"copy_every": copy_every, "parallel": parallel}
     rows = ROWS_NUM if size == "1M" else 1
     return {
-        "apiVersion": "unicron/v1", "name": name, "slots": {"min": 1, "max": num_ranks},
+        "apiVersion": "unicron/v1",
+        "name": name,
+        "slots": {"min": 1, "max": num_ranks},
         "train": {
-            "model": {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads,
-                      "sequence": sequence},
+            "model": {
+                "num_layers": num_layers,
+                "hidden": hidden,
+                "num_heads": num_heads,
+                "sequence": sequence,
+            },
             "batch": {"global": NUM_MICRO_BATCHES * rows, "micro": rows},
             "optimizer": {"lr": 1e-3, "min_lr": 1e-3, "decay": "constant"},
-            "iterations": ITERATIONS_NUM, "seed": 7, "output": str(output),
+            "iterations": ITERATIONS_NUM,
+            "seed": 7,
+            "output": str(output),
             **{key: value for key, value in more.items() if value is not None},
         },
     }

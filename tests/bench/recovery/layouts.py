@@ -42,8 +42,10 @@ CASES = {
     "tp2dp2_sigkill": {"unicron": Kind({"tensor": [2]}, 2)},
     "pp2dp2_sigkill": {"unicron": Kind({"pipeline": [2, 3]}, 2, "1M_even")},
     # A rollback loads a copy; the copy is as old as the checkpoints of the peers that roll back.
-    "zero1_sigkill": {"unicron_mirrored": Kind({"optimizer": "mirrored"}, 4),
-                      "unicron_sharded": Kind({"optimizer": "sharded"}, 4, "1M", SAVE_EVERY_NUM)},
+    "zero1_sigkill": {
+        "unicron_mirrored": Kind({"optimizer": "mirrored"}, 4),
+        "unicron_sharded": Kind({"optimizer": "sharded"}, 4, "1M", SAVE_EVERY_NUM),
+    },
 }
 """All kinds of a case have one size."""
 ORDERS: dict[str, tuple[tuple[Parallel, int], ...]] = {
@@ -64,8 +66,9 @@ class Struck(NamedTuple):
     grow_pause_s: float | None = None
 
 
-def measure(folder: Path, case: str, num: int, twins: dict[str, list[float]], say: Say
-            ) -> list[Row]:
+def measure(
+    folder: Path, case: str, num: int, twins: dict[str, list[float]], say: Say
+) -> list[Row]:
     """The rows of a case: `num` faults for each of its kinds of task.
 
     `twins`: losses of the reference runs by model size. This function adds the runs that it trains.
@@ -77,12 +80,25 @@ def measure(folder: Path, case: str, num: int, twins: dict[str, list[float]], sa
         say(f"{case}: the undisturbed twin")
         twins[size] = train_twin(folder / "twin", TWIN_NUM * num, size)
     say(f"{case}: undisturbed runs in two other orders of summing")
-    noises = [_noise(Unicron(folder / f"order-{number}", num_ranks=num_ranks, size=size,
-                             traced=False, parallel=parallel), twins[size])
-              for number, (parallel, num_ranks) in enumerate(ORDERS[case])]
+    noises = [
+        _noise(
+            Unicron(
+                folder / f"order-{number}",
+                num_ranks=num_ranks,
+                size=size,
+                traced=False,
+                parallel=parallel,
+            ),
+            twins[size],
+        )
+        for number, (parallel, num_ranks) in enumerate(ORDERS[case])
+    ]
     twin = Reference(twins[size], tolerance(noises))
-    return [one for name, kind in kinds.items()
-            for one in _rows_of(folder / name, case, name, kind, twin, num, say)]
+    return [
+        one
+        for name, kind in kinds.items()
+        for one in _rows_of(folder / name, case, name, kind, twin, num, say)
+    ]
 
 
 def _noise(system: Unicron, twin: list[float]) -> float:
@@ -93,11 +109,17 @@ def _noise(system: Unicron, twin: list[float]) -> float:
     return math.nan if gap is None else gap
 
 
-def _rows_of(folder: Path, case: str, name: str, kind: Kind, twin: Reference, num: int, say: Say
-             ) -> list[Row]:
-    made = Unicron(folder, size=kind.size, parallel=kind.parallel, copy_every=kind.copy_every,
-                   # The trials need more restarts than a task's default budget.
-                   policy={"restarts_max": 10 * num})
+def _rows_of(
+    folder: Path, case: str, name: str, kind: Kind, twin: Reference, num: int, say: Say
+) -> list[Row]:
+    made = Unicron(
+        folder,
+        size=kind.size,
+        parallel=kind.parallel,
+        copy_every=kind.copy_every,
+        # The trials need more restarts than a task's default budget.
+        policy={"restarts_max": 10 * num},
+    )
     made.name = name
     found: list[Struck] = []
     try:
@@ -105,9 +127,16 @@ def _rows_of(folder: Path, case: str, name: str, kind: Kind, twin: Reference, nu
         for number in range(1, num + 1):
             found.append(_struck(made, case, kind, twin))
             trial = found[-1].trial
-            say(f"{case} {number} of {num}: {name} " + (trial.why or (
-                f"{trial.fault_to_step_s:.3f} s and {trial.recompute_s:.3f} s of micro-batches, "
-                f"{trial.iterations_lost:.0f} iterations lost")))
+            say(
+                f"{case} {number} of {num}: {name} "
+                + (
+                    trial.why
+                    or (
+                        f"{trial.fault_to_step_s:.3f} s and {trial.recompute_s:.3f} s of micro-batches, "
+                        f"{trial.iterations_lost:.0f} iterations lost"
+                    )
+                )
+            )
             if trial.step is None:
                 break
     except NotStarted as error:
@@ -115,8 +144,10 @@ def _rows_of(folder: Path, case: str, name: str, kind: Kind, twin: Reference, nu
         found.append(Struck(Trial(case, name, 0.0, 0, 0.0, why=str(error)), [], ()))
     finally:
         made.stop()
-    return [*rows_of(case, name, [one.trial for one in found]),
-            *_more_rows(case, name, found, made.spec)]
+    return [
+        *rows_of(case, name, [one.trial for one in found]),
+        *_more_rows(case, name, found, made.spec),
+    ]
 
 
 def _struck(made: Unicron, case: str, kind: Kind, twin: Reference) -> Struck:
@@ -126,9 +157,16 @@ def _struck(made: Unicron, case: str, kind: Kind, twin: Reference) -> Struck:
     healed = trial.step["generation"]
     lines, records = made.watch.lines, made.look()
     # The first generation with all ranks is the return to full strength.
-    grown = next((record["body"]["generation"] for record in records
-                  if record["kind"] == "Reconfigure" and record["body"]["generation"] > healed
-                  and len(record["body"]["members"]) == made.num_ranks), None)
+    grown = next(
+        (
+            record["body"]["generation"]
+            for record in records
+            if record["kind"] == "Reconfigure"
+            and record["body"]["generation"] > healed
+            and len(record["body"]["members"]) == made.num_ranks
+        ),
+        None,
+    )
     changes = [change(records, one) for one in (healed, grown) if one is not None]
     pause_s = None if grown is None else pause(lines, grown)
     return Struck(trial, resumed_s(made, trial), tuple(changes), pause_s)
@@ -139,11 +177,14 @@ def pause(lines: Sequence[eyes.Line], generation: int) -> float | None:
 
     None if one of these steps is missing.
     """
-    step_s = [line["t"] for line in lines if line["event"] == "done"
-              and line["generation"] < generation]
-    step = min((line for line in lines if line["event"] == "done"
-                and line["generation"] == generation), key=lambda line: float(line["t"]),
-               default=None)
+    step_s = [
+        line["t"] for line in lines if line["event"] == "done" and line["generation"] < generation
+    ]
+    step = min(
+        (line for line in lines if line["event"] == "done" and line["generation"] == generation),
+        key=lambda line: float(line["t"]),
+        default=None,
+    )
     if step is None or not step_s:
         return None
     began_s = max(step_s)
@@ -153,18 +194,34 @@ def pause(lines: Sequence[eyes.Line], generation: int) -> float | None:
 
 def _more_rows(case: str, name: str, found: Sequence[Struck], spec: dict[str, Any]) -> list[Row]:
     """The rows that only a change of layout has: its pauses, and the bytes of state moved."""
-    rows = [row(case, name, "fault_to_resume_s", [value for one in found
-                                                  for value in one.resumed_s], "s"),
-            row(case, name, "grow_pause_s", [one.grow_pause_s for one in found], "s")]
+    rows = [
+        row(
+            case,
+            name,
+            "fault_to_resume_s",
+            [value for one in found for value in one.resumed_s],
+            "s",
+        ),
+        row(case, name, "grow_pause_s", [one.grow_pause_s for one in found], "s"),
+    ]
     for index, what in enumerate(("fault", "grow")):
         changes = [one.changes[index] for one in found if len(one.changes) > index]
-        note = ", ".join(sorted({f"{what}: {in_words(one.before)} to {in_words(one.now)}"
-                                 for one in changes}))
+        note = ", ".join(
+            sorted({f"{what}: {in_words(one.before)} to {in_words(one.now)}" for one in changes})
+        )
         least = least_bytes(spec, changes) if changes else []
-        rows += [row(case, name, f"{what}_settle_s", [one.settle_s for one in changes], "s"),
-                 row(case, name, f"{what}_moved_bytes", [one.moved_bytes for one in changes],
-                     "bytes", note),
-                 row(case, name, f"{what}_least_bytes", least, "bytes")]
+        rows += [
+            row(case, name, f"{what}_settle_s", [one.settle_s for one in changes], "s"),
+            row(
+                case,
+                name,
+                f"{what}_moved_bytes",
+                [one.moved_bytes for one in changes],
+                "bytes",
+                note,
+            ),
+            row(case, name, f"{what}_least_bytes", least, "bytes"),
+        ]
     return rows
 
 
@@ -175,8 +232,10 @@ def reshaped(rows: Sequence[Row]) -> list[Row]:
     return: PP 2 x DP 2 to PP 3, and TP 2 x DP 2 to TP 2. Micro-batches are not included.
     """
     found = {(one.case, one.metric): one.value for one in rows if one.system == "unicron"}
-    both_s = [[found.get((case, metric)) for metric in ("fault_to_resume_s", "grow_pause_s")]
-              for case in ("pp2dp2_sigkill", "tp2dp2_sigkill")]
+    both_s = [
+        [found.get((case, metric)) for metric in ("fault_to_resume_s", "grow_pause_s")]
+        for case in ("pp2dp2_sigkill", "tp2dp2_sigkill")
+    ]
     shape_s, replicas_s = ([one for one in each if one is not None] for each in both_s)
     if len(shape_s) < 2 or len(replicas_s) < 2:
         return []

@@ -28,8 +28,9 @@ with cpu_device.uncompiled():
 from bench.recovery.job import BUILD_S_MAX, COLLECTIVE_S_MAX, SAVE_EVERY_NUM
 from rank_trace import Trace
 
-COLLECTIVE = datetime.timedelta(seconds=float(
-    os.environ.get("UNICRON_BENCH_COLLECTIVE_S", COLLECTIVE_S_MAX)))
+COLLECTIVE = datetime.timedelta(
+    seconds=float(os.environ.get("UNICRON_BENCH_COLLECTIVE_S", COLLECTIVE_S_MAX))
+)
 ALONE = datetime.timedelta(hours=1)
 BUILD = datetime.timedelta(seconds=BUILD_S_MAX)
 SPEC, FOLDER = "UNICRON_BENCH_SPEC", "UNICRON_BENCH_FOLDER"
@@ -51,8 +52,11 @@ class Loop:
         traced = os.environ.get("UNICRON_BENCH_TRACE", "1") != "0"
         self.trace = Trace(str(self.folder / "trace") if traced else "", 1, rank, 1)
         (self.folder / "trace").mkdir(exist_ok=True, parents=True)
-        self._told = os.open(self.folder / "trace" / f"told-{rank}.jsonl",
-                             os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._told = os.open(
+            self.folder / "trace" / f"told-{rank}.jsonl",
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+            0o644,
+        )
         self.text = text_data.load(train.data, train.model.sequence)
         self.generation = 0
         self.iteration = 0
@@ -71,8 +75,13 @@ class Loop:
         for item in items:
             self.note("micro_batch", item)
             trainee.draw.at(self.iteration, item)
-            tokens = self.text.sample(train.seed, self.iteration, item, rows=train.batch.micro,
-                                      sequence=train.model.sequence)
+            tokens = self.text.sample(
+                train.seed,
+                self.iteration,
+                item,
+                rows=train.batch.micro,
+                sequence=train.model.sequence,
+            )
             loss = trainee.loss(tokens)
             loss.backward()
             self.loss_sum += loss.item()
@@ -88,8 +97,9 @@ class Loop:
         """Sum the stats over all ranks; then run Megatron's gradient reduction, which divides."""
         stats = self.stats()
         dist.all_reduce(stats)
-        finalize_model_grads(self.trainee.ddps, torch.tensor(int(self.num_tokens)),
-                             pg_collection=self.groups)
+        finalize_model_grads(
+            self.trainee.ddps, torch.tensor(int(self.num_tokens)), pg_collection=self.groups
+        )
         return stats
 
     def step(self, stats: torch.Tensor, *, tells: bool) -> None:
@@ -99,8 +109,14 @@ class Loop:
         self.note("done")
         if tells:
             loss_sum, num_tokens, num_done = stats.tolist()
-            self.tell(event="loss", iteration=self.iteration, loss=loss_sum / num_tokens,
-                      num_done=int(num_done), generation=self.generation, at_s=time.time())
+            self.tell(
+                event="loss",
+                iteration=self.iteration,
+                loss=loss_sum / num_tokens,
+                num_done=int(num_done),
+                generation=self.generation,
+                at_s=time.time(),
+            )
         self.iteration += 1
 
     def run(self, place: int, num_members: int, saves: Callable[[], Any] | None) -> None:
@@ -130,9 +146,11 @@ class Loop:
 
     def state(self) -> dict[str, Any]:
         trainee = self.trainee
-        return {"model": trainee.modules[0].state_dict(),
-                "optimizer": trainee.optimizer.state_dict(),
-                "scheduler": trainee.scheduler.state_dict()}
+        return {
+            "model": trainee.modules[0].state_dict(),
+            "optimizer": trainee.optimizer.state_dict(),
+            "scheduler": trainee.scheduler.state_dict(),
+        }
 
     def adopt(self, state: dict[str, Any]) -> None:
         self.trainee.modules[0].load_state_dict(state["model"])

@@ -23,8 +23,17 @@ ROOT = Path(__file__).resolve().parents[3]
 SYSTEMS = ("unicron", "torchrun", "torchrun_workaround", "torchft_stable", "torchft_fast", "nvrx")
 STRIKES = ("dp4_sigkill", "dp4_sigstop")
 LAYOUTS = ("tp2dp2_sigkill", "pp2dp2_sigkill", "zero1_sigkill")
-CASES = (*STRIKES, "breakdown", *LAYOUTS, "overhead", "overhead_copies", "zero1_overhead",
-         "restart", "growth_ranks", "growth_params")
+CASES = (
+    *STRIKES,
+    "breakdown",
+    *LAYOUTS,
+    "overhead",
+    "overhead_copies",
+    "zero1_overhead",
+    "restart",
+    "growth_ranks",
+    "growth_params",
+)
 
 
 def main() -> None:
@@ -43,8 +52,11 @@ def main() -> None:
 
     environment.ensure()
     if Path(sys.prefix) != environment.PYTHON.parents[1]:
-        os.execve(environment.PYTHON, [str(environment.PYTHON), "-P", "-m", "bench.recovery.main",
-                                       *sys.argv[1:]], environment.environment(""))
+        os.execve(
+            environment.PYTHON,
+            [str(environment.PYTHON), "-P", "-m", "bench.recovery.main", *sys.argv[1:]],
+            environment.environment(""),
+        )
     signal.signal(signal.SIGTERM, interrupt)
     try:
         _measure(options)
@@ -54,11 +66,13 @@ def main() -> None:
 
 def words(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     """The type of an option: words separated by commas, each one of `known`."""
+
     def parsed(text: str) -> tuple[str, ...]:
         found = tuple(text.split(","))
         if wrong := [word for word in found if word not in known]:
             raise argparse.ArgumentTypeError(f"{wrong[0]} is none of {', '.join(known)}")
         return found
+
     return parsed
 
 
@@ -128,18 +142,30 @@ def _held_to(rows: Sequence[Row]) -> list[str]:
     def goal(text: str, value: float | None, wanted: float, *, at_least: bool = False) -> None:
         if value is not None:
             holds = value >= wanted if at_least else value <= wanted
-            lines.append(f"{'holds ' if holds else 'BROKEN'}  {text}: {value:.4g}, goal "
-                         f"{'at least' if at_least else 'at most'} {wanted:g}")
+            lines.append(
+                f"{'holds ' if holds else 'BROKEN'}  {text}: {value:.4g}, goal "
+                f"{'at least' if at_least else 'at most'} {wanted:g}"
+            )
 
-    goal("dp4_sigkill fault_to_step_s", found.get(("dp4_sigkill", "unicron", "fault_to_step_s")),
-         0.3)
+    goal(
+        "dp4_sigkill fault_to_step_s", found.get(("dp4_sigkill", "unicron", "fault_to_step_s")), 0.3
+    )
     for peer, times in (("torchrun_workaround", 12.0), ("torchft_fast", 2.0)):
-        goal(f"{peer} over unicron", ratio(rows, "dp4_sigkill", "fault_to_step_s", peer, "unicron"),
-             times, at_least=True)
-    goal("dp4_sigstop fault_to_step_s", found.get(("dp4_sigstop", "unicron", "fault_to_step_s")),
-         2.3)
-    for case, name in (("tp2dp2_sigkill", "unicron"), ("pp2dp2_sigkill", "unicron"),
-                       ("zero1_sigkill", "unicron_mirrored"), ("zero1_sigkill", "unicron_sharded")):
+        goal(
+            f"{peer} over unicron",
+            ratio(rows, "dp4_sigkill", "fault_to_step_s", peer, "unicron"),
+            times,
+            at_least=True,
+        )
+    goal(
+        "dp4_sigstop fault_to_step_s", found.get(("dp4_sigstop", "unicron", "fault_to_step_s")), 2.3
+    )
+    for case, name in (
+        ("tp2dp2_sigkill", "unicron"),
+        ("pp2dp2_sigkill", "unicron"),
+        ("zero1_sigkill", "unicron_mirrored"),
+        ("zero1_sigkill", "unicron_sharded"),
+    ):
         goal(f"{case} {name} fault_to_step_s", found.get((case, name, "fault_to_step_s")), 0.6)
         goal(f"{case} {name} loss_equal", found.get((case, name, "loss_equal")), 1.0, at_least=True)
         if name != "unicron_sharded":  # only a copy has the lost shard

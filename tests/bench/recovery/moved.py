@@ -33,26 +33,44 @@ class Change(NamedTuple):
 
 def change(records: Sequence[Record], generation: int) -> Change:
     """What that generation's members took from other ranks or from a copy."""
-    orders = {record["body"]["generation"]: record["body"] for record in records
-              if record["kind"] == "Reconfigure"}
+    orders = {
+        record["body"]["generation"]: record["body"]
+        for record in records
+        if record["kind"] == "Reconfigure"
+    }
     resumed = [record["body"]["generation"] for record in records if record["kind"] == "Resume"]
-    told = {record["body"]["rank"]: record["body"] for record in records
-            if record["kind"] == "Reconfigured" and record["body"]["generation"] == generation}
+    told = {
+        record["body"]["rank"]: record["body"]
+        for record in records
+        if record["kind"] == "Reconfigured" and record["body"]["generation"] == generation
+    }
     now = orders[generation]
     before = orders[max(one for one in resumed if one < generation)]
     was, now_is = _attempts(before), _attempts(now)
     # A killed rank may be back by then, in a new process without state.
-    had = {rank: place for place, rank in enumerate(_seated(before))
-           if was[rank] == now_is.get(rank)}
+    had = {
+        rank: place for place, rank in enumerate(_seated(before)) if was[rank] == now_is.get(rank)
+    }
     first = told[_seated(now)[0]]
     is_set_back = first["origin"] not in ("own", "peer")
     # After a set-back each member reads its own part of a copy.
-    moved_bytes = sum(body["received_bytes"] for body in told.values()) if is_set_back else sum(
-        one["taken_bytes"] for body in told.values() for one in body["taken"]
-        if one["rank"] != body["rank"])
-    return Change(_axes(before), _axes(now),
-                  tuple(None if is_set_back else had.get(rank) for rank in _seated(now)),
-                  moved_bytes, max(body["settle_s"] for body in told.values()))
+    moved_bytes = (
+        sum(body["received_bytes"] for body in told.values())
+        if is_set_back
+        else sum(
+            one["taken_bytes"]
+            for body in told.values()
+            for one in body["taken"]
+            if one["rank"] != body["rank"]
+        )
+    )
+    return Change(
+        _axes(before),
+        _axes(now),
+        tuple(None if is_set_back else had.get(rank) for rank in _seated(now)),
+        moved_bytes,
+        max(body["settle_s"] for body in told.values()),
+    )
 
 
 def _attempts(order: dict[str, Any]) -> dict[int, int]:
@@ -62,7 +80,7 @@ def _attempts(order: dict[str, Any]) -> dict[int, int]:
 
 def _seated(order: dict[str, Any]) -> list[int]:
     """The ranks that train, by position."""
-    return [member["rank"] for member in order["members"][:num_places(_axes(order))]]
+    return [member["rank"] for member in order["members"][: num_places(_axes(order))]]
 
 
 def _axes(order: dict[str, Any]) -> Axes:
@@ -76,16 +94,24 @@ def num_places(axes: Axes) -> int:
 
 def in_words(axes: Axes) -> str:
     """For example TP2xDP2."""
-    return "x".join(f"{name.upper()}{axes[name]}" for name in ("tp", "pp", "dp")
-                    if axes[name] > 1 or name == "dp")
+    return "x".join(
+        f"{name.upper()}{axes[name]}"
+        for name in ("tp", "pp", "dp")
+        if axes[name] > 1 or name == "dp"
+    )
 
 
 def parts_of(spec: Spec, layouts: Sequence[Axes]) -> list[list[dict[str, Any]]]:
     """By layout and position, the output of bench/recovery/parts.py."""
     done = subprocess.run(
         [str(environment.PYTHON), "-P", "-m", "bench.recovery.parts"],
-        input=json.dumps({"spec": spec, "layouts": layouts}), env=environment.environment("bare"),
-        capture_output=True, text=True, check=True, timeout=BUILD_S_MAX)
+        input=json.dumps({"spec": spec, "layouts": layouts}),
+        env=environment.environment("bare"),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=BUILD_S_MAX,
+    )
     return list(json.loads(done.stdout))
 
 
@@ -97,9 +123,12 @@ def least_bytes(spec: Spec, changes: Sequence[Change]) -> list[int]:
     found: list[int] = []
     for one in changes:
         had, wanted = built[different.index(one.before)], built[different.index(one.now)]
-        found.append(sum(
-            lacking_bytes(part["pieces"], () if place is None else had[place]["pieces"])
-            for part, place in zip(wanted, one.own, strict=True)))
+        found.append(
+            sum(
+                lacking_bytes(part["pieces"], () if place is None else had[place]["pieces"])
+                for part, place in zip(wanted, one.own, strict=True)
+            )
+        )
     return found
 
 
@@ -111,11 +140,18 @@ def lacking_bytes(wanted: Iterable[Piece], own: Iterable[Piece]) -> int:
     return sum(
         ITEM_BYTES[kind.partition(" ")[0]]
         * (prod(shape) - sum(_overlap(offset, shape, *other[2:]) for other in had.get(key, ())))
-        for key, kind, offset, shape in wanted)
+        for key, kind, offset, shape in wanted
+    )
 
 
-def _overlap(offset: Sequence[int], shape: Sequence[int], other_offset: Sequence[int],
-             other_shape: Sequence[int]) -> int:
+def _overlap(
+    offset: Sequence[int],
+    shape: Sequence[int],
+    other_offset: Sequence[int],
+    other_shape: Sequence[int],
+) -> int:
     """Number of elements that two blocks of one tensor share."""
-    return prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m
-                in zip(offset, shape, other_offset, other_shape, strict=True))
+    return prod(
+        max(0, min(a + n, b + m) - max(a, b))
+        for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True)
+    )

@@ -28,17 +28,33 @@ loop = Loop(int(os.environ["RANK"]))
 
 @inprocess.Wrapper(
     store_kwargs={"port": PORT + 1},
-    **dict.fromkeys(("monitor_thread_interval", "monitor_process_interval", "heartbeat_interval",
-                     "progress_watchdog_interval", "last_call_wait", "termination_grace_time"),
-                    _seconds(0.1)),
-    soft_timeout=COLLECTIVE, hard_timeout=2 * COLLECTIVE, heartbeat_timeout=2 * COLLECTIVE,
+    **dict.fromkeys(
+        (
+            "monitor_thread_interval",
+            "monitor_process_interval",
+            "heartbeat_interval",
+            "progress_watchdog_interval",
+            "last_call_wait",
+            "termination_grace_time",
+        ),
+        _seconds(0.1),
+    ),
+    soft_timeout=COLLECTIVE,
+    hard_timeout=2 * COLLECTIVE,
+    heartbeat_timeout=2 * COLLECTIVE,
 )
 def main(call_wrapper: inprocess.CallWrapper = None) -> None:
     """Train until killed. The wrapper calls this again when a rank is lost."""
     loop.generation = call_wrapper.iteration
     place, num_members = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore("127.0.0.1", PORT + 2 + call_wrapper.iteration, world_size=num_members,
-                          is_master=place == 0, multi_tenant=True, wait_for_workers=True)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        PORT + 2 + call_wrapper.iteration,
+        world_size=num_members,
+        is_master=place == 0,
+        multi_tenant=True,
+        wait_for_workers=True,
+    )
     dist.init_process_group("gloo", store=store, rank=place, world_size=num_members, timeout=BUILD)
     private_megatron.clear_globals()
     loop.iteration = 0

@@ -77,13 +77,26 @@ class BareSide:
 class UnicronSide:
     """Unicron with agents, control plane and log server."""
 
-    def __init__(self, folder: Path, copy_every: int | None, name: str = "unicron", *,
-                 watches: bool = True, parallel: Parallel | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        copy_every: int | None,
+        name: str = "unicron",
+        *,
+        watches: bool = True,
+        parallel: Parallel | None = None,
+    ) -> None:
         self.name = name
         self._made = Unicron(
-            folder, traced=False, copy_every=copy_every, watches=watches, parallel=parallel,
-            policy=dict.fromkeys(("silence_s_max", "stopped_s_max", "suspect_s_max", "hang_s_min"),
-                                 STANDS_S))
+            folder,
+            traced=False,
+            copy_every=copy_every,
+            watches=watches,
+            parallel=parallel,
+            policy=dict.fromkeys(
+                ("silence_s_max", "stopped_s_max", "suspect_s_max", "hang_s_min"), STANDS_S
+            ),
+        )
 
     def start(self) -> None:
         self._made.start()
@@ -99,9 +112,13 @@ class UnicronSide:
 
     def steps(self) -> list[tuple[float, int]]:
         self._made.look()
-        return [(record["occurred_s"],
-                 record["body"]["first_iteration"] + len(record["body"]["losses"]))
-                for record in self._made.all("TaskProgressed")]
+        return [
+            (
+                record["occurred_s"],
+                record["body"]["first_iteration"] + len(record["body"]["losses"]),
+            )
+            for record in self._made.all("TaskProgressed")
+        ]
 
 
 def measure(folder: Path, cases: Sequence[str], num_pairs: int, say: Say) -> list[Row]:
@@ -112,9 +129,14 @@ def measure(folder: Path, cases: Sequence[str], num_pairs: int, say: Say) -> lis
     if "overhead_copies" in cases:
         sides.append(UnicronSide(folder / "copies", COPY_EVERY_NUM, "unicron_copies"))
     blocks = in_turn(sides, num_pairs, say)
-    return [one for case, name in (("overhead", "unicron"), ("overhead_copies", "unicron_copies"))
-            if case in cases for one in compared(
-                case, "bare", [(block["bare"], block[name]) for block in blocks], num_pairs)]
+    return [
+        one
+        for case, name in (("overhead", "unicron"), ("overhead_copies", "unicron_copies"))
+        if case in cases
+        for one in compared(
+            case, "bare", [(block["bare"], block[name]) for block in blocks], num_pairs
+        )
+    ]
 
 
 def in_turn(sides: Sequence[Side], num_pairs: int, say: Say) -> list[dict[str, float | None]]:
@@ -133,7 +155,7 @@ def in_turn(sides: Sequence[Side], num_pairs: int, say: Say) -> list[dict[str, f
         say(f"overhead: {num_pairs + SPARE_NUM} times {', '.join(one.name for one in sides)}")
         for index in range(num_pairs + SPARE_NUM):
             # Reverse the order every other time, so that no side always comes second.
-            turn = sides[::1 if index % 2 else -1]
+            turn = sides[:: 1 if index % 2 else -1]
             spans.append({side.name: block(side, block_s) for side in turn})
         for side in sides:
             go_on(side)
@@ -148,18 +170,29 @@ def in_turn(sides: Sequence[Side], num_pairs: int, say: Say) -> list[dict[str, f
     return [{name: mean_s(steps[name], *span) for name, span in one.items()} for one in spans]
 
 
-def compared(case: str, other: str, pairs: Sequence[tuple[float | None, float | None]],
-             num_pairs: int, system: str = "unicron") -> list[Row]:
+def compared(
+    case: str,
+    other: str,
+    pairs: Sequence[tuple[float | None, float | None]],
+    num_pairs: int,
+    system: str = "unicron",
+) -> list[Row]:
     """Iteration times of both sides in pairs; the median of the ratios and its interval."""
     ratios = [ours / theirs for theirs, ours in pairs if theirs and ours]
     few = f"{len(ratios)} pairs of {num_pairs}" if len(ratios) < num_pairs else ""
-    rows = [row(case, other, "iteration_s", [theirs for theirs, _ in pairs], "s"),
-            row(case, system, "iteration_s", [ours for _, ours in pairs], "s"),
-            row(case, system, "iteration_ratio", ratios, "ratio", few)]
-    for metric, edge in zip(("iteration_ratio_low", "iteration_ratio_high"),
-                            interval(ratios) if ratios else (None, None), strict=True):
-        rows.append(Row(case, system, metric, edge, "ratio", len(ratios),
-                        "95 % interval of the median"))
+    rows = [
+        row(case, other, "iteration_s", [theirs for theirs, _ in pairs], "s"),
+        row(case, system, "iteration_s", [ours for _, ours in pairs], "s"),
+        row(case, system, "iteration_ratio", ratios, "ratio", few),
+    ]
+    for metric, edge in zip(
+        ("iteration_ratio_low", "iteration_ratio_high"),
+        interval(ratios) if ratios else (None, None),
+        strict=True,
+    ):
+        rows.append(
+            Row(case, system, metric, edge, "ratio", len(ratios), "95 % interval of the median")
+        )
     return rows
 
 

@@ -43,9 +43,12 @@ def built(train: Train, axes: Axes, place: int) -> dict[str, Any]:
         params = [param.data for _, param in trainee.named_parameters()]
         # fp32 master weights are the parameters themselves, not separate pieces.
         others = [tensor for piece, tensor in found.items() if not piece.key.startswith("model.")]
-        return {"pieces": [[piece.key, piece.kind, *piece.region] for piece in found],
-                "param_bytes": num_bytes(params), "gradient_bytes": num_bytes(trainee.gradients),
-                "optimizer_bytes": num_bytes(others)}
+        return {
+            "pieces": [[piece.key, piece.kind, *piece.region] for piece in found],
+            "param_bytes": num_bytes(params),
+            "gradient_bytes": num_bytes(trainee.gradients),
+            "optimizer_bytes": num_bytes(others),
+        }
     finally:
         private_megatron.clear_globals()
         dist.destroy_process_group()
@@ -53,8 +56,9 @@ def built(train: Train, axes: Axes, place: int) -> dict[str, Any]:
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the memory under these tensors. Storage shared by several tensors counts once."""
-    stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-              for tensor in tensors}
+    stores = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(stores.values())
 
 
@@ -65,8 +69,10 @@ def main() -> None:
     train = parse(asked["spec"]).train
     assert train is not None
     layouts = [convert(axes, Axes) for axes in asked["layouts"]]
-    json.dump([[built(train, axes, place) for place in range(num_positions(axes))]
-               for axes in layouts], sys.stdout)
+    json.dump(
+        [[built(train, axes, place) for place in range(num_positions(axes))] for axes in layouts],
+        sys.stdout,
+    )
 
 
 if __name__ == "__main__":

@@ -37,20 +37,27 @@ class Peer:
     within: Sequence[str] = ()
     """A command prefix, for example to start the processes in a network namespace."""
 
-    def __init__(self, folder: Path, name: str = "", *, size: str = "1M",
-                 traced: bool = True) -> None:
+    def __init__(
+        self, folder: Path, name: str = "", *, size: str = "1M", traced: bool = True
+    ) -> None:
         self.name = name or self.name
         self.folder = folder
         folder.mkdir(parents=True)
-        (folder / "spec.json").write_text(json.dumps(spec(self.name.replace("_", "-"),
-                                                          folder / "out", size=size)))
+        (folder / "spec.json").write_text(
+            json.dumps(spec(self.name.replace("_", "-"), folder / "out", size=size))
+        )
         self.watch = eyes.Watch(folder / "trace")
         self._mark = f"{os.getpid()}-{folder}"
         self.port = free_port()
-        self._env = {**environment.environment(self.name), MARK: self._mark,
-                     "UNICRON_BENCH_SPEC": str(folder / "spec.json"),
-                     "UNICRON_BENCH_FOLDER": str(folder), "MASTER_ADDR": "127.0.0.1",
-                     "UNICRON_BENCH_TRACE": str(int(traced)), "MASTER_PORT": str(self.port)}
+        self._env = {
+            **environment.environment(self.name),
+            MARK: self._mark,
+            "UNICRON_BENCH_SPEC": str(folder / "spec.json"),
+            "UNICRON_BENCH_FOLDER": str(folder),
+            "MASTER_ADDR": "127.0.0.1",
+            "UNICRON_BENCH_TRACE": str(int(traced)),
+            "MASTER_PORT": str(self.port),
+        }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
@@ -67,12 +74,24 @@ class Peer:
         """Start `python -P COMMAND` in a new session."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [*self.within, str(self.python), "-P", *command], env={**self._env, **env},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+                [*self.within, str(self.python), "-P", *command],
+                env={**self._env, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def rank(self, rank: int, module: str, **env: str) -> None:
-        self.spawn(f"rank-{rank}", "-m", module, RANK=str(rank), LOCAL_RANK=str(rank),
-                   WORLD_SIZE=str(NUM_RANKS), **env)
+        self.spawn(
+            f"rank-{rank}",
+            "-m",
+            module,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(NUM_RANKS),
+            **env,
+        )
 
     def tend(self) -> str:
         ended = {name: process.poll() for name, process in self.processes.items()}
@@ -83,16 +102,22 @@ class Peer:
     def last_words(self) -> str:
         """The last error line of the newest log."""
         logs = sorted(self.folder.glob("*.log"), key=lambda file: file.stat().st_mtime)
-        said = [line for line in (logs[-1].read_text(errors="replace").splitlines() if logs else [])
-                if "Error" in line]
+        said = [
+            line
+            for line in (logs[-1].read_text(errors="replace").splitlines() if logs else [])
+            if "Error" in line
+        ]
         return " ".join((said or ["nothing said"])[-1].split())[:160]
 
     def losses(self) -> dict[int, float]:
         return self.watch.losses()
 
     def whole_batch(self, step: eyes.Line) -> bool | None:
-        told = [line for line in self.watch.told if line["iteration"] == step["iteration"]
-                and line["generation"] == step["generation"]]
+        told = [
+            line
+            for line in self.watch.told
+            if line["iteration"] == step["iteration"] and line["generation"] == step["generation"]
+        ]
         return bool(told[-1]["num_done"] == NUM_MICRO_BATCHES) if told else None
 
     def stop(self) -> None:
@@ -118,11 +143,19 @@ class Torchrun(Peer):
 
     def start(self) -> None:
         shares = self.name == "torchrun"
-        self.spawn("torchrun", "-m", "torch.distributed.run", "--nnodes=1",
-                   f"--nproc-per-node={NUM_RANKS}", f"--max-restarts={RESTARTS_NUM}",
-                   "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}",
-                   "-m", "bench.recovery.loop",
-                   **({} if shares else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}))
+        self.spawn(
+            "torchrun",
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=1",
+            f"--nproc-per-node={NUM_RANKS}",
+            f"--max-restarts={RESTARTS_NUM}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            "-m",
+            "bench.recovery.loop",
+            **({} if shares else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+        )
 
 
 class Torchft(Peer):
@@ -130,13 +163,22 @@ class Torchft(Peer):
 
     def start(self) -> None:
         self._lighthouse = free_port()
-        self.spawn("lighthouse", "-c", LIGHTHOUSE, *map(str, HEARTBEATS_MS[self.name]),
-                   str(self._lighthouse))
+        self.spawn(
+            "lighthouse",
+            "-c",
+            LIGHTHOUSE,
+            *map(str, HEARTBEATS_MS[self.name]),
+            str(self._lighthouse),
+        )
         super().start()
 
     def launch(self, rank: int) -> None:
-        self.rank(rank, "bench.recovery.torchft", REPLICA_GROUP_ID=str(rank),
-                  TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{self._lighthouse}")
+        self.rank(
+            rank,
+            "bench.recovery.torchft",
+            REPLICA_GROUP_ID=str(rank),
+            TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{self._lighthouse}",
+        )
 
     def comes_back(self, case: str) -> bool:
         """A stopped replica never exits, so `tend` does not restart it."""
@@ -146,8 +188,11 @@ class Torchft(Peer):
         victim = self.processes[f"rank-{VICTIM_NUM}"]
         if victim.poll() is not None and victim.returncode < 0:
             self.launch(VICTIM_NUM)
-        others = [process.poll() for name, process in self.processes.items()
-                  if name not in ("lighthouse", f"rank-{VICTIM_NUM}")]
+        others = [
+            process.poll()
+            for name, process in self.processes.items()
+            if name not in ("lighthouse", f"rank-{VICTIM_NUM}")
+        ]
         if all(code is not None for code in others):
             return f"the survivors ended: {self.last_words()}"
         return ""
@@ -166,5 +211,10 @@ class Nvrx(Peer):
 
 
 KINDS: dict[str, type[Peer]] = {
-    "bare": Bare, "torchrun": Torchrun, "torchrun_workaround": Torchrun,
-    "torchft_stable": Torchft, "torchft_fast": Torchft, "nvrx": Nvrx}
+    "bare": Bare,
+    "torchrun": Torchrun,
+    "torchrun_workaround": Torchrun,
+    "torchft_stable": Torchft,
+    "torchft_fast": Torchft,
+    "nvrx": Nvrx,
+}

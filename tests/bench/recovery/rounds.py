@@ -24,9 +24,16 @@ from bench.recovery.unicron import Unicron
 TWIN_NUM = 70
 """Iterations of the reference run; later losses are not compared."""
 TWIN_S_MAX = 300.0
-METRICS = (("fault_to_step_s", "s"), ("recompute_s", "s"), ("iterations_lost", "iterations"),
-           ("batch_kept", "0 or 1"), ("loss_equal", "0 or 1"), ("loss_rel", "ratio"),
-           ("processes_restarted", "processes"), ("iteration_s", "s"))
+METRICS = (
+    ("fault_to_step_s", "s"),
+    ("recompute_s", "s"),
+    ("iterations_lost", "iterations"),
+    ("batch_kept", "0 or 1"),
+    ("loss_equal", "0 or 1"),
+    ("loss_rel", "ratio"),
+    ("processes_restarted", "processes"),
+    ("iteration_s", "s"),
+)
 
 
 class Taken(NamedTuple):
@@ -39,8 +46,9 @@ class Taken(NamedTuple):
 class Rounds:
     """All faults for all systems, in turn."""
 
-    def __init__(self, folder: Path, systems: Sequence[str], cases: Sequence[str],
-                 say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, systems: Sequence[str], cases: Sequence[str], say: Callable[[str], None]
+    ) -> None:
         self._folder, self._systems, self._cases, self._say = folder, systems, cases, say
         self._trials: list[Trial] = []
         self._taken: list[Taken] = []
@@ -87,13 +95,20 @@ class Rounds:
 
     def _add(self, trial: Trial, system: System, number: int) -> None:
         self._trials.append(trial)
-        took = (trial.why or f"{trial.fault_to_step_s:.3f} s and {trial.recompute_s:.3f} s of "
-                             f"micro-batches, {trial.iterations_lost:.0f} iterations lost")
+        took = (
+            trial.why
+            or f"{trial.fault_to_step_s:.3f} s and {trial.recompute_s:.3f} s of "
+            f"micro-batches, {trial.iterations_lost:.0f} iterations lost"
+        )
         self._say(f"round {number}: {trial.system} {trial.case} {took}")
         if isinstance(system, Unicron) and trial.case == "dp4_sigkill" and trial.step:
             lines = system.watch.lines
-            self._taken.append(Taken(parts.phases(system.look(), lines, trial),
-                                     parts.usual_step_ms(lines, trial.struck_s)))
+            self._taken.append(
+                Taken(
+                    parts.phases(system.look(), lines, trial),
+                    parts.usual_step_ms(lines, trial.struck_s),
+                )
+            )
 
     # --- what came of it ------------------------------------------------------------------------
     def rows(self, breakdown: bool, num: int) -> list[Row]:
@@ -105,14 +120,26 @@ class Rounds:
                 found += self._rows_of(case, name, trials)
         if breakdown and self._taken:
             self._say("breakdown: the floor, in bare torch")
-            found += parts.rows([one.phases for one in self._taken],
-                                [one.step_ms for one in self._taken], parts.floor(num))
+            found += parts.rows(
+                [one.phases for one in self._taken],
+                [one.step_ms for one in self._taken],
+                parts.floor(num),
+            )
         return found
 
     def _rows_of(self, case: str, name: str, trials: Sequence[Trial]) -> list[Row]:
         if name in self._absent:
-            return [Row(case, name, "recovered", None, "trials", 0,
-                        f"cannot be installed: {self._absent[name]}")]
+            return [
+                Row(
+                    case,
+                    name,
+                    "recovered",
+                    None,
+                    "trials",
+                    0,
+                    f"cannot be installed: {self._absent[name]}",
+                )
+            ]
         return rows_of(case, name, trials)
 
 
@@ -138,8 +165,9 @@ def rows_of(case: str, name: str, trials: Sequence[Trial]) -> list[Row]:
     """The number of a system's trials that recovered, and each metric."""
     healed = [one for one in trials if one.step is not None]
     whys = sorted({one.why for one in trials if one.why})
-    note = (f"{len(healed)} of {len(trials)} recovered in {RECOVER_S_MAX:.0f} s"
-            + (f": {'; '.join(whys)}" if whys else ""))
+    note = f"{len(healed)} of {len(trials)} recovered in {RECOVER_S_MAX:.0f} s" + (
+        f": {'; '.join(whys)}" if whys else ""
+    )
     rows = [Row(case, name, "recovered", float(len(healed)), "trials", len(trials), note)]
     for metric, unit in METRICS:
         values = [getattr(one, metric) for one in trials if one.iteration_s]

@@ -29,12 +29,22 @@ class Row(NamedTuple):
     high: float | None = None
 
 
-def row(case: str, system: str, metric: str, values: Sequence[float | None], unit: str,
-        note: str = "") -> Row:
+def row(
+    case: str, system: str, metric: str, values: Sequence[float | None], unit: str, note: str = ""
+) -> Row:
     """The row of these trials. Trials without a value are left out."""
     there = [value for value in values if value is not None]
-    return Row(case, system, metric, median(there) if there else None, unit, len(there), note,
-               min(there, default=None), max(there, default=None))
+    return Row(
+        case,
+        system,
+        metric,
+        median(there) if there else None,
+        unit,
+        len(there),
+        note,
+        min(there, default=None),
+        max(there, default=None),
+    )
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -57,8 +67,10 @@ def _at_most(num_heads: int, num: int) -> float:
 
 def table(rows: Sequence[Row]) -> str:
     """One table for each case: a line for each system, a column for each metric, then the notes."""
-    return "\n\n".join(_table_of([one for one in rows if one.case == case])
-                       for case in dict.fromkeys(one.case for one in rows))
+    return "\n\n".join(
+        _table_of([one for one in rows if one.case == case])
+        for case in dict.fromkeys(one.case for one in rows)
+    )
 
 
 def _table_of(rows: Sequence[Row]) -> str:
@@ -69,16 +81,22 @@ def _table_of(rows: Sequence[Row]) -> str:
     found = {(one.system, one.metric): one for one in rows}
     units = {one.metric: one.unit for one in rows}
     down, across = (metrics, systems) if turned else (systems, metrics)
-    head = [name if turned or (units[name] in ("s", "ms") and name.endswith(f"_{units[name]}"))
-            else f"{name} ({units[name]})" for name in across]
+    head = [
+        name
+        if turned or (units[name] in ("s", "ms") and name.endswith(f"_{units[name]}"))
+        else f"{name} ({units[name]})"
+        for name in across
+    ]
     lines = [[rows[0].case, *head]]
     for one in down:
         label = f"{one} ({units[one]})" if turned else one
         cells = [found.get((other, one) if turned else (one, other)) for other in across]
         lines.append([label, *("" if cell is None else _shown(cell) for cell in cells)])
     widths = [max(len(line[index]) for line in lines) for index in range(len(lines[0]))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
     notes = dict.fromkeys(f"  {one.system}: {one.note}" for one in rows if one.note)
     return "\n".join([*text, *notes])
 
@@ -105,12 +123,16 @@ def write(rows: Sequence[Row], file: Path, about: dict[str, Any]) -> None:
     stamp(file, about)
 
 
-def finish(rows: Sequence[Row], file: Path, began_s: float, lines: Sequence[str], **about: object
-           ) -> None:
+def finish(
+    rows: Sequence[Row], file: Path, began_s: float, lines: Sequence[str], **about: object
+) -> None:
     """Write the rows and their stamp; print their table and `lines`."""
     took_s = round(time.monotonic() - began_s)
-    write(rows, file, {"cores": os.cpu_count(), "load_1min": os.getloadavg()[0],
-                       "took_s": took_s, **about})
+    write(
+        rows,
+        file,
+        {"cores": os.cpu_count(), "load_1min": os.getloadavg()[0], "took_s": took_s, **about},
+    )
     print("\n" + table(rows))
     for line in lines:
         print(line)
@@ -125,8 +147,22 @@ def stamp(file: Path, about: dict[str, Any] | None = None) -> None:
 
 def describe() -> dict[str, Any]:
     """The commit of this checkout (`-dirty` if files differ from it) and the time."""
-    done = subprocess.run(["git", "-C", str(Path(__file__).parents[1]), "describe", "--always",
-                           "--dirty", "--exclude=*"],
-                          capture_output=True, text=True, check=False, timeout=10)
-    return {"commit": done.stdout.strip() or "unknown",
-            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    done = subprocess.run(
+        [
+            "git",
+            "-C",
+            str(Path(__file__).parents[1]),
+            "describe",
+            "--always",
+            "--dirty",
+            "--exclude=*",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=10,
+    )
+    return {
+        "commit": done.stdout.strip() or "unknown",
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }

@@ -24,8 +24,9 @@ def measure(folder: Path, num_pairs: int, say: Say) -> list[Row]:
     blocks = in_turn(sides, num_pairs, say)
     found: dict[tuple[str, str], Row] = {}
     for kept in KEPT[1:]:
-        for one in compared(CASE, "whole", [(block["whole"], block[kept]) for block in blocks],
-                            num_pairs, kept):
+        for one in compared(
+            CASE, "whole", [(block["whole"], block[kept]) for block in blocks], num_pairs, kept
+        ):
             found[one.system, one.metric] = one
     say(f"{CASE}: the bytes")
     return [*found.values(), *held()]
@@ -44,10 +45,11 @@ def held() -> list[Row]:
         rows += [row(CASE, kept, name, [part[name] for part in parts], "bytes") for name in BYTES]
         all_bytes = [sum(part[name] for name in BYTES) for part in parts]
         whole_bytes = whole_bytes or all_bytes[0]
-        rows += [row(CASE, kept, "held_bytes", all_bytes, "bytes"),
-                 row(CASE, kept, "held_ratio", [one / whole_bytes for one in all_bytes], "ratio"),
-                 row(CASE, kept, "first_more_bytes", [0 if kept == "whole" else whole_bytes],
-                     "bytes")]
+        rows += [
+            row(CASE, kept, "held_bytes", all_bytes, "bytes"),
+            row(CASE, kept, "held_ratio", [one / whole_bytes for one in all_bytes], "ratio"),
+            row(CASE, kept, "first_more_bytes", [0 if kept == "whole" else whole_bytes], "bytes"),
+        ]
     return rows
 
 

@@ -37,9 +37,18 @@ def main() -> None:
     loop.build()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=COLLECTIVE), min_replica_size=1, load_state_dict=loop.adopt,
-        state_dict=loop.state, replica_id=f"bench_{replica}", timeout=CALL, quorum_timeout=CALL,
-        connect_timeout=CALL, rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
+        pg=ProcessGroupGloo(timeout=COLLECTIVE),
+        min_replica_size=1,
+        load_state_dict=loop.adopt,
+        state_dict=loop.state,
+        replica_id=f"bench_{replica}",
+        timeout=CALL,
+        quorum_timeout=CALL,
+        connect_timeout=CALL,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
         # The same seed everywhere: no state to synchronise before the first step.
         init_sync=False,
     )

@@ -90,9 +90,18 @@ class NotStarted(Exception):
     """A system did not reach a state in which a fault can be injected."""
 
 
-def strike(system: System, case: str, twin: Reference, num_ranks: int = NUM_RANKS, *,
-           stays: bool = False, victim: int = VICTIM_NUM, warm: int = WARM_NUM,
-           fits: Callable[[int], bool] = is_due, num_replicas: int | None = None) -> Trial:
+def strike(
+    system: System,
+    case: str,
+    twin: Reference,
+    num_ranks: int = NUM_RANKS,
+    *,
+    stays: bool = False,
+    victim: int = VICTIM_NUM,
+    warm: int = WARM_NUM,
+    fits: Callable[[int], bool] = is_due,
+    num_replicas: int | None = None,
+) -> Trial:
     """Inject the fault; wait for the next step, and for some more to compare losses.
 
     `stays`: also wait until the system is at full strength again. `num_replicas` None: each rank is
@@ -121,11 +130,15 @@ def strike(system: System, case: str, twin: Reference, num_ranks: int = NUM_RANK
     kept = system.whole_batch(step)
     new = set(eyes.pids(watch.lines, time.time()).values()) - pids
     return trial._replace(
-        step=step, fault_to_step_s=step["t"] - began_s - redone_s, recompute_s=redone_s,
+        step=step,
+        fault_to_step_s=step["t"] - began_s - redone_s,
+        recompute_s=redone_s,
         iterations_lost=eyes.iterations_lost(watch.lines, step, before),
         batch_kept=None if kept is None else float(kept),
-        loss_equal=None if gap is None else float(gap <= twin.rel_max), loss_rel=gap,
-        processes_restarted=len(new))
+        loss_equal=None if gap is None else float(gap <= twin.rel_max),
+        loss_rel=gap,
+        processes_restarted=len(new),
+    )
 
 
 def _gap(system: System, twin: Reference, first: int) -> float | None:
@@ -151,10 +164,10 @@ def reported_losses(system: System, wanted: range, limit_s: float) -> dict[int, 
         time.sleep(LOSSES_EVERY_S)
 
 
-def ripe(system: System, num_ranks: int, victim: int, warm: int, fits: Callable[[int], bool],
-         half: int) -> int:
-    """Wait until the victim is past `half` of the micro-batches of a suitable iteration; its pid.
-    """
+def ripe(
+    system: System, num_ranks: int, victim: int, warm: int, fits: Callable[[int], bool], half: int
+) -> int:
+    """Wait until the victim is past `half` of the micro-batches of a suitable iteration; its pid."""
     watch = system.watch
     begun: dict[tuple[int, int, int], int] = {}
     done: dict[tuple[int, int], int] = {}
@@ -168,10 +181,14 @@ def ripe(system: System, num_ranks: int, victim: int, warm: int, fits: Callable[
             _count(line, begun, done)
         for line in new:
             key = (line["pid"], line["generation"])
-            if (line["event"] == "micro_batch" and line["rank"] == victim
-                    and begun[(*key, line["iteration"])] == half + 1
-                    and done.get(key, 0) >= warm and fits(line["iteration"])
-                    and _is_full(watch, num_ranks, line)):
+            if (
+                line["event"] == "micro_batch"
+                and line["rank"] == victim
+                and begun[(*key, line["iteration"])] == half + 1
+                and done.get(key, 0) >= warm
+                and fits(line["iteration"])
+                and _is_full(watch, num_ranks, line)
+            ):
                 return int(line["pid"])
     raise NotStarted(f"not ready to be struck within {START_S_MAX:.0f} s")
 
@@ -186,8 +203,11 @@ def _count(line: eyes.Line, begun: dict[Any, int], done: dict[Any, int]) -> None
 
 def _is_full(watch: eyes.Watch, num_ranks: int, now: eyes.Line) -> bool:
     """True if `num_ranks` processes completed the previous iteration."""
-    pids = {line["pid"] for line in watch.lines[-400 * num_ranks:] if line["event"] == "done"
-            and line["iteration"] == now["iteration"] - 1}
+    pids = {
+        line["pid"]
+        for line in watch.lines[-400 * num_ranks :]
+        if line["event"] == "done" and line["iteration"] == now["iteration"] - 1
+    }
     return len(pids) == num_ranks
 
 

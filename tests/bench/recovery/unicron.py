@@ -26,27 +26,47 @@ class Unicron:
 
     name = "unicron"
 
-    def __init__(self, folder: Path, *, num_ranks: int = NUM_RANKS, size: str = "1M",
-                 traced: bool = True, copy_every: int | None = None,
-                 by_exec: tuple[str, ...] = (), watches: bool = True,
-                 policy: Mapping[str, object] | None = None,
-                 parallel: Parallel | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_ranks: int = NUM_RANKS,
+        size: str = "1M",
+        traced: bool = True,
+        copy_every: int | None = None,
+        by_exec: tuple[str, ...] = (),
+        watches: bool = True,
+        policy: Mapping[str, object] | None = None,
+        parallel: Parallel | None = None,
+    ) -> None:
         """`by_exec`: nodes whose agents start ranks by exec instead of from a zygote."""
         folder.mkdir(parents=True)
         self.folder, self.num_ranks = folder, num_ranks
         self.watch = eyes.Watch(folder / TRACE_DIR)
         rank_trace.install(self.watch.folder)
-        self.spec = spec("bench", folder / "out", num_ranks=num_ranks, size=size,
-                         copy_every=copy_every, parallel=parallel)
+        self.spec = spec(
+            "bench",
+            folder / "out",
+            num_ranks=num_ranks,
+            size=size,
+            copy_every=copy_every,
+            parallel=parallel,
+        )
         self._by_exec = by_exec
         self.state = StateDir(folder / "state")
         self.state.create()
         file = folder / "policy.yaml"
         file.write_text(json.dumps({"quarantine_faults": 1000} | dict(policy or {})))
-        self._local = LocalCluster(self.state, ClusterOptions(
-            num_agents=NUM_AGENTS, num_slots=NUM_RANKS // NUM_AGENTS,
-            trace_dir=str(self.watch.folder) if traced else "", watch=watches,
-            policy=str(file)))
+        self._local = LocalCluster(
+            self.state,
+            ClusterOptions(
+                num_agents=NUM_AGENTS,
+                num_slots=NUM_RANKS // NUM_AGENTS,
+                trace_dir=str(self.watch.folder) if traced else "",
+                watch=watches,
+                policy=str(file),
+            ),
+        )
         self._client: Client | None = None
         self.records: list[dict[str, Any]] = []
         self.task = 0
@@ -94,27 +114,37 @@ class Unicron:
 
     def all(self, kind: str, **wanted: object) -> list[dict[str, Any]]:
         """Records of a kind with these body fields, among those that `look` has read."""
-        return [record for record in self.records if record["kind"] == kind
-                and all(record["body"].get(key) == value for key, value in wanted.items())]
+        return [
+            record
+            for record in self.records
+            if record["kind"] == kind
+            and all(record["body"].get(key) == value for key, value in wanted.items())
+        ]
 
     def losses(self) -> dict[int, float]:
         self.look()
-        return {record["body"]["first_iteration"] + offset: loss
-                for record in self.all("TaskProgressed", task=self.task)
-                for offset, loss in enumerate(record["body"]["losses"])}
+        return {
+            record["body"]["first_iteration"] + offset: loss
+            for record in self.all("TaskProgressed", task=self.task)
+            for offset, loss in enumerate(record["body"]["losses"])
+        }
 
     def whole_batch(self, step: eyes.Line) -> bool | None:
         """True if the replicas kept or ran every micro-batch exactly once."""
         self.look()
         told = self.all("Reconfigured", task=self.task, generation=step["generation"])
-        order, = self.all("Reconfigure", task=self.task, generation=step["generation"])
+        (order,) = self.all("Reconfigure", task=self.task, generation=step["generation"])
         axes = order["body"]["axes"] or {"tp": 1, "pp": 1}
-        parts = sorted(item for record in told for item in (*record["body"]["kept"],
-                                                            *record["body"]["todo"]))
+        parts = sorted(
+            item for record in told for item in (*record["body"]["kept"], *record["body"]["todo"])
+        )
         train = self.spec["train"]
         # All members of a replica report the same micro-batches.
-        return parts == [item for item in range(train["batch"]["global"] // train["batch"]["micro"])
-                         for _ in range(axes["tp"] * axes["pp"])]
+        return parts == [
+            item
+            for item in range(train["batch"]["global"] // train["batch"]["micro"])
+            for _ in range(axes["tp"] * axes["pp"])
+        ]
 
     # --- its processes --------------------------------------------------------------------------
     def process(self, name: str) -> Process:

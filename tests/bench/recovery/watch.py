@@ -67,8 +67,11 @@ def is_new(line: Line, before: Mapping[int, int]) -> bool:
 
 def first_step(lines: Iterable[Line], before: Mapping[int, int], from_s: float) -> Line | None:
     """The first step that completed in a new generation, after `from_s`."""
-    fits = (line for line in lines if line["event"] == "done" and is_new(line, before)
-            and line["t"] > from_s)
+    fits = (
+        line
+        for line in lines
+        if line["event"] == "done" and is_new(line, before) and line["t"] > from_s
+    )
     return min(fits, key=lambda line: float(line["t"]), default=None)
 
 
@@ -85,8 +88,9 @@ def micro_batches(lines: Iterable[Line]) -> Iterator[tuple[Line, float]]:
                 yield line, after["t"] - line["t"]
 
 
-def recompute_s(lines: Iterable[Line], step: Line, before: Mapping[int, int], from_s: float
-                ) -> float:
+def recompute_s(
+    lines: Iterable[Line], step: Line, before: Mapping[int, int], from_s: float
+) -> float:
     """Time of the micro-batches that the new generation ran before that step.
 
     The maximum over the processes: a step waits for the slowest member.
@@ -100,22 +104,34 @@ def recompute_s(lines: Iterable[Line], step: Line, before: Mapping[int, int], fr
 
 def iterations_lost(lines: Iterable[Line], step: Line, before: Mapping[int, int]) -> int:
     """Number of iterations that were completed before the fault and are done again."""
-    last = max((line["iteration"] for line in lines if line["event"] == "done"
-                and not is_new(line, before) and line["t"] < step["t"]), default=-1)
+    last = max(
+        (
+            line["iteration"]
+            for line in lines
+            if line["event"] == "done" and not is_new(line, before) and line["t"] < step["t"]
+        ),
+        default=-1,
+    )
     return max(0, last + 1 - step["iteration"])
 
 
 def iteration_s(lines: Iterable[Line], pid: int, until_s: float) -> list[float]:
     """The durations of a process's iterations, from step to step, until then."""
-    done = sorted(line["t"] for line in lines if line["event"] == "done" and line["pid"] == pid
-                  and line["t"] <= until_s)
+    done = sorted(
+        line["t"]
+        for line in lines
+        if line["event"] == "done" and line["pid"] == pid and line["t"] <= until_s
+    )
     return [later - earlier for earlier, later in pairwise(done)]
 
 
 def pids(lines: Iterable[Line], until_s: float) -> dict[int, int]:
     """The newest process of each rank by then."""
-    return {line["rank"]: line["pid"] for line in sorted(lines, key=lambda line: float(line["t"]))
-            if line["t"] <= until_s}
+    return {
+        line["rank"]: line["pid"]
+        for line in sorted(lines, key=lambda line: float(line["t"]))
+        if line["t"] <= until_s
+    }
 
 
 def differs(losses: dict[int, float], twin: Sequence[float], first: int, num: int) -> float | None:

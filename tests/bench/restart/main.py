@@ -24,11 +24,18 @@ from real_cluster import running
 ROOT = Path(__file__).resolve().parents[3]
 WIDTH = 256
 """Of the model: 3.2 million parameters, whose state has 38 MB in each process."""
-CASE = restarts.Case("gradients scaled by the number of replicas", "loop.py", [
-    ("calculate_per_token_loss=True", "calculate_per_token_loss=False"),
-    ("hidden_size=32", f"hidden_size={WIDTH}")])
-SYSTEMS = {"memory": {"copy_every": restarts.EVERY, "checkpoint_every": 0},
-           "disk": {"copy_every": 0, "checkpoint_every": restarts.EVERY}}
+CASE = restarts.Case(
+    "gradients scaled by the number of replicas",
+    "loop.py",
+    [
+        ("calculate_per_token_loss=True", "calculate_per_token_loss=False"),
+        ("hidden_size=32", f"hidden_size={WIDTH}"),
+    ],
+)
+SYSTEMS = {
+    "memory": {"copy_every": restarts.EVERY, "checkpoint_every": 0},
+    "disk": {"copy_every": 0, "checkpoint_every": restarts.EVERY},
+}
 
 
 def main() -> None:
@@ -47,8 +54,12 @@ def main() -> None:
                 script = restarts.script_of(place, CASE)
                 trials[name].append(restarts.struck(cluster, script, place, loop))
                 print(f"{name} {number}: {trials[name][-1].fault_to_step_s:.1f} s", flush=True)
-    finish([one for name, found in trials.items() for one in _rows(name, found)], options.out,
-           began_s, ())
+    finish(
+        [one for name, found in trials.items() for one in _rows(name, found)],
+        options.out,
+        began_s,
+        (),
+    )
 
 
 def _rows(system: str, trials: list[restarts.Restart]) -> list[Row]:
@@ -56,7 +67,8 @@ def _rows(system: str, trials: list[restarts.Restart]) -> list[Row]:
     return [
         row(case, system, "fault_to_step_s", [one.fault_to_step_s for one in trials], "s"),
         row(case, system, "iterations_lost", [float(one.iterations_lost) for one in trials], ""),
-        row(case, system, "iteration_s", [_iteration_s(one) for one in trials], "s")]
+        row(case, system, "iteration_s", [_iteration_s(one) for one in trials], "s"),
+    ]
 
 
 def _iteration_s(trial: restarts.Restart) -> float:

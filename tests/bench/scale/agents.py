@@ -67,8 +67,11 @@ class Task(Struct):
 
     def here(self, node: str) -> Iterator[tuple[int, Member]]:
         """The members on the node, with their positions."""
-        return ((place, one) for place, one in enumerate(self.members) if one.node == node
-                and self.attempts.get(one.rank) == one.attempt)
+        return (
+            (place, one)
+            for place, one in enumerate(self.members)
+            if one.node == node and self.attempts.get(one.rank) == one.attempt
+        )
 
     def end_loops(self) -> None:
         for loop in self.loops:
@@ -89,18 +92,32 @@ class Agent:
 
     async def run(self) -> None:
         """Join and serve."""
-        joined = await join(self._options.url, self._options.token, node=self.name,
-                            host="127.0.0.1", incarnation=self._incarnation, labels=Labels(),
-                            s_max=JOIN_S_MAX)
-        self._log = RedisLog(joined.redis_url, joined.cluster,
-                             only_key(self.name, bytes.fromhex(joined.key)))
+        joined = await join(
+            self._options.url,
+            self._options.token,
+            node=self.name,
+            host="127.0.0.1",
+            incarnation=self._incarnation,
+            labels=Labels(),
+            s_max=JOIN_S_MAX,
+        )
+        self._log = RedisLog(
+            joined.redis_url, joined.cluster, only_key(self.name, bytes.fromhex(joined.key))
+        )
         source = f"{self.name}/{self._incarnation}"
         await self._link.retry(lambda: self._log.acked(source), CALL_S_MAX)
         self._outbox = Outbox(self._log, self._link, Spool(source, self.name, time.time))
-        self._outbox.put(r.NodeJoined(
-            node=self.name, incarnation=self._incarnation, host="127.0.0.1", pid=1,
-            num_slots=self._options.num_slots, keeper=f"127.0.0.1:{self.name[1:]}",
-            order_format=ORDER_FORMAT_VERSION))
+        self._outbox.put(
+            r.NodeJoined(
+                node=self.name,
+                incarnation=self._incarnation,
+                host="127.0.0.1",
+                pid=1,
+                num_slots=self._options.num_slots,
+                keeper=f"127.0.0.1:{self.name[1:]}",
+                order_format=ORDER_FORMAT_VERSION,
+            )
+        )
         try:
             async with asyncio.TaskGroup() as self._group:
                 for loop in (self._outbox.run(), self._beat(), self._follow()):
@@ -112,7 +129,8 @@ class Agent:
         while True:
             with suppress(Unavailable, Ambiguous):
                 await self._link.call(
-                    lambda: self._log.beat(self.name, self._incarnation), CALL_S_MAX)
+                    lambda: self._log.beat(self.name, self._incarnation), CALL_S_MAX
+                )
                 self.num_beats += 1
             await asyncio.sleep(self._options.beat_s)
 
@@ -120,8 +138,9 @@ class Agent:
         cursor, last = "0-0", 0
         while True:
             for order in await self._link.retry(
-                    partial(self._log.orders, self.name, after=cursor, wait_s=ORDERS_WAIT_S),
-                    ORDERS_WAIT_S + CALL_S_MAX):
+                partial(self._log.orders, self.name, after=cursor, wait_s=ORDERS_WAIT_S),
+                ORDERS_WAIT_S + CALL_S_MAX,
+            ):
                 cursor = order.cursor
                 if order.record.seq > last:
                     last = order.record.seq
@@ -150,13 +169,28 @@ class Agent:
                 pass
 
     def _start(self, order: o.StartRank) -> None:
-        self._outbox.put(r.RankStarted(
-            task=order.task, rank=order.rank, attempt=order.attempt, node=self.name,
-            pid=1000 + order.slot.index, log_path=f"{order.rank}.log"))
-        self._outbox.put(r.RankReady(
-            task=order.task, rank=order.rank, attempt=order.attempt,
-            endpoint=f"127.0.0.1:{20_000 + order.rank}", num_params=10**9, state_bytes=10**9,
-            iteration_flops=1e15, data_digest="d"))
+        self._outbox.put(
+            r.RankStarted(
+                task=order.task,
+                rank=order.rank,
+                attempt=order.attempt,
+                node=self.name,
+                pid=1000 + order.slot.index,
+                log_path=f"{order.rank}.log",
+            )
+        )
+        self._outbox.put(
+            r.RankReady(
+                task=order.task,
+                rank=order.rank,
+                attempt=order.attempt,
+                endpoint=f"127.0.0.1:{20_000 + order.rank}",
+                num_params=10**9,
+                state_bytes=10**9,
+                iteration_flops=1e15,
+                data_digest="d",
+            )
+        )
 
     def _quiesce(self, task: Task, order: o.Quiesce) -> None:
         task.end_loops()
@@ -164,28 +198,47 @@ class Agent:
             self._fail(task, order.task)
         for _, one in task.here(self.name):
             if one.rank in order.ranks:
-                self._outbox.put(r.Quiesced(
-                    task=order.task, rank=one.rank, attempt=one.attempt,
-                    generation=order.generation, step_version=self._iteration(),
-                    micro_batches=(), buckets_reduced=0, num_buckets=1))
+                self._outbox.put(
+                    r.Quiesced(
+                        task=order.task,
+                        rank=one.rank,
+                        attempt=one.attempt,
+                        generation=order.generation,
+                        step_version=self._iteration(),
+                        micro_batches=(),
+                        buckets_reduced=0,
+                        num_buckets=1,
+                    )
+                )
 
     def _reconfigure(self, task: Task, order: o.Reconfigure) -> None:
         task.end_loops()
         task.generation, task.members, task.has_failed = order.generation, order.members, False
         task.stores = self._stores(order.stores)
         for _, one in task.here(self.name):
-            self._outbox.put(r.Reconfigured(
-                task=order.task, rank=one.rank, attempt=one.attempt, generation=order.generation,
-                step_version=self._iteration(), kept_micro_batches=(), remaining_micro_batches=(),
-                reassigned_micro_batches=(), source=one.rank, received_bytes=0, down_s=0.1,
-                up_s=0.1, settle_s=0.1))
+            self._outbox.put(
+                r.Reconfigured(
+                    task=order.task,
+                    rank=one.rank,
+                    attempt=one.attempt,
+                    generation=order.generation,
+                    step_version=self._iteration(),
+                    kept_micro_batches=(),
+                    remaining_micro_batches=(),
+                    reassigned_micro_batches=(),
+                    source=one.rank,
+                    received_bytes=0,
+                    down_s=0.1,
+                    up_s=0.1,
+                    settle_s=0.1,
+                )
+            )
 
     def _stores(self, stores: Sequence[NodeStores]) -> tuple[str, ...]:
         return next((one.stores for one in stores if one.node == self.name), ())
 
     def _resume(self, task: Task, order: o.Resume) -> None:
-        loops = [self._store(task, order.task, place, one)
-                 for place, one in task.here(self.name)]
+        loops = [self._store(task, order.task, place, one) for place, one in task.here(self.name)]
         if task.members and task.members[0].node == self.name:
             loops.append(self._progress(task, order))
         task.loops += [self._group.create_task(loop) for loop in loops]
@@ -198,20 +251,37 @@ class Agent:
             num = min(self._iteration() - done, 10)
             first, done = self._iteration() - num, self._iteration()
             if num > 0:
-                self._outbox.put(r.TaskProgressed(
-                    task=order.task, generation=order.generation, first_iteration=first,
-                    losses=(2.5,) * num, step_s=(STEP_S,) * num, rate_flops=1e15,
-                    micro_batches=1))
+                self._outbox.put(
+                    r.TaskProgressed(
+                        task=order.task,
+                        generation=order.generation,
+                        first_iteration=first,
+                        losses=(2.5,) * num,
+                        step_s=(STEP_S,) * num,
+                        rate_flops=1e15,
+                        micro_batches=1,
+                    )
+                )
 
     async def _store(self, task: Task, number: int, place: int, one: Member) -> None:
         """A member reports its share of in-memory checkpoints at first, then every REPORT_S."""
         pause_s = random.uniform(0.0, REPORT_S)  # as if the ranks had started at different times
         while True:
             for node in task.stores:
-                self._outbox.put(r.MemoryCheckpointStored(
-                    task=number, rank=one.rank, attempt=one.attempt, generation=task.generation,
-                    step_version=self._iteration(), node=node, copy_bytes=10**9,
-                    checksum="crc32:00000000", share=place, num_shares=len(task.members)))
+                self._outbox.put(
+                    r.MemoryCheckpointStored(
+                        task=number,
+                        rank=one.rank,
+                        attempt=one.attempt,
+                        generation=task.generation,
+                        step_version=self._iteration(),
+                        node=node,
+                        copy_bytes=10**9,
+                        checksum="crc32:00000000",
+                        share=place,
+                        num_shares=len(task.members),
+                    )
+                )
             await asyncio.sleep(pause_s)
             pause_s = REPORT_S
 
@@ -221,16 +291,26 @@ class Agent:
     def _fail(self, task: Task, number: int) -> None:
         """The collectives of all ranks here fail."""
         for _, one in task.here(self.name) if not task.has_failed else ():
-            self._outbox.put(r.CollectiveFailed(
-                task=number, rank=one.rank, attempt=one.attempt, generation=task.generation,
-                iteration=self._iteration(), error="connection closed by peer"))
+            self._outbox.put(
+                r.CollectiveFailed(
+                    task=number,
+                    rank=one.rank,
+                    attempt=one.attempt,
+                    generation=task.generation,
+                    iteration=self._iteration(),
+                    error="connection closed by peer",
+                )
+            )
         task.has_failed = True
 
     def _end(self, task: Task, number: int, rank: int, attempt: int, signal: int) -> None:
         if task.attempts.get(rank) == attempt:
             del task.attempts[rank]
-            self._outbox.put(r.RankExited(
-                task=number, rank=rank, attempt=attempt, pid=1, exit_code=None, signal=signal))
+            self._outbox.put(
+                r.RankExited(
+                    task=number, rank=rank, attempt=attempt, pid=1, exit_code=None, signal=signal
+                )
+            )
 
     def kill(self, number: int, rank: int) -> None:
         """The process of a rank ends."""
@@ -249,10 +329,12 @@ async def main() -> None:
     """Run the agents until stdin ends."""
     commands = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+        lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
+    )
     options = msgspec.json.decode(await commands.readline(), type=Options)
-    agents = [Agent(options, number)
-              for number in range(options.first, options.first + options.num)]
+    agents = [
+        Agent(options, number) for number in range(options.first, options.first + options.num)
+    ]
     named = {agent.name: agent for agent in agents}
     serving: dict[str, asyncio.Task[None]] = {}
     print("ready", flush=True)
@@ -285,7 +367,9 @@ async def serve(agent: Agent) -> None:
 
 
 if __name__ == "__main__":
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-                        wrapper_class=structlog.make_filtering_bound_logger("error"))
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger("error"),
+    )
     redis_streams.REPLY_S_MAX = REPLY_S_MAX
     asyncio.run(main())

@@ -53,8 +53,11 @@ class Watch:
     @property
     def whole(self) -> dict[int, o.Reconfigure]:
         """The newest generation of each task that trains without an open incident."""
-        return {task: latest for task, latest in self.latest.items()
-                if task in self.training and task not in self.open_incidents.values()}
+        return {
+            task: latest
+            for task, latest in self.latest.items()
+            if task in self.training and task not in self.open_incidents.values()
+        }
 
     async def run(self) -> None:
         last, key = b"0-0", f"{{unicron:{CLUSTER}}}:log".encode()
@@ -96,8 +99,9 @@ class Watch:
 class Cluster:
     """`num_agents` agents of `num_slots` slots."""
 
-    def __init__(self, folder: Path, num_agents: int, num_slots: int,
-                 beat_s: float = BEAT_S) -> None:
+    def __init__(
+        self, folder: Path, num_agents: int, num_slots: int, beat_s: float = BEAT_S
+    ) -> None:
         self._beat_s = beat_s
         self._state = StateDir(folder / "state")
         self._state.create()
@@ -118,13 +122,27 @@ class Cluster:
         num, num_slots = self._made
         for first in range(0, num, PROCESS_AGENTS_MAX):
             driver = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", str(Path(__file__).with_name("agents.py")),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+                sys.executable,
+                "-P",
+                str(Path(__file__).with_name("agents.py")),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
             self._drivers.append(driver)
-            self._write(driver, msgspec.json.encode(Options(
-                url=self.client.url, token=self.client.token, first=first,
-                num=min(PROCESS_AGENTS_MAX, num - first), num_slots=num_slots,
-                origin_s=time.time(), beat_s=self._beat_s)).decode())
+            self._write(
+                driver,
+                msgspec.json.encode(
+                    Options(
+                        url=self.client.url,
+                        token=self.client.token,
+                        first=first,
+                        num=min(PROCESS_AGENTS_MAX, num - first),
+                        num_slots=num_slots,
+                        origin_s=time.time(),
+                        beat_s=self._beat_s,
+                    )
+                ).decode(),
+            )
         for driver in self._drivers:
             assert await self._line(driver) == "ready"
 

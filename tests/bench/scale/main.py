@@ -27,8 +27,13 @@ from unicron.events.spec.job import API_VERSION
 from unicron.workers.agent.agent import BEAT_S
 
 ROOT = Path(__file__).resolve().parents[3]
-CASES = {"agents_64": (64, 1), "agents_256": (256, 1), "agents_1024": (1024, 1),
-         "agents_4096": (4096, 1), "agents_1024_ranks_8": (1024, 8)}
+CASES = {
+    "agents_64": (64, 1),
+    "agents_256": (256, 1),
+    "agents_1024": (1024, 1),
+    "agents_4096": (4096, 1),
+    "agents_1024_ranks_8": (1024, 8),
+}
 """The number of agents, and of the ranks of each."""
 CPU_ONLY = ("agents_4096",)
 """More agents than the cores of one machine can play at their rates: only CPU seconds count."""
@@ -44,9 +49,19 @@ SYSTEM = "unicron"
 GOALS = {"core_share": 0.5, "decision_p99_ms": 100.0, "rack_lost_s": 1.0}
 GROWING, GROWTH_MAX = ("join_cpu_s", "start_cpu_s", "core_share", "rack_cpu_s"), 2.2
 """CPU seconds that grow with the agents. 2 is linear, the rest is the noise of a shared machine."""
-UNITS = {"core_share": "cores", "decision_p99_ms": "ms", "rack_lost_s": "s", "rack_healed_s": "s",
-         "join_all_s": "s", "record_us": "us", "memory_mb": "MB", "server_memory_mb": "MB",
-         "join_cpu_s": "s", "start_cpu_s": "s", "rack_cpu_s": "s"}
+UNITS = {
+    "core_share": "cores",
+    "decision_p99_ms": "ms",
+    "rack_lost_s": "s",
+    "rack_healed_s": "s",
+    "join_all_s": "s",
+    "record_us": "us",
+    "memory_mb": "MB",
+    "server_memory_mb": "MB",
+    "join_cpu_s": "s",
+    "start_cpu_s": "s",
+    "rack_cpu_s": "s",
+}
 GOAL_CASE = "agents_1024"
 Found = dict[str, float]
 
@@ -68,7 +83,8 @@ def main() -> None:
             for _ in range(options.n):
                 with tempfile.TemporaryDirectory(prefix="unicron-scale-") as folder:
                     found.setdefault(case, []).append(
-                        asyncio.run(trial(Path(folder), case, num, num_ranks)))
+                        asyncio.run(trial(Path(folder), case, num, num_ranks))
+                    )
     except KeyboardInterrupt:
         sys.exit("interrupted")
     rows = rows_of(found)
@@ -80,9 +96,11 @@ def check_descriptors(num_agents: int) -> None:
     wanted = AGENT_DESCRIPTORS * num_agents + OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard not in (resource.RLIM_INFINITY, -1) and hard < wanted:
-        print(f"bench-scale: {num_agents} agents need {wanted} file descriptors, the limit is "
-              f"{hard}\nhint: ulimit -n {wanted}, or fewer agents: CASES=agents_64",
-              file=sys.stderr)
+        print(
+            f"bench-scale: {num_agents} agents need {wanted} file descriptors, the limit is "
+            f"{hard}\nhint: ulimit -n {wanted}, or fewer agents: CASES=agents_64",
+            file=sys.stderr,
+        )
         sys.exit(2)
     if soft not in (resource.RLIM_INFINITY, -1):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
@@ -101,17 +119,24 @@ async def trial(folder: Path, case: str, num: int, num_ranks: int) -> Found:
         if not cpu_only:
             found |= await faults(cluster)
             found |= await rack_lost(cluster, num)
-        found |= {"memory_mb": cluster.memory_mb("control_plane"),
-                  "server_memory_mb": cluster.memory_mb("server")}
+        found |= {
+            "memory_mb": cluster.memory_mb("control_plane"),
+            "server_memory_mb": cluster.memory_mb("server"),
+        }
         if cpu_only:
             del found["join_all_s"]
         late = cluster.watch.kinds["NodeReachable"]
-        print(f"{case}  {late} verdicts about agents that only waited for a core: "
-              "take the times with care\n" * bool(late), end="", flush=True)
+        print(
+            f"{case}  {late} verdicts about agents that only waited for a core: "
+            "take the times with care\n" * bool(late),
+            end="",
+            flush=True,
+        )
     finally:
         await cluster.stop()
-    print(f"{case}  " + "  ".join(f"{name} {value:.4g}" for name, value in found.items()),
-          flush=True)
+    print(
+        f"{case}  " + "  ".join(f"{name} {value:.4g}" for name, value in found.items()), flush=True
+    )
     return found
 
 
@@ -119,10 +144,12 @@ async def joined(cluster: Cluster, num: int) -> Found:
     """All agents join at the same time."""
     watch, began_s, cpu_s = cluster.watch, time.time(), cluster.cpu_s()
     cluster.tell("join")
-    await cluster.until(lambda: watch.kinds["NodeJoined"] >= num,
-                        f"{num} agents joined")
-    last_s = max(seen_s for seen_s, record in zip(watch.seen_s, watch.records, strict=True)
-                 if isinstance(record.body, r.NodeJoined))
+    await cluster.until(lambda: watch.kinds["NodeJoined"] >= num, f"{num} agents joined")
+    last_s = max(
+        seen_s
+        for seen_s, record in zip(watch.seen_s, watch.records, strict=True)
+        if isinstance(record.body, r.NodeJoined)
+    )
     return {"join_all_s": last_s - began_s, "join_cpu_s": cluster.cpu_s() - cpu_s}
 
 
@@ -133,22 +160,29 @@ async def started(cluster: Cluster, num: int, num_ranks: int) -> Found:
     cpu_s, own_cpu_s, seq = cluster.cpu_s(), cluster.cpu_s("control_plane"), len(watch.records)
     for number in range(num_tasks):
         await asyncio.to_thread(cluster.client.post, "/v1/tasks", job(number, num_ranks))
-    await cluster.until(lambda: len(watch.training) >= num_tasks,
-                        f"{num_tasks} tasks train")
+    await cluster.until(lambda: len(watch.training) >= num_tasks, f"{num_tasks} tasks train")
     own_cpu_s = cluster.cpu_s("control_plane") - own_cpu_s
-    return {"start_cpu_s": cluster.cpu_s() - cpu_s,
-            "record_us": own_cpu_s / (len(watch.records) - seq) * 1e6}
+    return {
+        "start_cpu_s": cluster.cpu_s() - cpu_s,
+        "record_us": own_cpu_s / (len(watch.records) - seq) * 1e6,
+    }
 
 
 def job(number: int, tp: int) -> dict[str, object]:
     """The spec of a task on TASK_NODES nodes of `tp` slots, or on fewer after a loss."""
     num_ranks = TASK_NODES * tp
-    return {"apiVersion": API_VERSION, "name": f"task-{number}",
-            "slots": {"min": tp * PP, "max": num_ranks}, "train": {
-                "iterations": 10**9, "output": f"/srv/task-{number}",
-                "batch": {"global": num_ranks, "micro": 1},
-                "model": {"num_layers": 48, "hidden": 4096, "num_heads": 32, "sequence": 2048},
-                "parallel": {"tensor": [tp], "pipeline": [PP]}}}
+    return {
+        "apiVersion": API_VERSION,
+        "name": f"task-{number}",
+        "slots": {"min": tp * PP, "max": num_ranks},
+        "train": {
+            "iterations": 10**9,
+            "output": f"/srv/task-{number}",
+            "batch": {"global": num_ranks, "micro": 1},
+            "model": {"num_layers": 48, "hidden": 4096, "num_heads": 32, "sequence": 2048},
+            "parallel": {"tensor": [tp], "pipeline": [PP]},
+        },
+    }
 
 
 async def quiet(cluster: Cluster, num: int) -> Found:
@@ -170,8 +204,12 @@ async def faults(cluster: Cluster) -> Found:
     first, struck = len(watch.records), set[tuple[int, int]]()
 
     def unharmed() -> list[tuple[int, Member]]:
-        return [(number, one) for number, latest in sorted(watch.whole.items())
-                for one in latest.members if (number, one.rank) not in struck]
+        return [
+            (number, one)
+            for number, latest in sorted(watch.whole.items())
+            for one in latest.members
+            if (number, one.rank) not in struck
+        ]
 
     for _ in range(NUM_FAULTS):
         await cluster.until(lambda: bool(unharmed()), "a task without an incident")
@@ -190,17 +228,25 @@ async def rack_lost(cluster: Cluster, num: int) -> Found:
     cluster.tell("lose " + ",".join(lost))
     await cluster.until(lambda: watch.unreachable >= lost, f"{len(lost)} nodes are lost")
     await healed(cluster)
-    verdicts = [record for record in watch.records[first:]
-                if isinstance(record.body, r.NodeUnreachable) and record.body.node in lost]
+    verdicts = [
+        record
+        for record in watch.records[first:]
+        if isinstance(record.body, r.NodeUnreachable) and record.body.node in lost
+    ]
     caused = {record.seq for record in verdicts}
-    orders = [(seen_s, record.cause in caused) for seen_s, record in zip(
-        watch.seen_s[first:], watch.records[first:], strict=True)
-        if isinstance(record.body, o.ORDERS)]
+    orders = [
+        (seen_s, record.cause in caused)
+        for seen_s, record in zip(watch.seen_s[first:], watch.records[first:], strict=True)
+        if isinstance(record.body, o.ORDERS)
+    ]
     began_s, all_s = verdicts[0].at_s, [seen_s for seen_s, _ in orders]
     # On a slow machine, a collective may fail before the first verdict, and cause all orders.
     at_once_s = [seen_s for seen_s, at_once in orders if at_once] or all_s
-    return {"rack_lost_s": max(at_once_s) - began_s, "rack_healed_s": max(all_s) - began_s,
-            "rack_cpu_s": cluster.cpu_s() - cpu_s}
+    return {
+        "rack_lost_s": max(at_once_s) - began_s,
+        "rack_healed_s": max(all_s) - began_s,
+        "rack_cpu_s": cluster.cpu_s() - cpu_s,
+    }
 
 
 async def healed(cluster: Cluster) -> None:
@@ -233,28 +279,43 @@ def rows_of(found: dict[str, list[Found]]) -> list[Row]:
     before: tuple[str, int] | None = None
     for case, trials in found.items():
         num, num_ranks = CASES[case]
-        rows += [row(case, SYSTEM, metric, [one.get(metric) for one in trials], unit)
-                 for metric, unit in UNITS.items() if metric in trials[0]]
+        rows += [
+            row(case, SYSTEM, metric, [one.get(metric) for one in trials], unit)
+            for metric, unit in UNITS.items()
+            if metric in trials[0]
+        ]
         if before is not None and num_ranks == 1:
             doublings = math.log2(num / before[1])
-            rows += [row(case, SYSTEM, f"{metric}_growth", [
-                growth(found[before[0]], trials, metric, doublings)], "x a doubling")
-                for metric in GROWING if metric in trials[0]]
+            rows += [
+                row(
+                    case,
+                    SYSTEM,
+                    f"{metric}_growth",
+                    [growth(found[before[0]], trials, metric, doublings)],
+                    "x a doubling",
+                )
+                for metric in GROWING
+                if metric in trials[0]
+            ]
         before = case, num
     return rows
 
 
 def growth(fewer: Sequence[Found], more: Sequence[Found], metric: str, doublings: float) -> float:
     """By how much the metric grows when the agents are doubled; 2 is linear."""
-    return (median(one[metric] for one in more) / median(one[metric] for one in fewer)
-            ) ** (1 / doublings)
+    return (median(one[metric] for one in more) / median(one[metric] for one in fewer)) ** (
+        1 / doublings
+    )
 
 
 def held_to(rows: Sequence[Row]) -> list[str]:
     """The goals, at the size that they are for; the growth at every size."""
-    return [f"{'holds ' if one.value <= goal else 'misses'}  {one.case}, {one.metric}: "
-            f"{one.value:.3g}, goal at most {goal:g}" for one in rows if one.value is not None
-            and (goal := goal_of(one.case, one.metric)) is not None]
+    return [
+        f"{'holds ' if one.value <= goal else 'misses'}  {one.case}, {one.metric}: "
+        f"{one.value:.3g}, goal at most {goal:g}"
+        for one in rows
+        if one.value is not None and (goal := goal_of(one.case, one.metric)) is not None
+    ]
 
 
 def goal_of(case: str, metric: str) -> float | None:

@@ -34,22 +34,28 @@ class Cluster(decider.Driver):
         self.busy_s += time.process_time() - began_s
         return records
 
-
     def do(self, order: t.Body) -> list[Record]:
         """Carry out an order. Members that are to stop report a failed collective before."""
         if isinstance(order, o.Quiesce) and order.mode == "now":
-            return [record for rank in order.ranks
-                    for record in decider.failed(self, order.task, rank)]
+            return [
+                record for rank in order.ranks for record in decider.failed(self, order.task, rank)
+            ]
         return super().do(order)
 
 
 def job(num_ranks: int, pipeline: tuple[int, ...] = (PP,)) -> dict[str, Any]:
     """The changes of the spec for this many ranks."""
     batch = num_ranks // (TP * min(pipeline)) * 8
-    return {"slots": {"min": TP * PP, "max": num_ranks}, "train": {
-        "iterations": 50, "output": "/tmp/out", "batch": {"global": batch, "micro": 1},
-        "model": {"num_layers": 48, "hidden": 4096, "num_heads": 32, "sequence": 2048},
-        "parallel": {"tensor": [TP], "pipeline": list(pipeline)}}}
+    return {
+        "slots": {"min": TP * PP, "max": num_ranks},
+        "train": {
+            "iterations": 50,
+            "output": "/tmp/out",
+            "batch": {"global": batch, "micro": 1},
+            "model": {"num_layers": 48, "hidden": 4096, "num_heads": 32, "sequence": 2048},
+            "parallel": {"tensor": [TP], "pipeline": list(pipeline)},
+        },
+    }
 
 
 def transition_s(num_ranks: int) -> float:

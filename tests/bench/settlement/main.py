@@ -21,10 +21,19 @@ CASES = {"ranks_64": 64, "ranks_256": 256, "ranks_1024": 1024}
 NUM_SHARDS = 2000
 GROWTH = (1000, 2000, 4000)
 SYSTEM = "unicron"
-GOALS = {"metadata_bytes": 1e6, "settle_cpu_s": 0.5, "control_plane_s": 1.0,
-         "cpu_growth_per_doubling": 2.0}
-UNITS = {"metadata_bytes": "B", "settle_cpu_s": "s", "store_sent_bytes": "B",
-         "control_plane_s": "s", "cpu_growth_per_doubling": "x"}
+GOALS = {
+    "metadata_bytes": 1e6,
+    "settle_cpu_s": 0.5,
+    "control_plane_s": 1.0,
+    "cpu_growth_per_doubling": 2.0,
+}
+UNITS = {
+    "metadata_bytes": "B",
+    "settle_cpu_s": "s",
+    "store_sent_bytes": "B",
+    "control_plane_s": "s",
+    "cpu_growth_per_doubling": "x",
+}
 GOAL_CASE = "ranks_1024"
 
 
@@ -59,24 +68,30 @@ def measured(case: str, num: int) -> list[Row]:
             if num_shards != NUM_SHARDS:
                 continue
             found.setdefault("metadata_bytes", []).append(
-                max(cost.metadata_bytes for cost in costs))
+                max(cost.metadata_bytes for cost in costs)
+            )
             found.setdefault("settle_cpu_s", []).append(worst[num_shards][-1])
             found.setdefault("store_sent_bytes", []).append(
-                max(cost.read_bytes for cost in costs) * num_ranks)
+                max(cost.read_bytes for cost in costs) * num_ranks
+            )
             found.setdefault("control_plane_s", []).append(control_plane.transition_s(num_ranks))
         print(f"{case}  {num_shards} shards a rank: {min(worst[num_shards]):.3f} CPU s", flush=True)
     doublings = math.log2(GROWTH[-1] / GROWTH[0])
     found["cpu_growth_per_doubling"] = [
         (most / least) ** (1 / doublings)
-        for least, most in zip(worst[GROWTH[0]], worst[GROWTH[-1]], strict=True)]
+        for least, most in zip(worst[GROWTH[0]], worst[GROWTH[-1]], strict=True)
+    ]
     return [row(case, SYSTEM, metric, found[metric], unit) for metric, unit in UNITS.items()]
 
 
 def held_to(rows: Sequence[Row]) -> list[str]:
     """The goals at the largest size."""
-    return [f"{'holds ' if one.value <= GOALS[one.metric] else 'misses'}  {one.case}, "
-            f"{one.metric}: {one.value:.3g}, goal at most {GOALS[one.metric]:g}" for one in rows
-            if one.case == GOAL_CASE and one.metric in GOALS and one.value is not None]
+    return [
+        f"{'holds ' if one.value <= GOALS[one.metric] else 'misses'}  {one.case}, "
+        f"{one.metric}: {one.value:.3g}, goal at most {GOALS[one.metric]:g}"
+        for one in rows
+        if one.case == GOAL_CASE and one.metric in GOALS and one.value is not None
+    ]
 
 
 if __name__ == "__main__":

@@ -24,9 +24,14 @@ LAYER = (
     ("mlp.linear_fc1.weight", (4 * HIDDEN, HIDDEN), 0),
     ("mlp.linear_fc1.bias", (4 * HIDDEN,), 0),
     ("mlp.linear_fc2.weight", (HIDDEN, 4 * HIDDEN), 1),
-    ("mlp.linear_fc2.bias", (HIDDEN,), None))
-KINDS = {"model": "bfloat16", "master": "float32", "optimizer.exp_avg": "float32",
-         "optimizer.exp_avg_sq": "float32"}
+    ("mlp.linear_fc2.bias", (HIDDEN,), None),
+)
+KINDS = {
+    "model": "bfloat16",
+    "master": "float32",
+    "optimizer.exp_avg": "float32",
+    "optimizer.exp_avg_sq": "float32",
+}
 
 
 def num_layers(num_shards: int, pp: int) -> int:
@@ -52,8 +57,11 @@ def _shards(kind: str, layers: int, axes: Axes, tp: int, pp: int) -> Iterator[Sh
         if split is not None:
             size[split] //= axes.tp
             offset[split] = size[split] * tp
-        return Shard(f"{kind}.{name}", f"{KINDS[kind]} {'x'.join(map(str, shape))}",
-                     Region(tuple(offset), tuple(size)))
+        return Shard(
+            f"{kind}.{name}",
+            f"{KINDS[kind]} {'x'.join(map(str, shape))}",
+            Region(tuple(offset), tuple(size)),
+        )
 
     if pp == 0:
         yield shard("embedding.word_embeddings.weight", (VOCABULARY, HIDDEN), 0)

@@ -58,10 +58,18 @@ class Scene(NamedTuple):
         """The claim of a member that was interrupted in the middle of an iteration."""
         if place == self.joined:
             return Claim()
-        owned = assign_micro_batches(self.num_micro_batches, self.before.dp,
-                                     coordinates(self.before, place).dp)
-        return Claim(step_version=STEP, kept=owned[:3], owned=owned, assigned_in=7, begun=True,
-                     trained_in=7, held=HeldState(axes=self.before, place=place))
+        owned = assign_micro_batches(
+            self.num_micro_batches, self.before.dp, coordinates(self.before, place).dp
+        )
+        return Claim(
+            step_version=STEP,
+            kept=owned[:3],
+            owned=owned,
+            assigned_in=7,
+            begun=True,
+            trained_in=7,
+            held=HeldState(axes=self.before, place=place),
+        )
 
     def nodes(self) -> list[str]:
         """The nodes by place."""
@@ -72,17 +80,23 @@ def scenes(num_ranks: int, num_shards: int) -> dict[str, Scene]:
     """A rank has joined without a state; the layout changes its shape."""
     axes = Axes(tp=TP, pp=PP, dp=num_ranks // (TP * PP))
     layers = num_layers(num_shards, PP)
-    return {"joined": Scene(axes, axes, num_ranks // 2, layers), "reshaped": Scene(
-        axes, Axes(tp=TP, pp=PP // 2, dp=2 * axes.dp), -1, layers)}
+    return {
+        "joined": Scene(axes, axes, num_ranks // 2, layers),
+        "reshaped": Scene(axes, Axes(tp=TP, pp=PP // 2, dp=2 * axes.dp), -1, layers),
+    }
 
 
 class SimulatedPeers(World):
-    """The members of a scene as one member sees them; counts the bytes that it sends and receives.
-    """
+    """The members of a scene as one member sees them; counts the bytes that it sends and receives."""
 
-    def __init__(self, place: int, offers: Sequence[bytes], described: Mapping[str, bytes],
-                 rows: Mapping[int, bytes] | None = None,
-                 requests: Mapping[int, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        place: int,
+        offers: Sequence[bytes],
+        described: Mapping[str, bytes],
+        rows: Mapping[int, bytes] | None = None,
+        requests: Mapping[int, bytes] | None = None,
+    ) -> None:
         self.place, self.num = place, len(offers)
         self._offers, self._described = list(offers), described
         self._rows, self._requests = rows or {}, requests or {}
@@ -100,8 +114,10 @@ class SimulatedPeers(World):
         self.row = data
         longest = max(len(zlib.compress(each, level=1)) for each in (data, *self._rows.values()))
         self.num_bytes += (8 + longest) * (1 + self.num)
-        return [data if place == self.place else self._rows.get(place, NOTHING)
-                for place in range(self.num)]
+        return [
+            data if place == self.place else self._rows.get(place, NOTHING)
+            for place in range(self.num)
+        ]
 
     def swap(self, outgoing: Mapping[int, bytes], sources: Collection[int]) -> Mapping[int, bytes]:
         """The requests of those that ask this member."""
@@ -120,8 +136,12 @@ class SimulatedPeers(World):
         self.num_read_bytes += len(self._described[name])
         return self._described[name]
 
-    def transfer(self, give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
-                 goes_on: Callable[[], bool]) -> set[int]:
+    def transfer(
+        self,
+        give: Mapping[int, Sequence[Tensor]],
+        take: Mapping[int, Sequence[Tensor]],
+        goes_on: Callable[[], bool],
+    ) -> set[int]:
         """The state itself is no metadata."""
         raise AssertionError("the bench ends before")
 
@@ -146,8 +166,10 @@ class World:
         self.held = settlement.holders
         self.receivers = find_receivers(settlement, claims, scene.after, "whole")
         self.offers = [self._offer(place) for place in range(scene.num)]
-        lists = {each.digest: each for each in (
-            list_at(scene.layers, scene.before, place) for place in self.held)}
+        lists = {
+            each.digest: each
+            for each in (list_at(scene.layers, scene.before, place) for place in self.held)
+        }
         self.described = {f"shards/{digest.hex()}": each.encoded for digest, each in lists.items()}
 
     def _offer(self, place: int) -> bytes:
@@ -157,18 +179,21 @@ class World:
             STEP if has else NO_STATE,
             list_at(self.scene.layers, self.scene.before, place).digest if has else none,
             list_at(self.scene.layers, self.scene.after, place).digest if wants else none,
-            NUMBERS_BYTES if has else 0).encoded()
+            NUMBERS_BYTES if has else 0,
+        ).encoded()
 
-    def planner(self, peers: SimulatedPeers,
-                mine: Callable[[ShardList], ShardList] = lambda known: known) -> Planner:
+    def planner(
+        self, peers: SimulatedPeers, mine: Callable[[ShardList], ShardList] = lambda known: known
+    ) -> Planner:
         """The planner of one member, after its offer; `mine` makes its own lists."""
         scene, place = self.scene, peers.place
         has, wants = place in self.held, place in self.receivers
         have = mine(list_at(scene.layers, scene.before, place)) if has else ShardList(())
         want = mine(list_at(scene.layers, scene.after, place)) if wants else None
         seat = HeldState(axes=scene.after, place=place) if wants else WHOLE
-        planner = Planner(peers, have, want, step_version=STEP, held=self.held, seat=seat,
-                          nodes=self.nodes)
+        planner = Planner(
+            peers, have, want, step_version=STEP, held=self.held, seat=seat, nodes=self.nodes
+        )
         planner.offer(STEP if has else NO_STATE, NUMBERS_BYTES if has else 0)
         return planner
 

@@ -22,8 +22,12 @@ class Case(NamedTuple):
     days: float
 
 
-CASES = {"128": Case(128, 4, 365.0), "1280": Case(1280, 20, 365.0),
-         "10000": Case(10_000, 60, 365.0), "100000": Case(100_000, 60, 14.0)}
+CASES = {
+    "128": Case(128, 4, 365.0),
+    "1280": Case(1280, 20, 365.0),
+    "10000": Case(10_000, 60, 365.0),
+    "100000": Case(100_000, 60, 14.0),
+}
 
 
 def scenario(name: str, policies: Sequence[str]) -> dict[str, Any]:
@@ -32,18 +36,36 @@ def scenario(name: str, policies: Sequence[str]) -> dict[str, Any]:
     case, random = CASES[name], Random(SEED)
     fair = case.num_gpus / case.num_tasks / GPUS_PER_NODE
     return {
-        "apiVersion": "unicron/v1", "name": f"{name} GPUs",
+        "apiVersion": "unicron/v1",
+        "name": f"{name} GPUs",
         "cluster": {"nodes": case.num_gpus // GPUS_PER_NODE, "slots": GPUS_PER_NODE},
-        "tasks": [_task(number, max(round(random.uniform(0.4, 2.0) * fair), 2),
-                        random.choice([0.5, 1.0, 2.0])) for number in range(case.num_tasks)],
-        "policies": {policy: {} for policy in policies}, "horizon_s": case.days * DAY_S,
-        "trace": {"drawn": {"seed": SEED, "mtbf_gpu_h": MTBF_GPU_H, "causes": "llama3",
-                            "repair": "superbench"}}}
+        "tasks": [
+            _task(
+                number,
+                max(round(random.uniform(0.4, 2.0) * fair), 2),
+                random.choice([0.5, 1.0, 2.0]),
+            )
+            for number in range(case.num_tasks)
+        ],
+        "policies": {policy: {} for policy in policies},
+        "horizon_s": case.days * DAY_S,
+        "trace": {
+            "drawn": {
+                "seed": SEED,
+                "mtbf_gpu_h": MTBF_GPU_H,
+                "causes": "llama3",
+                "repair": "superbench",
+            }
+        },
+    }
 
 
 def _task(number: int, most: int, weight: float) -> dict[str, Any]:
     """A task on at most `most` nodes."""
     sizes = [GPUS_PER_NODE * nodes for nodes in range(max(most // 4, 2), most + 1)]
-    return {"name": f"t{number}", "weight": weight,
-            "slots": {"min": sizes[0], "max": sizes[-1], "multiple_of": GPUS_PER_NODE},
-            "throughput": {size: 4e14 * size ** 0.95 for size in sizes}}
+    return {
+        "name": f"t{number}",
+        "weight": weight,
+        "slots": {"min": sizes[0], "max": sizes[-1], "multiple_of": GPUS_PER_NODE},
+        "throughput": {size: 4e14 * size**0.95 for size in sizes},
+    }

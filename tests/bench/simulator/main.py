@@ -53,11 +53,15 @@ def measured(case: str, systems: Sequence[str], num: int, folder: Path) -> list[
     whole: list[float] = []
     for _ in range(num):
         for system in systems:
-            one = json.loads(_ran(sys.executable, "-P", "-m", "bench.simulator.trial", case,
-                                  system))
+            one = json.loads(
+                _ran(sys.executable, "-P", "-m", "bench.simulator.trial", case, system)
+            )
             told[system].append(one)
-            print(f"{case:>7} GPUs  {system:<9} {one['events']} events in {one['cpu_s']:.2f} s, "
-                  f"{one['events_per_s']:.0f} a second, {one['peak_mib']:.0f} MiB", flush=True)
+            print(
+                f"{case:>7} GPUs  {system:<9} {one['events']} events in {one['cpu_s']:.2f} s, "
+                f"{one['events_per_s']:.0f} a second, {one['peak_mib']:.0f} MiB",
+                flush=True,
+            )
         file = folder / f"sim-{case}.json"  # JSON is YAML
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(scenario(case, systems)))
@@ -65,8 +69,11 @@ def measured(case: str, systems: Sequence[str], num: int, folder: Path) -> list[
         _ran(str(UNICRON), "simulate", "--scenario", str(file), "-o", "json")
         whole.append(time.perf_counter() - began_s)
         print(f"{case:>7} GPUs  {WHOLE} in {whole[-1]:.2f} s", flush=True)
-    rows = [row(case, system, metric, [one[metric] for one in ones], unit)
-            for system, ones in told.items() for metric, unit in METRICS.items()]
+    rows = [
+        row(case, system, metric, [one[metric] for one in ones], unit)
+        for system, ones in told.items()
+        for metric, unit in METRICS.items()
+    ]
     return [*rows, row(case, WHOLE, "wall_s", whole, "s")]
 
 
@@ -84,18 +91,27 @@ def growth(rows: Sequence[Row]) -> list[str]:
     systems = dict.fromkeys(system for _, system in found)
     lines: list[str] = []
     for less, more in pairwise(dict.fromkeys(case for case, _ in found)):
-        told = [f"{system} {found[more, system] / found[less, system]:.2f} x"
-                for system in systems if found.get((less, system)) and found.get((more, system))]
+        told = [
+            f"{system} {found[more, system] / found[less, system]:.2f} x"
+            for system in systems
+            if found.get((less, system)) and found.get((more, system))
+        ]
         lines.append(f"grows   events/s from {less} to {more} GPUs: {', '.join(told)}")
     return lines
 
 
 def held_to(rows: Sequence[Row]) -> list[str]:
     """The goal for each policy: CPU seconds of a year of 10,000 GPUs."""
-    found = [(one.system, one.value) for one in rows
-             if (one.case, one.metric) == (GOAL_CASE, "cpu_s") and one.value is not None]
-    return [f"{'holds ' if value <= GOAL_S else 'misses'}  {GOAL_CASE} GPUs, a year, {system}: "
-            f"{value:.3g} CPU s, goal at most {GOAL_S:g}" for system, value in found]
+    found = [
+        (one.system, one.value)
+        for one in rows
+        if (one.case, one.metric) == (GOAL_CASE, "cpu_s") and one.value is not None
+    ]
+    return [
+        f"{'holds ' if value <= GOAL_S else 'misses'}  {GOAL_CASE} GPUs, a year, {system}: "
+        f"{value:.3g} CPU s, goal at most {GOAL_S:g}"
+        for system, value in found
+    ]
 
 
 if __name__ == "__main__":

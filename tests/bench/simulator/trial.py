@@ -18,19 +18,26 @@ def main(case: str, policy: str) -> None:
     """Simulate and time it. The printed number of events is the number of records."""
     parsed = scenarios.parse(scenario(case, [policy]))
     assert not isinstance(parsed.trace, str)
-    happenings = generator.draw(parsed.trace.drawn, parsed.cluster.names, parsed.cluster.slots,
-                                parsed.horizon_s)
+    happenings = generator.draw(
+        parsed.trace.drawn, parsed.cluster.names, parsed.cluster.slots, parsed.horizon_s
+    )
     chosen = scenarios.policy(parsed, policy)
     ground = condensed(scenarios.run_input(parsed, chosen, happenings), parsed.cluster.slots)
     began_s = time.process_time()
     run = Run(ground, chosen)
     run.play()
     cpu_s = time.process_time() - began_s
-    print(json.dumps({
-        "events": run.engine.num_records, "cpu_s": cpu_s,
-        "events_per_s": run.engine.num_records / cpu_s,
-        "faults": sum(one.event == "fault" for one in happenings),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+    print(
+        json.dumps(
+            {
+                "events": run.engine.num_records,
+                "cpu_s": cpu_s,
+                "events_per_s": run.engine.num_records / cpu_s,
+                "faults": sum(one.event == "fault" for one in happenings),
+                "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

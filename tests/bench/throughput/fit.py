@@ -21,10 +21,20 @@ class Fitted:
     def __init__(self, values: Sequence[float]) -> None:
         gemm_a, gemm_h, scores_a, scores_h, passes, link, network = values
         self.values = tuple(values)
-        self.ampere = Constants(gemm_share=gemm_a, scores_share=scores_a, passes=passes,
-                                link_share=link, network_share=network)
-        self.hopper = Constants(gemm_share=gemm_h, scores_share=scores_h, passes=passes,
-                                link_share=link, network_share=network)
+        self.ampere = Constants(
+            gemm_share=gemm_a,
+            scores_share=scores_a,
+            passes=passes,
+            link_share=link,
+            network_share=network,
+        )
+        self.hopper = Constants(
+            gemm_share=gemm_h,
+            scores_share=scores_h,
+            passes=passes,
+            link_share=link,
+            network_share=network,
+        )
 
     def of(self, row: Published) -> Constants:
         return self.hopper if row.kind == "H100" else self.ampere
@@ -49,8 +59,9 @@ def fit(rows: Sequence[Published]) -> Fitted:
 
     def error(values: Sequence[float]) -> float:
         fitted = Fitted(values)
-        return math.fsum(mape([(fitted.predict(row), row.rate_flops) for row in each])
-                         for each in of) / len(of)
+        return math.fsum(
+            mape([(fitted.predict(row), row.rate_flops) for row in each]) for each in of
+        ) / len(of)
 
     values, step = list(START), STEP_SHARE
     best = error(values)

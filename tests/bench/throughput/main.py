@@ -33,8 +33,10 @@ def main() -> None:
     if options.rows:
         for row in rows:
             guess, layout = predicted(row, constants_of(row.model))
-            print(f"{row.line:4} {row.name:48} {row.rate_flops / 1e12:6.1f} {guess / 1e12:6.1f} "
-                  f"{100 * (guess / row.rate_flops - 1):+6.1f} %  {layout.told()}")
+            print(
+                f"{row.line:4} {row.name:48} {row.rate_flops / 1e12:6.1f} {guess / 1e12:6.1f} "
+                f"{100 * (guess / row.rate_flops - 1):+6.1f} %  {layout.told()}"
+            )
     found = [*errors(rows), *memory(rows)]
     write(found, options.out, {"rows": len(rows), "fitted": fit(sample(rows)).values})
     print(table(found))
@@ -49,20 +51,29 @@ def sample(rows: Sequence[Published]) -> list[Published]:
 def errors(rows: Sequence[Published]) -> list[Row]:
     """MAPE by kind, and by kind and source."""
     fitted_to = sample(rows)
-    without = {source: fit([row for row in fitted_to if row.source != source])
-               for source in sorted({row.source for row in fitted_to})}
+    without = {
+        source: fit([row for row in fitted_to if row.source != source])
+        for source in sorted({row.source for row in fitted_to})
+    }
     out = _left_out(without)
     ways: dict[str, Guess] = {
         "in sample": lambda row: predicted(row, constants_of(row.model))[0],
         "out of sample": out,
         "one point": _one_point(fitted_to, out),
-        "mean of the others": _mean_of_others(fitted_to)}
+        "mean of the others": _mean_of_others(fitted_to),
+    }
     cases = [(kind, [row for row in fitted_to if row.kind == kind]) for kind in KINDS]
-    cases += [(f"{kind} {source}", of) for kind in KINDS for source in sorted(without)
-              if (of := [row for row in fitted_to if (row.kind, row.source) == (kind, source)])]
+    cases += [
+        (f"{kind} {source}", of)
+        for kind in KINDS
+        for source in sorted(without)
+        if (of := [row for row in fitted_to if (row.kind, row.source) == (kind, source)])
+    ]
     found = [_error(case, way, guess, of) for case, of in cases for way, guess in ways.items()]
-    others = [("V100", [row for row in rows if row.kind == "V100"]),
-              ("H100 fp8", [row for row in rows if row.model.precision == "fp8"])]
+    others = [
+        ("V100", [row for row in rows if row.kind == "V100"]),
+        ("H100 fp8", [row for row in rows if row.model.precision == "fp8"]),
+    ]
     return found + [_error(case, "out of sample", ways["in sample"], of) for case, of in others]
 
 
@@ -83,19 +94,26 @@ def _task(row: Published) -> tuple[object, ...]:
 
 def _one_point(rows: Sequence[Published], model: Guess) -> Guess:
     """The out-of-sample model, scaled to one measured point: the task's first other row."""
+
     def guess(row: Published) -> float | None:
         points = [other for other in rows if _task(other) == _task(row) and other is not row]
         shape, at = model(row), model(points[0]) if points else None
         return points[0].rate_flops * shape / at if shape and at else None
+
     return guess
 
 
 def _mean_of_others(rows: Sequence[Published]) -> Guess:
     """A prediction without a model: the mean rate of that kind in all other sources."""
+
     def guess(row: Published) -> float | None:
-        others = [other.rate_flops for other in rows
-                  if other.kind == row.kind and other.source != row.source]
+        others = [
+            other.rate_flops
+            for other in rows
+            if other.kind == row.kind and other.source != row.source
+        ]
         return math.fsum(others) / len(others) if others else None
+
     return guess
 
 
@@ -106,9 +124,18 @@ def memory(rows: Sequence[Published]) -> list[Row]:
     refused = [row for row in ran if not any(fits(row.model, x) for x in row.layouts)]
     accepted = [row for row in failed if any(fits(row.model, x) for x in row.layouts)]
     note = "; ".join(row.name for row in refused)
-    return [Row("memory", "unicron", "refused_published", len(refused), "rows", len(ran), note),
-            Row("memory", "unicron", "accepted_oom", len(accepted) if failed else None, "rows",
-                len(failed), "" if failed else "no row of the table ran out of memory")]
+    return [
+        Row("memory", "unicron", "refused_published", len(refused), "rows", len(ran), note),
+        Row(
+            "memory",
+            "unicron",
+            "accepted_oom",
+            len(accepted) if failed else None,
+            "rows",
+            len(failed),
+            "" if failed else "no row of the table ran out of memory",
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -30,16 +30,39 @@ from unicron.control_plane.throughput.step_time import STEP_BYTES, Constants, it
 from unicron.events.spec.model import Gpu, MegatronModel
 
 FILE = Path(__file__).parents[2] / "data/megatron_throughput.csv"
-MPT = {"125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 12),
-       "1b": (2048, 24, 16), "3b": (2560, 32, 20), "7b": (4096, 32, 32), "13b": (5120, 40, 40),
-       "30b": (7168, 48, 56), "70b": (8192, 80, 64)}
+MPT = {
+    "125m": (768, 12, 12),
+    "350m": (1024, 24, 16),
+    "760m": (1536, 24, 12),
+    "1b": (2048, 24, 16),
+    "3b": (2560, 32, 20),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 48, 56),
+    "70b": (8192, 80, 64),
+}
 """Width, layers, heads."""
 HEADS_2020 = {1920: 15, 2304: 18, 3072: 24, 4096: 32}
-HEADS_2021 = {2304: 24, 3072: 32, 4096: 32, 6144: 48, 8192: 64, 10240: 80, 12288: 96, 16384: 128,
-              20480: 128, 25600: 160}
+HEADS_2021 = {
+    2304: 24,
+    3072: 32,
+    4096: 32,
+    6144: 48,
+    8192: 64,
+    10240: 80,
+    12288: 96,
+    16384: 128,
+    20480: 128,
+    25600: 160,
+}
 GPUS: dict[str, Gpu] = {
-    "V100 (DGX-2)": "V100-32", "A100-40GB (DGX-A100)": "A100-40", "A100-40GB": "A100-40",
-    "A100-80GB": "A100-80", "H100": "H100-80", "H100-80GB": "H100-80"}
+    "V100 (DGX-2)": "V100-32",
+    "A100-40GB (DGX-A100)": "A100-40",
+    "A100-40GB": "A100-40",
+    "A100-80GB": "A100-80",
+    "H100": "H100-80",
+    "H100-80GB": "H100-80",
+}
 
 
 class Sharded(Layout, frozen=True, kw_only=True):
@@ -80,36 +103,69 @@ def _row(number: int, row: dict[str, str]) -> Published:
     model = _mpt(row) if fsdp else _megatron(row)
     layouts = tuple(_sharded(row, model) if fsdp else _laid_out(row, model))
     name = f"{row['model']} {row['gpu']} x {row['gpus']}, sequence {row['seq']}"
-    where = {"llm-foundry (FSDP)": "llm-foundry", "Megatron-Core r0.8.0": "megatron-core 0.8",
-             "Megatron-LM": "megatron 2021-04", "Megatron-LM (Jan 2021)": "megatron 2021-01",
-             "Megatron-LM (2020)": "megatron 2020"}[row["framework"]]
+    where = {
+        "llm-foundry (FSDP)": "llm-foundry",
+        "Megatron-Core r0.8.0": "megatron-core 0.8",
+        "Megatron-LM": "megatron 2021-04",
+        "Megatron-LM (Jan 2021)": "megatron 2021-01",
+        "Megatron-LM (2020)": "megatron 2020",
+    }[row["framework"]]
     return Published(
-        line=number, name=name, source=where, model=model, layouts=layouts,
+        line=number,
+        name=name,
+        source=where,
+        model=model,
+        layouts=layouts,
         counted=("parameters" if fsdp else "model" if "Core" in row["framework"] else "executed"),
-        num_gpus=int(row["gpus"]), rate_flops=float(row["tflops_per_gpu"]) * 1e12,
-        params=float(row["params_b"]) * 1e9, oom=row["oom"] == "yes")
+        num_gpus=int(row["gpus"]),
+        rate_flops=float(row["tflops_per_gpu"]) * 1e12,
+        params=float(row["params_b"]) * 1e9,
+        oom=row["oom"] == "yes",
+    )
 
 
 def _mpt(row: dict[str, str]) -> MegatronModel:
     hidden, num_layers, num_heads = MPT[row["model"].split()[1]]
     return MegatronModel(
-        num_layers=num_layers, hidden=hidden, num_heads=num_heads, sequence=int(row["seq"]),
-        vocabulary=50368, gpu=GPUS[row["gpu"]], global_batch=int(row["gbs"]),
-        precision="fp8" if "fp8" in row["precision"] else "bf16")
+        num_layers=num_layers,
+        hidden=hidden,
+        num_heads=num_heads,
+        sequence=int(row["seq"]),
+        vocabulary=50368,
+        gpu=GPUS[row["gpu"]],
+        global_batch=int(row["gbs"]),
+        precision="fp8" if "fp8" in row["precision"] else "bf16",
+    )
 
 
 def _megatron(row: dict[str, str]) -> MegatronModel:
     hidden, gpu = int(row["hidden"]), GPUS[row["gpu"]]
     model = MegatronModel(
-        num_layers=int(row["layers"]), hidden=hidden, num_heads=hidden // 128,
-        sequence=int(row["seq"]), vocabulary=131072, tie_embeddings=False, gpu=gpu,
-        global_batch=int(row["gbs"]))
+        num_layers=int(row["layers"]),
+        hidden=hidden,
+        num_heads=hidden // 128,
+        sequence=int(row["seq"]),
+        vocabulary=131072,
+        tie_embeddings=False,
+        gpu=gpu,
+        global_batch=int(row["gbs"]),
+    )
     if "Core" in row["framework"]:
         return model
     heads = HEADS_2020 if "2020" in row["framework"] else HEADS_2021
-    return replace(model, num_heads=heads[hidden], vocabulary=51200, tie_embeddings=True,
-                   dropout=0.1, flash_attention=False, precision="fp16", zero1=False,
-                   overlap=False, recompute="full", gpus_per_node=16 if gpu == "V100-32" else 8)
+    return replace(
+        model,
+        num_heads=heads[hidden],
+        vocabulary=51200,
+        tie_embeddings=True,
+        dropout=0.1,
+        flash_attention=False,
+        precision="fp16",
+        zero1=False,
+        overlap=False,
+        recompute="full",
+        gpus_per_node=16 if gpu == "V100-32" else 8,
+    )
 
 
 def _sharded(row: dict[str, str], model: MegatronModel) -> Iterator[Layout]:
@@ -144,9 +200,16 @@ def _laid_out(row: dict[str, str], model: MegatronModel) -> Iterator[Layout]:
     for micro in divisors(model.global_batch // dp, model.global_batch):
         for chunks in divisors(model.num_layers // pp, CHUNKS_NUM_MAX) if chunked else [1]:
             for recompute in recomputes(model):
-                layout = Layout(tp=tp, pp=pp, dp=dp, micro=micro, chunks=chunks,
-                                recompute=recompute, sequence_parallel=modern,
-                                shards="optimizer" if modern else "none")
+                layout = Layout(
+                    tp=tp,
+                    pp=pp,
+                    dp=dp,
+                    micro=micro,
+                    chunks=chunks,
+                    recompute=recompute,
+                    sequence_parallel=modern,
+                    shards="optimizer" if modern else "none",
+                )
                 if not refusal(model, layout):
                     yield layout
 
@@ -170,8 +233,7 @@ def predicted_s(model: MegatronModel, layout: Layout, constants: Constants) -> f
     kind, num_params = KINDS[model.gpu], model_flops.parameters(model).total
     bytes_s = kind.nvlink_bytes_s * constants.link_share
     if layout.dp > model.gpus_per_node:
-        bytes_s = min(bytes_s, kind.network_bytes_s * constants.network_share
-                      * model.gpus_per_node)
+        bytes_s = min(bytes_s, kind.network_bytes_s * constants.network_share * model.gpus_per_node)
     gather_s = 3 * (2 * num_params * (layout.dp - 1) / layout.dp) / bytes_s
     num = -(-(model.global_batch // layout.micro) // layout.dp)
     step_s = STEP_BYTES * num_params / kind.memory_bytes_s / layout.dp
@@ -186,8 +248,9 @@ def fits(model: MegatronModel, layout: Layout) -> bool:
     # 16 bytes a parameter: fp32 weight, gradient and Adam's two moments; two gathered layers.
     each = model_flops.parameters(model)
     gathered = 2 * WEIGHT_BYTES * max(each.shared_layer, each.embedding)
-    return (16 * each.total / layout.dp + gathered + found.activations + found.reserved
-            <= capacity(model))
+    return 16 * each.total / layout.dp + gathered + found.activations + found.reserved <= capacity(
+        model
+    )
 
 
 def executed_flops(model: MegatronModel, recompute: str) -> float:
@@ -197,8 +260,7 @@ def executed_flops(model: MegatronModel, recompute: str) -> float:
     """
     weights, scores = model_flops.layer_flops(model)
     again = {"none": 0, "selective": scores, "full": weights + scores}[recompute]
-    return model_flops.iteration_flops(model) + float(
-        model.global_batch * model.num_layers * again)
+    return model_flops.iteration_flops(model) + float(model.global_batch * model.num_layers * again)
 
 
 def counted_flops(row: Published, layout: Layout) -> float:

@@ -77,11 +77,15 @@ def main() -> None:
             painted = interact(page)
             interactions += len(painted)
             found.setdefault("interaction_p95_ms", []).append(
-                percentile([one[0] for one in painted], 0.95))
+                percentile([one[0] for one in painted], 0.95)
+            )
             slowest = max(painted)
-            print(f"bench-web  open {found['open_s'][-1]:.2f} s, {len(painted)} interactions, p95 "
-                  f"{found['interaction_p95_ms'][-1]:.0f} ms, slowest {slowest[0]:.0f} ms "
-                  f"({slowest[1]} at {slowest[2][:40]})", flush=True)
+            print(
+                f"bench-web  open {found['open_s'][-1]:.2f} s, {len(painted)} interactions, p95 "
+                f"{found['interaction_p95_ms'][-1]:.0f} ms, slowest {slowest[0]:.0f} ms "
+                f"({slowest[1]} at {slowest[2][:40]})",
+                flush=True,
+            )
     rows = [row(CASE, SYSTEM, metric, found[metric], unit) for metric, unit in UNITS.items()]
     finish(rows, MEASURED / "web.json", began_s, held_to(rows), interactions=interactions)
 
@@ -95,8 +99,10 @@ def records() -> Iterator[Record]:
 
 def bundle_kb() -> float:
     """All files that the page loads, each as gzip -9."""
-    return sum(len(gzip.compress(file.read_bytes(), 9)) for file in DIST.rglob("*")
-               if file.is_file()) / 1e3
+    return (
+        sum(len(gzip.compress(file.read_bytes(), 9)) for file in DIST.rglob("*") if file.is_file())
+        / 1e3
+    )
 
 
 def open_s(page: Page) -> float:
@@ -127,9 +133,12 @@ def interact(page: Page) -> list[tuple[float, str, str]]:
 
 
 def held_to(rows: list[Row]) -> list[str]:
-    return [f"{'holds ' if one.value <= GOALS[one.metric] else 'misses'}  {one.metric}: "
-            f"{one.value:.3g}, goal at most {GOALS[one.metric]:g}" for one in rows
-            if one.value is not None]
+    return [
+        f"{'holds ' if one.value <= GOALS[one.metric] else 'misses'}  {one.metric}: "
+        f"{one.value:.3g}, goal at most {GOALS[one.metric]:g}"
+        for one in rows
+        if one.value is not None
+    ]
 
 
 if __name__ == "__main__":

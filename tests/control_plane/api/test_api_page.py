@@ -29,8 +29,9 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def run(words: list[str], environment: dict[str, str], folder: Path) -> list[str]:
-    done = subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True,
-                          timeout=120, check=False)
+    done = subprocess.run(
+        words, env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 

@@ -78,8 +78,10 @@ async def refused(site: Site, text: str, body: bytes = b"") -> tuple[int, dict[s
 @real
 async def test_a_body_with_an_encoding_is_refused_unread(site: Site) -> None:
     bomb = zlib.compress(b" " * (256 << 20), 1)
-    head = (f"POST /v1/tasks HTTP/1.1\r\nHost: [::]\r\nContent-Encoding: deflate\r\n"
-            f"Content-Length: {len(bomb)}\r\n")
+    head = (
+        f"POST /v1/tasks HTTP/1.1\r\nHost: [::]\r\nContent-Encoding: deflate\r\n"
+        f"Content-Length: {len(bomb)}\r\n"
+    )
     cpu_s = time.process_time()
     for token in ("", TOKEN, "Authorization: Bearer wrong\r\n"):
         status, answer = await refused(site, f"{head}{token}\r\n", bomb)
@@ -115,7 +117,8 @@ async def test_a_client_hears_why_its_body_was_not_read(site: Site) -> None:
 async def test_a_body_that_does_not_come_is_given_up(site: Site) -> None:
     with mock.patch.object(api_http, "BODY_S_MAX", 0.2):
         status, answer = await refused(
-            site, f"POST /v1/freeze HTTP/1.1\r\nHost: 1\r\nContent-Length: 10\r\n{TOKEN}\r\n", b"{")
+            site, f"POST /v1/freeze HTTP/1.1\r\nHost: 1\r\nContent-Length: 10\r\n{TOKEN}\r\n", b"{"
+        )
     assert (status, answer["detail"]) == (408, "the body did not arrive within 0.2 s")
     assert (await site.ask("GET", "/v1/state"))[1]["cluster"]["healing"] == "on"
 
@@ -140,9 +143,12 @@ def test_malformed_requests_are_json_and_one_line(caplog: pytest.LogCaptureFixtu
     async def main() -> None:
         async with asyncio.timeout(150), serving() as site:
             for number in range(50):
-                wrong = (f"GET /{number} HTTP/9.9\r\n\r\n", "\x00\x01\x02\r\n\r\n",
-                         "GET / HTTP/1.1\r\nbad header\r\n\r\n",
-                         f"GET /{'x' * 20_000} HTTP/1.1\r\n\r\n")[number % 4]
+                wrong = (
+                    f"GET /{number} HTTP/9.9\r\n\r\n",
+                    "\x00\x01\x02\r\n\r\n",
+                    "GET / HTTP/1.1\r\nbad header\r\n\r\n",
+                    f"GET /{'x' * 20_000} HTTP/1.1\r\n\r\n",
+                )[number % 4]
                 status, answer = await refused(site, wrong)
                 assert status == 400
                 assert len(answer["detail"]) < ERROR_CHARS_MAX + 40
@@ -158,12 +164,15 @@ def test_malformed_requests_are_json_and_one_line(caplog: pytest.LogCaptureFixtu
 
 def test_a_client_that_leaves_early_writes_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     """aiohttp answers `Expect` itself, before it looks for a token."""
+
     async def main() -> None:
         async with asyncio.timeout(LIMIT_S), serving() as site:
             for _ in range(20):
                 link = await Link.to(site)
-                await link.say("POST /v1/tasks HTTP/1.1\r\nHost: [::]\r\nContent-Length: 5\r\n"
-                               "Expect: 100-continue\r\n\r\n")
+                await link.say(
+                    "POST /v1/tasks HTTP/1.1\r\nHost: [::]\r\nContent-Length: 5\r\n"
+                    "Expect: 100-continue\r\n\r\n"
+                )
                 link.writer.write_eof()
                 await link.rest()
                 link.writer.close()
@@ -208,9 +217,12 @@ async def _trickle(site: Site) -> float:
 
 def test_strangers_make_room() -> None:
     """Beyond the limit the oldest connections without a token end, and those with one stay."""
+
     async def main() -> None:
-        async with (asyncio.timeout(150),
-                    serving(limits=ConnectionLimits(connections_num_max=10)) as site):
+        async with (
+            asyncio.timeout(150),
+            serving(limits=ConnectionLimits(connections_num_max=10)) as site,
+        ):
             follower = await Link.to(site)
             await follower.say(f"GET /v1/log?follow=1 HTTP/1.1\r\nHost: [::]\r\n{TOKEN}\r\n")
             assert b"200 OK" in await follower.reader.read(1 << 16)
@@ -235,15 +247,19 @@ async def test_a_tls_handshake_that_does_not_complete_counts(tmp_path: Path) -> 
     pair = Pair(tmp_path)
     limits = ConnectionLimits(connections_num_max=10, headers_s_max=LIMIT_S)
     listener = Listener(web.Application(), stop_s_max=1.0, limits=limits)
-    port = await listener.start("127.0.0.1", 0,
-                                ServerCertificate(pair.certificate, pair.key).context)
+    port = await listener.start(
+        "127.0.0.1", 0, ServerCertificate(pair.certificate, pair.key).context
+    )
     silent = [Link(*await asyncio.open_connection("127.0.0.1", port)) for _ in range(40)]
     for link in silent[:30]:
         assert await link.is_closed_by_server(LIMIT_S / 2)
     left = [link for link in silent[31:] if not await link.is_closed_by_server(0.01)]
     assert left, "the newest stay"
-    link = Link(*await asyncio.open_connection(
-        "127.0.0.1", port, ssl=tls.client_context(pair.ca.read_text())))
+    link = Link(
+        *await asyncio.open_connection(
+            "127.0.0.1", port, ssl=tls.client_context(pair.ca.read_text())
+        )
+    )
     await link.say("GET /v1/nowhere HTTP/1.1\r\nHost: [::]\r\nConnection: close\r\n\r\n")
     assert b"404" in await link.rest()
     for one in silent:
@@ -263,8 +279,11 @@ async def test_health_tells_a_stranger_only_that_it_leads(site: Site) -> None:
 @real
 async def test_a_connection_serves_many_requests(site: Site) -> None:
     for number in range(3):
-        await site.ask("POST", "/v1/tasks", {**JOB, "name": f"j{number}",
-                                             "train": {"iterations": 3, "output": f"/o{number}"}})
+        await site.ask(
+            "POST",
+            "/v1/tasks",
+            {**JOB, "name": f"j{number}", "train": {"iterations": 3, "output": f"/o{number}"}},
+        )
     link = await Link.to(site)
     for _ in range(3):
         await link.say(f"GET /v1/health HTTP/1.1\r\nHost: [::]\r\n{TOKEN}\r\n")

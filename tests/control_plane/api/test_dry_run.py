@@ -30,8 +30,14 @@ RATES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
 def jobs(name: str, low_max: int) -> st.SearchStrategy[Plain]:
-    return st.builds(job, st.just(name), st.sampled_from([0.5, 1.0, 2.0, 7.0]),
-                     st.integers(1, low_max), RATES, command=st.sampled_from([False, False, True]))
+    return st.builds(
+        job,
+        st.just(name),
+        st.sampled_from([0.5, 1.0, 2.0, 7.0]),
+        st.integers(1, low_max),
+        RATES,
+        command=st.sampled_from([False, False, True]),
+    )
 
 
 @st.composite
@@ -46,8 +52,12 @@ def clusters(draw: st.DrawFn) -> Driver:
     if draw(st.integers(0, 3)) == 0:
         node = draw(st.sampled_from(sorted(d.state.nodes)))
         d.tell("operator/before", r.NodeDrained(node=node))
-    running = [(task.id, rank) for task in d.state.tasks.values() for rank in task.ranks
-               if task.phase != "ended"]
+    running = [
+        (task.id, rank)
+        for task in d.state.tasks.values()
+        for rank in task.ranks
+        if task.phase != "ended"
+    ]
     if running and draw(st.integers(0, 2)) == 0:
         d.exit(*draw(st.sampled_from(running)))  # not healed yet
     if draw(st.integers(0, 3)) == 0:
@@ -108,8 +118,9 @@ def _check_agrees(tried: DryRunResult, records: list[Record], state: ClusterStat
     if recorded is not None and tried.plan is not None:
         num = len(recorded.alternatives)
         assert tried.plan.alternatives[:num] == recorded.alternatives
-        assert recorded == replace(tried.plan, alternatives=recorded.alternatives,
-                                   paid_back_s=recorded.paid_back_s), "other fields are equal"
+        assert recorded == replace(
+            tried.plan, alternatives=recorded.alternatives, paid_back_s=recorded.paid_back_s
+        ), "other fields are equal"
     else:
         assert tried.plan == recorded
     assert tried.num_plans == len(plans)
@@ -117,7 +128,8 @@ def _check_agrees(tried: DryRunResult, records: list[Record], state: ClusterStat
         assert tried.transition_flop == pytest.approx(sum(x.transition_flop for x in plans))
         paid = {x.task: x.transition_s for plan in plans for x in plan.allocations}
         assert [x.pause_s for x in tried.tasks] == [
-            paid.get(x.task or max(state.tasks), 0.0) for x in tried.tasks]
+            paid.get(x.task or max(state.tasks), 0.0) for x in tried.tasks
+        ]
     assert not any(one.pause_s for one in tried.tasks if not one.slots_before)
     seats = {task.id: task.target for task in state.tasks.values()}
     placed = [record.body for record in records if isinstance(record.body, TaskPlaced)]
@@ -126,13 +138,15 @@ def _check_agrees(tried: DryRunResult, records: list[Record], state: ClusterStat
     for one in tried.tasks:
         assert one.seats == seats[one.task or new]
         assert (one.seats != one.seats_before) <= any(
-            body.task == (one.task or new) for body in placed)
+            body.task == (one.task or new) for body in placed
+        )
         assert one.weight == state.tasks[one.task or new].weight
         if not one.slots and (one.task or new) in waiting:
             assert one.waits
     if not state.held and plans:
         assert {one.task or new: one.slots for one in tried.tasks} == {
-            task.id: len(task.target) for task in state.tasks.values()}
+            task.id: len(task.target) for task in state.tasks.values()
+        }
         assert sum(one.waf for one in tried.tasks) == pytest.approx(plans[-1].waf)
 
 
@@ -169,8 +183,9 @@ def test_a_wrong_change_is_refused_like_the_request() -> None:
 
 def test_new_slots_come_in_nodes_of_the_usual_size() -> None:
     d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
-    tried = dry_run.run_dry(encode_state(d.state), Change(slots=5, submit=job(
-        "wide", 1.0, 1, [1] * 5)))
+    tried = dry_run.run_dry(
+        encode_state(d.state), Change(slots=5, submit=job("wide", 1.0, 1, [1] * 5))
+    )
     assert tried.plan is not None
     assert tried.plan.num_slots == 11
     new_nodes = {seat.slot.node for one in tried.tasks for seat in one.seats} - set(d.state.nodes)
@@ -187,7 +202,9 @@ def test_each_change_of_several_steps_counts_once() -> None:
     assert tried.num_plans == 3
     stop_s = d.state.policy.transition_s
     assert [(x.task, x.slots_before, x.slots, x.pause_s) for x in tried.tasks] == [
-        (alpha, 4, 0, stop_s), (beta, 2, 2, stop_s)]
+        (alpha, 4, 0, stop_s),
+        (beta, 2, 2, stop_s),
+    ]
     assert tried.transition_flop == pytest.approx((2.0 * 2.7e12 + 100.0 * 2.4e12) * stop_s)
     plain = msgspec.to_builtins(tried, str_keys=True) | {"took_s": 0.1}
     why = plan_screen.dry_run(plain, "x")[1:3]
@@ -210,8 +227,11 @@ async def _two_nodes(site: Site) -> int:
 @real
 async def test_a_dry_run_is_applied_if_nothing_has_changed(site: Site) -> None:
     task = await _two_nodes(site)
-    change = {"without": ["n2"], "weights": {str(task): 3.0}, "submit": JOB | {
-        "name": "later", "train": {"iterations": 3, "output": "/later"}}}
+    change = {
+        "without": ["n2"],
+        "weights": {str(task): 3.0},
+        "submit": JOB | {"name": "later", "train": {"iterations": 3, "output": "/later"}},
+    }
     status, tried = await site.ask("POST", "/v1/plan/dry-run", change)
     assert (status, tried["tried"], tried["planned"]) == (200, True, True)
     assert tried["took_s"] > 0
@@ -219,13 +239,17 @@ async def test_a_dry_run_is_applied_if_nothing_has_changed(site: Site) -> None:
     body = {"change": change, "reason": " a\ntest "}
     check = f'"{tried["input"]}"'
     for _ in range(2):  # with the same key it is written once
-        status, answer = await site.ask("POST", "/v1/plan/apply", body, Idempotency_Key="apply",
-                                        If_Match=check)
+        status, answer = await site.ask(
+            "POST", "/v1/plan/apply", body, Idempotency_Key="apply", If_Match=check
+        )
         assert (status, answer) == (200, {"seq": before + 1})
     records = await site.log.read(after=before, num_max=999)
     requested = [record for record in records if record.source.startswith("operator/apply.")]
     assert [(record.kind, record.source_seq) for record in requested] == [
-        ("NodeDrained", 1), ("TaskWeightSet", 2), ("TaskSubmitted", 3)]
+        ("NodeDrained", 1),
+        ("TaskWeightSet", 2),
+        ("TaskSubmitted", 3),
+    ]
     assert {record.body.reason for record in requested[:2]} == {"a test"}
     plans = [record.body for record in records if isinstance(record.body, PlanChosen)]
     assert plans[-1] == msgspec.convert(tried["plan"], PlanChosen)
@@ -239,12 +263,19 @@ async def test_apply_is_refused_if_the_input_has_changed(site: Site) -> None:
     _, tried = await site.ask("POST", "/v1/plan/dry-run", {"without": ["n2"]})
     await site.ask("POST", f"/v1/tasks/{task}/weight", {"weight": 5.0})
     before = site.coordinator.seq
-    message, hint = await site.refusal(412, "POST", "/v1/plan/apply", {
-        "change": {"without": ["n2"]}}, If_Match=f'"{tried["input"]}"')
+    message, hint = await site.refusal(
+        412,
+        "POST",
+        "/v1/plan/apply",
+        {"change": {"without": ["n2"]}},
+        If_Match=f'"{tried["input"]}"',
+    )
     now = input_digest(await site.coordinator.settled())
     assert now != tried["input"]
-    assert message == (f"the plan's input is {now} now, not {tried['input']}: what the "
-                       "plan follows from has changed since; nothing was done")
+    assert message == (
+        f"the plan's input is {now} now, not {tried['input']}: what the "
+        "plan follows from has changed since; nothing was done"
+    )
     assert hint.startswith("make the dry run again")
     assert site.coordinator.seq == before
 
@@ -258,7 +289,8 @@ async def test_the_check_is_made_at_the_moment_of_the_write(site: Site) -> None:
     written, refused = await asyncio.gather(
         coordinator.write("other", r.TaskWeightSet(task=task, weight=9.0)),
         coordinator.write("held", r.NodeDrained(node="n1"), check=input_unchanged(known)),
-        return_exceptions=True)
+        return_exceptions=True,
+    )
     state = await coordinator.settled()
     assert state.tasks[task].weight == 9.0
     assert written == coordinator.answer("other")
@@ -266,8 +298,9 @@ async def test_the_check_is_made_at_the_moment_of_the_write(site: Site) -> None:
     assert str(refused).startswith(f"the plan's input is {input_digest(state)} now, not {known}")
     assert coordinator.answer("held") is None
     assert not state.nodes["n1"].drained
-    await coordinator.write("held", r.NodeDrained(node="n1"),
-                            check=input_unchanged(input_digest(state)))
+    await coordinator.write(
+        "held", r.NodeDrained(node="n1"), check=input_unchanged(input_digest(state))
+    )
     assert (await coordinator.settled()).nodes["n1"].drained
 
 
@@ -284,15 +317,24 @@ async def test_nonsense_over_http_is_refused(site: Site) -> None:
         assert (await site.refused(status, "POST", path, body)).startswith(message)
     status, plan = await site.ask("GET", "/v1/plan")
     assert (status, plan["tried"]) == (200, False)
-    message = await site.refused(422, "POST", "/v1/plan/apply", {
-        "change": {"submit": JOB | {"weight": "2"}}}, If_Match='"0"')
+    message = await site.refused(
+        422, "POST", "/v1/plan/apply", {"change": {"submit": JOB | {"weight": "2"}}}, If_Match='"0"'
+    )
     assert message.startswith("weight: "), "before the check"
-    for check, status in (('"0"', 412), ('"999"', 412), ("999", 400), ("*", 400),
-                          ('W/"1"', 400), ('""', 400)):
-        await site.refused(status, "POST", "/v1/plan/apply", {"change": {"slots": 2}},
-                           If_Match=check)
-    message = await site.refused(422, "POST", "/v1/plan/apply", {
-        "change": {}}, If_Match=f'"{plan["input"]}"')
+    for check, status in (
+        ('"0"', 412),
+        ('"999"', 412),
+        ("999", 400),
+        ("*", 400),
+        ('W/"1"', 400),
+        ('""', 400),
+    ):
+        await site.refused(
+            status, "POST", "/v1/plan/apply", {"change": {"slots": 2}}, If_Match=check
+        )
+    message = await site.refused(
+        422, "POST", "/v1/plan/apply", {"change": {}}, If_Match=f'"{plan["input"]}"'
+    )
     assert message == "there is nothing to apply"
 
 
@@ -300,9 +342,13 @@ async def test_nonsense_over_http_is_refused(site: Site) -> None:
 async def test_half_a_surrogate_pair_is_refused(site: Site) -> None:
     """Neither the log nor an answer can encode a lone surrogate."""
     half = b'"\\ud800"'
-    for path, body in (("/v1/freeze", b'{"reason": %s}'), ("/v1/plan/dry-run", b'{%s: 1}'),
-                       ("/v1/plan/dry-run", b'{"weights": {%s: 1}}'),
-                       ("/v1/plan/apply", b'{"change": %s}'), ("/v1/join", b"%s")):
+    for path, body in (
+        ("/v1/freeze", b'{"reason": %s}'),
+        ("/v1/plan/dry-run", b"{%s: 1}"),
+        ("/v1/plan/dry-run", b'{"weights": {%s: 1}}'),
+        ("/v1/plan/apply", b'{"change": %s}'),
+        ("/v1/join", b"%s"),
+    ):
         assert "surrogates" in await site.refused(400, "POST", path, body % half)
     assert (await site.ask("GET", "/v1/plan"))[0] == 200
 
@@ -318,13 +364,22 @@ async def test_every_act_has_a_dry_run_and_is_applied(site: Site) -> None:
     assert tried["planned"]
     assert [(one["slots_before"], one["slots"]) for one in tried["tasks"]] == [(2, 4)]
     before = site.coordinator.seq
-    await site.ask("POST", "/v1/plan/apply", {"change": change, "reason": "done"},
-                   If_Match=f'"{tried["input"]}"')
+    await site.ask(
+        "POST",
+        "/v1/plan/apply",
+        {"change": change, "reason": "done"},
+        If_Match=f'"{tried["input"]}"',
+    )
     records = await site.log.read(after=before, num_max=99)
     assert [(one.kind, one.body.reason) for one in records if hasattr(one.body, "who")] == [
-        ("NodeUndrained", "done"), ("HealingResumed", "done")]
-    other = JOB | {"name": "other", "train": {"iterations": 3, "output": "/other"},
-                   "slots": {"min": 4, "max": 4}}
+        ("NodeUndrained", "done"),
+        ("HealingResumed", "done"),
+    ]
+    other = JOB | {
+        "name": "other",
+        "train": {"iterations": 3, "output": "/other"},
+        "slots": {"min": 4, "max": 4},
+    }
     await site.ask("POST", "/v1/tasks", other)
     _, tried = await site.ask("POST", "/v1/plan/dry-run", {"cancel": [str(task)]})
     assert [(one["name"], one["slots"]) for one in tried["tasks"]] == [("other", 4)]

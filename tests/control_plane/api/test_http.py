@@ -32,8 +32,11 @@ def with_policy(**policy: Any) -> Callable[[Test], Callable[[], None]]:
 
 
 N1 = NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=2)
-COMMAND: dict[str, Any] = {"apiVersion": job.API_VERSION, "name": "sleeps",
-                           "command": ["sleep", "600"]}
+COMMAND: dict[str, Any] = {
+    "apiVersion": job.API_VERSION,
+    "name": "sleeps",
+    "command": ["sleep", "600"],
+}
 
 
 @real
@@ -71,8 +74,9 @@ async def test_submit_state_cancel(site: Site) -> None:
 @real
 async def test_a_weight_is_set(site: Site) -> None:
     await site.ask("POST", "/v1/tasks", JOB)
-    body = await site.written_once("TaskWeightSet", "/v1/tasks/3/weight",
-                                   {"weight": 2.5, "reason": " dead\nline "})
+    body = await site.written_once(
+        "TaskWeightSet", "/v1/tasks/3/weight", {"weight": 2.5, "reason": " dead\nline "}
+    )
     assert (body.task, body.weight, body.reason) == (3, 2.5, "dead line")
     _, state = await site.ask("GET", "/v1/state")
     assert state["tasks"][0]["weight"] == 2.5
@@ -83,7 +87,9 @@ async def test_a_weight_is_set(site: Site) -> None:
     await site.refused(400, "POST", path, {"weight": "2"})
     await site.refused(400, "POST", path, {})
     assert await site.refusal(404, "POST", "/v1/tasks/9/weight", {"weight": 2}) == (
-        "there is no task 9", "there is 3 (job)")
+        "there is no task 9",
+        "there is 3 (job)",
+    )
     assert site.coordinator.seq == seq, "nothing was written"
     await site.ask("POST", "/v1/tasks/3/cancel", {})
     assert "has ended" in await site.refused(409, "POST", path, {"weight": 2})
@@ -110,9 +116,12 @@ async def test_a_reason_that_is_too_long_is_refused(site: Site) -> None:
     await site.tell(RankStarted(task=task, rank=0, attempt=1, node="n1", pid=7, log_path="/log"))
     seq, too_long = site.coordinator.seq, " ".join(["x" * 99] * 2) + "\nx"
     calls: list[tuple[str, dict[str, Any]]] = [
-        (f"/v1/tasks/{task}/cancel", {}), (f"/v1/tasks/{task}/weight", {"weight": 2}),
-        ("/v1/freeze", {}), ("/v1/nodes/n1/drain", {}), ("/v1/inject", {"what": "node",
-                                                                        "node": "n1"})]
+        (f"/v1/tasks/{task}/cancel", {}),
+        (f"/v1/tasks/{task}/weight", {"weight": 2}),
+        ("/v1/freeze", {}),
+        ("/v1/nodes/n1/drain", {}),
+        ("/v1/inject", {"what": "node", "node": "n1"}),
+    ]
     for path, body in calls:
         message = await site.refused(422, "POST", path, body | {"reason": too_long})
         assert message == "reason: 201 characters, and at most 200 fit"
@@ -125,8 +134,9 @@ async def test_a_reason_that_is_too_long_is_refused(site: Site) -> None:
 
 @real
 async def test_of_two_freezes_at_once_the_first_wins(site: Site) -> None:
-    both = await asyncio.gather(*(site.ask("POST", "/v1/freeze", {"reason": f"{n}"})
-                                  for n in range(2)))
+    both = await asyncio.gather(
+        *(site.ask("POST", "/v1/freeze", {"reason": f"{n}"}) for n in range(2))
+    )
     assert sorted(status for status, _ in both) == [200, 409]
     first = next(n for n, (status, _) in enumerate(both) if status == 200)
     _, state = await site.ask("GET", "/v1/state")
@@ -141,7 +151,10 @@ async def test_explanations_are_computed_on_request_for_any_seq(site: Site) -> N
     _, state = await site.ask("GET", "/v1/state")
     waiting = state["tasks"][1]
     assert (waiting["why"], waiting["needs"], state["cluster"]["computed_by"]) == (
-        NOT_CHOSEN, "", 0), "costly explanations are computed on request only"
+        NOT_CHOSEN,
+        "",
+        0,
+    ), "costly explanations are computed on request only"
     _, state = await site.ask("GET", "/v1/state?explain=1")
     waiting = state["tasks"][1]
     assert waiting["needs"].startswith("more slots"), waiting
@@ -167,19 +180,26 @@ async def test_an_observing_control_plane_cannot_be_unfrozen(site: Site) -> None
 @real
 async def test_a_node_is_drained_and_undrained(site: Site) -> None:
     assert await site.refusal(404, "POST", "/v1/nodes/n1/drain", {}) == (
-        "there is no node 'n1'", "there is no node")
+        "there is no node 'n1'",
+        "there is no node",
+    )
     await site.tell(N1)
     assert "is not drained" in await site.refused(409, "POST", "/v1/nodes/n1/undrain", {})
     assert "n1 is heard, so its machine is not off" in await site.refused(
-        409, "POST", "/v1/nodes/n1/drain", {"down": True})
+        409, "POST", "/v1/nodes/n1/drain", {"down": True}
+    )
     body = await site.written_once("NodeDrained", "/v1/nodes/n1/drain", {"reason": "thermal"})
     assert (body.node, body.reason) == ("n1", "thermal")
     _, state = await site.ask("GET", "/v1/state")
     assert (state["nodes"][0]["drained"], state["nodes"][0]["drain_reason"]) == (True, "thermal")
     assert await site.refusal(409, "POST", "/v1/nodes/n1/drain", {}) == (
-        "node n1 is drained already: thermal", "unicron undrain n1")
+        "node n1 is drained already: thermal",
+        "unicron undrain n1",
+    )
     assert await site.refusal(404, "POST", "/v1/nodes/n7/undrain", {}) == (
-        "there is no node 'n7'", "there is n1")
+        "there is no node 'n7'",
+        "there is n1",
+    )
     await site.written_once("NodeUndrained", "/v1/nodes/n1/undrain", {})
 
 
@@ -217,7 +237,9 @@ async def test_fault_injection(site: Site) -> None:
     task = (await site.ask("GET", "/v1/state"))[1]["tasks"][0]["id"]
     rank = {"what": "rank", "task": task, "rank": 0}
     assert await site.refusal(404, "POST", "/v1/inject", rank) == (
-        f"task {task} (sleeps) runs no rank 0", "there is no running rank")
+        f"task {task} (sleeps) runs no rank 0",
+        "there is no running rank",
+    )
     await site.tell(RankStarted(task=task, rank=0, attempt=1, node="n1", pid=7, log_path="/log"))
     message, hint = await site.refusal(404, "POST", "/v1/inject", rank | {"rank": 5})
     assert (message, hint) == (f"task {task} (sleeps) runs no rank 5", "there is 0")
@@ -226,15 +248,17 @@ async def test_fault_injection(site: Site) -> None:
     await site.refused(400, "POST", "/v1/inject", rank | {"what": "disk"})
     stop = rank | {"what": "stop", "reason": "to see"}
     await site.refused(422, "POST", "/v1/inject", stop | {"stop_s": -1})
-    await site.refused(422, "POST", "/v1/inject", json.dumps(stop)[:-1].encode()
-                       + b', "stop_s": 1e999}')
+    await site.refused(
+        422, "POST", "/v1/inject", json.dumps(stop)[:-1].encode() + b', "stop_s": 1e999}'
+    )
     body = await site.written_once("FaultRequested", "/v1/inject", stop | {"stop_s": 2.5})
     assert (body.what, body.task, body.rank, body.stop_s) == ("stop", task, 0, 2.5)
     order = [r.body for r in await site.log.read(after=0, num_max=99) if r.kind == "InjectFault"]
     assert [(one.what, one.rank, one.stop_s) for one in order] == [("stop", 0, 2.5)]
     await site.tell(NodeLeft(node="n1", incarnation=9, reason="told to"))
-    assert "has left" in await site.refused(409, "POST", "/v1/inject",
-                                            {"what": "node", "node": "n1"})
+    assert "has left" in await site.refused(
+        409, "POST", "/v1/inject", {"what": "node", "node": "n1"}
+    )
 
 
 def test_a_refusal_lists_the_ranks_in_order(d: Driver) -> None:
@@ -253,8 +277,9 @@ async def test_a_name_or_output_in_use_is_refused(site: Site) -> None:
     seq = site.coordinator.seq
     message = await site.refused(409, "POST", "/v1/tasks", TWO | {"name": "job"})
     assert message == "name: job is live, by task 3 (job)"
-    message = await site.refused(409, "POST", "/v1/tasks",
-                                 TWO | {"train": {"iterations": 3, "output": "/two/../out/"}})
+    message = await site.refused(
+        409, "POST", "/v1/tasks", TWO | {"train": {"iterations": 3, "output": "/two/../out/"}}
+    )
     assert message == "train.output: /two/../out/ is being written, by task 3 (job)"
     assert site.coordinator.seq == seq, "nothing was written"
     await site.ask("POST", "/v1/tasks/3/cancel", {})
@@ -281,16 +306,24 @@ async def test_an_output_that_only_one_host_has_is_refused(site: Site) -> None:
     url = TWO | {"train": {"iterations": 3, "output": "s3://bucket/two"}}
     assert (await site.ask("POST", "/v1/tasks", url))[0] == 200
     (await site.coordinator.settled()).policy = Policy(shared_folders=("/two", "/shared/"))
-    for number, (output, status) in enumerate({
-            "/two": 200, "/two/../twos": 422, "/shared/a/b": 200, "/shared/../b": 422}.items()):
+    for number, (output, status) in enumerate(
+        {"/two": 200, "/two/../twos": 422, "/shared/a/b": 200, "/shared/../b": 422}.items()
+    ):
         other = TWO | {"name": f"other{number}", "train": {"iterations": 3, "output": output}}
         assert (await site.ask("POST", "/v1/tasks", other))[0] == status, output
 
 
-@pytest.mark.parametrize(("change", "status", "where"), [
-    ({"name": "Not A Name"}, 422, "name"), ({"nonsense": 1}, 422, "nonsense"),
-    ({"slots": {"min": 3, "max": 2}}, 422, "slots.max"), ({"apiVersion": "v9"}, 422, "apiVersion"),
-    ({"train": None}, 422, "exactly one"), ({"weight": "heavy"}, 422, "weight")])
+@pytest.mark.parametrize(
+    ("change", "status", "where"),
+    [
+        ({"name": "Not A Name"}, 422, "name"),
+        ({"nonsense": 1}, 422, "nonsense"),
+        ({"slots": {"min": 3, "max": 2}}, 422, "slots.max"),
+        ({"apiVersion": "v9"}, 422, "apiVersion"),
+        ({"train": None}, 422, "exactly one"),
+        ({"weight": "heavy"}, 422, "weight"),
+    ],
+)
 def test_a_bad_spec_is_refused(change: dict[str, Any], status: int, where: str) -> None:
     async def main() -> None:
         async with asyncio.timeout(20), serving() as site:
@@ -309,12 +342,19 @@ async def test_bad_bodies_are_refused(site: Site) -> None:
         assert "\n" not in answer["detail"]
     await site.refused(413, "POST", "/v1/tasks", b" " * (2 << 20))
     await site.refused(400, "POST", "/v1/tasks", JOB, Idempotency_Key="no spaces")
-    await site.refused(400, "POST", "/v1/tasks/3/cancel", {"raeson": "a typo"}, )
+    await site.refused(
+        400,
+        "POST",
+        "/v1/tasks/3/cancel",
+        {"raeson": "a typo"},
+    )
     await site.refused(404, "GET", "/v1/nothing")
     await site.refused(405, "GET", "/v1/freeze")
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-        assert "Content-Type: application/json" in (await site.refusal(
-            415, "POST", "/v1/freeze", {}, Content_Type=kind))[1]
+        assert (
+            "Content-Type: application/json"
+            in (await site.refusal(415, "POST", "/v1/freeze", {}, Content_Type=kind))[1]
+        )
     await site.refused(400, "GET", "/v1/log?after=-1")
     assert "beyond the log" in await site.refused(404, "GET", "/v1/log?after=999999")
     await site.refused(400, "GET", "/v1/log?after=x")
@@ -345,9 +385,15 @@ async def test_an_agent_joins(site: Site) -> None:
     answer = (await site.ask("POST", "/v1/join", body))[1]
     password = IDENTITIES.password("n1", 7)
     assert answer == {
-        "redis_url": f"unix://unicron%3Atest%3An1:{password}@/run/x", "cluster": "test",
-        "node": "n1", "epoch": 1, "key": IDENTITIES.key("n1").hex(),
-        "redact": list(REDACT), "agent_gone_s_max": 60.0, "version": __version__}
+        "redis_url": f"unix://unicron%3Atest%3An1:{password}@/run/x",
+        "cluster": "test",
+        "node": "n1",
+        "epoch": 1,
+        "key": IDENTITIES.key("n1").hex(),
+        "redact": list(REDACT),
+        "agent_gone_s_max": 60.0,
+        "version": __version__,
+    }
     for name in ("No Name", "operator", "leader"):
         await site.refused(400, "POST", "/v1/join", body | {"node": name})
     assert "incarnation" in await site.refused(400, "POST", "/v1/join", {"node": "n1", "host": ""})
@@ -377,15 +423,36 @@ async def test_an_unreachable_log_is_503(site: Site) -> None:
 async def test_a_host_header_with_another_name_is_refused(site: Site) -> None:
     """A page in a browser must not reach the port by a name of its own (DNS rebinding)."""
     own = socket.gethostname()
-    for host in ("localhost", "LocalHost:1", own, f"{own}:80", "127.0.0.1", "10.1.2.3:99", "[::1]",
-                 "[fd00::1]:8420"):
+    for host in (
+        "localhost",
+        "LocalHost:1",
+        own,
+        f"{own}:80",
+        "127.0.0.1",
+        "10.1.2.3:99",
+        "[::1]",
+        "[fd00::1]:8420",
+    ):
         assert (await site.ask("GET", "/v1/health", Host=host))[0] == 200, host
-    for host in ("evil.example", "evil.example:8420", "localhost.evil.example", "127.0.0.1.nip.io",
-                 "x[::1]", "[evil]", "[::1", ":80", "a:b:c", "", " "):
+    for host in (
+        "evil.example",
+        "evil.example:8420",
+        "localhost.evil.example",
+        "127.0.0.1.nip.io",
+        "x[::1]",
+        "[evil]",
+        "[::1",
+        ":80",
+        "a:b:c",
+        "",
+        " ",
+    ):
         for path in ("/v1/health", "/v1/state", "/none"):
             words, hint = await site.refusal(421, "GET", path, Host=host)
-            assert (words, "--advertise NAME" in hint) == ("the Host header names another host",
-                                                           True), host
+            assert (words, "--advertise NAME" in hint) == (
+                "the Host header names another host",
+                True,
+            ), host
 
 
 @real
@@ -404,15 +471,21 @@ async def test_the_history_is_of_whole_days(site: Site) -> None:
     assert total["used_slot_s"] > 0.04
     assert total["idle_slot_s"] > 0.04
     assert total["slot_s"] == pytest.approx(
-        total["used_slot_s"] + total["idle_slot_s"] + sum(total["lost_slot_s"].values()))
+        total["used_slot_s"] + total["idle_slot_s"] + sum(total["lost_slot_s"].values())
+    )
     assert (total["faults"], total["mtbf_slot_s"]) == (0, None)
     _, answer = await site.ask("GET", f"/v1/history?since={today}")
     assert [one["day"] for one in answer["days"]] == [today]
 
 
-@pytest.mark.parametrize(("query", "why"), [
-    ("since=2999-01-01", "is in the future"), ("since=yesterday", "is not a time"),
-    ("since=%00", "is not a time")])
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [
+        ("since=2999-01-01", "is in the future"),
+        ("since=yesterday", "is not a time"),
+        ("since=%00", "is not a time"),
+    ],
+)
 def test_a_history_that_cannot_be_is_refused(query: str, why: str) -> None:
     @real
     async def test(site: Site) -> None:

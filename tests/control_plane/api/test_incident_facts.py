@@ -32,8 +32,7 @@ def facts(until: int = len(RECORDS)) -> Any:
     return read(records, shown).facts("", shown.at_s)
 
 
-def read(rest: list[Any], shown: ClusterState, num_page: int = 25
-         ) -> incident_facts.Reading:
+def read(rest: list[Any], shown: ClusterState, num_page: int = 25) -> incident_facts.Reading:
     """Read the records as the control plane does: only what may be missing."""
     reading = incident_facts.Reading(INCIDENT, encode_state(ClusterState()), shown)
     while num := min(reading.num_missing, num_page):
@@ -45,8 +44,11 @@ def read(rest: list[Any], shown: ClusterState, num_page: int = 25
 def test_they_are_those_of_the_terminal() -> None:
     past, shown = history(RECORDS), replay(RECORDS)
     wanted = incident_facts.facts_of(
-        past, incident_records(past.incidents[INCIDENT], RECORDS),
-        view(shown, now_s=shown.at_s), now_s=shown.at_s)
+        past,
+        incident_records(past.incidents[INCIDENT], RECORDS),
+        view(shown, now_s=shown.at_s),
+        now_s=shown.at_s,
+    )
     found = facts()
     assert {**wanted, "verify": found["verify"]} == found
     assert found["verify"] == "unicron replay --live --until 67 --verify"
@@ -54,12 +56,17 @@ def test_they_are_those_of_the_terminal() -> None:
 
 def test_the_openapi_document_names_each_of_them() -> None:
     found = msgspec.to_builtins(facts())
-    for kind, data in ((messages.IncidentFacts, found), (messages.Cost, found["cost"]),
-                       (messages.Event, found["timeline"][0]), (messages.Phase, found["phases"][0]),
-                       (messages.Effect, found["effects"][0]),
-                       (messages.Decided, found["decisions"][0])):
+    for kind, data in (
+        (messages.IncidentFacts, found),
+        (messages.Cost, found["cost"]),
+        (messages.Event, found["timeline"][0]),
+        (messages.Phase, found["phases"][0]),
+        (messages.Effect, found["effects"][0]),
+        (messages.Decided, found["decisions"][0]),
+    ):
         assert set(data) == set(kind.__annotations__) - (
-            {"later"} if kind is messages.Event else set()), kind
+            {"later"} if kind is messages.Event else set()
+        ), kind
         msgspec.convert(data, kind)
 
 
@@ -74,8 +81,10 @@ def test_at_a_past_moment_it_is_as_it_was_then() -> None:
 def test_a_longer_log_is_not_read_for_it() -> None:
     """What is behind its end is read until late evidence is unlikely, however much there is."""
     (closed,) = (one for one in RECORDS if isinstance(one.body, IncidentClosed))
-    long = [*RECORDS, *(replace(RECORDS[-1], seq=RECORDS[-1].seq + number)
-                        for number in range(1, 4_000))]
+    long = [
+        *RECORDS,
+        *(replace(RECORDS[-1], seq=RECORDS[-1].seq + number) for number in range(1, 4_000)),
+    ]
     state = replay(RECORDS)
     state.seq = long[-1].seq
     reading = read(long, state)
@@ -84,7 +93,8 @@ def test_a_longer_log_is_not_read_for_it() -> None:
     told = reading.facts(" --state /s", state.at_s)
     assert told["seq"] == long[-1].seq
     assert {key: told[key] for key in ("timeline", "evidence", "plans", "effects", "phases")} == {
-        key: facts()[key] for key in ("timeline", "evidence", "plans", "effects", "phases")}
+        key: facts()[key] for key in ("timeline", "evidence", "plans", "effects", "phases")
+    }
     assert told["verify"] == f"unicron replay --live --state /s --until {closed.seq} --verify"
 
 
@@ -109,7 +119,9 @@ async def test_what_is_no_incident_is_refused(site: Site) -> None:
 async def answered(site: Site) -> Any:
     async with asyncio.timeout(what_if.LIMIT_S):
         while (answer := (await site.ask("GET", "/v1/what-if"))[1])["state"] in (
-                "reading", "simulating"):
+            "reading",
+            "simulating",
+        ):
             await asyncio.sleep(0.05)
     return answer
 

@@ -14,12 +14,22 @@ SOON = Policy(evidence_s_max=0.05, quarantine_faults=1000)
 
 
 async def two_slots_out(site: Site, accelerator: str = "cuda") -> None:
-    await site.tell(NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=3,
-                               accelerator=accelerator))
+    await site.tell(
+        NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=3, accelerator=accelerator)
+    )
     for slot in (0, 1):
-        await site.tell(DeviceErred(
-            node="n1", incarnation=9, origin="kernel", status=statuses.GPU_DRIVER_ERRORS,
-            rule="xid-79", text="fallen off the bus", devices=(slot,), code=79))
+        await site.tell(
+            DeviceErred(
+                node="n1",
+                incarnation=9,
+                origin="kernel",
+                status=statuses.GPU_DRIVER_ERRORS,
+                rule="xid-79",
+                text="fallen off the bus",
+                devices=(slot,),
+                code=79,
+            )
+        )
     while await out(site) != [0, 1]:
         await asyncio.sleep(0.02)
 
@@ -34,8 +44,11 @@ async def lift(site: Site, names: str, key: str) -> tuple[int, Any]:
 
 
 async def lifted(site: Site) -> list[QuarantineLifted]:
-    return [one.body for one in await site.log.read(after=0, num_max=999)
-            if isinstance(one.body, QuarantineLifted)]
+    return [
+        one.body
+        for one in await site.log.read(after=0, num_max=999)
+        if isinstance(one.body, QuarantineLifted)
+    ]
 
 
 async def _a_slot_returns_if_its_device_is_healthy(site: Site) -> None:
@@ -43,10 +56,13 @@ async def _a_slot_returns_if_its_device_is_healthy(site: Site) -> None:
     path, words = "/v1/nodes/n1:1/lift", {"reason": "new"}
     assert await site.refusal(503, "POST", path, words) == (
         "the device of n1/1 was not checked: the agent of n1 does not answer",
-        "unicron status nodes; nothing was done")
+        "unicron status nodes; nothing was done",
+    )
     site.log.devices["n1"] = {1: "cuInit: CUDA_ERROR_NO_DEVICE"}
     assert await site.refusal(409, "POST", path, words) == (
-        "n1/1 is still sick: cuInit: CUDA_ERROR_NO_DEVICE", "repair it, then unicron lift n1/1")
+        "n1/1 is still sick: cuInit: CUDA_ERROR_NO_DEVICE",
+        "repair it, then unicron lift n1/1",
+    )
     assert not await lifted(site)
     assert await out(site) == [0, 1]
     site.log.devices["n1"] = {}
@@ -56,7 +72,11 @@ async def _a_slot_returns_if_its_device_is_healthy(site: Site) -> None:
     assert await lift(site, "n1:1", "once") == (200, first)
     (record,) = await lifted(site)
     assert (record.slots, record.quarantine, record.reason, record.role) == (
-        (1,), False, "new", "admin")
+        (1,),
+        False,
+        "new",
+        "admin",
+    )
     await site.refused(409, "POST", path, words)
     await site.refused(404, "POST", "/v1/nodes/n1:9/lift", words)
 
@@ -80,14 +100,16 @@ test_of_a_node_the_sick_slots_stay_out = real(_of_a_node_the_sick_slots_stay_out
 async def _a_dry_run_is_carried_out_after_the_check(site: Site) -> None:
     await two_slots_out(site)
     change = {"lift": ["n1/0"]}
-    reply = await site.client.post(f"{site.url}/v1/plan/dry-run", json=change, headers={
-        "Authorization": "Bearer secret"})
+    reply = await site.client.post(
+        f"{site.url}/v1/plan/dry-run", json=change, headers={"Authorization": "Bearer secret"}
+    )
     assert reply.status == 200
     site.log.devices["n1"] = {0: "lost"}
     for _ in range(2):
         body = {"change": change, "reason": "new"}
-        status, answer = await site.ask("POST", "/v1/plan/apply", body,
-                                        If_Match=reply.headers["ETag"])
+        status, answer = await site.ask(
+            "POST", "/v1/plan/apply", body, If_Match=reply.headers["ETag"]
+        )
         if status == 200:
             break
         assert (status, answer["detail"]) == (409, "n1/0 is still sick: lost")
@@ -96,7 +118,8 @@ async def _a_dry_run_is_carried_out_after_the_check(site: Site) -> None:
 
 
 test_a_dry_run_is_carried_out_after_the_check = real(
-    _a_dry_run_is_carried_out_after_the_check, SOON)
+    _a_dry_run_is_carried_out_after_the_check, SOON
+)
 
 
 async def _a_slot_without_a_device_returns_at_once(site: Site) -> None:

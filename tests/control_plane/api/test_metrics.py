@@ -29,10 +29,29 @@ from unicron.events.records.envelope import Record
 
 Samples = dict[tuple[str, str], float]
 """By name and the value of the only label, "" without one."""
-UNITS = ("_seconds", "_seconds_total", "_flops_per_second", "_total", "_records", "_bytes", "_info",
-         "_fds")
-PLAIN = {"leader", "leader_epoch", "healing_active", "log_reachable", "spooled_reports",
-         "reports_lost", "nodes", "slots", "tasks", "incidents_open", "needs_person"}
+UNITS = (
+    "_seconds",
+    "_seconds_total",
+    "_flops_per_second",
+    "_total",
+    "_records",
+    "_bytes",
+    "_info",
+    "_fds",
+)
+PLAIN = {
+    "leader",
+    "leader_epoch",
+    "healing_active",
+    "log_reachable",
+    "spooled_reports",
+    "reports_lost",
+    "nodes",
+    "slots",
+    "tasks",
+    "incidents_open",
+    "needs_person",
+}
 
 
 def read(text: str) -> Samples:
@@ -47,8 +66,9 @@ def read(text: str) -> Samples:
 
 
 async def scraped(site: Site) -> Samples:
-    async with site.client.get(f"{site.url}/metrics", headers={
-            "Authorization": "Bearer secret"}) as answer:
+    async with site.client.get(
+        f"{site.url}/metrics", headers={"Authorization": "Bearer secret"}
+    ) as answer:
         assert answer.status == 200
         assert answer.headers["Content-Type"].startswith("text/plain; version=")
         return read(await answer.text())
@@ -90,7 +110,8 @@ async def test_an_idle_cluster_shows_every_family_with_all_its_labels(site: Site
         stem = re.sub("_(count|sum)$", "", name.removeprefix("unicron_"))
         assert stem in PLAIN or stem.endswith(UNITS), name
     assert {cause for name, cause in found if name == "unicron_lost_slot_seconds_total"} == {
-        *CAUSES}
+        *CAUSES
+    }
     for name in ("detection", "decision", "rebuild", "pause", "step", "plan", "report_delay"):
         assert found[f"unicron_{name}_seconds_count", ""] == 0
     assert found["unicron_leader", ""] == found["unicron_log_reachable", ""] == 1
@@ -104,16 +125,21 @@ async def test_any_role_of_the_api_reads_them_and_nobody_else(site: Site) -> Non
     await site.refused(401, "GET", "/metrics", Authorization="")
     for role, status in (("view", 200), ("operate", 200), ("join", 403)):
         _, made = await site.ask("POST", "/v1/tokens", {"name": role, "role": role})
-        async with site.client.get(f"{site.url}/metrics", headers={
-                "Authorization": f"Bearer {made['token']}"}) as answer:
+        async with site.client.get(
+            f"{site.url}/metrics", headers={"Authorization": f"Bearer {made['token']}"}
+        ) as answer:
             assert answer.status == status
 
 
 @real
 async def test_openmetrics_is_answered_to_those_who_ask_for_it(site: Site) -> None:
-    async with site.client.get(f"{site.url}/metrics", headers={
+    async with site.client.get(
+        f"{site.url}/metrics",
+        headers={
             "Authorization": "Bearer secret",
-            "Accept": "application/openmetrics-text;version=1.0.0"}) as answer:
+            "Accept": "application/openmetrics-text;version=1.0.0",
+        },
+    ) as answer:
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
         assert (await answer.text()).endswith("# EOF\n")
 
@@ -142,10 +168,12 @@ def test_without_the_logs_server_the_last_values_are_answered() -> None:
 
             async def away() -> int:
                 raise Unavailable("the server is away")
+
             site.log.last_seq = away  # type: ignore[method-assign]
             found = await scraped(site)
             assert found["unicron_log_reachable", ""] == 0
             assert found["unicron_log_records", ""] == before["unicron_log_records", ""] == 2
+
     asyncio.run(main())
 
 
@@ -153,21 +181,30 @@ def test_an_incident_from_its_fault_to_its_end() -> None:
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     begin = len(d.log)
     lose(d, "n2", alpha)
-    opened, = [one for one in d.log if isinstance(one.body, d_.IncidentOpened)]
+    (opened,) = [one for one in d.log if isinstance(one.body, d_.IncidentOpened)]
     found = observed(folded(d.log, begin))
     assert found["unicron_incidents_total", "SEV1"] == 1
     assert found["unicron_detection_seconds_count", ""] == 1
     first = min(one.at_s for one in d.log[begin:] if one.seq in opened.body.evidence)
     assert found["unicron_decision_seconds_sum", ""] == pytest.approx(opened.at_s - first)
-    stepped = next(one.at_s for one in d.log if one.seq > opened.seq
-                   and isinstance(one.body, r.TaskProgressed) and one.body.task == alpha)
+    stepped = next(
+        one.at_s
+        for one in d.log
+        if one.seq > opened.seq
+        and isinstance(one.body, r.TaskProgressed)
+        and one.body.task == alpha
+    )
     assert found["unicron_rebuild_seconds_count", ""] == 1
     assert found["unicron_rebuild_seconds_sum", ""] == pytest.approx(stepped - opened.at_s)
     plans = sum(isinstance(one.body, d_.PlanChosen) for one in d.log[begin:])
     assert found["unicron_plan_seconds_count", ""] == plans > 0
     assert found["unicron_plan_seconds_sum", ""] == pytest.approx(0.002 * plans)
-    steps = [s for one in d.log[begin:] if isinstance(one.body, r.TaskProgressed)
-             for s in one.body.step_s]
+    steps = [
+        s
+        for one in d.log[begin:]
+        if isinstance(one.body, r.TaskProgressed)
+        for s in one.body.step_s
+    ]
     assert found["unicron_step_seconds_sum", ""] == pytest.approx(sum(steps))
 
 
@@ -200,7 +237,8 @@ def test_lost_slot_time_is_that_of_the_history(seed: int) -> None:
         for cause in CAUSES:
             wanted[cause] += figures.get(cause, 0.0) / 1e6
     assert {cause: found["unicron_lost_slot_seconds_total", cause] for cause in CAUSES} == (
-        pytest.approx(wanted, rel=1e-3, abs=0.01))
+        pytest.approx(wanted, rel=1e-3, abs=0.01)
+    )
 
 
 def test_the_guide_has_every_family() -> None:
@@ -208,4 +246,5 @@ def test_the_guide_has_every_family() -> None:
     named = set(re.findall(r"`(unicron_\w+)[{`]", page))
     shown = {re.sub("_(total|count|sum|bucket)$", "", name) for name, _ in observed(Metrics())}
     assert {re.sub("_total$", "", name) for name in named} == {
-        name for name in shown if not name.startswith("unicron_process_")}
+        name for name in shown if not name.startswith("unicron_process_")
+    }

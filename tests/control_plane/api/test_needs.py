@@ -22,8 +22,10 @@ def found(d: Driver, after_s: float = 0.0) -> list[needs.Need]:
 def acknowledge(d: Driver, incident: int, reason: str = "a fan") -> None:
     body = requests.acknowledge(d.state, requests.Reason(reason), str(incident))
     assert isinstance(body, r.IncidentAcknowledged)
-    d.tell(f"operator/ack{incident}", r.IncidentAcknowledged(
-        of=body.of, reason=body.reason, who="ana", role="operate"))
+    d.tell(
+        f"operator/ack{incident}",
+        r.IncidentAcknowledged(of=body.of, reason=body.reason, who="ana", role="operate"),
+    )
 
 
 def test_a_lost_node_needs_nobody_while_its_agent_may_be_started_again() -> None:
@@ -33,8 +35,7 @@ def test_a_lost_node_needs_nobody_while_its_agent_may_be_started_again() -> None
     assert found(d, node.since_s - d.now_s + AWAY_S_MIN - 0.1) == []
     (one,) = found(d, node.since_s - d.now_s + AWAY_S_MIN)
     (incident,) = d.state.incidents
-    assert (one.what, one.node, one.incident, one.since_s) == (
-        "lost", "n2", incident, node.since_s)
+    assert (one.what, one.node, one.incident, one.since_s) == ("lost", "n2", incident, node.since_s)
     d.join("n2", incarnation=2)
     assert found(d, 60) == []
 
@@ -45,7 +46,8 @@ def test_a_task_that_is_only_on_a_silent_node_says_when_it_moves() -> None:
     (one,) = found(d, AWAY_S_MIN)
     moved = rfc3339(d.state.deadlines["replace/n3"].due_s)[11:19]
     assert f"beta: moved at {moved}Z, or now if its machine is off: `unicron drain n3 --down`" in (
-        one.do)
+        one.do
+    )
     d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
     assert "alpha" not in "".join(one.do for one in found(d, AWAY_S_MIN)), "it has peers elsewhere"
     assert d.state.tasks[beta].phase == "training"
@@ -54,7 +56,8 @@ def test_a_task_that_is_only_on_a_silent_node_says_when_it_moves() -> None:
 def test_slurm_ends_a_drain_of_slurm() -> None:
     assert needs.undrain({"id": "n3", "drain_reason": "a fan"}) == "`unicron undrain n3`"
     assert needs.undrain({"id": "n3", "drain_reason": "slurm: drained, a fan"}) == (
-        "scontrol update NodeName=n3 State=RESUME")
+        "scontrol update NodeName=n3 State=RESUME"
+    )
 
 
 def test_an_acknowledged_incident_needs_nobody_and_its_page_says_who_knows() -> None:

@@ -89,8 +89,9 @@ async def receiving() -> AsyncIterator[Receiver]:
 
 
 @asynccontextmanager
-async def notified(coordinator: Coordinator, url: str, limits: Limits = SOON
-                   ) -> AsyncIterator[prometheus_client.Counter]:
+async def notified(
+    coordinator: Coordinator, url: str, limits: Limits = SOON
+) -> AsyncIterator[prometheus_client.Counter]:
     metrics = Metrics()
     running = asyncio.create_task(Notifier(coordinator, url, "test", metrics, limits).run())
     try:
@@ -112,18 +113,26 @@ def real(test: Callable[[Site, Receiver], Awaitable[None]]) -> Callable[[], None
 
 
 def value(count: prometheus_client.Counter, result: str) -> float:
-    return next(sample.value for family in count.collect() for sample in family.samples
-                if sample.name.endswith("_total") and sample.labels == {"result": result})
+    return next(
+        sample.value
+        for family in count.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total") and sample.labels == {"result": result}
+    )
 
 
 async def told(site: Site) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    return [(one.body.opened, one.body.over) for one in await site.log.read(
-        after=0, num_max=1_000) if isinstance(one.body, r.PersonNotified)]
+    return [
+        (one.body.opened, one.body.over)
+        for one in await site.log.read(after=0, num_max=1_000)
+        if isinstance(one.body, r.PersonNotified)
+    ]
 
 
 @real
-async def test_one_message_when_it_begins_and_one_when_it_ends(site: Site, receiver: Receiver
-                                                                ) -> None:
+async def test_one_message_when_it_begins_and_one_when_it_ends(
+    site: Site, receiver: Receiver
+) -> None:
     async with notified(site.coordinator, receiver.url) as count:
         await asyncio.sleep(0.3)
         assert receiver.asked == 0, "nothing needs anybody"
@@ -133,8 +142,10 @@ async def test_one_message_when_it_begins_and_one_when_it_ends(site: Site, recei
         assert first["over"] == []
         assert first["opened"][0]["what"] == "healing"
         assert first["text"].splitlines() == [
-            "Unicron, cluster test:", "NEEDS YOU healing is frozen: the switch: faults are "
-            "reported, not healed: `unicron unfreeze`"]
+            "Unicron, cluster test:",
+            "NEEDS YOU healing is frozen: the switch: faults are "
+            "reported, not healed: `unicron unfreeze`",
+        ]
         await asyncio.sleep(0.6)
         assert receiver.asked == 1, "it is told once while it lasts"
         await site.ask("POST", "/v1/unfreeze", {"reason": "done"})
@@ -199,8 +210,9 @@ def test_nobody_listens_at_the_url() -> None:
 @asynccontextmanager
 async def control_plane(log: MemoryLog, name: str) -> AsyncIterator[Coordinator]:
     """One that leads, or that follows another one of the log."""
-    made = Coordinator(log, clock=lambda: asyncio.get_running_loop().time(), nonce=name,
-                       code="test", policy=POLICY)
+    made = Coordinator(
+        log, clock=lambda: asyncio.get_running_loop().time(), nonce=name, code="test", policy=POLICY
+    )
     running = asyncio.create_task(made.run(f"http://{name}"))
     while not (made.leading or made.leader_url):
         await asyncio.sleep(0.01)
@@ -212,8 +224,12 @@ async def control_plane(log: MemoryLog, name: str) -> AsyncIterator[Coordinator]
 def test_the_next_leader_does_not_tell_again_and_tells_the_end() -> None:
     async def main() -> None:
         log = MemoryLog(lambda: asyncio.get_running_loop().time())
-        async with (asyncio.timeout(2 * WAIT_S_MAX), receiving() as receiver,
-                    control_plane(log, "b1") as one, notified(one, receiver.url)):
+        async with (
+            asyncio.timeout(2 * WAIT_S_MAX),
+            receiving() as receiver,
+            control_plane(log, "b1") as one,
+            notified(one, receiver.url),
+        ):
             await one.write("1", r.HealingFrozen(reason="x"))
             await receiver.has(1)
             while not (await one.settled()).notified:
@@ -234,13 +250,21 @@ def test_the_next_leader_does_not_tell_again_and_tells_the_end() -> None:
 
 
 @real
-async def test_much_at_once_is_one_message_of_bounded_length(site: Site, receiver: Receiver
-                                                             ) -> None:
+async def test_much_at_once_is_one_message_of_bounded_length(
+    site: Site, receiver: Receiver
+) -> None:
     for number in range(1, 41):
         name = f"n{number}"
         await site.tell(r.NodeJoined(node=name, incarnation=9, host="h", pid=1, num_slots=1))
-        await site.tell(r.HealthChanged(node=name, incarnation=9, check="disk", health="unhealthy",
-                                        why="bad <!channel> & \x1b[31m\nred" * 99))
+        await site.tell(
+            r.HealthChanged(
+                node=name,
+                incarnation=9,
+                check="disk",
+                health="unhealthy",
+                why="bad <!channel> & \x1b[31m\nred" * 99,
+            )
+        )
     async with notified(site.coordinator, f"slack+{receiver.url}"):
         message = await receiver.has(1)
         await asyncio.sleep(0.5)
@@ -257,8 +281,18 @@ async def test_much_at_once_is_one_message_of_bounded_length(site: Site, receive
     assert len(entry[0]) == 40
 
 
-@pytest.mark.parametrize("text", ["", "https://", "ftp://h/x", "hush", "https://h/a https://h/b",
-                                  "slack+", "https://h/a\nhttps://h/b"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "https://",
+        "ftp://h/x",
+        "hush",
+        "https://h/a https://h/b",
+        "slack+",
+        "https://h/a\nhttps://h/b",
+    ],
+)
 def test_a_file_without_a_url_is_refused_without_what_it_has(text: str) -> None:
     with pytest.raises(UsageError, match="--notify has no URL") as refused:
         check_url(text)

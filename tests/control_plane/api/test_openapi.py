@@ -29,11 +29,14 @@ LOGS = [ROOT / "tests/data/demo.jsonl", *sorted((ROOT / "tests/golden").glob("he
 
 def strict(name: str) -> jsonschema.Draft202012Validator:
     """A validator of one schema of the document that refuses fields that are not in it."""
-    schemas = {key: one | ({"additionalProperties": False} if "properties" in one else {})
-               for key, one in DOCUMENT["components"]["schemas"].items()}
+    schemas = {
+        key: one | ({"additionalProperties": False} if "properties" in one else {})
+        for key, one in DOCUMENT["components"]["schemas"].items()
+    }
     schemas["PlanChosen"] = schemas["PlanChosen"] | {"additionalProperties": True}
     return jsonschema.Draft202012Validator(
-        {"$ref": f"#/components/schemas/{name}", "components": {"schemas": schemas}})
+        {"$ref": f"#/components/schemas/{name}", "components": {"schemas": schemas}}
+    )
 
 
 def of_api(shown: dict[str, Any]) -> Any:
@@ -51,8 +54,9 @@ def test_views_records_and_plans_have_the_fields_of_the_document(path: Path) -> 
         fold(state, record)
         if number % 25 == 0:
             of_view.validate(of_api(view(state)))
-            of_plan.validate(json.loads(msgspec.json.encode(explain_present_plan(
-                encode_state(state)))))
+            of_plan.validate(
+                json.loads(msgspec.json.encode(explain_present_plan(encode_state(state))))
+            )
     assert state.tasks
     with pytest.raises(jsonschema.ValidationError, match="news"):
         of_view.validate(of_api(view(state)) | {"news": 1})
@@ -78,19 +82,30 @@ async def test_the_document_is_answered(site: Site) -> None:
 @real
 async def test_what_is_wrong_with_a_request_is_a_problem(site: Site) -> None:
     for status, method, path in (
-            (404, "GET", "/v1/none"), (404, "GET", "/assets/none.js"), (405, "DELETE", "/v1/tasks"),
-            (405, "POST", "/v1/state"), (400, "GET", "/v1/state?att=1"),
-            (400, "GET", "/v1/state?explain=2"), (400, "GET", "/v1/state?at=yesterday"),
-            (404, "GET", "/v1/state?at=99"), (404, "GET", "/v1/plan?at=2999-01-01T00:00:00Z"),
-            (404, "GET", "/v1/tasks?at=1999-01-01"), (404, "GET", "/v1/nodes/none"),
-            (400, "GET", "/v1/tasks/x"), (404, "GET", "/v1/tasks/7"),
-            (400, "GET", "/v1/tasks?limit=0"),
-            (400, "GET", "/v1/tasks?cursor=x"), (400, "GET", "/v1/incidents?cursor=1.5"),
-            (400, "GET", "/v1/nodes?cursor=" + "x" * 99), (400, "GET", "/v1/log?after=1e30"),
-            (400, "POST", "/v1/handover?epoch=x")):
+        (404, "GET", "/v1/none"),
+        (404, "GET", "/assets/none.js"),
+        (405, "DELETE", "/v1/tasks"),
+        (405, "POST", "/v1/state"),
+        (400, "GET", "/v1/state?att=1"),
+        (400, "GET", "/v1/state?explain=2"),
+        (400, "GET", "/v1/state?at=yesterday"),
+        (404, "GET", "/v1/state?at=99"),
+        (404, "GET", "/v1/plan?at=2999-01-01T00:00:00Z"),
+        (404, "GET", "/v1/tasks?at=1999-01-01"),
+        (404, "GET", "/v1/nodes/none"),
+        (400, "GET", "/v1/tasks/x"),
+        (404, "GET", "/v1/tasks/7"),
+        (400, "GET", "/v1/tasks?limit=0"),
+        (400, "GET", "/v1/tasks?cursor=x"),
+        (400, "GET", "/v1/incidents?cursor=1.5"),
+        (400, "GET", "/v1/nodes?cursor=" + "x" * 99),
+        (400, "GET", "/v1/log?after=1e30"),
+        (400, "POST", "/v1/handover?epoch=x"),
+    ):
         await site.refused(status, method, path)
-    async with site.client.delete(site.url + "/v1/tasks", headers={
-            "Authorization": "Bearer secret"}) as reply:
+    async with site.client.delete(
+        site.url + "/v1/tasks", headers={"Authorization": "Bearer secret"}
+    ) as reply:
         assert reply.headers["Allow"] == "GET,HEAD,POST"
         assert json.loads(await reply.read())["title"] == "Method Not Allowed"
     await site.refused(413, "POST", "/v1/plan/dry-run", b" " * (2 << 20))
@@ -102,8 +117,11 @@ async def test_what_is_wrong_with_a_request_is_a_problem(site: Site) -> None:
 async def test_lists_are_paged(site: Site) -> None:
     for number in range(5):
         await site.tell(NodeJoined(node=f"n{number}", incarnation=9, host="h", pid=1, num_slots=1))
-        await site.ask("POST", "/v1/tasks", {
-            **JOB, "name": f"j{number}", "train": {"iterations": 3, "output": f"/o{number}"}})
+        await site.ask(
+            "POST",
+            "/v1/tasks",
+            {**JOB, "name": f"j{number}", "train": {"iterations": 3, "output": f"/o{number}"}},
+        )
     _, state = await site.ask("GET", "/v1/state")
     for part in ("nodes", "tasks"):
         found, cursor, sizes = [], "", []
@@ -134,13 +152,24 @@ async def test_lists_are_paged(site: Site) -> None:
 @real
 async def test_older_ended_tasks_are_left_out_and_found(site: Site) -> None:
     await site.tell(NodeJoined(node="n0", incarnation=9, host="h", pid=1, num_slots=1))
-    ids = [(await site.ask("POST", "/v1/tasks", {
-        **JOB, "name": f"j{number}", "train": {"iterations": 3, "output": f"/o{number}"}}
-        ))[1]["task"] for number in range(4)]
+    ids = [
+        (
+            await site.ask(
+                "POST",
+                "/v1/tasks",
+                {**JOB, "name": f"j{number}", "train": {"iterations": 3, "output": f"/o{number}"}},
+            )
+        )[1]["task"]
+        for number in range(4)
+    ]
     for task in ids[1:3]:
         await site.ask("POST", f"/v1/tasks/{task}/cancel", {"reason": "not needed"})
-    for ended, names in (("", "0123"), ("?ended=2", "0123"), ("?ended=1", "023"),
-                         ("?ended=0", "03")):
+    for ended, names in (
+        ("", "0123"),
+        ("?ended=2", "0123"),
+        ("?ended=1", "023"),
+        ("?ended=0", "03"),
+    ):
         _, state = await site.ask("GET", f"/v1/state{ended}")
         assert [one["name"] for one in state["tasks"]] == [f"j{number}" for number in names]
         assert state["cluster"]["num_tasks"] == 4
@@ -191,8 +220,9 @@ async def test_a_token_that_expires_ends_its_streams(site: Site) -> None:
     site.coordinator._limits = msgspec.structs.replace(site.coordinator._limits, idle_s=0.1)
     _, secret = site.tokens.create("ana", "view", 1.0)
     headers = {"Authorization": f"Bearer {secret}", "Accept": "text/event-stream"}
-    read = asyncio.create_task(asyncio.to_thread(lambda: list(Client(site.url, secret).records(
-        0, follow=True))))
+    read = asyncio.create_task(
+        asyncio.to_thread(lambda: list(Client(site.url, secret).records(0, follow=True)))
+    )
     async with asyncio.timeout(60), site.client.get(site.url + "/v1/log", headers=headers) as reply:
         while (found := await event(reply)).get("event") != "problem":
             assert found, "the stream ended without a word"

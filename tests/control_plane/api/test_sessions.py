@@ -17,8 +17,7 @@ OWNER = Token(name="owner", role="admin", sha256="x", created_s=0.0)
 async def session(site: Site, **asked: object) -> dict[str, str]:
     """The headers of a new session."""
     _, made = await site.ask("POST", "/v1/sessions/codes", asked)
-    status, found = await site.ask("POST", "/v1/sessions", {"code": made["code"]},
-                                   Authorization="")
+    status, found = await site.ask("POST", "/v1/sessions", {"code": made["code"]}, Authorization="")
     assert status == 401, "an Authorization that is no token is refused"
     async with site.client.post(site.url + "/v1/sessions", json={"code": made["code"]}) as reply:
         found = await reply.json()
@@ -31,8 +30,9 @@ async def session(site: Site, **asked: object) -> dict[str, str]:
 async def test_a_code_becomes_one_session(site: Site) -> None:
     _, made = await site.ask("POST", "/v1/sessions/codes", {})
     for status in (200, 401):
-        async with site.client.post(site.url + "/v1/sessions",
-                                    json={"code": made["code"]}) as reply:
+        async with site.client.post(
+            site.url + "/v1/sessions", json={"code": made["code"]}
+        ) as reply:
             assert reply.status == status
     assert site.coordinator.seq == 2, "nothing of it is in the log"
 
@@ -105,8 +105,12 @@ async def test_the_page_is_served_to_everyone_and_to_no_frame(site: Site) -> Non
                 assert reply.headers["X-Content-Type-Options"] == "nosniff"
             async with site.client.get(site.url + "/assets/a-1.js") as reply:
                 assert reply.status == (200 if built else 404)
-            for path in ("/assets/..%2f..%2fsecret.js", "/assets/%2e%2e/secret.js",
-                         "/assets/.hidden", "/secret.js"):
+            for path in (
+                "/assets/..%2f..%2fsecret.js",
+                "/assets/%2e%2e/secret.js",
+                "/assets/.hidden",
+                "/secret.js",
+            ):
                 async with site.client.get(site.url + path) as reply:
                     assert reply.status in (401, 404)
                     assert "hidden" not in await reply.text()

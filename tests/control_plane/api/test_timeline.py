@@ -83,8 +83,13 @@ def test_curves(demo: Timeline) -> None:
     assert timeline_answer.curves(demo, f"task-{number}") == curves
     assert (curves["first_seq"], curves["read_seq"]) == (1, RECORDS[-1].seq)
     assert (curves["view"], curves["ended"]) == (None, True)
-    assert [(one["rank"], one["attempt"]) for one in curves["outputs"]
-            ] == [(0, 1), (1, 1), (2, 1), (3, 1), (2, 2)]
+    assert [(one["rank"], one["attempt"]) for one in curves["outputs"]] == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (2, 2),
+    ]
     assert [one["outcome"] for one in curves["incidents"]] == ["healed"]
     with pytest.raises(Refusal, match="no task 999"):
         timeline_answer.curves(demo, "999")
@@ -99,10 +104,13 @@ def test_the_answers_are_as_the_openapi_document_says(demo: Timeline) -> None:
     demo.past.tasks[number].paces_s[0] = [1.0, 3.0, 2.0]
     curves["pace"] = timeline_answer.past_of(demo.past, number, 0.0)["pace"]
     found = timeline_answer.incidents(demo)
-    for data, kind in ((curves, messages.Curves), (curves["pace"], messages.Pace),
-                       (curves["incidents"][0], messages.IncidentRow),
-                       (found, messages.AllIncidents),
-                       (found["incidents"][0], messages.IncidentInFull)):
+    for data, kind in (
+        (curves, messages.Curves),
+        (curves["pace"], messages.Pace),
+        (curves["incidents"][0], messages.IncidentRow),
+        (found, messages.AllIncidents),
+        (found["incidents"][0], messages.IncidentInFull),
+    ):
         assert data is not None
         assert set(data) == set(kind.__annotations__), kind
         msgspec.convert(msgspec.to_builtins(data), kind)
@@ -129,8 +137,11 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def with_tasks(site: Site, *names: str) -> Client:
     for name in names:
-        await site.ask("POST", "/v1/tasks", {
-            **JOB, "name": name, "train": {"iterations": 3, "output": f"/{name}"}})
+        await site.ask(
+            "POST",
+            "/v1/tasks",
+            {**JOB, "name": name, "train": {"iterations": 3, "output": f"/{name}"}},
+        )
     return Client(site.url, "secret")
 
 
@@ -159,8 +170,10 @@ def test_the_rest_is_read_behind_the_first_answer() -> None:
         first = await asyncio.to_thread(read)
         assert (first["read_seq"], first["last_seq"]) == (1, site.coordinator.seq)
         screen = partial(task.task_status, view, view["tasks"][-1], now_s=0.0)
-        assert any(line.startswith("past       the control plane reads its log, 1 of ")
-                   for line in screen(first))
+        assert any(
+            line.startswith("past       the control plane reads its log, 1 of ")
+            for line in screen(first)
+        )
         await asyncio.sleep(0.5)  # nobody asks
         again = await asyncio.to_thread(read)
         assert again["read_seq"] == again["last_seq"]

@@ -63,15 +63,18 @@ async def test_every_call_needs_its_role(site: Site) -> None:
             continue
         assert "token" in await site.refused(401, route.method, path, Authorization="Bearer no")
         for role in headers:
-            status, answer = await site.ask(route.method, path, {}, **headers[role]) if (
-                path not in STREAMED) else (200, {})
-            if role not in (allowed if route.role == "join" else
-                            ROLES[ROLES.index(route.role):]):
+            status, answer = (
+                await site.ask(route.method, path, {}, **headers[role])
+                if (path not in STREAMED)
+                else (200, {})
+            )
+            if role not in (allowed if route.role == "join" else ROLES[ROLES.index(route.role) :]):
                 assert route.path in STREAMED or status == 403, (route.path, role, answer)
                 if answer:
                     assert answer["detail"] == (
                         f"this needs the role {route.role}; the token {names.get(role, role)} "
-                        f"has the role {role}")
+                        f"has the role {role}"
+                    )
             else:
                 assert status not in (401, 500), (route.path, role, answer)
                 assert status != 403 or "does not allow faults" in answer["detail"]
@@ -82,9 +85,16 @@ async def test_no_call_is_missing_from_the_table(site: Site) -> None:
     """What the table does not have does not exist; without a token nobody learns that."""
     assert len({(route.method, route.path) for route in ROUTES}) == len(ROUTES)
     assert [route.path for route in ROUTES if route.role is None] == [
-        "/v1/health", "/livez", "/readyz", "/v1/sessions"]
+        "/v1/health",
+        "/livez",
+        "/readyz",
+        "/v1/sessions",
+    ]
     assert [route.path for route in ROUTES if route.method == "POST" and route.role == "view"] == [
-        "/v1/plan/dry-run", "/v1/sessions/codes", "/v1/sessions/end"], "what else writes nothing?"
+        "/v1/plan/dry-run",
+        "/v1/sessions/codes",
+        "/v1/sessions/end",
+    ], "what else writes nothing?"
     await site.refused(404, "GET", "/v1/nowhere")
     await site.refused(405, "POST", "/v1/state")
     await site.refused(401, "GET", "/v1/nowhere", Authorization="")
@@ -110,30 +120,38 @@ async def test_requests_carry_who_and_role(site: Site) -> None:
     await site.ask("POST", "/v1/unfreeze", {})
     change = {"weights": {"3": 2.0}}
     _, tried = await site.ask("POST", "/v1/plan/dry-run", change, **operator)
-    await site.ask("POST", "/v1/plan/apply", {"change": change},
-                   **operator, If_Match=f'"{tried["input"]}"')
+    await site.ask(
+        "POST", "/v1/plan/apply", {"change": change}, **operator, If_Match=f'"{tried["input"]}"'
+    )
     found = {record.kind: record.body for record in await site.log.read(after=0, num_max=99)}
-    for kind, who, role in (("TaskSubmitted", "operate", "operate"),
-                            ("HealingFrozen", "operate", "operate"),
-                            ("HealingResumed", OWNER, "admin"),
-                            ("TaskWeightSet", "operate", "operate")):
+    for kind, who, role in (
+        ("TaskSubmitted", "operate", "operate"),
+        ("HealingFrozen", "operate", "operate"),
+        ("HealingResumed", OWNER, "admin"),
+        ("TaskWeightSet", "operate", "operate"),
+    ):
         body: Any = found[kind]
         assert (body.who, body.role) == (who, role)
 
 
 # --- join tokens and identities ------------------------------------------------------------------
-async def enrol(site: Site, token: dict[str, str], node: str, identity: str = "",
-                incarnation: int = 10) -> tuple[int, Any]:
+async def enrol(
+    site: Site, token: dict[str, str], node: str, identity: str = "", incarnation: int = 10
+) -> tuple[int, Any]:
     """A join as an agent sends it: again while the log cannot be reached."""
     body = {"node": node, "host": "h", "incarnation": incarnation}
-    while (answer := await site.ask("POST", "/v1/join", body | (
-            {"identity": identity} if identity else {}), **token))[0] == 503:
+    while (
+        answer := await site.ask(
+            "POST", "/v1/join", body | ({"identity": identity} if identity else {}), **token
+        )
+    )[0] == 503:
         await asyncio.sleep(0.1)
     return answer
 
 
-async def refused(site: Site, token: dict[str, str], node: str, identity: str = "",
-                  incarnation: int = 10) -> tuple[int, str, str]:
+async def refused(
+    site: Site, token: dict[str, str], node: str, identity: str = "", incarnation: int = 10
+) -> tuple[int, str, str]:
     status, answer = await enrol(site, token, node, identity, incarnation)
     return status, answer["detail"], answer["hint"]
 
@@ -153,9 +171,15 @@ async def test_a_join_token_is_exchanged_once(site: Site) -> None:
     assert {"redis_url", "key"} <= set(answer)
     assert await enrol(site, token, "h1", mine) == (200, answer), "the answer may have been lost"
     assert await refused(site, token, "h2", new_secret()) == (
-        400, "the token join-1 is used up", "an admin: unicron token rotate join-1")
+        400,
+        "the token join-1 is used up",
+        "an admin: unicron token rotate join-1",
+    )
     assert await refused(site, token, "h1", new_secret()) == (
-        400, "the token join-1 is used up", "an admin: unicron token rotate join-1")
+        400,
+        "the token join-1 is used up",
+        "an admin: unicron token rotate join-1",
+    )
     assert (await enrol(site, bearer(mine), "h1", incarnation=11))[1]["key"] == answer["key"]
     for path in ("/v1/state", "/v1/tokens", "/v1/log"):
         await site.refused(403, "GET", path, **bearer(mine))
@@ -166,21 +190,35 @@ async def test_a_join_token_is_exchanged_once(site: Site) -> None:
     assert mine not in stored
     _, listed = await site.ask("GET", "/v1/tokens")
     assert [(one["name"], one["role"], one["used"], one["uses"]) for one in listed["items"]] == [
-        ("h1", "node", 0, 0), ("join-1", "join", 1, 1), (OWNER, "admin", 0, 0)]
+        ("h1", "node", 0, 0),
+        ("join-1", "join", 1, 1),
+        (OWNER, "admin", 0, 0),
+    ]
 
 
 @real
 async def test_a_join_token_is_for_its_node_or_for_its_number_of_nodes(site: Site) -> None:
     one, two = await join_token(site, node="h1"), await join_token(site, uses=2)
     assert await refused(site, one, "h2", new_secret()) == (
-        400, "the token join-1 enrols h1 only", "--node h1, or another token")
-    made = await asyncio.gather(*(enrol(site, two, f"h{number}", new_secret())
-                                  for number in range(3, 8)))
+        400,
+        "the token join-1 enrols h1 only",
+        "--node h1, or another token",
+    )
+    made = await asyncio.gather(
+        *(enrol(site, two, f"h{number}", new_secret()) for number in range(3, 8))
+    )
     assert sorted(status for status, _ in made) == [200, 200, 400, 400, 400]
     assert (await enrol(site, one, "h1", new_secret()))[0] == 200
     wrong: dict[str, Any]
-    for wrong in ({"node": "h1", "uses": 2}, {"node": "No"}, {"uses": -1}, {"uses": 1 << 40},
-                  {"role": "view", "node": "h1"}, {"role": "view", "uses": 1}, {"role": "node"}):
+    for wrong in (
+        {"node": "h1", "uses": 2},
+        {"node": "No"},
+        {"uses": -1},
+        {"uses": 1 << 40},
+        {"role": "view", "node": "h1"},
+        {"role": "view", "uses": 1},
+        {"role": "node"},
+    ):
         await site.refused(400, "POST", "/v1/tokens", {"name": "x", "role": "join"} | wrong)
 
 
@@ -189,11 +227,14 @@ async def test_wrong_join_tokens_are_refused(site: Site) -> None:
     expired = issue(site, "join", 0.001)
     await asyncio.sleep(0.05)
     assert (await refused(site, expired, "h1", new_secret()))[:2] == (
-        401, "the token join has expired")
+        401,
+        "the token join has expired",
+    )
     revoked = await join_token(site)
     site.tokens.revoke("join-2")
     foreign = Tokens(site.tokens_file.with_name("other.json"), owner="another").create(
-        "join-1", "join", 0.0)[1]
+        "join-1", "join", 0.0
+    )[1]
     for token in (revoked, bearer(foreign), bearer("")):
         assert (await refused(site, token, "h1", new_secret()))[0] == 401
     assert (await refused(site, issue(site, "operate"), "h1", new_secret()))[0] == 403
@@ -209,8 +250,10 @@ async def test_wrong_join_tokens_are_refused(site: Site) -> None:
 async def test_the_name_of_a_node_is_taken_once(site: Site) -> None:
     await site.tell(NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=1))
     token = await join_token(site, uses=9)
-    taken = ("give this node another --node; if the other one is gone: unicron token revoke n1, "
-             "then unicron token create --join --node n1")
+    taken = (
+        "give this node another --node; if the other one is gone: unicron token revoke n1, "
+        "then unicron token create --join --node n1"
+    )
     assert await refused(site, token, "n1", new_secret()) == (400, "the name n1 is taken", taken)
     mine = new_secret()
     assert (await enrol(site, token, "h1", mine))[0] == 200
@@ -226,8 +269,10 @@ async def test_the_name_of_a_node_is_taken_once(site: Site) -> None:
     await site.tell(NodeUnreachable(node="n1", incarnation=9, silence_s=9.0))
     assert (await refused(site, token, "n1", new_secret()))[1] == "the name n1 is taken"
     assert (await enrol(site, of_n1, "n1", new_secret()))[0] == 200
-    await site.tell(NodeJoined(node="n2", incarnation=9, host="h", pid=1, num_slots=1),
-                    NodeLeft(node="n2", incarnation=9, reason="stopped"))
+    await site.tell(
+        NodeJoined(node="n2", incarnation=9, host="h", pid=1, num_slots=1),
+        NodeLeft(node="n2", incarnation=9, reason="stopped"),
+    )
     assert (await enrol(site, token, "n2", new_secret()))[0] == 200
 
 
@@ -247,12 +292,16 @@ async def test_a_revoked_node_is_told_so_and_may_be_enrolled_again(site: Site) -
     assert "h1" in site.log.users
     assert "its agent alone" in await site.refused(400, "POST", "/v1/tokens/h1/rotate", {})
     assert await site.ask("POST", "/v1/tokens/h1/revoke", {"reason": "stolen"}) == (
-        200, {"name": "h1"})
+        200,
+        {"name": "h1"},
+    )
     assert "h1" not in site.log.users
     for incarnation in (11, 12):
         assert await refused(site, bearer(mine), "h1", incarnation=incarnation) == (
-            410, "the identity of h1 was revoked",
-            "an admin: unicron token create --join --node h1")
+            410,
+            "the identity of h1 was revoked",
+            "an admin: unicron token create --join --node h1",
+        )
     assert (await refused(site, token, "h1", mine))[1] == "identity: it was in use before"
     again = Tokens(site.tokens_file, owner="secret")
     assert (again.revoked_node(mine), again.revoked_nodes()) == ("h1", {"h1"})
@@ -272,14 +321,28 @@ async def test_every_act_is_a_record_without_a_secret(site: Site) -> None:
     _, renewed = await site.ask("POST", "/v1/tokens/join-1/rotate", {"reason": "more"}, **key)
     await site.ask("POST", "/v1/tokens/h1/revoke", {"reason": "gone"}, **key)
     await site.refused(422, "POST", "/v1/tokens/join-1/revoke", {"reason": "x" * 300})
-    found = [record for record in await site.log.read(after=0, num_max=99)
-             if isinstance(record.body, TokenChanged)]
-    assert [(one.body.act, one.body.name, one.body.token_role, one.body.who, one.body.role,
-             one.body.reason) for one in found if isinstance(one.body, TokenChanged)] == [
+    found = [
+        record
+        for record in await site.log.read(after=0, num_max=99)
+        if isinstance(record.body, TokenChanged)
+    ]
+    assert [
+        (
+            one.body.act,
+            one.body.name,
+            one.body.token_role,
+            one.body.who,
+            one.body.role,
+            one.body.reason,
+        )
+        for one in found
+        if isinstance(one.body, TokenChanged)
+    ] == [
         ("created", "join-1", "join", OWNER, "admin", "for h1"),
         ("enrolled", "h1", "node", "join-1", "join", ""),
         ("rotated", "join-1", "join", OWNER, "admin", "more"),
-        ("revoked", "h1", "node", OWNER, "admin", "gone")]
+        ("revoked", "h1", "node", OWNER, "admin", "gone"),
+    ]
     text = str([codec.to_plain(one) for one in found])
     for secret in (mine, token["Authorization"][7:], renewed["token"]):
         assert secret not in text
@@ -291,8 +354,14 @@ async def test_a_revoked_node_stays_out_when_the_server_loses_its_users(site: Si
     await site.tell(NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=1))
     log, token = site.log, await join_token(site)
     assert (await enrol(site, token, "h1", new_secret()))[0] == 200
-    coordinator = Coordinator(log, clock=time.time, nonce="b", code="test", policy=POLICY,
-                              access=partial(share, Tokens(site.tokens_file, owner="x"), log))
+    coordinator = Coordinator(
+        log,
+        clock=time.time,
+        nonce="b",
+        code="test",
+        policy=POLICY,
+        access=partial(share, Tokens(site.tokens_file, owner="x"), log),
+    )
     site.coordinator.stop()
     log.users.clear()
     leading = asyncio.create_task(coordinator.run())
@@ -308,6 +377,7 @@ async def test_a_revoked_node_stays_out_when_the_server_loses_its_users(site: Si
 
 def test_the_next_leader_has_the_tokens_of_the_former_one(tmp_path: Path) -> None:
     """On the same folder and on one of its own; the newer of file and server counts."""
+
     async def main() -> None:
         folder, log = tmp_path, MemoryLog(time.time)
         epoch = await log.start_epoch("x", url="http://x")
@@ -356,7 +426,9 @@ async def test_the_life_of_a_token(site: Site) -> None:
     assert (await site.ask("GET", "/v1/state", **ana))[0] == 200
     _, listed = await site.ask("GET", "/v1/tokens")
     assert [(one["name"], one["role"], one["expired"]) for one in listed["items"]] == [
-        ("ana", "view", False), (OWNER, "admin", False)]
+        ("ana", "view", False),
+        (OWNER, "admin", False),
+    ]
     assert made["token"] not in str(listed)
 
     _, again = await site.ask("POST", "/v1/tokens/ana/rotate", {})
@@ -376,8 +448,17 @@ async def test_the_life_of_a_token(site: Site) -> None:
 @real
 async def test_what_is_no_token_is_refused(site: Site) -> None:
     good: dict[str, Any] = {"name": "x", "role": "view"}
-    for wrong in ({"name": ""}, {"name": "a b"}, {"name": OWNER}, {"name": "x" * 64},
-                  {"name": "x\n"}, {"role": "root"}, {"life_s": -1}, {"life_s": 1e12}, {"more": 1}):
+    for wrong in (
+        {"name": ""},
+        {"name": "a b"},
+        {"name": OWNER},
+        {"name": "x" * 64},
+        {"name": "x\n"},
+        {"role": "root"},
+        {"life_s": -1},
+        {"life_s": 1e12},
+        {"more": 1},
+    ):
         await site.refused(400, "POST", "/v1/tokens", good | wrong)
     assert len(site.tokens.all()) == 1
 

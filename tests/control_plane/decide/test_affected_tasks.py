@@ -38,8 +38,11 @@ def affected(d: Driver, records: list[Record]) -> list[int]:
 
 def two_tasks() -> tuple[Driver, int, int]:
     d = Driver(nodes=2, slots=3)
-    return d, d.running(spec(slots={"min": 1, "max": 4})), d.running(
-        spec(name="beta", slots={"min": 1, "max": 2}))
+    return (
+        d,
+        d.running(spec(slots={"min": 1, "max": 4})),
+        d.running(spec(name="beta", slots={"min": 1, "max": 2})),
+    )
 
 
 def test_every_kind_of_record_has_a_handler() -> None:
@@ -64,8 +67,11 @@ def test_only_the_last_outstanding_answer_affects_a_task(d: Driver, task: int) -
     lost = d.exit(task, 2)
     for kind in (o.Quiesce, o.Reconfigure):
         [order] = only(kind, lost)
-        ranks = (order.body.ranks if kind is o.Quiesce
-                 else [member.rank for member in order.body.members])
+        ranks = (
+            order.body.ranks
+            if kind is o.Quiesce
+            else [member.rank for member in order.body.members]
+        )
         assert d.state.tasks[task].num_outstanding == len(ranks) == 3
         for left, rank in reversed(list(enumerate(reversed(ranks)))):
             lost = d.quiesced(task, rank) if kind is o.Quiesce else d.reconfigured(order.body, rank)
@@ -124,17 +130,25 @@ def on_one_slot(state: ClusterState) -> None:
     first(state).target = (*target, t.Seat(9, target[0].slot))
 
 
-@pytest.mark.parametrize(("breaks", "text"), [
-    (lambda state: setattr(first(state), "num_outstanding", 77), "num_outstanding is"),
-    (lambda state: setattr(state, "num_running", 77), "num_running is"),
-    (lambda state: setattr(state, "unreachable", ["n1"]), "unreachable is"),
-    (lambda state: setattr(state, "undecided", ["n2"]), "undecided is"),
-    (lambda state: state.nodes["n1"].occupants.pop(0), "runs on"),
-    (lambda state: first(state).ranks.pop(0), "that its task does not have"),
-    (lambda state: setattr(first(state), "incident", 99), "is of another task"),
-    (on_one_slot, "two ranks have one slot"),
-    (lambda state: state.deadlines.update({
-        "quiesce/77/1": next(iter(state.deadlines.values()))}), "has no task")])
+@pytest.mark.parametrize(
+    ("breaks", "text"),
+    [
+        (lambda state: setattr(first(state), "num_outstanding", 77), "num_outstanding is"),
+        (lambda state: setattr(state, "num_running", 77), "num_running is"),
+        (lambda state: setattr(state, "unreachable", ["n1"]), "unreachable is"),
+        (lambda state: setattr(state, "undecided", ["n2"]), "undecided is"),
+        (lambda state: state.nodes["n1"].occupants.pop(0), "runs on"),
+        (lambda state: first(state).ranks.pop(0), "that its task does not have"),
+        (lambda state: setattr(first(state), "incident", 99), "is of another task"),
+        (on_one_slot, "two ranks have one slot"),
+        (
+            lambda state: state.deadlines.update(
+                {"quiesce/77/1": next(iter(state.deadlines.values()))}
+            ),
+            "has no task",
+        ),
+    ],
+)
 def test_check_finds_errors(d: Driver, breaks: Callable[[ClusterState], object], text: str) -> None:
     task = d.submit(spec())
     assert d.state.tasks[task].ranks

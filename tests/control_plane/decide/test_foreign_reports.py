@@ -16,9 +16,15 @@ def test_only_the_node_of_a_process_reports_about_it() -> None:
     edits.orphan_process(d.state, task, orphan, "is replaced")
 
     def foreign(node: str, number: int, attempt: int) -> bool:
-        return is_foreign(d.state, Report(
-            source=f"{node}/1", source_seq=99, occurred_s=0.0,
-            body=r.RankContinued(task=task.id, rank=number, attempt=attempt, pid=1)))
+        return is_foreign(
+            d.state,
+            Report(
+                source=f"{node}/1",
+                source_seq=99,
+                occurred_s=0.0,
+                body=r.RankContinued(task=task.id, rank=number, attempt=attempt, pid=1),
+            ),
+        )
 
     assert rank.slot.node == orphan.slot.node == "n1"
     for process in (rank, orphan):

@@ -46,9 +46,19 @@ def test_the_fastest_permitted_layout_is_chosen() -> None:
         assert found is not None
         assert num_positions(found) == num
         assert speed(both, num) == max(
-            speed(train_of(job({"min": 1, "max": 8}, tensor=[axes.tp], pipeline=[axes.pp],
-                               optimizer="sharded")), num)
-            for axes in both.parallel.layouts(num, 24))
+            speed(
+                train_of(
+                    job(
+                        {"min": 1, "max": 8},
+                        tensor=[axes.tp],
+                        pipeline=[axes.pp],
+                        optimizer="sharded",
+                    )
+                ),
+                num,
+            )
+            for axes in both.parallel.layouts(num, 24)
+        )
     pairs = train_of(job(tensor=[2]))
     assert [layout_of(pairs, num) for num in (1, 3)] == [None, None]
     assert [speed(pairs, num) > 0 for num in range(1, 5)] == [False, True, False, True]
@@ -77,12 +87,17 @@ def test_chunks_need_a_multiple_of_the_pipeline_size() -> None:
     assert speed(five, 2) == pytest.approx(speed(six, 2) * 5 / 6, rel=0.05)
 
 
-@pytest.mark.parametrize(("slots", "parallel", "path"), [
-    ({"min": 1, "max": 3}, {"tensor": [4]}, "train.parallel"),
-    ({"sizes": [3, 5]}, {"tensor": [2]}, "train.parallel"),
-    ({"min": 1, "max": 4, "floor": 3}, {"tensor": [2]}, "slots.floor")])
+@pytest.mark.parametrize(
+    ("slots", "parallel", "path"),
+    [
+        ({"min": 1, "max": 3}, {"tensor": [4]}, "train.parallel"),
+        ({"sizes": [3, 5]}, {"tensor": [2]}, "train.parallel"),
+        ({"min": 1, "max": 4, "floor": 3}, {"tensor": [2]}, "slots.floor"),
+    ],
+)
 def test_a_spec_needs_a_layout_for_some_number_of_slots(
-        slots: dict[str, Any], parallel: dict[str, Any], path: str) -> None:
+    slots: dict[str, Any], parallel: dict[str, Any], path: str
+) -> None:
     with pytest.raises(SpecError) as raised:
         job(slots, **parallel)
     assert raised.value.path == path
@@ -149,21 +164,31 @@ def test_a_survivor_without_a_layout_waits(d: Driver) -> None:
     d.progress(task)
 
 
-SHAPES = st.builds(Axes, tp=st.sampled_from([1, 2, 3]), pp=st.sampled_from([1, 2]),
-                   dp=st.integers(1, 3))
+SHAPES = st.builds(
+    Axes, tp=st.sampled_from([1, 2, 3]), pp=st.sampled_from([1, 2]), dp=st.integers(1, 3)
+)
 
 
 @given(SHAPES, SHAPES, st.integers(1, 6), st.integers(0, 10), st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
 def test_each_rank_is_ordered_once_and_replicas_stay(
-        old: Axes, new: Axes, each: int, more: int, random: Any) -> None:
+    old: Axes, new: Axes, each: int, more: int, random: Any
+) -> None:
     """Nodes have `each` slots. Some ranks of the old layout survive, and `more` new ranks join."""
-    ranks = [Rank(rank=number, attempt=1, slot=Slot(f"n{number // each}", number % each),
-                  held=HeldState(generation=3, axes=old, place=number))
-             for number in range(num_positions(old))]
+    ranks = [
+        Rank(
+            rank=number,
+            attempt=1,
+            slot=Slot(f"n{number // each}", number % each),
+            held=HeldState(generation=3, axes=old, place=number),
+        )
+        for number in range(num_positions(old))
+    ]
     kept = [rank for rank in ranks if random.random() < 0.7]
-    kept += [Rank(rank=100 + number, attempt=1, slot=Slot(f"m{number // each}", number % each))
-             for number in range(more)]
+    kept += [
+        Rank(rank=100 + number, attempt=1, slot=Slot(f"m{number // each}", number % each))
+        for number in range(more)
+    ]
     if len(kept) < num_positions(new):
         return
     found = order_members(new, kept)
@@ -171,13 +196,18 @@ def test_each_rank_is_ordered_once_and_replicas_stay(
     assert order_members(new, kept[::-1]) == found, "the order of the input has no effect"
     if (old.tp, old.pp) != (new.tp, new.pp):
         return
-    whole = [dp for dp in range(old.dp)
-             if {ranks[place].rank for place in replica(old, dp)} <= {rank.rank for rank in kept}]
+    whole = [
+        dp
+        for dp in range(old.dp)
+        if {ranks[place].rank for place in replica(old, dp)} <= {rank.rank for rank in kept}
+    ]
     stay = 0
     for dp in range(new.dp):
         own = [found[place].held for place in replica(new, dp)]
-        if all(held is not None and coordinates(old, held.place)[:2] == coordinates(new, place)[:2]
-               for held, place in zip(own, replica(new, dp), strict=True)):
+        if all(
+            held is not None and coordinates(old, held.place)[:2] == coordinates(new, place)[:2]
+            for held, place in zip(own, replica(new, dp), strict=True)
+        ):
             stay += len({coordinates(old, held.place).dp for held in own if held}) == 1
     assert stay >= min(len(whole), new.dp)
 
@@ -209,9 +239,19 @@ def test_ranks_whose_state_others_have_leave_at_once(d: Driver, optimizer: str) 
 def test_memory_checkpoints_are_named_without_a_full_replica(d: Driver) -> None:
     task = d.running(job({"min": 1, "max": 2}, tensor=[2]))
     it = d.state.tasks[task]
-    d.tell(d.source("n1"), r.MemoryCheckpointStored(
-        task=task, rank=0, attempt=1, generation=1, step_version=1, node="n1", copy_bytes=9,
-        checksum="crc32:00000000"))
+    d.tell(
+        d.source("n1"),
+        r.MemoryCheckpointStored(
+            task=task,
+            rank=0,
+            attempt=1,
+            generation=1,
+            step_version=1,
+            node="n1",
+            copy_bytes=9,
+            checksum="crc32:00000000",
+        ),
+    )
     again = the(o.Reconfigure, d.obey(d.exit(task, 0)))
     assert [copy.step_version for copy in again.copies] == [1]
     assert it.ranks[1].has_state
@@ -273,8 +313,10 @@ def nodes_of(slots: list[int], one: JobSpec) -> list[list[str]]:
     found = the(o.Reconfigure, d.log)
     assert found.axes is not None
     at_rest(d)
-    return [[found.members[place].node for place in replica(found.axes, dp)]
-            for dp in range(found.axes.dp)]
+    return [
+        [found.members[place].node for place in replica(found.axes, dp)]
+        for dp in range(found.axes.dp)
+    ]
 
 
 def test_one_replica_is_on_one_node() -> None:
@@ -292,7 +334,9 @@ def test_a_second_replica_is_on_another_node(parallel: dict[str, Any]) -> None:
 
 def test_optimizer_shards_are_spread_over_nodes() -> None:
     assert sorted({node for one in nodes_of([4, 4], job(optimizer="sharded")) for node in one}) == [
-        "n1", "n2"]
+        "n1",
+        "n2",
+    ]
 
 
 # --- the position that a process builds its part of the model for ---------------------------------
@@ -306,8 +350,13 @@ def taken(order: o.Reconfigure, rank: int) -> tuple[Axes | None, int]:
     return order.axes, seats(order).index(rank)
 
 
-JOBS: list[dict[str, Any]] = [{"tensor": [2]}, {"pipeline": [2]}, {"optimizer": "sharded"},
-                              {"optimizer": "mirrored"}, {}]
+JOBS: list[dict[str, Any]] = [
+    {"tensor": [2]},
+    {"pipeline": [2]},
+    {"optimizer": "sharded"},
+    {"optimizer": "mirrored"},
+    {},
+]
 
 
 @pytest.mark.parametrize("parallel", JOBS)
@@ -320,8 +369,9 @@ def test_a_first_start_names_the_positions(d: Driver, parallel: dict[str, Any]) 
 
 @pytest.mark.parametrize("parallel", JOBS)
 @pytest.mark.parametrize("victim", range(4))
-def test_a_restarted_rank_is_expected_in_the_hole(d: Driver, parallel: dict[str, Any],
-                                                  victim: int) -> None:
+def test_a_restarted_rank_is_expected_in_the_hole(
+    d: Driver, parallel: dict[str, Any], victim: int
+) -> None:
     """The members that are left form a generation of their own before it is ready."""
     task = d.running(job(**parallel))
     lost = d.exit(task, victim)
@@ -331,8 +381,9 @@ def test_a_restarted_rank_is_expected_in_the_hole(d: Driver, parallel: dict[str,
     assert expected(lost, victim) == taken(grown, victim)
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": [2]}, {"pipeline": [2]},
-                                      {"tensor": [1, 2], "pipeline": [1, 2]}])
+@pytest.mark.parametrize(
+    "parallel", [{"tensor": [2]}, {"pipeline": [2]}, {"tensor": [1, 2], "pipeline": [1, 2]}]
+)
 def test_shrunk_and_grown_again(d: Driver, parallel: dict[str, Any]) -> None:
     """A node is drained and undrained: the newcomers build for the layout of all."""
     task = d.running(job(**parallel))

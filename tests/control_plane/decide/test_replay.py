@@ -79,9 +79,17 @@ def test_a_new_leader_decides_the_same_after_any_batch(driver: Driver) -> None:
         state = replay(driver.log[:cut])
         rest: list[Record] = []
         for report in [x for x in driver.log[cut:] if not x.cause]:
-            rest += advance(state, Report(source=report.source, source_seq=report.source_seq,
-                                          occurred_s=report.occurred_s, body=report.body),
-                            epoch=report.epoch, at_s=report.at_s)
+            rest += advance(
+                state,
+                Report(
+                    source=report.source,
+                    source_seq=report.source_seq,
+                    occurred_s=report.occurred_s,
+                    body=report.body,
+                ),
+                epoch=report.epoch,
+                at_s=report.at_s,
+            )
         assert rest == driver.log[cut:]
         assert state_hash(state) == state_hash(driver.state)
 
@@ -89,7 +97,8 @@ def test_a_new_leader_decides_the_same_after_any_batch(driver: Driver) -> None:
 def _edited(record: Record) -> Record:
     if isinstance(record.body, o.Quiesce):
         return msgspec.structs.replace(
-            record, body=msgspec.structs.replace(record.body, mode="boundary", ranks=(0,)))
+            record, body=msgspec.structs.replace(record.body, mode="boundary", ranks=(0,))
+        )
     return msgspec.structs.replace(record, occurred_s=record.occurred_s, cause=record.cause + 1)
 
 
@@ -97,7 +106,7 @@ def test_an_edited_decision_is_named(driver: Driver) -> None:
     for index, record in enumerate(driver.log):
         if not record.cause:
             continue
-        log = [*driver.log[:index], _edited(record), *driver.log[index + 1:]]
+        log = [*driver.log[:index], _edited(record), *driver.log[index + 1 :]]
         verdict = verify(log)
         assert verdict.seq == record.seq, record.kind
         assert verdict.expected == to_plain(record)
@@ -116,7 +125,7 @@ def test_an_edited_report_is_found_at_its_first_decision(driver: Driver) -> None
 
 def test_a_dropped_record_is_named(driver: Driver) -> None:
     for index in range(len(driver.log) - 1):
-        assert verify(driver.log[:index] + driver.log[index + 1:]).seq == index + 1
+        assert verify(driver.log[:index] + driver.log[index + 1 :]).seq == index + 1
 
 
 def test_swapped_records_are_named(driver: Driver) -> None:
@@ -131,8 +140,10 @@ def test_dropped_and_renumbered_records_are_found(driver: Driver) -> None:
     for index, gone in enumerate(driver.log[:-1]):
         if gone.source.startswith("operator/"):
             continue
-        rest = [msgspec.structs.replace(record, seq=record.seq - 1)
-                for record in driver.log[index + 1:]]
+        rest = [
+            msgspec.structs.replace(record, seq=record.seq - 1)
+            for record in driver.log[index + 1 :]
+        ]
         assert not verify([*driver.log[:index], *rest]).ok
 
 
@@ -147,31 +158,43 @@ def test_a_log_of_another_version_is_not_corrupt(driver: Driver) -> None:
     for index, record in enumerate(log):
         if isinstance(record.body, r.EpochStarted):
             log[index] = msgspec.structs.replace(
-                record, body=msgspec.structs.replace(record.body, heart=DECIDER_VERSION + 1))
+                record, body=msgspec.structs.replace(record.body, heart=DECIDER_VERSION + 1)
+            )
         if isinstance(record.body, d.TaskPlaced):
             log[index] = msgspec.structs.replace(
-                record, body=msgspec.structs.replace(record.body, why="because"))
+                record, body=msgspec.structs.replace(record.body, why="because")
+            )
     verdict = verify(log)
     assert verdict.ok
     assert verdict.differ["TaskPlaced"] == 1
     assert "differ" in verdict.words
     (first, *_) = verdict.different
     assert (first.recorded["body"]["why"], first.now["body"]["why"]) == (
-        "because", next(x.body.why for x in driver.log if isinstance(x.body, d.TaskPlaced)))
+        "because",
+        next(x.body.why for x in driver.log if isinstance(x.body, d.TaskPlaced)),
+    )
 
 
 def test_a_decision_that_another_version_does_not_make_is_named(driver: Driver) -> None:
     """Also at the end of the log: the other version may have decided nothing there."""
     closing = [x.seq for x in driver.log if x.kind == "IncidentClosed"]
-    log = [record if not isinstance(record.body, r.EpochStarted) else msgspec.structs.replace(
-        record, body=msgspec.structs.replace(record.body, heart=DECIDER_VERSION - 1))
-        for record in driver.log[:closing[-1] - 1]]
+    log = [
+        record
+        if not isinstance(record.body, r.EpochStarted)
+        else msgspec.structs.replace(
+            record, body=msgspec.structs.replace(record.body, heart=DECIDER_VERSION - 1)
+        )
+        for record in driver.log[: closing[-1] - 1]
+    ]
     verdict = verify(log)
     assert verdict.ok
     assert verdict.differ == {"IncidentClosed": 1}
     (missing,) = verdict.different
     assert (missing.seq, missing.recorded, missing.now["kind"]) == (
-        closing[-1], None, "IncidentClosed")
+        closing[-1],
+        None,
+        "IncidentClosed",
+    )
 
 
 def test_a_log_of_version_4_is_not_corrupt() -> None:
@@ -190,15 +213,30 @@ def test_a_log_of_version_4_is_not_corrupt() -> None:
     verdict = verify(log)
     assert verdict.ok, verdict.words
     assert verdict.hearts == [4]
-    assert verdict.differ == {"IncidentClosed": 1, "PlanChosen": 2, "Reconfigure": 2,
-                              "SetCheckpointStores": 5, "StartRank": 4, "TaskPlaced": 1}
+    assert verdict.differ == {
+        "IncidentClosed": 1,
+        "PlanChosen": 2,
+        "Reconfigure": 2,
+        "SetCheckpointStores": 5,
+        "StartRank": 4,
+        "TaskPlaced": 1,
+    }
     assert any(isinstance(record.body, o.Reconfigure) and record.body.copies for record in log)
 
 
 def test_an_empty_log_and_a_stray_decision() -> None:
     assert verify([]).ok
-    stray = Record(seq=1, epoch=0, at_s=0.0, occurred_s=0.0, source="heart", source_seq=0, cause=0,
-                   incident=0, body=o.Resume(nodes=(), task=9, generation=1, progress_from=0))
+    stray = Record(
+        seq=1,
+        epoch=0,
+        at_s=0.0,
+        occurred_s=0.0,
+        source="heart",
+        source_seq=0,
+        cause=0,
+        incident=0,
+        body=o.Resume(nodes=(), task=9, generation=1, progress_from=0),
+    )
     assert verify([stray]).seq == 1
 
 
@@ -209,14 +247,29 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 REMOVED = {"num_inputs", "needs", "cost_waf", "weight_from"}
 """Fields of the state and of its tasks that later versions do not have."""
 RENAMED = {
-    "stood_s": "downtime_s", "standing": "transition", "furthest": "max_iteration",
-    "blamed": "disabled_slots", "kept_on": "store_nodes", "overdue": "timeout_reason",
-    "harmed_s": "fault_injected_s", "ghosts": "orphans", "paces": "step_times",
-    "crawls": "slow_iterations", "slowed": "slow_restarts", "ailing": "undecided",
-    "slots_out": "slots_disabled", "out_why": "disabled_why", "slots_sick": "slots_unhealthy",
-    "slots_well": "slots_recovering", "sick_why": "unhealthy_why", "eased_s": "improved_s",
-    "offences": "node_faults", "silenced_seq": "unreachable_seq",
-    "evidence_over": "uncaused_generation", "series": "repeated_failure"}
+    "stood_s": "downtime_s",
+    "standing": "transition",
+    "furthest": "max_iteration",
+    "blamed": "disabled_slots",
+    "kept_on": "store_nodes",
+    "overdue": "timeout_reason",
+    "harmed_s": "fault_injected_s",
+    "ghosts": "orphans",
+    "paces": "step_times",
+    "crawls": "slow_iterations",
+    "slowed": "slow_restarts",
+    "ailing": "undecided",
+    "slots_out": "slots_disabled",
+    "out_why": "disabled_why",
+    "slots_sick": "slots_unhealthy",
+    "slots_well": "slots_recovering",
+    "sick_why": "unhealthy_why",
+    "eased_s": "improved_s",
+    "offences": "node_faults",
+    "silenced_seq": "unreachable_seq",
+    "evidence_over": "uncaused_generation",
+    "series": "repeated_failure",
+}
 """Fields of the state: the name in version 15 and the present name."""
 
 
@@ -262,17 +315,28 @@ def _renamed(old: Any) -> Any:
 def _common(one: Any, other: Any) -> Any:
     """`one` without removed fields and without fields that `other` does not have."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return {key: _common(value, other.get(key)) for key, value in one.items()
-                if key.isdecimal() or (key in other and key not in REMOVED)}
+        return {
+            key: _common(value, other.get(key))
+            for key, value in one.items()
+            if key.isdecimal() or (key in other and key not in REMOVED)
+        }
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return [_common(*pair) for pair in zip(one, other, strict=True)]
     return one
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    ("heart-15", "PlanChosen"), ("heart-16", "StartRank"), ("heart-17", "TaskPlaced"),
-    ("heart-18", "StartRank"), ("heart-19", "PlanChosen"), ("heart-20", "PlanChosen"),
-    ("release-0.2.0", "StartRank")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("heart-15", "PlanChosen"),
+        ("heart-16", "StartRank"),
+        ("heart-17", "TaskPlaced"),
+        ("heart-18", "StartRank"),
+        ("heart-19", "PlanChosen"),
+        ("heart-20", "PlanChosen"),
+        ("release-0.2.0", "StartRank"),
+    ],
+)
 def test_decisions_of_an_older_version_may_differ(name: str, kind: str) -> None:
     log = {record.seq: record for record in archive.read(GOLDEN / f"{name}.jsonl")}
     verdict = verify(log.values())
@@ -286,6 +350,8 @@ def test_decisions_of_an_older_version_may_differ(name: str, kind: str) -> None:
         assert one.now is None or one.now["seq"] == one.seq
     differ, equal = sum(verdict.differ.values()), sum(verdict.recomputed.values())
     assert equal > 0
-    assert verdict.words == (f"state equal, {differ} of {equal + differ} decisions differ: written "
-                             f"by decider version {version}, recomputed by version "
-                             f"{DECIDER_VERSION}")
+    assert verdict.words == (
+        f"state equal, {differ} of {equal + differ} decisions differ: written "
+        f"by decider version {version}, recomputed by version "
+        f"{DECIDER_VERSION}"
+    )

@@ -75,8 +75,12 @@ def assigned(d: Driver, task: int) -> dict[str, tuple[str, ...]]:
 
 def test_stores_without_copy_every_or_a_second_node() -> None:
     d = Driver(nodes=2)
-    train = {"iterations": 50, "output": "/tmp/out", "copy_every": 0,
-             "batch": {"global": 24, "micro": 2}}
+    train = {
+        "iterations": 50,
+        "output": "/tmp/out",
+        "copy_every": 0,
+        "batch": {"global": 24, "micro": 2},
+    }
     assert stores(d, d.running(spec(train=train))) == []
     alone = Driver(nodes=1)
     assert stores(alone, alone.running(spec())) == ["n1"]
@@ -120,8 +124,9 @@ def test_checkpoints_that_do_not_fit_are_not_made_and_the_task_says_so() -> None
     it = task_of(d, task)
     each = share_bytes(it, 6)
     assert each > 0
-    assert node_bytes(it) == dict.fromkeys(("n0", "n1", "n2"), 2 * 4 * each), \
+    assert node_bytes(it) == dict.fromkeys(("n0", "n1", "n2"), 2 * 4 * each), (
         "two versions of the two shares of two other nodes"
+    )
     d.state.policy = msgspec.structs.replace(d.state.policy, copies_bytes_max=8 * each)
     members = [member.node for member in it.members]
     assert memory_checkpoints.assign_stores(d.state, it, members).stores == it.stores, "it fits"
@@ -131,14 +136,18 @@ def test_checkpoints_that_do_not_fit_are_not_made_and_the_task_says_so() -> None
     d.state.policy = msgspec.structs.replace(d.state.policy, copies_bytes_max=3 * each)
     found = memory_checkpoints.assign_stores(d.state, it, members)
     assert found.stores == ()
-    assert found.why == (f"they do not fit: {in_gib(4 * each)} for the 2 ranks of n0, and no node "
-                         f"has more than {in_gib(3 * each)} left for them")
+    assert found.why == (
+        f"they do not fit: {in_gib(4 * each)} for the 2 ranks of n0, and no node "
+        f"has more than {in_gib(3 * each)} left for them"
+    )
     it.keepers, it.stores = (), ()
     shown = next(x for x in view(d.state)["tasks"] if x["id"] == task)
     assert shown["no_copies"] == found.why
     lines = cluster.status(view(d.state), cluster="demo", now_s=d.now_s)
-    assert any(text.startswith("NEEDS YOU") and "keeps no in-memory checkpoints: they do not fit"
-               in text for text in lines)
+    assert any(
+        text.startswith("NEEDS YOU") and "keeps no in-memory checkpoints: they do not fit" in text
+        for text in lines
+    )
 
 
 @pytest.mark.nodes(4, slots=1)
@@ -148,8 +157,9 @@ def test_shares_count_only_when_all_are_there(d: Driver) -> None:
     it = task_of(d, task)
 
     def whole() -> list[tuple[int, int, tuple[str, ...]]]:
-        return [(one.generation, one.step_version, one.nodes)
-                for one in whole_checkpoints(it.copies)]
+        return [
+            (one.generation, one.step_version, one.nodes) for one in whole_checkpoints(it.copies)
+        ]
 
     kept(d, task, "n3", 10, share=0, num_shares=2)
     kept(d, task, "n4", 20, share=0, num_shares=2)
@@ -164,8 +174,12 @@ def test_shares_count_only_when_all_are_there(d: Driver) -> None:
     (order,) = kill_all(d, task)
     assert [(x.node, x.step_version) for x in order.copies] == [("n1", 10), ("n3", 10), ("n4", 10)]
     assert whole() == [(1, 20, ("n1", "n4"))], "step 30 is obsolete: the task continued from 20"
-    d.tell("n1/1", r.MemoryCheckpointsLost(node="n1", incarnation=1, task=0, why="it ended",
-                                           keeper_start=FIRST))
+    d.tell(
+        "n1/1",
+        r.MemoryCheckpointsLost(
+            node="n1", incarnation=1, task=0, why="it ended", keeper_start=FIRST
+        ),
+    )
     assert whole() == []
     (order,) = kill_all(d, task)
     assert order.copies == (), "a checkpoint with a missing share is not named"
@@ -196,32 +210,46 @@ def test_two_checkpoints_of_each_node_are_kept(d: Driver) -> None:
     assert copies(d, task)[-1] == ("n2", 30)
     shown = next(x for x in view(d.state)["tasks"] if x["id"] == task)
     assert [(copy["step_version"], copy["nodes"]) for copy in shown["copies"]] == [
-        (30, ["n1", "n2"])]
+        (30, ["n1", "n2"])
+    ]
 
 
 def test_checkpoints_go_with_their_node_or_store(d: Driver) -> None:
     task = d.running(spec(**ONE_SLOT))
     for node in ("n1", "n2"):
         kept(d, task, node, 10)
-    d.tell("n1/1", r.MemoryCheckpointsLost(node="n1", incarnation=1, task=task, why="no room",
-                                           keeper_start=FIRST))
+    d.tell(
+        "n1/1",
+        r.MemoryCheckpointsLost(
+            node="n1", incarnation=1, task=task, why="no room", keeper_start=FIRST
+        ),
+    )
     assert copies(d, task) == [("n2", 10)]
     kept(d, task, "n1", 20)
-    d.tell("n1/1", r.MemoryCheckpointsLost(node="n1", incarnation=7, task=0, why="another one's",
-                                           keeper_start=9))
+    d.tell(
+        "n1/1",
+        r.MemoryCheckpointsLost(
+            node="n1", incarnation=7, task=0, why="another one's", keeper_start=9
+        ),
+    )
     assert copies(d, task) == [("n2", 10), ("n1", 20)]
     d.join("n2", incarnation=2, slots=1)
     assert copies(d, task) == [("n1", 20)]
-    d.tell("n1/1", r.MemoryCheckpointsLost(node="n1", incarnation=1, task=0, why="it ended",
-                                           keeper_start=FIRST))
+    d.tell(
+        "n1/1",
+        r.MemoryCheckpointsLost(
+            node="n1", incarnation=1, task=0, why="it ended", keeper_start=FIRST
+        ),
+    )
     assert copies(d, task) == []
 
 
 def test_late_reports_of_an_ended_store_do_not_count(d: Driver) -> None:
     """Rank and store report through different agents, in any order."""
     task = d.running(spec(**ONE_SLOT))
-    ended = r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="it ended",
-                                    keeper_start=FIRST)
+    ended = r.MemoryCheckpointsLost(
+        node="n2", incarnation=1, task=0, why="it ended", keeper_start=FIRST
+    )
     d.tell("n2/1", ended)
     kept(d, task, "n2", 10, start=FIRST)
     assert copies(d, task) == [], "the store's checkpoints ended with it"
@@ -258,7 +286,9 @@ def test_the_order_names_each_store_of_a_generation(d: Driver) -> None:
     d.steps[task] = 20  # the version that the members will report
     (order,) = kill_all(d, task)
     assert [(x.node, x.step_version, x.generation, x.endpoint) for x in order.copies] == [
-        ("n1", 10, 1, "n1:1"), ("n2", 10, 1, "n2:1")], "the stores may have step 10 or newer"
+        ("n1", 10, 1, "n1:1"),
+        ("n2", 10, 1, "n2:1"),
+    ], "the stores may have step 10 or newer"
     d.progress(task)
     closed = the(decisions.IncidentClosed, d.log[-10:])
     assert closed.iterations_lost == 11
@@ -316,7 +346,9 @@ def test_checkpoints_of_abandoned_iterations_are_not_used(d: Driver) -> None:
     (order,) = kill_all(d, task)
     assert [copy.step_version_max for copy in order.copies] == [-1, -1], "no upper limit"
     assert [(x.step_version, x.step_version_max) for x in task_of(d, task).copies] == [
-        (12, 12), (10, 12)]
+        (12, 12),
+        (10, 12),
+    ]
     d.progress(task, 12)
     d.steps[task] = 11
     (order,) = kill_all(d, task)
@@ -347,8 +379,9 @@ def test_checkpoints_older_than_the_published_one_are_left_out() -> None:
     assert task_of(d, task).saved_iteration == 20
     (order,) = kill_all(d, task)
     assert order.checkpoint == "gen-1/iter-20"
-    assert [copy.step_version for copy in order.copies] == [20], \
+    assert [copy.step_version for copy in order.copies] == [20], (
         "the store may have a newer version of that generation than was reported, but none older"
+    )
     d.progress(task, 19)
     d.obey(d.save(task, 0))
     (order,) = kill_all(d, task)
@@ -416,11 +449,20 @@ def test_late_checkpoints_of_an_ended_task_are_dropped(d: Driver) -> None:
     task = d.running(spec(**ONE_SLOT))
     it, first = task_of(d, task), task_of(d, task).members[0]
     done = the(o.DropMemoryCheckpoints, finish(d, task))
-    lost = r.MemoryCheckpointsLost(node="n2", incarnation=1, task=task, why="x",
-                                   order=it.drop_order)
-    late = r.MemoryCheckpointStored(task=task, rank=0, attempt=first.attempt, generation=1,
-                                    step_version=40, node="n2", copy_bytes=12,
-                                    checksum="crc32:00000001", keeper_start=FIRST)
+    lost = r.MemoryCheckpointsLost(
+        node="n2", incarnation=1, task=task, why="x", order=it.drop_order
+    )
+    late = r.MemoryCheckpointStored(
+        task=task,
+        rank=0,
+        attempt=first.attempt,
+        generation=1,
+        step_version=40,
+        node="n2",
+        copy_bytes=12,
+        checksum="crc32:00000001",
+        keeper_start=FIRST,
+    )
     again = the(o.DropMemoryCheckpoints, d.tell("n1/1", late))
     assert again.nodes == ("n2", "n3") == done.nodes
     d.tell("n2/1", lost)

@@ -41,56 +41,142 @@ LOSSES = st.lists(st.floats(0, 9), max_size=3).map(tuple)
 
 
 def _rank(kind: type[t.Body], **more: st.SearchStrategy[object]) -> st.SearchStrategy[t.Body]:
-    return st.builds(kind, task=st.sampled_from([4, 4, 4, 0, 5, 99]), rank=st.integers(-1, 4),
-                     attempt=st.integers(0, 3), **more)
+    return st.builds(
+        kind,
+        task=st.sampled_from([4, 4, 4, 0, 5, 99]),
+        rank=st.integers(-1, 4),
+        attempt=st.integers(0, 3),
+        **more,
+    )
 
 
 BODIES: st.SearchStrategy[t.Body] = st.one_of(
     st.builds(r.NodeUnreachable, node=NODES, incarnation=SMALL, silence_s=st.just(5.0)),
     st.builds(r.NodeReachable, node=NODES, incarnation=SMALL),
-    st.builds(r.NodeJoined, node=NODES, incarnation=SMALL, host=st.just("h"), pid=SMALL,
-              num_slots=st.integers(-1, 3)),
+    st.builds(
+        r.NodeJoined,
+        node=NODES,
+        incarnation=SMALL,
+        host=st.just("h"),
+        pid=SMALL,
+        num_slots=st.integers(-1, 3),
+    ),
     st.builds(r.NodeLeft, node=NODES, incarnation=SMALL, reason=WORDS),
     st.builds(r.ReportsLost, node=NODES, num_lost=SMALL),
     _rank(r.RankReportsDropped, num_dropped=SMALL, kinds=st.just(("TaskProgressed",))),
-    st.builds(r.TokenChanged, act=st.sampled_from(["created", "enrolled"]), name=WORDS,
-              token_role=WORDS),
+    st.builds(
+        r.TokenChanged, act=st.sampled_from(["created", "enrolled"]), name=WORDS, token_role=WORDS
+    ),
     st.builds(r.OrderRefused, node=NODES, order=st.integers(0, 80), why=WORDS),
     st.builds(r.TaskCancelRequested, task=st.sampled_from([4, 5, 77]), reason=WORDS),
     st.builds(r.DeadlineReached, deadline=WORDS),
-    st.builds(r.TaskSubmitted, spec=st.sampled_from(
-        [spec(name="beta"), spec(train=None, command=["true"], slots={"min": 2, "max": 2}),
-         spec(slots={"min": 9, "max": 9})])),
+    st.builds(
+        r.TaskSubmitted,
+        spec=st.sampled_from(
+            [
+                spec(name="beta"),
+                spec(train=None, command=["true"], slots={"min": 2, "max": 2}),
+                spec(slots={"min": 9, "max": 9}),
+            ]
+        ),
+    ),
     _rank(r.RankStarted, node=NODES, pid=SMALL, log_path=WORDS),
-    _rank(r.RankReady, endpoint=WORDS, num_params=SMALL, state_bytes=SMALL,
-          iteration_flops=st.just(1.0), data_digest=WORDS),
-    _rank(r.RankErrored, generation=SMALL, iteration=SMALL, error=st.sampled_from(
-        ["ECC errors", "connection reset", "what", "CUDA errors"]), text=WORDS),
-    _rank(r.RankExited, pid=SMALL, exit_code=st.sampled_from([None, 0, 1]),
-          signal=st.sampled_from([None, 9])),
+    _rank(
+        r.RankReady,
+        endpoint=WORDS,
+        num_params=SMALL,
+        state_bytes=SMALL,
+        iteration_flops=st.just(1.0),
+        data_digest=WORDS,
+    ),
+    _rank(
+        r.RankErrored,
+        generation=SMALL,
+        iteration=SMALL,
+        error=st.sampled_from(["ECC errors", "connection reset", "what", "CUDA errors"]),
+        text=WORDS,
+    ),
+    _rank(
+        r.RankExited,
+        pid=SMALL,
+        exit_code=st.sampled_from([None, 0, 1]),
+        signal=st.sampled_from([None, 9]),
+    ),
     _rank(r.CollectiveFailed, generation=SMALL, iteration=SMALL, error=WORDS),
-    _rank(r.Quiesced, generation=SMALL, step_version=SMALL, micro_batches=st.just((0,)),
-          buckets_reduced=SMALL, num_buckets=SMALL),
-    _rank(r.Reconfigured, generation=SMALL, step_version=SMALL, kept_micro_batches=st.just((0,)),
-          remaining_micro_batches=st.just((1,)), reassigned_micro_batches=st.just((1,)),
-          source=SMALL, received_bytes=SMALL,
-          down_s=st.just(0.1), up_s=st.just(0.1), settle_s=st.just(0.1)),
+    _rank(
+        r.Quiesced,
+        generation=SMALL,
+        step_version=SMALL,
+        micro_batches=st.just((0,)),
+        buckets_reduced=SMALL,
+        num_buckets=SMALL,
+    ),
+    _rank(
+        r.Reconfigured,
+        generation=SMALL,
+        step_version=SMALL,
+        kept_micro_batches=st.just((0,)),
+        remaining_micro_batches=st.just((1,)),
+        reassigned_micro_batches=st.just((1,)),
+        source=SMALL,
+        received_bytes=SMALL,
+        down_s=st.just(0.1),
+        up_s=st.just(0.1),
+        settle_s=st.just(0.1),
+    ),
     _rank(r.ReconfigureFailed, generation=SMALL, error=WORDS),
     _rank(r.RankFinished, generation=SMALL, step_version=SMALL, forward_calls=SMALL),
-    st.builds(r.TaskProgressed, task=st.sampled_from([4, 5]), generation=SMALL,
-              first_iteration=SMALL, losses=LOSSES, step_s=LOSSES, rate_flops=st.just(1.0),
-              micro_batches=SMALL),
-    _rank(r.IterationsLogged, iteration=SMALL, iterations=SMALL, num_iterations=SMALL,
-          step_s=st.floats(0, 9), global_batch=SMALL, skipped=SMALL),
+    st.builds(
+        r.TaskProgressed,
+        task=st.sampled_from([4, 5]),
+        generation=SMALL,
+        first_iteration=SMALL,
+        losses=LOSSES,
+        step_s=LOSSES,
+        rate_flops=st.just(1.0),
+        micro_batches=SMALL,
+    ),
+    _rank(
+        r.IterationsLogged,
+        iteration=SMALL,
+        iterations=SMALL,
+        num_iterations=SMALL,
+        step_s=st.floats(0, 9),
+        global_batch=SMALL,
+        skipped=SMALL,
+    ),
     st.builds(r.LossNotFinite, task=st.just(4), generation=SMALL, iteration=SMALL, text=WORDS),
-    st.builds(r.CheckpointSaved, task=st.just(4), generation=SMALL, step_version=SMALL,
-              path=WORDS, ckpt_bytes=SMALL, final=st.booleans()),
+    st.builds(
+        r.CheckpointSaved,
+        task=st.just(4),
+        generation=SMALL,
+        step_version=SMALL,
+        path=WORDS,
+        ckpt_bytes=SMALL,
+        final=st.booleans(),
+    ),
     st.builds(r.CheckpointPublished, task=st.just(4), order=st.integers(0, 80), path=WORDS),
-    _rank(r.RankStalled, generation=SMALL, iteration=SMALL, where=st.sampled_from(
-        ["own", "collective"]), what=WORDS, collective=SMALL, in_s=TIMES, normal_s=TIMES),
+    _rank(
+        r.RankStalled,
+        generation=SMALL,
+        iteration=SMALL,
+        where=st.sampled_from(["own", "collective"]),
+        what=WORDS,
+        collective=SMALL,
+        in_s=TIMES,
+        normal_s=TIMES,
+    ),
     _rank(r.RankUnstalled, generation=SMALL, iteration=SMALL, stalled_s=TIMES),
-    _rank(r.StepTimeChanged, generation=SMALL, iteration=SMALL, num_iterations=SMALL,
-          iteration_s=TIMES, own_s=TIMES, normal_s=TIMES))
+    _rank(
+        r.StepTimeChanged,
+        generation=SMALL,
+        iteration=SMALL,
+        num_iterations=SMALL,
+        iteration_s=TIMES,
+        own_s=TIMES,
+        normal_s=TIMES,
+    ),
+)
 DUE = st.just("due")
 """The next deadline of the state passes."""
 OBEY = st.just("obey")
@@ -160,9 +246,15 @@ def test_reports_of_a_source_are_taken_in_order() -> None:
     driver = Driver()
 
     def classify(source: str, seq: int, body: t.Body | None = None) -> str:
-        return accepts(driver.state, Report(
-            source=source, source_seq=seq, occurred_s=0.0,
-            body=body or r.NodeReachable(node="n1", incarnation=1)))
+        return accepts(
+            driver.state,
+            Report(
+                source=source,
+                source_seq=seq,
+                occurred_s=0.0,
+                body=body or r.NodeReachable(node="n1", incarnation=1),
+            ),
+        )
 
     assert classify("n1/1", 1) == "duplicate"
     assert classify("n1/1", 2) == "next"
@@ -186,7 +278,8 @@ def test_a_new_epoch_restarts_every_deadline() -> None:
     driver.tell("leader/def", r.EpochStarted(nonce="def", code="1", heart=DECIDER_VERSION), epoch=2)
     now_s = driver.state.at_s
     assert {name: x.due_s for name, x in driver.state.deadlines.items()} == {
-        name: now_s + length_s for name, length_s in lengths.items()}
+        name: now_s + length_s for name, length_s in lengths.items()
+    }
     assert [x for x in driver.state.sources if x.startswith("leader/")] == ["leader/def"]
 
 
@@ -201,8 +294,14 @@ def test_an_early_deadline_report_is_ignored() -> None:
 def test_time_never_runs_backwards() -> None:
     driver = Driver()
     before_s = driver.state.at_s
-    advance(driver.state, Report(source="n1/1", source_seq=2, occurred_s=1.0,
-                                 body=r.ReportsLost(node="n1", num_lost=0)), epoch=1, at_s=5.0)
+    advance(
+        driver.state,
+        Report(
+            source="n1/1", source_seq=2, occurred_s=1.0, body=r.ReportsLost(node="n1", num_lost=0)
+        ),
+        epoch=1,
+        at_s=5.0,
+    )
     assert driver.state.at_s == before_s
 
 
@@ -212,8 +311,20 @@ def unknown(heart: int, source: str = "n1/1", *, ignorable: bool = False) -> Clu
     leader = r.EpochStarted(nonce="a", code="0.9.0", heart=heart)
     later = UnknownBody(kind="Later", version=1, raw=b"\x80", ignorable=ignorable)
     for seq, one, number, body in ((1, "leader/a", 1, leader), (2, source, source_seq, later)):
-        fold(state, Record(seq=seq, epoch=1, at_s=1.0, occurred_s=1.0, source=one,
-                           source_seq=number, cause=0, incident=0, body=body))
+        fold(
+            state,
+            Record(
+                seq=seq,
+                epoch=1,
+                at_s=1.0,
+                occurred_s=1.0,
+                source=one,
+                source_seq=number,
+                cause=0,
+                incident=0,
+                body=body,
+            ),
+        )
     return state
 
 
@@ -227,12 +338,17 @@ def test_a_later_agents_report_had_no_effect_on_its_leader_either() -> None:
     assert unknown(DECIDER_VERSION).seq == 2
 
 
-@pytest.mark.parametrize(("heart", "source"), [(DECIDER_VERSION + 1, "n1/1"),
-                                               (DECIDER_VERSION, "heart")])
+@pytest.mark.parametrize(
+    ("heart", "source"), [(DECIDER_VERSION + 1, "n1/1"), (DECIDER_VERSION, "heart")]
+)
 def test_another_record_of_a_later_version_names_the_version_that_it_needs(
-        heart: int, source: str) -> None:
-    with pytest.raises(NewerLog, match=rf"seq 2: Later \(version 1\) needs Unicron 0\.9\.0, "
-                       rf"decider version {heart}; this one has {DECIDER_VERSION}") as error:
+    heart: int, source: str
+) -> None:
+    with pytest.raises(
+        NewerLog,
+        match=rf"seq 2: Later \(version 1\) needs Unicron 0\.9\.0, "
+        rf"decider version {heart}; this one has {DECIDER_VERSION}",
+    ) as error:
         unknown(heart, source)
     assert (error.value.exit_code, "that version" in error.value.hint) == (2, True)
 
@@ -264,8 +380,10 @@ def _fields(kind: inspect.Type) -> set[str]:
         seen.append(one)
         match one:
             case inspect.StructType():
-                found |= {f"{one.cls.__name__}.{part.encode_name}: {type(part.type).__name__}"
-                          for part in one.fields}
+                found |= {
+                    f"{one.cls.__name__}.{part.encode_name}: {type(part.type).__name__}"
+                    for part in one.fields
+                }
                 todo += [part.type for part in one.fields]
             case inspect.VarTupleType() | inspect.ListType():
                 todo.append(one.item_type)

@@ -132,7 +132,9 @@ def test_the_wait_reason_follows_the_plan(d: Driver) -> None:
     assert "n1 n2 drained" in waits_of(d, task).needs
     d.tell("operator/back", r.NodeUndrained(node="n1"))
     assert (task_of(d, task).why, task_of(d, task).withheld) == (
-        "observing", "from 0 to 2 slots, by the plan")
+        "observing",
+        "from 0 to 2 slots, by the plan",
+    )
     assert waits_of(d, task) == WaitExplanation(why="observing", needs="healing to be on")
     d.tell("leader/abc", r.PolicySet(policy=policy.Policy()))
     assert task_of(d, task).why == ""

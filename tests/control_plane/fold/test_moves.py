@@ -25,8 +25,13 @@ def check_trains(d: Driver, task: int) -> None:
 # --- moves --------------------------------------------------------------------------------------
 def test_a_drained_task_trains_until_all_new_ranks_are_ready(d: Driver, task: int) -> None:
     moved = drain(d, "n2")
-    assert kinds(moved) == ["PlanChosen", "TaskPlaced", "StartRank", "StartRank",
-                            "SetCheckpointStores"]
+    assert kinds(moved) == [
+        "PlanChosen",
+        "TaskPlaced",
+        "StartRank",
+        "StartRank",
+        "SetCheckpointStores",
+    ]
     starts = only(o.StartRank, moved)
     assert kinds(d.obey(starts[:1])) == [], "one new rank is ready, one is starting"
     assert task_of(d, task).phase == "training"
@@ -95,8 +100,12 @@ def test_two_tasks_that_trade_slots_do_not_wait_for_each_other(keep: int) -> Non
     alpha, beta = d.running(spec(**job)), d.running(spec(name="beta", **job))
     targets = {task: task_of(d, task).target for task in (alpha, beta)}
     for task, wanted in ((alpha, targets[beta]), (beta, targets[alpha])):
-        placed(d, task, *targets[task][:keep],
-               *(t.Seat(seat.rank + 2, seat.slot) for seat in wanted[keep:]))
+        placed(
+            d,
+            task,
+            *targets[task][:keep],
+            *(t.Seat(seat.rank + 2, seat.slot) for seat in wanted[keep:]),
+        )
     for _ in range(4):
         for task in (alpha, beta):
             d.obey(d.progress(task) if task_of(d, task).phase == "training" else [])
@@ -104,7 +113,8 @@ def test_two_tasks_that_trade_slots_do_not_wait_for_each_other(keep: int) -> Non
     for task in (alpha, beta):
         assert task_of(d, task).phase == "training"
         assert sorted(seat.rank for seat in task_of(d, task).target) == [
-            member.rank for member in task_of(d, task).members]
+            member.rank for member in task_of(d, task).members
+        ]
         assert task_of(d, task).iterations_lost == 0
     saves = [x for x in only(o.Quiesce, d.log) if x.body.save]
     assert bool(saves) == (keep == 0)
@@ -193,7 +203,8 @@ def test_a_save_that_never_comes_has_a_deadline(d: Driver, quiesced: bool) -> No
     assert len(stops) == 6
     if quiesced:
         assert {x.why for x in stops} == {
-            "the plan has no seat for it; 8 iterations could not be saved"}
+            "the plan has no seat for it; 8 iterations could not be saved"
+        }
     d.obey(late)
     assert task_of(d, task).phase == "idle"
     d.steps[task] = 0
@@ -288,9 +299,17 @@ def test_a_superseded_save_does_not_win(d: Driver) -> None:
     d.steps[task] += 1
     d.quiesced(task, 4)
     published = d.save(task, 4)
-    late = d.tell(d.source(process.slot.node), r.CheckpointSaved(
-        task=task, generation=1, step_version=old, path=f"gen-1/iter-{old}", ckpt_bytes=9,
-        final=False))
+    late = d.tell(
+        d.source(process.slot.node),
+        r.CheckpointSaved(
+            task=task,
+            generation=1,
+            step_version=old,
+            path=f"gen-1/iter-{old}",
+            ckpt_bytes=9,
+            final=False,
+        ),
+    )
     assert kinds(late) == []
     d.obey(published)
     assert task_of(d, task).checkpoint.step_version == old + 1  # type: ignore[union-attr]
@@ -310,10 +329,13 @@ def test_a_lost_node_is_one_plan_for_both_tasks(d: Driver, first: str) -> None:
     records += failed(d, alpha, 0) if first == "silence" else []
     plan = the(decisions.PlanChosen, records)
     assert [(x.slots_before, x.slots, x.waf) for x in plan.allocations] == [
-        (4, 3, 4.7), (2, 1, 1.5)]
+        (4, 3, 4.7),
+        (2, 1, 1.5),
+    ]
     assert plan.ideal_waf == pytest.approx(8.66)
     assert [(x.what, x.slots, x.waf) for x in plan.alternatives] == [
-        ("the next best", ((alpha, 4), (beta, 0)), 6.16)]
+        ("the next best", ((alpha, 4), (beta, 0)), 6.16)
+    ]
     assert [len(task_of(d, task).target) for task in (alpha, beta)] == [3, 1]
     d.obey(records)
     for task, num in ((alpha, 3), (beta, 1)):

@@ -100,10 +100,13 @@ def test_an_unknown_check_enables_no_slot(d: Driver) -> None:
     assert unhealthy_slots(d) == [0, 1]
     assert DUE not in d.state.deadlines
     assert d.state.nodes["n2"].unhealthy_why == (
-        "check/disk: check/disk is unhealthy; now it cannot say: check/disk is unknown")
+        "check/disk: check/disk is unhealthy; now it cannot say: check/disk is unknown"
+    )
     health(d, "n2", "unknown", check="check/other")
     assert [(x.check, x.health) for x in d.state.nodes["n2"].checks] == [
-        ("check/disk", "unhealthy"), ("check/other", "unknown")]
+        ("check/disk", "unhealthy"),
+        ("check/other", "unknown"),
+    ]
     health(d, "n2", "degraded", check="check/disk")
     d.due(DUE)
     assert unhealthy_slots(d) == []

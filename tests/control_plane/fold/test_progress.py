@@ -63,7 +63,8 @@ def test_printed_times_become_the_measured_table(d: Driver, task: int) -> None:
     table = the(decisions.ThroughputSet, new)
     assert table.origin == "measured"
     assert dict(zip(table.sizes, table.rates_flops, strict=True)) == pytest.approx(
-        {1: FLOPS / 3.5, 2: FLOPS * 1.9 / 3.5, 4: FLOPS})
+        {1: FLOPS / 3.5, 2: FLOPS * 1.9 / 3.5, 4: FLOPS}
+    )
     assert "PlanChosen" in kinds(new)
     assert input_digest(d.state) != before, "earlier dry runs are stale"
     assert times(d, task) == {4: [1.0] * 20}, "the first line is warm-up"
@@ -113,9 +114,18 @@ def test_lines_of_old_attempts_and_other_ranks_are_ignored(d: Driver, task: int)
     printed(d, task, 500, attempt=7)
     process = task_of(d, task).ranks[3]
     for number in (99, 1):
-        d.tell(d.source(process.slot.node), IterationsLogged(
-            task=number, rank=3, attempt=1, iteration=500, iterations=0, num_iterations=0,
-            step_s=1.0))
+        d.tell(
+            d.source(process.slot.node),
+            IterationsLogged(
+                task=number,
+                rank=3,
+                attempt=1,
+                iteration=500,
+                iterations=0,
+                num_iterations=0,
+                step_s=1.0,
+            ),
+        )
     printed(d, task, 0)
     printed(d, task, ITERATIONS_MAX + 1)
     printed(d, task, 20, step_s=-1.0)
@@ -138,7 +148,8 @@ def test_without_a_model_progress_does_not_calibrate(d: Driver) -> None:
 
 
 def test_a_total_that_is_not_printed_is_not_shown(
-        d: Driver, task: int, capsys: pytest.CaptureFixture[str]) -> None:
+    d: Driver, task: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     printed(d, task, 1040, 0, iterations=0)
     replay._fold(Log(lambda: iter(d.log), 0, ""), as_json=False)
     rows = status(view(d.state), cluster="c", now_s=d.now_s)
@@ -268,7 +279,8 @@ def test_the_screens_show_the_progress(d: Driver, task: int) -> None:
     assert " 40/1,000 " in row
     assert in_words.line(to_plain(d.log[-3])).endswith(
         f"task {task} rank 3.1 iteration 40 of 1,000 loss 2.5000, 1.0 s each (of 10), "
-        "global batch 24")
+        "global batch 24"
+    )
     d.now_s += 1.0
     assert view(d.state)["tasks"][0]["waf"] == pytest.approx(FLOPS)
 
@@ -304,8 +316,9 @@ def test_an_injected_fault_ends_when_the_command_prints(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=policy.Policy(allow_inject=True)))
     task = begin(d)
     printed(d, task, 10, 0)
-    d.tell("operator/c", r.FaultRequested(what="stop", task=task, rank=2, stop_s=2.0,
-                                          reason="by ops"))
+    d.tell(
+        "operator/c", r.FaultRequested(what="stop", task=task, rank=2, stop_s=2.0, reason="by ops")
+    )
     past = history(d.log)
     assert [one.over_seq for one in past.injected.faults] == [0]
     d.now_s += 5
@@ -347,7 +360,8 @@ def test_iterations_repeated_after_a_restart_are_lost(d: Driver, task: int) -> N
     closed = failed(d, task)
     assert (closed.outcome, closed.iterations_lost) == ("healed", None)
     assert "iterations lost: unknown until the task prints one" in in_words.essentials(
-        "IncidentClosed", msgspec.to_builtins(closed))
+        "IncidentClosed", msgspec.to_builtins(closed)
+    )
     viewed_task, incident = viewed(d, task)
     assert (viewed_task["iterations_lost"], incident["iterations_lost"]) == (None, None)
     unknown = status(view(d.state), cluster="c", now_s=d.now_s)

@@ -27,8 +27,10 @@ def task(d: Driver) -> int:
 
 def lose_contact(d: Driver, node: str) -> list[Record]:
     incarnation = d.state.nodes[node].incarnation
-    return d.tell(f"leader/{d.state.nonce}",
-                  r.NodeUnreachable(node=node, incarnation=incarnation, silence_s=5.0))
+    return d.tell(
+        f"leader/{d.state.nonce}",
+        r.NodeUnreachable(node=node, incarnation=incarnation, silence_s=5.0),
+    )
 
 
 def regain_contact(d: Driver, node: str) -> list[Record]:
@@ -110,7 +112,8 @@ def test_two_nodes_lost_together_are_both_lost_in_time(d: Driver, task: int, fir
     late = d.due(f"silent/{task}/1")
     assert kinds(late)[:2] == ["IncidentEscalated"] * 2
     assert [x.body.why for x in only(decisions.IncidentEscalated, late)][1] == (
-        "node n3 is silent; rank 2 did not quiesce in time")
+        "node n3 is silent; rank 2 did not quiesce in time"
+    )
     d.obey(late)
     assert [x.rank for x in task_of(d, task).members] == [0]
     assert the(decisions.IncidentClosed, d.progress(task)).iterations_lost == 0
@@ -163,8 +166,10 @@ def test_a_node_lost_while_a_generation_is_built(d: Driver, task: int, is_known:
     records = lose_contact(d, "n3")
     assert time_left_s(d, f"reconfigure/{task}/2") > 20
     if is_known:
-        records = d.tell(d.source("n2"), r.ReconfigureFailed(
-            task=task, rank=1, attempt=1, generation=2, error="closed by peer"))
+        records = d.tell(
+            d.source("n2"),
+            r.ReconfigureFailed(task=task, rank=1, attempt=1, generation=2, error="closed by peer"),
+        )
     else:
         assert records == d.log[-1:]
         assert time_left_s(d, f"silent/{task}/2") == d.state.policy.evidence_s_max
@@ -253,9 +258,18 @@ def test_a_new_rank_does_not_keep_a_task_on_a_lost_node(d: Driver) -> None:
 def errored(d: Driver, task: int, rank: int) -> list[Record]:
     """The rank reports an error. Its process remains until it is reaped."""
     process = task_of(d, task).ranks[rank]
-    return d.tell(d.source(process.slot.node), r.RankErrored(
-        task=task, rank=rank, attempt=process.attempt, generation=0, iteration=0,
-        error="RuntimeError", text="out of memory"))
+    return d.tell(
+        d.source(process.slot.node),
+        r.RankErrored(
+            task=task,
+            rank=rank,
+            attempt=process.attempt,
+            generation=0,
+            iteration=0,
+            error="RuntimeError",
+            text="out of memory",
+        ),
+    )
 
 
 def test_a_generation_waits_for_a_new_rank_with_an_error(d: Driver) -> None:

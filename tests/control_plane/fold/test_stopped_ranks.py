@@ -17,14 +17,18 @@ WHY = "rank 2 on n2 is stopped (SIGSTOP)"
 
 def suspended(d: Driver, task: int, rank: int = VICTIM) -> list[Record]:
     it = task_of(d, task).ranks[rank]
-    return d.tell(d.source(it.slot.node), r.RankSuspended(
-        task=task, rank=rank, attempt=it.attempt, pid=it.pid))
+    return d.tell(
+        d.source(it.slot.node),
+        r.RankSuspended(task=task, rank=rank, attempt=it.attempt, pid=it.pid),
+    )
 
 
 def continued(d: Driver, task: int, rank: int = VICTIM) -> list[Record]:
     it = task_of(d, task).ranks[rank]
-    return d.tell(d.source(it.slot.node), r.RankContinued(
-        task=task, rank=rank, attempt=it.attempt, pid=it.pid))
+    return d.tell(
+        d.source(it.slot.node),
+        r.RankContinued(task=task, rank=rank, attempt=it.attempt, pid=it.pid),
+    )
 
 
 def deadline(task: int, rank: int = VICTIM, attempt: int = 1) -> str:
@@ -44,10 +48,16 @@ def test_a_stopped_rank_is_ended(d: Driver, task: int) -> None:
     assert the(o.Quiesce, late).mode == "now"
     stop = the(o.StopRank, late)
     assert (stop.rank, stop.attempt, stop.grace_s, stop.why) == (
-        VICTIM, 1, 0.0, "it is stopped (SIGSTOP)")
+        VICTIM,
+        1,
+        0.0,
+        "it is stopped (SIGSTOP)",
+    )
     new = d.obey(late)
     assert [[m.rank for m in x.body.members] for x in only(o.Reconfigure, new)] == [
-        [0, 1, 3], [0, 1, 3, VICTIM]]
+        [0, 1, 3],
+        [0, 1, 3, VICTIM],
+    ]
     assert task_of(d, task).ranks[VICTIM].attempt == 2
     closed = the(decisions.IncidentClosed, d.progress(task))
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
@@ -106,8 +116,10 @@ def test_a_stopped_rank_that_is_not_ready_yet(d: Driver) -> None:
     task = d.submit(spec())
     orders = only(o.StartRank, d.log)
     d.obey([x for x in orders if x.body.rank != VICTIM])
-    d.tell("n2/1", r.RankStarted(task=task, rank=VICTIM, attempt=1, node="n2", pid=77,
-                                 log_path="/tmp/2.log"))
+    d.tell(
+        "n2/1",
+        r.RankStarted(task=task, rank=VICTIM, attempt=1, node="n2", pid=77, log_path="/tmp/2.log"),
+    )
     suspended(d, task)
     late = d.due(deadline(task))
     assert the(decisions.IncidentOpened, late).why == WHY
@@ -156,12 +168,31 @@ def test_a_task_that_is_cancelled_is_only_ended(d: Driver, task: int) -> None:
 
 def test_a_stopped_rank_that_has_finished(d: Driver, task: int) -> None:
     it = task_of(d, task)
-    d.obey(d.tell("n1/1", r.CheckpointSaved(
-        task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True)))
+    d.obey(
+        d.tell(
+            "n1/1",
+            r.CheckpointSaved(
+                task=task,
+                generation=1,
+                step_version=50,
+                path="gen-1/iter-50",
+                ckpt_bytes=9,
+                final=True,
+            ),
+        )
+    )
     for member in it.members:
-        d.tell(d.source(member.node), r.RankFinished(
-            task=task, rank=member.rank, attempt=1, generation=1, step_version=50,
-            forward_calls=12))
+        d.tell(
+            d.source(member.node),
+            r.RankFinished(
+                task=task,
+                rank=member.rank,
+                attempt=1,
+                generation=1,
+                step_version=50,
+                forward_calls=12,
+            ),
+        )
     suspended(d, task)
     for rank in (0, 1, 3):
         d.exit(task, rank, code=0)
@@ -173,8 +204,18 @@ def test_a_stopped_rank_that_has_finished(d: Driver, task: int) -> None:
 
 
 def test_a_stopped_rank_with_an_error(d: Driver, task: int) -> None:
-    records = d.tell("n2/1", r.RankErrored(task=task, rank=VICTIM, attempt=1, generation=1,
-                                           iteration=1, error="RuntimeError", text="no"))
+    records = d.tell(
+        "n2/1",
+        r.RankErrored(
+            task=task,
+            rank=VICTIM,
+            attempt=1,
+            generation=1,
+            iteration=1,
+            error="RuntimeError",
+            text="no",
+        ),
+    )
     suspended(d, task)
     late = d.due(deadline(task))
     assert not only(decisions.IncidentEscalated, late), "its fault is recorded already"

@@ -46,7 +46,11 @@ def test_two_sources_make_a_node_lost(d: Driver, task: int, first: str) -> None:
     assert (opened.severity, opened.status, opened.node) == ("SEV1", "lost connection", "n2")
     assert opened.ranks == (2, 3)
     assert [x for x in kinds(records) if x != "Reconfigure"] == [
-        "IncidentOpened", "Quiesce", "PlanChosen", "TaskPlaced"]
+        "IncidentOpened",
+        "Quiesce",
+        "PlanChosen",
+        "TaskPlaced",
+    ]
     assert d.state.nodes["n2"].health == "lost"
     d.quiesced(task, 0)
     more = d.quiesced(task, 1)
@@ -56,7 +60,12 @@ def test_two_sources_make_a_node_lost(d: Driver, task: int, first: str) -> None:
     # reachable again: its orphaned ranks are stopped before its slots are used
     reachable = d.tell(leader, r.NodeReachable(node="n2", incarnation=1))
     assert kinds(reachable) == [
-        "StopRank", "StopRank", "SetCheckpointStores", "PlanChosen", "TaskPlaced"]
+        "StopRank",
+        "StopRank",
+        "SetCheckpointStores",
+        "PlanChosen",
+        "TaskPlaced",
+    ]
     records = d.obey(reachable)
     d.progress(task)
     assert len(task_of(d, task).living_members()) == 4
@@ -96,7 +105,8 @@ def test_a_silent_node_is_lost_when_the_scheduler_says_that_it_is_down(d: Driver
 def test_a_down_node_of_a_task_with_ranks_elsewhere_needs_their_word(d: Driver, task: int) -> None:
     d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
     assert "IncidentOpened" not in kinds(
-        d.tell("operator/down", r.NodeDrained(node="n2", reason="slurm: down", down=True)))
+        d.tell("operator/down", r.NodeDrained(node="n2", reason="slurm: down", down=True))
+    )
     d.tell(f"leader/{d.state.nonce}", r.NodeReachable(node="n2", incarnation=1))
     assert not d.state.nodes["n2"].down_seq
 
@@ -120,7 +130,12 @@ def test_a_node_that_leaves_is_no_incident(d: Driver, task: int) -> None:
     assert len(task_of(d, task).members) == 2
     back = d.join("n2", incarnation=2)
     assert kinds(back) == [
-        "SetCheckpointStores", "PlanChosen", "TaskPlaced", "StartRank", "StartRank"]
+        "SetCheckpointStores",
+        "PlanChosen",
+        "TaskPlaced",
+        "StartRank",
+        "StartRank",
+    ]
     d.obey(back)
     assert len(task_of(d, task).members) == 4
 
@@ -151,8 +166,10 @@ def test_a_waiting_task_has_a_price(d: Driver) -> None:
     logged = the(decisions.TaskWaiting, d.log[-1:])
     assert (logged.why, logged.needs) == (pending.NOT_CHOSEN, ""), "the rest is computed on request"
     waits = waits_of(d, second)
-    assert (waits.why, waits.needs) == ("alpha earns more with the slots",
-                                        "more slots, or weight 1.27")
+    assert (waits.why, waits.needs) == (
+        "alpha earns more with the slots",
+        "more slots, or weight 1.27",
+    )
     assert waits.cost_waf == 2.0
     assert waits.weight_from == pytest.approx((30.15 - 20) / 8, rel=1e-4)
     shown = view(d.state, explain=True)
@@ -167,12 +184,14 @@ def test_a_waiting_task_has_a_price(d: Driver) -> None:
 
 
 def test_prices_that_would_take_too_long_are_left_out(
-        d: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    d: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     d.running(spec(throughput={2: 20.0, 4: 30.0}))
     task = d.submit(spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2}))
     monkeypatch.setattr(pending, "SOLVES_WORK_NUM_MAX", 0)
     assert waits_of(d, task) == WaitExplanation(
-        why="the plan has better use for the slots", needs="more slots" + pending.NOT_PRICED)
+        why="the plan has better use for the slots", needs="more slots" + pending.NOT_PRICED
+    )
 
 
 def test_slots_that_others_would_get_first_are_not_named(d: Driver) -> None:
@@ -264,8 +283,12 @@ def test_an_ended_task_leaves_the_state_with_all_that_is_about_it(d: Driver, tas
     assert verify(d.log).state_hash == state_hash(d.state) == state_hash(replay(d.log))
     past = history(d.log)
     assert (past.tasks[task].task.outcome, len(past.incidents)) == ("finished", 1)
-    facts = facts_of(past, incident_records(next(iter(past.incidents.values())), d.log),
-                     view(d.state), now_s=d.now_s)
+    facts = facts_of(
+        past,
+        incident_records(next(iter(past.incidents.values())), d.log),
+        view(d.state),
+        now_s=d.now_s,
+    )
     assert (facts["name"], facts["over"]) == ("alpha", True)
 
 
@@ -286,13 +309,32 @@ def test_an_incident_is_told_from_a_pruned_log_as_from_the_whole(d: Driver, task
 
 
 def test_a_rank_that_missed_the_end_is_stopped(d: Driver, task: int) -> None:
-    d.obey(d.tell(d.source("n1"), r.CheckpointSaved(
-        task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True)))
+    d.obey(
+        d.tell(
+            d.source("n1"),
+            r.CheckpointSaved(
+                task=task,
+                generation=1,
+                step_version=50,
+                path="gen-1/iter-50",
+                ckpt_bytes=9,
+                final=True,
+            ),
+        )
+    )
     for rank in (0, 1, 2):
-        d.tell(d.source(task_of(d, task).ranks[rank].slot.node), r.RankFinished(
-            task=task, rank=rank, attempt=1, generation=1, step_version=50, forward_calls=1))
-    d.tell(d.source("n2"), r.CollectiveFailed(
-        task=task, rank=3, attempt=1, generation=1, iteration=50, error="connection reset"))
+        d.tell(
+            d.source(task_of(d, task).ranks[rank].slot.node),
+            r.RankFinished(
+                task=task, rank=rank, attempt=1, generation=1, step_version=50, forward_calls=1
+            ),
+        )
+    d.tell(
+        d.source("n2"),
+        r.CollectiveFailed(
+            task=task, rank=3, attempt=1, generation=1, iteration=50, error="connection reset"
+        ),
+    )
     held = d.quiesced(task, 3)
     assert [x.body.rank for x in only(o.StopRank, held)] == [3]
     d.obey(held)
@@ -302,17 +344,29 @@ def test_a_rank_that_missed_the_end_is_stopped(d: Driver, task: int) -> None:
 
 
 def test_publication_after_the_last_exit(d: Driver, task: int) -> None:
-    saved = d.tell(d.source("n1"), r.CheckpointSaved(
-        task=task, generation=1, step_version=50, path="/tmp/out/gen-1/iter-50", ckpt_bytes=9,
-        final=True))
+    saved = d.tell(
+        d.source("n1"),
+        r.CheckpointSaved(
+            task=task,
+            generation=1,
+            step_version=50,
+            path="/tmp/out/gen-1/iter-50",
+            ckpt_bytes=9,
+            final=True,
+        ),
+    )
     assert the(o.PublishCheckpoint, saved).path == "gen-1/iter-50"
     assert kinds(finish(d, task, save=False)) == []
     assert kinds(d.obey(saved)) == ["TaskEnded", "DropMemoryCheckpoints"]
 
 
 def test_another_node_publishes_when_the_first_is_gone(d: Driver, task: int) -> None:
-    saved = d.tell(d.source("n1"), r.CheckpointSaved(
-        task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True))
+    saved = d.tell(
+        d.source("n1"),
+        r.CheckpointSaved(
+            task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True
+        ),
+    )
     assert the(o.PublishCheckpoint, saved).nodes == ("n1",)
     finish(d, task, save=False)
     left = d.tell("n1/1", r.NodeLeft(node="n1", incarnation=1, reason="stopped"))
@@ -325,9 +379,17 @@ def test_a_superseded_final_checkpoint_fails_no_task(d: Driver, task: int) -> No
 
     def save(node: str) -> int:
         generation = task_of(d, task).generation
-        records = d.tell(d.source(node), r.CheckpointSaved(
-            task=task, generation=generation, step_version=50,
-            path=f"gen-{generation}/iter-50", ckpt_bytes=9, final=True))
+        records = d.tell(
+            d.source(node),
+            r.CheckpointSaved(
+                task=task,
+                generation=generation,
+                step_version=50,
+                path=f"gen-{generation}/iter-50",
+                ckpt_bytes=9,
+                final=True,
+            ),
+        )
         return next(x.seq for x in records if isinstance(x.body, o.PublishCheckpoint))
 
     first = save("n1")
@@ -349,8 +411,12 @@ def test_all_exits_without_a_final_checkpoint_are_a_fault(d: Driver, task: int) 
 
 def test_a_stale_generation_publishes_nothing(d: Driver, task: int) -> None:
     d.obey(d.exit(task, 2))
-    records = d.tell(d.source("n1"), r.CheckpointSaved(
-        task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True))
+    records = d.tell(
+        d.source("n1"),
+        r.CheckpointSaved(
+            task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True
+        ),
+    )
     assert kinds(records) == []
     d.progress(task)
 
@@ -383,7 +449,9 @@ def command(d: Driver) -> int:
 def test_command_start(d: Driver, command: int) -> None:
     starts = [x.body for x in only(o.StartRank, d.log)]
     assert [(x.rank, x.num_seats, x.host) for x in starts] == [
-        (0, 2, "127.0.0.1"), (1, 2, "127.0.0.1")]
+        (0, 2, "127.0.0.1"),
+        (1, 2, "127.0.0.1"),
+    ]
     assert starts[0].port == starts[1].port > 0
 
 
@@ -400,7 +468,8 @@ def test_a_failed_process_restarts_the_whole_command(d: Driver, command: int) ->
     again = d.obey(new)
     assert kinds(again) == ["StartRank", "StartRank", "IncidentClosed"]
     assert {x.body.port for x in only(o.StartRank, again)} != {
-        x.body.port for x in only(o.StartRank, d.log[:12])}
+        x.body.port for x in only(o.StartRank, d.log[:12])
+    }
 
 
 def test_a_command_that_grows_reports_no_failure(d: Driver) -> None:
@@ -421,12 +490,22 @@ def test_command_fails_for_good(d: Driver, command: int) -> None:
 
 def test_wrong_input_ends_a_task_that_never_stepped_at_once(d: Driver) -> None:
     task = d.submit(spec())
-    records = d.tell(d.source("n1"), r.RankErrored(
-        task=task, rank=0, attempt=1, generation=0, iteration=0, error="UsageError",
-        text="train.data: /x: No such file or directory"))
+    records = d.tell(
+        d.source("n1"),
+        r.RankErrored(
+            task=task,
+            rank=0,
+            attempt=1,
+            generation=0,
+            iteration=0,
+            error="UsageError",
+            text="train.data: /x: No such file or directory",
+        ),
+    )
     assert "IncidentClosed" in kinds(records)
     assert the(decisions.IncidentClosed, records).why.startswith(
-        "it cannot start: rank 0: train.data: /x")
+        "it cannot start: rank 0: train.data: /x"
+    )
     assert d.state.tasks[task].ending == "failed"
 
 
@@ -434,8 +513,12 @@ def test_wrong_input_of_a_new_rank_ends_no_training_task(d: Driver, task: int) -
     lost = d.exit(task, 2)
     d.obey(lost, start=False)
     d.progress(task, 2)
-    records = d.tell(d.source("n2"), r.RankErrored(
-        task=task, rank=2, attempt=2, generation=0, iteration=0, error="UsageError", text="no"))
+    records = d.tell(
+        d.source("n2"),
+        r.RankErrored(
+            task=task, rank=2, attempt=2, generation=0, iteration=0, error="UsageError", text="no"
+        ),
+    )
     assert "IncidentClosed" not in kinds(records)
     assert d.state.tasks[task].ending == ""
 

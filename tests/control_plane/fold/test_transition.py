@@ -34,7 +34,8 @@ def test_the_table_is_closed() -> None:
         ("quiescing", "save_not_ordered", "quiescing"),
         ("quiescing", "every_member_quiesced", "reconfiguring"),
         ("reconfiguring", "generation_broken", "quiescing"),
-        ("reconfiguring", "every_member_reconfigured", "training")]
+        ("reconfiguring", "every_member_reconfigured", "training"),
+    ]
 
 
 def test_a_submitted_task_is_planned_placed_and_started(d: Driver) -> None:
@@ -43,7 +44,11 @@ def test_a_submitted_task_is_planned_placed_and_started(d: Driver) -> None:
     assert kinds(batch) == ["ThroughputSet", "PlanChosen", "TaskPlaced", *["StartRank"] * 4]
     starts = [record.body for record in batch if isinstance(record.body, o.StartRank)]
     assert [(x.rank, x.attempt, x.slot.node, x.slot.index, x.incarnation) for x in starts] == [
-        (0, 1, "n1", 0, 1), (1, 1, "n1", 1, 1), (2, 1, "n2", 0, 1), (3, 1, "n2", 1, 1)]
+        (0, 1, "n1", 0, 1),
+        (1, 1, "n1", 1, 1),
+        (2, 1, "n2", 0, 1),
+        (3, 1, "n2", 1, 1),
+    ]
     assert task_of(d, task).phase == "starting"
     assert {record.cause for record in batch[1:]} == {task}
     assert [record.seq for record in open_orders(d.state)] == [x.seq for x in batch[4:]]
@@ -145,8 +150,10 @@ def test_late_progress_from_before_a_fault_does_not_end_its_pause(d: Driver, tas
 def test_an_iteration_without_a_finite_loss_counts(d: Driver, task: int) -> None:
     d.obey(d.exit(task, 2))
     it = task_of(d, task)
-    records = d.tell(d.source("n1"), r.LossNotFinite(
-        task=task, generation=it.generation, iteration=1, text="nan"))
+    records = d.tell(
+        d.source("n1"),
+        r.LossNotFinite(task=task, generation=it.generation, iteration=1, text="nan"),
+    )
     assert kinds(records) == ["IncidentClosed"]
     assert (it.iteration, it.loss) == (2, None)
 
@@ -184,8 +191,10 @@ def test_a_generation_that_does_not_come_up(d: Driver, task: int) -> None:
     d.exit(task, 2)
     for rank in (0, 1, 3):
         d.quiesced(task, rank)
-    new = d.tell(d.source("n1"), r.ReconfigureFailed(
-        task=task, rank=0, attempt=1, generation=2, error="no store"))
+    new = d.tell(
+        d.source("n1"),
+        r.ReconfigureFailed(task=task, rank=0, attempt=1, generation=2, error="no store"),
+    )
     assert kinds(new) == ["IncidentEscalated", "Quiesce"]
     d.obey(new)
     assert (task_of(d, task).phase, task_of(d, task).generation) == ("training", 3)
@@ -217,15 +226,31 @@ def test_a_process_that_cannot_be_ended_is_given_up(d: Driver, task: int) -> Non
     assert kinds(d.due(f"stop/{task}/3/1")) == ["StopRank"]
     assert kinds(d.due(f"stop/{task}/3/1")) == ["StopRank"]
     given_up = d.due(f"stop/{task}/3/1")
-    assert kinds(given_up) == ["IncidentEscalated", "PlanChosen", "TaskPlaced", "StopRank",
-                               "Reconfigure"]
+    assert kinds(given_up) == [
+        "IncidentEscalated",
+        "PlanChosen",
+        "TaskPlaced",
+        "StopRank",
+        "Reconfigure",
+    ]
     assert d.state.nodes["n2"].slots_disabled == [1]
     assert [seat.rank for seat in task_of(d, task).target] == [0, 1, 2]
 
 
 def test_all_members_lost_start_again_from_the_checkpoint(d: Driver, task: int) -> None:
-    d.obey(d.tell(d.source("n1"), r.CheckpointSaved(
-        task=task, generation=1, step_version=1, path="gen-1/iter-1", ckpt_bytes=9, final=False)))
+    d.obey(
+        d.tell(
+            d.source("n1"),
+            r.CheckpointSaved(
+                task=task,
+                generation=1,
+                step_version=1,
+                path="gen-1/iter-1",
+                ckpt_bytes=9,
+                final=False,
+            ),
+        )
+    )
     d.progress(task, 5)
     records = [x for rank in range(4) for x in d.exit(task, rank)]
     assert task_of(d, task).phase == "starting"
@@ -246,14 +271,23 @@ def test_a_rank_that_fails_repeatedly_loses_its_slot(d: Driver, task: int) -> No
     for _ in range(2):
         assert kinds(d.exit(task, 2)) == ["IncidentEscalated", "StartRank"]
     last = d.exit(task, 2)
-    assert kinds(last) == ["IncidentEscalated", "IncidentEscalated", "PlanChosen", "TaskPlaced",
-                           "IncidentClosed"]
+    assert kinds(last) == [
+        "IncidentEscalated",
+        "IncidentEscalated",
+        "PlanChosen",
+        "TaskPlaced",
+        "IncidentClosed",
+    ]
     assert d.state.nodes["n2"].slots_disabled == [0]
     assert the(decisions.PlanChosen, last).num_slots == 3
-    why = next(x.body.why for x in last if isinstance(x.body, decisions.IncidentEscalated)
-               and x.body.severity == "SEV1")
-    assert why == ("rank 2 failed 4 times without 10 new iterations in between, its slot is taken "
-                   "out")
+    why = next(
+        x.body.why
+        for x in last
+        if isinstance(x.body, decisions.IncidentEscalated) and x.body.severity == "SEV1"
+    )
+    assert why == (
+        "rank 2 failed 4 times without 10 new iterations in between, its slot is taken out"
+    )
     assert d.state.nodes["n2"].disabled_why == {0: f"alpha, {why}"}
 
 
@@ -273,7 +307,8 @@ def test_faults_that_follow_a_rank_are_faults_of_the_task(d: Driver) -> None:
     assert closed.outcome == "failed"
     assert closed.why.startswith(
         "failed 4 times without 10 new iterations in between, and before that on "
-        f"{first.node}/{first.index}: ")
+        f"{first.node}/{first.index}: "
+    )
     d.exit(task, 0)
     assert task_of(d, task).outcome == "failed"
     assert not any(node.slots_disabled for node in d.state.nodes.values())  # no slot is at fault
@@ -303,9 +338,18 @@ def test_repeated_iterations_are_no_progress(d: Driver) -> None:
 
 
 def test_an_error_before_the_exit_is_one_incident(d: Driver, task: int) -> None:
-    records = d.tell(d.source("n2"), r.RankErrored(
-        task=task, rank=2, attempt=1, generation=1, iteration=1, error="illegal memory access",
-        text="Traceback:\n  line 3\nCUDAError: an illegal memory access was encountered\n"))
+    records = d.tell(
+        d.source("n2"),
+        r.RankErrored(
+            task=task,
+            rank=2,
+            attempt=1,
+            generation=1,
+            iteration=1,
+            error="illegal memory access",
+            text="Traceback:\n  line 3\nCUDAError: an illegal memory access was encountered\n",
+        ),
+    )
     assert kinds(records) == ["IncidentOpened"]
     opened = the(decisions.IncidentOpened, records)
     assert opened.why == "rank 2: CUDAError: an illegal memory access was encountered"
@@ -315,8 +359,18 @@ def test_an_error_before_the_exit_is_one_incident(d: Driver, task: int) -> None:
 
 
 def test_a_hardware_error_disables_the_slot(d: Driver, task: int) -> None:
-    records = d.tell(d.source("n2"), r.RankErrored(
-        task=task, rank=2, attempt=1, generation=1, iteration=1, error="ECC errors", text="row 7"))
+    records = d.tell(
+        d.source("n2"),
+        r.RankErrored(
+            task=task,
+            rank=2,
+            attempt=1,
+            generation=1,
+            iteration=1,
+            error="ECC errors",
+            text="row 7",
+        ),
+    )
     assert kinds(records) == ["IncidentOpened", "PlanChosen", "TaskPlaced", "Quiesce"]
     assert the(decisions.IncidentOpened, records).severity == "SEV1"
     assert [seat.rank for seat in task_of(d, task).target] == [0, 1, 3]
@@ -379,11 +433,19 @@ minimum of `make test` is 1."""
 
 
 @pytest.mark.usefixtures("silence")
-@pytest.mark.parametrize(("row", "fault"), [
-    pytest.param(row, fault, marks=[pytest.mark.thorough] * ((place + number) % len(FAULTS) > 1))
-    for place, row in enumerate(ROWS) for number, fault in enumerate(FAULTS)])
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        pytest.param(
+            row, fault, marks=[pytest.mark.thorough] * ((place + number) % len(FAULTS) > 1)
+        )
+        for place, row in enumerate(ROWS)
+        for number, fault in enumerate(FAULTS)
+    ],
+)
 def test_a_second_fault_is_healed_from_every_row(
-        request: pytest.FixtureRequest, row: str, fault: str) -> None:
+    request: pytest.FixtureRequest, row: str, fault: str
+) -> None:
     """All invariants of the simulation hold, and the fault occurred at this row."""
     hits: Counter[tuple[str, str]] = Counter()
     unscripted = (row, fault) in UNSCRIPTED

@@ -40,8 +40,12 @@ def counted(records: Sequence[Record]) -> Usage:
 
 
 def figures(found: Usage) -> dict[tuple[int, str], float]:
-    return {(day, what): value for day, one in found.days.items()
-            for what, value in one.items() if value}
+    return {
+        (day, what): value
+        for day, one in found.days.items()
+        for what, value in one.items()
+        if value
+    }
 
 
 def total(found: Usage) -> Counter[str]:
@@ -64,14 +68,16 @@ def split(records: Sequence[Record], begins: Sequence[int]) -> Usage:
 
 def assert_equal(parts: Usage, whole: Usage) -> None:
     found, wanted = figures(parts), figures(whole)
-    exact = {key: value for key, value in wanted.items()
-             if key[1] not in ("earned", "planned", "ideal")}
+    exact = {
+        key: value for key, value in wanted.items() if key[1] not in ("earned", "planned", "ideal")
+    }
     assert {key: found.get(key) for key in exact} == exact
     assert found == pytest.approx(wanted, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", [
-    SEEDS[0], *(pytest.param(seed, marks=pytest.mark.thorough) for seed in SEEDS[1:])])
+@pytest.mark.parametrize(
+    "seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.thorough) for seed in SEEDS[1:])]
+)
 def test_a_stretch_for_each_report_adds_up_to_the_whole(seed: int) -> None:
     records = log_of(seed)
     begins = [at for at, one in enumerate(records) if at and not one.cause]
@@ -105,7 +111,8 @@ def test_all_slot_time_is_of_one_use() -> None:
     found = total(counted(d.log))
     before_s = 2 * 0.01  # the second node joined later
     assert sum(found[use] for use in USES) == pytest.approx(
-        4 * (d.now_s - joined_s) + before_s, abs=1e-3)
+        4 * (d.now_s - joined_s) + before_s, abs=1e-3
+    )
 
 
 def test_a_rebuild_is_what_the_incident_cost() -> None:
@@ -181,8 +188,9 @@ def test_a_command_without_a_model_is_planned_to_earn_nothing() -> None:
 
 def test_a_task_that_has_ended_uses_nothing() -> None:
     d = Driver()
-    task = d.running(spec(train={"iterations": 2, "output": "/tmp/out",
-                                 "batch": {"global": 24, "micro": 2}}))
+    task = d.running(
+        spec(train={"iterations": 2, "output": "/tmp/out", "batch": {"global": 24, "micro": 2}})
+    )
     d.progress(task)
     d.obey(finish(d, task))
     assert d.state.tasks[task].outcome == "finished"

@@ -30,9 +30,17 @@ def task(d: Driver) -> int:
 
 def unstalled(d: Driver, task: int) -> list[Record]:
     process = task_of(d, task).ranks[TELLER]
-    return d.tell(d.source(process.slot.node), r.RankUnstalled(
-        task=task, rank=TELLER, attempt=process.attempt, generation=0, iteration=40,
-        stalled_s=70.0))
+    return d.tell(
+        d.source(process.slot.node),
+        r.RankUnstalled(
+            task=task,
+            rank=TELLER,
+            attempt=process.attempt,
+            generation=0,
+            iteration=40,
+            stalled_s=70.0,
+        ),
+    )
 
 
 def shown(d: Driver, task: int) -> dict[str, Any]:
@@ -62,8 +70,10 @@ def test_with_hang_after_s_the_command_restarts(d: Driver, task: int) -> None:
     late = d.due(name)
     opened = the(decisions.IncidentOpened, late)
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (TELLER,))
-    assert opened.why == ("rank 3 on n2 has printed no line of progress since iteration 30 and "
-                          "sleeps in futex, an iteration took 1 s, 600 s ago")
+    assert opened.why == (
+        "rank 3 on n2 has printed no line of progress since iteration 30 and "
+        "sleeps in futex, an iteration took 1 s, 600 s ago"
+    )
     assert opened.evidence == (stall.seq, late[0].seq)
     stops = {x.body.rank: x.body.grace_s for x in only(o.StopRank, late)}
     assert stops.pop(TELLER) == 0.0
@@ -130,15 +140,24 @@ def test_hangs_of_a_command_use_the_restart_budget(d: Driver, task: int) -> None
             printed(d, task, 10, 0)
     assert task_of(d, task).outcome == "failed"
     assert not any(node.slots_disabled or node.node_faults for node in d.state.nodes.values()), (
-        "a hang of a command is no fault of a node or slot")
+        "a hang of a command is no fault of a node or slot"
+    )
 
 
-@pytest.mark.parametrize(("more", "message"), [
-    ({"hang_after_s": 0}, "must be above 0"), ({"hang_after_s": -1.0}, "must be above 0"),
-    ({"hang_after_s": 1e7}, "at most"), ({"hang_after_s": float("nan")}, "must be above 0"),
-    ({"hang_after_s": "1h"}, "a number"),
-    ({"hang_after_s": 60, "command": (), "train": {"iterations": 5, "output": "/tmp/x"}},
-     "is for a command")])
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"hang_after_s": 0}, "must be above 0"),
+        ({"hang_after_s": -1.0}, "must be above 0"),
+        ({"hang_after_s": 1e7}, "at most"),
+        ({"hang_after_s": float("nan")}, "must be above 0"),
+        ({"hang_after_s": "1h"}, "a number"),
+        (
+            {"hang_after_s": 60, "command": (), "train": {"iterations": 5, "output": "/tmp/x"}},
+            "is for a command",
+        ),
+    ],
+)
 def test_the_spec_is_strict(more: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message) as refused:
         parse({"apiVersion": "unicron/v1", "name": "beta", "command": ["true"], **more})

@@ -19,8 +19,9 @@ WIDE = {"min": 1, "max": 6}
 
 
 def lift(d: Driver, name: str) -> list[Record]:
-    return d.tell(f"operator/{len(d.log)}",
-                  requests.lift(d.state, requests.Reason("a new riser"), name))
+    return d.tell(
+        f"operator/{len(d.log)}", requests.lift(d.state, requests.Reason("a new riser"), name)
+    )
 
 
 def refused(d: Driver, name: str) -> tuple[int, str, str]:
@@ -30,15 +31,28 @@ def refused(d: Driver, name: str) -> tuple[int, str, str]:
 
 
 def out(d: Driver) -> list[str]:
-    return [f"{node.name}/{index}" for node in d.state.nodes.values()
-            for index in range(node.num_slots) if node.is_disabled(index)]
+    return [
+        f"{node.name}/{index}"
+        for node in d.state.nodes.values()
+        for index in range(node.num_slots)
+        if node.is_disabled(index)
+    ]
 
 
 def erred(d: Driver, node: str, *slots: int) -> list[Record]:
-    return d.tell(d.source(node), reports.DeviceErred(
-        node=node, incarnation=d.state.nodes[node].incarnation, origin="kernel",
-        status=statuses.GPU_DRIVER_ERRORS, rule="xid-79", text="fallen off the bus",
-        devices=slots, code=79))
+    return d.tell(
+        d.source(node),
+        reports.DeviceErred(
+            node=node,
+            incarnation=d.state.nodes[node].incarnation,
+            origin="kernel",
+            status=statuses.GPU_DRIVER_ERRORS,
+            rule="xid-79",
+            text="fallen off the bus",
+            devices=slots,
+            code=79,
+        ),
+    )
 
 
 def judged(d: Driver, node: str, *slots: int) -> list[Record]:
@@ -56,8 +70,12 @@ def fail(d: Driver, task: int, rank: int) -> None:
 
 def test_a_slot_of_a_rank_that_failed_repeatedly_is_used_again(d: Driver) -> None:
     beta = d.running(spec(name="beta", slots={"min": 1, "max": 1}))
-    task = d.running(spec(slots=WIDE, train={
-        "iterations": 500, "output": "/tmp/o", "batch": {"global": 24, "micro": 2}}))
+    task = d.running(
+        spec(
+            slots=WIDE,
+            train={"iterations": 500, "output": "/tmp/o", "batch": {"global": 24, "micro": 2}},
+        )
+    )
     slot = max(task_of(d, task).ranks)
     place = task_of(d, task).ranks[slot].slot
     name = f"{place.node}/{place.index}"
@@ -91,8 +109,11 @@ def test_a_device_error_that_was_judged_does_not_count_again(d: Driver) -> None:
     assert not node.erred
     assert not node.node_faults
     d.progress(task)
-    there = next(rank.rank for rank in task_of(d, task).ranks.values()
-                 if (rank.slot.node, rank.slot.index) == ("n3", 1))
+    there = next(
+        rank.rank
+        for rank in task_of(d, task).ranks.values()
+        if (rank.slot.node, rank.slot.index) == ("n3", 1)
+    )
     d.obey(d.exit(task, there))
     assert not out(d), "it is within evidence_s_max of the old error, and is a new fault"
     d.progress(task)
@@ -131,9 +152,18 @@ def test_only_the_named_slot_returns(d: Driver) -> None:
 def test_an_error_of_the_whole_node_is_forgotten_with_its_last_slot(d: Driver) -> None:
     d.running(spec(slots=WIDE))
     erred(d, "n3")
-    other = d.tell(d.source("n3"), reports.DeviceErred(
-        node="n3", incarnation=1, origin="nvml", status=statuses.GPU_DRIVER_ERRORS,
-        rule="nvml-lost", text="lost", devices=()))
+    other = d.tell(
+        d.source("n3"),
+        reports.DeviceErred(
+            node="n3",
+            incarnation=1,
+            origin="nvml",
+            status=statuses.GPU_DRIVER_ERRORS,
+            rule="nvml-lost",
+            text="lost",
+            devices=(),
+        ),
+    )
     d.obey(d.due(f"device/n3/{other[0].seq}"))
     assert out(d) == ["n3/0", "n3/1"]
     d.obey(lift(d, "n3/0"))
@@ -169,7 +199,8 @@ def test_a_quarantined_node_returns_whole_and_a_slot_of_it_alone_stays_unused(d:
     d.obey(d.log[-8:])
     assert (record.body.slots, record.body.quarantine) == ((1,), True)
     assert line(to_plain(record)).endswith(
-        "n3 is no longer quarantined, slot 1 of n3 given back: a new riser")
+        "n3 is no longer quarantined, slot 1 of n3 given back: a new riser"
+    )
     assert not out(d)
     d.progress(task)
     assert len(task_of(d, task).ranks) == 6
@@ -185,20 +216,37 @@ def test_what_cannot_be_given_back_is_refused_with_a_reason_and_a_hint(d: Driver
     assert refused(d, "n9/0") == (404, "there is no node 'n9'", "there are n1, n2, n3")
     assert refused(d, "n1/0") == (409, "n1/0 is not out", "unicron status nodes")
     assert refused(d, "n1")[:2] == (
-        409, "node n1 is not quarantined, and no slot of it was taken out")
+        409,
+        "node n1 is not quarantined, and no slot of it was taken out",
+    )
     assert d.state.seq == before
 
 
 def test_a_slot_that_a_check_reports_is_still_sick(d: Driver) -> None:
     d.obey(judged(d, "n2", 1))
     for health in ("unhealthy", "healthy"):
-        d.obey(d.tell("n2/1", reports.HealthChanged(
-            node="n2", incarnation=1, check="gpu/1", health=health, why="GPU is lost",
-            devices=(1,), status=statuses.GPU_DRIVER_ERRORS, rule="nvml-lost")))
+        d.obey(
+            d.tell(
+                "n2/1",
+                reports.HealthChanged(
+                    node="n2",
+                    incarnation=1,
+                    check="gpu/1",
+                    health=health,
+                    why="GPU is lost",
+                    devices=(1,),
+                    status=statuses.GPU_DRIVER_ERRORS,
+                    rule="nvml-lost",
+                ),
+            )
+        )
         for name in ("n2/1", "n2"):
             assert refused(d, name) == (
-                409, "n2/1 is still sick: gpu/1: GPU is lost", "repair it; it is used again 60 s "
-                "after the check says healthy, then unicron lift n2/1")
+                409,
+                "n2/1 is still sick: gpu/1: GPU is lost",
+                "repair it; it is used again 60 s "
+                "after the check says healthy, then unicron lift n2/1",
+            )
     d.obey(d.due("recovered/n2"))
     d.obey(lift(d, "n2/1"))
     assert not out(d)
@@ -209,27 +257,46 @@ def test_a_slot_of_a_silent_node_waits_for_its_agent(d: Driver) -> None:
     d.tell("leader/abc", reports.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
     for name in ("n2/1", "n2"):
         assert refused(d, name)[:2] == (
-            409, "node n2 is unreachable: n2/1 cannot be given back now")
+            409,
+            "node n2 is unreachable: n2/1 cannot be given back now",
+        )
 
 
 def test_a_slot_with_a_process_that_cannot_be_ended_stays_out(d: Driver) -> None:
     task = d.running(spec(slots=WIDE))
     rank = task_of(d, task).ranks[5]
     name = f"{rank.slot.node}/{rank.slot.index}"
-    records = d.tell(d.source(rank.slot.node), reports.RankErrored(
-        task=task, rank=5, attempt=1, generation=1, iteration=2, error="E", text="hangs"))
+    records = d.tell(
+        d.source(rank.slot.node),
+        reports.RankErrored(
+            task=task, rank=5, attempt=1, generation=1, iteration=2, error="E", text="hangs"
+        ),
+    )
     while not out(d):
         d.obey([one for one in records if not isinstance(one.body, StopRank)])
-        records = d.due(next(x for x in d.state.deadlines
-                             if x.startswith((f"error/{task}/5/", f"stop/{task}/5/"))))
+        records = d.due(
+            next(
+                x
+                for x in d.state.deadlines
+                if x.startswith((f"error/{task}/5/", f"stop/{task}/5/"))
+            )
+        )
     d.obey([one for one in records if not isinstance(one.body, StopRank)])
     assert out(d) == [name]
     for words in (name, rank.slot.node):
         assert refused(d, words) == (
-            409, f"{name} is still held by pid {rank.pid} of a rank that could not be ended",
-            f"end it on {rank.slot.node} (kill -9 {rank.pid}), then unicron lift {name}")
-    d.obey(d.tell(d.source(rank.slot.node), reports.RankExited(
-        task=task, rank=5, attempt=1, pid=rank.pid, exit_code=None, signal=9)))
+            409,
+            f"{name} is still held by pid {rank.pid} of a rank that could not be ended",
+            f"end it on {rank.slot.node} (kill -9 {rank.pid}), then unicron lift {name}",
+        )
+    d.obey(
+        d.tell(
+            d.source(rank.slot.node),
+            reports.RankExited(
+                task=task, rank=5, attempt=1, pid=rank.pid, exit_code=None, signal=9
+            ),
+        )
+    )
     d.obey(lift(d, name))
     assert not out(d)
 

@@ -20,15 +20,19 @@ def test_a_rank_that_did_not_enter_restarts(d: Driver, task: int) -> None:
     late = d.due(deadline(d, task))
     opened = the(decisions.IncidentOpened, late)
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
-    assert opened.why == ("rank 2 on n2 is stalled after backward in iteration 1, collective 1 "
-                          "not entered; 3 others wait")
+    assert opened.why == (
+        "rank 2 on n2 is stalled after backward in iteration 1, collective 1 "
+        "not entered; 3 others wait"
+    )
     assert opened.evidence == (*seqs, late[0].seq), "the stall of every rank, then the deadline"
     assert the(o.Quiesce, late).mode == "now"
     stop = the(o.StopRank, late)
     assert (stop.rank, stop.grace_s, stop.why) == (VICTIM, 0.0, "it is stalled")
     new = d.obey(late)
     assert [[m.rank for m in x.body.members] for x in only(o.Reconfigure, new)] == [
-        [0, 1, 3], [0, 1, 3, VICTIM]]
+        [0, 1, 3],
+        [0, 1, 3, VICTIM],
+    ]
     assert not task_of(d, task).stalls
     closed = the(decisions.IncidentClosed, d.progress(task))
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
@@ -58,8 +62,14 @@ def test_a_rank_that_continues_ends_the_hang(d: Driver, task: int, rank: int) ->
 def test_progress_ends_a_hang_of_earlier_iterations(d: Driver, task: int) -> None:
     hung(d, task, VICTIM)
     for rank in range(4):
-        stalled(d, task, rank, "own" if rank == VICTIM else IN, iteration=3,
-                collective=int(rank != VICTIM))
+        stalled(
+            d,
+            task,
+            rank,
+            "own" if rank == VICTIM else IN,
+            iteration=3,
+            collective=int(rank != VICTIM),
+        )
     d.progress(task, 3)
     assert deadline(d, task) in d.state.deadlines, "some ranks may still be in iteration 3"
     d.progress(task)
@@ -117,8 +127,15 @@ def test_a_rank_that_is_an_iteration_behind_restarts(d: Driver, task: int) -> No
 
 def test_the_deadline_is_three_times_the_own_iteration(d: Driver, task: int) -> None:
     for rank in range(4):
-        stalled(d, task, rank, "own" if rank == VICTIM else IN, collective=int(rank != VICTIM),
-                normal_s=10.0, in_s=5.0)
+        stalled(
+            d,
+            task,
+            rank,
+            "own" if rank == VICTIM else IN,
+            collective=int(rank != VICTIM),
+            normal_s=10.0,
+            in_s=5.0,
+        )
     assert d.state.deadlines[deadline(d, task)].due_s - d.now_s == pytest.approx(25.0, abs=0.1)
     d.obey(d.due(deadline(d, task)))
 
@@ -126,8 +143,14 @@ def test_the_deadline_is_three_times_the_own_iteration(d: Driver, task: int) -> 
 def test_a_rank_paused_with_its_agent_gets_one_iteration(d: Driver, task: int) -> None:
     """The whole machine was paused, so the first report of the agent is out of date."""
     for rank in range(4):
-        stalled(d, task, rank, "own" if rank == VICTIM else IN, collective=int(rank != VICTIM),
-                in_s=900.0)
+        stalled(
+            d,
+            task,
+            rank,
+            "own" if rank == VICTIM else IN,
+            collective=int(rank != VICTIM),
+            in_s=900.0,
+        )
     assert d.state.deadlines[deadline(d, task)].due_s - d.now_s == pytest.approx(NORMAL_S)
     went_on(d, task, 0)
     assert not d.state.deadlines
@@ -180,15 +203,18 @@ def test_ranks_all_in_their_own_work_are_not_restarted(d: Driver, task: int) -> 
     hung(d, task, 0, 1, 2, 3)
     assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
     shown = view(d.state)["tasks"][0]
-    assert (shown["state"], shown["stands"]) == ("running", (
-        "all 4 members are stalled outside collectives in iteration 1: a file system, a machine, "
-        "or what all of them read"))
+    assert (shown["state"], shown["stands"]) == (
+        "running",
+        (
+            "all 4 members are stalled outside collectives in iteration 1: a file system, a machine, "
+            "or what all of them read"
+        ),
+    )
     went_on(d, task, 1)
     assert not d.state.deadlines
     stalled(d, task, 1, "own", collective=0)
     late = d.due(deadline(d, task))
-    assert the(decisions.IncidentOpened, late).ranks == (0, 1, 2, 3), (
-        "all of them restart")
+    assert the(decisions.IncidentOpened, late).ranks == (0, 1, 2, 3), "all of them restart"
     d.obey(late)
 
 
@@ -342,8 +368,7 @@ def test_a_slow_iteration_is_shown_before_any_action(d: Driver, task: int) -> No
     hang = locate_hang(d.state, task_of(d, task))
     assert hang is not None
     assert (hang.kind, hang.ranks, hang.is_actionable) == ("slow", (VICTIM,), False)
-    why = ("rank 2 on n2 is still working in iteration 1, for 1.6 s, usual is 0.4 s; "
-           "3 others wait")
+    why = "rank 2 on n2 is still working in iteration 1, for 1.6 s, usual is 0.4 s; 3 others wait"
     assert hang.why == why
     assert view(d.state)["tasks"][0]["stands"] == why
     assert deadline(d, task) not in d.state.deadlines
@@ -405,8 +430,15 @@ def test_a_slow_rank_that_enters_later_is_not_the_cause(d: Driver, task: int) ->
 
 def test_stale_reports_of_a_slow_iteration_change_nothing(d: Driver, task: int) -> None:
     d.progress(task, 5)
-    for wrong in ({"attempt": 7}, {"generation": 9}, {"task": 99}, {"rank": 8}, {"iteration": 3},
-                  {"own_s": -1.0}, {"num_iterations": 10}):
+    for wrong in (
+        {"attempt": 7},
+        {"generation": 9},
+        {"task": 99},
+        {"rank": 8},
+        {"iteration": 3},
+        {"own_s": -1.0},
+        {"num_iterations": 10},
+    ):
         crawls(d, task, VICTIM, 50.0, **({"iteration": 6} | wrong))
     assert not task_of(d, task).slow_iterations
     crawls(d, task, VICTIM, 50.0, iteration=6)

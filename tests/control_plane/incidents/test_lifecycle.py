@@ -61,8 +61,9 @@ def test_silence_begins_the_pause_and_is_evidence(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["true"], slots={"min": 4, "max": 4}))
     d.obey(d.log[-20:])
     assert len(task_of(d, task).ranks) == 4
-    unreachable = d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(
-        node="n2", incarnation=1, silence_s=1.0))[0]
+    unreachable = d.tell(
+        f"leader/{d.state.nonce}", r.NodeUnreachable(node="n2", incarnation=1, silence_s=1.0)
+    )[0]
     opened = rejoin(d, "n2")
     assert opened.evidence[0] == unreachable.seq
     (incident,) = d.state.incidents.values()
@@ -112,8 +113,12 @@ def restored(d: Driver, task: int, origin: str, node: str, step: int) -> decisio
 
 def without_copies(iterations: int) -> tuple[Driver, int]:
     d = Driver()
-    train = {"iterations": 90, "output": "/tmp/out", "copy_every": 0,
-             "batch": {"global": 24, "micro": 2}}
+    train = {
+        "iterations": 90,
+        "output": "/tmp/out",
+        "copy_every": 0,
+        "batch": {"global": 24, "micro": 2},
+    }
     task = d.running(spec(slots=TWO, train=train))
     d.progress(task, iterations - 1)
     return d, task
@@ -138,8 +143,13 @@ def test_an_incident_that_lost_iterations_is_not_healed() -> None:
     found = page(facts(d.log))
     of_task = past_screens.task_status(cluster, cluster["tasks"][0], past, now_s=d.now_s)
     tail = [line(x) for x in plain(d) if x["kind"] == "IncidentClosed"]
-    screens_ = [cluster_screen.status(cluster, cluster="test", now_s=d.now_s), of_task, found,
-                past_screens.every(past, now_s=d.now_s), tail]
+    screens_ = [
+        cluster_screen.status(cluster, cluster="test", now_s=d.now_s),
+        of_task,
+        found,
+        past_screens.every(past, now_s=d.now_s),
+        tail,
+    ]
     for screen in screens_:
         words = "\n".join(x for x in screen if not x.startswith("ID  TASK"))
         assert "set back" in words.lower(), words
@@ -181,22 +191,30 @@ def test_a_restore_from_a_checkpoint_names_the_lost_copies() -> None:
     d, task = with_a_checkpoint()
     for node in ("n1", "n2"):
         kept(d, task, node, 25)
-    lost = [d.tell(f"{node}/1", r.MemoryCheckpointsLost(
-                node=node, incarnation=1, task=0, keeper_start=FIRST,
-                why="the keeper: signal 9"))[0].seq
-            for node in ("n1", "n2")]
+    lost = [
+        d.tell(
+            f"{node}/1",
+            r.MemoryCheckpointsLost(
+                node=node, incarnation=1, task=0, keeper_start=FIRST, why="the keeper: signal 9"
+            ),
+        )[0].seq
+        for node in ("n1", "n2")
+    ]
     closed = restored(d, task, "checkpoint", "", 20)
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("set back", 8, True)
     assert (closed.origin_path, closed.origin_step_version) == ("gen-1/iter-20", 20)
     assert (closed.origin_bytes, closed.peer_bytes) == (12, 10)
     found = facts(d.log)
     shown = page(found)
-    assert ("state      12 B from the checkpoint gen-1/iter-20, of iteration 20; 10 B from peers"
-            in shown)
+    assert (
+        "state      12 B from the checkpoint gen-1/iter-20, of iteration 20; 10 B from peers"
+        in shown
+    )
     assert [x for x in shown if x.startswith("no copy")] == [
         f"no copy    MemoryCheckpointsLost {node} lost its in-memory checkpoints: the keeper: "
         f"signal 9 (seq {seq})"
-        for node, seq in zip(("n1", "n2"), lost, strict=True)]
+        for node, seq in zip(("n1", "n2"), lost, strict=True)
+    ]
     assert [x["seq"] for x in found["timeline"]][:2] == lost
 
 
@@ -214,8 +232,10 @@ def screen_text(d: Driver, task: int, label: str) -> str:
     one = next(x for x in cluster["tasks"] if x["id"] == task)
     lines = past_screens.task_status(cluster, one, history(d.log), now_s=d.now_s)
     at = next(index for index, x in enumerate(lines) if x.startswith(f"{label} "))
-    end = next((index for index, x in enumerate(lines[at + 1 :], at + 1)
-                if not x.startswith(" ")), len(lines))
+    end = next(
+        (index for index, x in enumerate(lines[at + 1 :], at + 1) if not x.startswith(" ")),
+        len(lines),
+    )
     return " ".join(" ".join(lines[at:end]).split()).removeprefix(f"{label} ")
 
 
@@ -230,12 +250,16 @@ def test_the_age_of_a_reported_copy_is_shown_and_no_number_of_lost_iterations(d:
     assert "in memory iteration 20 or newer (n2, as of " in copies
     assert copies.endswith(
         " s ago; one is due every 10 iterations; up to 24 B a node); nothing is published yet: "
-        "what came after the newest of these would be lost if all processes went")
+        "what came after the newest of these would be lost if all processes went"
+    )
     assert "68" not in copies
-    d.tell("n2/1", r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="signal 9",
-                                           keeper_start=FIRST))
-    assert "88 iterations would be lost if all processes went" in screen_text(
-        d, task, "copies")
+    d.tell(
+        "n2/1",
+        r.MemoryCheckpointsLost(
+            node="n2", incarnation=1, task=0, why="signal 9", keeper_start=FIRST
+        ),
+    )
+    assert "88 iterations would be lost if all processes went" in screen_text(d, task, "copies")
 
 
 def killed(d: Driver, task: int) -> None:
@@ -245,12 +269,12 @@ def killed(d: Driver, task: int) -> None:
 
 def test_a_task_without_processes_shows_its_restore_source() -> None:
     d, task = with_a_checkpoint()
-    assert "8 iterations would be lost if all processes went" in screen_text(
-        d, task, "copies")
+    assert "8 iterations would be lost if all processes went" in screen_text(d, task, "copies")
     killed(d, task)
     assert screen_text(d, task, "copies") == (
         "no process has its state: it comes back from gen-1/iter-20, of iteration 20, "
-        "8 iterations of 28 are done again")
+        "8 iterations of 28 are done again"
+    )
     assert "no member left of generation 1" in screen_text(d, task, "where")
     assert "no generation yet" not in screen_text(d, task, "where")
 
@@ -263,9 +287,14 @@ def test_a_memory_checkpoint_is_shown_while_its_node_is_there(d: Driver) -> None
     killed(d, task)
     assert screen_text(d, task, "copies") == (
         "no process has its state: it comes back from the copy of iteration 25 or newer in memory "
-        "(n2), at most 3 iterations of 28 are done again")
-    d.tell("n2/1", r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="signal 9",
-                                           keeper_start=FIRST))
+        "(n2), at most 3 iterations of 28 are done again"
+    )
+    d.tell(
+        "n2/1",
+        r.MemoryCheckpointsLost(
+            node="n2", incarnation=1, task=0, why="signal 9", keeper_start=FIRST
+        ),
+    )
     assert "8 iterations of 28 are done again" in screen_text(d, task, "copies")
 
 
@@ -280,7 +309,8 @@ def test_the_shown_restore_source_is_one_that_answers() -> None:
     d.tell("leader/abc", r.NodeUnreachable(node="n3", incarnation=1, silence_s=5.0))
     killed(d, task)
     found = memory_checkpoints.recovery_sources(
-        d.state, task_of(d, task), list(task_of(d, task).ranks.values()))
+        d.state, task_of(d, task), list(task_of(d, task).ranks.values())
+    )
     assert [(one.node, one.step_version) for one in found] == [("n2", 20), ("n3", 20)]
     assert "the copy of iteration 20 or newer in memory (n2)" in screen_text(d, task, "copies")
 
@@ -290,12 +320,15 @@ def test_a_task_without_any_state_restarts_from_the_seed() -> None:
     killed(d, task)
     assert screen_text(d, task, "copies") == (
         "no process has its state: no copy and no published checkpoint: it restarts, "
-        "28 iterations of 28 are done again")
+        "28 iterations of 28 are done again"
+    )
 
 
 def test_a_stopped_process_still_holds_its_state() -> None:
     d, task = without_copies(5)
     for rank in (0, 1):
-        d.tell("n1/1", r.RankSuspended(task=task, rank=rank, attempt=1,
-                                       pid=task_of(d, task).ranks[rank].pid))
+        d.tell(
+            "n1/1",
+            r.RankSuspended(task=task, rank=rank, attempt=1, pid=task_of(d, task).ranks[rank].pid),
+        )
     assert "2 live replicas" in screen_text(d, task, "copies")

@@ -55,11 +55,18 @@ class Cluster(Driver):
 
     def observe(self) -> list[Record]:
         self.leases.observe(
-            [Heartbeat(node=name, incarnation=1, age_s=self.now_s - at_s)
-             for name, at_s in self.last_s.items()],
-            self.now_s, pause_s=OBSERVE_S, state=self.state)
-        records = [self.tell(f"leader/{self.state.nonce}", body)
-                   for body in list(self.leases.verdicts(self.state))]
+            [
+                Heartbeat(node=name, incarnation=1, age_s=self.now_s - at_s)
+                for name, at_s in self.last_s.items()
+            ],
+            self.now_s,
+            pause_s=OBSERVE_S,
+            state=self.state,
+        )
+        records = [
+            self.tell(f"leader/{self.state.nonce}", body)
+            for body in list(self.leases.verdicts(self.state))
+        ]
         return [x for one in records for x in [*one, *self.obey(one)]]
 
 
@@ -82,9 +89,11 @@ def test_a_killed_agent_is_lost_in_two_seconds() -> None:
     unreachable = next(x for x in records if isinstance(x.body, r.NodeUnreachable))
     assert unreachable.at_s - killed_s < 2.0
     lost = [
-        x.body for x in records
+        x.body
+        for x in records
         if isinstance(x.body, (decisions.IncidentOpened, decisions.IncidentEscalated))
-        and x.body.severity == "SEV1"]
+        and x.body.severity == "SEV1"
+    ]
     assert [(x.node, x.status) for x in lost] == [("n3", "lost connection")]
     assert next(x for x in records if x.body is lost[0]).at_s - killed_s < 2.0
     assert d.state.nodes["n3"].health == "lost"
@@ -98,9 +107,21 @@ def report_waiting(d: Cluster, task: int, *ranks: int) -> None:
     """These ranks report that they have waited in a collective for 1.5 s."""
     for rank in ranks:
         it = task_of(d, task)
-        d.tell(d.source(it.ranks[rank].slot.node), r.RankStalled(
-            task=task, rank=rank, attempt=1, generation=it.generation, iteration=3,
-            where="collective", what="reduce", collective=1, in_s=1.5, normal_s=0.4))
+        d.tell(
+            d.source(it.ranks[rank].slot.node),
+            r.RankStalled(
+                task=task,
+                rank=rank,
+                attempt=1,
+                generation=it.generation,
+                iteration=3,
+                where="collective",
+                what="reduce",
+                collective=1,
+                in_s=1.5,
+                normal_s=0.4,
+            ),
+        )
 
 
 def test_a_node_that_all_others_wait_for_is_lost() -> None:
@@ -137,11 +158,21 @@ def test_a_cut_that_ends_in_time_changes_nothing() -> None:
     d.silent.clear()
     for rank in (0, 1):
         it = task_of(d, task)
-        d.tell(d.source(it.ranks[rank].slot.node), r.RankUnstalled(
-            task=task, rank=rank, attempt=1, generation=it.generation, iteration=3, stalled_s=2.0))
+        d.tell(
+            d.source(it.ranks[rank].slot.node),
+            r.RankUnstalled(
+                task=task,
+                rank=rank,
+                attempt=1,
+                generation=it.generation,
+                iteration=3,
+                stalled_s=2.0,
+            ),
+        )
     records = d.run_for(5.0)
     assert not {"StopRank", "Quiesce", "StartRank", "TaskPlaced", "IncidentOpened"} & {
-        x.kind for x in records}
+        x.kind for x in records
+    }
     assert len(task_of(d, task).members) == 3
     at_rest(d)
 
@@ -259,8 +290,12 @@ def test_nodes_that_are_lost_in_one_moment_share_a_plan() -> None:
     after = len(d.log)
     for name in sorted(lost):
         d.now_s -= 0.01  # the driver's step: all verdicts have the same time
-        d.tell("leader/abc", r.NodeUnreachable(
-            node=name, incarnation=d.state.nodes[name].incarnation, silence_s=6.0))
+        d.tell(
+            "leader/abc",
+            r.NodeUnreachable(
+                node=name, incarnation=d.state.nodes[name].incarnation, silence_s=6.0
+            ),
+        )
     assert {name for name in d.state.nodes if d.state.nodes[name].health == "lost"} == lost
     (first,) = only(decisions.PlanChosen, d.log[after:])
     assert first.body.trigger == "node n2 lost"

@@ -21,10 +21,19 @@ pytestmark = pytest.mark.nodes(3)
 
 def xid(d: Driver, node: str, slot: int) -> list[Record]:
     """A device error without a failed rank. Returns the decisions at its deadline."""
-    records = d.tell(d.source(node), reports.DeviceErred(
-        node=node, incarnation=d.state.nodes[node].incarnation, origin="kernel",
-        status=statuses.GPU_DRIVER_ERRORS, rule="xid-79", text="fallen off the bus",
-        devices=(slot,), code=79))
+    records = d.tell(
+        d.source(node),
+        reports.DeviceErred(
+            node=node,
+            incarnation=d.state.nodes[node].incarnation,
+            origin="kernel",
+            status=statuses.GPU_DRIVER_ERRORS,
+            rule="xid-79",
+            text="fallen off the bus",
+            devices=(slot,),
+            code=79,
+        ),
+    )
     if records[0].seq in [x.seq for x in d.state.nodes[node].erred if x.incident]:
         return records
     return d.due(f"device/{node}/{records[0].seq}")
@@ -116,12 +125,25 @@ def test_nodes_that_all_fail_equally_are_not_quarantined(d: Driver) -> None:
 def test_one_fault_of_several_tasks_counts_once(d: Driver) -> None:
     one = d.running(spec(slots={"min": 1, "max": 3}))
     other = d.running(spec(name="beta", slots={"min": 1, "max": 3}))
-    shared = next(name for name, node in d.state.nodes.items()
-                  if {x.task for x in node.occupants.values()} == {one, other})
+    shared = next(
+        name
+        for name, node in d.state.nodes.items()
+        if {x.task for x in node.occupants.values()} == {one, other}
+    )
     for slot in (0, 1):
-        d.tell(d.source(shared), reports.DeviceErred(
-            node=shared, incarnation=1, origin="kernel", status=statuses.NVLINK_ERRORS,
-            rule="xid-74", text="NVLink", devices=(slot,), code=74))
+        d.tell(
+            d.source(shared),
+            reports.DeviceErred(
+                node=shared,
+                incarnation=1,
+                origin="kernel",
+                status=statuses.NVLINK_ERRORS,
+                rule="xid-74",
+                text="NVLink",
+                devices=(slot,),
+                code=74,
+            ),
+        )
     records: list[Record] = []
     for task in (one, other):
         for rank in [x.rank for x in task_of(d, task).ranks.values() if x.slot.node == shared]:
@@ -136,14 +158,26 @@ def lose(d: Driver, task: int, node: str) -> list[Record]:
     num, generation = len(d.log), task_of(d, task).generation
     peers = [x for x in task_of(d, task).living_members() if x.slot.node != node]
     for rank in peers:
-        d.tell(d.source(rank.slot.node), reports.CollectiveFailed(
-            task=task, rank=rank.rank, attempt=rank.attempt, generation=generation,
-            iteration=1, error="closed by peer"))
+        d.tell(
+            d.source(rank.slot.node),
+            reports.CollectiveFailed(
+                task=task,
+                rank=rank.rank,
+                attempt=rank.attempt,
+                generation=generation,
+                iteration=1,
+                error="closed by peer",
+            ),
+        )
     d.due(f"evidence/{task}/{generation}")
     for rank in peers:
         d.quiesced(task, rank.rank)
-    d.tell("leader/abc", reports.NodeUnreachable(
-        node=node, incarnation=d.state.nodes[node].incarnation, silence_s=5.0))
+    d.tell(
+        "leader/abc",
+        reports.NodeUnreachable(
+            node=node, incarnation=d.state.nodes[node].incarnation, silence_s=5.0
+        ),
+    )
     d.obey([x for x in d.log[num:] if isinstance(x.body, orders.Reconfigure)])
     d.progress(task, 3)
     return d.log[num:]
@@ -178,8 +212,12 @@ def test_an_injected_fault_does_not_count(d: Driver) -> None:
     d.tell("operator/break", reports.FaultRequested(what="node", node="n2"))
     d.tell("leader/abc", reports.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
     process = task_of(d, task).ranks[0]
-    records = d.tell(d.source(process.slot.node), reports.CollectiveFailed(
-        task=task, rank=0, attempt=process.attempt, generation=1, iteration=1, error="closed"))
+    records = d.tell(
+        d.source(process.slot.node),
+        reports.CollectiveFailed(
+            task=task, rank=0, attempt=process.attempt, generation=1, iteration=1, error="closed"
+        ),
+    )
     assert the(decisions.IncidentOpened, records).severity == "SEV1"
     assert not d.state.nodes["n2"].node_faults
     d.obey(records)
@@ -199,8 +237,12 @@ def test_many_unreachable_nodes_are_a_network_fault() -> None:
     for node in ("n4", "n5", "n6"):
         d.tell("leader/abc", reports.NodeUnreachable(node=node, incarnation=1, silence_s=5.0))
     process = task_of(d, task).ranks[0]
-    records = d.tell(d.source(process.slot.node), reports.CollectiveFailed(
-        task=task, rank=0, attempt=process.attempt, generation=1, iteration=1, error="closed"))
+    records = d.tell(
+        d.source(process.slot.node),
+        reports.CollectiveFailed(
+            task=task, rank=0, attempt=process.attempt, generation=1, iteration=1, error="closed"
+        ),
+    )
     d.obey(records)
     for name in list(d.state.deadlines):
         if name.startswith("silent/"):
@@ -210,8 +252,7 @@ def test_many_unreachable_nodes_are_a_network_fault() -> None:
 
 # --- operators ------------------------------------------------------------------------------------
 def lift(d: Driver, node: str, reason: str = "a new cable") -> list[Record]:
-    return d.tell(f"operator/{len(d.log)}",
-                  requests.lift(d.state, requests.Reason(reason), node))
+    return d.tell(f"operator/{len(d.log)}", requests.lift(d.state, requests.Reason(reason), node))
 
 
 def test_an_operator_lifts_the_quarantine(d: Driver) -> None:
@@ -226,11 +267,17 @@ def test_an_operator_lifts_the_quarantine(d: Driver) -> None:
     d.obey(d.log[-8:])
 
 
-@pytest.mark.parametrize(("node", "body", "status", "why"), [
-    ("n1", {}, 409, "node n1 is not quarantined"), ("n9", {}, 404, "there is no node 'n9'"),
-    ("n1", {"why": "x"}, 400, "unknown field")])
-def test_a_wrong_lift_request_is_refused(d: Driver, node: str, body: Any, status: int,
-                                         why: str) -> None:
+@pytest.mark.parametrize(
+    ("node", "body", "status", "why"),
+    [
+        ("n1", {}, 409, "node n1 is not quarantined"),
+        ("n9", {}, 404, "there is no node 'n9'"),
+        ("n1", {"why": "x"}, 400, "unknown field"),
+    ],
+)
+def test_a_wrong_lift_request_is_refused(
+    d: Driver, node: str, body: Any, status: int, why: str
+) -> None:
     with pytest.raises(Refusal) as refused:
         requests.lift(d.state, requests.convert(body, requests.Reason), node)
     assert refused.value.status == status
@@ -240,8 +287,10 @@ def test_a_wrong_lift_request_is_refused(d: Driver, node: str, body: Any, status
 def test_the_screens_show_the_quarantine_and_the_command(d: Driver) -> None:
     fail_twice(d)
     d.running(spec(slots={"min": 1, "max": 6}))
-    for screen in (nodes.nodes(seen(d), now_s=d.now_s),
-                   cluster.status(seen(d), cluster="test", now_s=d.now_s)):
+    for screen in (
+        nodes.nodes(seen(d), now_s=d.now_s),
+        cluster.status(seen(d), cluster="test", now_s=d.now_s),
+    ):
         words = " ".join(" ".join(screen).split())
         assert "quarantined to 1970-01-02" in words
         assert "2 faults in 30 days" in words

@@ -23,13 +23,25 @@ def task(d: Driver) -> int:
     return four(d)
 
 
-def errored(d: Driver, task: int, rank: int, text: str, *, status: str = "",
-            second_hand: bool = False) -> list[Record]:
+def errored(
+    d: Driver, task: int, rank: int, text: str, *, status: str = "", second_hand: bool = False
+) -> list[Record]:
     process, it = task_of(d, task).ranks[rank], task_of(d, task)
-    return d.tell(d.source(process.slot.node), reports.RankErrored(
-        task=task, rank=rank, attempt=process.attempt, generation=it.generation,
-        iteration=it.iteration, error="RuntimeError", text=text, status=status, rule="a rule",
-        second_hand=second_hand))
+    return d.tell(
+        d.source(process.slot.node),
+        reports.RankErrored(
+            task=task,
+            rank=rank,
+            attempt=process.attempt,
+            generation=it.generation,
+            iteration=it.iteration,
+            error="RuntimeError",
+            text=text,
+            status=status,
+            rule="a rule",
+            second_hand=second_hand,
+        ),
+    )
 
 
 def rank_on(d: Driver, task: int, node: str, slot: int = 0) -> int:
@@ -44,25 +56,45 @@ def incident(d: Driver) -> Any:
 
 
 # --- severity by status ---------------------------------------------------------------------
-@pytest.mark.parametrize(("status", "severity"), [
-    (statuses.ECC_ERRORS, "SEV1"), (statuses.CUDA_ERRORS, "SEV2"),
-    (statuses.NCCL_TIMEOUT, "SEV2"), ("", "SEV2"), ("no such row", "SEV2")])
+@pytest.mark.parametrize(
+    ("status", "severity"),
+    [
+        (statuses.ECC_ERRORS, "SEV1"),
+        (statuses.CUDA_ERRORS, "SEV2"),
+        (statuses.NCCL_TIMEOUT, "SEV2"),
+        ("", "SEV2"),
+        ("no such row", "SEV2"),
+    ],
+)
 def test_an_error_has_the_severity_of_its_status(
-        d: Driver, task: int, status: str, severity: str) -> None:
+    d: Driver, task: int, status: str, severity: str
+) -> None:
     records = errored(d, task, 0, "it broke", status=status)
     opened = the(decisions.IncidentOpened, records)
     assert (opened.severity, opened.ranks) == (severity, (0,))
-    assert opened.status == (status if status and status != "no such row" else "other software "
-                             "errors")
+    assert opened.status == (
+        status if status and status != "no such row" else "other software errors"
+    )
     assert bool(d.state.nodes["n1"].slots_disabled) == (severity == "SEV1")
     d.obey([*d.exit(task, 0, code=1), *records])
 
 
 def test_an_exit_has_the_status_of_its_cause(d: Driver, task: int) -> None:
     process = task_of(d, task).ranks[0]
-    records = d.tell(d.source("n1"), reports.RankExited(
-        task=task, rank=0, attempt=process.attempt, pid=process.pid, exit_code=None, signal=9,
-        status=statuses.ECC_ERRORS, rule="ecc", cause="uncorrectable ECC error encountered"))
+    records = d.tell(
+        d.source("n1"),
+        reports.RankExited(
+            task=task,
+            rank=0,
+            attempt=process.attempt,
+            pid=process.pid,
+            exit_code=None,
+            signal=9,
+            status=statuses.ECC_ERRORS,
+            rule="ecc",
+            cause="uncorrectable ECC error encountered",
+        ),
+    )
     opened = the(decisions.IncidentOpened, records)
     assert (opened.severity, opened.status) == ("SEV1", "ECC errors")
     assert opened.why == "rank 0 on n1: signal 9 (SIGKILL): uncorrectable ECC error encountered"
@@ -75,8 +107,13 @@ def test_indirect_evidence_is_not_the_cause(d: Driver, task: int) -> None:
     first = errored(d, task, 1, CLOSED, status=statuses.CONNECTION_RESET, second_hand=True)
     assert the(decisions.IncidentOpened, first).ranks == (1,)
     assert incident(d).second_hand
-    records = errored(d, task, 2, "CUDA error: an illegal memory access was encountered",
-                      status=statuses.ILLEGAL_MEMORY_ACCESS)
+    records = errored(
+        d,
+        task,
+        2,
+        "CUDA error: an illegal memory access was encountered",
+        status=statuses.ILLEGAL_MEMORY_ACCESS,
+    )
     assert the(decisions.IncidentEscalated, records).root
     late = errored(d, task, 3, CLOSED, status=statuses.CONNECTION_RESET, second_hand=True)
     one = incident(d)
@@ -103,9 +140,18 @@ def test_direct_evidence_comes_first(d: Driver, task: int) -> None:
 def test_a_device_error_under_a_collective_restarts_that_rank(d: Driver, task: int) -> None:
     """A new communicator does not repair a broken CUDA context."""
     it, process = task_of(d, task), task_of(d, task).ranks[2]
-    records = d.tell(d.source("n2"), reports.CollectiveFailed(
-        task=task, rank=2, attempt=process.attempt, generation=it.generation, iteration=3,
-        error="CUDA error: an illegal memory access", status=statuses.ILLEGAL_MEMORY_ACCESS))
+    records = d.tell(
+        d.source("n2"),
+        reports.CollectiveFailed(
+            task=task,
+            rank=2,
+            attempt=process.attempt,
+            generation=it.generation,
+            iteration=3,
+            error="CUDA error: an illegal memory access",
+            status=statuses.ILLEGAL_MEMORY_ACCESS,
+        ),
+    )
     opened = the(decisions.IncidentOpened, records)
     assert (opened.severity, opened.ranks) == ("SEV2", (2,))
     assert [x.body.rank for x in only(o.StopRank, records)] == [2]
@@ -120,16 +166,25 @@ def test_an_xid_is_the_root_cause_of_its_ranks_error(d: Driver, task: int) -> No
     rank = rank_on(d, task, "n2")
     xid = erred(d)
     assert kinds(xid) == [], "the rank may still report an error"
-    records = errored(d, task, rank, "CUDA error: unspecified launch failure",
-                      status=statuses.CUDA_ERRORS)
+    records = errored(
+        d, task, rank, "CUDA error: unspecified launch failure", status=statuses.CUDA_ERRORS
+    )
     opened = the(decisions.IncidentOpened, records)
     assert (opened.severity, opened.status, opened.node, opened.ranks) == (
-        "SEV1", "GPU driver errors", "n2", (rank,))
+        "SEV1",
+        "GPU driver errors",
+        "n2",
+        (rank,),
+    )
     assert opened.why.startswith("n2/0 GPU driver errors (xid-79): NVRM: Xid")
     assert opened.evidence == (xid[0].seq, records[0].seq)
     assert d.state.nodes["n2"].slots_disabled == [0]
-    others = [x for other in task_of(d, task).ranks if other != rank
-              for x in failed(d, task, other, CLOSED)]
+    others = [
+        x
+        for other in task_of(d, task).ranks
+        if other != rank
+        for x in failed(d, task, other, CLOSED)
+    ]
     assert "device/n2/" not in " ".join(d.state.deadlines)
     d.obey([*records, *d.exit(task, rank, code=1), *others])
     d.progress(task)
@@ -140,8 +195,9 @@ def test_an_xid_is_the_root_cause_of_its_ranks_error(d: Driver, task: int) -> No
 
 def test_an_xid_after_the_error_of_its_rank_escalates(d: Driver, task: int) -> None:
     rank = rank_on(d, task, "n2")
-    records = errored(d, task, rank, "CUDA error: unspecified launch failure",
-                      status=statuses.CUDA_ERRORS)
+    records = errored(
+        d, task, rank, "CUDA error: unspecified launch failure", status=statuses.CUDA_ERRORS
+    )
     assert the(decisions.IncidentOpened, records).severity == "SEV2"
     xid = erred(d)
     more = the(decisions.IncidentEscalated, xid)
@@ -296,7 +352,8 @@ def test_a_site_check_that_fails_everywhere_disables_one_node(d: Driver, task: i
         assert kinds(health(d, node, "unhealthy", check="check/disk", why="exit 2")) == []
     assert d.state.nodes["n1"].unhealthy_why == (
         "not acted upon, 3 of 3 nodes say so and at most 1 is believed unconfirmed: "
-        "check/disk: exit 2")
+        "check/disk: exit 2"
+    )
     assert kinds(d.progress(task, 3)) == []
     assert task_of(d, task).iterations_lost == 0
 
@@ -331,8 +388,17 @@ def test_a_running_command_is_not_moved(d: Driver) -> None:
 def test_reports_of_an_older_agent_are_stale(d: Driver) -> None:
     four(d)
     d.obey(d.join("n3", incarnation=2))
-    stale = d.tell("n3/1", reports.DeviceErred(
-        node="n3", incarnation=1, origin="kernel", status=statuses.ECC_ERRORS, rule="r", text="t"))
+    stale = d.tell(
+        "n3/1",
+        reports.DeviceErred(
+            node="n3",
+            incarnation=1,
+            origin="kernel",
+            status=statuses.ECC_ERRORS,
+            rule="r",
+            text="t",
+        ),
+    )
     assert kinds(stale) == []
     assert not d.state.nodes["n3"].erred
 

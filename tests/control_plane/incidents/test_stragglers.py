@@ -67,8 +67,12 @@ def test_below_a_tenth_nothing_is_reported(d: Driver, task: int) -> None:
 def eight() -> tuple[Driver, int]:
     """A task of eight ranks, with one micro-batch each."""
     d = Driver(nodes=4)
-    return d, d.running(spec(slots={"sizes": [8]}, train={
-        "iterations": 50, "output": "/tmp/out", "batch": {"global": 16, "micro": 2}}))
+    return d, d.running(
+        spec(
+            slots={"sizes": [8]},
+            train={"iterations": 50, "output": "/tmp/out", "batch": {"global": 16, "micro": 2}},
+        )
+    )
 
 
 @pytest.mark.parametrize("own_s", [1.2, 1.6])
@@ -132,14 +136,16 @@ def test_two_ranks_do_not_show_which_is_slow(d: Driver) -> None:
 
 def test_more_micro_batches_are_not_slow(d: Driver) -> None:
     """Ten micro-batches on four members: two members have three, two have two."""
-    task = d.running(spec(train={"iterations": 50, "output": "/tmp/out",
-                                 "batch": {"global": 20, "micro": 2}}))
+    task = d.running(
+        spec(train={"iterations": 50, "output": "/tmp/out", "batch": {"global": 20, "micro": 2}})
+    )
     for rank, own_s in enumerate((3.0, 3.0, 2.0, 2.0)):
         assert kinds(paced(d, task, rank, own_s, normal_s=own_s, iteration_s=3.1)) == []
     assert not task_of(d, task).slow
     assert kinds(paced(d, task, 3, 2.6, normal_s=2.0, iteration_s=3.1)) == [], "ranks 0, 1 take 3 s"
     assert kinds(paced(d, task, 3, 3.6, normal_s=2.0, iteration_s=3.7)) == [
-        "StragglerCostEstimated"]
+        "StragglerCostEstimated"
+    ]
 
 
 def test_a_rank_that_recovers_is_no_longer_reported(d: Driver, task: int) -> None:
@@ -168,8 +174,13 @@ def test_a_cost_is_estimated_at_most_once_a_minute(d: Driver, task: int) -> None
 def test_a_degraded_check_has_a_cost_too(d: Driver, task: int) -> None:
     known(d, task)
     check: dict[str, Any] = {"node": "n2", "incarnation": 1, "check": "gpu"}
-    first = the(StragglerCostEstimated, d.tell("n2/1", r.HealthChanged(
-        **check, health="degraded", why="gpu0 thermal slowdown", devices=(0,))))
+    first = the(
+        StragglerCostEstimated,
+        d.tell(
+            "n2/1",
+            r.HealthChanged(**check, health="degraded", why="gpu0 thermal slowdown", devices=(0,)),
+        ),
+    )
     assert (first.tasks, first.cost_waf, first.why) == ((), 0.0, "gpu0 thermal slowdown")
     assert first.drain_waf < 0
     assert view(d.state)["tasks"][0]["state"] == "running", "no task is slower"
@@ -207,8 +218,7 @@ def test_a_very_slow_rank_restarts_when_another_confirms_it(d: Driver, task: int
     late = paced(d, task, 1, 1.0, iteration_s=4.1)
     opened = the(decisions.IncidentOpened, late)
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
-    assert opened.why == ("rank 2 on n2 works 4 x as long as is usual, iterations take "
-                          "3.73 x")
+    assert opened.why == ("rank 2 on n2 works 4 x as long as is usual, iterations take 3.73 x")
     assert opened.evidence == (records[0].seq, late[0].seq)
     assert the(o.StopRank, late).rank == VICTIM
     d.obey(late)
@@ -376,8 +386,9 @@ def test_two_ranks_that_arrive_last_are_both_stragglers(d: Driver, task: int) ->
     paced(d, task, 0, 1.5, iteration_s=1.6)
     second = the(StragglerCostEstimated, paced(d, task, VICTIM, 1.45, iteration_s=1.6))
     assert sorted(slow_of(d, task)) == [0, VICTIM]
-    assert second.why == ("rank 2 of alpha (n2/0) holds up 2 others with rank 0, 1.39 x, its own "
-                          "work 1.45 x")
+    assert second.why == (
+        "rank 2 of alpha (n2/0) holds up 2 others with rank 0, 1.39 x, its own work 1.45 x"
+    )
     waf = view(d.state)["plan"]["waf"]
     assert second.cost_waf == pytest.approx(waf * (1 - 1 / second.ratios[0]))
     assert second.drain_waf < 0, "the other straggler remains"
@@ -391,7 +402,9 @@ def test_a_busy_machine_has_no_stragglers(d: Driver, task: int, own_s: float) ->
     for rank in range(4):
         busy_s = own_s * (1 + 0.01 * rank)
         assert kinds(paced(d, task, rank, busy_s, normal_s=0.060, iteration_s=0.220)) in (
-            [], ["StragglerCostEstimated"])
+            [],
+            ["StragglerCostEstimated"],
+        )
     assert slow_of(d, task) == {}
     assert not d.state.degraded
 

@@ -1,5 +1,4 @@
-"""Tasks whose orders some agents cannot read: they get slots of newer agents, or wait and say why.
-"""
+"""Tasks whose orders some agents cannot read: they get slots of newer agents, or wait and say why."""
 
 from __future__ import annotations
 
@@ -17,16 +16,31 @@ from unicron.events.records.order_format import ORDER_FORMAT_VERSION
 from unicron.events.records.types import Seat, Slot
 
 pytestmark = pytest.mark.nodes(1)
-EXACT: dict[str, Any] = {"train": {
-    "iterations": 50, "output": "/tmp/exact", "batch": {"global": 24, "micro": 2},
-    "reproducible": "bitwise"}}
+EXACT: dict[str, Any] = {
+    "train": {
+        "iterations": 50,
+        "output": "/tmp/exact",
+        "batch": {"global": 24, "micro": 2},
+        "reproducible": "bitwise",
+    }
+}
 
 
 def old_agent(d: Driver, node: str, incarnation: int = 1) -> None:
     """An agent of release 0.3.0 joins with two slots."""
-    d.obey(d.tell(f"{node}/{incarnation}", r.NodeJoined(
-        node=node, incarnation=incarnation, host="127.0.0.1", pid=1, num_slots=2,
-        keeper=f"{node}:1")))
+    d.obey(
+        d.tell(
+            f"{node}/{incarnation}",
+            r.NodeJoined(
+                node=node,
+                incarnation=incarnation,
+                host="127.0.0.1",
+                pid=1,
+                num_slots=2,
+                keeper=f"{node}:1",
+            ),
+        )
+    )
 
 
 def nodes_of(d: Driver, task: int) -> set[str]:
@@ -43,8 +57,12 @@ def test_a_task_waits_for_a_newer_agent_and_says_so() -> None:
     assert waits_of(d, task).why == why
     assert "a newer agent there" in waits_of(d, task).needs
     # The agent is restarted with new code, and goes on as the same incarnation.
-    d.obey(d.tell("n1/1", r.AgentRestarted(node="n1", incarnation=1, pid=2,
-                                           order_format=ORDER_FORMAT_VERSION)))
+    d.obey(
+        d.tell(
+            "n1/1",
+            r.AgentRestarted(node="n1", incarnation=1, pid=2, order_format=ORDER_FORMAT_VERSION),
+        )
+    )
     assert len(d.state.tasks[task].ranks) == 2
     assert not d.state.tasks[task].why
 
@@ -98,10 +116,17 @@ def test_each_task_gets_its_count_on_nodes_that_it_may_have(data: st.DataObject)
     slots = [Slot(f"n{node}", index) for node in range(1, 5) for index in range(2)]
     free, tasks, unread = list(slots), list[Task](), dict[int, frozenset[str]]()
     for number in range(1, data.draw(st.integers(1, 4)) + 1):
-        own = [free.pop(data.draw(st.integers(0, len(free) - 1)))
-               for _ in range(data.draw(st.integers(0, min(3, len(free)))))]
-        task = Task(id=number, weight=1.0, submitted_s=0.0, since_s=0.0,
-                    spec=spec(slots={"min": 1, "max": 6}))
+        own = [
+            free.pop(data.draw(st.integers(0, len(free) - 1)))
+            for _ in range(data.draw(st.integers(0, min(3, len(free)))))
+        ]
+        task = Task(
+            id=number,
+            weight=1.0,
+            submitted_s=0.0,
+            since_s=0.0,
+            spec=spec(slots={"min": 1, "max": 6}),
+        )
         task.target = tuple(Seat(rank, slot) for rank, slot in enumerate(sorted(own)))
         tasks.append(task)
         if names := data.draw(st.frozensets(st.sampled_from(["n1", "n2", "n3"]))):
@@ -132,8 +157,11 @@ def test_an_agent_that_an_older_one_replaces_gets_no_order_that_it_cannot_read()
     assert d.state.tasks[task].why == "the agent of n1 reads order format 0, and this job needs 1"
     d.join("n2")
     assert nodes_of(d, task) == {"n2"}
-    assert all(record.body.slot.node == "n2" for record in d.log[at:]
-               if isinstance(record.body, o.StartRank))
+    assert all(
+        record.body.slot.node == "n2"
+        for record in d.log[at:]
+        if isinstance(record.body, o.StartRank)
+    )
 
 
 def test_a_process_does_not_start_again_where_an_older_agent_goes_on() -> None:
@@ -144,8 +172,12 @@ def test_a_process_does_not_start_again_where_an_older_agent_goes_on() -> None:
     d.tell("n1/1", r.AgentRestarted(node="n1", incarnation=1, pid=2))
     (rank,) = d.state.tasks[task].ranks.values()
     at = len(d.log)
-    d.tell("n1/1", r.RankExited(task=task, rank=rank.rank, attempt=rank.attempt,
-                                 pid=rank.pid, exit_code=None, signal=9))
+    d.tell(
+        "n1/1",
+        r.RankExited(
+            task=task, rank=rank.rank, attempt=rank.attempt, pid=rank.pid, exit_code=None, signal=9
+        ),
+    )
     assert not [record for record in d.log[at:] if isinstance(record.body, o.StartRank)]
     assert d.state.tasks[task].why == "the agent of n1 reads order format 0, and this job needs 1"
     d.join("n2")

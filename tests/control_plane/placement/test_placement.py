@@ -35,12 +35,17 @@ def score(held: Held, kept: Held, count: int, where: Where, heavy: int) -> Score
     stay = sum(min(num, kept.get(node, 0)) for node, num in held.items())
     racks = {where[node].rack or node for node in held}
     moved = min(count, sum(kept.values())) - stay
-    return (int(count > 1 and len(held) == 1), int(count > 1 and len(racks) == 1), moved,
-            moved * heavy)
+    return (
+        int(count > 1 and len(held) == 1),
+        int(count > 1 and len(racks) == 1),
+        moved,
+        moved * heavy,
+    )
 
 
-def brute_force(counts: Sequence[int], kept: Sequence[Held], room: Held, where: Where,
-                heavy: Sequence[int]) -> Score:
+def brute_force(
+    counts: Sequence[int], kept: Sequence[Held], room: Held, where: Where, heavy: Sequence[int]
+) -> Score:
     """The least score of all placements of these tasks."""
     if not counts:
         return 0, 0, 0, 0
@@ -78,15 +83,24 @@ def test_the_placement_has_the_best_score(case: Case) -> None:
                 room[seat.slot.node] -= 1
         else:
             movable.append((task, count))
-    kept = [of([rank.slot for rank in task.ranks.values() if rank.slot in slots])
-            for task, _ in movable]
+    kept = [
+        of([rank.slot for rank in task.ranks.values() if rank.slot in slots]) for task, _ in movable
+    ]
     heavy = [seat_bytes(task, count) for task, count in movable]
-    scores = [score(of([seat.slot for seat in seats[task.id]]), own, count, where, each)
-              for (task, count), own, each in zip(movable, kept, heavy, strict=True)]
+    scores = [
+        score(of([seat.slot for seat in seats[task.id]]), own, count, where, each)
+        for (task, count), own, each in zip(movable, kept, heavy, strict=True)
+    ]
     total = tuple(map(sum, zip((0, 0, 0, 0), *scores, strict=True)))
-    moved = sum(min(count, sum(own.values())) - sum(
-        task.ranks[seat.rank].slot == seat.slot for seat in seats[task.id]
-        if seat.rank in task.ranks) for (task, count), own in zip(movable, kept, strict=True))
+    moved = sum(
+        min(count, sum(own.values()))
+        - sum(
+            task.ranks[seat.rank].slot == seat.slot
+            for seat in seats[task.id]
+            if seat.rank in task.ranks
+        )
+        for (task, count), own in zip(movable, kept, strict=True)
+    )
     assert total == brute_force([count for _, count in movable], kept, room, where, heavy)
     assert moved == total[2], "a rank that keeps its node keeps its slot"
 
@@ -114,12 +128,16 @@ def nodes_of(seats: Sequence[Seat]) -> int:
 @pytest.mark.parametrize("lost", NODES)
 @pytest.mark.parametrize("after", [(3, 1), (2, 2), (1, 3)])
 @pytest.mark.parametrize("before", PAIRS)
-def test_a_node_is_lost_and_comes_back(before: tuple[int, int], after: tuple[int, int],
-                                       lost: str) -> None:
+def test_a_node_is_lost_and_comes_back(
+    before: tuple[int, int], after: tuple[int, int], lost: str
+) -> None:
     """Each task is on two nodes before, during and after the loss. Unchanged tasks do not move."""
     tasks = [task_at(1, []), task_at(2, [])]
-    for counts, slots in ((before, SLOTS), (after, [x for x in SLOTS if x.node != lost]),
-                          (before, SLOTS)):
+    for counts, slots in (
+        (before, SLOTS),
+        (after, [x for x in SLOTS if x.node != lost]),
+        (before, SLOTS),
+    ):
         seats = placement.place(tasks, counts, slots, {})
         for task, count in zip(tasks, counts, strict=True):
             assert nodes_of(seats[task.id]) >= min(count, 2)
@@ -147,13 +165,24 @@ def test_a_task_that_changes_makes_room_for_a_new_one() -> None:
 
 
 FOUR = [Slot(node, index) for node in ("n1", "n2", "n3", "n4") for index in range(3)]
-ON_RACKS = {"n1": Labels(rack="r1", switch="s1"), "n2": Labels(rack="r1", switch="s2"),
-            "n3": Labels(rack="r1", switch="s1"), "n4": Labels(rack="r2", switch="s3")}
+ON_RACKS = {
+    "n1": Labels(rack="r1", switch="s1"),
+    "n2": Labels(rack="r1", switch="s2"),
+    "n3": Labels(rack="r1", switch="s1"),
+    "n4": Labels(rack="r2", switch="s3"),
+}
 
 
-@pytest.mark.parametrize(("count", "nodes"), [
-    (3, {"n1": 2, "n4": 1}), (4, {"n1": 3, "n4": 1}), (6, {"n1": 3, "n3": 2, "n4": 1}),
-    (8, {"n1": 3, "n3": 3, "n2": 1, "n4": 1}), (11, {"n1": 3, "n3": 3, "n2": 3, "n4": 2})])
+@pytest.mark.parametrize(
+    ("count", "nodes"),
+    [
+        (3, {"n1": 2, "n4": 1}),
+        (4, {"n1": 3, "n4": 1}),
+        (6, {"n1": 3, "n3": 2, "n4": 1}),
+        (8, {"n1": 3, "n3": 3, "n2": 1, "n4": 1}),
+        (11, {"n1": 3, "n3": 3, "n2": 3, "n4": 2}),
+    ],
+)
 def test_new_seats_are_as_near_as_possible(count: int, nodes: Held) -> None:
     """The order is: the same node, its switch, its rack. One seat is on another rack."""
     seats = placement.place([task_at(1, FOUR[:1])], [count], FOUR, ON_RACKS)
@@ -173,20 +202,31 @@ def test_a_seat_that_must_move_goes_to_the_nearest() -> None:
 def test_nearer_slots_go_to_the_heavier_task(data: st.DataObject) -> None:
     """No new slot of the heavier task is farther from it than a new slot of the lighter task."""
     nodes = [f"n{i}" for i in range(data.draw(st.integers(3, 6)))]
-    where = {node: Labels(rack=data.draw(st.sampled_from(["r1", "r2", "r3"])),
-                          switch=data.draw(st.sampled_from(["", "s1", "s2"]))) for node in nodes}
+    where = {
+        node: Labels(
+            rack=data.draw(st.sampled_from(["r1", "r2", "r3"])),
+            switch=data.draw(st.sampled_from(["", "s1", "s2"])),
+        )
+        for node in nodes
+    }
     every = [Slot(node, index) for node in nodes for index in range(3)]
     order = data.draw(st.permutations(every))
     layers = data.draw(st.permutations([1, 2, 3]))
-    tasks = [task_at(number + 1, sorted(order[2 * number:2 * number + 2]),
-                     num_layers=layers[number]) for number in range(data.draw(st.integers(2, 3)))]
+    tasks = [
+        task_at(number + 1, sorted(order[2 * number : 2 * number + 2]), num_layers=layers[number])
+        for number in range(data.draw(st.integers(2, 3)))
+    ]
     counts = [2 + data.draw(st.integers(0, 2)) for _ in tasks]
     seats = placement.place(tasks, counts, every, where)
-    new = {task.id: [seat.slot.node for seat in seats[task.id] if seat not in task.target]
-           for task in tasks}
+    new = {
+        task.id: [seat.slot.node for seat in seats[task.id] if seat not in task.target]
+        for task in tasks
+    }
     for heavy, light in itertools.permutations(tasks, 2):
-        on_one_rack = any(len({where[seat.slot.node].rack for seat in task.target}) == 1
-                          for task in (heavy, light))
+        on_one_rack = any(
+            len({where[seat.slot.node].rack for seat in task.target}) == 1
+            for task in (heavy, light)
+        )
         if seat_bytes(heavy, 1) <= seat_bytes(light, 1) or on_one_rack:
             continue  # a task on one rack first gets a seat on another
         for node, other in itertools.product(new[heavy.id], new[light.id]):
@@ -196,17 +236,23 @@ def test_nearer_slots_go_to_the_heavier_task(data: st.DataObject) -> None:
 def far(task: Task, node: str, where: Where) -> int:
     """Distance from the task's seats. 0: same node, 1: same switch, 2: same rack, 3: elsewhere."""
     near = [where[seat.slot.node] for seat in task.target]
-    tests = (any(seat.slot.node == node for seat in task.target),
-             any(label.switch == where[node].switch != "" for label in near),
-             any(label.rack == where[node].rack for label in near), True)
+    tests = (
+        any(seat.slot.node == node for seat in task.target),
+        any(label.switch == where[node].switch != "" for label in near),
+        any(label.rack == where[node].rack for label in near),
+        True,
+    )
     return tests.index(True)
 
 
 def test_the_task_with_the_least_state_moves_for_the_spread() -> None:
     """Three tasks change. t3 is on one node, and t1 or t2 must move to make room on the other."""
     for layers, moved in (((1, 2), 1), ((2, 1), 2)):
-        tasks = [task_at(1, [SLOTS[2]], num_layers=layers[0]),
-                 task_at(2, [SLOTS[3]], num_layers=layers[1]), task_at(3, SLOTS[:2])]
+        tasks = [
+            task_at(1, [SLOTS[2]], num_layers=layers[0]),
+            task_at(2, [SLOTS[3]], num_layers=layers[1]),
+            task_at(3, SLOTS[:2]),
+        ]
         for task in tasks[:2]:
             task.target = (*task.target, Seat(1, Slot("n9", task.id)))
         tasks[2].target = (*tasks[2].target, Seat(2, Slot("n9", 0)))
@@ -228,7 +274,7 @@ def test_a_large_cluster_that_loses_a_rack() -> None:
     nodes = [f"n{i:03}" for i in range(128)]
     where = {node: Labels(rack=f"r{i // 16}", switch=f"s{i // 8}") for i, node in enumerate(nodes)}
     every = [Slot(node, index) for node in nodes for index in range(8)]
-    tasks = [task_at(i + 1, every[24 * i:24 * i + 24]) for i in range(40)]
+    tasks = [task_at(i + 1, every[24 * i : 24 * i + 24]) for i in range(40)]
     slots = [slot for slot in every if where[slot.node].rack != "r3"]
     seats = placement.place(tasks, [20] * 40, slots, where)
     for task in tasks:
@@ -245,36 +291,55 @@ def test_the_possible_loss_is_named() -> None:
     here = SLOTS[:2]
     assert placement.why_placed(task, task.target, here, {}) == (
         "all 2 seats on n1, no state elsewhere: its loss would cost all since its start; there is "
-        "no other node")
+        "no other node"
+    )
     assert placement.why_placed(task, task.target, SLOTS, {}).endswith("; no other node has room")
     task.max_iteration, task.iteration = 90, 40  # 50 iterations are lost already
     assert placement.why_placed(task, task.target[:1], here, {}) == (
-        "one seat on n1, no state elsewhere: its loss would cost the 40 iterations since its start")
+        "one seat on n1, no state elsewhere: its loss would cost the 40 iterations since its start"
+    )
     task.checkpoint = Checkpoint(generation=1, step_version=30, path="gen-1/iter-30", final=False)
     assert placement.why_placed(task, task.target[:1], here, {}) == (
         "one seat on n1, no state elsewhere: its loss would cost the 10 iterations since its "
-        "checkpoint")
+        "checkpoint"
+    )
     assert task.lost_with() == 10, "the task's screen shows the same number"
     spread = [Seat(0, SLOTS[0]), Seat(1, SLOTS[2])]
     assert placement.why_placed(task, spread, SLOTS, {}) == "2 seats on n1 n2"
     where = {"n1": Labels(rack="r1"), "n2": Labels(rack="r1"), "n3": Labels(rack="r2")}
     assert placement.why_placed(task, spread, SLOTS, where) == (
-        "2 seats on n1 n2, all on rack r1: no other rack has room")
+        "2 seats on n1 n2, all on rack r1: no other rack has room"
+    )
     assert placement.why_placed(task, spread, SLOTS[:4], where) == (
-        "2 seats on n1 n2, all on rack r1: no slot is on another rack")
+        "2 seats on n1 n2, all on rack r1: no slot is on another rack"
+    )
     where["n2"] = Labels(rack="r2")
     assert placement.why_placed(task, spread, SLOTS, where) == "2 seats on n1 n2"
 
 
-@pytest.mark.parametrize(("parallel", "count", "share"), [
-    ({}, 4, 1.0), ({"optimizer": "sharded"}, 4, (4 + 8 / 4) / 12),
-    ({"optimizer": "mirrored"}, 4, (4 + 8 / 2) / 12), ({"optimizer": "mirrored"}, 1, 1.0),
-    ({"tensor": [2]}, 4, 0.5), ({"tensor": [2], "optimizer": "sharded"}, 4, (4 + 8 / 2) / 24)])
+@pytest.mark.parametrize(
+    ("parallel", "count", "share"),
+    [
+        ({}, 4, 1.0),
+        ({"optimizer": "sharded"}, 4, (4 + 8 / 4) / 12),
+        ({"optimizer": "mirrored"}, 4, (4 + 8 / 2) / 12),
+        ({"optimizer": "mirrored"}, 1, 1.0),
+        ({"tensor": [2]}, 4, 0.5),
+        ({"tensor": [2], "optimizer": "sharded"}, 4, (4 + 8 / 2) / 24),
+    ],
+)
 def test_the_state_size_of_one_seat(parallel: dict[str, Any], count: int, share: float) -> None:
     def of(**parallel: Any) -> Train:
-        found = spec(slots={"min": 1, "max": 4}, train={
-            "iterations": 9, "output": "/o", "batch": {"global": 24, "micro": 1},
-            "model": {"num_layers": 12}, "parallel": parallel}).train
+        found = spec(
+            slots={"min": 1, "max": 4},
+            train={
+                "iterations": 9,
+                "output": "/o",
+                "batch": {"global": 24, "micro": 1},
+                "model": {"num_layers": 12},
+                "parallel": parallel,
+            },
+        ).train
         assert found is not None
         return found
 

@@ -33,19 +33,30 @@ def modelled(each: int) -> Modelled:
 def command_at(number: int, slots: Sequence[Slot], each: int) -> Task:
     """A command that runs on these slots, in groups of `each`."""
     spec = parse(job(name=f"c{number}"))
-    return Task(id=number, spec=spec, weight=1.0, submitted_s=0.0, since_s=0.0,
-                modelled=modelled(each),
-                target=tuple(Seat(rank, slot) for rank, slot in enumerate(slots)),
-                ranks={rank: Rank(rank=rank, attempt=1, slot=slot, state="running")
-                       for rank, slot in enumerate(slots)})
+    return Task(
+        id=number,
+        spec=spec,
+        weight=1.0,
+        submitted_s=0.0,
+        since_s=0.0,
+        modelled=modelled(each),
+        target=tuple(Seat(rank, slot) for rank, slot in enumerate(slots)),
+        ranks={
+            rank: Rank(rank=rank, attempt=1, slot=slot, state="running")
+            for rank, slot in enumerate(slots)
+        },
+    )
 
 
 def fits_whole(sizes: Sequence[int], room: Held) -> bool:
     """True if each group of these sizes fits on one node; tries every assignment."""
     if not sizes:
         return True
-    return any(fits_whole(sizes[1:], room | {node: room[node] - sizes[0]})
-               for node in room if room[node] >= sizes[0])
+    return any(
+        fits_whole(sizes[1:], room | {node: room[node] - sizes[0]})
+        for node in room
+        if room[node] >= sizes[0]
+    )
 
 
 def commands(draw: st.DrawFn, number: int, slots: Sequence[Slot]) -> Task:
@@ -77,8 +88,9 @@ def test_no_group_is_split_without_need(case: Case) -> None:
         else:
             wanted += [each] * (count // each)
             num_split += tensor_groups.num_split(task, seats[task.id], each)
-            assert ("not on one node" in placement.why_placed(task, seats[task.id], slots, where)
-                    ) == (tensor_groups.num_split(task, seats[task.id], each) > 0)
+            assert (
+                "not on one node" in placement.why_placed(task, seats[task.id], slots, where)
+            ) == (tensor_groups.num_split(task, seats[task.id], each) > 0)
     assert (num_split == 0) == fits_whole(sorted(wanted, reverse=True), room)
 
 
@@ -95,9 +107,11 @@ def test_whole_groups_keep_the_most_seats(case: Case) -> None:
     room, own = of(slots), of([seat.slot for seat in task.target if seat.slot in slots])
     if each == 1 or tensor_groups.num_split(task, seats, each) or not count:
         return
-    most = max(sum(min(num * each, own.get(node, 0)) for node, num in zip(room, nums, strict=True))
-               for nums in itertools.product(*(range(have // each + 1) for have in room.values()))
-               if sum(nums) * each == count)
+    most = max(
+        sum(min(num * each, own.get(node, 0)) for node, num in zip(room, nums, strict=True))
+        for nums in itertools.product(*(range(have // each + 1) for have in room.values()))
+        if sum(nums) * each == count
+    )
     target = {seat.slot for seat in task.target}
     kept = sum(seat.slot in target for seat in seats)
     assert kept >= most if rest else kept == most
@@ -162,11 +176,13 @@ def test_groups_of_a_training_task_are_formed_on_each_node() -> None:
     moved = tensor_task(1, [TWELVE[0], TWELVE[4]])
     assert tensor_groups.why_split(moved, moved.target, TWELVE) == (
         "; 1 of 1 tensor-parallel groups of 2 is not on one node: other tasks have slots of the "
-        "nodes with 2")
+        "nodes with 2"
+    )
     pipeline = task_at(1, [TWELVE[0], TWELVE[4]])
     pipeline.spec = layouts(pipeline=[2])
     assert tensor_groups.why_split(pipeline, pipeline.target, [TWELVE[0], TWELVE[4]]) == (
-        "; 1 of 1 pipelines of 2 is not on one node: no node has more than 1 slot")
+        "; 1 of 1 pipelines of 2 is not on one node: no node has more than 1 slot"
+    )
 
 
 def mixed(draw: st.DrawFn, number: int, slots: Sequence[Slot]) -> Task:
@@ -192,7 +208,7 @@ def test_the_spread_of_other_tasks_splits_no_group(case: Case) -> None:
         stays = count == len(task.target) and all(seat.slot in slots for seat in task.target)
         if stays or each == 1:
             claimed = {seat.slot for seat in task.target}.intersection(slots)
-            for slot in sorted(claimed)[:None if stays else count]:
+            for slot in sorted(claimed)[: None if stays else count]:
                 room[slot.node] -= 1
         else:
             wanted += [each] * (count // each)
@@ -215,10 +231,10 @@ def nearly_full(draw: st.DrawFn) -> Case:
         count = each * draw(st.integers(1, 4)) if tasks else draw(st.integers(2, 4))
         if count > left:
             break
-        at = sorted(order[:draw(st.integers(0, min(2, len(order))))])
+        at = sorted(order[: draw(st.integers(0, min(2, len(order))))])
         tasks.append(command_at(len(tasks) + 1, at, each) if tasks else task_at(1, at))
         counts.append(count)
-        order, left = order[len(at):], left - count
+        order, left = order[len(at) :], left - count
     return tasks, counts, slots, where
 
 
@@ -226,8 +242,11 @@ def leaves_two_nodes(sizes: Sequence[int], room: Held) -> bool:
     """True if whole groups of these sizes can leave room on two nodes; tries every assignment."""
     if not sizes:
         return sum(num > 0 for num in room.values()) > 1
-    return any(leaves_two_nodes(sizes[1:], room | {node: room[node] - sizes[0]})
-               for node in room if room[node] >= sizes[0])
+    return any(
+        leaves_two_nodes(sizes[1:], room | {node: room[node] - sizes[0]})
+        for node in room
+        if room[node] >= sizes[0]
+    )
 
 
 @given(nearly_full())
@@ -258,17 +277,26 @@ def test_a_group_larger_than_any_node_is_reported() -> None:
     seats = placement.place([command], [8], TWELVE, {})[1]
     assert placement.why_placed(command, seats, TWELVE, {}) == (
         "8 seats on n1 n2; 1 of 1 tensor-parallel groups of 8 is not on one node: "
-        "no node has more than 4 slots")
+        "no node has more than 4 slots"
+    )
 
 
 def test_new_groups_are_as_near_as_possible() -> None:
     """Groups are placed on n1, then at its switch (n4), then in its rack (n3), then elsewhere."""
-    where = {"n1": Labels(rack="r1", switch="s1"), "n2": Labels(rack="r2", switch="s2"),
-             "n3": Labels(rack="r1", switch="s3"), "n4": Labels(rack="r3", switch="s1")}
+    where = {
+        "n1": Labels(rack="r1", switch="s1"),
+        "n2": Labels(rack="r2", switch="s2"),
+        "n3": Labels(rack="r1", switch="s3"),
+        "n4": Labels(rack="r3", switch="s1"),
+    }
     slots = [*TWELVE, *(Slot("n4", index) for index in range(2))]
     command = command_at(1, TWELVE[:2], 2)
-    for count, nodes in ((4, ["n1"]), (6, ["n1", "n4"]), (8, ["n1", "n3", "n4"]),
-                         (12, ["n1", "n2", "n3", "n4"])):
+    for count, nodes in (
+        (4, ["n1"]),
+        (6, ["n1", "n4"]),
+        (8, ["n1", "n3", "n4"]),
+        (12, ["n1", "n2", "n3", "n4"]),
+    ):
         seats = placement.place([command], [count], slots, where)[1]
         assert sorted(of([seat.slot for seat in seats])) == nodes
         assert tensor_groups.num_split(command, seats, 2) == 0
@@ -287,8 +315,10 @@ def test_the_command_receives_the_layout_of_the_plan() -> None:
     large = {**MODEL, "hidden": 8192, "num_heads": 64, "num_layers": 32, "global_batch": 64}
     body = submitted(job(large, slots={"min": 8, "max": 16, "multiple_of": 8}))
     assert body.modelled is not None
-    assert all(x.tp * x.pp * x.cp * x.dp == size
-               for size, x in zip(body.modelled.sizes, body.modelled.axes, strict=True))
+    assert all(
+        x.tp * x.pp * x.cp * x.dp == size
+        for size, x in zip(body.modelled.sizes, body.modelled.axes, strict=True)
+    )
     axes = body.modelled.axes[-1]
     assert axes.tp > 1
     assert body.modelled.layouts[-1].startswith(f"TP {axes.tp} x PP {axes.pp} x DP {axes.dp}, ")
@@ -300,12 +330,16 @@ def test_the_command_receives_the_layout_of_the_plan() -> None:
     orders = [record.body for record in records if isinstance(record.body, o.StartRank)]
     assert len(orders) == 16
     node = NodeConfig(
-        name="n1", incarnation=1, cluster="c", host="h", num_slots=9, state_dir=Path())
+        name="n1", incarnation=1, cluster="c", host="h", num_slots=9, state_dir=Path()
+    )
     for order in orders:
         assert order.axes == axes
         env = environment(order, node, {})
         assert (env["UNICRON_TP"], env["UNICRON_PP"], env["UNICRON_DP"]) == (
-            str(axes.tp), str(axes.pp), str(axes.dp))
+            str(axes.tp),
+            str(axes.pp),
+            str(axes.dp),
+        )
         assert env["UNICRON_RECOMPUTE"] == axes.recompute
         assert int(env["UNICRON_MICRO_BATCH"]) == axes.micro_batch
 

@@ -29,16 +29,28 @@ pytestmark = pytest.mark.nodes(3)
 
 
 # --- allowed sizes ------------------------------------------------------------------------------
-@pytest.mark.parametrize(("slots", "begins", "shrinks"), [
-    ({"sizes": [1, 6]}, 6, 1), ({"multiple_of": 2, "max": 6}, 6, 4), ({"max": 6}, 6, 5)])
-def test_a_plan_gives_what_the_spec_allows(d: Driver, slots: object, begins: int,
-                                           shrinks: int) -> None:
+@pytest.mark.parametrize(
+    ("slots", "begins", "shrinks"),
+    [({"sizes": [1, 6]}, 6, 1), ({"multiple_of": 2, "max": 6}, 6, 4), ({"max": 6}, 6, 5)],
+)
+def test_a_plan_gives_what_the_spec_allows(
+    d: Driver, slots: object, begins: int, shrinks: int
+) -> None:
     table = {x: 1e12 * x for x in range(1, 7)}
     task = d.running(spec(slots=slots, throughput=table))
     assert len(task_of(d, task).target) == begins
-    lost = d.tell("n3/1", r.RankErrored(
-        task=task, rank=task_of(d, task).target[-1].rank, attempt=1, generation=1, iteration=0,
-        error="ECC errors", text="uncorrectable"))
+    lost = d.tell(
+        "n3/1",
+        r.RankErrored(
+            task=task,
+            rank=task_of(d, task).target[-1].rank,
+            attempt=1,
+            generation=1,
+            iteration=0,
+            error="ECC errors",
+            text="uncorrectable",
+        ),
+    )
     d.obey(lost)
     assert len(task_of(d, task).target) == shrinks
     d.progress(task)
@@ -60,23 +72,39 @@ def limited(draw: st.DrawFn) -> Case:
     now = tuple(draw(st.sampled_from([size for size, _ in row])) for row in rows)
     order = draw(st.permutations(range(num)))
     cut = draw(st.integers(0, num))
-    teams = [(tuple(sorted(part)), draw(st.integers(0, 8)))
-             for part in (order[:cut], order[cut:]) if part and draw(st.booleans())]
+    teams = [
+        (tuple(sorted(part)), draw(st.integers(0, 8)))
+        for part in (order[:cut], order[cut:])
+        if part and draw(st.booleans())
+    ]
     several = st.lists(st.integers(0, 2), min_size=num, max_size=num).map(tuple)
     priorities = draw(st.just(()) | several)
-    return rows, draw(st.integers(0, 12)), PlanLimits(
-        now=now, healthy=tuple(draw(st.booleans()) and x > 0 for x in now),
-        moves_max=draw(st.none() | st.integers(0, num)), teams=tuple(teams), priorities=priorities)
+    return (
+        rows,
+        draw(st.integers(0, 12)),
+        PlanLimits(
+            now=now,
+            healthy=tuple(draw(st.booleans()) and x > 0 for x in now),
+            moves_max=draw(st.none() | st.integers(0, num)),
+            teams=tuple(teams),
+            priorities=priorities,
+        ),
+    )
 
 
 def best_by_force(case: Case) -> tuple[int, ...]:
     """By brute force: the gains by priority of the best plan within the limits."""
     rows, capacity, limits = case
-    fits = [plan for plan in itertools.product(*rows)
-            if sum(size for size, _ in plan) <= capacity
-            and all(sum(plan[row][0] for row in team) <= quota for team, quota in limits.teams)]
-    moves = [sum(plan[row][0] != limits.now[row] for row in range(len(rows))
-                 if limits.healthy[row]) for plan in fits]
+    fits = [
+        plan
+        for plan in itertools.product(*rows)
+        if sum(size for size, _ in plan) <= capacity
+        and all(sum(plan[row][0] for row in team) <= quota for team, quota in limits.teams)
+    ]
+    moves = [
+        sum(plan[row][0] != limits.now[row] for row in range(len(rows)) if limits.healthy[row])
+        for plan in fits
+    ]
     if limits.moves_max is not None:
         most = max(limits.moves_max, min(moves))
         fits = [plan for plan, num in zip(fits, moves, strict=True) if num <= most]
@@ -86,8 +114,10 @@ def best_by_force(case: Case) -> tuple[int, ...]:
 def by_priority(limits: PlanLimits, gains: list[int]) -> tuple[int, ...]:
     """The sum of the gains by priority, the highest priority first."""
     priorities = limits.priorities or (0,) * len(gains)
-    return tuple(sum(gain for gain, own in zip(gains, priorities, strict=True) if own == one)
-                 for one in sorted(set(priorities), reverse=True))
+    return tuple(
+        sum(gain for gain, own in zip(gains, priorities, strict=True) if own == one)
+        for one in sorted(set(priorities), reverse=True)
+    )
 
 
 @given(limited())
@@ -110,10 +140,17 @@ def test_the_best_plan_within_the_limits(case: Case) -> None:
 @settings(max_examples=100, deadline=None)
 def test_limits_that_do_not_bind_change_no_value(case: Case) -> None:
     rows, capacity, limits = case
-    none = PlanLimits(now=limits.now, healthy=limits.healthy, moves_max=len(rows),
-                  teams=((tuple(range(len(rows))), 99),), priorities=())
-    found, free = (constraints.best(candidates_of(rows), capacity, none),
-                   knapsack.best(candidates_of(rows), capacity))
+    none = PlanLimits(
+        now=limits.now,
+        healthy=limits.healthy,
+        moves_max=len(rows),
+        teams=((tuple(range(len(rows))), 99),),
+        priorities=(),
+    )
+    found, free = (
+        constraints.best(candidates_of(rows), capacity, none),
+        knapsack.best(candidates_of(rows), capacity),
+    )
     assert found is not None
     assert free is not None
     assert found[1] == free[1]
@@ -138,8 +175,11 @@ def test_at_most_moves_max_healthy_tasks_change() -> None:
 
 
 def test_faulted_and_new_tasks_do_not_count_as_moves() -> None:
-    demands = [wish(1, 4, {2: 5.0, 4: 9.0}, faulted=True), wish(2, 0, {1: 3.0}),
-               wish(3, 2, {2: 9.0})]
+    demands = [
+        wish(1, 4, {2: 5.0, 4: 9.0}, faulted=True),
+        wish(2, 0, {1: 3.0}),
+        wish(3, 2, {2: 9.0}),
+    ]
     assert choose(demands, 5, moves_max=0).plan.slots == (2, 1, 2)
 
 
@@ -150,8 +190,11 @@ def test_moves_max_is_exceeded_by_as_little_as_possible() -> None:
 
 
 def test_a_team_has_at_most_its_quota() -> None:
-    demands = [wish(1, 0, {1: 5.0, 2: 9.0}, team="red"), wish(2, 0, {1: 4.0, 2: 8.0}, team="red"),
-               wish(3, 0, {1: 1.0, 2: 1.5, 3: 1.75})]
+    demands = [
+        wish(1, 0, {1: 5.0, 2: 9.0}, team="red"),
+        wish(2, 0, {1: 4.0, 2: 8.0}, team="red"),
+        wish(3, 0, {1: 1.0, 2: 1.5, 3: 1.75}),
+    ]
     assert choose(demands, 4).plan.slots == (2, 2, 0)
     assert choose(demands, 4, quotas=(("red", 3),)).plan.slots == (2, 1, 1)
     assert choose(demands, 4, quotas=(("red", 0), ("none", 2))).plan.slots == (0, 0, 3)
@@ -205,11 +248,14 @@ def test_the_plan_record_names_a_binding_limit(d: Driver) -> None:
 
 def test_a_priority_that_lowers_the_objective_is_named(d: Driver) -> None:
     for alpha in (0.0, 1.0):
-        demands = [wish(1, 4, {1: 8e12, 2: 14e12, 3: 18e12, 4: 22e12}),
-                   wish(2, 2, {1: 2e12, 2: 5e12, 4: 9e12}),
-                   wish(3, 0, {1: 1e9, 2: 1.01e9}, priority=1)]
-        problem = PlanProblem(demands=tuple(demands), num_slots=6, mtbf_gpu_s=7.2e6, gain_min=0.005,
-                              alpha=alpha)
+        demands = [
+            wish(1, 4, {1: 8e12, 2: 14e12, 3: 18e12, 4: 22e12}),
+            wish(2, 2, {1: 2e12, 2: 5e12, 4: 9e12}),
+            wish(3, 0, {1: 1e9, 2: 1.01e9}, priority=1),
+        ]
+        problem = PlanProblem(
+            demands=tuple(demands), num_slots=6, mtbf_gpu_s=7.2e6, gain_min=0.005, alpha=alpha
+        )
         choice, _, why = explained(problem)
         assert choice.plan.slots[2] == 2
         assert explain.binding_constraint(problem, choice, {}) == ("limits", ())
@@ -229,15 +275,24 @@ def test_the_reason_names_gain_min_if_a_change_gains_less() -> None:
 def test_only_the_limits_that_bind_are_named() -> None:
     demands = [wish(task, 2, {1: 9.0, 2: 10.0}, team="blue") for task in (1, 2, 3)]
     demands.append(wish(4, 0, {1: 6.0, 2: 12.0, 3: 18.0}, priority=1))
-    for more, what in (({"moves_max": 1}, "without moves_max and priorities"),
-                       ({"quotas": (("blue", 2),)}, "without quotas and priorities"), ({}, "")):
+    for more, what in (
+        ({"moves_max": 1}, "without moves_max and priorities"),
+        ({"quotas": (("blue", 2),)}, "without quotas and priorities"),
+        ({}, ""),
+    ):
         names = [other.what for other in choose(demands, 6, **more).alternatives]
         assert [x for x in names if x in alternative_names.LIMITS_BY_NAME] == [what] * bool(what)
-        assert plan_screen.bound_by({"bound": "limits", "num_slots": 5, "alternatives": [
-            {"what": x} for x in names]}, {}) == {
+        assert (
+            plan_screen.bound_by(
+                {"bound": "limits", "num_slots": 5, "alternatives": [{"what": x} for x in names]},
+                {},
+            )
+            == {
                 "without moves_max and priorities": "moves_max or priorities",
                 "without quotas and priorities": "quotas or priorities",
-                "": "moves_max, quotas or priorities"}[what]
+                "": "moves_max, quotas or priorities",
+            }[what]
+        )
 
 
 @st.composite
@@ -246,14 +301,24 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
     for task in range(1, draw(st.integers(1, 4)) + 1):
         sizes = sorted(draw(st.sets(st.integers(1, 5), min_size=1, max_size=3)))
         wafs = {x: draw(st.floats(0.5, 50.0, allow_nan=False)) for x in sizes}
-        demands.append(wish(
-            task, draw(st.sampled_from([0, *sizes])), wafs, faulted=draw(st.booleans()),
-            team=draw(st.sampled_from(["", "red", "blue"])),
-            priority=draw(st.sampled_from([0, 0, 1]))))
+        demands.append(
+            wish(
+                task,
+                draw(st.sampled_from([0, *sizes])),
+                wafs,
+                faulted=draw(st.booleans()),
+                team=draw(st.sampled_from(["", "red", "blue"])),
+                priority=draw(st.sampled_from([0, 0, 1])),
+            )
+        )
     return PlanProblem(
-        demands=tuple(demands), num_slots=draw(st.integers(0, 10)), mtbf_gpu_s=7.2e6,
-        gain_min=draw(st.sampled_from([0.0, 0.1])), moves_max=draw(st.none() | st.integers(0, 2)),
-        quotas=draw(st.just(()) | st.just((("red", 4), ("blue", 3)))))
+        demands=tuple(demands),
+        num_slots=draw(st.integers(0, 10)),
+        mtbf_gpu_s=7.2e6,
+        gain_min=draw(st.sampled_from([0.0, 0.1])),
+        moves_max=draw(st.none() | st.integers(0, 2)),
+        quotas=draw(st.just(()) | st.just((("red", 4), ("blue", 3)))),
+    )
 
 
 SPANS_S = (0.0, 1.0, 10.0, 1e4)
@@ -265,25 +330,36 @@ def mixed(seed: int) -> PlanProblem:
     random = Random(seed)
     levels = random.choice(LEVELS)
     return PlanProblem(
-        demands=tuple(mixed_demand(random, task, levels)
-                      for task in range(1, random.randint(1, 4) + 1)),
-        num_slots=random.randint(0, 12), mtbf_gpu_s=random.choice([10.0, 1e5, 7.2e6]),
-        gain_min=random.choice([0.0, 0.0, 0.005, 0.3]), moves_max=random.choice([None, None, 0, 1]),
+        demands=tuple(
+            mixed_demand(random, task, levels) for task in range(1, random.randint(1, 4) + 1)
+        ),
+        num_slots=random.randint(0, 12),
+        mtbf_gpu_s=random.choice([10.0, 1e5, 7.2e6]),
+        gain_min=random.choice([0.0, 0.0, 0.005, 0.3]),
+        moves_max=random.choice([None, None, 0, 1]),
         quotas=random.choice([(), (("red", 4),), (("blue", 0), ("red", 3))]),
-        floor=random.random() < 0.3, alpha=random.choice([0.0, 0.5, 1.0, 2.0]))
+        floor=random.random() < 0.3,
+        alpha=random.choice([0.0, 0.5, 1.0, 2.0]),
+    )
 
 
 def mixed_demand(random: Random, task: int, levels: tuple[float, ...]) -> TaskDemand:
     sizes = sorted(random.sample(range(1, 8), random.randint(0, 4)))
     weight = random.choice([1.0, 4.0])
     spans = [random.choice(SPANS_S) for _ in range(4)]
-    return TaskDemand(task=10 * task, name=f"t{task}", now=random.choice([0, 0, 3, *sizes]),
-                faulted=random.random() < 0.3, weight=weight, sizes=tuple(sizes),
-                wafs=tuple(weight * random.choice(levels) for _ in sizes),
-                transition=Transition(same_s=spans[0], shrink_s=spans[1], grow_s=spans[2],
-                                      stop_s=spans[3]),
-                team=random.choice(["", "red", "blue"]), priority=random.choice([0, 0, 1]),
-                floor=random.choice([0, 0, 2, 4]))
+    return TaskDemand(
+        task=10 * task,
+        name=f"t{task}",
+        now=random.choice([0, 0, 3, *sizes]),
+        faulted=random.random() < 0.3,
+        weight=weight,
+        sizes=tuple(sizes),
+        wafs=tuple(weight * random.choice(levels) for _ in sizes),
+        transition=Transition(same_s=spans[0], shrink_s=spans[1], grow_s=spans[2], stop_s=spans[3]),
+        team=random.choice(["", "red", "blue"]),
+        priority=random.choice([0, 0, 1]),
+        floor=random.choice([0, 0, 2, 4]),
+    )
 
 
 @given(inputs() | st.integers(0, 2**32 - 1).map(mixed))
@@ -298,10 +374,17 @@ def test_no_plan_within_the_limits_is_worth_more(problem: PlanProblem) -> None:
     for plan in itertools.product(*by_row):
         slots = tuple(x for x, _ in plan)
         if sum(slots) <= problem.num_slots and all(
-                sum(x for x, one in zip(slots, tasks, strict=True) if one.team == team) <= quota
-                for team, quota in quotas.items()):
-            values[slots] = [sum(gain for (_, gain), one in zip(plan, tasks, strict=True)
-                                 if one.priority == priority) for priority in priorities]
+            sum(x for x, one in zip(slots, tasks, strict=True) if one.team == team) <= quota
+            for team, quota in quotas.items()
+        ):
+            values[slots] = [
+                sum(
+                    gain
+                    for (_, gain), one in zip(plan, tasks, strict=True)
+                    if one.priority == priority
+                )
+                for priority in priorities
+            ]
     check_best(problem, values)
 
 
@@ -312,6 +395,7 @@ def test_a_policy_that_changes_plans_triggers_a_plan(d: Driver) -> None:
     assert not only(decisions.PlanChosen, records), "stop_s_max affects no plan"
     records = d.tell("leader/abc", r.PolicySet(policy=Policy(stop_s_max=7.0, quotas={"red": 2})))
     assert [plan.body.trigger for plan in only(decisions.PlanChosen, records)] == [
-        "the policy was set"]
+        "the policy was set"
+    ]
     assert len(seats) == 4
     assert len(task_of(d, task).target) == 2

@@ -104,21 +104,27 @@ def test_slots_of_a_slower_task_grow_with_alpha() -> None:
 
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
 def test_all_tasks_run_if_they_fit_else_the_heaviest(alpha: float) -> None:
-    demands = [linear(1, 1e3, weight=5.0), linear(2, 1e-3), linear(3, weight=2.0),
-               wish(4, 0, {1: 0.0})]
+    demands = [
+        linear(1, 1e3, weight=5.0),
+        linear(2, 1e-3),
+        linear(3, weight=2.0),
+        wish(4, 0, {1: 0.0}),
+    ]
     assert all(slots(asking(demands, 3, alpha))[:3])
     problem = asking(demands, 2, alpha)
     assert slots(problem) == (1, 0, 1, 0)
     assert constraints.below_floor(problem, (1, 0, 1, 0)) == {2: 1}
     assert constraints.unserved_tasks(problem, (1, 0, 1, 0)) == (2,)
-    running = asking([replace(one, now=x) for one, x in zip(demands, (0, 1, 1, 0), strict=True)], 2,
-                     alpha)
+    running = asking(
+        [replace(one, now=x) for one, x in zip(demands, (0, 1, 1, 0), strict=True)], 2, alpha
+    )
     assert slots(running) == (1, 0, 1, 0)
 
 
 @pytest.mark.parametrize("alpha", FAIR)
 def test_a_change_costs_by_the_same_utility(alpha: float) -> None:
     """The task grows if and only if D (U(T') - U(T)) exceeds d T^(1 - alpha)."""
+
     def u(rate: float) -> float:
         return 2 * math.sqrt(rate) if alpha == 0.5 else math.log(rate) if alpha == 1 else -1 / rate
 
@@ -130,8 +136,10 @@ def test_a_change_costs_by_the_same_utility(alpha: float) -> None:
 
 @pytest.mark.parametrize("alpha", FAIR)
 def test_gain_min_is_the_least_speedup_of_a_change(alpha: float) -> None:
-    demands = [wish(1, 2, {2: 1.0, 4: 1.02}, transition_s=0.0),
-               wish(2, 2, {2: 1.0}, transition_s=0.0)]
+    demands = [
+        wish(1, 2, {2: 1.0, 4: 1.02}, transition_s=0.0),
+        wish(2, 2, {2: 1.0}, transition_s=0.0),
+    ]
     for share, x in ((0.019, 4), (0.021, 2)):  # on 4 slots task 1 is 2 % faster
         assert slots(asking(demands, 6, alpha, gain_min=share)) == (x, 2)
 
@@ -142,23 +150,38 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
     demands: list[TaskDemand] = []
     for task in range(1, draw(st.integers(1, 4)) + 1):
         rates = rising(draw)
-        demands.append(wish(task, draw(st.sampled_from([0, *rates, 6])), rates,
-                            faulted=draw(st.booleans()), floor=draw(st.sampled_from([0, 0, 2])),
-                            transition_s=draw(st.sampled_from([0.0, 10.0, 1e5])),
-                            priority=draw(st.sampled_from([0, 0, 1])),
-                            weight=draw(st.sampled_from([0.5, 1.0, 4.0]))))
-    return asking(demands, draw(st.integers(0, 10)), draw(st.sampled_from(FAIR)),
-                  floor=draw(st.booleans()), gain_min=draw(st.sampled_from([0.0, 0.1])),
-                  moves_max=draw(st.none() | st.integers(0, 2)))
+        demands.append(
+            wish(
+                task,
+                draw(st.sampled_from([0, *rates, 6])),
+                rates,
+                faulted=draw(st.booleans()),
+                floor=draw(st.sampled_from([0, 0, 2])),
+                transition_s=draw(st.sampled_from([0.0, 10.0, 1e5])),
+                priority=draw(st.sampled_from([0, 0, 1])),
+                weight=draw(st.sampled_from([0.5, 1.0, 4.0])),
+            )
+        )
+    return asking(
+        demands,
+        draw(st.integers(0, 10)),
+        draw(st.sampled_from(FAIR)),
+        floor=draw(st.booleans()),
+        gain_min=draw(st.sampled_from([0.0, 0.1])),
+        moves_max=draw(st.none() | st.integers(0, 2)),
+    )
 
 
 def expected(one: TaskDemand, x: int, problem: PlanProblem) -> float:
     """D w U(T) - (d + gain_min D) w T(now)^(1 - alpha), computed with the math module."""
     alpha, rate, had = problem.alpha, waf_of(one, x) / one.weight, waf_of(one, one.now) / one.weight
-    made = 0.0 if not rate else math.log(rate) if alpha == 1 else rate**(1 - alpha) / (1 - alpha)
-    held_s = problem.gain_min * problem.running_s * (
-        not one.faulted and x != one.now <= problem.num_slots)
-    lost = (transition_cost_s(one, x) + held_s) * had**(1 - alpha) if had else 0.0
+    made = 0.0 if not rate else math.log(rate) if alpha == 1 else rate ** (1 - alpha) / (1 - alpha)
+    held_s = (
+        problem.gain_min
+        * problem.running_s
+        * (not one.faulted and x != one.now <= problem.num_slots)
+    )
+    lost = (transition_cost_s(one, x) + held_s) * had ** (1 - alpha) if had else 0.0
     return one.weight * (problem.running_s * made - lost)
 
 
@@ -172,11 +195,14 @@ def test_no_plan_is_fairer(problem: PlanProblem) -> None:
         pairs = list(zip(demands, plan, strict=True))
         if sum(plan) > problem.num_slots or any(x < y for x, y in zip(plan, least, strict=True)):
             continue
-        if problem.alpha >= 1 and any(x and not y and any(one.wafs) for (one, x), y in
-                                      zip(pairs, least, strict=True)):
+        if problem.alpha >= 1 and any(
+            x and not y and any(one.wafs) for (one, x), y in zip(pairs, least, strict=True)
+        ):
             continue
-        values[plan] = [math.fsum(expected(w, x, problem) for w, x in pairs if w.priority == one)
-                        for one in priorities]
+        values[plan] = [
+            math.fsum(expected(w, x, problem) for w, x in pairs if w.priority == one)
+            for one in priorities
+        ]
     size = math.fsum(abs(expected(w, x, problem)) for w in demands for x in (0, *w.sizes)) + 1.0
     size += problem.running_s * math.fsum(w.weight for w in demands) * 50
     check_best(problem, values, CLOSE_RATIO * size)
@@ -187,8 +213,12 @@ def test_no_plan_is_fairer(problem: PlanProblem) -> None:
 def test_the_unit_of_rates_does_not_matter(unit: float, problem: PlanProblem) -> None:
     """The unit is a power of two, so scaling changes no rounding."""
     times = 2.0 ** round(math.log2(unit))
-    scaled = replace(problem, demands=tuple(
-        replace(one, wafs=tuple(times * waf for waf in one.wafs)) for one in problem.demands))
+    scaled = replace(
+        problem,
+        demands=tuple(
+            replace(one, wafs=tuple(times * waf for waf in one.wafs)) for one in problem.demands
+        ),
+    )
     assert slots(scaled) == slots(problem)
 
 
@@ -209,8 +239,9 @@ def test_the_plan_says_by_how_much_the_runner_up_is_less_fair() -> None:
     choice, _, why = explained(problem)
     by_what = {other.what: other for other in choice.alternatives}
     assert choice.plan.waf == 4 * 9.0 + 4 * 6.0
-    assert why == ("t1 begins on 4, t2 begins on 4: the runner-up is worth 3.2 % less by "
-                   "alpha-fairness 1")
+    assert why == (
+        "t1 begins on 4, t2 begins on 4: the runner-up is worth 3.2 % less by alpha-fairness 1"
+    )
     assert by_what["the next best"].behind_share == pytest.approx(math.log(16 / 15) / 2)
     assert explain.paid_back_s(problem, choice.plan.slots) == 0.0
     assert pending.prices(problem, choice.plan) == {}
@@ -218,8 +249,10 @@ def test_the_plan_says_by_how_much_the_runner_up_is_less_fair() -> None:
 
 def test_the_waf_cost_of_fairness_is_computed_on_request() -> None:
     problem = asking([linear(1, 9.0), linear(2, 6.0)], 8, 1.0)
-    by_what = {x.what: x for x in explain.without_each_limit(
-        problem, planner.choose_plan(problem).plan.slots)}
+    by_what = {
+        x.what: x
+        for x in explain.without_each_limit(problem, planner.choose_plan(problem).plan.slots)
+    }
     most = by_what[alternative_names.ALPHALESS]
     assert ([x for _, x in most.slots], most.waf) == ([8, 0], 72.0)
     assert (most.objective, most.behind_share) == (alternative_names.NOT_COMPARABLE_NUM, 0.0)
@@ -258,11 +291,24 @@ def test_with_alpha_1_all_tasks_run_and_the_screen_says_so(d: Driver) -> None:
     assert (plan.alpha, plan.waf) == (1.0, 2e12 + 2.0 * 4e12)
     held = 6e12 * d.state.policy.gain_min * plan.running_s
     assert plan.objective_flop == pytest.approx(
-        plan.waf * plan.running_s - plan.transition_flop - held)
-    rows = plan_screen._alternatives({
-        "waf": plan.waf, "alpha": plan.alpha, "objective_flop": plan.objective_flop,
-        "alternatives": [{"what": x.what, "objective": x.objective, "waf": x.waf,
-                          "behind_flop": x.behind_flop, "behind_share": x.behind_share}
-                         for x in plan.alternatives]})
+        plan.waf * plan.running_s - plan.transition_flop - held
+    )
+    rows = plan_screen._alternatives(
+        {
+            "waf": plan.waf,
+            "alpha": plan.alpha,
+            "objective_flop": plan.objective_flop,
+            "alternatives": [
+                {
+                    "what": x.what,
+                    "objective": x.objective,
+                    "waf": x.waf,
+                    "behind_flop": x.behind_flop,
+                    "behind_share": x.behind_share,
+                }
+                for x in plan.alternatives
+            ],
+        }
+    )
     page = "\n".join(rows)
     assert "by alpha-fairness 1" in page

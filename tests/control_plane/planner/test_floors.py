@@ -39,8 +39,11 @@ def test_a_floor_holds_and_its_cost_is_reported() -> None:
 
 
 def test_the_policy_floor_is_the_smallest_size_with_a_waf() -> None:
-    demands = [wish(1, 0, {1: 9.0, 4: 90.0}), wish(2, 0, {1: 0.0, 2: 0.5, 3: 0.6}),
-               wish(3, 0, {1: 0.0, 2: 0.0})]
+    demands = [
+        wish(1, 0, {1: 9.0, 4: 90.0}),
+        wish(2, 0, {1: 0.0, 2: 0.5, 3: 0.6}),
+        wish(3, 0, {1: 0.0, 2: 0.0}),
+    ]
     assert slots(asking(demands, 4)) == (4, 0, 0)
     assert slots(asking(demands, 4, floor=True)) == (1, 3, 0)
     assert slots(asking(demands, 6, floor=True)) == (4, 2, 0)
@@ -53,14 +56,28 @@ def test_a_floor_without_cost_is_not_reported() -> None:
     assert explain.binding_constraint(problem, choice, {})[0] == "nothing"
 
 
-@pytest.mark.parametrize(("num_slots", "granted"), [
-    (9, (2, 3, 4, 0)), (8, (0, 3, 4, 0)), (7, (0, 3, 4, 0)), (6, (2, 0, 4, 0)), (3, (0, 3, 0, 0)),
-    (2, (2, 0, 0, 0)), (1, (0, 0, 0, 0))])
+@pytest.mark.parametrize(
+    ("num_slots", "granted"),
+    [
+        (9, (2, 3, 4, 0)),
+        (8, (0, 3, 4, 0)),
+        (7, (0, 3, 4, 0)),
+        (6, (2, 0, 4, 0)),
+        (3, (0, 3, 0, 0)),
+        (2, (2, 0, 0, 0)),
+        (1, (0, 0, 0, 0)),
+    ],
+)
 def test_floors_are_granted_by_priority_then_weight_then_age(
-        num_slots: int, granted: tuple[int, ...]) -> None:
+    num_slots: int, granted: tuple[int, ...]
+) -> None:
     """Task 3 comes first by priority, then task 2 by weight. Floors that do not fit are skipped."""
-    demands = [wish(1, 0, {2: 5.0}, floor=2), wish(2, 0, {3: 5.0}, floor=3, weight=2.0),
-               wish(3, 0, {4: 1.0}, floor=4, priority=1), wish(4, 0, {1: 0.0}, floor=1)]
+    demands = [
+        wish(1, 0, {2: 5.0}, floor=2),
+        wish(2, 0, {3: 5.0}, floor=3, weight=2.0),
+        wish(3, 0, {4: 1.0}, floor=4, priority=1),
+        wish(4, 0, {1: 0.0}, floor=1),
+    ]
     problem = asking(demands, num_slots)
     assert constraints.granted_floors(problem) == granted
     assert all(x >= floor for x, floor in zip(slots(problem), granted, strict=True))
@@ -87,9 +104,11 @@ def test_a_quota_comes_before_floors() -> None:
 def test_hysteresis_counts_for_a_task_that_gives_slots_for_a_floor(more: dict[str, Any]) -> None:
     """A new task with a floor joins a full cluster. Task 3 gives the slot: task 2 would lose less
     throughput, but it has the larger hysteresis."""
-    demands = [wish(1, 3, {1: 10.0, 2: 20.0, 3: 30.0}, team="all"),
-               wish(2, 3, {1: 10.0, 2: 20.2, 3: 30.0}, team="all"),
-               wish(3, 2, {1: 10.1, 2: 20.0, 3: 30.5}, team="all")]
+    demands = [
+        wish(1, 3, {1: 10.0, 2: 20.0, 3: 30.0}, team="all"),
+        wish(2, 3, {1: 10.0, 2: 20.2, 3: 30.0}, team="all"),
+        wish(3, 2, {1: 10.1, 2: 20.0, 3: 30.5}, team="all"),
+    ]
     new = wish(4, 0, {1: 0.1}, floor=1, team="all")
     before = asking(demands, 8, gain_min=0.05, **more)
     assert slots(before) == (3, 3, 2)
@@ -121,14 +140,26 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
     demands: list[TaskDemand] = []
     for task in range(1, draw(st.integers(1, 4)) + 1):
         wafs = rising(draw)
-        demands.append(wish(
-            task, draw(st.sampled_from([0, *wafs, 6])), wafs, faulted=draw(st.booleans()),
-            floor=draw(st.sampled_from([0, 0, 1, 2, 4])), team=draw(st.sampled_from(["", "red"])),
-            priority=draw(st.sampled_from([0, 0, 1])), weight=draw(st.sampled_from([1.0, 2.0]))))
-    return asking(demands, draw(st.integers(0, 10)), floor=draw(st.booleans()),
-                  gain_min=draw(st.sampled_from([0.0, 0.1])),
-                  moves_max=draw(st.none() | st.integers(0, 2)),
-                  quotas=draw(st.just(()) | st.just((("red", 4),))))
+        demands.append(
+            wish(
+                task,
+                draw(st.sampled_from([0, *wafs, 6])),
+                wafs,
+                faulted=draw(st.booleans()),
+                floor=draw(st.sampled_from([0, 0, 1, 2, 4])),
+                team=draw(st.sampled_from(["", "red"])),
+                priority=draw(st.sampled_from([0, 0, 1])),
+                weight=draw(st.sampled_from([1.0, 2.0])),
+            )
+        )
+    return asking(
+        demands,
+        draw(st.integers(0, 10)),
+        floor=draw(st.booleans()),
+        gain_min=draw(st.sampled_from([0.0, 0.1])),
+        moves_max=draw(st.none() | st.integers(0, 2)),
+        quotas=draw(st.just(()) | st.just((("red", 4),))),
+    )
 
 
 def granted(problem: PlanProblem) -> list[int]:
@@ -154,14 +185,28 @@ def test_the_best_plan_that_keeps_the_floors(problem: PlanProblem) -> None:
     demands, least, quota = problem.demands, granted(problem), dict(problem.quotas).get("red", 99)
     priorities = sorted({one.priority for one in demands}, reverse=True)
     values: dict[tuple[int, ...], list[float]] = {}
-    for plan in itertools.product(*[[x for x in (0, *one.sizes) if x >= floor]
-                                    for one, floor in zip(demands, least, strict=True)]):
+    for plan in itertools.product(
+        *[
+            [x for x in (0, *one.sizes) if x >= floor]
+            for one, floor in zip(demands, least, strict=True)
+        ]
+    ):
         pairs = list(zip(demands, plan, strict=True))
         if sum(plan) > problem.num_slots or sum(x for w, x in pairs if w.team == "red") > quota:
             continue
-        values[plan] = [math.fsum(waf_of(w, x) * problem.running_s - waf_of(w, w.now) * (
-            transition_cost_s(w, x) + held_s * (not w.faulted and x != w.now <= problem.num_slots))
-            for w, x in pairs if w.priority == one) for one in priorities]
+        values[plan] = [
+            math.fsum(
+                waf_of(w, x) * problem.running_s
+                - waf_of(w, w.now)
+                * (
+                    transition_cost_s(w, x)
+                    + held_s * (not w.faulted and x != w.now <= problem.num_slots)
+                )
+                for w, x in pairs
+                if w.priority == one
+            )
+            for one in priorities
+        ]
     size = math.fsum(waf_of(w, x) for w in demands for x in w.sizes) * problem.running_s + 1.0
     check_best(problem, values, CLOSE_RATIO * size)
 
@@ -179,9 +224,17 @@ def test_large_clusters_with_a_new_task_that_has_a_floor(num_tasks: int, num_gpu
     problem = case(num_tasks, num_gpus, 3, gain_min=0.005)
     now = slots(replace(problem, gain_min=0.0))
     settled = [
-        replace(one, now=x, faulted=False) for one, x in zip(problem.demands, now, strict=True)]
-    new = replace(settled[0], task=9999, name="new", now=0, floor=16, weight=1e-6,
-                  wafs=tuple(1e-6 * waf for waf in settled[0].wafs))
+        replace(one, now=x, faulted=False) for one, x in zip(problem.demands, now, strict=True)
+    ]
+    new = replace(
+        settled[0],
+        task=9999,
+        name="new",
+        now=0,
+        floor=16,
+        weight=1e-6,
+        wafs=tuple(1e-6 * waf for waf in settled[0].wafs),
+    )
     full = replace(problem, num_slots=sum(now), demands=(*settled, new))
     choice = planner.choose_plan(full)
     assert choice.plan.slots[-1] >= 16
@@ -195,11 +248,13 @@ def test_large_clusters_with_a_new_task_that_has_a_floor(num_tasks: int, num_gpu
 
 # --- decisions of the control plane -------------------------------------------------------------
 def test_a_task_with_a_floor_is_not_starved_by_a_heavier_one(d: Driver) -> None:
-    first = d.running(spec(slots={"min": 1, "max": 6, "floor": 2}, throughput={
-        x: 1e12 * x for x in range(1, 7)}))
+    first = d.running(
+        spec(slots={"min": 1, "max": 6, "floor": 2}, throughput={x: 1e12 * x for x in range(1, 7)})
+    )
     assert len(task_of(d, first).target) == 6
-    heavy = spec(name="heavy", weight=100.0, slots={"max": 6}, throughput={
-        x: 1e12 * x for x in range(1, 7)})
+    heavy = spec(
+        name="heavy", weight=100.0, slots={"max": 6}, throughput={x: 1e12 * x for x in range(1, 7)}
+    )
     d.submit(heavy)
     plan = d.state.plan
     assert plan is not None
@@ -218,8 +273,10 @@ def test_a_waiting_task_reports_that_its_floor_does_not_fit(d: Driver) -> None:
     assert waits_of(d, beta).why == "there is no room for its floor beside those before it"
     assert waits_of(d, beta).needs == "more slots, or a higher priority (a higher weight may do)"
     gamma = waits_of(d, d.submit(spec(name="gamma", team="red", slots={"min": 2, "max": 2})))
-    assert (gamma.why, gamma.needs) == ("the quota of team red is 1 slot",
-                                        "a quota of 2 slots, its floor")
+    assert (gamma.why, gamma.needs) == (
+        "the quota of team red is 1 slot",
+        "a quota of 2 slots, its floor",
+    )
     d.tell("operator/x", r.TaskWeightSet(task=beta, weight=2.0))
     assert len(task_of(d, beta).target) == 3, "the heavier floor comes first"
 
@@ -230,9 +287,11 @@ def test_a_floor_blocked_by_a_quota_needs_a_larger_quota(d: Driver) -> None:
     first = d.running(spec(team="audio", slots={"min": 2, "max": 2}))
     beta = d.submit(spec(name="beta", team="audio", weight=0.5, slots={"min": 1, "max": 1}))
     assert waits_of(d, beta).why == (
-        "its floor does not fit the quota of team audio, 2 slots, beside those before it")
+        "its floor does not fit the quota of team audio, 2 slots, beside those before it"
+    )
     assert waits_of(d, beta).needs == (
-        "a larger quota, or a higher priority (a higher weight may do)")
+        "a larger quota, or a higher priority (a higher weight may do)"
+    )
     d.tell("leader/abc", r.PolicySet(policy=Policy(floor=True, quotas={"audio": 3})))
     assert len(task_of(d, beta).target) == 1
     assert len(task_of(d, first).target) == 2

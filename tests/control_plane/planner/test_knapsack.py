@@ -41,10 +41,15 @@ capacities = st.integers(0, 20)
 
 def all_plans(found: list[Row], capacity: int) -> list[Plan]:
     """All plans that fit, best first; on a tie, more slots for the first row come first."""
-    every = [(tuple(size for size, _ in plan), sum(gain for _, gain in plan))
-             for plan in itertools.product(*found)]
-    return sorted((plan for plan in every if sum(plan[0]) <= capacity),
-                  key=lambda plan: (plan[1], plan[0]), reverse=True)
+    every = [
+        (tuple(size for size, _ in plan), sum(gain for _, gain in plan))
+        for plan in itertools.product(*found)
+    ]
+    return sorted(
+        (plan for plan in every if sum(plan[0]) <= capacity),
+        key=lambda plan: (plan[1], plan[0]),
+        reverse=True,
+    )
 
 
 @given(rows, capacities)
@@ -75,12 +80,16 @@ def test_the_tables_have_every_optimum(found: list[Row], capacity: int) -> None:
     flat = candidates_of(found)
     before, after = (
         plain_program.tables(flat, capacity, range(flat.num)),
-        plain_program.suffixes(flat, capacity))
+        plain_program.suffixes(flat, capacity),
+    )
     for r, j in itertools.product(range(len(found) + 1), range(capacity + 1)):
         for table, part in ((before, found[:r]), (after, found[r:])):
             plans = all_plans(part, j)
-            assert (int(table[r, j]) == plans[0][1]) if plans else (
-                table[r, j] <= candidates.IMPOSSIBLE // 2)
+            assert (
+                (int(table[r, j]) == plans[0][1])
+                if plans
+                else (table[r, j] <= candidates.IMPOSSIBLE // 2)
+            )
     if plans := all_plans(found, capacity):
         assert tuple(plain_program.backtrack(flat, after, capacity)) == plans[0][0]
 
@@ -99,7 +108,9 @@ def test_larger_problems_agree_with_plain_dynamic_programming(seed: int) -> None
     flat = candidates_of(found)
     after = plain_program.suffixes(flat, capacity)
     assert knapsack.best(flat, capacity) == (
-        tuple(plain_program.backtrack(flat, after, capacity)), int(after[0, capacity]))
+        tuple(plain_program.backtrack(flat, after, capacity)),
+        int(after[0, capacity]),
+    )
 
 
 @st.composite
@@ -110,12 +121,28 @@ def similar_rows(draw: st.DrawFn) -> list[Row]:
     shift = draw(st.sampled_from([0, 0, 1, 5]))
     found: list[Row] = []
     for _ in range(draw(st.integers(1, 7))):
-        sizes = draw(st.sampled_from([range(8), range(0, 13, 3), range(2), [0, 5], [0, 2, 5, 11],
-                                      [2, 3, 4], range(40), [0, 1, 2, 3, 10, 11, 12]]))
+        sizes = draw(
+            st.sampled_from(
+                [
+                    range(8),
+                    range(0, 13, 3),
+                    range(2),
+                    [0, 5],
+                    [0, 2, 5, 11],
+                    [2, 3, 4],
+                    range(40),
+                    [0, 1, 2, 3, 10, 11, 12],
+                ]
+            )
+        )
         rate, stays = draw(st.sampled_from(rates)), draw(st.sampled_from(list(sizes)))
         cost, bent = draw(st.sampled_from([0, 0, shift])), draw(st.sampled_from([0, 0, 0, 1]))
-        found.append([(unit * size, rate * unit * size - cost * (size != stays)
-                       - bent * (size % 3)) for size in sizes])
+        found.append(
+            [
+                (unit * size, rate * unit * size - cost * (size != stays) - bent * (size % 3))
+                for size in sizes
+            ]
+        )
     return found
 
 
@@ -140,9 +167,14 @@ def test_among_ties_the_next_best_differs_in_a_size(found: list[Row], capacity: 
         return
     chosen = flat.slots(solved.vector)
     others = plain_program.LeaveOneOut(flat, capacity)
-    best = [value + gain for i, row in enumerate(found) for size, gain in row
-            if size != chosen[i] and size <= capacity
-            and (value := others.without(i, capacity - size)) > candidates.IMPOSSIBLE // 2]
+    best = [
+        value + gain
+        for i, row in enumerate(found)
+        for size, gain in row
+        if size != chosen[i]
+        and size <= capacity
+        and (value := others.without(i, capacity - size)) > candidates.IMPOSSIBLE // 2
+    ]
     runner_up = solved.next_best()
     assert (runner_up is None) == (not best)
     if runner_up is not None:
@@ -160,7 +192,8 @@ def test_degenerate_families_agree_with_plain_dynamic_programming(family: str) -
         after = plain_program.suffixes(flat, problem.num_slots)
         assert knapsack.best(flat, problem.num_slots) == (
             tuple(plain_program.backtrack(flat, after, problem.num_slots)),
-            int(after[0, problem.num_slots]))
+            int(after[0, problem.num_slots]),
+        )
 
 
 def test_no_rows_and_rows_that_do_not_fit() -> None:
@@ -180,8 +213,10 @@ def test_a_size_that_does_not_fit_has_no_effect(size: int) -> None:
 
 def test_the_next_best_skips_infeasible_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Floors leave three spare slots. Only states up to these three slots are searched."""
-    found = [[(floor, 5 * floor), *((floor + x, 5 * floor + 3 * x + (x + i) % 7)
-                                    for x in range(1, 60))] for i, floor in enumerate([40] * 60)]
+    found = [
+        [(floor, 5 * floor), *((floor + x, 5 * floor + 3 * x + (x + i) % 7) for x in range(1, 60))]
+        for i, floor in enumerate([40] * 60)
+    ]
     rows = candidates_of(found)
     sizes: list[int] = []
     step = core.Core._step
@@ -203,7 +238,12 @@ def test_the_next_best_skips_infeasible_states(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_first_plan_imports_no_module() -> None:
     """The first call of some numpy functions imports numpy.ma, which takes longer than any plan."""
-    found = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(f"""
+    found = subprocess.run(
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            textwrap.dedent(f"""
         import sys
         from planner_cases import case
         from unicron.control_plane.planner import planner
@@ -211,6 +251,12 @@ def test_the_first_plan_imports_no_module() -> None:
         before = set(sys.modules)
         planner.{choose_plan.__name__}(problem)
         print(*sorted(set(sys.modules) - before))
-        """)], capture_output=True, text=True, check=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "drivers")})
+        """),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "drivers")},
+    )
     assert found.stdout.split() == []

@@ -30,30 +30,48 @@ def limited(draw: st.DrawFn) -> PlanProblem:
         sizes = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=3)))
         wafs = {size: float(draw(st.integers(1, 40))) for size in sizes}
         now = draw(st.sampled_from([0, *sizes]))
-        demands.append(wish(task, now, wafs, faulted=now > 0 and draw(st.booleans()),
-                            team=draw(st.sampled_from(["", "a", "b"])),
-                            priority=draw(st.sampled_from([0, 0, 0, 1])),
-                            floor=draw(st.sampled_from([0, 0, 0, 1]))))
+        demands.append(
+            wish(
+                task,
+                now,
+                wafs,
+                faulted=now > 0 and draw(st.booleans()),
+                team=draw(st.sampled_from(["", "a", "b"])),
+                priority=draw(st.sampled_from([0, 0, 0, 1])),
+                floor=draw(st.sampled_from([0, 0, 0, 1])),
+            )
+        )
     quotas = {team: draw(st.integers(0, 6)) for team in ("a", "b") if draw(st.booleans())}
-    return asking(demands, draw(st.integers(1, 8)), gain_min=draw(st.sampled_from([0.0, 0.1])),
-                  moves_max=draw(st.sampled_from([None, 0, 1])),
-                  quotas=tuple(sorted(quotas.items())))
+    return asking(
+        demands,
+        draw(st.integers(1, 8)),
+        gain_min=draw(st.sampled_from([0.0, 0.1])),
+        moves_max=draw(st.sampled_from([None, 0, 1])),
+        quotas=tuple(sorted(quotas.items())),
+    )
 
 
 @given(limited())
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_a_task_runs_from_its_price_on_under_limits(problem: PlanProblem) -> None:
     """If no weight is reported, even a million times the weight does not run the task."""
-    problem = replace(problem, demands=tuple(replace(one, priority=0, floor=0)
-                                        for one in problem.demands))
+    problem = replace(
+        problem, demands=tuple(replace(one, priority=0, floor=0) for one in problem.demands)
+    )
     plan = planner.choose_plan(problem).plan
-    after = replace(problem, demands=tuple(
-        replace(one, now=x, faulted=False)
-        for one, x in zip(problem.demands, plan.slots, strict=True)))
+    after = replace(
+        problem,
+        demands=tuple(
+            replace(one, now=x, faulted=False)
+            for one, x in zip(problem.demands, plan.slots, strict=True)
+        ),
+    )
 
     def runs(task: int, times: float) -> bool:
-        demands = tuple(replace(one, wafs=tuple(waf * times for waf in one.wafs))
-                        if one.task == task else one for one in after.demands)
+        demands = tuple(
+            replace(one, wafs=tuple(waf * times for waf in one.wafs)) if one.task == task else one
+            for one in after.demands
+        )
         return planner.choose_plan(replace(after, demands=demands)).plan.slots[task - 1] > 0
 
     prices = pending.prices(problem, plan)
@@ -73,14 +91,23 @@ def test_a_task_runs_from_its_price_on_under_limits(problem: PlanProblem) -> Non
 def test_a_task_runs_without_its_blocking_limits(problem: PlanProblem) -> None:
     slots = planner.choose_plan(problem).plan.slots
     blockers = pending.blocking_constraints(problem, slots)
-    free = replace(problem, moves_max=None, quotas=(), floor=False, demands=tuple(
-        replace(one, priority=0, floor=0) for one in problem.demands))
-    lifted = {"moves_max": replace(problem, moves_max=None),
-              "quota": replace(problem, quotas=()),
-              "priority": replace(problem, demands=tuple(
-                  replace(one, priority=0) for one in problem.demands)),
-              "floors": replace(problem, floor=False, demands=tuple(
-                  replace(one, floor=0) for one in problem.demands))}
+    free = replace(
+        problem,
+        moves_max=None,
+        quotas=(),
+        floor=False,
+        demands=tuple(replace(one, priority=0, floor=0) for one in problem.demands),
+    )
+    lifted = {
+        "moves_max": replace(problem, moves_max=None),
+        "quota": replace(problem, quotas=()),
+        "priority": replace(
+            problem, demands=tuple(replace(one, priority=0) for one in problem.demands)
+        ),
+        "floors": replace(
+            problem, floor=False, demands=tuple(replace(one, floor=0) for one in problem.demands)
+        ),
+    }
     without = planner.choose_plan(free).plan.slots
     for one, x, run in zip(problem.demands, slots, without, strict=True):
         blocker = blockers.get(one.task, Blocker())
@@ -105,24 +132,53 @@ def test_a_task_runs_without_its_blocking_limits(problem: PlanProblem) -> None:
             assert other > 0, f"without {kind}"
 
 
-@pytest.mark.parametrize(("first", "second", "limits", "blocker"), [
-    ({}, {}, {"moves_max": 0},
-     Blocker(why="blocked by moves_max 0", needs="a larger moves_max")),
-    ({"priority": 1}, {}, {},
-     Blocker(why="blocked by priority 0, where others have more", needs="a higher priority")),
-    ({"floor": 1}, {}, {},
-     Blocker(why="blocked by the floors of others", needs="smaller floors")),
-    ({}, {"team": "a"}, {"quotas": (("a", 1),)},
-     Blocker(why="the quota of team a, 1 slot", needs="a quota of 2 slots or more")),
-    ({"priority": 1}, {}, {"moves_max": 0},
-     Blocker(why="blocked by the limits of the plan: moves_max 0, priority 0, where others "
-             "have more", needs="fewer limits: a larger moves_max, a higher priority")),
-], ids=["moves_max", "priority", "floor", "quota", "several"])
-def test_the_blocking_limits_are_named(first: dict[str, Any], second: dict[str, Any],
-                                       limits: dict[str, Any], blocker: Blocker) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "limits", "blocker"),
+    [
+        (
+            {},
+            {},
+            {"moves_max": 0},
+            Blocker(why="blocked by moves_max 0", needs="a larger moves_max"),
+        ),
+        (
+            {"priority": 1},
+            {},
+            {},
+            Blocker(why="blocked by priority 0, where others have more", needs="a higher priority"),
+        ),
+        (
+            {"floor": 1},
+            {},
+            {},
+            Blocker(why="blocked by the floors of others", needs="smaller floors"),
+        ),
+        (
+            {},
+            {"team": "a"},
+            {"quotas": (("a", 1),)},
+            Blocker(why="the quota of team a, 1 slot", needs="a quota of 2 slots or more"),
+        ),
+        (
+            {"priority": 1},
+            {},
+            {"moves_max": 0},
+            Blocker(
+                why="blocked by the limits of the plan: moves_max 0, priority 0, where others "
+                "have more",
+                needs="fewer limits: a larger moves_max, a higher priority",
+            ),
+        ),
+    ],
+    ids=["moves_max", "priority", "floor", "quota", "several"],
+)
+def test_the_blocking_limits_are_named(
+    first: dict[str, Any], second: dict[str, Any], limits: dict[str, Any], blocker: Blocker
+) -> None:
     """Task 2 has the higher WAF."""
-    problem = asking([wish(1, 2, {1: 1.0, 2: 2.0}, **first), wish(2, 0, {2: 30.0}, **second)], 2,
-                     **limits)
+    problem = asking(
+        [wish(1, 2, {1: 1.0, 2: 2.0}, **first), wish(2, 0, {2: 30.0}, **second)], 2, **limits
+    )
     plan = planner.choose_plan(problem).plan
     assert plan.slots[1] == 0
     assert pending.blocking_constraints(problem, plan.slots) == {2: blocker}
@@ -136,7 +192,8 @@ def test_a_higher_weight_may_help_within_a_priority() -> None:
     plan = planner.choose_plan(problem).plan
     assert plan.slots == (1, 1, 0)
     assert pending.blocking_constraints(problem, plan.slots)[3].needs == (
-        "a higher priority (a higher weight may do)")
+        "a higher priority (a higher weight may do)"
+    )
     heavier = replace(problem, demands=(*demands[:2], wish(3, 0, {1: 400.0})))
     assert planner.choose_plan(heavier).plan.slots == (1, 0, 1)
 
@@ -147,7 +204,8 @@ def test_no_limit_is_named_if_none_blocks() -> None:
     problem = asking(demands, 2, quotas=(("a", 2),), gain_min=0.0)
     plan = planner.choose_plan(problem).plan
     assert pending.blocking_constraints(problem, plan.slots) == {
-        2: Blocker(within="the quota of team a, 2 slots")}
+        2: Blocker(within="the quota of team a, 2 slots")
+    }
     assert pending.prices(problem, plan)[2].times == pytest.approx(10.0, rel=1e-4)
 
 
@@ -171,7 +229,8 @@ def test_above_the_work_limit_all_limits_are_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pending, "LIMITED_WORK_NUM_MAX", 0)
     assert pending.blocking_constraints(problem, plan.slots)[2] == Blocker(
         why="blocked by the limits of the plan: moves_max 0, the quota of team a, 2 slots",
-        needs="fewer limits: a larger moves_max, a larger quota")
+        needs="fewer limits: a larger moves_max, a larger quota",
+    )
     assert not pending.prices(problem, plan)
 
 

@@ -32,16 +32,32 @@ TRAIN = {"iterations": 50, "batch": {"global": 24, "micro": 2}}
 def with_spares(draw: st.DrawFn) -> PlanProblem:
     """Random problems. In about half, the cluster is full and faults are frequent."""
     problem, node = draw(inputs())
-    problem = replace(problem, demands=problem.demands[:4], spare_slots=node,
-                      floor=draw(st.sampled_from([False, False, True])),
-                      repair_s=draw(st.sampled_from([1.0, 60.0, 21_300.0])))
+    problem = replace(
+        problem,
+        demands=problem.demands[:4],
+        spare_slots=node,
+        floor=draw(st.sampled_from([False, False, True])),
+        repair_s=draw(st.sampled_from([1.0, 60.0, 21_300.0])),
+    )
     if draw(st.booleans()):
         return problem
-    demands = tuple(replace(one, faulted=False, now=draw(st.sampled_from([0, one.sizes[-1]])),
-                            sizes=one.sizes[-2:], wafs=one.wafs[-2:])
-                    for one in problem.demands if one.sizes)
-    return replace(problem, demands=demands, num_slots=sum(one.sizes[-1] for one in demands),
-                   mtbf_gpu_s=draw(st.sampled_from([1e1, 1e2, 1e3])))
+    demands = tuple(
+        replace(
+            one,
+            faulted=False,
+            now=draw(st.sampled_from([0, one.sizes[-1]])),
+            sizes=one.sizes[-2:],
+            wafs=one.wafs[-2:],
+        )
+        for one in problem.demands
+        if one.sizes
+    )
+    return replace(
+        problem,
+        demands=demands,
+        num_slots=sum(one.sizes[-1] for one in demands),
+        mtbf_gpu_s=draw(st.sampled_from([1e1, 1e2, 1e3])),
+    )
 
 
 @given(with_spares())
@@ -71,9 +87,13 @@ def fixed(mtbf_gpu_s: float, **more: Any) -> PlanProblem:
     wafs = (100.0, 100.0, 5.0)
     dear = Transition(same_s=10.0, shrink_s=10.0, grow_s=10.0, stop_s=600.0)
     return PlanProblem(
-        demands=tuple(replace(wish(i, 4, {4: waf}), transition=dear)
-                     for i, waf in enumerate(wafs, 1)),
-        num_slots=12, mtbf_gpu_s=mtbf_gpu_s, **{"spare_slots": 4, "repair_s": 21_300.0, **more})
+        demands=tuple(
+            replace(wish(i, 4, {4: waf}), transition=dear) for i, waf in enumerate(wafs, 1)
+        ),
+        num_slots=12,
+        mtbf_gpu_s=mtbf_gpu_s,
+        **{"spare_slots": 4, "repair_s": 21_300.0, **more},
+    )
 
 
 def planned(problem: PlanProblem) -> tuple[planner.Choice, HotSpare]:
@@ -84,8 +104,12 @@ def planned(problem: PlanProblem) -> tuple[planner.Choice, HotSpare]:
 
 
 def running(problem: PlanProblem, *nows: int) -> PlanProblem:
-    return replace(problem, demands=tuple(replace(one, now=now)
-                                       for one, now in zip(problem.demands, nows, strict=True)))
+    return replace(
+        problem,
+        demands=tuple(
+            replace(one, now=now) for one, now in zip(problem.demands, nows, strict=True)
+        ),
+    )
 
 
 def test_a_spare_pays_if_faults_are_frequent() -> None:
@@ -118,8 +142,13 @@ def test_a_spare_does_not_pay_if_faults_are_rare() -> None:
 def test_no_running_task_stops_for_a_spare() -> None:
     """A spare would save more than it costs, but a running task would have to stop for it."""
     dear = Transition.uniform(600.0)
-    often = replace(fixed(8 * 60.0), num_slots=8, demands=tuple(
-        replace(wish(i, 4, {4: 100.0}, faulted=i == 1), transition=dear) for i in (1, 2)))
+    often = replace(
+        fixed(8 * 60.0),
+        num_slots=8,
+        demands=tuple(
+            replace(wish(i, 4, {4: 100.0}, faulted=i == 1), transition=dear) for i in (1, 2)
+        ),
+    )
     choice, spare = planned(often)
     assert spare.saves_flop > spare.cost_flop > 0
     assert (spare.verdict, choice.plan.slots) == ("not kept", (4, 4))
@@ -129,7 +158,9 @@ def test_no_task_falls_below_its_floor_for_a_spare() -> None:
     often = running(fixed(12 * 60.0), 4, 4, 0)
     floored = replace(often, floor=True)
     assert [hot_spare.with_hot_spare(one).plan.slots for one in (often, floored)] == [
-        (4, 4, 0), (4, 4, 4)]
+        (4, 4, 0),
+        (4, 4, 4),
+    ]
     _, spare = planned(floored)
     assert spare.verdict == "not kept"
     assert spare.saves_flop > spare.cost_flop
@@ -147,7 +178,8 @@ def test_a_tie_keeps_nothing_idle() -> None:
     dear = PlanProblem(demands=(same,), num_slots=4, mtbf_gpu_s=400.0, spare_slots=2, repair_s=60.0)
     assert hot_spare.with_hot_spare(dear).plan.slots == (2,)
     choice, spare = planned(
-        replace(dear, demands=(replace(same, transition=Transition.uniform(0.0)),)))
+        replace(dear, demands=(replace(same, transition=Transition.uniform(0.0)),))
+    )
     assert choice.plan.slots == (4,)
     assert (spare.verdict, spare.cost_flop, spare.saves_flop) == ("not kept", 0.0, 0.0)
 
@@ -162,8 +194,14 @@ def test_after_a_fault_the_spare_is_used_and_the_healthy_go_on(d: Driver) -> Non
     policy = Policy(hot_spare=True, mtbf_gpu_s=8 * 120.0, mtbf_faults=1e6)
     d.tell("leader/abc", r.PolicySet(policy=policy))
     alpha = d.running(spec(slots={"sizes": [4]}, throughput={4: 1e12}))
-    beta = d.running(spec(name="beta", slots={"sizes": [2, 4]}, throughput={2: 1e12, 4: 1.01e12},
-                          train={**TRAIN, "output": "/tmp/beta"}))
+    beta = d.running(
+        spec(
+            name="beta",
+            slots={"sizes": [2, 4]},
+            throughput={2: 1e12, 4: 1.01e12},
+            train={**TRAIN, "output": "/tmp/beta"},
+        )
+    )
     plan = d.state.plan
     assert plan is not None
     assert plan.hot_spare is not None
@@ -182,7 +220,8 @@ def test_after_a_fault_the_spare_is_used_and_the_healthy_go_on(d: Driver) -> Non
     assert plan.hot_spare.verdict == "not kept"
     stayed = {seat for seat in before[alpha] if seat.slot.node != node}
     idle = {Slot(name, index) for name in d.state.nodes for index in range(2)} - {
-        seat.slot for seats in before.values() for seat in seats}
+        seat.slot for seats in before.values() for seat in seats
+    }
     assert {seat.slot for seat in set(task_of(d, alpha).target) - stayed} == idle
     assert stayed < set(task_of(d, alpha).target)
     assert task_of(d, beta).target == before[beta]
@@ -196,8 +235,10 @@ def test_after_a_fault_the_spare_is_used_and_the_healthy_go_on(d: Driver) -> Non
 
 def test_one_slot_is_singular_in_the_reason() -> None:
     made = Driver(nodes=8, slots=1)
-    made.tell("leader/abc", r.PolicySet(policy=Policy(
-        hot_spare=True, mtbf_gpu_s=8 * 120.0, mtbf_faults=1e6)))
+    made.tell(
+        "leader/abc",
+        r.PolicySet(policy=Policy(hot_spare=True, mtbf_gpu_s=8 * 120.0, mtbf_faults=1e6)),
+    )
     made.submit(spec(slots={"sizes": [4]}, throughput={4: 1e12}))
     made.submit(spec(name="beta", slots={"sizes": [3, 4]}, throughput={3: 1e12, 4: 1.01e12}))
     assert made.state.plan is not None
@@ -210,8 +251,10 @@ def test_a_task_that_waits_for_a_spare_names_the_spare(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=policy))
     d.running(spec(slots={"sizes": [6]}, throughput={6: 1e12}))
     beta = d.submit(spec(name="beta", slots={"sizes": [2]}, throughput={2: 1e10}))
-    assert waits_of(d, beta) == WaitExplanation(why="its slots are kept idle as a hot spare",
-                                      needs="more slots, or a policy without hot_spare")
+    assert waits_of(d, beta) == WaitExplanation(
+        why="its slots are kept idle as a hot spare",
+        needs="more slots, or a policy without hot_spare",
+    )
     d.tell("leader/abc", r.PolicySet(policy=replace(policy, hot_spare=False)))
     assert task_of(d, beta).target, "without a spare the task runs at once"
     assert d.state.plan is not None

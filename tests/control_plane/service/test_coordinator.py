@@ -43,9 +43,16 @@ ITERATIONS = {"iterations": 3, "output": "/out"}
 
 
 def job(name: str = "job", slots: int = 1) -> r.TaskSubmitted:
-    return r.TaskSubmitted(spec=spec.parse({
-        "apiVersion": spec.API_VERSION, "name": name, "slots": {"min": slots, "max": slots},
-        "train": ITERATIONS}))
+    return r.TaskSubmitted(
+        spec=spec.parse(
+            {
+                "apiVersion": spec.API_VERSION,
+                "name": name,
+                "slots": {"min": slots, "max": slots},
+                "train": ITERATIONS,
+            }
+        )
+    )
 
 
 def reported(number: int, body: Body, source: str = "n1/1") -> Report:
@@ -61,12 +68,18 @@ def virtual_clock() -> float:
 
 
 @asynccontextmanager
-async def leading(log: RedisLog, nonce: str = "a", *, clock: Callable[[], float] = virtual_clock,
-                  policy: Policy = POLICY, limits: Limits | None = None
-                  ) -> AsyncIterator[Coordinator]:
+async def leading(
+    log: RedisLog,
+    nonce: str = "a",
+    *,
+    clock: Callable[[], float] = virtual_clock,
+    policy: Policy = POLICY,
+    limits: Limits | None = None,
+) -> AsyncIterator[Coordinator]:
     """A coordinator that leads. At the end it is cancelled, as if its process had died."""
-    coordinator = Coordinator(log, clock=clock, nonce=nonce, code="test", policy=policy,
-                              limits=limits or Limits())
+    coordinator = Coordinator(
+        log, clock=clock, nonce=nonce, code="test", policy=policy, limits=limits or Limits()
+    )
     task = asyncio.create_task(coordinator.run())
     try:
         assert await coordinator.find_leader() == ""
@@ -120,8 +133,14 @@ async def test_the_policy_of_the_leader_replaces_that_of_the_log(log: MemoryLog)
     async with leading(log, "d") as leader:
         assert (await leader.settled()).policy == Policy()
     assert kinds(await log.read(after=0, num_max=9)) == [
-        "EpochStarted", "PolicySet", "EpochStarted", "EpochStarted", "PolicySet",
-        "EpochStarted", "PolicySet"]
+        "EpochStarted",
+        "PolicySet",
+        "EpochStarted",
+        "EpochStarted",
+        "PolicySet",
+        "EpochStarted",
+        "PolicySet",
+    ]
 
 
 @virtual
@@ -142,17 +161,21 @@ async def test_an_agent_cannot_report_about_another_nodes_process(log: MemoryLog
         await log.send([reported(1, joined()), reported(1, joined("n2"), "n2/1")])
         await until(log, "NodeJoined")
         task = await leader.write("x", job(slots=4))
-        started = [record for record in await until(log, "StartRank")
-                   if isinstance(record.body, StartRank)]
+        started = [
+            record for record in await until(log, "StartRank") if isinstance(record.body, StartRank)
+        ]
         mine = next(record.body for record in started if record.body.nodes == ("n2",))
         his = next(record for record in started if record.body.nodes == ("n1",))
         ended: dict[str, Any] = {"task": task, "pid": 0, "exit_code": 1, "signal": None}
         assert isinstance(his.body, StartRank)
         with capture_logs() as logged:
-            await log.send([
-                reported(2, r.RankExited(rank=his.body.rank, attempt=1, **ended), "n2/1"),
-                reported(2, r.OrderRefused(node="n2", order=his.seq, why=""), "n2/1"),
-                reported(2, r.RankExited(rank=mine.rank, attempt=1, **ended), "n2/1")])
+            await log.send(
+                [
+                    reported(2, r.RankExited(rank=his.body.rank, attempt=1, **ended), "n2/1"),
+                    reported(2, r.OrderRefused(node="n2", order=his.seq, why=""), "n2/1"),
+                    reported(2, r.RankExited(rank=mine.rank, attempt=1, **ended), "n2/1"),
+                ]
+            )
             records = await until(log, "RankExited")
         exits = [record.body for record in records if isinstance(record.body, r.RankExited)]
         assert [(exit.task, exit.rank) for exit in exits] == [(task, mine.rank)]
@@ -163,14 +186,16 @@ async def test_an_agent_cannot_report_about_another_nodes_process(log: MemoryLog
 @virtual
 async def test_reports_are_taken_in_order_each_once(log: MemoryLog) -> None:
     async with leading(log):
-        await log.send([reported(2, r.RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1,
-                                                  log_path=""))])
+        await log.send(
+            [reported(2, r.RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1, log_path=""))]
+        )
         await log.send([reported(1, joined()), reported(1, joined())])
         await until(log, "NodeJoined")
         await asyncio.sleep(1.0)
         assert await log.acked("n1/1") == 1, "report 2 came before report 1"
-        await log.send([reported(2, r.RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1,
-                                                  log_path=""))])
+        await log.send(
+            [reported(2, r.RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1, log_path=""))]
+        )
         records = await until(log, "RankStarted")
     assert await log.acked("n1/1") == 2
     assert [x.source_seq for x in records if x.source == "n1/1"] == [1, 2]
@@ -194,11 +219,13 @@ class StoppableLog(MemoryLog):
 
 
 @asynccontextmanager
-async def running(log: RedisLog, nonce: str, access: Any = None
-                  ) -> AsyncIterator[tuple[Coordinator, asyncio.Task[None]]]:
+async def running(
+    log: RedisLog, nonce: str, access: Any = None
+) -> AsyncIterator[tuple[Coordinator, asyncio.Task[None]]]:
     """A coordinator that leads or follows; cancelled at the end."""
-    made = Coordinator(log, clock=virtual_clock, nonce=nonce, code="test", policy=POLICY,
-                       access=access)
+    made = Coordinator(
+        log, clock=virtual_clock, nonce=nonce, code="test", policy=POLICY, access=access
+    )
     task = asyncio.create_task(made.run(f"http://{nonce}"))
     try:
         await made.find_leader()
@@ -337,11 +364,16 @@ async def losing(log: MemoryLog, who: str) -> None:
             assert (line["lost_from"], line["lost_to"], line["epoch"]) == (5, lost, epoch)
         records = await log.read(after=0, num_max=100)
         assert [x.body for x in records if isinstance(x.body, r.EpochStarted)][1:] == [
-            r.EpochStarted(nonce="b" if leader is second else "a", code="test",
-                           heart=DECIDER_VERSION, durability="always")]
-        assert [(x.what, x.lost_from, x.lost_to) for x in leader._leader.state.outages
-                if x.lost_to] == [
-            ("server", 5, lost)]
+            r.EpochStarted(
+                nonce="b" if leader is second else "a",
+                code="test",
+                heart=DECIDER_VERSION,
+                durability="always",
+            )
+        ]
+        assert [
+            (x.what, x.lost_from, x.lost_to) for x in leader._leader.state.outages if x.lost_to
+        ] == [("server", 5, lost)]
         assert all(x.epoch > epoch for x in records[4:])
         if writing is not None:
             assert await writing == leader.answer("5")
@@ -381,13 +413,30 @@ async def test_an_older_version_does_not_continue_a_log_that_it_cannot_fold(log:
     async with leading(log) as leader:
         seq = (await leader.settled()).seq
     epoch = await log.start_epoch("later")
-    bodies = (r.EpochStarted(nonce="later", code="0.9.0", heart=DECIDER_VERSION + 1),
-              UnknownBody(kind="Later", version=1, raw=b"\x80"))
-    await log.append([Record(seq=seq + n, epoch=epoch, at_s=START_S + 9, occurred_s=START_S,
-                             source=source, source_seq=2 - n, cause=0, incident=0, body=body)
-                      for n, source, body in zip((1, 2), ("leader/later", "heart"), bodies,
-                                                 strict=True)],
-                     epoch=epoch, expect=seq, cursor="", acked={})
+    bodies = (
+        r.EpochStarted(nonce="later", code="0.9.0", heart=DECIDER_VERSION + 1),
+        UnknownBody(kind="Later", version=1, raw=b"\x80"),
+    )
+    await log.append(
+        [
+            Record(
+                seq=seq + n,
+                epoch=epoch,
+                at_s=START_S + 9,
+                occurred_s=START_S,
+                source=source,
+                source_seq=2 - n,
+                cause=0,
+                incident=0,
+                body=body,
+            )
+            for n, source, body in zip((1, 2), ("leader/later", "heart"), bodies, strict=True)
+        ],
+        epoch=epoch,
+        expect=seq,
+        cursor="",
+        acked={},
+    )
     older = Coordinator(log, clock=virtual_clock, nonce="b", code="test", policy=POLICY)
     with pytest.raises(NewerLog, match=r"Later .* needs Unicron 0\.9\.0"):
         await older.run()
@@ -461,10 +510,24 @@ async def test_a_deadline_waits_for_the_backlog(log: MemoryLog) -> None:
 
         log.take = no_reports  # type: ignore[method-assign]
         await asyncio.sleep(20.0)
-        ready = r.RankReady(task=task, rank=0, attempt=1, endpoint="h:1", num_params=1,
-                            state_bytes=1, iteration_flops=1.0, data_digest="")
-        await log.send([reported(2, r.RankStarted(task=task, rank=0, attempt=1, node="n1", pid=5,
-                                                  log_path="")), reported(3, ready)])
+        ready = r.RankReady(
+            task=task,
+            rank=0,
+            attempt=1,
+            endpoint="h:1",
+            num_params=1,
+            state_bytes=1,
+            iteration_flops=1.0,
+            data_digest="",
+        )
+        await log.send(
+            [
+                reported(
+                    2, r.RankStarted(task=task, rank=0, attempt=1, node="n1", pid=5, log_path="")
+                ),
+                reported(3, ready),
+            ]
+        )
         records = await until(log, "Reconfigure")
         assert "DeadlineReached" not in kinds(records)
 
@@ -527,8 +590,9 @@ async def test_a_leader_whose_clock_is_a_day_ahead_ends_nothing(log: MemoryLog) 
         await log.beat("n1", 1)
         await leader.write("x", job())
     for nonce, ahead_s in (("b", 86_400.0), ("c", -3_600.0)):
-        async with leading(log, nonce, policy=policy,
-                           clock=lambda ahead_s=ahead_s: virtual_clock() + ahead_s):
+        async with leading(
+            log, nonce, policy=policy, clock=lambda ahead_s=ahead_s: virtual_clock() + ahead_s
+        ):
             for _ in range(10):
                 await log.beat("n1", 1)
                 await asyncio.sleep(1.0)
@@ -538,7 +602,8 @@ async def test_a_leader_whose_clock_is_a_day_ahead_ends_nothing(log: MemoryLog) 
 
 
 def test_the_clock_of_a_control_plane_does_not_follow_steps(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, begun_s = steady_clock(), time.time()
     for step_s in (-3_600.0, 86_400.0):
         monkeypatch.setattr(time, "time", lambda step_s=step_s: begun_s + step_s)
@@ -562,11 +627,13 @@ async def test_a_slow_server_loses_and_repeats_nothing(tmp_path: Path) -> None:
             for number, pause_ms in enumerate((200, 2_000, 200, 2_000)):
                 with Redis.from_url(server.url) as client:
                     client.execute_command("CLIENT", "PAUSE", str(pause_ms), "ALL")
-                answers += await asyncio.wait_for(asyncio.gather(*(
-                    write(f"{number}-{each}") for each in range(3))), 60.0)
+                answers += await asyncio.wait_for(
+                    asyncio.gather(*(write(f"{number}-{each}") for each in range(3))), 60.0
+                )
             records = await log.read(after=0, num_max=999)
         assert [records[seq - 1].source for seq in answers] == [
-            f"operator/{number}-{each}" for number in range(4) for each in range(3)]
+            f"operator/{number}-{each}" for number in range(4) for each in range(3)
+        ]
         assert kinds(records).count("TaskSubmitted") == 12
     finally:
         await log.close()
@@ -620,6 +687,7 @@ async def test_followers_see_every_record_once(log: MemoryLog) -> None:
         await first.write("x", job("one"))
     seen: list[int] = []
     async with leading(log, "b") as second:
+
         async def follow() -> None:
             async for page in second.follow(1):
                 seen.extend(record.seq for record in page)
@@ -645,8 +713,16 @@ def test_on_a_real_server_a_report_wakes_the_leader(redis_log: Any) -> None:
                 spans: list[float] = []
                 for number in range(2, 22):
                     began_s = time.perf_counter()
-                    await agent.send([reported(number, r.RankStarted(
-                        task=9, rank=0, attempt=1, node="n1", pid=1, log_path=""))])
+                    await agent.send(
+                        [
+                            reported(
+                                number,
+                                r.RankStarted(
+                                    task=9, rank=0, attempt=1, node="n1", pid=1, log_path=""
+                                ),
+                            )
+                        ]
+                    )
                     while leader.seq < number + 2:
                         await asyncio.sleep(0.0005)
                     spans.append(time.perf_counter() - began_s)
@@ -709,8 +785,14 @@ def outages(records: list[Record]) -> list[r.OutageEnded]:
 
 def progress(number: int, occurred_s: float) -> Report:
     body = r.TaskProgressed(
-        task=9, generation=1, first_iteration=4, losses=(1.0, 1.0, 1.0), step_s=(0.1, 0.1, 0.1),
-        micro_batches=1, rate_flops=1.0)
+        task=9,
+        generation=1,
+        first_iteration=4,
+        losses=(1.0, 1.0, 1.0),
+        step_s=(0.1, 0.1, 0.1),
+        micro_batches=1,
+        rate_flops=1.0,
+    )
     return Report(source="n1/1", source_seq=number, occurred_s=occurred_s, body=body)
 
 
@@ -722,16 +804,20 @@ async def test_an_outage_of_the_server_is_a_record_with_what_waited(log: MemoryL
         began_s = virtual_clock()
         log.fault = lambda call: "unavailable"
         await asyncio.sleep(60.0)
-        assert re.fullmatch(r"nothing is acknowledged since \d{4}-\S+Z \(6\d s\): .* cannot be "
-                            "reached; ranks train on, their reports wait", leader.away)
+        assert re.fullmatch(
+            r"nothing is acknowledged since \d{4}-\S+Z \(6\d s\): .* cannot be "
+            "reached; ranks train on, their reports wait",
+            leader.away,
+        )
         with pytest.raises(Unavailable, match="nothing is acknowledged since"):
             await leader.settled()
         log.fault = lambda call: "done"
         ended_s = virtual_clock()
         await asyncio.sleep(3.0)
         assert leader.away == ""
-        await log.send([progress(2, began_s + 30.0), progress(3, began_s + 50.0),
-                        progress(4, ended_s + 5.0)])
+        await log.send(
+            [progress(2, began_s + 30.0), progress(3, began_s + 50.0), progress(4, ended_s + 5.0)]
+        )
         (one,) = outages(await until(log, "OutageEnded"))
         assert (one.what, one.num_reports, one.num_iterations) == ("server", 2, 6)
         assert began_s - 1.5 < one.since_s <= began_s
@@ -760,25 +846,27 @@ async def test_what_the_server_cannot_keep_is_not_acknowledged(log: MemoryLog) -
 @pytest.mark.parametrize(("follows", "what"), [(False, "control plane"), (True, "leader")])
 def test_the_absence_of_a_leader_is_a_record_of_the_next_epoch(follows: bool, what: str) -> None:
     """`follows`: the next leader was there already when the last one went."""
+
     async def main() -> None:
         log = MemoryLog(virtual_clock)
         next_one = None
         async with leading(log, "a"):
             await asyncio.sleep(2.0)
             if follows:
-                next_one = Coordinator(log, clock=virtual_clock, nonce="b", code="test",
-                                       policy=POLICY)
+                next_one = Coordinator(
+                    log, clock=virtual_clock, nonce="b", code="test", policy=POLICY
+                )
             await asyncio.sleep(8.0)
         gone_s = virtual_clock() - LEASE_S
         await asyncio.sleep(100.0)
-        next_one = next_one or Coordinator(log, clock=virtual_clock, nonce="b", code="test",
-                                           policy=POLICY)
+        next_one = next_one or Coordinator(
+            log, clock=virtual_clock, nonce="b", code="test", policy=POLICY
+        )
         task = asyncio.create_task(next_one.run())
         (one,) = outages(await until(log, "OutageEnded"))
         assert (one.what, one.num_reports) == (what, 0)
         assert gone_s - 1.5 < one.since_s <= gone_s
-        assert one.since_s + one.length_s == pytest.approx(
-            gone_s + LEASE_S + 100.0, abs=1.0)
+        assert one.since_s + one.length_s == pytest.approx(gone_s + LEASE_S + 100.0, abs=1.0)
         next_one.stop()
         await task
 
@@ -801,7 +889,8 @@ async def test_a_leader_killed_before_the_record_hides_no_outage(log: MemoryLog)
 
 
 async def test_a_follower_that_takes_over_records_the_leaders_absence(
-        redis_log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    redis_log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a real server, which tells each sign of life only once."""
     monkeypatch.setattr("unicron.control_plane.service.outages.SETTLE_S", 0.1)
     async with redis_log() as log, redis_log() as other:
@@ -875,12 +964,14 @@ async def test_a_moment_without_the_server_is_no_outage(log: MemoryLog) -> None:
 
 
 async def test_a_replica_that_is_gone_stops_the_acknowledgements_and_not_the_log(
-        tmp_path: Path) -> None:
+    tmp_path: Path,
+) -> None:
     """With real servers: nothing is answered or ordered meanwhile, and nothing is lost after."""
     policy = Policy(replicas_min=1)
     with replicated_servers.replicated(tmp_path) as (primary, replica):
-        log = RedisLog(primary.url, "gone", Identities(bytes(SECRET_BYTES), "gone").key,
-                       policy=policy)
+        log = RedisLog(
+            primary.url, "gone", Identities(bytes(SECRET_BYTES), "gone").key, policy=policy
+        )
         agent = RedisLog(primary.url, "gone", Identities(bytes(SECRET_BYTES), "gone").key)
         await log.check()
         coordinator = Coordinator(log, clock=time.time, nonce="a", code="test", policy=policy)

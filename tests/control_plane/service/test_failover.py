@@ -38,8 +38,9 @@ class Load:
 
     def __init__(self, url: str, policy: Policy) -> None:
         self.policy = policy
-        self.logs = {name: RedisLog(url, "c", IDENTITIES.key, policy=policy)
-                     for name in ("a", "b", *NODES)}
+        self.logs = {
+            name: RedisLog(url, "c", IDENTITIES.key, policy=policy) for name in ("a", "b", *NODES)
+        }
         self.planes: dict[str, Coordinator] = {}
         self.answers: dict[str, int] = {}
         """By request id."""
@@ -50,15 +51,22 @@ class Load:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        outboxes = {node: Outbox(self.logs[node], LogLink(), Spool(f"{node}/1", node, time.time))
-                    for node in NODES}
+        outboxes = {
+            node: Outbox(self.logs[node], LogLink(), Spool(f"{node}/1", node, time.time))
+            for node in NODES
+        }
         for node, box in outboxes.items():
             box.put(r.NodeJoined(node=node, incarnation=1, host="h", pid=1, num_slots=500))
-        tasks = [asyncio.create_task(work) for work in (
-            *(self._lead(name) for name in ("a", "b")),
-            *(box.run() for box in outboxes.values()),
-            *(self._report(node, box) for node, box in outboxes.items()),
-            *(self._follow(node) for node in NODES), *(self._write(one) for one in range(4)))]
+        tasks = [
+            asyncio.create_task(work)
+            for work in (
+                *(self._lead(name) for name in ("a", "b")),
+                *(box.run() for box in outboxes.values()),
+                *(self._report(node, box) for node, box in outboxes.items()),
+                *(self._follow(node) for node in NODES),
+                *(self._write(one) for one in range(4)),
+            )
+        ]
         self._tasks = tasks
         try:
             yield
@@ -90,8 +98,14 @@ class Load:
         """A control plane that is started again when another one has fenced it, as by `up`."""
         for number in range(100):
             self.planes[name] = Coordinator(
-                self.logs[name], clock=time.time, nonce=f"{name}{number}", code="test",
-                policy=self.policy, limits=Limits(call_s_max=3.0), jitter=random.Random(1))
+                self.logs[name],
+                clock=time.time,
+                nonce=f"{name}{number}",
+                code="test",
+                policy=self.policy,
+                limits=Limits(call_s_max=3.0),
+                jitter=random.Random(1),
+            )
             with suppress(Fenced):
                 await self.planes[name].run(f"http://{name}")
 
@@ -99,9 +113,16 @@ class Load:
         for number in range(100_000):
             request = f"c{client}-{number}"
             while request not in self.answers:
-                submitted = r.TaskSubmitted(spec=spec.parse({
-                    "apiVersion": spec.API_VERSION, "name": request, "command": ["true"],
-                    "slots": {"min": 1, "max": 1}}))
+                submitted = r.TaskSubmitted(
+                    spec=spec.parse(
+                        {
+                            "apiVersion": spec.API_VERSION,
+                            "name": request,
+                            "command": ["true"],
+                            "slots": {"min": 1, "max": 1},
+                        }
+                    )
+                )
                 with suppress(Unavailable):
                     if (leader := self.leader) is not None:
                         self.answers[request] = await leader.write(request, submitted)
@@ -117,16 +138,20 @@ class Load:
         cursor, link = "0-0", LogLink()
         while True:
             sent = await link.retry(
-                partial(self.logs[node].orders, node, after=cursor, wait_s=1.0), 12.0)
+                partial(self.logs[node].orders, node, after=cursor, wait_s=1.0), 12.0
+            )
             cursor = sent[-1].cursor if sent else cursor
             self.orders[node] += [(one.record.epoch, one.record.seq) for one in sent]
 
 
 @asynccontextmanager
-async def loaded(folder: Path, replicas_min: int
-                 ) -> AsyncGenerator[tuple[Load, TcpServer, TcpServer]]:
-    with (replicated_servers.replicated(folder) as (primary, replica),
-          replicated_servers.watched(folder, primary) as (url, _)):
+async def loaded(
+    folder: Path, replicas_min: int
+) -> AsyncGenerator[tuple[Load, TcpServer, TcpServer]]:
+    with (
+        replicated_servers.replicated(folder) as (primary, replica),
+        replicated_servers.watched(folder, primary) as (url, _),
+    ):
         load = Load(url, Policy(replicas_min=replicas_min))
         for log in load.logs.values():
             await log.check()
@@ -145,22 +170,29 @@ async def records(load: Load) -> list[Record]:
 
 def gone(answers: dict[str, int], log: list[Record]) -> list[int]:
     """Seqs that were answered, and that do not have the request in the log."""
-    of_request = {one.source.removeprefix("operator/"): one.seq for one in log
-                  if one.kind == "TaskSubmitted"}
+    of_request = {
+        one.source.removeprefix("operator/"): one.seq for one in log if one.kind == "TaskSubmitted"
+    }
     return sorted(seq for request, seq in answers.items() if of_request.get(request) != seq)
 
 
 def losses(log: list[Record]) -> list[tuple[int, int]]:
-    return [(one.body.lost_from, one.body.lost_to) for one in log
-            if isinstance(one.body, r.OutageEnded) and one.body.lost_to]
+    return [
+        (one.body.lost_from, one.body.lost_to)
+        for one in log
+        if isinstance(one.body, r.OutageEnded) and one.body.lost_to
+    ]
 
 
 async def until_delivered(load: Load) -> tuple[list[Record], list[int]]:
     """The log, once it has all reports until now, each once; and the answers that it has not."""
     reported = dict(load.reported)
-    await load.until(lambda: all(
-        (leader := load.leader) and leader._leader.state.sources.get(f"{node}/1", 0) >= num
-        for node, num in reported.items()))
+    await load.until(
+        lambda: all(
+            (leader := load.leader) and leader._leader.state.sources.get(f"{node}/1", 0) >= num
+            for node, num in reported.items()
+        )
+    )
     answers = dict(load.answers)  # before the log is read: others are answered meanwhile
     log = await records(load)
     for node in NODES:
@@ -173,7 +205,8 @@ async def until_delivered(load: Load) -> tuple[list[Record], list[int]]:
 
 @pytest.mark.parametrize("round_number", [0, pytest.param(1, marks=pytest.mark.thorough)])
 async def test_with_a_replica_nothing_acknowledged_is_lost(
-        tmp_path: Path, round_number: int) -> None:
+    tmp_path: Path, round_number: int
+) -> None:
     """While the new primary has no replica nothing is acknowledged; then all goes on."""
     async with loaded(tmp_path, 1) as (load, primary, replica):
         await asyncio.sleep(random.Random(round_number).random())
@@ -205,15 +238,21 @@ async def test_without_a_replica_what_is_lost_is_said(tmp_path: Path) -> None:
             await load.until(lambda: (leader := load.leader) and leader.epoch > epoch)
             await load.until_more()
             log, missing = await until_delivered(load)
-            ordered = {node: {(one.epoch, one.seq) for one in log if node in order_nodes(one)}
-                       for node in NODES}
-            await load.until(lambda: all(  # also those that have the numbers of lost ones
-                ordered[node] <= set(load.orders[node]) for node in NODES))
+            ordered = {
+                node: {(one.epoch, one.seq) for one in log if node in order_nodes(one)}
+                for node in NODES
+            }
+            await load.until(
+                lambda: all(  # also those that have the numbers of lost ones
+                    ordered[node] <= set(load.orders[node]) for node in NODES
+                )
+            )
         assert len(missing) >= 16
         ((lost_from, lost_to),) = losses(log)
         assert lost_from <= missing[0] <= missing[-1] <= lost_to
-        (started,) = [one for one in log
-                      if isinstance(one.body, r.OutageEnded) and one.body.lost_to]
+        (started,) = [
+            one for one in log if isinstance(one.body, r.OutageEnded) and one.body.lost_to
+        ]
         assert started.seq >= lost_from, "it may be that one led first who did not know"
         assert started.epoch > epoch
         assert lost_to >= had[-1].seq
@@ -221,6 +260,10 @@ async def test_without_a_replica_what_is_lost_is_said(tmp_path: Path) -> None:
         assert log[lost_from - 1] not in had
         assert any("the log has lost records" in one["event"] for one in logged)
         for node in NODES:
-            assert any(one.get("source") == f"{node}/1" and one["num_not_kept"] == 0
-                       and "the log has lost reports" in one["event"] for one in logged)
+            assert any(
+                one.get("source") == f"{node}/1"
+                and one["num_not_kept"] == 0
+                and "the log has lost reports" in one["event"]
+                for one in logged
+            )
             assert any(of_epoch == started.epoch for of_epoch, _ in ordered[node])

@@ -57,15 +57,21 @@ def reported(body: Body, source: str = "n1/1", number: int = 1) -> Report:
 
 
 def signed(identities: Identities, report: Report) -> bytes:
-    return sign_report(identities.key(report.source.rpartition("/")[0]),
-                       codec.encode_report(report))
+    return sign_report(
+        identities.key(report.source.rpartition("/")[0]), codec.encode_report(report)
+    )
 
 
 def nested(depth: int) -> bytes:
     """A report of an unknown kind whose body is a map in a map, and so on."""
     head = {"kind": "Foo", "v": 1, "source": "n1/1", "source_seq": 1, "occurred_s": 1.0}
-    return (bytes([0x86]) + b"".join(encode(name) + encode(value) for name, value in head.items())
-            + encode("body") + b"\x81\xa1a" * depth + b"\xc0")
+    return (
+        bytes([0x86])
+        + b"".join(encode(name) + encode(value) for name, value in head.items())
+        + encode("body")
+        + b"\x81\xa1a" * depth
+        + b"\xc0"
+    )
 
 
 def malformed(identities: Identities) -> list[bytes]:
@@ -76,11 +82,18 @@ def malformed(identities: Identities) -> list[bytes]:
         bytes(32) + deep,
         signed(identities, reported(joined(), "n1/" + 5_000 * "9")),
         signed(identities, reported(joined(incarnation=2**64 - 1))),
-        b"", b"\xff" * 40, sign_report(key, deep), sign_report(key, nested(500)),
+        b"",
+        b"\xff" * 40,
+        sign_report(key, deep),
+        sign_report(key, nested(500)),
         signed(identities, reported(joined(), number=2**63)),
         signed(identities, reported(r.ReportsLost(node="n1", num_lost=2**64 - 1), number=9)),
-        signed(identities, reported(UnknownBody(
-            kind="Foo", version=1, raw=encode({"a": msgspec.msgpack.Ext(5, b"x")})))),
+        signed(
+            identities,
+            reported(
+                UnknownBody(kind="Foo", version=1, raw=encode({"a": msgspec.msgpack.Ext(5, b"x")}))
+            ),
+        ),
         signed(identities, reported(UnknownBody(kind="Foo", version=1, raw=encode({"a": 2**63})))),
     ]
 
@@ -88,13 +101,14 @@ def malformed(identities: Identities) -> list[bytes]:
 def push(server: Server, entries: list[bytes]) -> None:
     with Redis.from_url(server.url) as client:
         for begin in range(0, len(entries), 500):
-            client.rpush(INBOX, *entries[begin:begin + 500])
+            client.rpush(INBOX, *entries[begin : begin + 500])
 
 
 def get(running: Running, path: str) -> bytes:
     note = running.note()
     request = urllib.request.Request(
-        note["url"] + path, headers={"Authorization": f"Bearer {note['token']}"})
+        note["url"] + path, headers={"Authorization": f"Bearer {note['token']}"}
+    )
     with urllib.request.urlopen(request, timeout=30) as reply:
         found: bytes = reply.read()
         return found
@@ -102,14 +116,17 @@ def get(running: Running, path: str) -> bytes:
 
 def wait_for_node(server: Server, node: str) -> None:
     deadline_s = time.monotonic() + 60.0
-    while not any(isinstance(one.body, r.NodeJoined) and one.body.node == node
-                  for one in records_of(server.url, CLUSTER)):
+    while not any(
+        isinstance(one.body, r.NodeJoined) and one.body.node == node
+        for one in records_of(server.url, CLUSTER)
+    ):
         assert time.monotonic() < deadline_s, f"{node} has not joined"
         time.sleep(0.05)
 
 
 def test_a_malformed_report_ends_no_control_plane_and_no_successor(
-        own_server: Server, tmp_path: Path) -> None:
+    own_server: Server, tmp_path: Path
+) -> None:
     """It runs, starts again, and starts while such a report waits; healthy nodes join each time."""
     state, evil = tmp_path / "state", list[bytes]()
     for number in range(3):
@@ -120,15 +137,19 @@ def test_a_malformed_report_ends_no_control_plane_and_no_successor(
             identities = Identities((state / "secret").read_bytes(), CLUSTER)
             evil = malformed(identities)
             healthy = f"healthy{number}"
-            push(own_server, [*evil, signed(identities, reported(joined(healthy), f"{healthy}/1")),
-                              *evil])
+            push(
+                own_server,
+                [*evil, signed(identities, reported(joined(healthy), f"{healthy}/1")), *evil],
+            )
             wait_for_node(own_server, healthy)
             shown = json.loads(get(running, "/v1/state"))
             assert healthy in [node["id"] for node in shown["nodes"]]
             deadline_s = time.monotonic() + 30.0
             expected = (2 + (number == 2)) * len(evil)
-            while f"unicron_reports_rejected_total {expected:.1f}" not in get(
-                    running, "/metrics").decode():
+            while (
+                f"unicron_reports_rejected_total {expected:.1f}"
+                not in get(running, "/metrics").decode()
+            ):
                 assert time.monotonic() < deadline_s, get(running, "/metrics").decode()
                 time.sleep(0.1)
             running.process.terminate()
@@ -152,7 +173,7 @@ def changed(chance: random.Random, wire: bytes) -> bytes:
     data = bytearray(wire)
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(data) + 1)
-        data[at:at + chance.randint(0, 3)] = chance.randbytes(chance.randint(0, 4))
+        data[at : at + chance.randint(0, 3)] = chance.randbytes(chance.randint(0, 4))
     return bytes(data)
 
 
@@ -166,20 +187,50 @@ def any_bytes(chance: random.Random, identities: Identities, number: int) -> byt
         return sign_report(key, chance.randbytes(chance.randint(0, 100)))
     if which < 0.2:
         return sign_report(key, nested(chance.randint(1, 3_000)))
-    wild = [0, -1, 2**31, 2**53 - 1, 2**53, 2**63 - 1, 2**64 - 1, -2**63, 1e308, -1e308, 5e-324,
-            "", "n1", "\n", "x" * 1_000, None, True, [], {}, [[1]], {"a": 1}, "n1/1"]
+    wild = [
+        0,
+        -1,
+        2**31,
+        2**53 - 1,
+        2**53,
+        2**63 - 1,
+        2**64 - 1,
+        -(2**63),
+        1e308,
+        -1e308,
+        5e-324,
+        "",
+        "n1",
+        "\n",
+        "x" * 1_000,
+        None,
+        True,
+        [],
+        {},
+        [[1]],
+        {"a": 1},
+        "n1/1",
+    ]
     kind = chance.choice([one for one in AGENT_REPORTS if one is not UnknownBody])
     fields: dict[str, Any] = {"node": node, "incarnation": 1, "task": TASK, "rank": 0, "attempt": 1}
-    body = {name: fields.get(name, value) if chance.random() < 0.95 else chance.choice(wild)
-            for name, value in msgspec.to_builtins(body_of(kind)).items()}
+    body = {
+        name: fields.get(name, value) if chance.random() < 0.95 else chance.choice(wild)
+        for name, value in msgspec.to_builtins(body_of(kind)).items()
+    }
     for name in body if chance.random() < 0.5 else ():
         if isinstance(body[name], int | float) and name not in fields:
             body[name] = chance.choice([2**52, -1, 0, 2**53 - 1])
     sources = [f"{node}/1"] * 18 + ["n1/2", "n2/1", "/", f"{node}/" + "9" * 17]
-    wire = encode({"kind": kind.__name__, "v": chance.choice([1, 1, 1, 1, 0, -1, 99]),
-                   "body": body, "source": chance.choice(sources),
-                   "source_seq": chance.choice([1, 1, 1, chance.randint(2, 30), 2**62]),
-                   "occurred_s": chance.choice([1.0, 0.0, -1e300, 1e300])})
+    wire = encode(
+        {
+            "kind": kind.__name__,
+            "v": chance.choice([1, 1, 1, 1, 0, -1, 99]),
+            "body": body,
+            "source": chance.choice(sources),
+            "source_seq": chance.choice([1, 1, 1, chance.randint(2, 30), 2**62]),
+            "occurred_s": chance.choice([1.0, 0.0, -1e300, 1e300]),
+        }
+    )
     return sign_report(key, changed(chance, wire) if which < 0.4 else wire)
 
 
@@ -199,7 +250,10 @@ async def test_any_bytes_in_the_inbox_leave_the_leader_leading(own_server: Serve
                 assert (leader.leading, leader.epoch) == (True, 1)
                 encode_state(state)
         assert {line["event"] for line in logged} <= {
-            "leading", "dropped a report", "dropped a report about another node's process"}
+            "leading",
+            "dropped a report",
+            "dropped a report about another node's process",
+        }
         records = await log.read(after=0, num_max=99_999)
         assert {one.source for one in records} >= {"n1/1", "n9/1"}
         assert len({one.kind for one in records if one.source[0] in "nx"}) > 15
@@ -219,7 +273,8 @@ async def joined_state(leader: Coordinator, node: str) -> ClusterState:
 
 
 async def test_a_report_on_which_the_decider_fails_is_passed_over(
-        own_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Many in one batch; their source goes on, with the number of what it has lost."""
     advance, num_failed = leader_module.advance, 0
 
@@ -235,13 +290,20 @@ async def test_a_report_on_which_the_decider_fails_is_passed_over(
     identities, letters = Identities(bytes(SECRET_BYTES), CLUSTER), tmp_path / "letters.jsonl"
     log = RedisLog(own_server.url, CLUSTER, identities.key)
     left = r.NodeLeft(node="n1", incarnation=1, reason="")
-    leader = Coordinator(log, clock=real_clock, nonce="a", code="test", policy=Policy(),
-                         dead_letters=DeadLetters(letters))
+    leader = Coordinator(
+        log,
+        clock=real_clock,
+        nonce="a",
+        code="test",
+        policy=Policy(),
+        dead_letters=DeadLetters(letters),
+    )
     leads = asyncio.create_task(leader.run())
     try:
         assert await leader.find_leader() == ""
-        await log.send([reported(joined()), *(reported(left, number=number)
-                                              for number in range(2, 62))])
+        await log.send(
+            [reported(joined()), *(reported(left, number=number) for number in range(2, 62))]
+        )
         push(own_server, [b"junk"])
         await log.send([reported(joined("n2"), "n2/1")])
         state = await joined_state(leader, "n2")
@@ -254,7 +316,9 @@ async def test_a_report_on_which_the_decider_fails_is_passed_over(
         await log.close()
     lines = [json.loads(line) for line in letters.read_text().splitlines()]
     assert [line["why"].partition("raises")[0] for line in lines] == [
-        *(f"NodeLeft {number} " for number in range(2, 62)), lines[-1]["why"]]
+        *(f"NodeLeft {number} " for number in range(2, 62)),
+        lines[-1]["why"],
+    ]
     assert (num_failed, base64.b64decode(lines[-1]["data"])) == (60, b"junk")
 
 
@@ -262,11 +326,25 @@ def test_a_log_with_what_older_leaders_have_let_in_is_folded() -> None:
     state = ClusterState()
     bodies: list[tuple[str, Body]] = [
         ("n1/" + 5_000 * "9", r.ReportsLost(node="n1", num_lost=1)),
-        ("n1/1", joined(incarnation=1)), ("n1/2", joined(incarnation=2)),
-        (f"n1/{2**64 - 1}", joined(incarnation=2**64 - 1))]
+        ("n1/1", joined(incarnation=1)),
+        ("n1/2", joined(incarnation=2)),
+        (f"n1/{2**64 - 1}", joined(incarnation=2**64 - 1)),
+    ]
     for seq, (source, body) in enumerate(bodies, 1):
-        fold(state, Record(seq=seq, epoch=1, at_s=1.0, occurred_s=1.0, source=source, source_seq=1,
-                           cause=0, incident=0, body=body))
+        fold(
+            state,
+            Record(
+                seq=seq,
+                epoch=1,
+                at_s=1.0,
+                occurred_s=1.0,
+                source=source,
+                source_seq=1,
+                cause=0,
+                incident=0,
+                body=body,
+            ),
+        )
     assert state.nodes["n1"].incarnation == 2**64 - 1
     encode_state(state)
 

@@ -36,8 +36,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def leading(log: RedisLog, folder: Folder, nonce: str = "a") -> AsyncIterator[Coordinator]:
-    coordinator = Coordinator(log, clock=time.time, nonce=nonce, code="test", policy=FEW,
-                              folder=folder)
+    coordinator = Coordinator(
+        log, clock=time.time, nonce=nonce, code="test", policy=FEW, folder=folder
+    )
     task = asyncio.create_task(coordinator.run())
     try:
         settled = asyncio.create_task(coordinator.settled())
@@ -92,7 +93,8 @@ def stream_length(redis_log: Any) -> int:
 
 
 async def test_the_server_keeps_the_newest_segment_and_readers_have_all(
-        redis_log: Any, tmp_path: Path) -> None:
+    redis_log: Any, tmp_path: Path
+) -> None:
     folder = Folder(tmp_path, redis_log.name)
     async with redis_log(folder=folder) as log, leading(log, folder) as coordinator:
         await write(coordinator, 0, 100)
@@ -106,12 +108,20 @@ async def test_the_server_keeps_the_newest_segment_and_readers_have_all(
 
 
 async def test_a_follower_without_the_segments_ends_and_one_with_them_takes_over(
-        redis_log: Any, tmp_path: Path) -> None:
+    redis_log: Any, tmp_path: Path
+) -> None:
     folder, elsewhere = (Folder(tmp_path / name, redis_log.name) for name in ("a", "b"))
 
     def follower(log: RedisLog, folder: Folder) -> Coordinator:
-        return Coordinator(log, clock=time.time, nonce=folder.where, code="test", policy=FEW,
-                           folder=folder, limits=Limits(segments_s=0.1))
+        return Coordinator(
+            log,
+            clock=time.time,
+            nonce=folder.where,
+            code="test",
+            policy=FEW,
+            folder=folder,
+            limits=Limits(segments_s=0.1),
+        )
 
     async with redis_log(folder=folder) as log, redis_log(folder=folder) as beside:
         next_one = follower(beside, folder)
@@ -134,7 +144,8 @@ async def test_a_follower_without_the_segments_ends_and_one_with_them_takes_over
 
 
 async def test_a_start_continues_from_the_newest_snapshot(
-        redis_log: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    redis_log: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = Folder(tmp_path, redis_log.name)
     async with redis_log(folder=folder) as log, leading(log, folder) as coordinator:
         await write(coordinator, 0, 50)
@@ -144,8 +155,10 @@ async def test_a_start_continues_from_the_newest_snapshot(
     folded: list[int] = []
     async with redis_log(folder=folder) as log:
         with monkeypatch.context() as patch:
-            patch.setattr("unicron.control_plane.service.leader.fold",
-                          lambda state, record: (folded.append(record.seq), fold(state, record)))
+            patch.setattr(
+                "unicron.control_plane.service.leader.fold",
+                lambda state, record: (folded.append(record.seq), fold(state, record)),
+            )
             async with leading(log, folder, nonce="b") as second:
                 state = await second.settled()
                 assert folded == [*range(last + 1 - len(folded), last + 1)]
@@ -155,7 +168,8 @@ async def test_a_start_continues_from_the_newest_snapshot(
 
 
 async def test_what_is_sealed_is_counted_and_a_failed_count_ends_nothing(
-        redis_log: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    redis_log: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = Folder(tmp_path, redis_log.name)
     async with redis_log(folder=folder) as log, leading(log, folder) as coordinator:
         with monkeypatch.context() as patch, capture_logs() as logs:
@@ -175,7 +189,8 @@ async def test_what_is_sealed_is_counted_and_a_failed_count_ends_nothing(
 
 @pytest.mark.parametrize("damage", ["damaged", "another shape"])
 async def test_a_bad_snapshot_falls_back_to_the_one_before(
-        redis_log: Any, tmp_path: Path, damage: str) -> None:
+    redis_log: Any, tmp_path: Path, damage: str
+) -> None:
     folder = Folder(tmp_path, redis_log.name)
     async with redis_log(folder=folder) as log, leading(log, folder) as coordinator:
         await write(coordinator, 0, 30)
@@ -194,7 +209,8 @@ async def test_a_bad_snapshot_falls_back_to_the_one_before(
 
 
 async def test_a_server_that_lost_acknowledged_records_is_refused(
-        redis_log: Any, tmp_path: Path) -> None:
+    redis_log: Any, tmp_path: Path
+) -> None:
     folder = Folder(tmp_path, redis_log.name)
     async with redis_log(folder=folder) as log, leading(log, folder) as coordinator:
         await write(coordinator, 0, 30)
@@ -207,17 +223,22 @@ async def test_a_server_that_lost_acknowledged_records_is_refused(
             server.xadd(key, fields, id=entry)
     last = int(kept[4][0].decode().partition("-")[2])
     async with redis_log(folder=folder) as log:
-        with pytest.raises(CorruptLog, match=f"the server has lost records {last + 1} to "
-                                             rf"\d+.*unicron log restore"):
+        with pytest.raises(
+            CorruptLog,
+            match=f"the server has lost records {last + 1} to "
+            rf"\d+.*unicron log restore",
+        ):
             async with leading(log, folder, nonce="b"):
                 pass
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 async def test_a_full_or_read_only_disk_seals_later_and_leads_on(
-        redis_log: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    redis_log: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     folder = Folder(tmp_path / "log", redis_log.name)
     with monkeypatch.context() as patch:
+
         def refuse(*args: Any) -> None:
             raise OSError(code, os.strerror(code))
 
@@ -229,13 +250,14 @@ async def test_a_full_or_read_only_disk_seals_later_and_leads_on(
                 assert log.sealed_seq == 0
                 patch.undo()
                 await until_sealed(log, 20)
-    assert [one["why"] for one in logs if one["event"] == (
-        "cannot seal the log; the server keeps it")] == [
-            f"{tmp_path / 'log'}: {os.strerror(code)}"]
+    assert [
+        one["why"] for one in logs if one["event"] == ("cannot seal the log; the server keeps it")
+    ] == [f"{tmp_path / 'log'}: {os.strerror(code)}"]
 
 
 async def test_a_segment_that_cannot_be_read_now_is_tried_again(
-        redis_log: Any, tmp_path: Path) -> None:
+    redis_log: Any, tmp_path: Path
+) -> None:
     folder = Folder(tmp_path, redis_log.name)
     async with redis_log(folder=folder) as log, leading(log, folder) as coordinator:
         await write(coordinator, 0, 30)
@@ -288,8 +310,11 @@ async def test_a_leader_goes_on_while_its_log_is_pruned(redis_log: Any, tmp_path
     for one in folder.snapshots():
         (tmp_path / one.name).unlink()
     async with redis_log(folder=folder) as log:
-        with pytest.raises(CorruptLog, match=r"seq 41: the records before it were pruned, and .* "
-                                             r"has no good snapshot of unicron-state-9: put one"):
+        with pytest.raises(
+            CorruptLog,
+            match=r"seq 41: the records before it were pruned, and .* "
+            r"has no good snapshot of unicron-state-9: put one",
+        ):
             async with leading(log, folder, nonce="c"):
                 pass
 

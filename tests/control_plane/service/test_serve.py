@@ -76,8 +76,9 @@ class Running:
 
     def health(self) -> dict[str, Any]:
         note = self.note()
-        request = urllib.request.Request(note["url"] + "/v1/health",
-                                         headers={"Authorization": f"Bearer {note['token']}"})
+        request = urllib.request.Request(
+            note["url"] + "/v1/health", headers={"Authorization": f"Bearer {note['token']}"}
+        )
         with urllib.request.urlopen(request, timeout=30) as reply:
             found: dict[str, Any] = json.loads(reply.read())
             return found
@@ -101,15 +102,37 @@ class Running:
 
 
 @contextmanager
-def control_plane(state: Path, url: str, *, port: int = 0, cluster: str = "serve",
-                  policy: str = "", switches: tuple[str, ...] = (), num_files: str = "",
-                  name: str = "control-plane", **environment: str) -> Iterator[Running]:
+def control_plane(
+    state: Path,
+    url: str,
+    *,
+    port: int = 0,
+    cluster: str = "serve",
+    policy: str = "",
+    switches: tuple[str, ...] = (),
+    num_files: str = "",
+    name: str = "control-plane",
+    **environment: str,
+) -> Iterator[Running]:
     limited = ["bash", "-c", f'ulimit -n {num_files} && exec "$@"', "bash"] if num_files else []
     process = subprocess.Popen(
-        [*limited, sys.executable, "-c", MAIN, str(state), url, str(port), cluster, policy,
-         name, *switches],
-        stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(crashing_log.__file__).parent), **environment})
+        [
+            *limited,
+            sys.executable,
+            "-c",
+            MAIN,
+            str(state),
+            url,
+            str(port),
+            cluster,
+            policy,
+            name,
+            *switches,
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(crashing_log.__file__).parent), **environment},
+    )
     try:
         yield Running(process, state / f"{name.replace('-', '_', 1)}.json")
     finally:
@@ -141,8 +164,9 @@ def test_start_note_token_stop(server: Server, tmp_path: Path) -> None:
         assert {"url", "pid", "start_time", "cluster"} <= set(note)
         for name in ("token", "control_plane.json"):
             assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
-        request = urllib.request.Request(note["url"] + "/v1/state",
-                                         headers={"Authorization": f"Bearer {token}"})
+        request = urllib.request.Request(
+            note["url"] + "/v1/state", headers={"Authorization": f"Bearer {token}"}
+        )
         with urllib.request.urlopen(request, timeout=30) as reply:
             assert json.loads(reply.read())["cluster"]["seq"] == 2
         first.process.send_signal(signal.SIGTERM)
@@ -172,14 +196,19 @@ def share_folder(of: Path, to: Path) -> None:
         shutil.copy2(of / name, to / name)
 
 
-def asked(of: Running, method: str, path: str, token: str, body: object = None
-          ) -> tuple[int, Mapping[str, str], Any]:
+def asked(
+    of: Running, method: str, path: str, token: str, body: object = None
+) -> tuple[int, Mapping[str, str], Any]:
     """Status, headers and body of the answer; no redirect is followed."""
     parts = urllib.parse.urlsplit(of.note()["url"])
     assert parts.hostname
     link = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
-    link.request(method, path, None if body is None else json.dumps(body),
-                 {"Authorization": f"Bearer {token}", "Content-Type": "application/json"})
+    link.request(
+        method,
+        path,
+        None if body is None else json.dumps(body),
+        {"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+    )
     answer = link.getresponse()
     return answer.status, dict(answer.headers), json.loads(answer.read())
 
@@ -194,8 +223,9 @@ def wait(is_so: Callable[[], bool]) -> None:
 JOB = {"apiVersion": "unicron/v1", "name": "x", "command": ["true"]}
 
 
-def test_a_stopped_leader_is_succeeded_and_fenced_when_it_wakes(server: Server, tmp_path: Path
-                                                                ) -> None:
+def test_a_stopped_leader_is_succeeded_and_fenced_when_it_wakes(
+    server: Server, tmp_path: Path
+) -> None:
     cluster = "serve-2"
     with control_plane(tmp_path / "a", server.url, cluster=cluster) as first:
         first.wait_leading()
@@ -211,8 +241,15 @@ def test_a_stopped_leader_is_succeeded_and_fenced_when_it_wakes(server: Server, 
             assert headers["Unicron-Follows"] == view["cluster"]["follows"] == leader
             assert int(headers["Unicron-Seq"]) >= view["cluster"]["seq"] > 0
             assert second.health() | {"pid": 0} == {
-                "ok": False, "leader": False, "cluster": cluster, "epoch": 1, "pid": 0,
-                "seq": first.health()["seq"], "follows": leader, "file": ""}
+                "ok": False,
+                "leader": False,
+                "cluster": cluster,
+                "epoch": 1,
+                "pid": 0,
+                "seq": first.health()["seq"],
+                "follows": leader,
+                "file": "",
+            }
             status, headers, answer = asked(second, "POST", "/v1/tasks", owner, JOB)
             assert (status, headers["Location"]) == (307, f"{leader}/v1/tasks")
             assert answer["detail"] == f"this control plane follows, {leader} leads"
@@ -220,8 +257,11 @@ def test_a_stopped_leader_is_succeeded_and_fenced_when_it_wakes(server: Server, 
             status, headers, page = asked(second, "GET", "/v1/tasks?limit=1", owner)
             assert (status, page["items"], headers["Unicron-Follows"]) == (200, [], leader)
             _, _, later = asked(first, "POST", "/v1/tokens", owner, {"name": "bo", "role": "view"})
-            wait(lambda: asked(first, "GET", "/v1/state", owner)[2]["cluster"]["followers"]
-                 == [follower])
+            wait(
+                lambda: (
+                    asked(first, "GET", "/v1/state", owner)[2]["cluster"]["followers"] == [follower]
+                )
+            )
             assert probe(second, "/readyz") == (503, {"ok": False, "why": "it does not lead"})
             assert probe(second, "/readyz?follower=1") == (200, {"ok": True, "why": ""})
 
@@ -238,26 +278,32 @@ def test_a_stopped_leader_is_succeeded_and_fenced_when_it_wakes(server: Server, 
             assert "fenced, stopping" in lines[-1]
             assert "Traceback" not in str(lines)
             assert asked(second, "POST", "/v1/tasks", owner, JOB)[0] == 200
-            assert [record.epoch for record in records(server.url, cluster)
-                    if record.kind == "EpochStarted"] == [1, 2]
+            assert [
+                record.epoch
+                for record in records(server.url, cluster)
+                if record.kind == "EpochStarted"
+            ] == [1, 2]
 
 
 def test_a_follower_is_ready_again_when_the_server_has_come_back(tmp_path: Path) -> None:
-    """The server goes three times. Then the leader ends, and the outages that the log has are true.
-    """
+    """The server goes three times. Then the leader ends, and the outages that the log has are true."""
     folder, away = tmp_path / "server", list[tuple[float, float]]()
     server = embedded_server.start(folder)
 
     def outages() -> list[OutageEnded]:
-        return [record.body for record in records(server.url, "away")
-                if isinstance(record.body, OutageEnded)]
+        return [
+            record.body
+            for record in records(server.url, "away")
+            if isinstance(record.body, OutageEnded)
+        ]
 
     with ExitStack() as stack:
         stack.callback(lambda: embedded_server.ensure(folder).stop())
 
         def start(name: str) -> Running:
-            return stack.enter_context(control_plane(tmp_path / "a", server.url, cluster="away",
-                                                     name=name))
+            return stack.enter_context(
+                control_plane(tmp_path / "a", server.url, cluster="away", name=name)
+            )
 
         def are_ready() -> bool:
             for name, one in both.items():
@@ -266,7 +312,8 @@ def test_a_follower_is_ready_again_when_the_server_has_come_back(tmp_path: Path)
             leads = [one.health()["leader"] for one in both.values()]
             return sorted(leads) == [False, True] and all(
                 probe(one, "/readyz" if its else "/readyz?follower=1")[0] == 200
-                for one, its in zip(both.values(), leads, strict=True))
+                for one, its in zip(both.values(), leads, strict=True)
+            )
 
         both = {name: start(name) for name in ("control-plane", "control-plane-2")}
         wait(are_ready)
@@ -288,15 +335,19 @@ def test_a_follower_is_ready_again_when_the_server_has_come_back(tmp_path: Path)
 
 
 def test_a_follower_that_leads_after_the_server_was_away_records_the_servers_outage(
-        tmp_path: Path) -> None:
+    tmp_path: Path,
+) -> None:
     """The leader does not come back, or later: only the server was away first."""
     folder = tmp_path / "server"
     server = embedded_server.start(folder)
     with ExitStack() as stack:
         stack.callback(lambda: embedded_server.ensure(folder).stop())
-        one, other = (stack.enter_context(control_plane(
-            tmp_path / "a", server.url, cluster="gone", name=name))
-            for name in ("control-plane", "control-plane-2"))
+        one, other = (
+            stack.enter_context(
+                control_plane(tmp_path / "a", server.url, cluster="gone", name=name)
+            )
+            for name in ("control-plane", "control-plane-2")
+        )
         wait(lambda: one.health()["leader"] != other.health()["leader"])
         first, second = (one, other) if one.health()["leader"] else (other, one)
         wait(lambda: probe(second, "/readyz?follower=1")[0] == 200)
@@ -312,8 +363,11 @@ def test_a_follower_that_leads_after_the_server_was_away_records_the_servers_out
         found = list[OutageEnded]()
 
         def is_recorded() -> bool:
-            found[:] = [record.body for record in records(server.url, "gone")
-                        if isinstance(record.body, OutageEnded)]
+            found[:] = [
+                record.body
+                for record in records(server.url, "gone")
+                if isinstance(record.body, OutageEnded)
+            ]
             return bool(found)
 
         wait(is_recorded)
@@ -323,10 +377,11 @@ def test_a_follower_that_leads_after_the_server_was_away_records_the_servers_out
         assert began_s - 2.5 < outage.since_s < began_s + 1.0, (outage, began_s)
 
 
-def test_a_leader_that_stops_lets_the_follower_lead_at_once(server: Server, tmp_path: Path
-                                                            ) -> None:
-    with (control_plane(tmp_path, server.url, cluster="serve-4") as one,
-          control_plane(tmp_path, server.url, cluster="serve-4", name="control-plane-2") as other):
+def test_a_leader_that_stops_lets_the_follower_lead_at_once(server: Server, tmp_path: Path) -> None:
+    with (
+        control_plane(tmp_path, server.url, cluster="serve-4") as one,
+        control_plane(tmp_path, server.url, cluster="serve-4", name="control-plane-2") as other,
+    ):
         assert one.note()["token"] == other.note()["token"], "both began on an empty folder"
         wait(lambda: one.health()["leader"] != other.health()["leader"])
         first, second = (one, other) if one.health()["leader"] else (other, one)
@@ -344,8 +399,10 @@ def test_a_follower_with_another_secret_is_refused(server: Server, tmp_path: Pat
         first.wait_leading()
         with control_plane(tmp_path / "b", server.url, cluster="serve-5") as second:
             assert second.end() == 2
-            assert (f"USAGE the control plane at {first.note()['url']} leads, and has another "
-                    "secret | copy the files secret and token") in second.words()
+            assert (
+                f"USAGE the control plane at {first.note()['url']} leads, and has another "
+                "secret | copy the files secret and token"
+            ) in second.words()
         assert first.health()["leader"]
 
 
@@ -372,12 +429,14 @@ def test_an_unreachable_server_is_wrong_input(tmp_path: Path) -> None:
 
 def test_killed_around_an_append(server: Server, tmp_path: Path) -> None:
     """A kill before the append leaves no record; a kill after it does. A new leader starts."""
-    for number, (environment, expected) in enumerate((
-        ({"UNICRON_CRASH_BEFORE_KIND": "EpochStarted"}, []),
-        ({"UNICRON_CRASH_AFTER_KIND": "EpochStarted:1"}, ["EpochStarted", "PolicySet"]),
-        ({"UNICRON_CRASH_BEFORE_SEQ": "2"}, []),
-        ({"UNICRON_CRASH_AFTER_SEQ": "2"}, ["EpochStarted", "PolicySet"]),
-    )):
+    for number, (environment, expected) in enumerate(
+        (
+            ({"UNICRON_CRASH_BEFORE_KIND": "EpochStarted"}, []),
+            ({"UNICRON_CRASH_AFTER_KIND": "EpochStarted:1"}, ["EpochStarted", "PolicySet"]),
+            ({"UNICRON_CRASH_BEFORE_SEQ": "2"}, []),
+            ({"UNICRON_CRASH_AFTER_SEQ": "2"}, ["EpochStarted", "PolicySet"]),
+        )
+    ):
         cluster, state = f"serve-crash-{number}", tmp_path / str(number)
         with control_plane(state, server.url, cluster=cluster, **environment) as doomed:
             assert doomed.end() == -signal.SIGKILL
@@ -392,11 +451,15 @@ def test_killed_around_an_append(server: Server, tmp_path: Path) -> None:
 def test_switches_apply_to_one_start_only(server: Server, tmp_path: Path) -> None:
     limits = '{"silence_s_max": 7}'
     for policy, switches in (("", ("allow_inject",)), (limits, ("observe",)), ("", ())):
-        with control_plane(tmp_path, server.url, cluster="serve-switches",
-                           policy=policy, switches=switches) as process:
+        with control_plane(
+            tmp_path, server.url, cluster="serve-switches", policy=policy, switches=switches
+        ) as process:
             process.wait_leading()
-    logged = [record.body.policy for record in records(server.url, "serve-switches")
-              if isinstance(record.body, PolicySet)]
+    logged = [
+        record.body.policy
+        for record in records(server.url, "serve-switches")
+        if isinstance(record.body, PolicySet)
+    ]
     assert logged == [Policy(allow_inject=True), Policy(silence_s_max=7.0, observe=True), Policy()]
 
 
@@ -426,8 +489,10 @@ def join(process: Running, node: str, incarnation: int) -> dict[str, Any]:
     note = process.note()
     body = {"node": node, "host": "127.0.0.1", "incarnation": incarnation}
     request = urllib.request.Request(
-        note["url"] + "/v1/join", data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json", "Authorization": f"Bearer {note['token']}"})
+        note["url"] + "/v1/join",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", "Authorization": f"Bearer {note['token']}"},
+    )
     with urllib.request.urlopen(request, timeout=30) as reply:
         found: dict[str, Any] = json.loads(reply.read())
         return found
@@ -449,8 +514,10 @@ def test_identities_come_from_a_secret_that_stays(own_server: Server, tmp_path: 
         second.wait_leading()
         again = join(second, "n1", 7)
         assert (again["redis_url"], again["key"]) == (given["redis_url"], given["key"])
-    for data, mode, words in ((b"short", 0o600, "does not hold 32 bytes"),
-                              (secret.read_bytes(), 0o644, "has mode 0644")):
+    for data, mode, words in (
+        (b"short", 0o600, "does not hold 32 bytes"),
+        (secret.read_bytes(), 0o644, "has mode 0644"),
+    ):
         secret.write_bytes(data)
         secret.chmod(mode)
         with control_plane(tmp_path, own_server.url) as damaged:
@@ -459,9 +526,9 @@ def test_identities_come_from_a_secret_that_stays(own_server: Server, tmp_path: 
 
 
 def test_a_server_without_users_needs_a_word_of_the_operator(
-        own_server: Server, tmp_path: Path) -> None:
-    """A managed service may forbid ACL: then the operator must agree that agents have all rights.
-    """
+    own_server: Server, tmp_path: Path
+) -> None:
+    """A managed service may forbid ACL: then the operator must agree that agents have all rights."""
     with Redis.from_url(own_server.url) as master:
         master.execute_command("ACL", "SETUSER", "managed", "on", ">x", "~*", "+@all", "-acl")
     url = with_credentials(own_server.url, "managed", "x")
@@ -480,8 +547,9 @@ def test_a_server_without_users_needs_a_word_of_the_operator(
 def probe(process: Running, path: str) -> tuple[int, dict[str, Any]]:
     """Status and body of an answer."""
     note = process.note()
-    request = urllib.request.Request(note["url"] + path,
-                                     headers={"Authorization": f"Bearer {note['token']}"})
+    request = urllib.request.Request(
+        note["url"] + path, headers={"Authorization": f"Bearer {note['token']}"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=30) as reply:
             return reply.status, json.loads(reply.read())
@@ -490,7 +558,8 @@ def probe(process: Running, path: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_probes_and_status_say_that_nothing_is_acknowledged(
-        own_server: Server, tmp_path: Path) -> None:
+    own_server: Server, tmp_path: Path
+) -> None:
     """A setting that changes while the control plane runs, and back: it goes on, and tells."""
     with control_plane(tmp_path, own_server.url) as process:
         process.wait_leading()
@@ -526,7 +595,8 @@ def test_probes_and_status_say_that_nothing_is_acknowledged(
 
 
 def test_a_server_that_would_lose_the_log_ends_the_start(
-        own_server: Server, tmp_path: Path) -> None:
+    own_server: Server, tmp_path: Path
+) -> None:
     with Redis.from_url(own_server.url) as client:
         client.config_set("appendonly", "no")
     with control_plane(tmp_path, own_server.url) as refused:

@@ -13,24 +13,36 @@ from unicron.events.errors import Unavailable
 from unicron.events.log.embedded_server import Server
 
 
-@pytest.mark.parametrize(("url", "expected"), [
-    ("redis://:p@127.0.0.1:1/0", True), ("redis://:p@localhost:1/0", True),
-    ("redis://[::1]:1/0", True), ("unix://:p@/a/b.sock", True), ("redis://:p@10.0.0.1:1/0", False),
-    ("rediss://u:p@redis.site:1/0", False)])
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://:p@127.0.0.1:1/0", True),
+        ("redis://:p@localhost:1/0", True),
+        ("redis://[::1]:1/0", True),
+        ("unix://:p@/a/b.sock", True),
+        ("redis://:p@10.0.0.1:1/0", False),
+        ("rediss://u:p@redis.site:1/0", False),
+    ],
+)
 def test_which_servers_other_hosts_cannot_reach(url: str, expected: bool) -> None:
     assert is_local(url) is expected
 
 
-@pytest.mark.parametrize(("url", "host", "expected"), [
-    ("redis://:p@127.0.0.1:1/3", "10.0.0.1", "redis://:p@10.0.0.1:8421/3"),
-    ("redis://u:p@localhost/0", "fd00::1", "redis://u:p@[fd00::1]:8421/0"),
-    ("unix://:p@/a/b.sock", "n1", "redis://:p@n1:8421/0")])
+@pytest.mark.parametrize(
+    ("url", "host", "expected"),
+    [
+        ("redis://:p@127.0.0.1:1/3", "10.0.0.1", "redis://:p@10.0.0.1:8421/3"),
+        ("redis://u:p@localhost/0", "fd00::1", "redis://u:p@[fd00::1]:8421/0"),
+        ("unix://:p@/a/b.sock", "n1", "redis://:p@n1:8421/0"),
+    ],
+)
 def test_the_url_through_the_relay(url: str, host: str, expected: str) -> None:
     assert url_at(url, host, 8421) == expected
 
 
 async def test_the_log_is_used_through_it_until_it_closes(
-        server: Server, redis_log: Cluster) -> None:
+    server: Server, redis_log: Cluster
+) -> None:
     relay, port = ServerRelay(server.url), free_port()
     await relay.start("127.0.0.2", port)
     async with redis_log(url_at(server.url, "127.0.0.2", port)) as log:
@@ -46,7 +58,8 @@ async def test_the_log_is_used_through_it_until_it_closes(
 
 
 async def test_at_its_limit_those_go_that_the_server_has_not_let_in(
-        server: Server, redis_log: Cluster) -> None:
+    server: Server, redis_log: Cluster
+) -> None:
     relay, port = ServerRelay(server.url, 8), free_port()
     await relay.start("127.0.0.2", port)
     async with redis_log(url_at(server.url, "127.0.0.2", port)) as log:

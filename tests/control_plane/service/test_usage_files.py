@@ -49,9 +49,16 @@ def seal(folder: Folder, records: list[Record], num: int = 25) -> None:
 
 def plain(found: Usage) -> Usage:
     """With FLOP rounded: their sums depend on the order."""
-    return msgspec.structs.replace(found, days={
-        day: {what: float(f"{value:.9g}") if isinstance(value, float) else value
-              for what, value in sorted(one.items())} for day, one in sorted(found.days.items())})
+    return msgspec.structs.replace(
+        found,
+        days={
+            day: {
+                what: float(f"{value:.9g}") if isinstance(value, float) else value
+                for what, value in sorted(one.items())
+            }
+            for day, one in sorted(found.days.items())
+        },
+    )
 
 
 def whole(last: int) -> Usage:
@@ -77,7 +84,8 @@ def of_sealed(folder: Folder) -> Usage:
 
 
 def test_the_first_answer_counts_and_later_ones_read(
-        folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chain = folder.chain()
     assert len(chain) > usage_files.BATCH_SEGMENTS_NUM
     assert of_sealed(folder) == whole(RECORDS[-1].seq)
@@ -89,7 +97,7 @@ def test_counted_segment_by_segment_two_files_stay(tmp_path: Path) -> None:
     folder, ends = Folder(tmp_path, "c"), list[int]()
     begins = [at for at, one in enumerate(RECORDS) if not one.cause]
     for number, first in enumerate(begins[:60]):
-        seal(folder, RECORDS[first:begins[number + 1]], 1)
+        seal(folder, RECORDS[first : begins[number + 1]], 1)
         usage_files.of_sealed(SealedLog(folder), 0.0)
         ends.append(RECORDS[begins[number + 1] - 1].seq)
         assert [one.seq for one in folder.snapshots("usage")] == ends[-2:]
@@ -99,13 +107,19 @@ def test_counted_segment_by_segment_two_files_stay(tmp_path: Path) -> None:
 def test_files_of_another_log_do_not_count(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "c")
     seal(folder, RECORDS)
-    folder.write_snapshot(RECORDS[-1].seq + 1, 1, SCHEMA, msgspec.msgpack.encode(
-        ("f" * 16, Usage({1: {"records": 1}}))), "usage")
+    folder.write_snapshot(
+        RECORDS[-1].seq + 1,
+        1,
+        SCHEMA,
+        msgspec.msgpack.encode(("f" * 16, Usage({1: {"records": 1}}))),
+        "usage",
+    )
     assert of_sealed(folder) == whole(RECORDS[-1].seq)
 
 
 def test_what_is_sealed_later_is_counted_from_a_snapshot(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = Folder(tmp_path, "c")
     half = next(at for at in range(len(RECORDS) // 2, len(RECORDS)) if not RECORDS[at].cause)
     seal(folder, RECORDS[:half])
@@ -114,8 +128,11 @@ def test_what_is_sealed_later_is_counted_from_a_snapshot(
     old = folder.chain()
     seal(folder, RECORDS[half:])
     read = folder.read
-    monkeypatch.setattr(folder, "read", lambda segment: (
-        pytest.fail("read an old segment") if segment in old else read(segment)))
+    monkeypatch.setattr(
+        folder,
+        "read",
+        lambda segment: pytest.fail("read an old segment") if segment in old else read(segment),
+    )
     assert of_sealed(folder) == whole(RECORDS[-1].seq)
 
 
@@ -132,8 +149,13 @@ def test_bad_files_are_counted_again(tmp_path: Path, harm: str) -> None:
             path.write_bytes(path.read_bytes()[:-7])
         else:
             path.unlink()
-            folder.write_snapshot(file.seq, file.epoch, "unicron-usage-0", msgspec.msgpack.encode(
-                (folder.chain()[-1].digest, Usage({1: {"records": 1}}))), "usage")
+            folder.write_snapshot(
+                file.seq,
+                file.epoch,
+                "unicron-usage-0",
+                msgspec.msgpack.encode((folder.chain()[-1].digest, Usage({1: {"records": 1}}))),
+                "usage",
+            )
     assert of_sealed(folder) == whole(RECORDS[-1].seq)
 
 
@@ -157,13 +179,14 @@ def test_what_was_pruned_before_it_was_counted_is_unknown(tmp_path: Path) -> Non
     snapshots.write_at(folder, SealedLog(folder), first - 1)
     folder.prune(chain, first)
     state = ClusterState()
-    for record in RECORDS[:first - 1]:
+    for record in RECORDS[: first - 1]:
         fold(state, record)
-    assert of_sealed(folder) == plain(usage(RECORDS[first - 1:], state))
+    assert of_sealed(folder) == plain(usage(RECORDS[first - 1 :], state))
 
 
 def test_a_reader_that_may_not_write_answers(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = Folder(tmp_path, "c")
     seal(folder, RECORDS)
 

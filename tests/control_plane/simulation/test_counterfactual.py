@@ -60,13 +60,17 @@ EXAMPLE = Path(__file__).parents[3] / "deploy" / "scenarios" / "two-weeks.yaml"
 DAY_S = 86400.0
 
 
-def simulated(happenings: list[ExternalEvent] | None = None, earnings: WafAccount | None = None
-              ) -> tuple[Outcome, list[Record], float]:
+def simulated(
+    happenings: list[ExternalEvent] | None = None, earnings: WafAccount | None = None
+) -> tuple[Outcome, list[Record], float]:
     """The outcome of the example in the simulation, its log, and its horizon."""
     _, stages = command.load(EXAMPLE)
     stage, log = stages["unicron"], list[Record]()
-    ground = stage.run_input if happenings is None else stage.run_input._replace(
-        events=happenings, horizon_s=3 * DAY_S)
+    ground = (
+        stage.run_input
+        if happenings is None
+        else stage.run_input._replace(events=happenings, horizon_s=3 * DAY_S)
+    )
     outcome = Run(ground, stage.policy, log.append, earnings).play()
     return outcome, log, ground.horizon_s
 
@@ -90,7 +94,8 @@ def assert_same(found: Outcome, told: Outcome) -> None:
     assert found.earnings.flop == pytest.approx(told.earnings.flop, rel=1e-9)
     for why in LOSSES:
         assert found.earnings.lost_flop[why] == pytest.approx(
-            told.earnings.lost_flop[why], abs=1e-9 * full), why
+            told.earnings.lost_flop[why], abs=1e-9 * full
+        ), why
         assert found.earnings.down_s[why] == pytest.approx(told.earnings.down_s[why], abs=1e-3), why
 
 
@@ -121,57 +126,80 @@ class Within(LogAccounting):
 def test_a_log_gives_the_same_account_as_its_simulation() -> None:
     told, log, horizon_s = simulated()
     read_faults, tables = faults_and_tables(log)
-    found = Within(read_faults, tables, told.began_s).until(
-        log, told.began_s + horizon_s)
+    found = Within(read_faults, tables, told.began_s).until(log, told.began_s + horizon_s)
     assert_same(found, told)
 
 
 def test_wrong_node_clocks_change_no_account() -> None:
     """Fault times are exact although the nodes' clocks are one hour behind the leader's."""
     told, log, horizon_s = simulated()
-    late = [replace(one, occurred_s=one.occurred_s - 3600.0) if one.source.startswith("n")
-            else one for one in log]
+    late = [
+        replace(one, occurred_s=one.occurred_s - 3600.0) if one.source.startswith("n") else one
+        for one in log
+    ]
     read_faults, tables = faults_and_tables(late)
-    found = Within(read_faults, tables, told.began_s).until(
-        late, told.began_s + horizon_s)
+    found = Within(read_faults, tables, told.began_s).until(late, told.began_s + horizon_s)
     assert_same(found, told)
 
 
 AWAY_S = st.floats(600, 2 * DAY_S)
-FAULTS = st.lists(st.tuples(st.floats(1, 2.9 * DAY_S), st.integers(0, 15), st.sampled_from(
-    [*TABLE]), AWAY_S), max_size=6, unique_by=lambda one: one[1])
+FAULTS = st.lists(
+    st.tuples(st.floats(1, 2.9 * DAY_S), st.integers(0, 15), st.sampled_from([*TABLE]), AWAY_S),
+    max_size=6,
+    unique_by=lambda one: one[1],
+)
 """One fault per node: the log lacks faults that a dead node cannot report."""
 
 
 @settings(deadline=None, max_examples=8)
 @given(FAULTS)
-@example([(1.5, 6, CUDA_ERRORS, 600.0), (1.0, 0, LOST_CONNECTION, 600.0),
-          (1.0, 7, OTHER_NETWORK, 600.0)])
-def test_logs_of_random_faults_give_the_same_account(faults: list[tuple[float, int, str, float]]
-                                                    ) -> None:
-    happenings = sorted((one for at_s, node, cause, away_s in faults for one in (
-        ExternalEvent(at_s, f"n{node}", "fault", cause),
-        ExternalEvent(at_s + away_s, f"n{node}", "repaired"))), key=lambda one: one.at_s)
+@example(
+    [(1.5, 6, CUDA_ERRORS, 600.0), (1.0, 0, LOST_CONNECTION, 600.0), (1.0, 7, OTHER_NETWORK, 600.0)]
+)
+def test_logs_of_random_faults_give_the_same_account(
+    faults: list[tuple[float, int, str, float]],
+) -> None:
+    happenings = sorted(
+        (
+            one
+            for at_s, node, cause, away_s in faults
+            for one in (
+                ExternalEvent(at_s, f"n{node}", "fault", cause),
+                ExternalEvent(at_s + away_s, f"n{node}", "repaired"),
+            )
+        ),
+        key=lambda one: one.at_s,
+    )
     told, log, horizon_s = simulated(happenings, traced := AttributedWaf())
     read_faults, tables = faults_and_tables(log)
-    found = Within(read_faults, tables, told.began_s).until(
-        log, told.began_s + horizon_s)
+    found = Within(read_faults, tables, told.began_s).until(log, told.began_s + horizon_s)
     assert_same(found, told)
     lost = sum(told.earnings.lost_flop.values())
     assert sum(one.lost_flop for one in [*traced.losses, traced.unattributed]) == pytest.approx(
-        lost, abs=1e-9 * told.earnings.full_flop)
+        lost, abs=1e-9 * told.earnings.full_flop
+    )
 
 
 # --- other choices ------------------------------------------------------------------------------
 def plain() -> dict[str, Any]:
     """Two tasks that each want all slots of four nodes of two slots."""
     return {
-        "apiVersion": "unicron/v1", "name": "by-hand", "cluster": {"nodes": 4, "slots": 2},
-        "tasks": [{"name": name, "weight": weight, "slots": {"min": 1, "max": 8},
-                   "throughput": {size: 1e12 * size for size in range(1, 9)}}
-                  for name, weight in (("a", 2.0), ("b", 1.0))],
+        "apiVersion": "unicron/v1",
+        "name": "by-hand",
+        "cluster": {"nodes": 4, "slots": 2},
+        "tasks": [
+            {
+                "name": name,
+                "weight": weight,
+                "slots": {"min": 1, "max": 8},
+                "throughput": {size: 1e12 * size for size in range(1, 9)},
+            }
+            for name, weight in (("a", 2.0), ("b", 1.0))
+        ],
         "policies": {name: {} for name in scenario.POLICIES},
-        "trace": "trace.csv", "horizon_s": 10 * DAY_S}
+        "trace": "trace.csv",
+        "horizon_s": 10 * DAY_S,
+    }
 
 
 def recorded(happenings: list[AnyEvent], *, heals: bool = True) -> Recording:
@@ -179,14 +207,17 @@ def recorded(happenings: list[AnyEvent], *, heals: bool = True) -> Recording:
     found = simulation_scenario.parse(plain())
     chosen, log = simulation_scenario.policy(found, "unicron"), list[Record]()
     ground = simulation_scenario.run_input(found, replace(chosen, heals=heals))._replace(
-        events=happenings, horizon_s=2 * DAY_S)
+        events=happenings, horizon_s=2 * DAY_S
+    )
     Run(ground, chosen, log.append).play()
     return counterfactual.read(lambda: log, "a log")
 
 
 def loss(at_s: float, back_s: float, node: str = "n1") -> list[AnyEvent]:
     return [
-        ExternalEvent(at_s, node, "fault", LOST_CONNECTION), ExternalEvent(back_s, node, "joined")]
+        ExternalEvent(at_s, node, "fault", LOST_CONNECTION),
+        ExternalEvent(back_s, node, "joined"),
+    ]
 
 
 LAST = OperatorRequest(DAY_S, r.HealingFrozen(reason="the log shall end later"))
@@ -225,10 +256,13 @@ def test_other_weights_give_the_slots_to_another_task() -> None:
 def test_requests_and_later_tasks_are_replayed() -> None:
     found = simulation_scenario.parse(plain())
     late = simulation_scenario.run_input(found, simulation_scenario.policy(found, "unicron")).tasks[
-        0]
+        0
+    ]
     happenings: list[AnyEvent] = [
         OperatorRequest(3600, r.TaskCancelRequested(task=0), "a"),
-        OperatorRequest(7200, r.TaskSubmitted(spec=late)), LAST]
+        OperatorRequest(7200, r.TaskSubmitted(spec=late)),
+        LAST,
+    ]
     log = recorded(happenings)
     assert list(log.names.values()) == ["a", "b", "a.2"]
     again = counterfactual.play(log, Choice())
@@ -242,8 +276,13 @@ def test_requests_and_later_tasks_are_replayed() -> None:
 
 def test_a_node_that_was_only_unreachable_is_not_lost() -> None:
     silent = r.NodeUnreachable(node="n1", incarnation=1, silence_s=5.0)
-    found = recorded([NodeReport(3600, "n1", silent),
-                      NodeReport(3700, "n1", r.NodeReachable(node="n1", incarnation=1)), LAST])
+    found = recorded(
+        [
+            NodeReport(3600, "n1", silent),
+            NodeReport(3700, "n1", r.NodeReachable(node="n1", incarnation=1)),
+            LAST,
+        ]
+    )
     assert [type(one) for one in found.events] == [NodeReport, NodeReport, OperatorRequest]
     assert found.played.earnings.down_s["detection"] == 0
     assert found.played.earnings.lost_flop["waiting"] == 0
@@ -253,8 +292,9 @@ def test_a_node_that_was_only_unreachable_is_not_lost() -> None:
 
 def test_recovery_of_a_process_is_no_external_fault() -> None:
     found = recorded([ExternalEvent(3600, "n2", "fault", CUDA_ERRORS), *loss(7200, 9000), LAST])
-    faults = [one for one in found.events
-              if isinstance(one, ExternalEvent) and one.event == "fault"]
+    faults = [
+        one for one in found.events if isinstance(one, ExternalEvent) and one.event == "fault"
+    ]
     assert [one.cause for one in faults] == [CUDA_ERRORS, LOST_CONNECTION]
     assert faults[0].task == "a"
     commands = recorded([ExternalEvent(3600, "n2", "fault", CUDA_ERRORS), LAST], heals=False)
@@ -265,26 +305,32 @@ def test_recovery_of_a_process_is_no_external_fault() -> None:
 
 # --- the command ----------------------------------------------------------------------------------
 def test_the_command_on_a_real_log(
-        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(DATA)  # a short relative path keeps the page narrow
     path = Path("demo.jsonl")
-    from_log.from_log(path, settings=["weight.alpha=4"], policies=["unicron", "megatron"],
-                      as_json=True)
+    from_log.from_log(
+        path, settings=["weight.alpha=4"], policies=["unicron", "megatron"], as_json=True
+    )
     output = json.loads(capsys.readouterr().out)
     assert output["decisions"]["differ"] > 0, "another decider version wrote the log"
     for one in (output["recorded"], *output["choices"]):
         lost = sum(one["lost_waf_flop"].values())
         assert sum(each["lost_waf_flop"] for each in one["incidents"]) == pytest.approx(
-            lost, rel=1e-6)
+            lost, rel=1e-6
+        )
     as_it_was, paper, doubled, megatron = output["recorded"], *output["choices"]
     assert paper["accumulated_waf_flop"] == pytest.approx(
-        as_it_was["accumulated_waf_flop"], rel=0.03)
+        as_it_was["accumulated_waf_flop"], rel=0.03
+    )
     # Its recorded weight was 2.
     assert doubled["accumulated_waf_flop"] == pytest.approx(2 * paper["accumulated_waf_flop"])
     assert doubled["difference_flop"] == pytest.approx(0, abs=1.0)
     assert megatron["difference_flop"] < 0
     assert [one["what"] for one in paper["incidents"]] == [
-        "alpha rank 2, n2: exited abnormally", "alpha finished"]
+        "alpha rank 2, n2: exited abnormally",
+        "alpha finished",
+    ]
     from_log.from_log(path, settings=(), policies=["requeue"], as_json=False)
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 100
@@ -292,31 +338,41 @@ def test_the_command_on_a_real_log(
     assert "18 of 30 decisions differ" in page  # ten of them are not in the log
 
 
-def test_under_other_weights_policies_are_compared_with_ours(capsys: pytest.CaptureFixture[str]
-                                                              ) -> None:
-    from_log.from_log(DATA / "demo.jsonl", settings=["weight.alpha = 3"], policies=["megatron"],
-                      as_json=True)
+def test_under_other_weights_policies_are_compared_with_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from_log.from_log(
+        DATA / "demo.jsonl", settings=["weight.alpha = 3"], policies=["megatron"], as_json=True
+    )
     choices = json.loads(capsys.readouterr().out)["choices"]
     assert [one["choice"] for one in choices] == [
-        "", "unicron weight.alpha=3", "megatron weight.alpha=3"]
-    from_log.from_log(DATA / "demo.jsonl", settings=["weight.alpha=3"], policies=["megatron"],
-                      as_json=False)
+        "",
+        "unicron weight.alpha=3",
+        "megatron weight.alpha=3",
+    ]
+    from_log.from_log(
+        DATA / "demo.jsonl", settings=["weight.alpha=3"], policies=["megatron"], as_json=False
+    )
     page = capsys.readouterr().out
     assert "set        weight.alpha=3" in page
     assert "best       unicron weight.alpha=3: " in page
     assert "as recorded" not in page.split("best  ")[1]
 
 
-@pytest.mark.parametrize(("settings_", "policies", "said"), [
-    (["weight.nobody=2"], [], "--set weight.nobody=2: the log has no task nobody"),
-    (["weight.alpha=x"], [], "the weight is 'x'"),
-    (["weight.alpha=0"], [], "the weight is '0'"),
-    (["policy.gain=1"], [], "--set policy.gain: is not a field"),
-    (["policy.gain_min=2"], [], "--set policy.gain_min: 2 is not below 1"),
-    (["policy.floor=maybe"], [], "--set policy.floor: expected true or false"),
-    (["speed=2"], [], "is not a setting"),
-    (["weight.alpha"], [], "is not a setting"),
-    ([], ["magic"], "--policy magic is no policy")])
+@pytest.mark.parametrize(
+    ("settings_", "policies", "said"),
+    [
+        (["weight.nobody=2"], [], "--set weight.nobody=2: the log has no task nobody"),
+        (["weight.alpha=x"], [], "the weight is 'x'"),
+        (["weight.alpha=0"], [], "the weight is '0'"),
+        (["policy.gain=1"], [], "--set policy.gain: is not a field"),
+        (["policy.gain_min=2"], [], "--set policy.gain_min: 2 is not below 1"),
+        (["policy.floor=maybe"], [], "--set policy.floor: expected true or false"),
+        (["speed=2"], [], "is not a setting"),
+        (["weight.alpha"], [], "is not a setting"),
+        ([], ["magic"], "--policy magic is no policy"),
+    ],
+)
 def test_an_invalid_choice_is_refused(settings_: list[str], policies: list[str], said: str) -> None:
     with pytest.raises(UsageError) as refused:
         from_log.from_log(DATA / "demo.jsonl", settings=settings_, policies=policies, as_json=False)
@@ -341,7 +397,7 @@ def test_an_unusable_log_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "no task was submitted" in refused(empty)
     idle = tmp_path / "idle.jsonl"
     first = next(one.seq for one in records if one.kind == "TaskSubmitted")
-    archive.write(idle, records[:first + 1], cluster="c", code="1")
+    archive.write(idle, records[: first + 1], cluster="c", code="1")
     assert refused(idle).startswith(str(idle))
     assert "is not an exported log" in refused(DATA.parent / "golden" / "heart-4.jsonl")
     assert "nowhere" in refused(tmp_path / "nowhere")
@@ -382,7 +438,8 @@ def whole(one: RunResult) -> float:
     assert all(math.isfinite(flop) for flop in earnings.lost_flop.values())
     felt = [*earnings.losses, earnings.unattributed]
     assert math.fsum(one.lost_flop for one in felt) == pytest.approx(
-        math.fsum(earnings.lost_flop.values()), rel=1e-6, abs=1e-6 * earnings.flop)
+        math.fsum(earnings.lost_flop.values()), rel=1e-6, abs=1e-6 * earnings.flop
+    )
     return earnings.full_flop
 
 
@@ -390,23 +447,33 @@ def test_every_recorded_decision_is_repeated(life: tuple[int, list[Record], Reco
     _, records, found = life
     assert not found.verdict.differ
     assert sum(found.verdict.recomputed.values()) == sum(
-        record.source == "heart" for record in records)
+        record.source == "heart" for record in records
+    )
 
 
 def test_each_fault_is_read_once(life: tuple[int, list[Record], Recording]) -> None:
     seed, records, found = life
-    told = Counter(one.cause for one in found.events
-                   if isinstance(one, ExternalEvent) and one.event == "fault")
+    told = Counter(
+        one.cause for one in found.events if isinstance(one, ExternalEvent) and one.event == "fault"
+    )
     assert (told[TASK_HANG], told[NCCL_TIMEOUT]) == SEEDS[seed]
-    opened = Counter(record.body.status for record in records if isinstance(
-        record.body, d.IncidentOpened | d.IncidentEscalated) and record.body.status == TASK_HANG)
+    opened = Counter(
+        record.body.status
+        for record in records
+        if isinstance(record.body, d.IncidentOpened | d.IncidentEscalated)
+        and record.body.status == TASK_HANG
+    )
     assert told[TASK_HANG] >= opened[TASK_HANG] > 0
 
 
-@pytest.mark.parametrize("choice", [Choice(), Choice(policy="shrink"), Choice(policy="megatron")],
-                         ids=["as recorded", "shrink", "megatron"])
-def test_each_log_is_replayed_to_its_end(life: tuple[int, list[Record], Recording], choice: Choice
-                                        ) -> None:
+@pytest.mark.parametrize(
+    "choice",
+    [Choice(), Choice(policy="shrink"), Choice(policy="megatron")],
+    ids=["as recorded", "shrink", "megatron"],
+)
+def test_each_log_is_replayed_to_its_end(
+    life: tuple[int, list[Record], Recording], choice: Choice
+) -> None:
     _, _, found = life
     paper = counterfactual.play(found, Choice())
     played = counterfactual.play(found, choice)

@@ -27,33 +27,58 @@ from unicron.events.records.reports import TaskSubmitted
 from unicron.events.spec.policy import Policy as Limits
 
 DAY_S, HOUR_S = 86400.0, 3600.0
-NODE, DEVICE, PROCESS, NETWORK = ("lost connection", "ECC errors", "exited abnormally",
-                                  "link flapping")
+NODE, DEVICE, PROCESS, NETWORK = (
+    "lost connection",
+    "ECC errors",
+    "exited abnormally",
+    "link flapping",
+)
 SEEDS = range(12)
 
 
-def play(policy: str, nodes: int, least: int, happenings: list[ExternalEvent], horizon_s: float,
-         **constants: Any) -> WafAccount:
+def play(
+    policy: str,
+    nodes: int,
+    least: int,
+    happenings: list[ExternalEvent],
+    horizon_s: float,
+    **constants: Any,
+) -> WafAccount:
     """Run one task with throughput x on x slots, from `least` slots on."""
-    parsed = scenario.parse({
-        "apiVersion": "unicron/v1", "name": "closed", "cluster": {"nodes": nodes, "slots": 1},
-        "tasks": [{"name": "one", "slots": {"min": least, "max": nodes},
-                   "throughput": {size: float(size) for size in range(least, nodes + 1)}}],
-        "policies": {policy: constants}, "trace": "trace.csv", "horizon_s": horizon_s,
-        "limits": {"quarantine_faults": 1_000_000}})
+    parsed = scenario.parse(
+        {
+            "apiVersion": "unicron/v1",
+            "name": "closed",
+            "cluster": {"nodes": nodes, "slots": 1},
+            "tasks": [
+                {
+                    "name": "one",
+                    "slots": {"min": least, "max": nodes},
+                    "throughput": {size: float(size) for size in range(least, nodes + 1)},
+                }
+            ],
+            "policies": {policy: constants},
+            "trace": "trace.csv",
+            "horizon_s": horizon_s,
+            "limits": {"quarantine_faults": 1_000_000},
+        }
+    )
     chosen = scenario.policy(parsed, policy)
     return Run(scenario.run_input(parsed, chosen, happenings), chosen).play().earnings
 
 
-def losses(nodes: int, mtbf_s: float, away_s: float, horizon_s: float, seed: int
-          ) -> list[ExternalEvent]:
+def losses(
+    nodes: int, mtbf_s: float, away_s: float, horizon_s: float, seed: int
+) -> list[ExternalEvent]:
     """Faults per node: lost after an exponential time, back after a constant time."""
     luck, found = random.Random(seed), list[ExternalEvent]()
     for number in range(nodes):
         at_s = luck.expovariate(1 / mtbf_s)
         while at_s < horizon_s:
-            found += [ExternalEvent(at_s, f"n{number}", "fault", NODE),
-                      ExternalEvent(at_s + away_s, f"n{number}", "repaired")]
+            found += [
+                ExternalEvent(at_s, f"n{number}", "fault", NODE),
+                ExternalEvent(at_s + away_s, f"n{number}", "repaired"),
+            ]
             at_s += away_s + luck.expovariate(1 / mtbf_s)
     return sorted(found, key=lambda one: one.at_s)
 
@@ -110,8 +135,9 @@ def test_one_spare_is_enough_for_one_absent_node() -> None:
     costs = policies.POLICIES["spares"].costs
     waits = list[float]()
     for seed in SEEDS:
-        found = play("spares", nodes, nodes - 1,
-                     losses(nodes, mtbf_s, away_s, horizon_s, seed), horizon_s)
+        found = play(
+            "spares", nodes, nodes - 1, losses(nodes, mtbf_s, away_s, horizon_s, seed), horizon_s
+        )
         waits.append(found.down_s["waiting"] / horizon_s)
     away = away_s / (mtbf_s + away_s)
     two = 1 - (1 - away) ** nodes - nodes * away * (1 - away) ** (nodes - 1)
@@ -123,23 +149,41 @@ def test_one_spare_is_enough_for_one_absent_node() -> None:
 # --- a second simulator, written independently ---------------------------------------------------
 STOPS_S = 4 * scenario.STOP_S
 """Seconds until a process on an absent node counts as ended: stop orders get no answer."""
-HOW = {"megatron": "kept", "requeue": "moved", "kubernetes": "moved", "megatron-spares": "moved",
-       "spares": "moved"}
+HOW = {
+    "megatron": "kept",
+    "requeue": "moved",
+    "kubernetes": "moved",
+    "megatron-spares": "moved",
+    "spares": "moved",
+}
 
 
 def cluster(sizes: list[tuple[int, int]], nodes: int = 6) -> dict[str, Any]:
     """A cluster with tasks of these (min, max) slots."""
-    tasks = [{"name": f"task-{number}", "weight": 1.0 + number, "slots": {"min": low, "max": high},
-              "throughput": {size: 1e12 * size for size in range(low, high + 1)}}
-             for number, (low, high) in enumerate(sizes)]
-    return {"apiVersion": "unicron/v1", "name": "two", "cluster": {"nodes": nodes, "slots": 1},
-            "tasks": tasks, "policies": {name: {} for name in policies.POLICIES},
-            "trace": "trace.csv", "horizon_s": 5 * DAY_S,
-            "limits": {"quarantine_faults": 1000}}
+    tasks = [
+        {
+            "name": f"task-{number}",
+            "weight": 1.0 + number,
+            "slots": {"min": low, "max": high},
+            "throughput": {size: 1e12 * size for size in range(low, high + 1)},
+        }
+        for number, (low, high) in enumerate(sizes)
+    ]
+    return {
+        "apiVersion": "unicron/v1",
+        "name": "two",
+        "cluster": {"nodes": nodes, "slots": 1},
+        "tasks": tasks,
+        "policies": {name: {} for name in policies.POLICIES},
+        "trace": "trace.csv",
+        "horizon_s": 5 * DAY_S,
+        "limits": {"quarantine_faults": 1000},
+    }
 
 
-def both(policy: str, data: dict[str, Any], happenings: list[ExternalEvent]
-         ) -> tuple[Outcome, Second]:
+def both(
+    policy: str, data: dict[str, Any], happenings: list[ExternalEvent]
+) -> tuple[Outcome, Second]:
     parsed = scenario.parse(data)
     chosen = scenario.policy(parsed, policy)
     ground = scenario.run_input(parsed, chosen, happenings)
@@ -153,10 +197,15 @@ def both(policy: str, data: dict[str, Any], happenings: list[ExternalEvent]
             seats[record.seq] = ()
         elif isinstance(record.body, TaskPlaced):
             seats[record.body.task] = tuple(seat.slot.node for seat in record.body.seats)
-    jobs = [Job({size: flops * chosen.costs.speed for size, flops in task.throughput.items()},
-                task.weight, seats[number], 10.0 * max(task.throughput.values())
-                * chosen.costs.speed)
-            for number, task in zip(seats, parsed.tasks, strict=True)]
+    jobs = [
+        Job(
+            {size: flops * chosen.costs.speed for size, flops in task.throughput.items()},
+            task.weight,
+            seats[number],
+            10.0 * max(task.throughput.values()) * chosen.costs.speed,
+        )
+        for number, task in zip(seats, parsed.tasks, strict=True)
+    ]
     second = Second(list(ground.slots), jobs, chosen.costs, HOW[policy], 10.0)
     second.play(happenings, parsed.horizon_s)
     return outcome, second
@@ -184,16 +233,26 @@ def test_simulators_agree_on_one_fault(policy: str, cause: str) -> None:
 
 
 CAUSES = st.sampled_from([NODE, DEVICE, PROCESS, NETWORK])
-FAULTS = st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 5), CAUSES,
-                            st.integers(0, 10_000)), max_size=5)
+FAULTS = st.lists(
+    st.tuples(st.integers(0, 20_000), st.integers(0, 5), CAUSES, st.integers(0, 10_000)), max_size=5
+)
 
 
 def drawn(faults: list[tuple[int, int, str, int]]) -> list[ExternalEvent]:
     """Events farther apart than the time to stop processes, and never at an iteration's end."""
-    return sorted((one for number, (at, node, cause, away) in enumerate(faults)
-                   for one in lost(f"n{node}", 20 * at + 1.7 + 2.3 * number,
-                                   20 * (at + away) + 13.0 + 2.3 * number, cause)),
-                  key=lambda one: one.at_s)
+    return sorted(
+        (
+            one
+            for number, (at, node, cause, away) in enumerate(faults)
+            for one in lost(
+                f"n{node}",
+                20 * at + 1.7 + 2.3 * number,
+                20 * (at + away) + 13.0 + 2.3 * number,
+                cause,
+            )
+        ),
+        key=lambda one: one.at_s,
+    )
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -211,8 +270,9 @@ TASKS = st.sampled_from([[(2, 3), (2, 2)], [(1, 2), (1, 1), (2, 2)], [(3, 3), (1
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(FAULTS, TASKS, st.sampled_from([*HOW]))
 @example([(0, 3, NODE, 15), (0, 4, PROCESS, 0)], [(2, 3), (2, 2)], "requeue")
-def test_simulators_agree_on_several_tasks(faults: list[tuple[int, int, str, int]],
-                                           tasks: list[tuple[int, int]], policy: str) -> None:
+def test_simulators_agree_on_several_tasks(
+    faults: list[tuple[int, int, str, int]], tasks: list[tuple[int, int]], policy: str
+) -> None:
     assert_same(*both(policy, cluster(tasks), drawn(faults)), len(faults) * STOPS_S)
 
 
@@ -229,28 +289,39 @@ def heals(policy: str, size: int, happenings: list[ExternalEvent]) -> tuple[Outc
     chosen = scenario.policy(parsed, policy)
     outcome = Run(scenario.run_input(parsed, chosen, happenings), chosen).play()
     rates = {number: 1e12 * chosen.costs.speed * number for number in range(1, size + 1)}
-    second = Heals(rates, [f"n{number}" for number in range(6)], chosen.costs, ITERATION_S,
-                   Limits().evidence_s_max)
+    second = Heals(
+        rates,
+        [f"n{number}" for number in range(6)],
+        chosen.costs,
+        ITERATION_S,
+        Limits().evidence_s_max,
+    )
     second.play(happenings, parsed.horizon_s)
     return outcome, second
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(APART, st.sampled_from([4, 6]), st.sampled_from(HEALS))
-def test_simulators_agree_on_healing(faults: list[tuple[int, str, int]], size: int, policy: str
-                                    ) -> None:
+def test_simulators_agree_on_healing(
+    faults: list[tuple[int, str, int]], size: int, policy: str
+) -> None:
     """Recovery from each fault ends before the next fault; nodes may be away for longer."""
-    happenings = sorted((one for at, (node, cause, away) in enumerate(faults, 1)
-                         for one in lost(f"n{node}", 7200.0 * at,
-                                         7200.0 * (at + away) + 1000.0 * at, cause)),
-                        key=lambda one: one.at_s)
+    happenings = sorted(
+        (
+            one
+            for at, (node, cause, away) in enumerate(faults, 1)
+            for one in lost(f"n{node}", 7200.0 * at, 7200.0 * (at + away) + 1000.0 * at, cause)
+        ),
+        key=lambda one: one.at_s,
+    )
     outcome, second = heals(policy, size, happenings)
     found = outcome.earnings
     assert found.lost_flop["recomputed"] == 0
     assert found.down_s["detection"] == pytest.approx(second.down_s["detection"], abs=1e-3)
     assert found.down_s["transition"] == pytest.approx(second.down_s["transition"], abs=1e-3)
     assert found.flop == pytest.approx(
-        second.earned, abs=1e9 + 2 * len(faults) * ITERATION_S * 6e12)
+        second.earned, abs=1e9 + 2 * len(faults) * ITERATION_S * 6e12
+    )
 
 
 MORE = st.lists(st.integers(1, 40), min_size=4, max_size=4)
@@ -260,8 +331,9 @@ CURVES = st.lists(st.tuples(st.integers(1, 9), MORE), min_size=1, max_size=3)
 
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(CURVES, st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True))
-def test_unicron_has_the_best_of_all_allocations(curves: list[tuple[int, list[int]]],
-                                                 away: list[int]) -> None:
+def test_unicron_has_the_best_of_all_allocations(
+    curves: list[tuple[int, list[int]]], away: list[int]
+) -> None:
     """A node is lost each day; at noon the WAF is the maximum for the remaining slots."""
     data = cluster([(1, 4)] * len(curves)) | {"limits": {"gain_min": 0.0, "hot_spare": False}}
     tables = [{size: 1e11 * sum(more[:size]) for size in range(1, 5)} for _, more in curves]
@@ -269,15 +341,22 @@ def test_unicron_has_the_best_of_all_allocations(curves: list[tuple[int, list[in
         task |= {"weight": float(weight), "throughput": table}
     parsed = scenario.parse(data)
     chosen = scenario.policy(parsed, "unicron")
-    happenings = [ExternalEvent(DAY_S * (number + 1), f"n{node}", "fault", NODE)
-                  for number, node in enumerate(away)]
+    happenings = [
+        ExternalEvent(DAY_S * (number + 1), f"n{node}", "fault", NODE)
+        for number, node in enumerate(away)
+    ]
     outcome = Run(scenario.run_input(parsed, chosen, happenings), chosen).play()
     for number in range(len(away) + 1):
         noon_s = outcome.began_s + DAY_S * (number + 0.5)
         waf = [one for at_s, one in outcome.earnings.curve if at_s <= noon_s][-1]
-        best = max(sum(weight * table.get(size, 0.0) for (weight, _), table, size in zip(
-            curves, tables, sizes, strict=True))
-            for sizes in product(range(5), repeat=len(curves)) if sum(sizes) <= 6 - number)
+        best = max(
+            sum(
+                weight * table.get(size, 0.0)
+                for (weight, _), table, size in zip(curves, tables, sizes, strict=True)
+            )
+            for sizes in product(range(5), repeat=len(curves))
+            if sum(sizes) <= 6 - number
+        )
         assert waf == pytest.approx(best)
 
 
@@ -288,10 +367,24 @@ SCENARIOS = Path(__file__).parents[3] / "deploy" / "scenarios"
 def told(path: Path, log: Path, seed: str, cores: set[int]) -> tuple[bytes, bytes]:
     """The command's output, and the log that it writes."""
     done = subprocess.run(
-        [sys.executable, "-m", "unicron.cli.main", "simulate", "--scenario", str(path), "-o",
-         "json", "--log", str(log)], check=True, capture_output=True, timeout=120,
+        [
+            sys.executable,
+            "-m",
+            "unicron.cli.main",
+            "simulate",
+            "--scenario",
+            str(path),
+            "-o",
+            "json",
+            "--log",
+            str(log),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=120,
         env=os.environ | {"PYTHONHASHSEED": seed},
-        preexec_fn=partial(os.sched_setaffinity, 0, cores))
+        preexec_fn=partial(os.sched_setaffinity, 0, cores),
+    )
     return done.stdout, log.read_bytes()
 
 

@@ -36,12 +36,17 @@ from unicron.control_plane.simulation.trace.generator import (
 NODES = [f"n{number}" for number in range(64)]
 YEAR_S = 365 * DAY_S
 NONE = Repair(constant_s=0.0)
-STUDY_OF = {"Unicron (Alibaba, 1 month trace)": "unicron", "Llama-3 405B": "llama3",
-            "ByteRobust (ByteDance)": "byterobust", "Acme (Shanghai AI Lab Seren+Kalos)": "acme"}
+STUDY_OF = {
+    "Unicron (Alibaba, 1 month trace)": "unicron",
+    "Llama-3 405B": "llama3",
+    "ByteRobust (ByteDance)": "byterobust",
+    "Acme (Shanghai AI Lab Seren+Kalos)": "acme",
+}
 
 
-def faults(drawn: Drawn, nodes: list[str] | None = None, horizon_s: float = YEAR_S
-           ) -> list[ExternalEvent]:
+def faults(
+    drawn: Drawn, nodes: list[str] | None = None, horizon_s: float = YEAR_S
+) -> list[ExternalEvent]:
     return [one for one in draw(drawn, nodes or NODES, 8, horizon_s) if one.event == "fault"]
 
 
@@ -79,8 +84,7 @@ def test_a_larger_cluster_keeps_the_faults_of_its_first_nodes() -> None:
 
 
 # --- how many, and of what kind ------------------------------------------------------------------
-@pytest.mark.parametrize("rate", [
-    {"mtbf_gpu_h": 7200.0}, {"mtbf_node_h": 900.0}])
+@pytest.mark.parametrize("rate", [{"mtbf_gpu_h": 7200.0}, {"mtbf_node_h": 900.0}])
 def test_faults_are_poisson_at_the_requested_rate(rate: dict[str, float]) -> None:
     found = faults(Drawn(**rate, repair=NONE))
     mean = len(NODES) * YEAR_S / (900.0 * HOUR_S)
@@ -105,13 +109,18 @@ def test_causes_have_their_shares(study: str) -> None:
 
 
 # --- repairs ------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("repair", "median_s", "mean_s"), [
-    (generator.REPAIRS["lanl"], 54 * 60.0, 355 * 60.0),
-    (Repair(constant_s=60.0), 60.0, 60.0),
-    (Repair(parts_s=((1.0, 10.0, 20.0),)), 15.0, 15.0),
-    (Repair(lognormal_s=Lognormal(median=5.0, mean=5.0)), 5.0, 5.0)])
-def test_repair_times_have_the_requested_mean(repair: Repair, median_s: float, mean_s: float
-                                             ) -> None:
+@pytest.mark.parametrize(
+    ("repair", "median_s", "mean_s"),
+    [
+        (generator.REPAIRS["lanl"], 54 * 60.0, 355 * 60.0),
+        (Repair(constant_s=60.0), 60.0, 60.0),
+        (Repair(parts_s=((1.0, 10.0, 20.0),)), 15.0, 15.0),
+        (Repair(lognormal_s=Lognormal(median=5.0, mean=5.0)), 5.0, 5.0),
+    ],
+)
+def test_repair_times_have_the_requested_mean(
+    repair: Repair, median_s: float, mean_s: float
+) -> None:
     num = 1_000_000
     assert repair.at_s(0.5) == pytest.approx(median_s)
     found_s = math.fsum(repair.at_s((step + 0.5) / num) for step in range(num)) / num
@@ -127,10 +136,12 @@ def test_superbench_repairs_have_the_published_shares() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 99), st.sampled_from(["lanl", "superbench", NONE]),
-       st.sampled_from([*STUDIES]))
-def test_only_present_nodes_have_faults_and_all_return(seed: int, repair: str | Repair,
-                                                       causes: str) -> None:
+@given(
+    st.integers(0, 99), st.sampled_from(["lanl", "superbench", NONE]), st.sampled_from([*STUDIES])
+)
+def test_only_present_nodes_have_faults_and_all_return(
+    seed: int, repair: str | Repair, causes: str
+) -> None:
     horizon_s = 20 * DAY_S
     drawn = Drawn(seed=seed, mtbf_node_h=80.0, repair=repair, causes=causes)
     nodes = [f"n{number}" for number in range(20)]
@@ -147,7 +158,8 @@ def test_only_present_nodes_have_faults_and_all_return(seed: int, repair: str | 
 
 
 def test_a_simulated_cluster_ignores_no_drawn_event() -> None:
-    given = scenario.parse(read_yaml("""
+    given = scenario.parse(
+        read_yaml("""
         apiVersion: unicron/v1
         name: drawn
         cluster: {nodes: 12, slots: 1}
@@ -155,7 +167,8 @@ def test_a_simulated_cluster_ignores_no_drawn_event() -> None:
         policies: {unicron: {}, megatron: {}}
         trace: {drawn: {mtbf_node_h: 300, causes: llama3, repair: {constant_s: 7200}}}
         horizon_s: 2.0e+6
-        """))
+        """)
+    )
     assert not isinstance(given.trace, str)
     happenings = draw(given.trace.drawn, given.cluster.names, 1, given.horizon_s)
     assert sum(one.event == "fault" for one in happenings) > 10
@@ -172,9 +185,11 @@ def test_a_written_trace_is_read_back() -> None:
 def test_studies_equal_the_data_file() -> None:
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     text = (Path(__file__).parents[2] / "data" / "failure_categories.csv").read_text(
-        encoding="utf-8")
+        encoding="utf-8"
+    )
     for row in csv.DictReader(text.splitlines()):
         if row["unicron_status"] in TABLE:
             found[STUDY_OF[row["study"]]][row["unicron_status"]] += float(
-                row["count"] or row["share_pct"])
+                row["count"] or row["share_pct"]
+            )
     assert found == STUDIES

@@ -22,12 +22,19 @@ from unicron.events.records.envelope import Record
 HANG = "task hang"
 
 
-def play(policy: str, happenings: list[ExternalEvent], data: dict[str, Any] | None = None,
-         log: list[Record] | None = None) -> Outcome:
+def play(
+    policy: str,
+    happenings: list[ExternalEvent],
+    data: dict[str, Any] | None = None,
+    log: list[Record] | None = None,
+) -> Outcome:
     given = scenario.parse(data or plain())
     chosen = scenario.policy(given, policy)
-    return Run(scenario.run_input(given, chosen, happenings), chosen,
-               log.append if log is not None else None).play()
+    return Run(
+        scenario.run_input(given, chosen, happenings),
+        chosen,
+        log.append if log is not None else None,
+    ).play()
 
 
 def full_waf(policy: str) -> float:
@@ -48,8 +55,12 @@ def test_waiting_for_a_node_costs_its_repair_and_a_restart(num: int) -> None:
     """One task, separate faults, constant repair time: the closed form of a restart."""
     costs = policies.POLICIES["megatron"].costs
     away_s, apart_s = 4 * 3600.0, 2 * DAY_S
-    happenings = [one for number in range(num) for at_s in [apart_s * (number + 1) + 700]
-                  for one in lost("n1", at_s, at_s + away_s)]
+    happenings = [
+        one
+        for number in range(num)
+        for at_s in [apart_s * (number + 1) + 700]
+        for one in lost("n1", at_s, at_s + away_s)
+    ]
     data = plain(limits={"quarantine_faults": 100})
     found = play("megatron", happenings, data).earnings
     stood_s = num * (away_s + costs.start_s)
@@ -66,8 +77,10 @@ def test_work_since_the_checkpoint_is_repeated() -> None:
     second_s = DAY_S + away_s + costs.start_s + 20 * costs.checkpoint_s + half_s
     first = lost("n1", DAY_S, DAY_S + away_s)
     data = plain(limits={"quarantine_faults": 100})
-    one, two = (play("megatron", happenings, data).earnings.lost_flop["recomputed"]
-                for happenings in (first, first + lost("n1", second_s, second_s + away_s)))
+    one, two = (
+        play("megatron", happenings, data).earnings.lost_flop["recomputed"]
+        for happenings in (first, first + lost("n1", second_s, second_s + away_s))
+    )
     assert two - one == pytest.approx(8e12 * half_s)
 
 
@@ -78,7 +91,8 @@ def test_continuing_without_a_node_loses_only_that_node() -> None:
     # A quarter of the cluster while the node is away, and until its new ranks are members.
     costs = policies.POLICIES["unicron"].costs
     assert found.lost_flop["sub-healthy"] == pytest.approx(
-        2e12 * (away_s + costs.start_s), rel=0.01)
+        2e12 * (away_s + costs.start_s), rel=0.01
+    )
     assert sum(found.down_s.values()) < 10
 
 
@@ -88,7 +102,8 @@ def test_a_spare_takes_over_and_a_shrinking_job_continues() -> None:
     assert found.lost_flop["waiting"] == 0
     # A process elsewhere fails with the node, so the node counts as lost by two sources.
     assert sum(found.down_s.values()) == pytest.approx(
-        costs.detection_s(NODE, 10.0) + costs.start_s, abs=1.0)
+        costs.detection_s(NODE, 10.0) + costs.start_s, abs=1.0
+    )
     shrunk = play("shrink", lost("n1", DAY_S, DAY_S + away_s)).earnings
     assert sum(shrunk.down_s.values()) < 15
     assert shrunk.lost_flop["sub-healthy"] == pytest.approx(2e12 * away_s, rel=0.01)
@@ -99,7 +114,8 @@ def test_without_free_nodes_the_job_waits_for_its_node(policy: str) -> None:
     away_s = 4 * 3600
     found = play(policy, lost("n1", DAY_S, DAY_S + away_s)).earnings
     assert sum(found.down_s.values()) == pytest.approx(
-        away_s + policies.POLICIES[policy].costs.start_s, abs=1.0)
+        away_s + policies.POLICIES[policy].costs.start_s, abs=1.0
+    )
 
 
 @pytest.mark.parametrize("policy", policies.POLICIES)
@@ -114,8 +130,14 @@ def test_a_dead_process_is_restarted(policy: str) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(HAPPENINGS, st.sampled_from([*policies.POLICIES]))
-@example([ExternalEvent(0.0, "n0", "left"), ExternalEvent(0.0, "n0", "repaired"),
-          ExternalEvent(0.0, "n0", "fault", NODE)], "requeue")
+@example(
+    [
+        ExternalEvent(0.0, "n0", "left"),
+        ExternalEvent(0.0, "n0", "repaired"),
+        ExternalEvent(0.0, "n0", "fault", NODE),
+    ],
+    "requeue",
+)
 def test_earned_and_lost_flop_add_up(happenings: list[ExternalEvent], policy: str) -> None:
     log: list[Record] = []
     found = play(policy, sorted(happenings, key=lambda one: one.at_s), log=log)
@@ -130,8 +152,9 @@ def test_earned_and_lost_flop_add_up(happenings: list[ExternalEvent], policy: st
 @settings(deadline=None, max_examples=20)
 @given(HAPPENINGS, st.booleans())
 @example([*lost("n1", DAY_S, 2 * DAY_S), *lost("n2", 3 * DAY_S, 5 * DAY_S)], False)
-def test_a_run_without_a_log_earns_the_same_to_the_bit(happenings: list[ExternalEvent],
-                                                       spare: bool) -> None:
+def test_a_run_without_a_log_earns_the_same_to_the_bit(
+    happenings: list[ExternalEvent], spare: bool
+) -> None:
     given = two_tasks(happenings, 2.0, limits={"hot_spare": spare})
     log: list[Record] = []
     logged, bare = (Run(*given, keep).play() for keep in (log.append, None))
@@ -142,8 +165,9 @@ def test_a_run_without_a_log_earns_the_same_to_the_bit(happenings: list[External
     assert any(plan.alternatives and plan.ideal_waf for plan in plans)
 
 
-def test_the_command_prints_each_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path,
-                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_each_policy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(EXAMPLE.parent)  # a short relative path keeps the page narrow
     command.simulate(Path(EXAMPLE.name), log=tmp_path / "a.log", as_json=True)
     output = json.loads(capsys.readouterr().out)["policies"]
@@ -169,7 +193,8 @@ def test_a_process_that_ended_before_its_stop_order_delays_nothing() -> None:
     data = plain(policies={"megatron": {"detect_s": {PROCESS: 1800.0}}})
     found = play("megatron", [ExternalEvent(DAY_S, "n2", "fault", PROCESS), second], data).earnings
     assert sum(found.down_s.values()) == pytest.approx(
-        1800.0 + policies.POLICIES["megatron"].costs.start_s)
+        1800.0 + policies.POLICIES["megatron"].costs.start_s
+    )
 
 
 def test_the_length_of_a_transition_excludes_training() -> None:
@@ -184,8 +209,9 @@ def test_the_length_of_a_transition_excludes_training() -> None:
 
 
 def test_only_policies_with_quarantine_use_it() -> None:
-    happenings = [one for number in range(1, 5) for one in lost(
-        "n1", number * DAY_S, number * DAY_S + 600)]
+    happenings = [
+        one for number in range(1, 5) for one in lost("n1", number * DAY_S, number * DAY_S + 600)
+    ]
     for policy, has in (("unicron", True), ("megatron", False)):
         log: list[Record] = []
         play(policy, happenings, log=log)
@@ -201,15 +227,23 @@ def test_memory_checkpoints_are_lost_with_their_nodes() -> None:
     held = play("unicron", killed, data).earnings
     # The first checkpoint was written at the start of the horizon.
     assert gone.lost_flop["recomputed"] == pytest.approx(
-        8e12 * (at_s % costs.checkpoint_s), abs=8e12 * 10)
+        8e12 * (at_s % costs.checkpoint_s), abs=8e12 * 10
+    )
     assert held.lost_flop["recomputed"] == pytest.approx(
-        8e12 * (at_s % costs.copy_s), abs=8e12 * 10)
+        8e12 * (at_s % costs.copy_s), abs=8e12 * 10
+    )
 
 
 def test_a_task_without_slots_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    heavy, light = ({"name": name, "weight": weight, "slots": {"min": 1, "max": 8},
-                     "throughput": {size: 1e12 * size for size in range(1, 9)}}
-                    for name, weight in (("heavy", 2.0), ("light", 1.0)))
+    heavy, light = (
+        {
+            "name": name,
+            "weight": weight,
+            "slots": {"min": 1, "max": 8},
+            "throughput": {size: 1e12 * size for size in range(1, 9)},
+        }
+        for name, weight in (("heavy", 2.0), ("light", 1.0))
+    )
     (tmp_path / "trace.csv").write_text("at_s,node,event,cause\n", encoding="utf-8")
     path = tmp_path / "two.yaml"
     path.write_text(json.dumps(plain(tasks=[light, heavy], policies={"unicron": {}})))
@@ -229,12 +263,14 @@ def test_a_trace_after_the_horizon_is_refused(tmp_path: Path) -> None:
 def test_faults_after_the_horizon_are_counted(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "trace.csv").write_text(
         "at_s,node,event,cause\n5,n1,fault,lost connection\n864000,n2,left,\n"
-        "864001,n3,fault,lost connection\n864002,n1,repaired,\n")
+        "864001,n3,fault,lost connection\n864002,n1,repaired,\n"
+    )
     path = tmp_path / "long.yaml"
     path.write_text(json.dumps(plain(policies={"unicron": {}})))
     command.simulate(path, log=None, as_json=False)
     assert "late       1 fault of the trace, after horizon_s, 864000: not simulated" in (
-        capsys.readouterr().out)
+        capsys.readouterr().out
+    )
     (tmp_path / "trace.csv").write_text("at_s,node,event,cause\n864000,n1,left,\n")
     command.simulate(path, log=None, as_json=False)
     assert "\nlate" not in capsys.readouterr().out

@@ -15,8 +15,11 @@ from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 def play(policy: str, happenings: list[ExternalEvent], tasks: int = 1) -> WafAccount:
     data = plain()
     one = data["tasks"][0]
-    data["tasks"] = [one | {"name": f"task-{number}", "weight": 1.0 + number,
-                            "slots": {"min": 1, "max": 8 // tasks}} for number in range(tasks)]
+    data["tasks"] = [
+        one
+        | {"name": f"task-{number}", "weight": 1.0 + number, "slots": {"min": 1, "max": 8 // tasks}}
+        for number in range(tasks)
+    ]
     parsed = scenario.parse(data)
     chosen = scenario.policy(parsed, policy)
     return Run(scenario.run_input(parsed, chosen, happenings), chosen).play().earnings
@@ -26,7 +29,8 @@ def play(policy: str, happenings: list[ExternalEvent], tasks: int = 1) -> WafAcc
 @given(HAPPENINGS, st.sampled_from([*policies.POLICIES]), st.integers(1, 3))
 @example([ExternalEvent(0.0, "n0", "left"), ExternalEvent(5.0, "n0", "joined")], "unicron", 2)
 def test_slot_time_is_counted_completely_and_once(
-    happenings: list[ExternalEvent], policy: str, tasks: int) -> None:
+    happenings: list[ExternalEvent], policy: str, tasks: int
+) -> None:
     found = play(policy, sorted(happenings, key=lambda one: one.at_s), tasks)
     full_s = sum(found.full_slots.values()) * 10 * DAY_S
     assert found.slot_s + sum(found.lost_slot_s.values()) == pytest.approx(full_s, rel=1e-12)

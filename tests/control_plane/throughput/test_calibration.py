@@ -123,13 +123,15 @@ def test_noise_moves_no_task(d: Driver, seed: int) -> None:
     """Two equal tasks with random noise. beta could grow by the slots that alpha would give."""
     rng = random.Random(seed)
     noise = [[rng.uniform(0.95, 1.05) for _ in range(300)] for _ in range(2)]
-    both = [d.running(spec(slots={"min": 1, "max": 3})),
-            d.running(spec(name="beta", slots={"min": 1, "max": 6}))]
+    both = [
+        d.running(spec(slots={"min": 1, "max": 3})),
+        d.running(spec(name="beta", slots={"min": 1, "max": 6})),
+    ]
     assert [len(task_of(d, task).members) for task in both] == [3, 3]
     start = len(d.log)
     for at in range(0, 300, 5):
         for task, times_s in zip(both, noise, strict=True):
-            d.progress(task, times_s=[0.3 * x for x in times_s[at: at + 5]])
+            d.progress(task, times_s=[0.3 * x for x in times_s[at : at + 5]])
     decided = kinds(d.log[start:])
     assert "TaskPlaced" not in decided
     assert decided.count("ThroughputSet") == 2, "alpha's table, and beta's at alpha's scale"

@@ -41,17 +41,22 @@ def test_the_layout_search_checks_the_model() -> None:
         requests.search_layouts(parse(job({"hidden": 1000, "num_heads": 16})))
 
 
-@pytest.mark.parametrize(("model", "path"), [
-    ({"num_heads": 15}, "model.hidden: 2048 is not divisible by num_heads 15"),
-    ({"num_query_groups": 5}, "model.num_query_groups: 5 does not divide num_heads 16"),
-    ({"micro_batch": 5}, "model.global_batch: 24 is not a multiple of micro_batch 5"),
-    ({"top_k": 2}, "model.top_k: is for a mixture of experts"),
-    ({"num_experts": 2, "top_k": 3}, "model.top_k: 3 of 2 experts"),
-    ({"precision": "fp8"}, "model.precision: a A100-80 has no fp8"),
-    ({"gpu": "V100-32"}, "model.precision: a V100-32 has no bf16"),
-    ({"dropout": 1.0}, "model.dropout: must be in [0, 1)"),
-    ({"num_layers": 0}, "model.num_layers: must be at least 1"),
-    ({"gpu": "A100"}, "model.gpu: "), ({"layers": 3}, "model.layers: is not a field")])
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [
+        ({"num_heads": 15}, "model.hidden: 2048 is not divisible by num_heads 15"),
+        ({"num_query_groups": 5}, "model.num_query_groups: 5 does not divide num_heads 16"),
+        ({"micro_batch": 5}, "model.global_batch: 24 is not a multiple of micro_batch 5"),
+        ({"top_k": 2}, "model.top_k: is for a mixture of experts"),
+        ({"num_experts": 2, "top_k": 3}, "model.top_k: 3 of 2 experts"),
+        ({"precision": "fp8"}, "model.precision: a A100-80 has no fp8"),
+        ({"gpu": "V100-32"}, "model.precision: a V100-32 has no bf16"),
+        ({"dropout": 1.0}, "model.dropout: must be in [0, 1)"),
+        ({"num_layers": 0}, "model.num_layers: must be at least 1"),
+        ({"gpu": "A100"}, "model.gpu: "),
+        ({"layers": 3}, "model.layers: is not a field"),
+    ],
+)
 def test_an_invalid_model_is_refused_in_one_line(model: dict[str, Any], path: str) -> None:
     with pytest.raises(SpecError) as error:
         parse(job(model))
@@ -114,7 +119,8 @@ def test_iteration_times_correct_the_level_and_keep_the_shape(d: Driver) -> None
     table = the(decisions.ThroughputSet, new)
     assert table.origin == "measured"
     assert dict(zip(table.sizes, table.rates_flops, strict=True)) == pytest.approx(
-        {1: 4e9 / 3.5, 2: 4e9 * 1.9 / 3.5, 4: 4e9})
+        {1: 4e9 / 3.5, 2: 4e9 * 1.9 / 3.5, 4: 4e9}
+    )
     assert d.state.slot_flops == 0
 
 

@@ -155,8 +155,18 @@ def test_a_node_loss_under_two_tasks_is_one_fault() -> None:
 
 def test_wrong_input_is_not_counted_as_a_fault(d: Driver) -> None:
     task = d.submit(spec())
-    d.tell("n1/1", r.RankErrored(task=task, rank=0, attempt=1, generation=0,
-                                    error="UsageError", text="no data", iteration=-1))
+    d.tell(
+        "n1/1",
+        r.RankErrored(
+            task=task,
+            rank=0,
+            attempt=1,
+            generation=0,
+            error="UsageError",
+            text="no data",
+            iteration=-1,
+        ),
+    )
     assert [x.status for x in d.state.incidents.values()] == ["wrong input"]
     assert d.state.num_faults == 0
     d.obey(d.log[-12:])
@@ -178,7 +188,8 @@ def test_enough_measured_transitions_replace_the_prior(d: Driver, task: int) -> 
     d.progress(task, 12)
     exit_and_restart(d, task, 2)
     assert transition_cost.transition(d.state, task_of(d, task)) == replace(
-        Transition.uniform(10.0), reshape_s=Policy().reshape_s)
+        Transition.uniform(10.0), reshape_s=Policy().reshape_s
+    )
     num = input_digest(d.state)
     exit_and_restart(d, task, 1, pause_s=500.0)
     assert input_digest(d.state) != num
@@ -241,8 +252,10 @@ def test_the_cost_of_stopping_includes_the_restart(d: Driver) -> None:
     assert {kind: len(x) for kind, x in downtime_s.items()} == {"start": 4, "stop": 3}
     assert 39 < downtime_s["start"][-1] < 41
     charged = transition_cost.transition(d.state, task_of(d, alpha))
-    assert math.isclose(charged.stop_s, sorted(downtime_s["stop"])[1]
-                        + math.fsum(sorted(downtime_s["start"])[1:3]) / 2)
+    assert math.isclose(
+        charged.stop_s,
+        sorted(downtime_s["stop"])[1] + math.fsum(sorted(downtime_s["start"])[1:3]) / 2,
+    )
 
 
 def test_a_transition_while_paused_is_not_measured(d: Driver, task: int) -> None:
@@ -265,27 +278,47 @@ def test_the_history_is_bounded(d: Driver, task: int) -> None:
 # --- use in the planner -------------------------------------------------------------------------
 def test_each_kind_of_change_has_its_own_cost() -> None:
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0)
-    demand = TaskDemand(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
-                wafs=(64.0, 128.0, 192.0))
+    demand = TaskDemand(
+        task=1,
+        name="t1",
+        now=2,
+        faulted=True,
+        transition=kinds,
+        sizes=(1, 2, 3),
+        wafs=(64.0, 128.0, 192.0),
+    )
     problem = PlanProblem(demands=(demand,), num_slots=3, mtbf_gpu_s=3 * 32.0)
     rows = planner.allowed_candidates(problem)
     unit = int(rows.gains[1]) // (64 * 32 - 2 * 128)
     assert unit > 0
     assert (rows.gains // unit).tolist() == [
-        -8 * 128, 64 * 32 - 2 * 128, 128 * 32 - 128, 192 * 32 - 4 * 128]
+        -8 * 128,
+        64 * 32 - 2 * 128,
+        128 * 32 - 128,
+        192 * 32 - 4 * 128,
+    ]
     healthy = planner.allowed_candidates(
-        replace(problem, demands=(replace(demand, faulted=False),)))
+        replace(problem, demands=(replace(demand, faulted=False),))
+    )
     assert healthy.gains[2] == 128 * 32 * (healthy.gains[1] // (64 * 32 - 2 * 128))
 
 
 def test_the_task_that_is_cheaper_to_grow_grows() -> None:
     def demand(task: int, grow_s: float) -> TaskDemand:
         kinds = Transition(same_s=1.0, shrink_s=1.0, grow_s=grow_s, stop_s=1.0)
-        return TaskDemand(task=task, name=f"t{task}", now=1, faulted=False, transition=kinds,
-                    sizes=(1, 2), wafs=(10.0, 16.0))
+        return TaskDemand(
+            task=task,
+            name=f"t{task}",
+            now=1,
+            faulted=False,
+            transition=kinds,
+            sizes=(1, 2),
+            wafs=(10.0, 16.0),
+        )
 
     problem = PlanProblem(
-        demands=(demand(1, 500.0), demand(2, 2.0)), num_slots=3, mtbf_gpu_s=3 * 1e3)
+        demands=(demand(1, 500.0), demand(2, 2.0)), num_slots=3, mtbf_gpu_s=3 * 1e3
+    )
     assert planner.choose_plan(problem).plan.slots == (1, 2)
 
 
@@ -299,23 +332,52 @@ def test_the_plan_record_has_its_running_time(d: Driver) -> None:
 def test_a_new_replica_shape_costs_a_reshape() -> None:
     """One and two slots have the same replica shape. On three slots all of the state moves."""
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
-    demand = TaskDemand(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
-                wafs=(1.0, 2.0, 3.0), shapes=(0, 0, 1))
+    demand = TaskDemand(
+        task=1,
+        name="t1",
+        now=2,
+        faulted=True,
+        transition=kinds,
+        sizes=(1, 2, 3),
+        wafs=(1.0, 2.0, 3.0),
+        shapes=(0, 0, 1),
+    )
     assert [transition_cost_s(demand, x) for x in (0, 1, 2, 3)] == [8.0, 2.0, 1.0, 16.0]
     assert [transition_cost_s(replace(demand, now=3), x) for x in (0, 1, 2, 3)] == [
-        8.0, 16.0, 16.0, 1.0]
+        8.0,
+        16.0,
+        16.0,
+        1.0,
+    ]
 
 
 def test_the_reported_cost_is_the_cost_in_the_objective() -> None:
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
-    for faulted, now, shapes in ((False, 2, ()), (True, 2, ()), (True, 0, ()), (False, 0, ()),
-                                 (False, 2, (0, 0, 1)), (True, 2, (0, 1, 1)), (True, 0, (0, 1, 1))):
+    for faulted, now, shapes in (
+        (False, 2, ()),
+        (True, 2, ()),
+        (True, 0, ()),
+        (False, 0, ()),
+        (False, 2, (0, 0, 1)),
+        (True, 2, (0, 1, 1)),
+        (True, 0, (0, 1, 1)),
+    ):
         demand = TaskDemand(
-            task=1, name="t1", now=now, faulted=faulted, transition=kinds, sizes=(1, 2, 3),
-            wafs=(64.0, 128.0, 192.0), shapes=shapes)
+            task=1,
+            name="t1",
+            now=now,
+            faulted=faulted,
+            transition=kinds,
+            sizes=(1, 2, 3),
+            wafs=(64.0, 128.0, 192.0),
+            shapes=shapes,
+        )
         rows = planner.allowed_candidates(
-            PlanProblem(demands=(demand,), num_slots=3, mtbf_gpu_s=3 * 32.0))
-        expected = [waf_of(demand, x) * 32 - waf_of(demand, now) * transition_cost_s(demand, x)
-                    for x in (0, 1, 2, 3)]
+            PlanProblem(demands=(demand,), num_slots=3, mtbf_gpu_s=3 * 32.0)
+        )
+        expected = [
+            waf_of(demand, x) * 32 - waf_of(demand, now) * transition_cost_s(demand, x)
+            for x in (0, 1, 2, 3)
+        ]
         unit = int(rows.gains[3]) // int(expected[3])
         assert (rows.gains // unit).tolist() == expected

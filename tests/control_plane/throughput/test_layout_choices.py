@@ -29,18 +29,40 @@ from unicron.events.spec.job import JobSpec, Loop, parse
 from unicron.events.spec.model import Axes
 
 EXAMPLES = Path(__file__).parents[3] / "deploy" / "examples"
-LARGE = {**MODEL, "num_layers": 40, "hidden": 4096, "num_heads": 32, "global_batch": 64,
-         "recompute": "none"}
+LARGE = {
+    **MODEL,
+    "num_layers": 40,
+    "hidden": 4096,
+    "num_heads": 32,
+    "global_batch": 64,
+    "recompute": "none",
+}
 """8.3 B parameters: four A100 hold it, and two only without the kept sum."""
 
 
-def loop(model: dict[str, Any] | None = None, slots: dict[str, Any] | None = None, *,
-         kept_sum: bool = True, **parallel: Any) -> dict[str, Any]:
+def loop(
+    model: dict[str, Any] | None = None,
+    slots: dict[str, Any] | None = None,
+    *,
+    kept_sum: bool = True,
+    **parallel: Any,
+) -> dict[str, Any]:
     parallel = parallel or {"tensor": [1, 2, 4]}
-    return {"apiVersion": "unicron/v1", "name": "own", "slots": slots or {"min": 1, "max": 16},
-            "command": ["true"], "heal": "in-memory",
-            "loop": {"micro_batches": 64, "iterations": 10, "output": "/out", "kept_sum": kept_sum,
-                     "parallel": parallel, "model": {**LARGE, **(model or {})}}}
+    return {
+        "apiVersion": "unicron/v1",
+        "name": "own",
+        "slots": slots or {"min": 1, "max": 16},
+        "command": ["true"],
+        "heal": "in-memory",
+        "loop": {
+            "micro_batches": 64,
+            "iterations": 10,
+            "output": "/out",
+            "kept_sum": kept_sum,
+            "parallel": parallel,
+            "model": {**LARGE, **(model or {})},
+        },
+    }
 
 
 def described(spec: JobSpec) -> Loop:
@@ -73,8 +95,7 @@ def test_rates_of_a_described_loop_are_absolute() -> None:
 
 def test_the_kept_sum_is_charged_where_something_heals() -> None:
     spec = parse(loop())
-    (heals, *_), (without, *_) = choices(spec).choices, choices(parse(loop(kept_sum=False))
-                                                                 ).choices
+    (heals, *_), (without, *_) = choices(spec).choices, choices(parse(loop(kept_sum=False))).choices
     (restarts, *_) = choices(parse(command({"num_layers": 8}))).choices
     assert heals.kept_bytes == pytest.approx(KEPT_BYTES * choices(spec).num_parameters / 4)
     assert without.kept_bytes == restarts.kept_bytes == 0
@@ -97,7 +118,8 @@ def test_a_train_task_shows_its_memory_and_no_gpu() -> None:
     needs = training_layouts.memory_on(described(parse(loop())), named.axes or Axes())
     assert needs is not None
     assert needs.total - RESERVED_BYTES == pytest.approx(
-        needs.weights + needs.gradients + needs.optimizer + needs.activations + needs.kept)
+        needs.weights + needs.gradients + needs.optimizer + needs.activations + needs.kept
+    )
 
 
 def test_a_command_without_a_model_has_no_choice() -> None:
@@ -107,19 +129,28 @@ def test_a_command_without_a_model_has_no_choice() -> None:
     assert (found.choices, found.refused) == ((), "")
 
 
-@pytest.mark.parametrize(("job", "why"), [
-    (loop(tensor=[3]), "loop.parallel.tensor: 3 does not divide num_heads 32"),
-    (loop({"num_query_groups": 2}, tensor=[4]),
-     "loop.parallel.tensor: 4 does not divide num_query_groups 2"),
-    (loop(tensor=[16]), "loop.parallel.tensor: 16 is more than the 8 GPUs of a node"),
-    (loop(pipeline=[3]), "loop.parallel.pipeline: 3 does not divide num_layers 40"),
-    (loop(pipeline=[4], chunks=3), "loop.parallel.pipeline: 4 with 3 chunks does not divide"),
-    (loop({"global_batch": 65}), "loop.model.global_batch: 65 is not a multiple of"),
-    (loop({"micro_batch": 4}), "loop.model.micro_batch: is 4, but 64 samples in 64 micro-batches"),
-    (loop({"recompute": "any"}), "loop.model.recompute: is missing"),
-    (loop({"kept_sum": True}), "loop.model.kept_sum: is loop.kept_sum"),
-    (loop({"hidden": 4097}), "loop.model.hidden: 4097 is not divisible"),
-    (loop() | {"model": MODEL}, "model: is for a command that is only restarted")])
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (loop(tensor=[3]), "loop.parallel.tensor: 3 does not divide num_heads 32"),
+        (
+            loop({"num_query_groups": 2}, tensor=[4]),
+            "loop.parallel.tensor: 4 does not divide num_query_groups 2",
+        ),
+        (loop(tensor=[16]), "loop.parallel.tensor: 16 is more than the 8 GPUs of a node"),
+        (loop(pipeline=[3]), "loop.parallel.pipeline: 3 does not divide num_layers 40"),
+        (loop(pipeline=[4], chunks=3), "loop.parallel.pipeline: 4 with 3 chunks does not divide"),
+        (loop({"global_batch": 65}), "loop.model.global_batch: 65 is not a multiple of"),
+        (
+            loop({"micro_batch": 4}),
+            "loop.model.micro_batch: is 4, but 64 samples in 64 micro-batches",
+        ),
+        (loop({"recompute": "any"}), "loop.model.recompute: is missing"),
+        (loop({"kept_sum": True}), "loop.model.kept_sum: is loop.kept_sum"),
+        (loop({"hidden": 4097}), "loop.model.hidden: 4097 is not divisible"),
+        (loop() | {"model": MODEL}, "model: is for a command that is only restarted"),
+    ],
+)
 def test_a_layout_that_the_model_cannot_have_is_refused(job: dict[str, Any], why: str) -> None:
     with pytest.raises(SpecError) as error:
         parse(job)
@@ -150,8 +181,9 @@ def test_every_example_has_a_page(file: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert max(map(len, result.stdout.splitlines())) <= 100
     assert "no cluster runs here" in result.stdout
-    found = json.loads(unicron("submit", str(file), "--dry-run", "-o", "json",
-                               folder=tmp_path).stdout)
+    found = json.loads(
+        unicron("submit", str(file), "--dry-run", "-o", "json", folder=tmp_path).stdout
+    )
     assert found["plan"] is None
     assert all(one["axes"] for one in found["choices"])
 
@@ -169,19 +201,32 @@ def test_the_page_of_70_b(tmp_path: Path) -> None:
     assert text.count("no second replica: a lost rank costs up to 10 iterations") == 1
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"slots": {"min": 8, "max": 8}, "tensor": [4]}, ()),
-    ({"slots": {"min": 4, "max": 4}, "tensor": [4]},
-     ("no second replica: a lost rank costs up to 10 iterations",)),
-    ({"slots": {"min": 8, "max": 8}, "tensor": [4], "optimizer": "sharded"},
-     ("each rank has a shard of its own: a lost rank costs up to 10 iterations",)),
-    ({"slots": {"min": 4, "max": 4}, "tensor": [4], "copy_every": 0, "checkpoint_every": 5},
-     ("no second replica: a lost rank costs all iterations since the last checkpoint",)),
-    ({"slots": {"min": 4, "max": 4}, "tensor": [4], "copy_every": 0},
-     ("no second replica: a lost rank costs all iterations",))])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"slots": {"min": 8, "max": 8}, "tensor": [4]}, ()),
+        (
+            {"slots": {"min": 4, "max": 4}, "tensor": [4]},
+            ("no second replica: a lost rank costs up to 10 iterations",),
+        ),
+        (
+            {"slots": {"min": 8, "max": 8}, "tensor": [4], "optimizer": "sharded"},
+            ("each rank has a shard of its own: a lost rank costs up to 10 iterations",),
+        ),
+        (
+            {"slots": {"min": 4, "max": 4}, "tensor": [4], "copy_every": 0, "checkpoint_every": 5},
+            ("no second replica: a lost rank costs all iterations since the last checkpoint",),
+        ),
+        (
+            {"slots": {"min": 4, "max": 4}, "tensor": [4], "copy_every": 0},
+            ("no second replica: a lost rank costs all iterations",),
+        ),
+    ],
+)
 def test_a_row_says_what_a_lost_rank_costs(changes: dict[str, Any], words: tuple[str, ...]) -> None:
-    every = {name: changes.pop(name) for name in ("copy_every", "checkpoint_every")
-             if name in changes}
+    every = {
+        name: changes.pop(name) for name in ("copy_every", "checkpoint_every") if name in changes
+    }
     spec = loop(**changes)
     spec["loop"] |= every
     (row,) = choices(parse(spec)).choices
@@ -197,19 +242,26 @@ def test_the_page_says_what_keeping_the_tensor_parallel_size_costs(size: int, co
     spec["loop"] |= {"reproducible": "bitwise", "digest_every": 10}
     job = parse(spec)
     text = " ".join("\n".join(submit_dry_run.page(job, choices(job), "8")).split())
-    assert ("sums reproducible: bitwise, if the script can; a digest of the state every 10 "
-            f"iterations; tensor parallel stays {size}") in text
+    assert (
+        "sums reproducible: bitwise, if the script can; a digest of the state every 10 "
+        f"iterations; tensor parallel stays {size}"
+    ) in text
     assert (", so slots beyond a multiple of it train nothing" in text) == cost
     del spec["loop"]["reproducible"], spec["loop"]["digest_every"]
     job = parse(spec)
     assert "sums " not in "".join(submit_dry_run.page(job, choices(job), "8"))
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"tensor": [3]}, "3 does not divide num_heads 32"),
-    ({"tensor": [1]}, "no layout of loop.parallel fits into 79.2 GiB")])
-def test_a_refused_job_is_one_line_with_a_hint(tmp_path: Path, changes: dict[str, Any],
-                                               words: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor": [3]}, "3 does not divide num_heads 32"),
+        ({"tensor": [1]}, "no layout of loop.parallel fits into 79.2 GiB"),
+    ],
+)
+def test_a_refused_job_is_one_line_with_a_hint(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
     (tmp_path / "job.yaml").write_text(json.dumps(loop(**changes)))
     refused(unicron("submit", "job.yaml", "--dry-run", folder=tmp_path), words)
 
@@ -224,14 +276,16 @@ class Told:
         return {"nodes": []}
 
     def dry_run(self, change: Any) -> Any:
-        found = dry_run.run_dry(encode_state(self.driver.state),
-                                msgspec.convert(change, dry_run.Change))
+        found = dry_run.run_dry(
+            encode_state(self.driver.state), msgspec.convert(change, dry_run.Change)
+        )
         return {**msgspec.to_builtins(found), "took_s": 0.001}
 
 
 @pytest.mark.nodes(3)
-def test_a_cluster_adds_the_plan(d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_adds_the_plan(
+    d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(submit_dry_run, "connect", lambda state, url=None: Told(d))
     (tmp_path / "job.yaml").write_text(json.dumps(command()))
     submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml", as_json=False)
@@ -246,8 +300,8 @@ def test_a_cluster_adds_the_plan(d: Driver, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.nodes(3)
 def test_the_layouts_are_shown_where_the_cluster_refuses_the_job(
-        d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
+    d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Refuses(Told):
         def dry_run(self, change: Any) -> Any:
             raise Refused(422, "the job needs at least 8 slots", "add a node")
@@ -261,7 +315,8 @@ def test_the_layouts_are_shown_where_the_cluster_refuses_the_job(
             assert "DP 6" in shown
             assert " ".join(shown.split()).endswith(
                 "plan this cluster would refuse the job now: the job needs at least 8 slots (add a "
-                "node)")
+                "node)"
+            )
             continue
         found = json.loads(shown)
         assert found["choices"]
@@ -274,11 +329,13 @@ def test_the_layouts_are_shown_where_the_cluster_refuses_the_job(
 
 @pytest.mark.nodes(3)
 def test_a_missing_data_file_is_told_before_the_layouts(
-        d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
+    d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text("{apiVersion: unicron/v1, name: a, train: {iterations: 9, output: out, "
-                    "data: [/absent.txt]}}")
+    path.write_text(
+        "{apiVersion: unicron/v1, name: a, train: {iterations: 9, output: out, "
+        "data: [/absent.txt]}}"
+    )
     alone = unicron("submit", str(path), "--dry-run", folder=tmp_path)
     assert alone.returncode == 0
     assert alone.stderr.startswith("note: train.data[0]: /absent.txt is not a readable file on ")
@@ -296,8 +353,8 @@ def test_a_missing_data_file_is_told_before_the_layouts(
 
 @pytest.mark.nodes(3)
 def test_a_job_without_a_layout_is_refused_in_json_too(
-        d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
+    d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "job.yaml").write_text(json.dumps(loop(tensor=[1])))
     with pytest.raises(UsageError) as error:
         submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml", as_json=True)
@@ -307,13 +364,17 @@ def test_a_job_without_a_layout_is_refused_in_json_too(
 
 
 def test_the_memory_of_copies_is_shown_and_compared_with_the_budget(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     d = Driver(nodes=0)
     for number in range(3):
         d.join(f"n{number}", slots=2, copies_bytes_max=64 << 20)
-    job = {"apiVersion": "unicron/v1", "name": "alpha", "slots": {"min": 6, "max": 6}, "train": {
-        "iterations": 50, "output": "/srv/alpha", "batch": {"global": 24, "micro": 2}}}
+    job = {
+        "apiVersion": "unicron/v1",
+        "name": "alpha",
+        "slots": {"min": 6, "max": 6},
+        "train": {"iterations": 50, "output": "/srv/alpha", "batch": {"global": 24, "micro": 2}},
+    }
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     monkeypatch.setattr(submit_dry_run, "connect", lambda state, url=None: Told(d))
 
@@ -353,8 +414,9 @@ def test_copies_that_are_off_or_of_unknown_size_have_no_number() -> None:
 def test_a_named_cluster_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(json.dumps(command()))
     with pytest.raises(Unreachable):
-        submit_dry_run.dry_run(StateDir(tmp_path), ["http://127.0.0.1:9"], tmp_path / "job.yaml",
-                               as_json=False)
+        submit_dry_run.dry_run(
+            StateDir(tmp_path), ["http://127.0.0.1:9"], tmp_path / "job.yaml", as_json=False
+        )
 
 
 @pytest.mark.nodes(3)

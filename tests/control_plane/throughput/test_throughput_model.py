@@ -44,16 +44,41 @@ ROWS = published()
 
 def gpt(**changes: Any) -> MegatronModel:
     facts: dict[str, Any] = {
-        "num_layers": 32, "hidden": 4096, "num_heads": 32, "sequence": 2048, "vocabulary": 51200,
-        "gpu": "A100-80", "global_batch": 512}
+        "num_layers": 32,
+        "hidden": 4096,
+        "num_heads": 32,
+        "sequence": 2048,
+        "vocabulary": 51200,
+        "gpu": "A100-80",
+        "global_batch": 512,
+    }
     return MegatronModel(**{**facts, **changes})
 
 
 GIBI = 1 << 30
-LLAMA_70B = gpt(num_layers=80, hidden=8192, num_heads=64, num_query_groups=8, ffn_hidden=28672,
-                swiglu=True, sequence=4096, vocabulary=32000, tie_embeddings=False, gpu="H100-80")
-MIXTRAL = gpt(num_query_groups=8, ffn_hidden=14336, swiglu=True, num_experts=8, top_k=2,
-              sequence=4096, vocabulary=32000, tie_embeddings=False, gpu="H100-80")
+LLAMA_70B = gpt(
+    num_layers=80,
+    hidden=8192,
+    num_heads=64,
+    num_query_groups=8,
+    ffn_hidden=28672,
+    swiglu=True,
+    sequence=4096,
+    vocabulary=32000,
+    tie_embeddings=False,
+    gpu="H100-80",
+)
+MIXTRAL = gpt(
+    num_query_groups=8,
+    ffn_hidden=14336,
+    swiglu=True,
+    num_experts=8,
+    top_k=2,
+    sequence=4096,
+    vocabulary=32000,
+    tie_embeddings=False,
+    gpu="H100-80",
+)
 
 
 # --- FLOPs and parameters ------------------------------------------------------------------------
@@ -67,10 +92,15 @@ def test_the_formulas_of_the_papers() -> None:
     assert executed_flops(model, "none") == iteration_flops(model)
 
 
-@pytest.mark.parametrize(("model", "billions"), [
-    (LLAMA_70B, 68.98), (MIXTRAL, 46.70),
-    (replace(MIXTRAL, num_experts=0, top_k=1, vocabulary=128256), 8.03)],
-    ids=["Llama 2 70B", "Mixtral 8x7B", "Llama 3 8B"])
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        (LLAMA_70B, 68.98),
+        (MIXTRAL, 46.70),
+        (replace(MIXTRAL, num_experts=0, top_k=1, vocabulary=128256), 8.03),
+    ],
+    ids=["Llama 2 70B", "Mixtral 8x7B", "Llama 3 8B"],
+)
 def test_parameters_equal_the_published_counts(model: MegatronModel, billions: float) -> None:
     assert parameters(model).total / 1e9 == pytest.approx(billions, abs=0.01)
 
@@ -86,9 +116,12 @@ def test_a_token_passes_only_top_k_experts() -> None:
 
 def test_published_rates_match_our_flops() -> None:
     """If a row has an iteration time, our FLOPs divided by this time give the row's rate."""
-    times = {row.line: float(line.split(",fp16,")[1].split(",")[0])
-             for row in ROWS if row.source == "megatron 2020"
-             for line in [_line(row.line)]}
+    times = {
+        row.line: float(line.split(",fp16,")[1].split(",")[0])
+        for row in ROWS
+        if row.source == "megatron 2020"
+        for line in [_line(row.line)]
+    }
     assert len(times) == 12
     for row in ROWS:
         if row.line in times:
@@ -98,6 +131,7 @@ def test_published_rates_match_our_flops() -> None:
 
 def _line(number: int) -> str:
     from bench.throughput.rows import FILE
+
     lines = [line for line in FILE.read_text().splitlines() if not line.startswith("#")]
     return lines[number - 1]
 
@@ -150,14 +184,20 @@ def test_published_layouts_are_accepted(row: Published) -> None:
     assert any(fits(row.model, layout) for layout in row.layouts)
 
 
-@pytest.mark.parametrize(("model", "layout"), [
-    (gpt(), Layout()),  # 6.7e9 parameters of 18 bytes
-    (gpt(num_layers=96, hidden=12288, num_heads=96), Layout(tp=8, recompute="full")),
-    (gpt(gpu="A100-40", num_layers=40, hidden=5120, num_heads=40),
-     Layout(tp=4, dp=2, recompute="full")),
-    (gpt(sequence=65536), Layout(tp=2, dp=8, shards="optimizer")),  # too many activations
-    (gpt(flash_attention=False, sequence=16384), Layout(tp=4, dp=8, shards="optimizer")),
-    (MIXTRAL, Layout(tp=2, dp=8, ep=1, shards="optimizer"))])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (gpt(), Layout()),  # 6.7e9 parameters of 18 bytes
+        (gpt(num_layers=96, hidden=12288, num_heads=96), Layout(tp=8, recompute="full")),
+        (
+            gpt(gpu="A100-40", num_layers=40, hidden=5120, num_heads=40),
+            Layout(tp=4, dp=2, recompute="full"),
+        ),
+        (gpt(sequence=65536), Layout(tp=2, dp=8, shards="optimizer")),  # too many activations
+        (gpt(flash_attention=False, sequence=16384), Layout(tp=4, dp=8, shards="optimizer")),
+        (MIXTRAL, Layout(tp=2, dp=8, ep=1, shards="optimizer")),
+    ],
+)
 def test_layouts_that_exceed_the_memory_do_not_fit(model: MegatronModel, layout: Layout) -> None:
     assert refusal(model, layout) == ""
     assert not fits(model, layout)
@@ -168,12 +208,21 @@ def test_expert_parallel_makes_the_mixture_fit() -> None:
 
 
 # --- layouts that Megatron rejects ---------------------------------------------------------------
-@pytest.mark.parametrize(("changes", "why"), [
-    ({"tp": 16}, "a node's 8 GPUs"), ({"tp": 3}, "32 heads"), ({"pp": 5}, "32 layers"),
-    ({"pp": 4, "chunks": 3}, "32 layers"), ({"chunks": 2}, "without a pipeline"),
-    ({"dp": 513}, "512 micro-batches"), ({"micro": 3}, "the batch of 512"),
-    ({"pp": 8, "chunks": 2, "dp": 48}, "must divide the micro-batches"),
-    ({"ep": 2, "dp": 2}, "0 experts"), ({"cp": 3}, "the sequence of 2048")])
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"tp": 16}, "a node's 8 GPUs"),
+        ({"tp": 3}, "32 heads"),
+        ({"pp": 5}, "32 layers"),
+        ({"pp": 4, "chunks": 3}, "32 layers"),
+        ({"chunks": 2}, "without a pipeline"),
+        ({"dp": 513}, "512 micro-batches"),
+        ({"micro": 3}, "the batch of 512"),
+        ({"pp": 8, "chunks": 2, "dp": 48}, "must divide the micro-batches"),
+        ({"ep": 2, "dp": 2}, "0 experts"),
+        ({"cp": 3}, "the sequence of 2048"),
+    ],
+)
 def test_layouts_that_megatron_rejects_are_refused(changes: dict[str, Any], why: str) -> None:
     assert why in refusal(gpt(), Layout(**changes))
 
@@ -192,12 +241,38 @@ def test_experts_divide_ranks() -> None:
 SMALL = {
     "tight": (gpt(num_layers=6, hidden=1024, num_heads=8, global_batch=24), 3.4),
     "roomy": (gpt(num_layers=4, hidden=512, num_heads=4, global_batch=30, zero1=False), 40.0),
-    "old": (gpt(num_layers=4, hidden=1024, num_heads=16, global_batch=16, flash_attention=False,
-                dropout=0.1, overlap=False, sequence=1024), 3.0),
-    "experts": (gpt(num_layers=2, hidden=512, num_heads=4, num_query_groups=2, num_experts=6,
-                    top_k=2, swiglu=True, ffn_hidden=1024, global_batch=12), 3.1),
-    "long": (gpt(num_layers=2, hidden=512, num_heads=4, sequence=32768, global_batch=8,
-                 gpus_per_node=4), 4.4)}
+    "old": (
+        gpt(
+            num_layers=4,
+            hidden=1024,
+            num_heads=16,
+            global_batch=16,
+            flash_attention=False,
+            dropout=0.1,
+            overlap=False,
+            sequence=1024,
+        ),
+        3.0,
+    ),
+    "experts": (
+        gpt(
+            num_layers=2,
+            hidden=512,
+            num_heads=4,
+            num_query_groups=2,
+            num_experts=6,
+            top_k=2,
+            swiglu=True,
+            ffn_hidden=1024,
+            global_batch=12,
+        ),
+        3.1,
+    ),
+    "long": (
+        gpt(num_layers=2, hidden=512, num_heads=4, sequence=32768, global_batch=8, gpus_per_node=4),
+        4.4,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -232,14 +307,35 @@ def _all(model: MegatronModel, num_gpus: int) -> list[Layout]:
     context = [x for x in (1, 2, 4, 8) if x == 1 or model.sequence // x >= 4096]
     ways: tuple[Recomputed, ...] = ("none", "selective", "full")
     micros = divisors(model.global_batch, MICRO_NUM_MAX)
-    shapes = product(divisors(8, 8), divisors(model.num_layers, num_gpus), context,
-                     divisors(model.num_experts, 8) or [1], micros,
-                     divisors(model.num_layers, model.num_layers), ways)
-    return [layout for tp, pp, cp, ep, micro, chunks, way in shapes
-            for dp in counts if tp * pp * cp * dp <= num_gpus
-            for layout in [Layout(tp=tp, pp=pp, cp=cp, ep=ep, dp=dp, micro=micro, chunks=chunks,
-                                  recompute=way, shards=shards)]
-            if not refusal(model, layout)]
+    shapes = product(
+        divisors(8, 8),
+        divisors(model.num_layers, num_gpus),
+        context,
+        divisors(model.num_experts, 8) or [1],
+        micros,
+        divisors(model.num_layers, model.num_layers),
+        ways,
+    )
+    return [
+        layout
+        for tp, pp, cp, ep, micro, chunks, way in shapes
+        for dp in counts
+        if tp * pp * cp * dp <= num_gpus
+        for layout in [
+            Layout(
+                tp=tp,
+                pp=pp,
+                cp=cp,
+                ep=ep,
+                dp=dp,
+                micro=micro,
+                chunks=chunks,
+                recompute=way,
+                shards=shards,
+            )
+        ]
+        if not refusal(model, layout)
+    ]
 
 
 def test_an_uneven_split_is_as_slow_as_its_fullest_replica() -> None:
@@ -256,7 +352,8 @@ def test_the_layout_text_names_the_bottleneck() -> None:
     assert found.layouts[0] == (
         "TP 2 x PP 8 x DP 1, micro-batch 1, all recomputed; 78.6 of 79.1 GiB; memory binds: "
         "TP 2 x PP 4 x DP 2, micro-batch 1, 5 chunks a stage, no recomputation needs 146.8 GiB and "
-        "would be 37 % faster")
+        "would be 37 % faster"
+    )
     roomy = modelled(gpt(num_layers=12, hidden=1024, num_heads=16), 8)
     assert "of 79.2 GiB; most is lost to element-wise work: " in roomy.layouts[-1]
 
@@ -274,17 +371,22 @@ def test_a_model_that_fits_nowhere_is_refused_with_figures() -> None:
     found = modelled(LLAMA_70B, 8)
     assert found.sizes == ()
     assert found.refused.startswith(
-        "no layout on at most 8 GPUs fits into 79.1 GiB: TP 8 x DP 1, micro-batch 1, all recomp")
+        "no layout on at most 8 GPUs fits into 79.1 GiB: TP 8 x DP 1, micro-batch 1, all recomp"
+    )
 
 
 def test_the_same_bits_on_every_machine() -> None:
     found = modelled(LLAMA_70B, 64)
-    assert [(size, rate.hex()) for size, rate in zip(found.sizes, found.rates_flops,
-                                                     strict=True)][:3] == PINNED
+    assert [(size, rate.hex()) for size, rate in zip(found.sizes, found.rates_flops, strict=True)][
+        :3
+    ] == PINNED
 
 
-PINNED = [(16, "0x1.68eb7a86185e1p+52"), (20, "0x1.bfbcb836d9635p+52"),
-          (30, "0x1.545a549b8e48fp+53")]
+PINNED = [
+    (16, "0x1.68eb7a86185e1p+52"),
+    (20, "0x1.bfbcb836d9635p+52"),
+    (30, "0x1.545a549b8e48fp+53"),
+]
 
 
 def test_every_kind_of_gpu_is_complete() -> None:
@@ -296,9 +398,14 @@ def test_every_kind_of_gpu_is_complete() -> None:
 
 
 # --- against published runs ----------------------------------------------------------------------
-SOURCES = {("A100", "megatron 2021-04"): 3.5, ("A100", "megatron 2021-01"): 4.0,
-           ("A100", "megatron 2020"): 5.0, ("H100", "megatron-core 0.8"): 4.5,
-           ("A100", "llm-foundry"): 8.5, ("H100", "llm-foundry"): 8.5}
+SOURCES = {
+    ("A100", "megatron 2021-04"): 3.5,
+    ("A100", "megatron 2021-01"): 4.0,
+    ("A100", "megatron 2020"): 5.0,
+    ("H100", "megatron-core 0.8"): 4.5,
+    ("A100", "llm-foundry"): 8.5,
+    ("H100", "llm-foundry"): 8.5,
+}
 
 
 def by_source() -> dict[tuple[str, str], list[Published]]:
@@ -313,23 +420,34 @@ def test_the_constants_predict_the_published_rates() -> None:
     groups = by_source()
     assert groups.keys() == SOURCES.keys()
     for group, most in SOURCES.items():
-        pairs = [(predicted(row, constants_of(row.model))[0], row.rate_flops)
-                 for row in groups[group]]
+        pairs = [
+            (predicted(row, constants_of(row.model))[0], row.rate_flops) for row in groups[group]
+        ]
         assert mape(pairs) < most, group
 
 
 def test_no_constant_would_fit_much_better_a_tenth_away() -> None:
     """The constants in the code are a local minimum of the error of the fit."""
-    values = [AMPERE.gemm_share, HOPPER.gemm_share, AMPERE.scores_share, HOPPER.scores_share,
-              AMPERE.passes, AMPERE.link_share, AMPERE.network_share]
+    values = [
+        AMPERE.gemm_share,
+        HOPPER.gemm_share,
+        AMPERE.scores_share,
+        HOPPER.scores_share,
+        AMPERE.passes,
+        AMPERE.link_share,
+        AMPERE.network_share,
+    ]
     assert replace(AMPERE, gemm_share=0, scores_share=0) == replace(
-        HOPPER, gemm_share=0, scores_share=0)
+        HOPPER, gemm_share=0, scores_share=0
+    )
     thinned = {group: rows[::4] if len(rows) > 20 else rows for group, rows in by_source().items()}
 
     def error(constants: list[float]) -> float:
         fitted = Fitted(constants)
-        return math.fsum(mape([(fitted.predict(row), row.rate_flops) for row in rows])
-                         for rows in thinned.values()) / len(thinned)
+        return math.fsum(
+            mape([(fitted.predict(row), row.rate_flops) for row in rows])
+            for rows in thinned.values()
+        ) / len(thinned)
 
     here = error(values)
     for place, (low, high) in enumerate(BOUNDS):
@@ -342,14 +460,25 @@ def test_no_constant_would_fit_much_better_a_tenth_away() -> None:
 def test_constants_are_used() -> None:
     """Each constant changes the prediction for at least one published row."""
     for name in Constants.__struct_fields__:
-        changed = {row.line: replace(constants_of(row.model), **{name: 0.9 * getattr(
-            constants_of(row.model), name)}) for row in ROWS}
-        assert any(predicted(row, changed[row.line])[0]
-                   < predicted(row, constants_of(row.model))[0] for row in ROWS[::7]) or (
-            name == "passes" and any(predicted(row, changed[row.line])[0] > predicted(
-                row, constants_of(row.model))[0] for row in ROWS[::7]))
+        changed = {
+            row.line: replace(
+                constants_of(row.model), **{name: 0.9 * getattr(constants_of(row.model), name)}
+            )
+            for row in ROWS
+        }
+        assert any(
+            predicted(row, changed[row.line])[0] < predicted(row, constants_of(row.model))[0]
+            for row in ROWS[::7]
+        ) or (
+            name == "passes"
+            and any(
+                predicted(row, changed[row.line])[0] > predicted(row, constants_of(row.model))[0]
+                for row in ROWS[::7]
+            )
+        )
 
 
 def test_capacity_depends_on_the_kind_of_gpu() -> None:
-    assert capacity(gpt(gpu="H200-141")) > capacity(gpt(gpu="H100-80")) > capacity(
-        gpt(gpu="A100-40"))
+    assert (
+        capacity(gpt(gpu="H200-141")) > capacity(gpt(gpu="H100-80")) > capacity(gpt(gpu="A100-40"))
+    )

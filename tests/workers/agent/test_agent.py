@@ -53,11 +53,14 @@ FAULTS: list[Outcome] = ["unavailable", "lost", "applied"]
 
 # --- how processes end --------------------------------------------------------------------------
 async def test_output_goes_to_a_file_and_its_tail_into_the_record(
-        node: LocalNode, tmp_path: Path) -> None:
-    code = ("import os, sys; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK',"
-            "'MASTER_ADDR', 'MASTER_PORT', 'UNICRON_TASK', 'UNICRON_ATTEMPT', 'UNICRON_HOST', "
-            "'GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME')));"
-            "sys.exit('x' * 9000 + 'the end')")
+    node: LocalNode, tmp_path: Path
+) -> None:
+    code = (
+        "import os, sys; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK',"
+        "'MASTER_ADDR', 'MASTER_PORT', 'UNICRON_TASK', 'UNICRON_ATTEMPT', 'UNICRON_HOST', "
+        "'GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME')));"
+        "sys.exit('x' * 9000 + 'the end')"
+    )
     await node.start(python(code), rank=1, attempt=4)
     (exited,) = await node.leader.wait(RankExited)
     assert len(exited.tail) == 4096
@@ -82,7 +85,8 @@ time.sleep(60)
 
 @pytest.mark.parametrize("how", ["die", "stay"])
 async def test_a_slot_is_free_only_when_grandchildren_are_gone(
-        node: LocalNode, tmp_path: Path, how: str) -> None:
+    node: LocalNode, tmp_path: Path, how: str
+) -> None:
     linux.adopt_orphans()
     note = tmp_path / "children"
     await node.start(command(sys.executable, "-c", GRANDCHILDREN, str(note), how))
@@ -114,8 +118,9 @@ async def test_stop_gives_grace_then_kills(node: LocalNode) -> None:
 
 
 async def test_a_suspended_process_is_killed_after_its_grace(node: LocalNode) -> None:
-    await node.start(python("import signal, time; signal.signal(15, print); print('up');"
-                            "time.sleep(60)"))
+    await node.start(
+        python("import signal, time; signal.signal(15, print); print('up');time.sleep(60)")
+    )
     (started,) = await node.leader.wait(RankStarted)
     await until_text(started.log_path)
     os.kill(started.pid, signal.SIGSTOP)
@@ -125,10 +130,21 @@ async def test_a_suspended_process_is_killed_after_its_grace(node: LocalNode) ->
 
 
 def test_the_environment_of_a_rank(tmp_path: Path) -> None:
-    node = NodeConfig(name="n1", incarnation=7, cluster="c", host="10.0.0.1", num_slots=2,
-                      state_dir=tmp_path)
-    order = o.StartRank(nodes=("n1",), task=5, rank=3, attempt=2, slot=Slot(node="n1", index=1),
-                        spec=train(0), num_seats=4, host="", port=0, checkpoint="")
+    node = NodeConfig(
+        name="n1", incarnation=7, cluster="c", host="10.0.0.1", num_slots=2, state_dir=tmp_path
+    )
+    order = o.StartRank(
+        nodes=("n1",),
+        task=5,
+        rank=3,
+        attempt=2,
+        slot=Slot(node="n1", index=1),
+        spec=train(0),
+        num_seats=4,
+        host="",
+        port=0,
+        checkpoint="",
+    )
     on_cpu = environment(order, node, {"UNICRON_MINE": "x"})
     assert on_cpu["UNICRON_MINE"] == "x"
     assert (on_cpu["OMP_NUM_THREADS"], on_cpu["CUDA_VISIBLE_DEVICES"]) == ("1", "")
@@ -147,16 +163,20 @@ async def test_a_slot_is_used_by_one_rank_at_a_time(node: LocalNode) -> None:
     sleep = python("import time; time.sleep(60)")
     await node.start(sleep)
     await node.leader.wait(RankStarted)
-    await node.start(sleep, task=2)            # waits for the slot
-    await node.start(sleep, task=3)            # waits, and is stopped before it starts
-    await node.leader.order(o.StopRank(nodes=("n1",), task=3, rank=0, attempt=1, grace_s=1.0,
-                                       why="test"))
+    await node.start(sleep, task=2)  # waits for the slot
+    await node.start(sleep, task=3)  # waits, and is stopped before it starts
+    await node.leader.order(
+        o.StopRank(nodes=("n1",), task=3, rank=0, attempt=1, grace_s=1.0, why="test")
+    )
     (never,) = await node.leader.wait(RankExited)
     assert (never.task, never.pid, never.signal) == (3, 0, signal.SIGTERM)
     await node.stop_rank(grace_s=0.0)
     await node.leader.wait(RankStarted, 2)
-    kinds = [(type(r.body).__name__, getattr(r.body, "task", 0)) for r in
-             node.leader.records if isinstance(r.body, RankStarted | RankExited)]
+    kinds = [
+        (type(r.body).__name__, getattr(r.body, "task", 0))
+        for r in node.leader.records
+        if isinstance(r.body, RankStarted | RankExited)
+    ]
     assert kinds == [("RankStarted", 1), ("RankExited", 3), ("RankExited", 1), ("RankStarted", 2)]
 
 
@@ -164,7 +184,7 @@ async def test_a_higher_attempt_fences_the_lower(node: LocalNode) -> None:
     sleep = python("import time; time.sleep(60)")
     await node.start(sleep, attempt=2)
     await node.leader.wait(RankStarted)
-    await node.start(sleep, attempt=1)         # lower than the running attempt
+    await node.start(sleep, attempt=1)  # lower than the running attempt
     await node.start(sleep, attempt=3)
     await node.leader.wait(RankStarted, 2)
     assert [s.attempt for s in node.leader.all(RankStarted)] == [2, 3]
@@ -172,23 +192,27 @@ async def test_a_higher_attempt_fences_the_lower(node: LocalNode) -> None:
 
 
 async def test_orders_are_refused_with_a_reason(node: LocalNode) -> None:
-    seqs = [await node.start(command("/no/such/program")),
-            await node.start(python("pass"), slot=Slot(node="n1", index=2)),
-            await node.start(python("pass"), slot=Slot(node="n2", index=0))]
+    seqs = [
+        await node.start(command("/no/such/program")),
+        await node.start(python("pass"), slot=Slot(node="n1", index=2)),
+        await node.start(python("pass"), slot=Slot(node="n2", index=0)),
+    ]
     refused = await node.leader.wait(OrderRefused, 3)
     assert {r.order for r in refused} == set(seqs)
     assert any("/no/such/program" in r.why for r in refused)
-    await node.start(python("pass"))           # the slot is free again
+    await node.start(python("pass"))  # the slot is free again
     await node.leader.wait(RankExited)
 
 
 async def test_an_order_that_is_not_understood_is_refused_and_the_next_is_carried_out(
-        node: LocalNode) -> None:
+    node: LocalNode,
+) -> None:
     class Unknown(UnknownBody, frozen=True, kw_only=True):
         nodes: tuple[str, ...]
 
-    seq = await node.leader.order(Unknown(kind="StartRank", version=1, raw=b"\x80",
-                                          why="unknown field `hint`", nodes=("n1",)))
+    seq = await node.leader.order(
+        Unknown(kind="StartRank", version=1, raw=b"\x80", why="unknown field `hint`", nodes=("n1",))
+    )
     await node.start(python("pass"))
     (refused,) = await node.leader.wait(OrderRefused)
     assert refused.order == seq
@@ -243,14 +267,20 @@ async def test_rewritten_orders_are_duplicates(node: LocalNode, memory: MemoryLo
 
 # --- the pipe -----------------------------------------------------------------------------------
 def reconfigure(*members: int, generation: int = 1) -> o.Reconfigure:
-    return o.Reconfigure(nodes=("n1",), task=1, generation=generation, store="x:1", dp=2,
-                         checkpoint="", members=tuple(
-                           Member(rank=rank, attempt=1, node="n1", endpoint="x:1")
-                           for rank in members))
+    return o.Reconfigure(
+        nodes=("n1",),
+        task=1,
+        generation=generation,
+        store="x:1",
+        dp=2,
+        checkpoint="",
+        members=tuple(Member(rank=rank, attempt=1, node="n1", endpoint="x:1") for rank in members),
+    )
 
 
 async def test_a_training_rank_receives_orders_through_its_pipe(
-        memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     async with local_node(memory, tmp_path) as node:
         for rank in (0, 1):
@@ -261,9 +291,11 @@ async def test_a_training_rank_receives_orders_through_its_pipe(
         assert all(4 < time.time() - r.occurred_s < LIMIT_S for r in records)
         await node.leader.order(reconfigure(0))
         resume = await node.leader.order(
-            o.Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
+            o.Resume(nodes=("n1",), task=1, generation=1, progress_from=0)
+        )
         quiesce = await node.leader.order(
-            o.Quiesce(nodes=("n1",), task=1, generation=1, mode="now", ranks=(0,)))
+            o.Quiesce(nodes=("n1",), task=1, generation=1, mode="now", ranks=(0,))
+        )
         (quiesced,) = await node.leader.wait(Quiesced)
         assert quiesced.rank == 0
         logs = {s.rank: Path(s.log_path).read_text() for s in node.leader.all(RankStarted)}
@@ -275,7 +307,8 @@ async def test_a_training_rank_receives_orders_through_its_pipe(
 
 
 async def test_a_log_that_lost_records_is_told_again_and_obeyed(
-        node: LocalNode, memory: MemoryLog) -> None:
+    node: LocalNode, memory: MemoryLog
+) -> None:
     """The agent sends again what was lost. New orders have the numbers of lost ones, and are
     carried out, also by a rank that has read those."""
     leader = node.leader
@@ -317,7 +350,8 @@ async def test_the_error_report_precedes_the_exit(node: LocalNode) -> None:
 
 
 async def test_the_exit_of_a_rank_is_reported_before_its_children_are_gone(
-        memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A child of the rank survives: the slot stays taken, and the exit is reported at once."""
     table, left = linux.table, [True]
 
@@ -361,8 +395,9 @@ async def test_publication_moves_forward_only(memory: MemoryLog, tmp_path: Path)
         (output / path).mkdir(parents=True)
 
     def order(path: str) -> o.PublishCheckpoint:
-        return o.PublishCheckpoint(nodes=("n1",), task=1, generation=1, output=str(output),
-                                   path=path)
+        return o.PublishCheckpoint(
+            nodes=("n1",), task=1, generation=1, output=str(output), path=path
+        )
 
     async with local_node(memory, tmp_path) as one:
         first = await one.leader.order(order("gen-1/iter-5"))
@@ -386,12 +421,20 @@ async def test_publication_moves_forward_only(memory: MemoryLog, tmp_path: Path)
     refused = (await one.leader.wait(OrderRefused, 4))[2:]
     assert [r.order for r in refused] == [missing, outside]
     # A new order is answered even if another node has overtaken it.
-    publish(cluster="c", order=10_000, at_s=9e9, task=1, generation=1, output=str(output),
-            path="gen-1/iter-9")
+    publish(
+        cluster="c",
+        order=10_000,
+        at_s=9e9,
+        task=1,
+        generation=1,
+        output=str(output),
+        path="gen-1/iter-9",
+    )
     late = await one.leader.order(order("gen-1/iter-5"))
     refused = (await one.leader.wait(OrderRefused, 5))[4:]
-    assert [(r.order, "order 10000 has already published" in r.why)
-            for r in refused] == [(late, True)]
+    assert [(r.order, "order 10000 has already published" in r.why) for r in refused] == [
+        (late, True)
+    ]
     two.stop.set()
     await serving
     leading.cancel()
@@ -403,8 +446,15 @@ def test_a_new_log_of_the_same_name_publishes_over_the_old_one(tmp_path: Path) -
     (tmp_path / "gen-2/iter-9").mkdir(parents=True)
 
     def give(order: int, at_s: float, generation: int) -> None:
-        publish(cluster="default", order=order, at_s=at_s, task=1, generation=generation,
-                output=str(tmp_path), path=f"gen-{generation}/iter-9")
+        publish(
+            cluster="default",
+            order=order,
+            at_s=at_s,
+            task=1,
+            generation=generation,
+            output=str(tmp_path),
+            path=f"gen-{generation}/iter-9",
+        )
 
     give(90, 1000.0, 1)
     give(40, 2000.0, 2)
@@ -450,14 +500,17 @@ async def test_lost_replies_double_and_lose_nothing(tmp_path: Path, seed: int) -
     rng = random.Random(seed)
     log = MemoryLog(time.monotonic)
     async with local_node(log, tmp_path) as one:
+
         def fault(call: str) -> Outcome:
             if call in ("send", "acked", "orders", "beat") and rng.random() < 0.4:
                 return rng.choice(FAULTS)
             return "done"
 
         log.fault = fault
-        seqs = [await one.start(python("pass"), rank=number, slot=Slot(node="n2", index=0))
-                for number in range(30)]
+        seqs = [
+            await one.start(python("pass"), rank=number, slot=Slot(node="n2", index=0))
+            for number in range(30)
+        ]
         refused = await one.leader.wait(OrderRefused, 30)
         await asyncio.sleep(0.3)
         log.fault = lambda call: "done"  # pyright: ignore[reportUnknownLambdaType]

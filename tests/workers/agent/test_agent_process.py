@@ -49,8 +49,10 @@ from unicron.workers.agent.delivery.log_link import CALL_S_MAX
 from unicron.workers.host import linux
 
 SLEEP = "import time; time.sleep(120)"
-POLITE = ("import signal, sys\nsignal.signal(15, lambda *a: sys.exit(7))\nprint('up', flush=True)\n"
-          + SLEEP)
+POLITE = (
+    "import signal, sys\nsignal.signal(15, lambda *a: sys.exit(7))\nprint('up', flush=True)\n"
+    + SLEEP
+)
 
 
 LOOKS_AROUND = """
@@ -88,7 +90,8 @@ async def test_a_rank_finds_no_secret_of_its_agent(plane: PlaneStub, tmp_path: P
 
 @pytest.mark.thorough
 async def test_ranks_die_with_their_node_and_the_next_agent_clears_up(
-        plane: PlaneStub, tmp_path: Path) -> None:
+    plane: PlaneStub, tmp_path: Path
+) -> None:
     first = plane.agent()
     await plane.wait(NodeJoined)
     note = tmp_path / "child"
@@ -110,7 +113,8 @@ async def test_ranks_die_with_their_node_and_the_next_agent_clears_up(
 
 
 async def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
-        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
+    plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path
+) -> None:
     """Ranks continue meanwhile. The agent reports their exits afterwards, once and in order."""
     server = own_server
     agent = plane.agent()
@@ -136,14 +140,21 @@ async def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
     logged = await plane.log.read(after=0, num_max=1000)
     numbers = [r.source_seq for r in logged if r.source != "heart"]
     assert numbers == list(range(1, len(numbers) + 1))
-    assert plane.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankExited",
-                           "RankExited", "NodeLeft"]
+    assert plane.kinds() == [
+        "NodeJoined",
+        "RankStarted",
+        "RankStarted",
+        "RankExited",
+        "RankExited",
+        "NodeLeft",
+    ]
     assert plane.said().count("the log is unreachable") == 2, plane.said()
 
 
 @pytest.mark.thorough
 async def test_an_agent_asks_where_the_log_is_when_it_is_unreachable(
-        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
+    plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path
+) -> None:
     """The server moves with its data; the agent's reports follow it."""
     agent = plane.agent()
     await plane.wait(NodeJoined)
@@ -166,7 +177,8 @@ async def test_an_agent_asks_where_the_log_is_when_it_is_unreachable(
 
 
 async def test_a_successor_delivers_the_reports_of_a_killed_agent(
-        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
+    plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path
+) -> None:
     first = plane.agent()
     await plane.wait(NodeJoined)
     await plane.start(WAITS, str(tmp_path / "go"))
@@ -209,7 +221,8 @@ async def test_a_second_signal_ends_the_agent_at_once(plane: PlaneStub) -> None:
 
 
 async def test_another_log_under_the_same_address_ends_the_agent(
-        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
+    plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path
+) -> None:
     """Its ranks would have no control plane. The agent may join again as a new incarnation."""
     agent = plane.agent()
     await plane.wait(NodeJoined)
@@ -240,7 +253,8 @@ async def test_refusals_are_one_line(server: embedded_server.Server, tmp_path: P
 
 
 async def test_an_identity_is_made_once_and_only_its_revocation_ends_an_agent(
-        plane: PlaneStub, own_server: embedded_server.Server) -> None:
+    plane: PlaneStub, own_server: embedded_server.Server
+) -> None:
     plane.refusal = 503  # it was enrolled, and the answer is lost
     first = plane.agent(ENROLS="1")
     await until(lambda: plane.joined or None)
@@ -275,16 +289,31 @@ async def test_an_identity_is_made_once_and_only_its_revocation_ends_an_agent(
 async def test_an_unreachable_control_plane_is_tried_and_then_named() -> None:
     began = time.monotonic()
     with pytest.raises(UsageError, match=r"cannot join http://127\.0\.0\.1:9"):
-        await join("http://127.0.0.1:9", TOKEN, node="n1", host="h", incarnation=1,
-                   labels=Labels(), s_max=0.5)
+        await join(
+            "http://127.0.0.1:9",
+            TOKEN,
+            node="n1",
+            host="h",
+            incarnation=1,
+            labels=Labels(),
+            s_max=0.5,
+        )
     assert 0.1 < time.monotonic() - began < LIMIT_S
 
 
 # --- injected faults, and processes that are suspended -------------------------------------------
-def fault(what: FaultKind, *, rank: int = 0, attempt: int = 1, incarnation: int = 7,
-          stop_s: float = 0.0) -> InjectFault:
-    return InjectFault(nodes=("n1",), what=what, task=1, rank=rank, attempt=attempt,
-                       incarnation=incarnation, stop_s=stop_s)
+def fault(
+    what: FaultKind, *, rank: int = 0, attempt: int = 1, incarnation: int = 7, stop_s: float = 0.0
+) -> InjectFault:
+    return InjectFault(
+        nodes=("n1",),
+        what=what,
+        task=1,
+        rank=rank,
+        attempt=attempt,
+        incarnation=incarnation,
+        stop_s=stop_s,
+    )
 
 
 def is_stopped(pid: int) -> bool | None:
@@ -297,15 +326,18 @@ async def test_an_injected_kill_hits_only_its_rank(node: LocalNode) -> None:
         await node.start(python(SLEEP), rank=rank)
     await node.leader.wait(RankStarted, 2)
     await node.leader.order(fault("rank", incarnation=6))
-    wrong = [await node.leader.order(fault("rank", attempt=2)),
-             await node.leader.order(fault("stop", rank=5))]
+    wrong = [
+        await node.leader.order(fault("rank", attempt=2)),
+        await node.leader.order(fault("stop", rank=5)),
+    ]
     await node.leader.order(fault("rank"))
     (exited,) = await node.leader.wait(RankExited)
     assert (exited.rank, exited.signal) == (0, signal.SIGKILL)
     wrong.append(await node.leader.order(fault("rank")))
     refused = await node.leader.wait(OrderRefused, 3)
     assert [(r.order, r.why) for r in refused] == [
-        (order, "there is no such rank") for order in wrong]
+        (order, "there is no such rank") for order in wrong
+    ]
     assert len(node.leader.all(RankExited)) == 1
 
 
@@ -351,12 +383,15 @@ async def test_a_higher_attempt_fences_a_stopped_rank(node: LocalNode) -> None:
     await node.start(python("pass"), attempt=2)
     exits = await node.leader.wait(RankExited, 2)
     assert [(e.attempt, e.exit_code, e.signal) for e in exits] == [
-        (1, None, signal.SIGKILL), (2, 0, None)]
+        (1, None, signal.SIGKILL),
+        (2, 0, None),
+    ]
 
 
 @pytest.mark.parametrize(("stop_s", "exit_code"), [(3600.0, 7), (0.0, None)])
 async def test_an_agent_that_exits_continues_ranks_stopped_for_a_time(
-        node: LocalNode, stop_s: float, exit_code: int | None) -> None:
+    node: LocalNode, stop_s: float, exit_code: int | None
+) -> None:
     await _stopped(node, stop_s)
     node.stop.set()
     (exited,) = await node.leader.wait(RankExited)
@@ -376,7 +411,8 @@ async def test_a_stop_is_reported_once_and_so_is_its_end(node: LocalNode) -> Non
     os.kill(started[0], signal.SIGSTOP)
     stops = await node.leader.wait(RankSuspended, 3)
     assert [(report.rank, report.attempt, report.pid) for report in stops] == [
-        (rank, 1, started[rank]) for rank in (0, 1, 0)]
+        (rank, 1, started[rank]) for rank in (0, 1, 0)
+    ]
     assert (continued.rank, continued.pid) == (0, started[0])
     os.kill(started[1], signal.SIGKILL)
     await node.leader.wait(RankExited)
@@ -453,8 +489,15 @@ async def test_an_injected_node_loss_happens_once(plane: PlaneStub, tmp_path: Pa
     await plane.start("pass", attempt=2)  # the new agent has read the fault order and survived it
     await plane.wait(RankExited)
     assert second.poll() is None
-    assert plane.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankSuspended",
-                             "NodeJoined", "RankStarted", "RankExited"]
+    assert plane.kinds() == [
+        "NodeJoined",
+        "RankStarted",
+        "RankStarted",
+        "RankSuspended",
+        "NodeJoined",
+        "RankStarted",
+        "RankExited",
+    ]
     second.terminate()
     assert await ended(second) == 0, plane.said()
 
@@ -490,7 +533,8 @@ async def _pause(pid: int, meanwhile: Callable[[], None]) -> None:
 @pytest.mark.parametrize("who", ["agent", "server"])
 @pytest.mark.thorough
 async def test_an_agent_or_server_that_stops_for_a_while_loses_nothing(
-        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path, who: str) -> None:
+    plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path, who: str
+) -> None:
     agent = plane.agent()
     await plane.wait(NodeJoined)
     count, end = tmp_path / "count", tmp_path / "end"
@@ -519,5 +563,12 @@ async def test_an_agent_or_server_that_stops_for_a_while_loses_nothing(
     numbers = [r.source_seq for r in logged if r.source != "heart"]
     assert numbers == list(range(1, len(numbers) + 1))
     assert plane.kinds() == [
-        "NodeJoined", "RankStarted", "RankStarted", "RankExited", "RankStarted",
-        "RankExited", "NodeLeft", "RankExited"]
+        "NodeJoined",
+        "RankStarted",
+        "RankStarted",
+        "RankExited",
+        "RankStarted",
+        "RankExited",
+        "NodeLeft",
+        "RankExited",
+    ]

@@ -38,8 +38,11 @@ sys.exit(5)
 
 
 def sources(plane: PlaneStub) -> list[tuple[str, int]]:
-    return [(record.source, record.source_seq) for record in plane.leader.records
-            if record.source != "heart"]
+    return [
+        (record.source, record.source_seq)
+        for record in plane.leader.records
+        if record.source != "heart"
+    ]
 
 
 async def stop(agent: subprocess.Popen[bytes], plane: PlaneStub) -> None:
@@ -71,8 +74,15 @@ async def test_a_killed_agents_successor_adopts_its_ranks(plane: PlaneStub, tmp_
     assert (exited.pid, exited.exit_code) == (started.pid, 0)
     assert linux.read(started.pid) is None, "it is reaped"
     await stop(second, plane)
-    assert plane.kinds() == ["NodeJoined", "RankStarted", "AgentRestarted", "RankStarted",
-                             "RankExited", "RankExited", "NodeLeft"]
+    assert plane.kinds() == [
+        "NodeJoined",
+        "RankStarted",
+        "AgentRestarted",
+        "RankStarted",
+        "RankExited",
+        "RankExited",
+        "NodeLeft",
+    ]
     (joined,) = plane.all(r.NodeJoined)
     assert sources(plane) == [(f"n1/{joined.incarnation}", number) for number in range(1, 8)]
 
@@ -81,8 +91,9 @@ async def test_an_agent_killed_while_it_stops_has_no_successor(plane: PlaneStub)
     """The node has left: its ranks end, and the next agent joins with an incarnation of its own."""
     first = plane.agent()
     await plane.wait(r.NodeJoined)
-    await plane.start("import signal, time\n"
-                      "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
+    await plane.start(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"
+    )
     (started,) = await plane.wait(r.RankStarted)
     first.terminate()
     await plane.wait(r.NodeLeft)
@@ -96,7 +107,8 @@ async def test_an_agent_killed_while_it_stops_has_no_successor(plane: PlaneStub)
 
 
 async def test_a_rank_that_ends_without_an_agent_is_reported_by_the_next(
-        plane: PlaneStub, tmp_path: Path) -> None:
+    plane: PlaneStub, tmp_path: Path
+) -> None:
     first = plane.agent()
     await plane.wait(r.NodeJoined)
     code = WAITS + "print('the last words')\nsys.exit(7)"
@@ -121,7 +133,8 @@ async def test_a_rank_that_ends_without_an_agent_is_reported_by_the_next(
 
 
 async def test_a_planned_restart_keeps_the_pid_and_is_a_record(
-        plane: PlaneStub, tmp_path: Path) -> None:
+    plane: PlaneStub, tmp_path: Path
+) -> None:
     agent = plane.agent()
     await plane.wait(r.NodeJoined)
     await plane.start(WAITS, str(tmp_path / "go"))
@@ -138,7 +151,8 @@ async def test_a_planned_restart_keeps_the_pid_and_is_a_record(
 
 
 async def test_an_agent_that_restarts_without_kubernetes_keeps_its_place_and_ranks(
-        plane: PlaneStub, tmp_path: Path) -> None:
+    plane: PlaneStub, tmp_path: Path
+) -> None:
     """Its labels came from there. Without them it would be another node, and end its ranks."""
     api = KubernetesApi()
     async with api.serve(tmp_path) as file:
@@ -152,9 +166,16 @@ async def test_an_agent_that_restarts_without_kubernetes_keeps_its_place_and_ran
         await until(lambda: True if api.num_watches else None)
         api.is_cordoned = True
         api.changed()
-        await until(lambda: True if any(
-            (one.check, one.health) == ("kubernetes/unschedulable", "unhealthy")
-            for one in plane.all(r.HealthChanged)) else None)
+        await until(
+            lambda: (
+                True
+                if any(
+                    (one.check, one.health) == ("kubernetes/unschedulable", "unhealthy")
+                    for one in plane.all(r.HealthChanged)
+                )
+                else None
+            )
+        )
     agent.send_signal(signal.SIGUSR2)
     assert (await plane.wait(r.AgentRestarted))[0].pid == agent.pid
     (tmp_path / "go").touch()
@@ -165,7 +186,8 @@ async def test_an_agent_that_restarts_without_kubernetes_keeps_its_place_and_ran
 
 
 async def test_a_node_that_kubernetes_does_not_know_ends_its_agent(
-        plane: PlaneStub, tmp_path: Path) -> None:
+    plane: PlaneStub, tmp_path: Path
+) -> None:
     async with KubernetesApi().serve(tmp_path) as file:
         agent = plane.agent(KUBERNETES="GPU-1", KUBECONFIG=str(file))
         assert await ended(agent) == 1  # the driver's; the command's is 2
@@ -174,14 +196,18 @@ async def test_a_node_that_kubernetes_does_not_know_ends_its_agent(
 
 
 async def test_ranks_without_an_agent_end_after_their_time(
-        plane: PlaneStub, tmp_path: Path) -> None:
+    plane: PlaneStub, tmp_path: Path
+) -> None:
     plane.gone_s = 1.0
     first = plane.agent()
     await plane.wait(r.NodeJoined)
     child = tmp_path / "child"
-    await plane.start("import subprocess, sys\n"
-                      "one = subprocess.Popen(['sleep', '99'], start_new_session=True)\n"
-                      "open(sys.argv[1], 'w').write(f'{one.pid} ')\none.wait()", str(child))
+    await plane.start(
+        "import subprocess, sys\n"
+        "one = subprocess.Popen(['sleep', '99'], start_new_session=True)\n"
+        "open(sys.argv[1], 'w').write(f'{one.pid} ')\none.wait()",
+        str(child),
+    )
     (started,) = await plane.wait(r.RankStarted)
     pids = [started.pid, int(await until_text(child)), *plane.shims()]
     assert len(pids) == 3
@@ -197,7 +223,8 @@ async def test_ranks_without_an_agent_end_after_their_time(
 
 
 async def test_an_agent_that_cannot_start_does_not_prolong_their_time(
-        plane: PlaneStub, tmp_path: Path) -> None:
+    plane: PlaneStub, tmp_path: Path
+) -> None:
     plane.gone_s = 4.0
     first = plane.agent()
     await plane.wait(r.NodeJoined)
@@ -223,7 +250,8 @@ async def test_one_agent_for_each_node(plane: PlaneStub, tmp_path: Path) -> None
 
 
 async def test_an_agent_with_other_slots_ends_the_ranks_and_joins_anew(
-        plane: PlaneStub, tmp_path: Path) -> None:
+    plane: PlaneStub, tmp_path: Path
+) -> None:
     first = plane.agent()
     await plane.wait(r.NodeJoined)
     await plane.start(WAITS, str(tmp_path / "go"))
@@ -236,7 +264,8 @@ async def test_an_agent_with_other_slots_ends_the_ranks_and_joins_anew(
 
 
 async def test_the_end_of_the_shim_is_the_end_of_its_ranks_and_of_the_agent(
-        plane: PlaneStub, tmp_path: Path) -> None:
+    plane: PlaneStub, tmp_path: Path
+) -> None:
     agent = plane.agent()
     await plane.wait(r.NodeJoined)
     await plane.start(WAITS, str(tmp_path / "go"))
@@ -247,7 +276,8 @@ async def test_the_end_of_the_shim_is_the_end_of_its_ranks_and_of_the_agent(
 
 
 async def test_reports_of_a_rank_arrive_once_whenever_its_agent_is_killed(
-        plane: PlaneStub, tmp_path: Path) -> None:
+    plane: PlaneStub, tmp_path: Path
+) -> None:
     (tmp_path / "rank.py").write_text(PROGRESS)
     agent = plane.agent(RANK=str(tmp_path / "rank.py"))
     await plane.wait(r.NodeJoined)
@@ -271,9 +301,15 @@ async def test_reports_of_a_rank_arrive_once_whenever_its_agent_is_killed(
 
 async def test_a_frame_leaves_the_pipe_only_after_it_was_handled() -> None:
     ours, theirs = socket.socketpair()
-    frames = [Frame(seq=number, body=r.RankErrored(
-        task=1, rank=0, attempt=1, generation=1, iteration=number, error="E", text=""))
-        for number in (1, 2, 3)]
+    frames = [
+        Frame(
+            seq=number,
+            body=r.RankErrored(
+                task=1, rank=0, attempt=1, generation=1, iteration=number, error="E", text=""
+            ),
+        )
+        for number in (1, 2, 3)
+    ]
     data = b"".join(pack(frame) for frame in frames)
     theirs.sendall(data[:-1])
     seen: list[int] = []

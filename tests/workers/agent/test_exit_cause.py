@@ -63,13 +63,20 @@ FAILS = "raise ConnectionRefusedError(111, 'Connection refused')\n"
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def why(how: Exit, text: str = "", *, path: Path = NO_FILE, kills: dict[int, str] | None = None
-        ) -> Verdict:
+def why(
+    how: Exit, text: str = "", *, path: Path = NO_FILE, kills: dict[int, str] | None = None
+) -> Verdict:
     """The cause that this evidence gives. `kills`: pid -> the kernel's line about an OOM kill."""
     by_pid = kills or {}
     return cause_of(
-        ExitEvidence(how=how, text=text, path=path, killed=lambda pid: by_pid.get(pid, ""), pid=7,
-                     uid=os.geteuid())
+        ExitEvidence(
+            how=how,
+            text=text,
+            path=path,
+            killed=lambda pid: by_pid.get(pid, ""),
+            pid=7,
+            uid=os.geteuid(),
+        )
     )
 
 
@@ -81,10 +88,12 @@ def error_file(folder: Path, message: object = REFUSED) -> Path:
 
 
 def raised(innermost: str, wrapper: str) -> str:
-    return ('Traceback (most recent call last):\n  File "train.py", line 3, in main\n    step()\n'
-            f"{innermost}\n\nThe above exception was the direct cause of the following exception:"
-            '\n\nTraceback (most recent call last):\n  File "train.py", line 9, in <module>\n'
-            f"    main()\n{wrapper}\n")
+    return (
+        'Traceback (most recent call last):\n  File "train.py", line 3, in main\n    step()\n'
+        f"{innermost}\n\nThe above exception was the direct cause of the following exception:"
+        '\n\nTraceback (most recent call last):\n  File "train.py", line 9, in <module>\n'
+        f"    main()\n{wrapper}\n"
+    )
 
 
 # --- which evidence is believed -----------------------------------------------------------------
@@ -92,12 +101,14 @@ def test_the_evidence_order_is_kernel_file_output_signal(tmp_path: Path) -> None
     path = error_file(tmp_path)
     kills = {7: "Memory cgroup out of memory: Killed process 7 (python)"}
     assert why(KILLED, RESET, path=path, kills=kills) == Verdict(
-        EXITED_ABNORMALLY, "oom-killer", line=kills[7])
+        EXITED_ABNORMALLY, "oom-killer", line=kills[7]
+    )
     assert why(KILLED, RESET, path=path).status == CONNECTION_REFUSED
     assert why(ONE, RESET, path=path).status == CONNECTION_REFUSED
     assert why(ONE, RESET).status == CONNECTION_RESET
     assert why(Exit(None, signal.SIGSEGV)) == NOTHING._replace(
-        line="signal 11 (SIGSEGV): it accessed invalid memory (segmentation fault)")
+        line="signal 11 (SIGSEGV): it accessed invalid memory (segmentation fault)"
+    )
     assert why(Exit(None, signal.SIGABRT, dumped=True)).line.endswith(", core dumped")
 
 
@@ -107,16 +118,19 @@ def test_a_successful_exit_has_no_cause(tmp_path: Path) -> None:
 
 
 def test_every_member_of_an_exception_group_is_read() -> None:
-    group = ("  + Exception Group Traceback (most recent call last):\n"
-             '  |   File "train.py", line 9, in main\n  | ExceptionGroup: two (2 sub-exceptions)\n'
-             "  +-+---------------- 1 ----------------\n    | Traceback (most recent call last):\n"
-             '    |   File "train.py", line 3, in step\n'
-             "    | RuntimeError: CUDA error: an illegal memory access was encountered\n"
-             "    +---------------- 2 ----------------\n    | Traceback (most recent call last):\n"
-             f'    |   File "train.py", line 4, in send\n    | {RESET}\n'
-             "    +------------------------------------\n")
+    group = (
+        "  + Exception Group Traceback (most recent call last):\n"
+        '  |   File "train.py", line 9, in main\n  | ExceptionGroup: two (2 sub-exceptions)\n'
+        "  +-+---------------- 1 ----------------\n    | Traceback (most recent call last):\n"
+        '    |   File "train.py", line 3, in step\n'
+        "    | RuntimeError: CUDA error: an illegal memory access was encountered\n"
+        "    +---------------- 2 ----------------\n    | Traceback (most recent call last):\n"
+        f'    |   File "train.py", line 4, in send\n    | {RESET}\n'
+        "    +------------------------------------\n"
+    )
     assert why(ONE, f"{raised(REFUSED, RESET)}\nthe next try went well\n{group}").status == (
-        ILLEGAL_MEMORY_ACCESS)
+        ILLEGAL_MEMORY_ACCESS
+    )
 
 
 def test_output_without_an_error_has_no_cause() -> None:
@@ -146,11 +160,18 @@ def test_a_shells_exit_code_says_which_signal() -> None:
     assert why(Exit(255, None)) == NOTHING
 
 
-@pytest.mark.parametrize(("text", "status", "line"), [
-    (f"warning: {REFUSED}, trying again\niteration 7\n" + raised(RESET, "ValueError: no"),
-     CONNECTION_RESET, RESET),
-    (raised(REFUSED, "ValueError: the batch could not be made"), CONNECTION_REFUSED, REFUSED),
-], ids=["an earlier retry", "a wrapper exception"])
+@pytest.mark.parametrize(
+    ("text", "status", "line"),
+    [
+        (
+            f"warning: {REFUSED}, trying again\niteration 7\n" + raised(RESET, "ValueError: no"),
+            CONNECTION_RESET,
+            RESET,
+        ),
+        (raised(REFUSED, "ValueError: the batch could not be made"), CONNECTION_REFUSED, REFUSED),
+    ],
+    ids=["an earlier retry", "a wrapper exception"],
+)
 def test_the_innermost_of_the_last_traceback_decides(text: str, status: str, line: str) -> None:
     cause = why(ONE, text)
     assert (cause.status, cause.line) == (status, line)
@@ -168,23 +189,48 @@ def test_a_cause_contains_no_control_characters() -> None:
 
 
 # --- torch's error file -------------------------------------------------------------------------
-@pytest.mark.parametrize(("message", "status", "line"), [
-    ({"message": "ValueError: no batch", "extraInfo": {
-        "py_callstack": raised(REFUSED, "ValueError: no batch"), "timestamp": "1"}},
-     CONNECTION_REFUSED, REFUSED),
-    ({"message": "Odd: 7 of 9"}, OTHER_SOFTWARE, "Odd: 7 of 9"),  # matches no rule
-])
+@pytest.mark.parametrize(
+    ("message", "status", "line"),
+    [
+        (
+            {
+                "message": "ValueError: no batch",
+                "extraInfo": {
+                    "py_callstack": raised(REFUSED, "ValueError: no batch"),
+                    "timestamp": "1",
+                },
+            },
+            CONNECTION_REFUSED,
+            REFUSED,
+        ),
+        ({"message": "Odd: 7 of 9"}, OTHER_SOFTWARE, "Odd: 7 of 9"),  # matches no rule
+    ],
+)
 def test_an_error_file_is_read_completely(
-        tmp_path: Path, message: object, status: str, line: str) -> None:
+    tmp_path: Path, message: object, status: str, line: str
+) -> None:
     cause = why(ONE, path=error_file(tmp_path, message))
     assert (cause.status, cause.line) == (status, line)
 
 
-@pytest.mark.parametrize("data", [
-    b"", b"\xff\xfe", b"7", b"[]", b"null", b"{", b'{"message": 7}', b'{"message": {}}',
-    b'{"message": {"message": 7, "extraInfo": []}}', b'{"message": "  "}',
-    b'{"message": {"extraInfo": {"py_callstack": null}}}', b"[" * 100_000,
-    b'{"message": "' + b"x" * torch_files.FILE_BYTES_MAX + b'"}'])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\xfe",
+        b"7",
+        b"[]",
+        b"null",
+        b"{",
+        b'{"message": 7}',
+        b'{"message": {}}',
+        b'{"message": {"message": 7, "extraInfo": []}}',
+        b'{"message": "  "}',
+        b'{"message": {"extraInfo": {"py_callstack": null}}}',
+        b"[" * 100_000,
+        b'{"message": "' + b"x" * torch_files.FILE_BYTES_MAX + b'"}',
+    ],
+)
 def test_garbage_is_no_error_file(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "error.json"
     path.write_bytes(data)
@@ -237,12 +283,15 @@ def test_a_truncated_summary_raises_nothing() -> None:
 def test_the_exception_of_a_script_is_found_above_the_summary() -> None:
     cause = why(ONE, printed("raise-plain"))
     assert (cause.status, cause.line) == (
-        ILLEGAL_MEMORY_ACCESS, "RuntimeError: CUDA error: an illegal memory access was encountered")
+        ILLEGAL_MEMORY_ACCESS,
+        "RuntimeError: CUDA error: an illegal memory access was encountered",
+    )
 
 
 def test_the_error_file_of_a_summary_outranks_its_traceback(tmp_path: Path) -> None:
     text = printed("raise-record").replace(
-        "RuntimeError: CUDA error: an illegal memory access was encountered\n", f"{REFUSED}\n")
+        "RuntimeError: CUDA error: an illegal memory access was encountered\n", f"{REFUSED}\n"
+    )
     path = tmp_path / "error.json"
     (line,) = (line for line in text.splitlines() if "torchelastic_" in line)
     text = text.replace(line, f"  error_file: {path}")
@@ -254,7 +303,8 @@ def test_the_error_file_of_a_summary_outranks_its_traceback(tmp_path: Path) -> N
 def test_a_rank_that_was_killed_under_torchrun_is_named() -> None:
     text = printed("kill-plain")
     assert why(ONE, text) == NOTHING._replace(
-        line="rank 1 under torchrun (pid 12055): signal 9 (SIGKILL): killed from outside")
+        line="rank 1 under torchrun (pid 12055): signal 9 (SIGKILL): killed from outside"
+    )
     assert why(ONE, text, kills={12055: "Killed process 12055"}).rule == "oom-killer"
 
 
@@ -277,11 +327,15 @@ class Machine:
         return Kills(self.proc, self.cgroups)
 
 
-@pytest.mark.parametrize(("line", "file"), [
-    ("0::/job/7\n", "job/7/memory.events"),
-    ("0::/docker/7\n", "memory.events"),  # in a container, which does not see the whole path
-    ("4:memory:/job\n1:cpu:/\n0::/\n", "memory/job/memory.oom_control"),
-    ("4:cpu,memory:/docker/7\n0::/\n", "memory/memory.oom_control")])
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("0::/job/7\n", "job/7/memory.events"),
+        ("0::/docker/7\n", "memory.events"),  # in a container, which does not see the whole path
+        ("4:memory:/job\n1:cpu:/\n0::/\n", "memory/job/memory.oom_control"),
+        ("4:cpu,memory:/docker/7\n0::/\n", "memory/memory.oom_control"),
+    ],
+)
 def test_an_oom_kill_explains_one_exit(tmp_path: Path, line: str, file: str) -> None:
     machine = Machine(tmp_path, line, file)
     machine.count(3)
@@ -344,8 +398,12 @@ def test_a_real_kill_is_counted() -> None:
     folder = os.environ.get("UNICRON_TEST_CGROUP", "")
     if not folder:
         pytest.skip("UNICRON_TEST_CGROUP names no memory group (cgroup) that may be filled")
-    process: Any = subprocess.Popen([sys.executable, "-c", EATS, folder], stdin=subprocess.PIPE,
-                                    stdout=subprocess.PIPE, text=True)
+    process: Any = subprocess.Popen(
+        [sys.executable, "-c", EATS, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout.readline() == "in\n"
         group = Kills().group(process.pid)
@@ -363,6 +421,7 @@ def test_a_real_kill_is_counted() -> None:
 @pytest.fixture
 def end_of(memory: MemoryLog, tmp_path: Path) -> Any:
     """Function that runs a command and returns the agent's report of its exit."""
+
     def run(spec: JobSpec) -> r.RankExited:
         found: list[r.RankExited] = []
 
@@ -379,23 +438,31 @@ def end_of(memory: MemoryLog, tmp_path: Path) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("code", "exit_code", "number", "cause"), [
-    ("pass", 0, None, ""),
-    ("raise SystemExit(0)", 0, None, ""),
-    ("raise SystemExit(3)", 3, None, ""),
-    ("import os; os.kill(os.getpid(), 9)", None, 9, "signal 9 (SIGKILL): killed from outside"),
-    ("import ctypes; ctypes.string_at(0)", None, 11, "signal 11 (SIGSEGV): "),
-    ("import os; os.abort()", None, 6, "signal 6 (SIGABRT): ")])
-def test_the_cause_of_an_unexplained_exit(end_of: Any, code: str, exit_code: int | None,
-                                          number: int | None, cause: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "exit_code", "number", "cause"),
+    [
+        ("pass", 0, None, ""),
+        ("raise SystemExit(0)", 0, None, ""),
+        ("raise SystemExit(3)", 3, None, ""),
+        ("import os; os.kill(os.getpid(), 9)", None, 9, "signal 9 (SIGKILL): killed from outside"),
+        ("import ctypes; ctypes.string_at(0)", None, 11, "signal 11 (SIGSEGV): "),
+        ("import os; os.abort()", None, 6, "signal 6 (SIGABRT): "),
+    ],
+)
+def test_the_cause_of_an_unexplained_exit(
+    end_of: Any, code: str, exit_code: int | None, number: int | None, cause: str
+) -> None:
     report = end_of(python(code))
     assert (report.exit_code, report.signal, report.status) == (exit_code, number, "")
     assert report.cause.startswith(cause) if cause else report.cause == ""
 
 
 def test_a_shell_whose_program_is_killed(end_of: Any) -> None:
-    ended = end_of(command("sh", "-c", "\"$0\" -c 'import ctypes; ctypes.string_at(0)'\n"
-                                       "exit $?", sys.executable))
+    ended = end_of(
+        command(
+            "sh", "-c", "\"$0\" -c 'import ctypes; ctypes.string_at(0)'\nexit $?", sys.executable
+        )
+    )
     assert ended.exit_code == 139
     assert "egmentation fault" in ended.cause, "the shell's message or the exit code's meaning"
 
@@ -424,8 +491,9 @@ sys.exit(1)
 
 
 @pytest.mark.parametrize("code", [FAILS, CHAIN, GROUP])
-def test_an_exception_is_known_by_its_innermost_line(end_of: Any, tmp_path: Path,
-                                                     code: str) -> None:
+def test_an_exception_is_known_by_its_innermost_line(
+    end_of: Any, tmp_path: Path, code: str
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(code)
     report = end_of(command(sys.executable, str(script)))
@@ -474,11 +542,15 @@ def test_only_the_output_of_this_attempt_counts(end_of: Any, tmp_path: Path) -> 
 def test_surviving_children_hide_no_cause(end_of: Any, tmp_path: Path) -> None:
     linux.adopt_orphans()
     note = tmp_path / "child"
-    report = end_of(python(
-        "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],\n"
-        "                         start_new_session=True)\n"
-        "open(sys.argv[1], 'w').write(str(child.pid))\n" + FAILS, str(note)))
+    report = end_of(
+        python(
+            "import subprocess, sys\n"
+            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],\n"
+            "                         start_new_session=True)\n"
+            "open(sys.argv[1], 'w').write(str(child.pid))\n" + FAILS,
+            str(note),
+        )
+    )
     assert report.status == CONNECTION_REFUSED
     assert not alive(int(note.read_text()))
 
@@ -527,15 +599,19 @@ async def test_each_process_has_an_error_file_of_its_own(node: LocalNode) -> Non
     await node.leader.wait(r.RankExited, 2)
     logs = [Path(started.log_path) for started in node.leader.all(r.RankStarted)]
     assert [log.read_text() for log in logs] == [
-        f"{log.with_suffix('.error.json')}\n" for log in logs]
+        f"{log.with_suffix('.error.json')}\n" for log in logs
+    ]
 
 
 # --- the OOM killer -----------------------------------------------------------------------------
 async def test_an_oom_kill_is_distinguished_from_any_other_kill(
-        memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The OOM counter is a file of the test, so no memory cgroup has to be filled."""
-    counters = [tmp_path / "cgroup" / "memory" / "memory.oom_control",
-                tmp_path / "cgroup" / "memory.events"]
+    counters = [
+        tmp_path / "cgroup" / "memory" / "memory.oom_control",
+        tmp_path / "cgroup" / "memory.events",
+    ]
 
     def count(num: int) -> None:
         for counter in counters:
@@ -562,7 +638,8 @@ async def test_an_oom_kill_is_distinguished_from_any_other_kill(
 
 
 async def test_the_kernel_log_is_read_on_the_agents_loop(
-        memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[bool] = []
 
     def killed(pid: int) -> str:
@@ -574,7 +651,9 @@ async def test_the_kernel_log_is_read_on_the_agents_loop(
         await node.start(python("import os; os.kill(os.getpid(), 9)"))
         (report,) = await node.leader.wait(r.RankExited)
         assert (report.rule, report.cause) == (
-            "oom-killer", f"Out of memory: Killed process {report.pid} (python)")
+            "oom-killer",
+            f"Out of memory: Killed process {report.pid} (python)",
+        )
         assert threads == [True]
 
 
@@ -590,10 +669,13 @@ async def test_a_rank_that_was_ordered_to_stop_has_no_cause(node: LocalNode) -> 
     assert "ZeroDivisionError" in report.tail
 
 
-@pytest.mark.parametrize(("seed", "cause"), [
-    (1, "last words"), (2, "killed by its agent: it violated the pipe protocol: a rank must not")])
+@pytest.mark.parametrize(
+    ("seed", "cause"),
+    [(1, "last words"), (2, "killed by its agent: it violated the pipe protocol: a rank must not")],
+)
 async def test_a_training_ranks_error_report_or_violation_is_its_cause(
-        node: LocalNode, seed: int, cause: str) -> None:
+    node: LocalNode, seed: int, cause: str
+) -> None:
     await node.start(train(seed))
     await node.leader.wait(r.RankReady)
     await node.leader.order(Resume(nodes=("n1",), task=1, generation=0, progress_from=0))
@@ -605,7 +687,8 @@ async def test_a_training_ranks_error_report_or_violation_is_its_cause(
 
 
 async def test_a_disk_that_does_not_answer_delays_no_exit_report(
-        node: LocalNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(process: Process, bytes_max: int) -> bytes:
         time.sleep(3 * exit_report.SEARCH_S_MAX)
         return b""
@@ -619,7 +702,8 @@ async def test_a_disk_that_does_not_answer_delays_no_exit_report(
 
 # --- processes that cannot be watched -----------------------------------------------------------
 async def test_a_process_that_cannot_be_watched_is_not_started(
-        node: LocalNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node: LocalNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     note = tmp_path / "pid"
     right = os.pidfd_open
 
@@ -627,9 +711,12 @@ async def test_a_process_that_cannot_be_watched_is_not_started(
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(os, "pidfd_open", full)
-    seq = await node.start(python(
-        "import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\n"
-        "time.sleep(60)", str(note)))
+    seq = await node.start(
+        python(
+            "import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(60)",
+            str(note),
+        )
+    )
     (refused,) = await node.leader.wait(r.OrderRefused)
     monkeypatch.setattr(os, "pidfd_open", right)
     assert refused.order == seq
@@ -644,8 +731,10 @@ async def test_a_process_that_cannot_be_watched_is_not_started(
 def test_a_fork_that_ends_before_it_is_adopted_is_waited_for(tmp_path: Path) -> None:
     """Only its parent can reap it, until the parent exits and the shim adopts it."""
     shim, note = new_shim(tmp_path), tmp_path / "pid"
-    code = ("import os, sys, time\npid = os.fork()\nif pid == 0:\n    os._exit(7)\n"
-            "open(sys.argv[1], 'w').write(str(pid))\ntime.sleep(1.0)")
+    code = (
+        "import os, sys, time\npid = os.fork()\nif pid == 0:\n    os._exit(7)\n"
+        "open(sys.argv[1], 'w').write(str(pid))\ntime.sleep(1.0)"
+    )
 
     async def test() -> None:
         start(shim, [sys.executable, "-c", code, str(note)], tmp_path / "log", ("MARK", "between"))
@@ -679,8 +768,12 @@ def test_an_orphan_inside_execve_is_ended_too(tmp_path: Path) -> None:
     async def test() -> None:
         for number in range(30):
             note, mark = tmp_path / f"pid-{number}", f"{tmp_path}-{number}"
-            process = start(shim, ["/bin/sh", "-c", f"setsid {script} & echo $! > {note}"],
-                            tmp_path / "log", ("UNICRON_PROCESS", mark))
+            process = start(
+                shim,
+                ["/bin/sh", "-c", f"setsid {script} & echo $! > {note}"],
+                tmp_path / "log",
+                ("UNICRON_PROCESS", mark),
+            )
             await asyncio.wait_for(process.wait(), 20)
             pid = int(note.read_text())
             await until(partial(is_orphan, pid))
@@ -692,7 +785,8 @@ def test_an_orphan_inside_execve_is_ended_too(tmp_path: Path) -> None:
 
 
 def test_a_child_without_environment_delays_no_end(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process_module, "EXECVE_S_MAX", 3600.0)
 
     shim = new_shim(tmp_path)
@@ -701,8 +795,9 @@ def test_a_child_without_environment_delays_no_end(
         other = subprocess.Popen(["/bin/sleep", "60"], env={})
         try:
             await until(lambda: linux.environ_after_execve(other.pid))
-            process = start(shim, ["/bin/true"], tmp_path / "log",
-                            ("UNICRON_PROCESS", str(tmp_path)))
+            process = start(
+                shim, ["/bin/true"], tmp_path / "log", ("UNICRON_PROCESS", str(tmp_path))
+            )
             await asyncio.wait_for(process.wait(), 20)
             assert await process.end_group(20.0)
             assert other.poll() is None

@@ -25,33 +25,73 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-def started(command: tuple[str, ...], rank: int, port: int = 20_000, **inherited: str
-            ) -> dict[str, str]:
+def started(
+    command: tuple[str, ...], rank: int, port: int = 20_000, **inherited: str
+) -> dict[str, str]:
     """The environment of a rank on a node with GPUs."""
     order = StartRank(
-        nodes=("n1",), task=1, rank=rank, attempt=1, slot=Slot(node="n1", index=rank), num_seats=2,
-        spec=parse({
-            "apiVersion": "unicron/v1", "name": "launched", "command": list(command),
-            "slots": {"min": 2, "max": 2}}), host="127.0.0.1", port=port, checkpoint="")
-    node = NodeConfig(name="n1", incarnation=1, cluster="c", host="127.0.0.1", num_slots=8,
-                      state_dir=Path("/nowhere"), devices=tuple(f"GPU-{at}" for at in range(8)))
+        nodes=("n1",),
+        task=1,
+        rank=rank,
+        attempt=1,
+        slot=Slot(node="n1", index=rank),
+        num_seats=2,
+        spec=parse(
+            {
+                "apiVersion": "unicron/v1",
+                "name": "launched",
+                "command": list(command),
+                "slots": {"min": 2, "max": 2},
+            }
+        ),
+        host="127.0.0.1",
+        port=port,
+        checkpoint="",
+    )
+    node = NodeConfig(
+        name="n1",
+        incarnation=1,
+        cluster="c",
+        host="127.0.0.1",
+        num_slots=8,
+        state_dir=Path("/nowhere"),
+        devices=tuple(f"GPU-{at}" for at in range(8)),
+    )
     return environment(order, node, inherited)
 
 
 def test_a_task_of_srun_has_its_own_rank() -> None:
     """The agent itself may be task 3 of 16 of its srun."""
-    agents = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0",
-              "SLURM_NPROCS": "16", "SLURM_JOB_NODELIST": "n[1-16]"}
+    agents = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_PROCID": "3",
+        "SLURM_NTASKS": "16",
+        "SLURM_LOCALID": "0",
+        "SLURM_NPROCS": "16",
+        "SLURM_JOB_NODELIST": "n[1-16]",
+    }
     found = started(("python", "train.py"), 1, **agents)
     assert {name: found[name] for name in agents} == agents | {
-        "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2"}
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_NPROCS": "2",
+    }
     assert "SLURM_PROCID" not in started(("python", "train.py"), 1)
 
 
 def test_srun_starts_one_task_on_the_agents_node() -> None:
     asked = on_this_node(("srun", "--gpus=1", "python", "x"), {"SLURMD_NODENAME": "gpu7"})
-    assert asked == ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist=gpu7", "--gpus=1",
-                     "python", "x")
+    assert asked == (
+        "srun",
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        "--nodelist=gpu7",
+        "--gpus=1",
+        "python",
+        "x",
+    )
     assert on_this_node(("srun", "python"), {}) == ("srun", "python")
     assert on_this_node(("python",), {"SLURMD_NODENAME": "gpu7"}) == ("python",)
 
@@ -65,18 +105,26 @@ def test_two_torchruns_are_one_world(tmp_path: Path, code: int) -> None:
     script, out = tmp_path / "worker.py", tmp_path / "out"
     script.write_text(WORKER)
     command = (*RUN[:1], *RUN[2:], str(script), str(out), str(code))
-    runs = [subprocess.Popen(
-        command, env={**os.environ, **started(command, rank, port)}, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL) for rank in range(2)]
+    runs = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **started(command, rank, port)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
     try:
         codes = [run.wait(LIMIT_S) for run in runs]
     finally:
         for run in runs:
             run.kill()
-    told = sorted((json.loads(line) for line in out.read_text().splitlines()),
-                  key=lambda one: one["RANK"])
-    assert [one["RANK"] for one in told] == (["0", "1"] if not code else [
-        one["RANK"] for one in told])
+    told = sorted(
+        (json.loads(line) for line in out.read_text().splitlines()), key=lambda one: one["RANK"]
+    )
+    assert [one["RANK"] for one in told] == (
+        ["0", "1"] if not code else [one["RANK"] for one in told]
+    )
     assert told
     for one in told:
         assert (one["WORLD_SIZE"], one["LOCAL_RANK"]) == ("2", "0")

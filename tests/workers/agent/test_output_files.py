@@ -36,7 +36,16 @@ def test_nothing_else_is_read(folder: Path) -> None:
     (folder / "link.log").symlink_to(secret)
     (folder / "up").symlink_to(folder.parent)
     os.mkfifo(folder / "pipe.log")
-    for path in (secret, folder / "link.log", folder / ".." / "token", folder / "up" / "token",
-                 folder / "pipe.log", folder, "token", "", folder / "absent.log"):
+    for path in (
+        secret,
+        folder / "link.log",
+        folder / ".." / "token",
+        folder / "up" / "token",
+        folder / "pipe.log",
+        folder,
+        "token",
+        "",
+        folder / "absent.log",
+    ):
         part = read(folder, path)
         assert (part.data, bool(part.error)) == (b"", True), path

@@ -34,57 +34,81 @@ from unicron.workers.agent.monitoring.output_reader import (
     OutputReaders,
 )
 
-CORE = (b" [2025-08-01 09:32:10] iteration        2/    5000 | consumed samples:          256 |"
-        b" elapsed time per iteration (ms): 25879.2 | throughput per GPU (TFLOP/s/GPU): 116.7 |"
-        b" learning rate: 1.395349E-07 | global batch size:   128 | lm loss: 1.044560E+01 |"
-        b" loss scale: 1.0 | grad norm: 35.570 | number of skipped iterations:   0 |"
-        b" number of nan iterations:   0 |")
-DEEPSPEED = (b"[default7]: iteration    12695/  115311 | consumed samples:      9841584 |"
-             b" consumed tokens:  20155564032 | elapsed time per iteration (s): 105.22 |"
-             b" learning rate: 5.969E-05 | global batch size:  2048 | lm loss: 2.463556E+00 |"
-             b" grad norm: 0.174 | num zeros: 0.0 | number of skipped iterations:   2 |"
-             b" number of nan iterations:   1 | samples per second: 19.463 | TFLOPs: 149.02 |")
-NEOX = (b" samples/sec: 51.234 | iteration       10/      50 | elapsed time per iteration (ms): "
-        b"19987.6 | learning rate: 1.234E-04 | approx flops per GPU: 150.3TFLOPS |"
-        b" lm_loss: 7.123456E+00 | number of skipped iterations:   0 |")
-MOE = (b" [2026-01-02 03:04:05.123456] iteration      311/  500000 | consumed samples:          311"
-       b" | skipped samples:            8 | elapsed time per iteration (ms): 179.8 | mem usages:"
-       b" 0.8131 | global batch size:     1 | load_balancing_loss: 1.01E+00 |"
-       b" lm loss: 7.220541E+00 | loss scale: 1.0 |")
-PRIMUS = (b"[20251023 12:39:12][rank-63/64][INFO ] [--------trainer.py:2382] :  iteration      424/"
-          b"   40000 | consumed samples:        27136 | elapsed time per iteration (ms): "
-          b"16601.3/17219.3 | hip mem usage/free/total/usage_ratio: 253.38GB/2.60GB/255.98GB/98.98%"
-          b" | throughput per GPU (TFLOP/s/GPU): 11.9/11.5 | learning rate: 9.997254E-06 |"
-          b" global batch size:    64 | lm loss: 4.440000E+00 | loss scale: 1.0 |")
+CORE = (
+    b" [2025-08-01 09:32:10] iteration        2/    5000 | consumed samples:          256 |"
+    b" elapsed time per iteration (ms): 25879.2 | throughput per GPU (TFLOP/s/GPU): 116.7 |"
+    b" learning rate: 1.395349E-07 | global batch size:   128 | lm loss: 1.044560E+01 |"
+    b" loss scale: 1.0 | grad norm: 35.570 | number of skipped iterations:   0 |"
+    b" number of nan iterations:   0 |"
+)
+DEEPSPEED = (
+    b"[default7]: iteration    12695/  115311 | consumed samples:      9841584 |"
+    b" consumed tokens:  20155564032 | elapsed time per iteration (s): 105.22 |"
+    b" learning rate: 5.969E-05 | global batch size:  2048 | lm loss: 2.463556E+00 |"
+    b" grad norm: 0.174 | num zeros: 0.0 | number of skipped iterations:   2 |"
+    b" number of nan iterations:   1 | samples per second: 19.463 | TFLOPs: 149.02 |"
+)
+NEOX = (
+    b" samples/sec: 51.234 | iteration       10/      50 | elapsed time per iteration (ms): "
+    b"19987.6 | learning rate: 1.234E-04 | approx flops per GPU: 150.3TFLOPS |"
+    b" lm_loss: 7.123456E+00 | number of skipped iterations:   0 |"
+)
+MOE = (
+    b" [2026-01-02 03:04:05.123456] iteration      311/  500000 | consumed samples:          311"
+    b" | skipped samples:            8 | elapsed time per iteration (ms): 179.8 | mem usages:"
+    b" 0.8131 | global batch size:     1 | load_balancing_loss: 1.01E+00 |"
+    b" lm loss: 7.220541E+00 | loss scale: 1.0 |"
+)
+PRIMUS = (
+    b"[20251023 12:39:12][rank-63/64][INFO ] [--------trainer.py:2382] :  iteration      424/"
+    b"   40000 | consumed samples:        27136 | elapsed time per iteration (ms): "
+    b"16601.3/17219.3 | hip mem usage/free/total/usage_ratio: 253.38GB/2.60GB/255.98GB/98.98%"
+    b" | throughput per GPU (TFLOP/s/GPU): 11.9/11.5 | learning rate: 9.997254E-06 |"
+    b" global batch size:    64 | lm loss: 4.440000E+00 | loss scale: 1.0 |"
+)
 STEP_S = 2.0
 ASIDES = (
     "saving checkpoint at iteration      20 to /ckpt in torch_dist format",
     "[default0]:  successfully saved checkpoint from iteration      20 to /ckpt [ t 1/8, p 1/4 ]",
     "scheduled an async checkpoint save at iteration      20 to /ckpt",
-    "Evaluating on 4096 samples", "Evaluating iter 3/8",
+    "Evaluating on 4096 samples",
+    "Evaluating iter 3/8",
     " validation loss at iteration 20 | lm loss value: 2.91E+00 | lm loss PPL: 1.8E+01 | ",
     " validation-2 loss at iteration 20 | lm loss value: 2.91E+00 | lm loss PPL: 1.8E+01 | ",
     " validation results at iteration 20 | lm_loss value: 2.9E+00 | lm_loss_ppl value: 1.8E+01 | ",
 )
 
 
-@pytest.mark.parametrize(("line", "expected"), [
-    (CORE, ProgressLine(2, 5000, 25.8792, 10.4456, 128, 0, 0)),
-    (DEEPSPEED, ProgressLine(12695, 115311, 105.22, 2.463556, 2048, 2, 1)),
-    (NEOX, ProgressLine(10, 50, 19.9876, 7.123456, 0, 0, 0)),
-    (MOE, ProgressLine(311, 500000, 0.1798, 7.220541, 1, 0, 0)),
-    (PRIMUS, ProgressLine(424, 40000, 16.6013, 4.44, 64, 0, 0)),
-    (b"==> iteration        8/      25 | elapsed time per iteration (ms): 548.5 |",
-     ProgressLine(8, 25, 0.5485, None, 0, 0, 0)),
-    (b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | lm loss: INF |",
-     ProgressLine(8, 25, 0.5485, None, 0, 0, 0)),
-    (b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | lm loss: NAN",
-     ProgressLine(8, 25, 0.5485, None, 0, 0, 0)),
-    (b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | lm loss: 1.0E+999 |",
-     ProgressLine(8, 25, 0.5485, None, 0, 0, 0)),
-    (b" iteration 30/25 | elapsed time per iteration (ms): 548.5",
-     ProgressLine(30, 0, 0.5485, None, 0, 0, 0)),
-])
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (CORE, ProgressLine(2, 5000, 25.8792, 10.4456, 128, 0, 0)),
+        (DEEPSPEED, ProgressLine(12695, 115311, 105.22, 2.463556, 2048, 2, 1)),
+        (NEOX, ProgressLine(10, 50, 19.9876, 7.123456, 0, 0, 0)),
+        (MOE, ProgressLine(311, 500000, 0.1798, 7.220541, 1, 0, 0)),
+        (PRIMUS, ProgressLine(424, 40000, 16.6013, 4.44, 64, 0, 0)),
+        (
+            b"==> iteration        8/      25 | elapsed time per iteration (ms): 548.5 |",
+            ProgressLine(8, 25, 0.5485, None, 0, 0, 0),
+        ),
+        (
+            b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | lm loss: INF |",
+            ProgressLine(8, 25, 0.5485, None, 0, 0, 0),
+        ),
+        (
+            b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | lm loss: NAN",
+            ProgressLine(8, 25, 0.5485, None, 0, 0, 0),
+        ),
+        (
+            b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | lm loss: 1.0E+999 |",
+            ProgressLine(8, 25, 0.5485, None, 0, 0, 0),
+        ),
+        (
+            b" iteration 30/25 | elapsed time per iteration (ms): 548.5",
+            ProgressLine(30, 0, 0.5485, None, 0, 0, 0),
+        ),
+    ],
+)
 def test_progress_lines_of_all_versions_are_parsed(line: bytes, expected: ProgressLine) -> None:
     found = parse(line)
     assert found is not None
@@ -92,27 +116,50 @@ def test_progress_lines_of_all_versions_are_parsed(line: bytes, expected: Progre
     assert found.step_s == pytest.approx(expected.step_s)
 
 
-@pytest.mark.parametrize("line", [
-    b"", b"iteration 3 of 7", b" validation results at iteration 100 | lm_loss value: 6.9E+00 |",
-    b"time (ms) | forward-compute: 211.64 | backward-compute: 293.57",
-    b" iteration 8/25 | consumed samples: 12 |",
-    b" iteration 0/25 | elapsed time per iteration (ms): 548.5 |",
-    b" iteration 8/25 | elapsed time per iteration (ms): nan |",
-    b" iteration 8/25 | elapsed time per iteration (ms): -3.0 |",
-    b" iteration 8/25 | elapsed time per iteration (ms): 1.0E+99 |",
-    b" iteration 8/25 | elapsed time per iteration (h): 5 |",
-    b" subiteration 8/25 | elapsed time per iteration (ms): 5 |",
-    b" iteration 99999999999999/99999999999999 | elapsed time per iteration (ms): 5 |"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"iteration 3 of 7",
+        b" validation results at iteration 100 | lm_loss value: 6.9E+00 |",
+        b"time (ms) | forward-compute: 211.64 | backward-compute: 293.57",
+        b" iteration 8/25 | consumed samples: 12 |",
+        b" iteration 0/25 | elapsed time per iteration (ms): 548.5 |",
+        b" iteration 8/25 | elapsed time per iteration (ms): nan |",
+        b" iteration 8/25 | elapsed time per iteration (ms): -3.0 |",
+        b" iteration 8/25 | elapsed time per iteration (ms): 1.0E+99 |",
+        b" iteration 8/25 | elapsed time per iteration (h): 5 |",
+        b" subiteration 8/25 | elapsed time per iteration (ms): 5 |",
+        b" iteration 99999999999999/99999999999999 | elapsed time per iteration (ms): 5 |",
+    ],
+)
 def test_other_lines_are_not_parsed(line: bytes) -> None:
     assert parse(line) is None
 
 
-NOISE = st.lists(st.one_of(
-    st.sampled_from([CORE, DEEPSPEED, NEOX, MOE, PRIMUS, b"\n", b"\r", b"\n\n",
-                     b" iteration 8/25 |",
-                     b"elapsed time per iteration (ms): 5.0 |", b"x" * LINE_BYTES_MAX,
-                     b"elapsed time per iteration (" * 3, b"\x00\xff\xfe"]),
-    st.binary(max_size=40)), max_size=12).map(b"".join)
+NOISE = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [
+                CORE,
+                DEEPSPEED,
+                NEOX,
+                MOE,
+                PRIMUS,
+                b"\n",
+                b"\r",
+                b"\n\n",
+                b" iteration 8/25 |",
+                b"elapsed time per iteration (ms): 5.0 |",
+                b"x" * LINE_BYTES_MAX,
+                b"elapsed time per iteration (" * 3,
+                b"\x00\xff\xfe",
+            ]
+        ),
+        st.binary(max_size=40),
+    ),
+    max_size=12,
+).map(b"".join)
 
 
 @given(NOISE, st.data())
@@ -128,8 +175,13 @@ def test_lines_are_found_however_the_output_is_cut(printed: bytes, data: st.Data
 
 @given(st.binary(max_size=300))
 def test_parsing_never_raises(printed: bytes) -> None:
-    for line in (printed, b" iteration 1/2 | " + printed, CORE + printed, printed + CORE,
-                 CORE[:len(printed)] + printed + CORE[len(printed):]):
+    for line in (
+        printed,
+        b" iteration 1/2 | " + printed,
+        CORE + printed,
+        printed + CORE,
+        CORE[: len(printed)] + printed + CORE[len(printed) :],
+    ):
         progress = parse(line)
         assert progress is None or (math.isfinite(progress.step_s) and progress.iteration >= 1)
 
@@ -152,8 +204,9 @@ def test_skipped_output_ends_a_line() -> None:
 
 
 def line(iteration: int, step_s: float, global_batch: int = 8, **more: int) -> ProgressLine:
-    return ProgressLine(iteration, 100, step_s, 2.0, global_batch, more.get("skipped", 0),
-                        more.get("nan", 0))
+    return ProgressLine(
+        iteration, 100, step_s, 2.0, global_batch, more.get("skipped", 0), more.get("nan", 0)
+    )
 
 
 def test_lines_are_joined_by_their_numbers_of_iterations() -> None:
@@ -178,14 +231,28 @@ def test_lines_of_another_batch_or_an_earlier_iteration_are_not_joined() -> None
         ranges.add(one)
     found = [ranges.take() for _ in range(5)]
     assert [one and (one.iteration, one.num) for one in found] == [
-        (1, 0), (2, 1), (3, 1), (2, 0), (4, 2)]
+        (1, 0),
+        (2, 1),
+        (3, 1),
+        (2, 0),
+        (4, 2),
+    ]
 
 
-@pytest.mark.parametrize(("iterations", "nums"), [
-    ((1, 10, 20, 30), (0, 0, 20)), ((51, 60, 70), (0, 0, 10)), ((1, 2, 3), (0, 2)),
-    ((10, 20, 30), (0, 20)), ((1, 3, 6), (0, 0, 3)), ((60, 120, 51, 60, 120), (0, 60, 0, 0, 60))])
+@pytest.mark.parametrize(
+    ("iterations", "nums"),
+    [
+        ((1, 10, 20, 30), (0, 0, 20)),
+        ((51, 60, 70), (0, 0, 10)),
+        ((1, 2, 3), (0, 2)),
+        ((10, 20, 30), (0, 20)),
+        ((1, 3, 6), (0, 0, 3)),
+        ((60, 120, 51, 60, 120), (0, 60, 0, 0, 60)),
+    ],
+)
 def test_a_separate_first_iteration_is_also_in_the_next_mean(
-        iterations: tuple[int, ...], nums: tuple[int, ...]) -> None:
+    iterations: tuple[int, ...], nums: tuple[int, ...]
+) -> None:
     """A line for the first iteration alone does not restart the measurement of the mean."""
     ranges = IterationRanges()
     for iteration in iterations:
@@ -206,21 +273,47 @@ def test_pending_ranges_are_bounded() -> None:
     for iteration in range(1, 101):
         ranges.add(line(iteration, 1.0, 8 + iteration % 2))
     assert [one.iteration for one in iter(ranges.take, None) if one is not None] == [
-        *range(93, 101)]
+        *range(93, 101)
+    ]
 
 
 def order(rank: int = 0, *, task: int = 7) -> StartRank:
-    spec = parse_spec({"apiVersion": "unicron/v1", "name": "gpt", "command": ["true"], "model": {
-        "gpu": "A100-80", "num_layers": 2, "hidden": 64, "num_heads": 2, "sequence": 64,
-        "vocabulary": 128, "global_batch": 8}})
-    return StartRank(nodes=("n1",), task=task, rank=rank, attempt=1, incarnation=1,
-                     slot=Slot("n1", rank), spec=spec, num_seats=2, host="x", port=1,
-                     checkpoint="")
+    spec = parse_spec(
+        {
+            "apiVersion": "unicron/v1",
+            "name": "gpt",
+            "command": ["true"],
+            "model": {
+                "gpu": "A100-80",
+                "num_layers": 2,
+                "hidden": 64,
+                "num_heads": 2,
+                "sequence": 64,
+                "vocabulary": 128,
+                "global_batch": 8,
+            },
+        }
+    )
+    return StartRank(
+        nodes=("n1",),
+        task=task,
+        rank=rank,
+        attempt=1,
+        incarnation=1,
+        slot=Slot("n1", rank),
+        spec=spec,
+        num_seats=2,
+        host="x",
+        port=1,
+        checkpoint="",
+    )
 
 
 def log_line(iteration: int, ms: float = 200.0, batch: int = 8) -> bytes:
-    return (f" iteration {iteration:8d}/     100 | elapsed time per iteration (ms): {ms:.1f} |"
-            f" global batch size: {batch:5d} | lm loss: 2.5E+00 |\n").encode()
+    return (
+        f" iteration {iteration:8d}/     100 | elapsed time per iteration (ms): {ms:.1f} |"
+        f" global batch size: {batch:5d} | lm loss: 2.5E+00 |\n"
+    ).encode()
 
 
 def write(path: Path, data: bytes) -> None:
@@ -247,8 +340,16 @@ def test_each_line_of_the_attempt_is_reported_once(log: Path, reader: OutputRead
     assert reader.look() is None
     write(log, log_line(1, 900.0) + log_line(2)[:30])
     assert reader.look() == IterationsLogged(
-        task=7, rank=0, attempt=1, iteration=1, iterations=100, num_iterations=0, step_s=0.9,
-        loss=2.5, global_batch=8)
+        task=7,
+        rank=0,
+        attempt=1,
+        iteration=1,
+        iterations=100,
+        num_iterations=0,
+        step_s=0.9,
+        loss=2.5,
+        global_batch=8,
+    )
     assert reader.look() is None
     write(log, log_line(2)[30:] + log_line(3, 100.0))
     report = reader.look()
@@ -257,7 +358,8 @@ def test_each_line_of_the_attempt_is_reported_once(log: Path, reader: OutputRead
 
 
 def test_a_log_that_grows_too_fast_is_read_at_its_end(
-        log: Path, reader: OutputReader, capsys: pytest.CaptureFixture[str]) -> None:
+    log: Path, reader: OutputReader, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(log, log_line(1) + log_line(2))
     assert [report and report.iteration for report in (reader.look(), reader.look())] == [1, 2]
     write(log, log_line(3) + os.urandom(300_000) + b"\n" + log_line(4, 100.0))
@@ -285,7 +387,8 @@ def test_a_log_that_is_emptied_or_renamed_is_still_read(log: Path, reader: Outpu
 
 
 def test_a_missing_log_is_logged_and_is_no_error(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     reader = OutputReader(order(), tmp_path / "nowhere", 0)
     assert reader.look() is None
     assert list(reader.end()) == []
@@ -304,8 +407,9 @@ def test_output_after_the_end_is_not_followed(log: Path, reader: OutputReader) -
     assert iterations == [1, 2]
 
 
-def test_another_global_batch_is_logged_once(log: Path, reader: OutputReader,
-                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_global_batch_is_logged_once(
+    log: Path, reader: OutputReader, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(log, log_line(1, batch=16) + log_line(2, batch=16))
     assert [report.global_batch for report in (reader.look(), reader.look()) if report] == [16, 16]
     assert capsys.readouterr().out.count("differs from its model") == 1
@@ -327,9 +431,11 @@ def test_the_first_rank_that_prints_is_read(tmp_path: Path) -> None:
     for rank in range(3):
         write(logs[rank], log_line(3))
         readers.end(order(rank, task=7 + rank // 2))
-    assert [(body.task, body.rank, body.iteration) for body in reports
-            if isinstance(body, IterationsLogged)] == [
-        (7, 1, 1), (8, 2, 1), (7, 1, 2), (8, 2, 2), (7, 1, 3), (8, 2, 3)]
+    assert [
+        (body.task, body.rank, body.iteration)
+        for body in reports
+        if isinstance(body, IterationsLogged)
+    ] == [(7, 1, 1), (8, 2, 1), (7, 1, 2), (8, 2, 2), (7, 1, 3), (8, 2, 3)]
 
 
 def test_one_look_reads_a_bounded_amount() -> None:
@@ -352,7 +458,8 @@ for i in range(1, 31):
 
 @pytest.mark.usefixtures("nothing_left")
 async def test_a_command_that_floods_its_log_is_still_followed(
-        node: LocalNode, tmp_path: Path) -> None:
+    node: LocalNode, tmp_path: Path
+) -> None:
     await node.start(python(FLOOD))
     (exited,) = await node.leader.wait(RankExited)
     assert exited.exit_code == 0
@@ -365,24 +472,29 @@ async def test_a_command_that_floods_its_log_is_still_followed(
 
 @pytest.mark.usefixtures("nothing_left")
 async def test_the_agent_reports_the_lines_of_a_command(node: LocalNode) -> None:
-    code = ("import sys, time\n"
-            "for i in range(1, 31):\n"
-            f"    print({CORE.decode()!r}.replace('        2/', f'{{i:9d}}/'))\n"
-            "    sys.stdout.flush()\n"
-            "    time.sleep(0.1 if i < 30 else 0)\n")
+    code = (
+        "import sys, time\n"
+        "for i in range(1, 31):\n"
+        f"    print({CORE.decode()!r}.replace('        2/', f'{{i:9d}}/'))\n"
+        "    sys.stdout.flush()\n"
+        "    time.sleep(0.1 if i < 30 else 0)\n"
+    )
     await node.start(python(code))
     await node.leader.wait(RankExited)
     reports = node.leader.all(IterationsLogged)
     assert (reports[0].num_iterations, reports[-1].iteration) == (0, 30)
     assert sum(body.num_iterations for body in reports) == 30 - reports[0].iteration
     assert {(round(body.step_s, 9), body.loss, body.global_batch) for body in reports} == {
-        (25.8792, 10.4456, 128)}
+        (25.8792, 10.4456, 128)
+    }
     kinds = [record.kind for record in node.leader.records]
     assert kinds[-1] == "RankExited"
-    reported_s = [record.occurred_s for record in node.leader.records
-              if record.kind == "IterationsLogged"]
+    reported_s = [
+        record.occurred_s for record in node.leader.records if record.kind == "IterationsLogged"
+    ]
     assert all(later - sooner > 0.5 for sooner, later in pairwise(reported_s[:-2])), (
-        "all reports but the last two are spaced")
+        "all reports but the last two are spaced"
+    )
 
 
 # --- lines that stop coming ----------------------------------------------------------------------
@@ -430,7 +542,13 @@ def test_a_silent_command_is_reported_once_and_when_it_continues(played: Played)
     played.wait(100.0)
     (stall,) = played.stalls()
     assert (stall.task, stall.rank, stall.where, stall.what, stall.collective, stall.iteration) == (
-        7, 0, "own", "no line of progress", 0, 10)
+        7,
+        0,
+        "own",
+        "no line of progress",
+        0,
+        10,
+    )
     assert stall.normal_s == pytest.approx(STEP_S)
     assert 60 < stall.in_s < 63
     assert stall.stack
@@ -549,7 +667,8 @@ for i in itertools.count(1):
 
 
 def test_a_real_process_that_is_stopped_and_continued(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(output_reader, "LENIENT_S", 1.0)
     reports: list[Body] = []
     readers = OutputReaders(lambda body, _: reports.append(body))
@@ -557,8 +676,11 @@ def test_a_real_process_that_is_stopped_and_continued(
     program = tmp_path / "prints.py"
     program.write_text(PRINTS)
     with path.open("wb") as log:
-        shell = subprocess.Popen(["sh", "-c", f"'{sys.executable}' -S '{program}'; true"],
-                                 stdout=log, start_new_session=True)
+        shell = subprocess.Popen(
+            ["sh", "-c", f"'{sys.executable}' -S '{program}'; true"],
+            stdout=log,
+            start_new_session=True,
+        )
 
     def until(kind: type[Body]) -> Body:
         give_up_s = time.monotonic() + 60

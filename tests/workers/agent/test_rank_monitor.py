@@ -130,8 +130,11 @@ def test_the_ring_keeps_the_last_iterations(page: ProgressPage) -> None:
 
 def test_a_page_is_consistent_when_its_writer_is_stopped(page: ProgressPage) -> None:
     os.set_inheritable(page.fd, True)
-    with subprocess.Popen([sys.executable, "-P", "-c", WRITER, str(page.fd)],
-                          pass_fds=[page.fd], stdout=subprocess.PIPE) as writer:
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", WRITER, str(page.fd)],
+        pass_fds=[page.fd],
+        stdout=subprocess.PIPE,
+    ) as writer:
         try:
             assert writer.stdout is not None
             writer.stdout.readline()
@@ -168,9 +171,18 @@ class Monitored:
         self.orders: list[StartRank] = []
         self.iteration = 0
         for rank in range(num_ranks):
-            order = StartRank(nodes=("n1",), task=1, rank=rank, attempt=1,
-                              slot=Slot(node="n1", index=rank), spec=train(0), num_seats=num_ranks,
-                              host="", port=0, checkpoint="")
+            order = StartRank(
+                nodes=("n1",),
+                task=1,
+                rank=rank,
+                attempt=1,
+                slot=Slot(node="n1", index=rank),
+                spec=train(0),
+                num_seats=num_ranks,
+                host="",
+                port=0,
+                checkpoint="",
+            )
             page = self.watch.open(order)
             assert page is not None
             self.ranks.append(rank_of(page))
@@ -225,7 +237,11 @@ def test_a_stall_is_reported_once_with_its_place_and_then_its_end(monitored: Mon
     monitored.go(10)
     (stalled,) = monitored.take(RankStalled)
     assert (stalled.iteration, stalled.where, stalled.what, stalled.collective) == (
-        50, "own", "forward", 0)
+        50,
+        "own",
+        "forward",
+        0,
+    )
     assert STALL_S_MIN < stalled.in_s <= STALL_S_MIN + 2 * WATCH_S
     assert stalled.normal_s == pytest.approx(0.2)
     assert stalled.stack
@@ -299,7 +315,8 @@ def test_a_paused_monitor_lets_ranks_report_first(monitored: Monitored, away_s: 
 
 
 def test_a_rank_that_waits_for_a_core_is_not_stalled(
-        monitored: Monitored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monitored: Monitored, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monitored.iterate(10)
     monitored.ranks[0].begin(1, 50, "usual")
     began_s = monitored.now_s
@@ -503,8 +520,9 @@ def test_cpu_wait_does_not_count_as_own_work() -> None:
 
 # --- the state of a process without progress -----------------------------------------------------
 def described(code: str, number: signal.Signals | None = None) -> str:
-    with subprocess.Popen([sys.executable, "-c", f"print('up', flush=True)\n{code}"],
-                          stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", f"print('up', flush=True)\n{code}"], stdout=subprocess.PIPE
+    ) as child:
         try:
             assert child.stdout is not None
             child.stdout.readline()
@@ -535,8 +553,18 @@ def test_a_process_that_is_gone_has_no_description() -> None:
 
 # --- dumps of flight recorders -------------------------------------------------------------------
 def stalled(task: int, rank: int = 0) -> RankStalled:
-    return RankStalled(task=task, rank=rank, attempt=1, generation=1, iteration=3, where="own",
-                       what="backward", collective=0, in_s=2.0, normal_s=0.5)
+    return RankStalled(
+        task=task,
+        rank=rank,
+        attempt=1,
+        generation=1,
+        iteration=3,
+        where="own",
+        what="backward",
+        collective=0,
+        in_s=2.0,
+        normal_s=0.5,
+    )
 
 
 def test_dumps_are_requested_once_per_task_and_interval(tmp_path: Path) -> None:
@@ -550,8 +578,9 @@ def test_dumps_are_requested_once_per_task_and_interval(tmp_path: Path) -> None:
         return {0: tmp_path / "flight-rank-0.json"}
 
     asker = DumpTrigger(dump, lambda: now_s[0])
-    asker.on_report(RankUnstalled(task=7, rank=0, attempt=1, generation=1, iteration=3,
-                                  stalled_s=1.0))
+    asker.on_report(
+        RankUnstalled(task=7, rank=0, attempt=1, generation=1, iteration=3, stalled_s=1.0)
+    )
     assert requested == []
     for rank in range(3):
         asker.on_report(stalled(7, rank))

@@ -44,8 +44,14 @@ def open_folder() -> Iterator[Path]:
 
 def run(*words: str, user: str | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "unicron.cli.main", *words], capture_output=True, text=True,
-        check=False, timeout=120, user=user, env={**os.environ, "UNICRON_TOKEN": "x"})
+        [sys.executable, "-P", "-m", "unicron.cli.main", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        user=user,
+        env={**os.environ, "UNICRON_TOKEN": "x"},
+    )
 
 
 def test_no_name_is_no_user() -> None:
@@ -53,9 +59,15 @@ def test_no_name_is_no_user() -> None:
 
 
 @root_only
-@pytest.mark.parametrize(("name", "words"), [
-    ("root", "root is root"), ("no-such-user", "there is no user 'no-such-user'"),
-    ("a\0b", "there is no user"), ("0", "there is no user '0'")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("root", "root is root"),
+        ("no-such-user", "there is no user 'no-such-user'"),
+        ("a\0b", "there is no user"),
+        ("0", "there is no user '0'"),
+    ],
+)
 def test_a_user_that_cannot_be_is_refused(name: str, words: str) -> None:
     with pytest.raises(UsageError, match=f"--run-as: {words}"):
         rank_user.find(name)
@@ -63,8 +75,10 @@ def test_a_user_that_cannot_be_is_refused(name: str, words: str) -> None:
 
 @root_only
 def test_up_and_agent_refuse_it_in_one_line(tmp_path: Path) -> None:
-    for words in (["up", "--state", str(tmp_path)],
-                  ["agent", "--state", str(tmp_path), "--url", "http://127.0.0.1:1"]):
+    for words in (
+        ["up", "--state", str(tmp_path)],
+        ["agent", "--state", str(tmp_path), "--url", "http://127.0.0.1:1"],
+    ):
         done = run(*words, "--run-as", "no-such-user")
         assert done.returncode == 2, done
         assert "error: --run-as: there is no user 'no-such-user'" in done.stderr
@@ -80,12 +94,18 @@ def test_without_root_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @root_only
 def test_a_process_gives_up_its_rights_for_good() -> None:
-    done = subprocess.run([sys.executable, "-P", "-c", AS_NOBODY], capture_output=True, text=True,
-                          check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", AS_NOBODY],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     user = rank_user.find("nobody")
     assert user is not None
-    assert done.stdout.splitlines() == [
-        f"{(user.uid,) * 3} {(user.gid,) * 3} False", "for good"], done.stderr
+    assert done.stdout.splitlines() == [f"{(user.uid,) * 3} {(user.gid,) * 3} False", "for good"], (
+        done.stderr
+    )
 
 
 def user_of_tests() -> RankUser:
@@ -100,15 +120,26 @@ def user_of_tests() -> RankUser:
 
 @root_only
 async def test_latest_is_moved_with_the_rights_of_the_user(
-        open_folder: Path, tmp_path: Path) -> None:
+    open_folder: Path, tmp_path: Path
+) -> None:
     """Root would write through the links that the user has laid."""
     user, folder = user_of_tests(), open_folder / "out"
     (folder / "gen-1" / "iter-5").mkdir(parents=True)
     os.chown(folder, user.uid, user.gid)
-    order = PublishCheckpoint(nodes=("n1",), task=1, generation=1, output=str(folder),
-                              path="gen-1/iter-5")
-    record = Record(seq=7, epoch=1, at_s=1.0, occurred_s=1.0, source="heart", source_seq=0,
-                    cause=0, incident=0, body=order)
+    order = PublishCheckpoint(
+        nodes=("n1",), task=1, generation=1, output=str(folder), path="gen-1/iter-5"
+    )
+    record = Record(
+        seq=7,
+        epoch=1,
+        at_s=1.0,
+        occurred_s=1.0,
+        source="heart",
+        source_seq=0,
+        cause=0,
+        incident=0,
+        body=order,
+    )
     publisher = Publisher("c", user)
     await publisher.publish(order, record)
     assert os.readlink(folder / "latest") == "gen-1/iter-5"
@@ -130,8 +161,9 @@ async def test_latest_is_moved_with_the_rights_of_the_user(
 
 
 @root_only
-def test_what_ranks_need_is_checked_as_their_user(open_folder: Path, tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ranks_need_is_checked_as_their_user(
+    open_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     user, private = user_of_tests(), tmp_path / "state"
     private.mkdir(mode=0o700)
     ours, theirs = open_folder / "ours", open_folder / "theirs"

@@ -41,18 +41,27 @@ def assert_no_canary(node: LocalNode, canary: str = CANARY) -> None:
 
 
 def test_names_select_the_values() -> None:
-    redact = Redactor({"AWS_SECRET_ACCESS_KEY": "abc/def+1", "db_password": "abc/def+12",
-                       "HOME": "/home/me", "TOKENIZERS_PARALLELISM": "false",
-                       "MY_TOKEN": "two\nlines"}, REDACT).text
+    redact = Redactor(
+        {
+            "AWS_SECRET_ACCESS_KEY": "abc/def+1",
+            "db_password": "abc/def+12",
+            "HOME": "/home/me",
+            "TOKENIZERS_PARALLELISM": "false",
+            "MY_TOKEN": "two\nlines",
+        },
+        REDACT,
+    ).text
     assert redact("of abc/def+12, abc/def+1; /home/me false") == (
-        f"of {WORD}, {WORD}; /home/me false")
+        f"of {WORD}, {WORD}; /home/me false"
+    )
     assert redact("two\nlines") == WORD
     assert redact(repr({"MY_TOKEN": "two\nlines"})) == f"{{'MY_TOKEN': '{WORD}'}}"
     assert Redactor({"MY_TOKEN": "some-value"}, ()).text("some-value") == "some-value"
 
 
 async def test_a_secret_that_a_rank_prints_is_not_in_the_log(
-        node: LocalNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_API_KEY", CANARY)
     await node.start(python(FAILS))
     (exited,) = await node.leader.wait(RankExited)
@@ -64,17 +73,20 @@ async def test_a_secret_that_a_rank_prints_is_not_in_the_log(
 
 
 async def test_no_part_of_a_secret_is_left_where_the_output_is_cut(
-        node: LocalNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_API_KEY", CANARY)
-    await node.start(python("import os, sys\nsys.exit(os.environ['MY_API_KEY'] + 'x' * "
-                            f"{TAIL_BYTES - 5})"))
+    await node.start(
+        python(f"import os, sys\nsys.exit(os.environ['MY_API_KEY'] + 'x' * {TAIL_BYTES - 5})")
+    )
     (exited,) = await node.leader.wait(RankExited)
     assert set(exited.tail) <= {*WORD, "x", "\n"}
     assert_no_canary(node, CANARY[-4:])
 
 
 async def test_a_ranks_own_error_report_is_redacted(
-        memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_API_KEY", CANARY)
     async with local_node(memory, tmp_path, rank_argv=(sys.executable, "-c", ERRS)) as node:
         await node.start(train(0))
@@ -85,7 +97,8 @@ async def test_a_ranks_own_error_report_is_redacted(
 
 
 async def test_the_list_of_names_is_that_of_the_policy(
-        memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_API_KEY", CANARY)
     monkeypatch.setenv("OURS", "hidden-too")
     async with local_node(memory, tmp_path, redact=("our*",)) as node:
@@ -104,4 +117,6 @@ async def test_output_that_explains_no_end_stays_on_the_node(node: LocalNode) ->
     await node.stop_rank(1)
     exits = await node.leader.wait(RankExited, 2)
     assert [(one.exit_code, one.signal, one.tail) for one in exits] == [
-        (0, None, ""), (None, signal.SIGTERM, "")]
+        (0, None, ""),
+        (None, signal.SIGTERM, ""),
+    ]

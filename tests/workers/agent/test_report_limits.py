@@ -49,8 +49,9 @@ time.sleep(60)
 
 
 def saying(memory: MemoryLog, folder: Path, **changes: Any) -> Any:
-    return local_node(memory, folder,
-                      rank_argv=(sys.executable, "-I", "-c", SAYS, str(folder)), **changes)
+    return local_node(
+        memory, folder, rank_argv=(sys.executable, "-I", "-c", SAYS, str(folder)), **changes
+    )
 
 
 async def say(node: LocalNode, folder: Path, rank: int, *frames: Frame) -> None:
@@ -62,8 +63,10 @@ async def say(node: LocalNode, folder: Path, rank: int, *frames: Frame) -> None:
 def own(kind: type[Body], of_rank: int, /, **changes: Any) -> Body:
     """A body that the rank may send."""
     ids = {"task": 1, "rank": of_rank, "attempt": 1}
-    return body_of(kind, **{name: value for name, value in ids.items()
-                            if name in kind.__struct_fields__} | changes)
+    return body_of(
+        kind,
+        **{name: value for name, value in ids.items() if name in kind.__struct_fields__} | changes,
+    )
 
 
 def reported(node: LocalNode) -> list[Body]:
@@ -88,12 +91,18 @@ async def test_a_rank_may_send_every_kind_about_itself(memory: MemoryLog, tmp_pa
 
 
 async def test_a_rank_speaks_only_for_its_own_task_rank_and_attempt(
-        memory: MemoryLog, tmp_path: Path) -> None:
+    memory: MemoryLog, tmp_path: Path
+) -> None:
     """Each lie is followed by a true report, which does not count any more."""
     async with saying(memory, tmp_path, num_slots=len(lies())) as node:
         for rank, (kind, name) in enumerate(lies()):
-            await say(node, tmp_path, rank, Frame(body=own(kind, rank, **{name: 77})),
-                      Frame(body=own(Quiesced, rank)))
+            await say(
+                node,
+                tmp_path,
+                rank,
+                Frame(body=own(kind, rank, **{name: 77})),
+                Frame(body=own(Quiesced, rank)),
+            )
         causes = await assert_refused(node, len(lies()))
         for rank, (kind, name) in enumerate(lies()):
             own_value = rank if name == "rank" else 1
@@ -103,27 +112,35 @@ async def test_a_rank_speaks_only_for_its_own_task_rank_and_attempt(
 
 @pytest.mark.parametrize("value", [-2, 2**53])
 async def test_a_number_out_of_range_breaks_the_protocol(
-        memory: MemoryLog, tmp_path: Path, value: int) -> None:
+    memory: MemoryLog, tmp_path: Path, value: int
+) -> None:
     async with saying(memory, tmp_path, num_slots=len(counts()) + 2) as node:
         for rank, (kind, name) in enumerate(counts()):
             await say(node, tmp_path, rank, Frame(body=own(kind, rank, **{name: value})))
         nested = len(counts())
-        await say(node, tmp_path, nested,
-                  Frame(body=own(Quiesced, nested, micro_batches=(1, value))))
-        await say(node, tmp_path, nested + 1,
-                  Frame(body=own(TaskProgressed, nested + 1, digests={value: "0" * 16})))
+        await say(
+            node, tmp_path, nested, Frame(body=own(Quiesced, nested, micro_batches=(1, value)))
+        )
+        await say(
+            node,
+            tmp_path,
+            nested + 1,
+            Frame(body=own(TaskProgressed, nested + 1, digests={value: "0" * 16})),
+        )
         causes = await assert_refused(node, nested + 2)
     assert f"Quiesced.micro_batches[1] is {value}" in causes[nested]
     assert f"TaskProgressed.digests[{value}] is {value}" in causes[nested + 1]
 
 
 async def test_the_time_of_a_report_is_near_the_agents_clock(
-        memory: MemoryLog, tmp_path: Path) -> None:
+    memory: MemoryLog, tmp_path: Path
+) -> None:
     times = (-1e300, -1.0, 0.0, 1.0, time.time() + 3600, 1e300)
     async with saying(memory, tmp_path) as node:
         begin_s = time.time()
-        await say(node, tmp_path, 0, *(Frame(body=own(LossNotFinite, 0), at_s=at_s)
-                                       for at_s in times))
+        await say(
+            node, tmp_path, 0, *(Frame(body=own(LossNotFinite, 0), at_s=at_s) for at_s in times)
+        )
         await node.leader.wait(LossNotFinite, len(times))
         for record in node.leader.records:
             if isinstance(record.body, LossNotFinite):
@@ -132,7 +149,8 @@ async def test_the_time_of_a_report_is_near_the_agents_clock(
 
 @pytest.mark.parametrize("at_s", [math.nan, math.inf, -math.inf])
 async def test_a_time_that_is_no_number_breaks_the_protocol(
-        memory: MemoryLog, tmp_path: Path, at_s: float) -> None:
+    memory: MemoryLog, tmp_path: Path, at_s: float
+) -> None:
     async with saying(memory, tmp_path) as node:
         await say(node, tmp_path, 0, Frame(body=own(TaskProgressed, 0), at_s=at_s))
         await assert_refused(node, 1)
@@ -143,13 +161,21 @@ FLOOD_NUM = 20_000
 
 
 async def test_a_flood_of_one_rank_is_dropped_and_counted_and_hides_no_fault(
-        memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(report_limits, "DROPPED_S", 0.2)
     begin_s = time.monotonic()
     async with saying(memory, tmp_path) as node:
         level = Frame(body=own(TaskProgressed, 0))
-        await say(node, tmp_path, 0, *[level] * FLOOD_NUM, Frame(body=own(LossNotFinite, 0)),
-                  *[level] * FLOOD_NUM, Frame(body=own(RankErrored, 0)))
+        await say(
+            node,
+            tmp_path,
+            0,
+            *[level] * FLOOD_NUM,
+            Frame(body=own(LossNotFinite, 0)),
+            *[level] * FLOOD_NUM,
+            Frame(body=own(RankErrored, 0)),
+        )
         await say(node, tmp_path, 1, *[Frame(body=own(Quiesced, 1))] * 20)
         await node.leader.wait(RankErrored)
         await node.leader.wait(Quiesced, 20)
@@ -162,20 +188,23 @@ async def test_a_flood_of_one_rank_is_dropped_and_counted_and_hides_no_fault(
         passed_s = time.monotonic() - begin_s
         assert BURST_NUM <= num_taken <= BURST_NUM + REPORTS_PER_S * passed_s
         assert {(one.task, one.rank, one.attempt, one.kinds) for one in dropped} == {
-            (1, 0, 1, ("TaskProgressed",))}
+            (1, 0, 1, ("TaskProgressed",))
+        }
         assert len(dropped) <= 2 + passed_s / 0.2
 
 
 async def test_a_report_that_is_too_large_breaks_the_protocol(
-        memory: MemoryLog, tmp_path: Path) -> None:
+    memory: MemoryLog, tmp_path: Path
+) -> None:
     """The agent refuses it by its length: it reads no megabytes first."""
     large = Frame(body=own(RankErrored, 0, text="x" * (15 << 20)))
     async with saying(memory, tmp_path) as node:
         await say(node, tmp_path, 0, large)
         causes = await assert_refused(node, 1)
         assert f"a frame of {len(pack(large)) - 4} bytes" in causes[0]
-        await say(node, tmp_path, 1, Frame(body=own(
-            RankErrored, 1, text="x" * (REPORT_BYTES_MAX - 1000))))
+        await say(
+            node, tmp_path, 1, Frame(body=own(RankErrored, 1, text="x" * (REPORT_BYTES_MAX - 1000)))
+        )
         await node.leader.wait(RankErrored)
         assert len(node.leader.all(RankStarted)) == 2
 

@@ -33,8 +33,15 @@ def clock() -> float:
 
 
 def progressed(iteration: int, num: int = 4) -> TaskProgressed:
-    return TaskProgressed(task=1, generation=1, first_iteration=iteration, losses=(2.5,) * num,
-                          step_s=(0.25,) * num, rate_flops=1e9, micro_batches=8)
+    return TaskProgressed(
+        task=1,
+        generation=1,
+        first_iteration=iteration,
+        losses=(2.5,) * num,
+        step_s=(0.25,) * num,
+        rate_flops=1e9,
+        micro_batches=8,
+    )
 
 
 def exited(rank: int) -> RankExited:
@@ -68,24 +75,39 @@ def test_reports_count_from_one_and_are_sent_again_until_trimmed() -> None:
 def test_a_report_that_cannot_be_written_takes_no_number() -> None:
     spool = Spool("n1/7", "n1", clock)
     with pytest.raises(ValueError):
-        spool.put(TaskProgressed(task=1, generation=1, first_iteration=0, losses=(float("nan"),),
-                                 step_s=(1.0,), rate_flops=0.0, micro_batches=1))
+        spool.put(
+            TaskProgressed(
+                task=1,
+                generation=1,
+                first_iteration=0,
+                losses=(float("nan"),),
+                step_s=(1.0,),
+                rate_flops=0.0,
+                micro_batches=1,
+            )
+        )
     assert spool.put(JOINED).source_seq == 1
 
 
-@pytest.mark.parametrize("body", [
-    replace(progressed(1), digests={2**60: "0" * 16}), replace(progressed(1), skipped=2**53),
-    replace(exited(0), pid=2**64)])
+@pytest.mark.parametrize(
+    "body",
+    [
+        replace(progressed(1), digests={2**60: "0" * 16}),
+        replace(progressed(1), skipped=2**53),
+        replace(exited(0), pid=2**64),
+    ],
+)
 def test_a_report_that_the_control_plane_refuses_costs_only_itself(body: Body) -> None:
     spool = Spool("n1/7", "n1", clock)
     for one in (JOINED, body, exited(1)):
         spool.put(one)
-    sent = [read_report(lambda _: b"key", sign_report(b"key", encode_report(one)))
-            for one in spool.behind(0, 10)]
+    sent = [
+        read_report(lambda _: b"key", sign_report(b"key", encode_report(one)))
+        for one in spool.behind(0, 10)
+    ]
     taken, last = accept([one for one in sent if isinstance(one, Report)])
     assert last == 3
-    assert [one.body for one in taken] == [
-        JOINED, ReportsLost(node="n1", num_lost=1), exited(1)]
+    assert [one.body for one in taken] == [JOINED, ReportsLost(node="n1", num_lost=1), exited(1)]
 
 
 def test_a_full_spool_drops_progress_first_and_reports_the_loss() -> None:
@@ -113,19 +135,40 @@ def test_a_full_spool_drops_reports_of_superseded_checkpoints_first() -> None:
         spool.put(progressed(number))
     for step in range(400):
         for node in ("n1", "n2"):
-            spool.put(MemoryCheckpointStored(
-                task=1, rank=0, attempt=1, generation=1, step_version=step, node=node,
-                copy_bytes=1 << 30, checksum="crc32:00000001"))
-    spool.put(MemoryCheckpointStored(
-        task=2, rank=0, attempt=1, generation=1, step_version=1, node="n1", copy_bytes=1 << 30,
-        checksum="crc32:00000001"))
+            spool.put(
+                MemoryCheckpointStored(
+                    task=1,
+                    rank=0,
+                    attempt=1,
+                    generation=1,
+                    step_version=step,
+                    node=node,
+                    copy_bytes=1 << 30,
+                    checksum="crc32:00000001",
+                )
+            )
+    spool.put(
+        MemoryCheckpointStored(
+            task=2,
+            rank=0,
+            attempt=1,
+            generation=1,
+            step_version=1,
+            node="n1",
+            copy_bytes=1 << 30,
+            checksum="crc32:00000001",
+        )
+    )
     for number in range(40, 80):
         spool.put(progressed(number))
     bodies = [r.body for r in spool.behind(0, 10_000)]
     assert sum(isinstance(body, TaskProgressed) for body in bodies) == 80
     kept = [body for body in bodies if isinstance(body, MemoryCheckpointStored)]
     assert {(body.task, body.node, body.step_version) for body in kept} >= {
-        (1, "n1", 399), (1, "n2", 399), (2, "n1", 1)}
+        (1, "n1", 399),
+        (1, "n2", 399),
+        (2, "n1", 1),
+    }
     num_lost = sum(body.num_lost for body in bodies if isinstance(body, ReportsLost))
     assert num_lost + len(kept) == 801
     assert num_lost > 400
@@ -144,7 +187,8 @@ def test_a_full_spool_drops_the_oldest_but_never_node_joined() -> None:
     assert lost.body.num_lost + len(rest) == 500
     assert lost.source_seq == lost.body.num_lost + 1
     assert [r.body.rank for r in rest if isinstance(r.body, RankExited)] == list(
-        range(lost.body.num_lost, 500))
+        range(lost.body.num_lost, 500)
+    )
 
 
 def test_a_full_spool_drops_faults_last() -> None:
@@ -220,7 +264,8 @@ def test_every_number_is_delivered_or_counted_as_lost(seed: int) -> None:
 
 @pytest.mark.parametrize(("num_kept", "num_lost"), [(9, 0), (2, 0), (1, 1), (0, 2)])
 def test_a_log_that_lost_its_end_gets_it_again_or_a_report_of_the_gap(
-        monkeypatch: pytest.MonkeyPatch, num_kept: int, num_lost: int) -> None:
+    monkeypatch: pytest.MonkeyPatch, num_kept: int, num_lost: int
+) -> None:
     monkeypatch.setattr(spool_file, "NUM_KEPT", num_kept)
     spool = Spool("n1/7", "n1", clock)
     sent = [spool.put(body) for body in (JOINED, exited(0), exited(1), exited(2))]
@@ -229,9 +274,11 @@ def test_a_log_that_lost_its_end_gets_it_again_or_a_report_of_the_gap(
     found = spool.behind(spool.acked, 10)
     if num_lost:
         lost = found.pop(0)
-        assert (lost.source_seq, lost.body) == (1 + num_lost,
-                                                ReportsLost(node="n1", num_lost=num_lost))
-    assert found == sent[1 + num_lost:]
+        assert (lost.source_seq, lost.body) == (
+            1 + num_lost,
+            ReportsLost(node="n1", num_lost=num_lost),
+        )
+    assert found == sent[1 + num_lost :]
     assert spool.acked == 1
     spool.trim(4)
     assert spool.num_unacked == 0

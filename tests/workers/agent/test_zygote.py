@@ -28,9 +28,18 @@ ZYGOTE, RANK = "workers.training.zygote", "workers.training.rank"
 
 
 def tiny(output: Path, **changes: Any) -> JobSpec:
-    return parse({"apiVersion": "unicron/v1", "name": "tiny", "train": {
-        "model": {"num_layers": 1, "hidden": 16, "num_heads": 1, "sequence": 16},
-        "iterations": 9, "output": str(output), **changes}})
+    return parse(
+        {
+            "apiVersion": "unicron/v1",
+            "name": "tiny",
+            "train": {
+                "model": {"num_layers": 1, "hidden": 16, "num_heads": 1, "sequence": 16},
+                "iterations": 9,
+                "output": str(output),
+                **changes,
+            },
+        }
+    )
 
 
 def command_line(pid: int) -> str:
@@ -40,8 +49,12 @@ def command_line(pid: int) -> str:
 def zygotes(shim: int) -> list[int]:
     """The shim's zygotes. A forked rank has the same command line, but another process name."""
     children = [proc.pid for proc in linux.table() if proc.ppid == shim and proc.state != "Z"]
-    return [pid for pid in children if ZYGOTE in command_line(pid)
-            and not Path(f"/proc/{pid}/comm").read_text().startswith("rank ")]
+    return [
+        pid
+        for pid in children
+        if ZYGOTE in command_line(pid)
+        and not Path(f"/proc/{pid}/comm").read_text().startswith("rank ")
+    ]
 
 
 @asynccontextmanager
@@ -96,7 +109,8 @@ async def test_ranks_are_forked_as_children_of_the_shim(plane: PlaneStub, tmp_pa
 
 @pytest.mark.thorough
 async def test_a_zygote_that_exits_is_replaced_and_the_shims_end_ends_all(
-        plane: PlaneStub, tmp_path: Path) -> None:
+    plane: PlaneStub, tmp_path: Path
+) -> None:
     async with joined(plane) as shim:
         await plane.start_rank(tiny(tmp_path / "a"))
         await plane.wait(r.RankReady)
@@ -115,16 +129,19 @@ async def test_a_zygote_that_exits_is_replaced_and_the_shims_end_ends_all(
             await until_gone(pid)
 
 
-@pytest.mark.parametrize("why", [
-    "disabled", pytest.param("cannot fork", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "why", ["disabled", pytest.param("cannot fork", marks=pytest.mark.thorough)]
+)
 async def test_without_a_zygote_ranks_are_started_by_exec(
-        plane: PlaneStub, tmp_path: Path, why: str) -> None:
+    plane: PlaneStub, tmp_path: Path, why: str
+) -> None:
     env = {"UNICRON_ZYGOTE": "0"}
     if why == "cannot fork":  # a second thread in the zygote, which therefore does not fork
         (tmp_path / "sitecustomize.py").write_text(
             "import sys, threading, time\n"
             f"if any('{ZYGOTE}' in word for word in sys.orig_argv):\n"
-            "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n")
+            "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        )
         env = {"PYTHONPATH": str(tmp_path)}
     async with joined(plane, **env) as shim:
         await plane.start_rank(tiny(tmp_path / "a"))

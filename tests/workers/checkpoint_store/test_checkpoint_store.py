@@ -208,10 +208,13 @@ def test_a_checkpoint_that_arrives_after_its_task_ended_is_refused() -> None:
     stored.reserve(offer(20))  # the store remembers only the last ENDED_NUM_MAX ended tasks
 
 
-@pytest.mark.parametrize(("newer", "why"), [
-    (offer(8, generation=2), "generation 1 of task 7 is over"),
-    (offer(30), "task 7 has a newer checkpoint than generation 1 step 20"),
-])
+@pytest.mark.parametrize(
+    ("newer", "why"),
+    [
+        (offer(8, generation=2), "generation 1 of task 7 is over"),
+        (offer(30), "task 7 has a newer checkpoint than generation 1 step 20"),
+    ],
+)
 def test_a_checkpoint_that_was_overtaken_is_refused(newer: Offer, why: str) -> None:
     stored = CheckpointStore(1000, lambda task: None)
     keep(stored, offer(10))
@@ -248,24 +251,57 @@ def test_the_memory_for_checkpoints_can_be_set() -> None:
     assert 0 < bytes_max({}) < int(total[1]) * 1024 / 2
 
 
-@pytest.mark.parametrize(("line", "files", "expected"), [
-    ("0::/", {}, 8_000_000 * 1024),
-    ("0::/a/b", {"a/b/memory.max": "max", "a/b/memory.current": "10",
-                 "a/memory.max": "9000", "a/memory.current": "8000"}, 1000),
-    ("0::/of/the/host", {"memory.max": "9000", "memory.current": "8000",
-                         "memory.stat": "anon 500\ninactive_file 100\nactive_file 20"}, 1120),
-    ("0::/a", {"a/memory.max": "7000", "a/memory.current": "7100"}, 0),
-    ("4:cpu,memory:/a", {"memory/a/memory.limit_in_bytes": "9000",
-                         "memory/a/memory.usage_in_bytes": "8000",
-                         "memory/a/memory.stat": "total_inactive_file 5\ninactive_file 1"}, 1005),
-    ("4:memory:/a\n0::/", {"memory/memory.limit_in_bytes": str((1 << 63) - 4096),
-                           "memory/memory.usage_in_bytes": "8000"}, 8_000_000 * 1024),
-])
+@pytest.mark.parametrize(
+    ("line", "files", "expected"),
+    [
+        ("0::/", {}, 8_000_000 * 1024),
+        (
+            "0::/a/b",
+            {
+                "a/b/memory.max": "max",
+                "a/b/memory.current": "10",
+                "a/memory.max": "9000",
+                "a/memory.current": "8000",
+            },
+            1000,
+        ),
+        (
+            "0::/of/the/host",
+            {
+                "memory.max": "9000",
+                "memory.current": "8000",
+                "memory.stat": "anon 500\ninactive_file 100\nactive_file 20",
+            },
+            1120,
+        ),
+        ("0::/a", {"a/memory.max": "7000", "a/memory.current": "7100"}, 0),
+        (
+            "4:cpu,memory:/a",
+            {
+                "memory/a/memory.limit_in_bytes": "9000",
+                "memory/a/memory.usage_in_bytes": "8000",
+                "memory/a/memory.stat": "total_inactive_file 5\ninactive_file 1",
+            },
+            1005,
+        ),
+        (
+            "4:memory:/a\n0::/",
+            {
+                "memory/memory.limit_in_bytes": str((1 << 63) - 4096),
+                "memory/memory.usage_in_bytes": "8000",
+            },
+            8_000_000 * 1024,
+        ),
+    ],
+)
 def test_available_memory_is_what_the_cgroup_has_left(
-        tmp_path: Path, line: str, files: dict[str, str], expected: int) -> None:
+    tmp_path: Path, line: str, files: dict[str, str], expected: int
+) -> None:
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    contents = {proc / "self" / "cgroup": f"{line}\n",
-            proc / "meminfo": "MemTotal: 16000000 kB\nMemAvailable: 8000000 kB\n"}
+    contents = {
+        proc / "self" / "cgroup": f"{line}\n",
+        proc / "meminfo": "MemTotal: 16000000 kB\nMemAvailable: 8000000 kB\n",
+    }
     for name, text in files.items():
         contents.setdefault((cgroups / name).with_name("memory.stat"), "anon 1")
         contents[cgroups / name] = text
@@ -460,8 +496,10 @@ def test_a_rank_reaches_the_shares_of_its_own_task_only(keeper: LocalKeeper) -> 
             protocol.send(connection, wish)
             with pytest.raises(TransferError, match="the key of task 8, not of 7"):
                 protocol.receive(connection, protocol.List, Offer)
-    for claimed in (msgspec.structs.replace(foreign, task=TASK),  # the key of another task
-                    msgspec.structs.replace(KEY, generation=2)):  # and of another generation
+    for claimed in (
+        msgspec.structs.replace(foreign, task=TASK),  # the key of another task
+        msgspec.structs.replace(KEY, generation=2),
+    ):  # and of another generation
         with pytest.raises(TransferError, match="not the key of task 7"):
             put(endpoint, 20, [b"replaced"], claimed)
     assert get(endpoint, request(10)) == [b"state of task 7"]
@@ -483,8 +521,12 @@ def test_a_rank_cannot_claim_a_future_generation(keeper: LocalKeeper) -> None:
 
 
 def test_keys_are_of_a_node_a_task_and_a_generation() -> None:
-    found = {store_key(store_secret(node), task, generation).key
-             for node in (b"a", b"b") for task in (1, 11) for generation in (1, 11)}
+    found = {
+        store_key(store_secret(node), task, generation).key
+        for node in (b"a", b"b")
+        for task in (1, 11)
+        for generation in (1, 11)
+    }
     assert len(found) == 8
 
 
@@ -499,9 +541,16 @@ class Losses(list[tuple[int, str]]):
 @asynccontextmanager
 async def store_process(tmp_path: Path, losses: Losses, **env: str) -> AsyncIterator[StoreProcess]:
     shim = new_shim(tmp_path)
-    keeper = StoreProcess("127.0.0.1", SECRET, {**os.environ, **env},
-                    ("UNICRON_PROCESS", "test:n1/1:keeper"), tmp_path / "keeper.log", losses.hear,
-                          start=5, shim=shim)
+    keeper = StoreProcess(
+        "127.0.0.1",
+        SECRET,
+        {**os.environ, **env},
+        ("UNICRON_PROCESS", "test:n1/1:keeper"),
+        tmp_path / "keeper.log",
+        losses.hear,
+        start=5,
+        shim=shim,
+    )
     try:
         yield keeper
     finally:
@@ -553,9 +602,11 @@ def _nothing(endpoint: str) -> bool:
 
 
 async def test_restarts_of_a_store_that_exits_at_once_back_off(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents_keeper, "ARGV",
-                        (sys.executable, "-c", "raise SystemExit('it cannot start')"))
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        agents_keeper, "ARGV", (sys.executable, "-c", "raise SystemExit('it cannot start')")
+    )
     log = tmp_path / "keeper.log"
     losses = Losses()
     with capture_logs() as logs:
@@ -572,7 +623,8 @@ async def test_restarts_of_a_store_that_exits_at_once_back_off(
 
 
 async def test_an_agent_starts_no_more_stores_than_it_has_numbers(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(agents_keeper, "STORES_NUM_MAX", 2)
     losses = Losses()
     async with store_process(tmp_path, losses) as keeper:
@@ -588,7 +640,8 @@ async def test_an_agent_starts_no_more_stores_than_it_has_numbers(
 
 
 async def test_an_agent_that_cannot_start_a_store_tries_again(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = socket.socketpair
 
     def none_is_left(*args: int) -> NoReturn:
@@ -600,7 +653,9 @@ async def test_an_agent_that_cannot_start_a_store_tries_again(
             monkeypatch.setattr(socket, "socketpair", none_is_left)
             await asyncio.to_thread(put, keeper.endpoint, 10, [bytes(100)])
     assert [one["event"] for one in logs] == [
-        "the checkpoint store cannot start", "started the checkpoint store"]
+        "the checkpoint store cannot start",
+        "started the checkpoint store",
+    ]
 
 
 async def test_a_lost_checkpoint_is_reported_with_its_task(tmp_path: Path) -> None:
@@ -632,9 +687,11 @@ def test_repeated_failures_are_logged_once(tmp_path: Path) -> None:
     asyncio.run(live())
     assert sorted(path.read_text().splitlines()) == [
         "127.0.0.1: connection failed: client without a key",
-        "127.0.0.1: recovered", "memory for checkpoints: 1000 bytes",
+        "127.0.0.1: recovered",
+        "memory for checkpoints: 1000 bytes",
         "task 7: recovered",
-        "task 7: refused: share of 1001 bytes does not fit into 1000"]
+        "task 7: refused: share of 1001 bytes does not fit into 1000",
+    ]
 
 
 async def test_a_store_without_descriptors_waits_and_continues(tmp_path: Path) -> None:
@@ -687,6 +744,7 @@ def test_the_store_exits_with_its_shim(tmp_path: Path) -> None:
     read, write = os.pipe()
     agent = os.fork()
     if agent == 0:
+
         async def live() -> None:
             async with store_process(tmp_path, Losses()) as keeper:
                 await asyncio.to_thread(put, keeper.endpoint, 10, [bytes(100)])

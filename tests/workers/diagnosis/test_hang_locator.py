@@ -119,12 +119,20 @@ class Job:
                 calls.append(Call(group, name, counts[group]))
 
         def pass_on(source_stage: int, target_stage: int) -> None:
-            source, target = (self.layout.rank(t, stage, d) for stage in
-                              (source_stage, target_stage))
+            source, target = (
+                self.layout.rank(t, stage, d) for stage in (source_stage, target_stage)
+            )
             pair = f"{of['PIPELINE']} {source}>{target}"
             counts[pair] = counts.get(pair, 0) + 1
-            calls.append(Call(of["PIPELINE"], "send" if rank == source else "recv",
-                              counts[pair], source, target))
+            calls.append(
+                Call(
+                    of["PIPELINE"],
+                    "send" if rank == source else "recv",
+                    counts[pair],
+                    source,
+                    target,
+                )
+            )
 
         for _ in range(self.num_iterations):
             for _ in range(self.num_micro_batches):
@@ -151,8 +159,11 @@ class Job:
         while progressed:
             progressed = False
             for rank, program in enumerate(self.programs):
-                limit = min(self.stopped.get(rank, len(program)), len(program),
-                            self.completed[rank] + self.window)
+                limit = min(
+                    self.stopped.get(rank, len(program)),
+                    len(program),
+                    self.completed[rank] + self.window,
+                )
                 if self.entered[rank] < limit:
                     now_ns += STEP_NS
                     self.entered_ns[rank, self.entered[rank]] = now_ns
@@ -179,25 +190,42 @@ class Job:
     def dump(self, rank: int, *, only_active: bool, with_status: bool = True) -> dict[str, Any]:
         """The rank's dump in torch's format."""
         of = [group for group, ranks in self.groups.items() if rank in ranks]
-        entries = [self._entry(rank, index, of) for index in range(self.entered[rank])
-                   if not only_active or index >= self.seen(rank)]
+        entries = [
+            self._entry(rank, index, of)
+            for index in range(self.entered[rank])
+            if not only_active or index >= self.seen(rank)
+        ]
         status: dict[str, Any] = {}
         for number, group in enumerate(of):
             mine = [call.seq for call in self.programs[rank] if call.group == group]
-            ended = [call.seq for call in self.programs[rank][:self.seen(rank)]
-                     if call.group == group]
-            begun = [call.seq for call in self.programs[rank][:self.entered[rank]]
-                     if call.group == group]
+            ended = [
+                call.seq for call in self.programs[rank][: self.seen(rank)] if call.group == group
+            ]
+            begun = [
+                call.seq
+                for call in self.programs[rank][: self.entered[rank]]
+                if call.group == group
+            ]
             if mine:
                 status[str(3 * number)] = {
                     "last_enqueued_collective": begun[-1] if begun else -1,
                     "last_started_collective": -1,
-                    "last_completed_collective": ended[-1] if ended else -1}
-        config = {group.split()[0]: {
-            "name": group.split()[0], "desc": group.split()[1],
-            "ranks": str(list(self.groups[group]))} for group in of}
-        return {"version": "2.9", "pg_config": config, "entries": entries,
-                "pg_status": status if with_status else {}}
+                    "last_completed_collective": ended[-1] if ended else -1,
+                }
+        config = {
+            group.split()[0]: {
+                "name": group.split()[0],
+                "desc": group.split()[1],
+                "ranks": str(list(self.groups[group])),
+            }
+            for group in of
+        }
+        return {
+            "version": "2.9",
+            "pg_config": config,
+            "entries": entries,
+            "pg_status": status if with_status else {},
+        }
 
     def _entry(self, rank: int, index: int, of: list[str]) -> dict[str, Any]:
         call = self.programs[rank][index]
@@ -207,24 +235,48 @@ class Job:
             one, other = (self.groups[call.group].index(end) for end in (call.source, call.target))
             name = f"send {one}->{other}" if call.name == "send" else f"recv {other}<-{one}"
         done = index < self.seen(rank)
-        return {"record_id": index, "pg_id": 3 * of.index(call.group),
-                "process_group": call.group.split(), "profiling_name": f"nccl:{name}",
-                "collective_seq_id": 0 if is_p2p else call.seq,
-                "p2p_seq_id": call.seq if is_p2p else 0, "op_id": call.seq, "is_p2p": is_p2p,
-                "state": "completed" if done else "scheduled", "retired": done,
-                "time_created_ns": self.entered_ns[rank, index]}
+        return {
+            "record_id": index,
+            "pg_id": 3 * of.index(call.group),
+            "process_group": call.group.split(),
+            "profiling_name": f"nccl:{name}",
+            "collective_seq_id": 0 if is_p2p else call.seq,
+            "p2p_seq_id": call.seq if is_p2p else 0,
+            "op_id": call.seq,
+            "is_p2p": is_p2p,
+            "state": "completed" if done else "scheduled",
+            "retired": done,
+            "time_created_ns": self.entered_ns[rank, index],
+        }
 
 
-def hung(layout: Layout, stopped: dict[int, int], window: int = 1, *, only_active: bool = False,
-         with_status: bool = True) -> Dumped:
+def hung(
+    layout: Layout,
+    stopped: dict[int, int],
+    window: int = 1,
+    *,
+    only_active: bool = False,
+    with_status: bool = True,
+) -> Dumped:
     job = Job(layout, stopped, window)
     job.run()
-    return {rank: job.dump(rank, only_active=only_active, with_status=with_status)
-            for rank in range(layout.num_ranks)}
+    return {
+        rank: job.dump(rank, only_active=only_active, with_status=with_status)
+        for rank in range(layout.num_ranks)
+    }
 
 
-LAYOUTS = st.sampled_from([Layout(2, 1, 1), Layout(1, 1, 4), Layout(1, 4, 1), Layout(2, 2, 2),
-                           Layout(4, 2, 2), Layout(2, 4, 2), Layout(2, 2, 3)])
+LAYOUTS = st.sampled_from(
+    [
+        Layout(2, 1, 1),
+        Layout(1, 1, 4),
+        Layout(1, 4, 1),
+        Layout(2, 2, 2),
+        Layout(4, 2, 2),
+        Layout(2, 4, 2),
+        Layout(2, 2, 3),
+    ]
+)
 
 
 def found(dumps: Dumped) -> HangLocation:
@@ -256,8 +308,9 @@ def answered(capsys: Captured, *paths: Path | str) -> dict[str, Any]:
 
 
 # --- real dumps -----------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "state"), [("lock_gil_1st", "not entered"),
-                                             ("gpu_error_1st", "not completed")])
+@pytest.mark.parametrize(
+    ("name", "state"), [("lock_gil_1st", "not entered"), ("gpu_error_1st", "not completed")]
+)
 def test_real_dumps_name_the_faulty_ranks(name: str, state: str) -> None:
     document = json.loads((DATA / f"{name}.json").read_text())
     guilty = json.loads(document["ground_truth"].splitlines()[0].partition(":")[2])
@@ -273,8 +326,9 @@ def test_real_dumps_name_the_faulty_ranks(name: str, state: str) -> None:
 def test_real_dumps_without_those_of_the_faulty_ranks(name: str) -> None:
     document = json.loads((DATA / f"{name}.json").read_text())
     guilty = json.loads(document["ground_truth"].splitlines()[0].partition(":")[2])
-    where = found({int(rank): dump for rank, dump in document["ranks"].items()
-                   if int(rank) not in guilty})
+    where = found(
+        {int(rank): dump for rank, dump in document["ranks"].items() if int(rank) not in guilty}
+    )
     assert [one.rank for one in where.suspects] == guilty == list(where.missing)
     assert {one.state for one in where.suspects} == {"no dump"}
 
@@ -283,10 +337,16 @@ def test_real_dumps_without_those_of_the_faulty_ranks(name: str) -> None:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), layout=LAYOUTS, num=st.integers(1, 3), only_active=st.booleans())
 def test_stopped_ranks_are_named_if_each_call_is_waited_for(
-        data: st.DataObject, layout: Layout, num: int, only_active: bool) -> None:
+    data: st.DataObject, layout: Layout, num: int, only_active: bool
+) -> None:
     calls = Job(layout, {}).num_calls_min - 1
-    ranks = data.draw(st.sets(st.integers(0, layout.num_ranks - 1), min_size=1,
-                              max_size=min(num, layout.num_ranks - 1)))
+    ranks = data.draw(
+        st.sets(
+            st.integers(0, layout.num_ranks - 1),
+            min_size=1,
+            max_size=min(num, layout.num_ranks - 1),
+        )
+    )
     stopped = {rank: data.draw(st.integers(1, calls)) for rank in sorted(ranks)}
     job = Job(layout, stopped)
     job.run()
@@ -296,11 +356,16 @@ def test_stopped_ranks_are_named_if_each_call_is_waited_for(
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), layout=LAYOUTS, window=st.integers(2, 9), only_active=st.booleans(),
-       with_status=st.booleans())
+@given(
+    data=st.data(),
+    layout=LAYOUTS,
+    window=st.integers(2, 9),
+    only_active=st.booleans(),
+    with_status=st.booleans(),
+)
 def test_a_stopped_rank_is_named_if_ranks_run_ahead(
-        data: st.DataObject, layout: Layout, window: int, only_active: bool,
-        with_status: bool) -> None:
+    data: st.DataObject, layout: Layout, window: int, only_active: bool, with_status: bool
+) -> None:
     rank = data.draw(st.integers(0, layout.num_ranks - 1))
     at = data.draw(st.integers(1, Job(layout, {}).num_calls_min - 1))
     dumps = hung(layout, {rank: at}, window, only_active=only_active, with_status=with_status)
@@ -310,10 +375,14 @@ def test_a_stopped_rank_is_named_if_ranks_run_ahead(
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), layout=LAYOUTS, window=st.integers(2, 9))
 def test_only_stopped_ranks_are_named_if_several_stop(
-        data: st.DataObject, layout: Layout, window: int) -> None:
+    data: st.DataObject, layout: Layout, window: int
+) -> None:
     """Not all are named: a rank that stopped while it waited for another looks like a waiter."""
-    ranks = data.draw(st.sets(st.integers(0, layout.num_ranks - 1), min_size=1,
-                              max_size=max(layout.num_ranks // 4, 1)))
+    ranks = data.draw(
+        st.sets(
+            st.integers(0, layout.num_ranks - 1), min_size=1, max_size=max(layout.num_ranks // 4, 1)
+        )
+    )
     calls = Job(layout, {}).num_calls_min - 1
     stopped = {rank: data.draw(st.integers(1, calls)) for rank in sorted(ranks)}
     names = named(hung(layout, stopped, window))
@@ -340,34 +409,67 @@ def test_a_job_that_does_not_hang_has_no_suspects(layout: Layout, only_active: b
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), layout=st.sampled_from([Layout(2, 2, 2), Layout(4, 2, 1), Layout(2, 4, 2)]),
-       window=st.integers(1, 6), unseen=st.integers(3, 9), only_active=st.booleans())
-def test_a_device_that_no_longer_answers(data: st.DataObject, layout: Layout, window: int,
-                                         unseen: int, only_active: bool) -> None:
+@given(
+    data=st.data(),
+    layout=st.sampled_from([Layout(2, 2, 2), Layout(4, 2, 1), Layout(2, 4, 2)]),
+    window=st.integers(1, 6),
+    unseen=st.integers(3, 9),
+    only_active=st.booleans(),
+)
+def test_a_device_that_no_longer_answers(
+    data: st.DataObject, layout: Layout, window: int, unseen: int, only_active: bool
+) -> None:
     """The rank does not see that its last calls completed on its peers, and stops soon after."""
     rank = data.draw(st.integers(0, layout.num_ranks - 1))
     at = data.draw(st.integers(unseen + 1, Job(layout, {}).num_calls_min - 1))
     job = Job(layout, {rank: at}, window, {rank: unseen})
     job.run()
-    assert named({one: job.dump(one, only_active=only_active)
-                  for one in range(layout.num_ranks)}) == [rank]
+    assert named(
+        {one: job.dump(one, only_active=only_active) for one in range(layout.num_ranks)}
+    ) == [rank]
 
 
 # --- one wait at a time ---------------------------------------------------------------------------
-def entry(seq: int, name: str = "all_reduce", *, state: str = "scheduled", group: str = "0",
-          order: int | None = None, at_s: float = 1.0, **more: Any) -> dict[str, Any]:
-    return {"record_id": seq if order is None else order, "pg_id": int(group),
-            "process_group": [group, "undefined"], "collective_seq_id": seq, "p2p_seq_id": 0,
-            "op_id": seq, "profiling_name": f"nccl:{name}", "time_created_ns": int(at_s * 1e9),
-            "state": state, "retired": False, "is_p2p": False, **more}
+def entry(
+    seq: int,
+    name: str = "all_reduce",
+    *,
+    state: str = "scheduled",
+    group: str = "0",
+    order: int | None = None,
+    at_s: float = 1.0,
+    **more: Any,
+) -> dict[str, Any]:
+    return {
+        "record_id": seq if order is None else order,
+        "pg_id": int(group),
+        "process_group": [group, "undefined"],
+        "collective_seq_id": seq,
+        "p2p_seq_id": 0,
+        "op_id": seq,
+        "profiling_name": f"nccl:{name}",
+        "time_created_ns": int(at_s * 1e9),
+        "state": state,
+        "retired": False,
+        "is_p2p": False,
+        **more,
+    }
 
 
-def dump(*entries: dict[str, Any], groups: dict[str, list[int]] | None = None,
-         **more: Any) -> dict[str, Any]:
-    config = {name: {"name": name, "desc": "undefined", "ranks": str(ranks)}
-              for name, ranks in (groups or {"0": [0, 1, 2, 3]}).items()}
-    return {"version": "2.9", "entries": list(entries), "pg_config": config, "pg_status": {},
-            **more}
+def dump(
+    *entries: dict[str, Any], groups: dict[str, list[int]] | None = None, **more: Any
+) -> dict[str, Any]:
+    config = {
+        name: {"name": name, "desc": "undefined", "ranks": str(ranks)}
+        for name, ranks in (groups or {"0": [0, 1, 2, 3]}).items()
+    }
+    return {
+        "version": "2.9",
+        "entries": list(entries),
+        "pg_config": config,
+        "pg_status": {},
+        **more,
+    }
 
 
 def test_all_ranks_in_one_collective_is_a_network_fault() -> None:
@@ -379,8 +481,9 @@ def test_all_ranks_in_one_collective_is_a_network_fault() -> None:
 
 def test_a_rank_whose_kernel_has_not_started_is_named() -> None:
     """All ranks have entered. The recorder shows that one rank's kernel has not started."""
-    dumps = {rank: dump(entry(6, state="completed"), entry(7, state="started"))
-             for rank in range(4)}
+    dumps = {
+        rank: dump(entry(6, state="completed"), entry(7, state="started")) for rank in range(4)
+    }
     dumps[2] = dump(entry(6, state="completed", time_discovered_started_ns=5), entry(7))
     (suspect,) = found(dumps).suspects
     assert (suspect.rank, suspect.state, suspect.seq) == (2, "not started", 7)
@@ -395,20 +498,44 @@ def test_a_rank_in_another_collective_is_named() -> None:
 
 
 # --- size and data type ---------------------------------------------------------------------------
-def shaped(seq: int, size: list[int], dtype: str = "Float", name: str = "all_reduce",
-           **more: Any) -> dict[str, Any]:
-    return entry(seq, name, input_sizes=[size], input_dtypes=[dtype], output_sizes=[size],
-                 output_dtypes=[dtype], **more)
+def shaped(
+    seq: int, size: list[int], dtype: str = "Float", name: str = "all_reduce", **more: Any
+) -> dict[str, Any]:
+    return entry(
+        seq,
+        name,
+        input_sizes=[size],
+        input_dtypes=[dtype],
+        output_sizes=[size],
+        output_dtypes=[dtype],
+        **more,
+    )
 
 
-@pytest.mark.parametrize(("size", "dtype", "called"), [
-    ([1024, 2], "Float", "2048 Float"), ([1024, 4], "BFloat16", "4096 BFloat16"),
-    ([], "Float", "1 Float"), ([1024, 0], "Float", "0 Float")])
-@pytest.mark.parametrize("name", ["all_reduce", "_all_gather_base", "_reduce_scatter_base",
-                                  "broadcast", "reduce", "allreduce_coalesced"])
+@pytest.mark.parametrize(
+    ("size", "dtype", "called"),
+    [
+        ([1024, 2], "Float", "2048 Float"),
+        ([1024, 4], "BFloat16", "4096 BFloat16"),
+        ([], "Float", "1 Float"),
+        ([1024, 0], "Float", "0 Float"),
+    ],
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_reduce",
+        "_all_gather_base",
+        "_reduce_scatter_base",
+        "broadcast",
+        "reduce",
+        "allreduce_coalesced",
+    ],
+)
 @pytest.mark.parametrize("is_out", [False, True])
 def test_a_rank_with_another_size_or_data_type_is_named(
-        size: list[int], dtype: str, called: str, name: str, is_out: bool) -> None:
+    size: list[int], dtype: str, called: str, name: str, is_out: bool
+) -> None:
     dumps = {rank: dump(shaped(7, [1024, 4], name=name)) for rank in range(4)}
     odd = shaped(7, size, dtype, name, state="completed" if is_out else "scheduled")
     dumps[2] = dump(odd, *[shaped(8, [3], name=name)] * is_out)
@@ -416,19 +543,23 @@ def test_a_rank_with_another_size_or_data_type_is_named(
     (suspect,) = where.suspects
     assert where.verdict == "hang"
     assert (suspect.rank, suspect.state, suspect.confidence) == (2, "mismatched", "high")
-    assert suspect.why == (f"called {name} of {called} as number 7 of 0, where ranks 0 1 3 called "
-                           f"{name} of 4096 Float")
+    assert suspect.why == (
+        f"called {name} of {called} as number 7 of 0, where ranks 0 1 3 called {name} of 4096 Float"
+    )
 
 
 def test_of_two_ranks_that_differ_both_are_named_with_low_confidence() -> None:
     groups = {"0": [0, 1]}
     where = found({0: dump(shaped(7, [8]), groups=groups), 1: dump(shaped(7, [9]), groups=groups)})
     assert [(one.rank, one.state, one.confidence) for one in where.suspects] == [
-        (0, "mismatched", "low"), (1, "mismatched", "low")]
+        (0, "mismatched", "low"),
+        (1, "mismatched", "low"),
+    ]
 
 
-@pytest.mark.parametrize("odd", [
-    shaped(7, [2, 2048]), shaped(7, [4096, 1]), entry(7), entry(7, input_sizes=[])])
+@pytest.mark.parametrize(
+    "odd", [shaped(7, [2, 2048]), shaped(7, [4096, 1]), entry(7), entry(7, input_sizes=[])]
+)
 def test_a_reshaped_tensor_or_an_unknown_size_is_no_mismatch(odd: dict[str, Any]) -> None:
     dumps = {rank: dump(shaped(7, [1024, 4])) for rank in range(4)}
     where = found({**dumps, 2: dump(odd)})
@@ -443,11 +574,13 @@ def test_collectives_that_allow_different_sizes(name: str) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), layout=LAYOUTS, window=st.integers(1, 6))
-def test_sizes_that_agree_change_no_verdict(data: st.DataObject, layout: Layout,
-                                            window: int) -> None:
+def test_sizes_that_agree_change_no_verdict(
+    data: st.DataObject, layout: Layout, window: int
+) -> None:
     rank = data.draw(st.integers(0, layout.num_ranks - 1))
-    dumps = hung(layout, {rank: data.draw(st.integers(1, Job(layout, {}).num_calls_min - 1))},
-                 window)
+    dumps = hung(
+        layout, {rank: data.draw(st.integers(1, Job(layout, {}).num_calls_min - 1))}, window
+    )
     before = found(dumps)
     for one in dumps.values():
         for each in one["entries"]:
@@ -457,20 +590,27 @@ def test_sizes_that_agree_change_no_verdict(data: st.DataObject, layout: Layout,
 
 # --- numbers that torch never writes --------------------------------------------------------------
 @pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e999", "1" * 400])
-@pytest.mark.parametrize("key", ["record_id", "pg_id", "collective_seq_id", "op_id",
-                                 "time_created_ns"])
+@pytest.mark.parametrize(
+    "key", ["record_id", "pg_id", "collective_seq_id", "op_id", "time_created_ns"]
+)
 def test_an_invalid_number_is_a_one_line_error(
-        key: str, number: str, tmp_path: Path, capsys: Captured) -> None:
+    key: str, number: str, tmp_path: Path, capsys: Captured
+) -> None:
     text = json.dumps(dump({**entry(1), key: "@"})).replace('"@"', number)
     (tmp_path / "dump_0").write_text(text)
     error, _ = refused(capsys, tmp_path / "dump_0")
     assert "Expected `int`" in error or "JSON is malformed" in error or "out of range" in error
 
 
-@pytest.mark.parametrize("text", [
-    '{"dumped_ns": 1e999, "entries": []}', '{"ranks": {"' + "1" * 5000 + '": {}}}',
-    '{"entries": [{"process_group": ["0", ""], "collective_seq_id": 1, "input_sizes": [[1e999]],'
-    ' "input_dtypes": ["Float"], "profiling_name": "nccl:all_reduce"}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"dumped_ns": 1e999, "entries": []}',
+        '{"ranks": {"' + "1" * 5000 + '": {}}}',
+        '{"entries": [{"process_group": ["0", ""], "collective_seq_id": 1, "input_sizes": [[1e999]],'
+        ' "input_dtypes": ["Float"], "profiling_name": "nccl:all_reduce"}]}',
+    ],
+)
 def test_an_invalid_number_elsewhere_fails(text: str, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "dump_0").write_text(text)
     assert run_command(["locate", str(tmp_path / "dump_0")]) == 2
@@ -478,8 +618,7 @@ def test_an_invalid_number_elsewhere_fails(text: str, tmp_path: Path, capsys: Ca
 
 
 @pytest.mark.parametrize("put", [b"r\xff\xff\xff\xff", b"p3000000000\n"])
-def test_a_pickle_cannot_ask_for_all_memory(
-        put: bytes, tmp_path: Path, capsys: Captured) -> None:
+def test_a_pickle_cannot_ask_for_all_memory(put: bytes, tmp_path: Path, capsys: Captured) -> None:
     """It names an entry of its memo that makes Python lay out tens of gigabytes."""
     (tmp_path / "dump_0").write_bytes(b"\x80\x02}" + put + b".")
     limit, begun_s = resource.getrlimit(resource.RLIMIT_AS), time.monotonic()
@@ -490,7 +629,8 @@ def test_a_pickle_cannot_ask_for_all_memory(
 
 
 def test_a_fifo_is_refused_at_once_and_skipped_in_a_folder(
-        tmp_path: Path, capsys: Captured) -> None:
+    tmp_path: Path, capsys: Captured
+) -> None:
     """The FIFO has no writer, so a blocking open would never return."""
     fifo = tmp_path / "dump_1"
     os.mkfifo(fifo)
@@ -503,8 +643,13 @@ def test_a_collective_behind_a_stuck_one_is_not_stuck_itself() -> None:
     """All members have entered both collectives. The first blocks the second and is named alone."""
     groups = {"1": [0, 1], "2": [1, 2]}
     first, second = entry(7, group="1", order=0), entry(9, group="2", order=0)
-    where = found({0: dump(first, groups=groups), 2: dump(second, groups=groups),
-                   1: dump(first, {**second, "record_id": 1}, groups=groups)})
+    where = found(
+        {
+            0: dump(first, groups=groups),
+            2: dump(second, groups=groups),
+            1: dump(first, {**second, "record_id": 1}, groups=groups),
+        }
+    )
     assert (where.verdict, where.suspects) == ("network", ())
     assert [(one.group, one.ranks) for one in where.stuck] == [("1", (0, 1))]
     assert {one.rank: one.ranks for one in where.waiting} == {0: (), 1: (), 2: (1,)}
@@ -513,8 +658,12 @@ def test_a_collective_behind_a_stuck_one_is_not_stuck_itself() -> None:
 def test_ranks_that_wait_for_each_other() -> None:
     """Two ranks enter two groups in opposite order. The peer of the longest waiter is named."""
     groups = {"1": [0, 1], "2": [0, 1]}
-    where = found({0: dump(entry(1, group="1", at_s=1), groups=groups),
-                   1: dump(entry(1, group="2", at_s=2), groups=groups)})
+    where = found(
+        {
+            0: dump(entry(1, group="1", at_s=1), groups=groups),
+            1: dump(entry(1, group="2", at_s=2), groups=groups),
+        }
+    )
     assert [(one.rank, one.confidence) for one in where.suspects] == [(1, "low")]
     assert "circle" in where.suspects[0].why
 
@@ -536,8 +685,9 @@ def test_of_groups_with_one_name_the_newest_counts() -> None:
 
 def test_a_short_wait_is_no_hang() -> None:
     def at(dumped_s: float) -> Dumped:
-        dumps = {rank: dump(entry(7, at_s=10.0), dumped_ns=int(dumped_s * 1e9))
-                 for rank in range(3)}
+        dumps = {
+            rank: dump(entry(7, at_s=10.0), dumped_ns=int(dumped_s * 1e9)) for rank in range(3)
+        }
         return {**dumps, 3: dump(entry(6, state="completed"), dumped_ns=int(dumped_s * 1e9))}
 
     assert found(at(10.2)).verdict == "none"
@@ -555,11 +705,20 @@ def test_gloo_retires_and_never_completes() -> None:
     assert named({**dumps, 3: dump(done)}) == [3]
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(),
-                    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
 def test_no_document_breaks_the_reader(document: Any) -> None:
-    for one in (document, {"entries": document}, {"entries": [document]},
-                dump(entry(1), pg_status=document), dump({**entry(1), "process_group": document})):
+    for one in (
+        document,
+        {"entries": document},
+        {"entries": [document]},
+        dump(entry(1), pg_status=document),
+        dump({**entry(1), "process_group": document}),
+    ):
         try:
             read(0, one)
         except NotADump:
@@ -568,7 +727,8 @@ def test_no_document_breaks_the_reader(document: Any) -> None:
 
 # --- the command ----------------------------------------------------------------------------------
 def test_one_file_per_rank_as_json_or_as_torch_pickles_them(
-        tmp_path: Path, capsys: Captured) -> None:
+    tmp_path: Path, capsys: Captured
+) -> None:
     dumps = hung(Layout(2, 2, 1), {3: 4})
     for rank, one in dumps.items():
         if rank % 2:
@@ -597,23 +757,26 @@ class Evil:
         return print, ("run",)
 
 
-@pytest.mark.parametrize(("name", "data", "words"), [
-    ("dump_0", b"", "cut off"),
-    ("dump_0", b"  \n", "cut off"),
-    ("dump_0", b'{"entries": [', "cut off"),
-    ("dump_0", b"\x80\x02}q\x00", "cut off"),
-    ("dump_0", b"\x99{}", "JSON is malformed"),
-    ("dump_0", b'{"entries": []}', "nothing was recorded"),
-    ("dump_0", b'{"entries":\n [}', "invalid character (byte 14)"),
-    ("dump_0", b"[" * 100_000, "maximum recursion depth"),
-    ("dump_0", b"{}", "missing required field `entries`"),
-    ("dump_0", b"[1]", "Expected `object`"),
-    ("dump_0", b'{"entries": [{"process_group": 3}]}', "at `$.entries[0].process_group`"),
-    ("dump_0", b'{"ranks": {}}', "missing required field `entries`"),
-    ("dump_0", b'{"ranks": {"a": {}}}', "Expected `int`"),
-    ("dump", b'{"entries": []}', "does not end in a rank"),
-    ("dump_0", pickle.dumps(Evil(), protocol=2), "refused"),
-])
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("dump_0", b"", "cut off"),
+        ("dump_0", b"  \n", "cut off"),
+        ("dump_0", b'{"entries": [', "cut off"),
+        ("dump_0", b"\x80\x02}q\x00", "cut off"),
+        ("dump_0", b"\x99{}", "JSON is malformed"),
+        ("dump_0", b'{"entries": []}', "nothing was recorded"),
+        ("dump_0", b'{"entries":\n [}', "invalid character (byte 14)"),
+        ("dump_0", b"[" * 100_000, "maximum recursion depth"),
+        ("dump_0", b"{}", "missing required field `entries`"),
+        ("dump_0", b"[1]", "Expected `object`"),
+        ("dump_0", b'{"entries": [{"process_group": 3}]}', "at `$.entries[0].process_group`"),
+        ("dump_0", b'{"ranks": {}}', "missing required field `entries`"),
+        ("dump_0", b'{"ranks": {"a": {}}}', "Expected `int`"),
+        ("dump", b'{"entries": []}', "does not end in a rank"),
+        ("dump_0", pickle.dumps(Evil(), protocol=2), "refused"),
+    ],
+)
 def test_wrong_files(name: str, data: bytes, words: str, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / name).write_bytes(data)
     error, _ = refused(capsys, tmp_path / name)
@@ -625,18 +788,21 @@ def test_wrong_paths(tmp_path: Path, capsys: Captured) -> None:
     for path in (one, other):
         path.write_text(json.dumps(dump(entry(1))))
     (tmp_path / "inner").mkdir()
-    for paths, words in (([one, other], "rank 0 is there twice"),
-                         ([tmp_path / "none"], "no such file"),
-                         ([tmp_path / "inner"], "no dump in this folder"),
-                         ([Path("/dev/null")], "not a regular file"),
-                         ([Path("/dev/zero")], "not a regular file")):
+    for paths, words in (
+        ([one, other], "rank 0 is there twice"),
+        ([tmp_path / "none"], "no such file"),
+        ([tmp_path / "inner"], "no dump in this folder"),
+        ([Path("/dev/null")], "not a regular file"),
+        ([Path("/dev/zero")], "not a regular file"),
+    ):
         assert run_command(["locate", *map(str, paths)]) == 2
         assert words in capsys.readouterr().err
     assert run_command(["locate"]) == 2
 
 
-def test_a_file_that_is_too_long(tmp_path: Path, capsys: Captured,
-                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_too_long(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from unicron.workers.diagnosis import dump_files
 
     monkeypatch.setattr(dump_files, "FILE_BYTES_MAX", 1 << 20)
@@ -649,8 +815,9 @@ def test_one_broken_file_of_a_folder_may_be_left_out(tmp_path: Path, capsys: Cap
     (tmp_path / "dump_0").write_text(json.dumps(dump(entry(1))))
     (tmp_path / "dump_1").write_bytes(b"\x80\x02}q")
     error, hint = refused(capsys, tmp_path)
-    assert error.endswith("dump_1: cut off, or not a flight-recorder dump: pickle data was "
-                          "truncated")
+    assert error.endswith(
+        "dump_1: cut off, or not a flight-recorder dump: pickle data was truncated"
+    )
     assert hint.startswith("hint: leave it out")
 
 
@@ -666,10 +833,23 @@ def world(num: int) -> dict[str, Any]:
 
 
 def job(num: int, rank: int, **more: Any) -> dict[str, Any]:
-    return {"entries": [{"process_group": ["0", "default_pg"], "collective_seq_id": 1, "op_id": 1,
-                         "record_id": 0, "pg_id": 0, "profiling_name": "nccl:all_reduce",
-                         "state": "scheduled", "is_p2p": False, "time_created_ns": 1}],
-            "pg_config": world(num), **more}
+    return {
+        "entries": [
+            {
+                "process_group": ["0", "default_pg"],
+                "collective_seq_id": 1,
+                "op_id": 1,
+                "record_id": 0,
+                "pg_id": 0,
+                "profiling_name": "nccl:all_reduce",
+                "state": "scheduled",
+                "is_p2p": False,
+                "time_created_ns": 1,
+            }
+        ],
+        "pg_config": world(num),
+        **more,
+    }
 
 
 def test_folders_of_several_nodes_are_read_together(tmp_path: Path, capsys: Captured) -> None:
@@ -691,7 +871,8 @@ def test_dumps_of_two_jobs_are_refused(tmp_path: Path, capsys: Captured) -> None
     error, hint = refused(capsys, tmp_path)
     assert error == (
         "error: these dumps are of 2 jobs, or of several attempts: 2 ranks "
-        f"(as {tmp_path}/flight-rank-0.json), 4 ranks (as {tmp_path}/flight-rank-2.json)")
+        f"(as {tmp_path}/flight-rank-0.json), 4 ranks (as {tmp_path}/flight-rank-2.json)"
+    )
     assert hint.startswith("hint: give only the files of one of them")
 
 
@@ -709,8 +890,17 @@ def test_dumps_of_two_tasks_or_generations_are_refused(tmp_path: Path, capsys: C
 def test_a_dump_that_names_no_job_is_accepted(tmp_path: Path, capsys: Captured) -> None:
     """Such a dump is from a rank that has not joined a generation yet, or from an older torch."""
     write(tmp_path, {0: job(2, 0, task=5, generation=3)})
-    write(tmp_path, {1: {"entries": [], "pg_config": {"0": {
-        "name": "0", "desc": "default_pg", "ranks": "[]"}}, "task": 5, "generation": 0}})
+    write(
+        tmp_path,
+        {
+            1: {
+                "entries": [],
+                "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[]"}},
+                "task": 5,
+                "generation": 0,
+            }
+        },
+    )
     assert answered(capsys, tmp_path)["ranks"] == 2
 
 
@@ -740,16 +930,26 @@ def text_of(found: list[dict[str, Any]]) -> str:
 
 
 def test_on_one_machine_one_folder_is_named() -> None:
-    found = folders([("n1", "/srv/u/logs/5-a/rank-0.log"), ("n2", "/srv/u/logs/5-a/rank-1.log"),
-                     ("n2", "/srv/u/logs/5-a/rank-2.log")], hosts("127.0.0.1", "127.0.0.1"))
+    found = folders(
+        [
+            ("n1", "/srv/u/logs/5-a/rank-0.log"),
+            ("n2", "/srv/u/logs/5-a/rank-1.log"),
+            ("n2", "/srv/u/logs/5-a/rank-2.log"),
+        ],
+        hosts("127.0.0.1", "127.0.0.1"),
+    )
     assert [(one["node"], one["folder"]) for one in found] == [
-        ("n1", "/srv/u/logs/5-a"), ("n2", "/srv/u/logs/5-a")]
+        ("n1", "/srv/u/logs/5-a"),
+        ("n2", "/srv/u/logs/5-a"),
+    ]
     assert text_of(found).startswith("unicron locate /srv/u/logs/5-a: the flight recorders")
 
 
 def test_for_several_machines_the_text_says_how_to_collect_dumps() -> None:
-    found = folders([(f"n{at}", "/srv/u/logs/5-a/r.log") for at in range(1, 7)],
-                    hosts(*(f"10.0.0.{at}" for at in range(1, 7))))
+    found = folders(
+        [(f"n{at}", "/srv/u/logs/5-a/r.log") for at in range(1, 7)],
+        hosts(*(f"10.0.0.{at}" for at in range(1, 7))),
+    )
     words = text_of(found)
     assert "n1 10.0.0.1:/srv/u/logs/5-a, n2 10.0.0.2:/srv/u/logs/5-a, " in words
     assert "n4 10.0.0.4:/srv/u/logs/5-a and 2 more; " in words

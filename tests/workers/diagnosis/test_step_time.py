@@ -29,8 +29,10 @@ from unicron.workers.diagnosis.step_time import (
 )
 
 FILE = Path(__file__).parents[2] / "data" / "iteration_times.jsonl"
-SERIES = {Path(line["source"]).stem: line["values"]
-          for line in map(json.loads, FILE.read_text(encoding="utf-8").splitlines())}
+SERIES = {
+    Path(line["source"]).stem: line["values"]
+    for line in map(json.loads, FILE.read_text(encoding="utf-8").splitlines())
+}
 LONG, SHORT = "meg_ds_3d_gpt2_perf_n16-ds-off", "meg_gpt2_base_n16_dp1_tp4_pp16-1809577"
 SHARED = ("job_1_norm", "job_2_norm")
 HEALTHY_NUM = 100_000
@@ -61,7 +63,7 @@ def drawn(values: list[float], num: int, block: int, seed: int) -> list[float]:
     chance, made = random.Random(seed), list[float]()
     while len(made) < num:
         at = chance.randrange(max(1, len(values) - block + 1))
-        made += values[at: at + block]
+        made += values[at : at + block]
     return made[:num]
 
 
@@ -85,9 +87,19 @@ def test_no_alarm_in_many_healthy_iterations(name: str, block: int) -> None:
     assert set(lasting) == {"well"}
 
 
-@pytest.mark.parametrize(("name", "times_slower", "num_max"), [
-    (LONG, 1.15, 16), (LONG, 1.3, 16), (SHORT, 1.15, 16), (SHORT, 1.3, 16), (SHORT, 2.9, 16),
-    ("job_1_norm", 1.3, 90), ("job_1_norm", 2.0, 16), ("job_2_norm", 2.0, 16)])
+@pytest.mark.parametrize(
+    ("name", "times_slower", "num_max"),
+    [
+        (LONG, 1.15, 16),
+        (LONG, 1.3, 16),
+        (SHORT, 1.15, 16),
+        (SHORT, 1.3, 16),
+        (SHORT, 2.9, 16),
+        ("job_1_norm", 1.3, 90),
+        ("job_1_norm", 2.0, 16),
+        ("job_2_norm", 2.0, 16),
+    ],
+)
 def test_a_lasting_slowdown_is_found(name: str, times_slower: float, num_max: int) -> None:
     values = SERIES[name][1:]
     monitor = StepTimeMonitor()
@@ -221,8 +233,11 @@ def test_any_times_are_accepted(values: list[float]) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.floats(min_value=0.001, max_value=1000), st.integers(0, 2**32),
-       st.floats(min_value=0.0, max_value=0.2))
+@given(
+    st.floats(min_value=0.001, max_value=1000),
+    st.integers(0, 2**32),
+    st.floats(min_value=0.0, max_value=0.2),
+)
 def test_uniform_noise_is_no_slowdown(level: float, seed: int, spread: float) -> None:
     chance = random.Random(seed)
     values = [level * (1 + chance.uniform(-spread, spread)) for _ in range(1500)]
@@ -230,10 +245,14 @@ def test_uniform_noise_is_no_slowdown(level: float, seed: int, spread: float) ->
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.floats(min_value=0.001, max_value=1000), st.floats(min_value=1.11, max_value=2.9),
-       st.integers(0, 2**32))
-def test_a_slowdown_of_a_steady_job_is_found_within_a_window(level: float, slower: float, seed: int
-                                                             ) -> None:
+@given(
+    st.floats(min_value=0.001, max_value=1000),
+    st.floats(min_value=1.11, max_value=2.9),
+    st.integers(0, 2**32),
+)
+def test_a_slowdown_of_a_steady_job_is_found_within_a_window(
+    level: float, slower: float, seed: int
+) -> None:
     chance, level_now = random.Random(seed), Level()
     for _ in range(100):
         level_now.add(level * chance.uniform(0.999, 1.001))

@@ -45,10 +45,12 @@ def script(folder: Path, name: str, text: str, mode: int = 0o755) -> Path:
 
 def ask(path: Path, s_max: float = 20.0) -> CheckResult:
     """Run a check once, in an event loop of its own."""
+
     async def test() -> None:
         shim = new_shim(path.parent)
-        run = CheckRunner(shim, {**os.environ, "UNICRON_NODE": "n7"},
-                          ("UNICRON_PROCESS", f"{path.parent}:n7/1:"))
+        run = CheckRunner(
+            shim, {**os.environ, "UNICRON_NODE": "n7"}, ("UNICRON_PROCESS", f"{path.parent}:n7/1:")
+        )
         answers.append(await run(path.name, path, s_max))
         assert linux.dead_children(shim.pid) == []
         shim.end()
@@ -58,17 +60,21 @@ def ask(path: Path, s_max: float = 20.0) -> CheckResult:
     return answers[0]
 
 
-@pytest.mark.parametrize(("text", "code", "health", "why"), [
-    ("echo all well; exit 0", 0, "healthy", "all well"),
-    ("echo slow; echo more; exit 1", 1, "degraded", "slow"),
-    ("echo; echo '  broken  '; exit 2", 2, "unhealthy", "broken"),
-    ("exit 3", 3, "unknown", "exit code 3"),
-    ("echo strange; exit 4", 4, "unknown", "exit code 4: strange"),
-    ("no-such-command", 127, "unknown", "exit code 127, it cannot be run"),
-    ("kill -9 $$", None, "unknown", "ended by signal 9"),
-])
-def test_the_exit_code_decides_the_health(tmp_path: Path, text: str, code: int | None, health: str,
-                                          why: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "code", "health", "why"),
+    [
+        ("echo all well; exit 0", 0, "healthy", "all well"),
+        ("echo slow; echo more; exit 1", 1, "degraded", "slow"),
+        ("echo; echo '  broken  '; exit 2", 2, "unhealthy", "broken"),
+        ("exit 3", 3, "unknown", "exit code 3"),
+        ("echo strange; exit 4", 4, "unknown", "exit code 4: strange"),
+        ("no-such-command", 127, "unknown", "exit code 127, it cannot be run"),
+        ("kill -9 $$", None, "unknown", "ended by signal 9"),
+    ],
+)
+def test_the_exit_code_decides_the_health(
+    tmp_path: Path, text: str, code: int | None, health: str, why: str
+) -> None:
     answer = ask(script(tmp_path, "c", text))
     found = finding("c", answer, 2)
     assert (answer.code, found.check, found.health, found.why) == (code, "check/c", health, why)
@@ -88,23 +94,29 @@ NICE_NUM_MAX = 19
 
 
 def test_the_environment_of_a_check(tmp_path: Path) -> None:
-    answer = ask(script(tmp_path, "c", 'echo "$UNICRON_NODE $UNICRON_CHECK'
-                                     ' $(nice) $(cat | wc -c)"'))
+    answer = ask(
+        script(tmp_path, "c", 'echo "$UNICRON_NODE $UNICRON_CHECK $(nice) $(cat | wc -c)"')
+    )
     assert answer.output.split() == ["n7", "c", str(min(os.nice(0) + 10, NICE_NUM_MAX)), "0"]
 
 
 def test_a_hanging_check_ends_with_all_that_it_started(tmp_path: Path) -> None:
     note = tmp_path / "pids"
-    path = script(tmp_path / "checks", "c", f"""
+    path = script(
+        tmp_path / "checks",
+        "c",
+        f"""
         sh -c 'trap "" TERM; echo $$ >> {note}; sleep 300' &
         echo $$ >> {note}
         echo waiting for the disk
-        sleep 300""")
+        sleep 300""",
+    )
     began_s = time.monotonic()
     answer = ask(path, 1.0)
     assert time.monotonic() - began_s < 120.0, "the check was not ended"
     assert finding("c", answer, 1) == Finding(
-        "check/c", "unknown", "no answer within 1 s: waiting for the disk", rule="check")
+        "check/c", "unknown", "no answer within 1 s: waiting for the disk", rule="check"
+    )
     pids = [int(pid) for pid in note.read_text().split()]
     assert len(pids) == 2
     assert not any(alive(pid) for pid in pids)
@@ -118,8 +130,14 @@ def test_child_processes_of_a_check_end_with_it(tmp_path: Path) -> None:
 
 
 def test_a_flood_of_output_is_cut(tmp_path: Path) -> None:
-    answer = ask(script(tmp_path, "c", r"""printf 'bad\033[31m\007 %0900d' 7
-        head -c 20000000 /dev/zero | tr '\0' x; exit 2"""))
+    answer = ask(
+        script(
+            tmp_path,
+            "c",
+            r"""printf 'bad\033[31m\007 %0900d' 7
+        head -c 20000000 /dev/zero | tr '\0' x; exit 2""",
+        )
+    )
     assert answer.code == 2
     assert len(answer.output) == CHECK_READ_BYTES
     found = finding("c", answer, 1)
@@ -131,10 +149,17 @@ def test_output_that_is_not_utf8(tmp_path: Path) -> None:
     assert finding("c", ask(script(tmp_path, "c", r"printf '\377\376 x'; exit 1")), 1).why == "�� x"
 
 
-@pytest.mark.parametrize(("output", "devices", "why"), [
-    ("gpu1: hot", (1,), "hot"), ("gpu3, gpu0: hot", (0, 3), "hot"), ("GPU1 gpu2: x", (1, 2), "x"),
-    ("gpu4: not ours", (), "gpu4: not ours"), ("gpu1 is hot", (), "gpu1 is hot"),
-    ("gpus: none", (), "gpus: none")])
+@pytest.mark.parametrize(
+    ("output", "devices", "why"),
+    [
+        ("gpu1: hot", (1,), "hot"),
+        ("gpu3, gpu0: hot", (0, 3), "hot"),
+        ("GPU1 gpu2: x", (1, 2), "x"),
+        ("gpu4: not ours", (), "gpu4: not ours"),
+        ("gpu1 is hot", (), "gpu1 is hot"),
+        ("gpus: none", (), "gpus: none"),
+    ],
+)
 def test_a_check_may_name_slots(output: str, devices: tuple[int, ...], why: str) -> None:
     found = finding("c", CheckResult(2, output), 4)
     assert (found.devices, found.why) == (devices, why)
@@ -150,19 +175,27 @@ def test_which_files_are_checks(tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to("disk")
     found, passed = find_checks(tmp_path)
     assert sorted(found) == ["b.sh", "disk", "linked"]
-    assert passed == {"a name": "not a plain name", "dangling": "not a file",
-                      "folder": "not a file", "not-executable": "not executable"}
+    assert passed == {
+        "a name": "not a plain name",
+        "dangling": "not a file",
+        "folder": "not a file",
+        "not-executable": "not executable",
+    }
     assert skipped_files(passed) == Finding(
-        "checks/files", "unknown", "not run: a name (not a plain name), dangling (not a file), "
-        "folder (not a file) and 1 more", rule="check")
+        "checks/files",
+        "unknown",
+        "not run: a name (not a plain name), dangling (not a file), folder (not a file) and 1 more",
+        rule="check",
+    )
     assert skipped_files({"README.md": "not executable"}).health == "healthy"
     for number in range(CHECKS_NUM_MAX):
         script(tmp_path, f"check-{number:03}", "exit 0")
     assert len(find_checks(tmp_path)[0]) == CHECKS_NUM_MAX
 
 
-def test_the_cli_refuses_a_missing_folder_in_one_line(tmp_path: Path,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cli_refuses_a_missing_folder_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for command in ("agent", "up"):
         assert run_command([command, "--state", str(tmp_path / "s"), "--checks", "absent"]) == 2
         lines = capsys.readouterr().err.splitlines()
@@ -188,8 +221,12 @@ async def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> 
     script(folder, "bad", "echo gpu0: worn; exit 2")
     found: list[Finding] = []
     shim = new_shim(tmp_path)
-    rounds = CheckSchedule(CheckOptions(folder=folder, every_s=0.1, s_max=20.0), CheckRunner(
-        shim, os.environ, ("UNICRON_PROCESS", f"{tmp_path}:n1/1:")), 1, found.append)
+    rounds = CheckSchedule(
+        CheckOptions(folder=folder, every_s=0.1, s_max=20.0),
+        CheckRunner(shim, os.environ, ("UNICRON_PROCESS", f"{tmp_path}:n1/1:")),
+        1,
+        found.append,
+    )
     running = asyncio.create_task(rounds.run())
     seen = "checks", "healthy"
     changes = lambda: [f for f in found if (f.check, f.health) != seen]  # noqa: E731
@@ -200,11 +237,16 @@ async def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> 
     script(folder, "new", "exit 1")
     await until(lambda: changes()[2:] or None)
     assert sorted((f.check, f.health) for f in changes()[1:]) == [
-        ("check/bad", "healthy"), ("check/new", "degraded")]
+        ("check/bad", "healthy"),
+        ("check/new", "degraded"),
+    ]
     script(folder, "later", "exit 2", 0o644)
     *_, none = await until(lambda: changes()[3:] or None)
     assert (none.check, none.health, none.why) == (
-        "checks/files", "unknown", "not run: later (not executable)")
+        "checks/files",
+        "unknown",
+        "not run: later (not executable)",
+    )
     (folder / "later").unlink()
     *_, well = await until(lambda: changes()[4:] or None)
     assert (well.check, well.health) == ("checks/files", "healthy"), "each change is reported once"
@@ -217,7 +259,8 @@ async def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> 
 
 # --- the agent ----------------------------------------------------------------------------------
 async def test_an_agent_reports_a_check_that_fails_and_recovers(
-        own_server: embedded_server.Server, tmp_path: Path) -> None:
+    own_server: embedded_server.Server, tmp_path: Path
+) -> None:
     """A restarted agent knows what the former one has reported. With the agent its checks end."""
     state, folder = tmp_path / "state", tmp_path / "checks"
     script(folder, "scratch", "echo gpu1: fine; exit 0")
@@ -230,8 +273,14 @@ async def test_an_agent_reports_a_check_that_fails_and_recovers(
         script(folder, "scratch", "echo gpu1: /scratch is full; exit 2")
         (bad,) = await until(lambda: _of(one.all(HealthChanged)) or None)
         assert bad == HealthChanged(
-            node="n1", incarnation=one.all(NodeJoined)[0].incarnation, check="check/scratch",
-            health="unhealthy", why="/scratch is full", devices=(1,), rule="check")
+            node="n1",
+            incarnation=one.all(NodeJoined)[0].incarnation,
+            check="check/scratch",
+            health="unhealthy",
+            why="/scratch is full",
+            devices=(1,),
+            rule="check",
+        )
         agent.kill()
         agent.wait()
         hanging = int(await until_text(tmp_path / "hanging"))
@@ -240,17 +289,23 @@ async def test_an_agent_reports_a_check_that_fails_and_recovers(
         await until_gone(hanging)  # it runs outside the session of its check
         await one.wait(AgentRestarted)
         script(folder, "scratch", "exit 0")
-        _, well = await until(lambda: (_of(one.all(HealthChanged))[1:] and _of(
-            one.all(HealthChanged))) or None)
+        _, well = await until(
+            lambda: (_of(one.all(HealthChanged))[1:] and _of(one.all(HealthChanged))) or None
+        )
         assert (well.check, well.health, well.why) == ("check/scratch", "healthy", "exit code 0")
         hanging = int(await until_text(tmp_path / "hanging"))
         second.send_signal(signal.SIGTERM)
         assert await until(second.poll) == 0, one.said()
         await one.wait(NodeLeft)
         await until_gone(hanging)
-        left = [proc.pid for proc in linux.table()
-                if any(entry.startswith(f"UNICRON_PROCESS={state}:".encode())
-                       for entry in linux.environ(proc.pid))]
+        left = [
+            proc.pid
+            for proc in linux.table()
+            if any(
+                entry.startswith(f"UNICRON_PROCESS={state}:".encode())
+                for entry in linux.environ(proc.pid)
+            )
+        ]
         assert left == []
 
 
@@ -261,8 +316,14 @@ def _of(changes: list[HealthChanged]) -> list[HealthChanged]:
 
 # --- the checks that are shipped ------------------------------------------------------------------
 def _shipped(name: str, tmp_path: Path, **env: str) -> Finding:
-    done = subprocess.run([CHECKS / name], env={"PATH": f"{tmp_path}:/usr/bin:/bin", **env},
-                          capture_output=True, text=True, timeout=30.0, check=False)
+    done = subprocess.run(
+        [CHECKS / name],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **env},
+        capture_output=True,
+        text=True,
+        timeout=30.0,
+        check=False,
+    )
     assert done.stderr == ""
     return finding(name, CheckResult(done.returncode, done.stdout), 4)
 
@@ -280,19 +341,30 @@ def test_the_shipped_check_of_free_space(tmp_path: Path) -> None:
 SMI = "0, 0000:1B:00.0, {}, No\n1, 0000:9B:00.0, {}, {}"
 
 
-@pytest.mark.parametrize(("output", "health", "devices", "why"), [
-    (SMI.format("0", "0", "No"), "healthy", (), "2 GPUs without uncorrectable ECC errors"),
-    (SMI.format("[N/A]", "[N/A]", "[N/A]"), "healthy", (), "2 GPUs"),
-    (SMI.format("0", "7", "No"), "degraded", (1,), "7 uncorrectable ECC errors"),
-    (SMI.format("0", "0", "Yes"), "degraded", (1,), "memory waits to be remapped"),
-    ("Unable to determine the device handle for GPU0000:9B:00.0: Unknown Error", "unknown", (),
-     "nvidia-smi says: Unable to determine"),
-])
-def test_the_shipped_check_of_gpu_memory(tmp_path: Path, output: str, health: str,
-                                         devices: tuple[int, ...], why: str) -> None:
+@pytest.mark.parametrize(
+    ("output", "health", "devices", "why"),
+    [
+        (SMI.format("0", "0", "No"), "healthy", (), "2 GPUs without uncorrectable ECC errors"),
+        (SMI.format("[N/A]", "[N/A]", "[N/A]"), "healthy", (), "2 GPUs"),
+        (SMI.format("0", "7", "No"), "degraded", (1,), "7 uncorrectable ECC errors"),
+        (SMI.format("0", "0", "Yes"), "degraded", (1,), "memory waits to be remapped"),
+        (
+            "Unable to determine the device handle for GPU0000:9B:00.0: Unknown Error",
+            "unknown",
+            (),
+            "nvidia-smi says: Unable to determine",
+        ),
+    ],
+)
+def test_the_shipped_check_of_gpu_memory(
+    tmp_path: Path, output: str, health: str, devices: tuple[int, ...], why: str
+) -> None:
     """A fake nvidia-smi prints the output, so the test needs no GPU."""
-    script(tmp_path, "nvidia-smi", f"cat <<'X'\n{output}\nX\n"
-           + ("exit 15" if output.startswith("Unable") else ""))
+    script(
+        tmp_path,
+        "nvidia-smi",
+        f"cat <<'X'\n{output}\nX\n" + ("exit 15" if output.startswith("Unable") else ""),
+    )
     found = _shipped("gpu-ecc", tmp_path)
     assert (found.health, found.devices) == (health, devices)
     assert found.why.startswith(why)

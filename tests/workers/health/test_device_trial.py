@@ -56,20 +56,29 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if compiler is None:
         pytest.skip("no C compiler")
     (tmp_path / "cuda.c").write_text(DRIVER)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1",
-                    tmp_path / "cuda.c"], check=True, timeout=60)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "cuda.c"],
+        check=True,
+        timeout=60,
+    )
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}")
 
 
 @pytest.mark.usefixtures("driver")
-@pytest.mark.parametrize(("fault", "found"), [
-    ("", ""), ("cuInit", "cuInit: CUDA_ERROR_UNKNOWN"),
-    ("cuMemAlloc_v2", "cuMemAlloc_v2: CUDA_ERROR_UNKNOWN"),
-    ("cuMemcpyDtoH_v2", "cuMemcpyDtoH_v2: CUDA_ERROR_UNKNOWN"),
-    ("flip", "1 of 4194304 words of its memory are read back wrong"),
-    ("abort", "its trial ended with code -6")])
-def test_a_device_is_written_and_read_back(monkeypatch: pytest.MonkeyPatch, fault: str,
-                                           found: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("", ""),
+        ("cuInit", "cuInit: CUDA_ERROR_UNKNOWN"),
+        ("cuMemAlloc_v2", "cuMemAlloc_v2: CUDA_ERROR_UNKNOWN"),
+        ("cuMemcpyDtoH_v2", "cuMemcpyDtoH_v2: CUDA_ERROR_UNKNOWN"),
+        ("flip", "1 of 4194304 words of its memory are read back wrong"),
+        ("abort", "its trial ended with code -6"),
+    ],
+)
+def test_a_device_is_written_and_read_back(
+    monkeypatch: pytest.MonkeyPatch, fault: str, found: str
+) -> None:
     monkeypatch.setenv("FAULT", fault)
     assert asyncio.run(try_devices(("0", "GPU-1"), (1,))) == {1: found}
 

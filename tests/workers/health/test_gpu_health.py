@@ -115,10 +115,15 @@ class FakeNvml:
 
     def nvmlDeviceGetFieldValues(self, handle: Any, fields: list[int]) -> list[Any]:
         self._there(handle)
-        return [SimpleNamespace(
-            fieldId=field, valueType=3, nvmlReturn=SUPPORTED if field in handle.fields
-            else NOT_SUPPORTED, value=SimpleNamespace(ullVal=handle.fields.get(field, 0)))
-            for field in fields]
+        return [
+            SimpleNamespace(
+                fieldId=field,
+                valueType=3,
+                nvmlReturn=SUPPORTED if field in handle.fields else NOT_SUPPORTED,
+                value=SimpleNamespace(ullVal=handle.fields.get(field, 0)),
+            )
+            for field in fields
+        ]
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Any) -> int:
         return self._known(handle, handle.reasons)
@@ -182,43 +187,73 @@ def test_slots_are_found_by_index_and_uuid(node: Node) -> None:
     assert slots.is_known
     assert (slots.find("PCI:0000:9b:00"), slots.find("0000:1b:00.0")) == (0, 1)
     node.b.fields[230] = 1
-    assert node.slot(0) == Finding("gpu/0", BAD, "the driver requests: reset the GPU", (0,),
-                                   GPU_DRIVER_ERRORS, "nvml-recovery-action", True)
+    assert node.slot(0) == Finding(
+        "gpu/0",
+        BAD,
+        "the driver requests: reset the GPU",
+        (0,),
+        GPU_DRIVER_ERRORS,
+        "nvml-recovery-action",
+        True,
+    )
 
 
-@pytest.mark.parametrize(("changes", "health", "status", "why"), [
-    ({"rows": (3, 2, 1, 0)}, SLOW, ECC_ERRORS, "a memory row waits to be remapped"),
-    ({"rows": (3, 9, 1, 1)}, BAD, ECC_ERRORS, "a memory row could not be remapped (9 are)"),
-    ({"rows": None, "pages": [0] * 64}, BAD, ECC_ERRORS, "64 memory pages are retired"),
-    ({"rows": None, "pages_pending": 1}, SLOW, ECC_ERRORS, "a memory page waits"),
-    ({"fields": {230: 2}}, BAD, GPU_DRIVER_ERRORS, "the driver requests: reboot the node"),
-    ({"fields": {230: 4}}, SLOW, GPU_DRIVER_ERRORS, "the driver requests: drain it, then reset it"),
-    ({"links": [1] * 16 + [0, 0]}, BAD, NVLINK_ERRORS, "NVLink down: link 16, 17"),
-    ({"reasons": 0x48, "clock_mhz": 1140}, SLOW, "", "thermal slowdown, 1980 -> 1140 MHz"),
-    ({"reasons": 0x88, "clock_mhz": 345}, SLOW, "", "power brake, 1980 -> 345 MHz"),
-    ({"lost": True}, BAD, GPU_DRIVER_ERRORS, "GPU is lost"),
-])
-def test_the_state_of_a_gpu_decides_its_health(node: Node, changes: dict[str, object], health: str,
-                                               status: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "health", "status", "why"),
+    [
+        ({"rows": (3, 2, 1, 0)}, SLOW, ECC_ERRORS, "a memory row waits to be remapped"),
+        ({"rows": (3, 9, 1, 1)}, BAD, ECC_ERRORS, "a memory row could not be remapped (9 are)"),
+        ({"rows": None, "pages": [0] * 64}, BAD, ECC_ERRORS, "64 memory pages are retired"),
+        ({"rows": None, "pages_pending": 1}, SLOW, ECC_ERRORS, "a memory page waits"),
+        ({"fields": {230: 2}}, BAD, GPU_DRIVER_ERRORS, "the driver requests: reboot the node"),
+        (
+            {"fields": {230: 4}},
+            SLOW,
+            GPU_DRIVER_ERRORS,
+            "the driver requests: drain it, then reset it",
+        ),
+        ({"links": [1] * 16 + [0, 0]}, BAD, NVLINK_ERRORS, "NVLink down: link 16, 17"),
+        ({"reasons": 0x48, "clock_mhz": 1140}, SLOW, "", "thermal slowdown, 1980 -> 1140 MHz"),
+        ({"reasons": 0x88, "clock_mhz": 345}, SLOW, "", "power brake, 1980 -> 345 MHz"),
+        ({"lost": True}, BAD, GPU_DRIVER_ERRORS, "GPU is lost"),
+    ],
+)
+def test_the_state_of_a_gpu_decides_its_health(
+    node: Node, changes: dict[str, object], health: str, status: str, why: str
+) -> None:
     for name, value in changes.items():
         setattr(node.a, name, value)
     found = node.slot(1)
-    assert (found.check, found.devices, found.health, found.status) == ("gpu/1", (1,), health,
-                                                                        status)
+    assert (found.check, found.devices, found.health, found.status) == (
+        "gpu/1",
+        (1,),
+        health,
+        status,
+    )
     assert found.why.startswith(why)
     assert node.slot(0).health == "healthy"
 
 
-@pytest.mark.parametrize("changes", [
-    {"reasons": 0x4}, {"reasons": 0x1}, {"ecc": None}, {"rows": None}, {"fields": {}},
-    {"links": []}, {"ecc": None, "rows": None, "fields": {}, "links": [], "reasons": None}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reasons": 0x4},
+        {"reasons": 0x1},
+        {"ecc": None},
+        {"rows": None},
+        {"fields": {}},
+        {"links": []},
+        {"ecc": None, "rows": None, "fields": {}, "links": [], "reasons": None},
+    ],
+)
 def test_normal_or_unsupported_values_are_healthy(changes: dict[str, object]) -> None:
     gpu = FakeGpu("0:1:0.0")
     for name, value in changes.items():
         setattr(gpu, name, value)
     gpus = Gpus(("0",), FakeNvml(gpu), Clock())
-    assert [gpus.read() for _ in range(2)] == [Reading([Finding("gpu/0", "healthy", devices=(0,))],
-                                                       [])] * 2
+    assert [gpus.read() for _ in range(2)] == [
+        Reading([Finding("gpu/0", "healthy", devices=(0,))], [])
+    ] * 2
 
 
 def test_links_that_never_were_up_are_not_reported() -> None:
@@ -234,10 +269,15 @@ def test_only_new_uncorrectable_errors_are_reported(node: Node) -> None:
     assert node.look().erred == []
     node.a.ecc = 2
     look = node.look()
-    assert look.erred == [DeviceError(
-        "nvml", ECC_ERRORS, "nvml-ecc-uncorrectable",
-        "gpu 1: 2 new uncorrectable ECC errors, 2 since the driver was loaded, 1002 in total",
-        (1,))]
+    assert look.erred == [
+        DeviceError(
+            "nvml",
+            ECC_ERRORS,
+            "nvml-ecc-uncorrectable",
+            "gpu 1: 2 new uncorrectable ECC errors, 2 since the driver was loaded, 1002 in total",
+            (1,),
+        )
+    ]
     assert look.findings[1].health == "healthy", "only remapped rows show wear"
     assert node.look().erred == []
 
@@ -257,16 +297,16 @@ def test_nvlink_errors_by_kind_and_rate(node: Node) -> None:
 
 
 # --- a missing library or driver ------------------------------------------------------------------
-def test_without_the_library_there_are_no_findings(monkeypatch: pytest.MonkeyPatch,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_library_there_are_no_findings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # makes its import fail
     gpus = Gpus(("0",), clock=Clock())
     assert [list(gpus.read().findings) for _ in range(3)] == [[]] * 3
     assert capsys.readouterr().out.count("nvidia-ml-py is not installed") == 1
 
 
-def test_a_driver_that_fails_is_logged_once_and_retried(
-        capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_driver_that_fails_is_logged_once_and_retried(capsys: pytest.CaptureFixture[str]) -> None:
     library, clock = FakeNvml(FakeGpu("0:1:0.0"), init_error=LIBRARY_NOT_FOUND), Clock()
     gpus = Gpus(("0",), library, clock)
     for _ in range(12):
@@ -304,14 +344,21 @@ async def test_an_xid_is_reported_at_once(node: Node, monkeypatch: pytest.Monkey
     node.library.xids.put((79, node.a))
     (error,) = await until(lambda: node.gpus.take_xids() or None)
     assert (error.origin, error.status, error.devices, error.code) == (
-        "nvml", GPU_DRIVER_ERRORS, (1,), 79)
+        "nvml",
+        GPU_DRIVER_ERRORS,
+        (1,),
+        79,
+    )
 
 
 # --- the library itself ---------------------------------------------------------------------------
 def test_pynvml_and_the_fake_have_every_function_that_is_called(tmp_path: Path) -> None:
     names = {name for name, _ in inspect.getmembers(FakeNvml) if name.startswith("nvml")}
-    called = {str(name) for file in (nvml.__file__,)
-              for name in re.findall(r"nvml\.(nvml\w+)", Path(file).read_text("utf-8"))}
+    called = {
+        str(name)
+        for file in (nvml.__file__,)
+        for name in re.findall(r"nvml\.(nvml\w+)", Path(file).read_text("utf-8"))
+    }
     assert len(names) == 16
     assert names == called
     library = pytest.importorskip("pynvml", reason="nvidia-ml-py is an extra")
@@ -321,8 +368,10 @@ def test_pynvml_and_the_fake_have_every_function_that_is_called(tmp_path: Path) 
         assert len(ours) == len(there), name
     assert library.nvmlEventTypeXidCriticalError == nvml.XID_MASK
     assert library.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION == nvml.ACTION_CODE
-    assert (library.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
-            library.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL) == nvml.CRC_FIELDS
+    assert (
+        library.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
+        library.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
+    ) == nvml.CRC_FIELDS
     assert library.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL == nvml.REPLAY_CODE
     assert library.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL == nvml.RECOVERY_CODE
     assert library.NVML_ERROR_GPU_IS_LOST == nvml.LOST_CODE
@@ -357,8 +406,9 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kerne
     """A KernelLog that reads a pipe, and the descriptor to write records to."""
     monkeypatch.setattr(kernel_log, "classify", by_these_rules)
     os.mkfifo(tmp_path / "kmsg")
-    reader = KernelLog(lambda: GpuSlots({0: "00000000:05:00.0", 1: "0000000D:00:00.0"}, 2),
-                       tmp_path / "kmsg")
+    reader = KernelLog(
+        lambda: GpuSlots({0: "00000000:05:00.0", 1: "0000000D:00:00.0"}, 2), tmp_path / "kmsg"
+    )
     fd = os.open(tmp_path / "kmsg", os.O_WRONLY)
     yield reader, fd
     os.close(fd)
@@ -374,19 +424,25 @@ def test_real_records_become_errors_of_the_right_slots(log: tuple[KernelLog, int
         (GPU_DRIVER_ERRORS, (0,), 79, 0),
         # PCI:0009:01:00 is a GPU of this machine, but not a slot of this agent
         (ILLEGAL_MEMORY_ACCESS, (1,), 31, 3234),
-        (TASK_HANG, (), 0, 136986)]
+        (TASK_HANG, (), 0, 136986),
+    ]
     assert reader.look() == [], "each record is reported once"
 
 
 def test_without_known_slots_an_error_concerns_the_whole_node(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernel_log, "classify", by_these_rules)
     path = tmp_path / "kmsg"
     path.touch()
     reader = KernelLog(GpuSlots, path)
     path.write_bytes(RECORDS)
     assert [(one.devices, one.code) for one in reader.look()] == [
-        ((), 79), ((), 154), ((), 31), ((), 0)]
+        ((), 79),
+        ((), 154),
+        ((), 31),
+        ((), 0),
+    ]
 
 
 def test_processes_killed_by_the_oom_killer_are_found(log: tuple[KernelLog, int]) -> None:
@@ -397,8 +453,10 @@ def test_processes_killed_by_the_oom_killer_are_found(log: tuple[KernelLog, int]
     assert line is not None
     assert line.startswith("Memory cgroup out of memory: Killed process 23793 (leaker)")
     assert reader.killed(3234) is None, "the record names pid 3234, but not as killed"
-    for text in ("Out of memory: Killed process 123, UID 48, (httpd).",
-                 "Out of memory: Kill process 456 (python) score 50 or sacrifice child"):
+    for text in (
+        "Out of memory: Killed process 123, UID 48, (httpd).",
+        "Out of memory: Kill process 456 (python) score 50 or sacrifice child",
+    ):
         os.write(fd, f"3,5000,1,-;{text}\n".encode())
     assert (reader.killed(123) is None, reader.killed(456) is None) == (False, False)
     assert [one.code for one in reader.look()] == [79, 31, 0], "an OOM kill is not a device error"
@@ -432,7 +490,8 @@ def test_indirect_evidence_is_no_device_error(log: tuple[KernelLog, int]) -> Non
 
 
 def test_reading_continues_after_lost_records_and_ends_on_an_error(
-        log: tuple[KernelLog, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    log: tuple[KernelLog, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """/dev/kmsg returns EPIPE if records were overwritten. A pipe does not: the test raises it."""
     reader, fd = log
     os.write(fd, RECORDS)
@@ -450,8 +509,7 @@ def test_reading_continues_after_lost_records_and_ends_on_an_error(
     assert (reader.look(), reader.look()) == ([], []), "the reader is closed"
 
 
-def test_an_unreadable_log_is_logged(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_log_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reader = KernelLog(GpuSlots, tmp_path / "no-such")
     assert (reader.look(), reader.killed(1)) == ([], None)
     assert "kernel messages cannot be read" in capsys.readouterr().out
@@ -472,16 +530,25 @@ def test_the_log_of_this_machine_is_read_from_now_on() -> None:
 
 # --- the slot of a GPU --------------------------------------------------------------------------
 def test_all_spellings_of_an_address_are_normalized() -> None:
-    ways = ("0000:05:00", "00000000:05:00.0", "0000:05:00.0", "05:00", "PCI:0000:05:00",
-            "0000:05:00.0 ")
+    ways = (
+        "0000:05:00",
+        "00000000:05:00.0",
+        "0000:05:00.0",
+        "05:00",
+        "PCI:0000:05:00",
+        "0000:05:00.0 ",
+    )
     assert {normalize_address(way) for way in ways} == {"0000:05:00"}
     assert normalize_address("000D:00:00") == "000d:00:00"
     assert normalize_address("GPU-1") == "gpu-1"
 
 
 def test_slots_from_the_drivers_files(tmp_path: Path) -> None:
-    for address, uuid in (("0000:9b:00.0", "GPU-bb"), ("0000:1b:00.0", "GPU-aa"),
-                          ("0001:00:00.0", "GPU-ab")):
+    for address, uuid in (
+        ("0000:9b:00.0", "GPU-bb"),
+        ("0000:1b:00.0", "GPU-aa"),
+        ("0001:00:00.0", "GPU-ab"),
+    ):
         write(tmp_path / address, {"information": f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}"})
     by_index = slots_from_driver(("1", "0"), tmp_path)
     assert by_index.is_known
@@ -495,12 +562,16 @@ def test_slots_from_the_drivers_files(tmp_path: Path) -> None:
 
 def test_real_records_with_the_real_classifier(tmp_path: Path) -> None:
     (tmp_path / "kmsg").touch()
-    reader = KernelLog(lambda: GpuSlots({0: "0:05:00", 1: "9:01:00", 2: "d:00:00"}, 3),
-                       tmp_path / "kmsg")
+    reader = KernelLog(
+        lambda: GpuSlots({0: "0:05:00", 1: "9:01:00", 2: "d:00:00"}, 3), tmp_path / "kmsg"
+    )
     (tmp_path / "kmsg").write_bytes(RECORDS)
     assert [(one.status, one.devices, one.code) for one in reader.look()] == [
-        (GPU_DRIVER_ERRORS, (0,), 79), (GPU_DRIVER_ERRORS, (1,), 154),
-        (ILLEGAL_MEMORY_ACCESS, (2,), 31), (TASK_HANG, (), 0)]
+        (GPU_DRIVER_ERRORS, (0,), 79),
+        (GPU_DRIVER_ERRORS, (1,), 154),
+        (ILLEGAL_MEMORY_ACCESS, (2,), 31),
+        (TASK_HANG, (), 0),
+    ]
     reader.close()
     line = "NVRM: Xid (PCI:00000000:05:00.0): 79, reported by NVML"
     error = kernel_log.device_error_of("nvml", classify(line), line, GpuSlots({0: "0:05:00"}, 1))

@@ -49,15 +49,18 @@ class Watched:
 
 
 @asynccontextmanager
-async def watched(api: KubernetesApi, folder: Path, monkeypatch: pytest.MonkeyPatch
-                  ) -> AsyncIterator[Watched]:
-    node = NodeConfig(name="n1", incarnation=1, cluster="c", host="127.0.0.1", num_slots=8,
-                      state_dir=folder)
+async def watched(
+    api: KubernetesApi, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Watched]:
+    node = NodeConfig(
+        name="n1", incarnation=1, cluster="c", host="127.0.0.1", num_slots=8, state_dir=folder
+    )
     async with api.serve(folder) as file:
         monkeypatch.setenv("KUBECONFIG", str(file))
         made = Watched()
-        monitor = HealthMonitor(node, HealthSources(
-            kubernetes=api.name, readers=(), kmsg=folder / "none"), made.take)
+        monitor = HealthMonitor(
+            node, HealthSources(kubernetes=api.name, readers=(), kmsg=folder / "none"), made.take
+        )
         task = asyncio.create_task(monitor.run())
         try:
             async with asyncio.timeout(LIMIT_S):
@@ -70,37 +73,64 @@ async def watched(api: KubernetesApi, folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 async def test_conditions_cordon_and_taints_are_reports(
-        api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with watched(api, tmp_path, monkeypatch) as seen:
         api.conditions["KernelDeadlock"] = ("True", "DockerHung", "task docker:7 blocked")
         api.changed()
         await seen.told(("KernelDeadlock", "degraded"))
         api.conditions["GpuMemWatch"] = (
-            "True", "GpuMemWatchIsNotHealthy",
-            "[DCGM_FR_FAULTY_MEMORY] GPU memory failure on GPU 0 - RecommendedAction: RESTART_VM")
+            "True",
+            "GpuMemWatchIsNotHealthy",
+            "[DCGM_FR_FAULTY_MEMORY] GPU memory failure on GPU 0 - RecommendedAction: RESTART_VM",
+        )
         api.conditions["Ready"] = ("Unknown", "NodeStatusUnknown", "Kubelet stopped posting")
         api.is_cordoned = True
-        api.taints += [{"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"},
-                       {"key": "nvidia.com/gpu-xid-error", "value": "true", "effect": "NoSchedule"}]
+        api.taints += [
+            {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"},
+            {"key": "nvidia.com/gpu-xid-error", "value": "true", "effect": "NoSchedule"},
+        ]
         api.changed()
-        await seen.told(("GpuMemWatch", "degraded"), ("Ready", "unknown"),
-                        ("unschedulable", "unhealthy"), ("nvidia.com/gpu-xid-error", "degraded"))
+        await seen.told(
+            ("GpuMemWatch", "degraded"),
+            ("Ready", "unknown"),
+            ("unschedulable", "unhealthy"),
+            ("nvidia.com/gpu-xid-error", "degraded"),
+        )
         api.changed()  # a heartbeat: nothing new
         api.conditions = dict(KubernetesApi().conditions)
         api.is_cordoned, api.taints = False, api.taints[:1]
         api.changed()
-        await seen.told(*((name, "healthy") for name in (
-            "KernelDeadlock", "GpuMemWatch", "Ready", "unschedulable", "nvidia.com/gpu-xid-error")))
+        await seen.told(
+            *(
+                (name, "healthy")
+                for name in (
+                    "KernelDeadlock",
+                    "GpuMemWatch",
+                    "Ready",
+                    "unschedulable",
+                    "nvidia.com/gpu-xid-error",
+                )
+            )
+        )
         api.taints = [{"key": "example.com/leave", "effect": "NoExecute"}]
         api.changed()
         await seen.told(("example.com/leave", "unhealthy"))
 
 
-@pytest.mark.parametrize("line", [
-    b"", b'{"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}}\n',
-    b"<html>\n", b'{"type": "MODIFIED"}\n', b'{"type": "MODIFIED", "object": {"spec": 7}}\n'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b'{"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}}\n',
+        b"<html>\n",
+        b'{"type": "MODIFIED"}\n',
+        b'{"type": "MODIFIED", "object": {"spec": 7}}\n',
+    ],
+)
 async def test_a_watch_that_ends_is_begun_anew(
-        api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
+    api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes
+) -> None:
     """What changed in between is reported then."""
     async with watched(api, tmp_path, monkeypatch) as seen:
         api.is_cordoned = True
@@ -110,7 +140,8 @@ async def test_a_watch_that_ends_is_begun_anew(
 
 
 async def test_an_api_server_that_refuses_is_unknown(
-        api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with watched(api, tmp_path, monkeypatch) as seen:
         api.status = 403
         api.send(b"")
@@ -120,13 +151,16 @@ async def test_an_api_server_that_refuses_is_unknown(
 
 
 async def test_labels_are_rack_and_switch(
-        api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with api.serve(tmp_path) as file:
         monkeypatch.setenv("KUBECONFIG", str(file))
         assert await kubernetes.labels_of("gpu-1", Labels()) == Labels(
-            rack="nvl-3", switch="leaf-7")
+            rack="nvl-3", switch="leaf-7"
+        )
         assert await kubernetes.labels_of("gpu-1", Labels(rack="r9")) == Labels(
-            rack="r9", switch="leaf-7")
+            rack="r9", switch="leaf-7"
+        )
         assert api.asked == ["Bearer of-the-pod"] * 2
         with pytest.raises(UsageError, match="Kubernetes has no node 'GPU-1'") as error:
             await kubernetes.labels_of("GPU-1", Labels())
@@ -136,14 +170,16 @@ async def test_labels_are_rack_and_switch(
 
 
 async def test_an_api_server_that_is_away_delays_no_agent_for_ever(
-        api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with api.serve(tmp_path) as file:
         monkeypatch.setenv("KUBECONFIG", str(file))
     assert await kubernetes.labels_of("gpu-1", Labels(rack="r9")) == Labels(rack="r9")
 
 
 async def test_without_a_configuration_it_says_so(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(UsageError, match="--kubernetes: Invalid kube-config"):
         await kubernetes.labels_of("gpu-1", Labels())
@@ -154,8 +190,10 @@ async def test_without_a_configuration_it_says_so(
 
 
 def test_a_node_with_many_conditions_is_bounded() -> None:
-    node = msgspec.convert({"status": {"conditions": [
-        {"type": f"C{at}", "status": "True"} for at in range(1000)]}}, kubernetes._Node)
+    node = msgspec.convert(
+        {"status": {"conditions": [{"type": f"C{at}", "status": "True"} for at in range(1000)]}},
+        kubernetes._Node,
+    )
     assert len(kubernetes.findings(node)) == limits.CHECKS_NUM_MAX
 
 

@@ -23,68 +23,110 @@ from unicron.workers.training.adopt.custom_loop import ROW_CHECKS, BuiltLoop, un
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "loop.py"
 TRAIN = Train(iterations=4, output="/tmp/none")
-PLAIN: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
-                         "hidden_dropout": 0.0, "attention_dropout": 0.0,
-                         "calculate_per_token_loss": True, "use_cpu_initialization": True}
+PLAIN: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "calculate_per_token_loss": True,
+    "use_cpu_initialization": True,
+}
 CASES: dict[str, list[dict[str, Any]]] = {
     "context parallel": [{"config": {"context_parallel_size": 2}}],
     "expert parallel": [{"config": {"num_moe_experts": 4, "expert_model_parallel_size": 2}}],
     "experts, other options": [
         {"config": {"num_moe_experts": 4, "moe_router_force_load_balancing": True}},
         {"config": {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}},
-        {"config": {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.1},
-         "parallel": Parallel(tensor=(1, 2))},
-        {"config": {"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"},
-         "parallel": Parallel(tensor=(1, 2))},
-        {"config": {"num_moe_experts": 4, "moe_input_jitter_eps": 0.1},
-         "parallel": Parallel(pipeline=(1, 2))}],
+        {
+            "config": {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.1},
+            "parallel": Parallel(tensor=(1, 2)),
+        },
+        {
+            "config": {"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"},
+            "parallel": Parallel(tensor=(1, 2)),
+        },
+        {
+            "config": {"num_moe_experts": 4, "moe_input_jitter_eps": 0.1},
+            "parallel": Parallel(pipeline=(1, 2)),
+        },
+    ],
     "experts balanced over replicas": [
-        {"config": {"num_moe_experts": 4, "moe_router_load_balancing_type": ["global_aux_loss"],
-                    "moe_aux_loss_coeff": [0.1]}}],
+        {
+            "config": {
+                "num_moe_experts": 4,
+                "moe_router_load_balancing_type": ["global_aux_loss"],
+                "moe_aux_loss_coeff": [0.1],
+            }
+        }
+    ],
     "distributed optimizer, mirrored": [{"parallel": Parallel(optimizer="mirrored")}],
     "parameter gather overlapped with the step": [
-        {"optimizer": {"overlap_param_gather_with_optimizer_step": True,
-                       "use_distributed_optimizer": True}}],
+        {
+            "optimizer": {
+                "overlap_param_gather_with_optimizer_step": True,
+                "use_distributed_optimizer": True,
+            }
+        }
+    ],
     "several instances of the distributed optimizer": [
-        {"ddp": {"num_distributed_optimizer_instances": 2}}],
+        {"ddp": {"num_distributed_optimizer_instances": 2}}
+    ],
     "FSDP": [{"ddp": {"use_megatron_fsdp": True}}],
     "FP8 or FP4": [{"config": {"fp8": "hybrid"}}],
     "CUDA graphs": [{"config": {"cuda_graph_impl": "local", "use_te_rng_tracker": True}}],
     "torch.compile": [{"module": "compiled"}, {"module": "compiled in place"}],
     "registered communication buffers": [
         {"ddp": {"nccl_ub": True}},
-        {"config": {"tensor_model_parallel_size": 2, "sequence_parallel": True,
-                    "tp_comm_overlap": True}}],
+        {
+            "config": {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "tp_comm_overlap": True,
+            }
+        },
+    ],
     "offloading to the CPU": [
         {"config": {"cpu_offloading": True, "cpu_offloading_num_layers": 1}},
-        {"optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}}],
+        {"optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}},
+    ],
     "dropout across a change of TP or PP": [
         {"config": {"attention_dropout": 0.1}, "parallel": Parallel(tensor=(1, 2))},
-        {"config": {"hidden_dropout": 0.1}, "parallel": Parallel(pipeline=(1, 2))}],
+        {"config": {"hidden_dropout": 0.1}, "parallel": Parallel(pipeline=(1, 2))},
+    ],
     "gradients scaled by the number of replicas": [
-        {"config": {"calculate_per_token_loss": False}}, {"ddp": {"average_in_collective": True}}],
+        {"config": {"calculate_per_token_loss": False}},
+        {"ddp": {"average_in_collective": True}},
+    ],
     "gradients summed in 16 bits": [
-        {"config": {"bf16": True, "params_dtype": torch.bfloat16},
-         "ddp": {"grad_reduce_in_fp32": False}}],
+        {
+            "config": {"bf16": True, "params_dtype": torch.bfloat16},
+            "ddp": {"grad_reduce_in_fp32": False},
+        }
+    ],
     "an optimizer other than Adam": [
         {"optimizer": {"optimizer": "sgd"}},
-        {"later": {"use_precision_aware_optimizer": True}}],
+        {"later": {"use_precision_aware_optimizer": True}},
+    ],
 }
 
 
 # --- what can be recovered in memory --------------------------------------------------------------
-@pytest.mark.parametrize(("change", "why"), [
-    ("none", ""),
-    ("bare", "GPTModel is not megatron.core.distributed.DistributedDataParallel"),
-    ("scaled", "gradients scaled by the number of replicas: the number changes"),
-    ("sums", "gradients summed in 16 bits: the sum depends on its order"),
-    ("sgd", "the state of torch.optim.sgd.SGD is not known"),
-    ("sharded", "the optimizer is whole, but loop.parallel.optimizer is not"),
-    ("schedule", "its schedule is a SimpleNamespace"),
-    ("layout", "`build` was called for Axes(tp=2"),
-    ("no length", "pipeline stages need the length of a sample"),
-    ("no names", "the parameters of a Sequential in a pipeline have no unique names"),
-])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("none", ""),
+        ("bare", "GPTModel is not megatron.core.distributed.DistributedDataParallel"),
+        ("scaled", "gradients scaled by the number of replicas: the number changes"),
+        ("sums", "gradients summed in 16 bits: the sum depends on its order"),
+        ("sgd", "the state of torch.optim.sgd.SGD is not known"),
+        ("sharded", "the optimizer is whole, but loop.parallel.optimizer is not"),
+        ("schedule", "its schedule is a SimpleNamespace"),
+        ("layout", "`build` was called for Axes(tp=2"),
+        ("no length", "pipeline stages need the length of a sample"),
+        ("no names", "the parameters of a Sequential in a pipeline have no unique names"),
+    ],
+)
 def test_the_reason_against_in_memory_recovery_is_named(alone: Any, change: str, why: str) -> None:
     import torch
     from msgspec.structs import replace
@@ -122,25 +164,44 @@ def test_the_reason_against_in_memory_recovery_is_named(alone: Any, change: str,
     assert str(unfit.value).startswith(why)
 
 
-DESCRIBED: dict[str, Any] = {"num_layers": 4, "hidden": 128, "num_heads": 4, "sequence": 128,
-                             "vocabulary": 256, "gpu": "A100-80", "global_batch": 16,
-                             "recompute": "none"}
+DESCRIBED: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden": 128,
+    "num_heads": 4,
+    "sequence": 128,
+    "vocabulary": 256,
+    "gpu": "A100-80",
+    "global_batch": 16,
+    "recompute": "none",
+}
 
 
-@pytest.mark.parametrize(("change", "why"), [
-    ({}, ""),
-    ({"num_query_groups": 4, "ffn_hidden": 512}, ""),
-    ({"num_layers": 24}, "loop.model.num_layers is 24 in the job file, and 4 in the script"),
-    ({"hidden": 256}, "loop.model.hidden is 256 in the job file, and 128 in the script"),
-    ({"num_query_groups": 2}, "loop.model.num_query_groups is 2 in the job file, and 4 in the "
-                              "script"),
-    ({"num_experts": 4}, "loop.model.num_experts is 4 in the job file, and 0 in the script"),
-    ({"recompute": "full"}, "loop.model.recompute is full in the job file, and none in the script"),
-    ({"sequence": 64}, "loop.model.sequence is 64 in the job file, and 128 in the script"),
-    ({"global_batch": 32}, "loop.model.global_batch is 32 in the job file, and 16 in the script"),
-])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, ""),
+        ({"num_query_groups": 4, "ffn_hidden": 512}, ""),
+        ({"num_layers": 24}, "loop.model.num_layers is 24 in the job file, and 4 in the script"),
+        ({"hidden": 256}, "loop.model.hidden is 256 in the job file, and 128 in the script"),
+        (
+            {"num_query_groups": 2},
+            "loop.model.num_query_groups is 2 in the job file, and 4 in the script",
+        ),
+        ({"num_experts": 4}, "loop.model.num_experts is 4 in the job file, and 0 in the script"),
+        (
+            {"recompute": "full"},
+            "loop.model.recompute is full in the job file, and none in the script",
+        ),
+        ({"sequence": 64}, "loop.model.sequence is 64 in the job file, and 128 in the script"),
+        (
+            {"global_batch": 32},
+            "loop.model.global_batch is 32 in the job file, and 16 in the script",
+        ),
+    ],
+)
 def test_a_described_model_that_is_not_the_built_one_is_refused(
-        alone: Any, change: dict[str, Any], why: str) -> None:
+    alone: Any, change: dict[str, Any], why: str
+) -> None:
     from unicron.workers.training.adopt import custom_loop
     from unicron.workers.training.model import trainee as model
 
@@ -173,8 +234,9 @@ class Script:
         self.settled = 0
         self.iteration = SimpleNamespace()
         self.control = SimpleNamespace(waiting_for_others=lambda *_: nullcontext())
-        self.communicators = SimpleNamespace(num_members=2, place=0, generation=1, interrupt=None,
-                                             store=Others())
+        self.communicators = SimpleNamespace(
+            num_members=2, place=0, generation=1, interrupt=None, store=Others()
+        )
         self._script, self._fails, self._others = steps, fails, others
 
     def steps(self) -> Generator[int | None]:
@@ -197,8 +259,12 @@ class Script:
 def job(script: Script, iterations: int = 4) -> Any:
     from unicron.workers.training.adopt.adoption import Job
 
-    return Job(script, SimpleNamespace(  # type: ignore[arg-type]
-        train=SimpleNamespace(iterations=iterations), made=None))
+    return Job(
+        script,
+        SimpleNamespace(  # type: ignore[arg-type]
+            train=SimpleNamespace(iterations=iterations), made=None
+        ),
+    )
 
 
 def test_a_loop_sees_each_iteration_once_despite_new_generations() -> None:
@@ -229,8 +295,13 @@ def test_a_step_of_the_others_is_taken_and_their_evaluation_skipped() -> None:
 
 def test_after_a_rollback_step_returns_the_repeated_iteration() -> None:
     made = job(Script([None, 0, 1, -1, 1, 2, 3], [], [""] * 2))
-    assert [(iteration, made.step()) for iteration in made] == [(0, 0), (1, 1), (2, 1), (2, 2),
-                                                                (3, 3)]
+    assert [(iteration, made.step()) for iteration in made] == [
+        (0, 0),
+        (1, 1),
+        (2, 1),
+        (2, 2),
+        (3, 3),
+    ]
 
 
 def test_the_last_step_may_come_from_the_others() -> None:
@@ -276,8 +347,9 @@ def test_an_evaluation_unknown_to_a_newcomer_is_skipped() -> None:
 # --- without an agent -----------------------------------------------------------------------------
 def run(folder: Path, name: str, num: int) -> list[dict[str, Any]]:
     """Run the example in `num` processes, as a launcher starts them; return its log lines."""
-    found = launch(EXAMPLE, ["--iterations", "5", "--micro-batches", "4", "--losses",
-                             str(folder / name)], num)
+    found = launch(
+        EXAMPLE, ["--iterations", "5", "--micro-batches", "4", "--losses", str(folder / name)], num
+    )
     assert [code for code, _ in found] == [0] * num, found
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
@@ -313,32 +385,65 @@ def _found(case: dict[str, Any]) -> list[str]:
     optimizer = OptimizerConfig(**{"optimizer": "adam", "lr": 1e-3} | case.get("optimizer", {}))
     for name, value in case.get("later", {}).items():  # its class asks for the package
         setattr(optimizer, name, value)
-    return [row.what for row in unsupported(BuiltLoop(
-        TransformerConfig(**PLAIN | case.get("config", {})), ddp, optimizer,
-        case.get("parallel", Parallel()), [_module(case.get("module", ""))]))]
+    return [
+        row.what
+        for row in unsupported(
+            BuiltLoop(
+                TransformerConfig(**PLAIN | case.get("config", {})),
+                ddp,
+                optimizer,
+                case.get("parallel", Parallel()),
+                [_module(case.get("module", ""))],
+            )
+        )
+    ]
 
 
-@pytest.mark.parametrize(("what", "case"), [
-    pytest.param(what, case, id=f"{what} {num}")
-    for what, cases in CASES.items() for num, case in enumerate(cases)])
+@pytest.mark.parametrize(
+    ("what", "case"),
+    [
+        pytest.param(what, case, id=f"{what} {num}")
+        for what, cases in CASES.items()
+        for num, case in enumerate(cases)
+    ],
+)
 def test_an_unsupported_configuration_is_found(what: str, case: dict[str, Any]) -> None:
     assert what in _found(case)
 
 
-@pytest.mark.parametrize("case", [
-    {}, {"config": {"attention_dropout": 0.1, "hidden_dropout": 0.1}},
-    {"module": "transformer_engine"},
-    {"ddp": {"overlap_grad_reduce": True}},
-    {"ddp": {"use_distributed_optimizer": True}, "optimizer": {"use_distributed_optimizer": True},
-     "parallel": Parallel(optimizer="sharded")},
-    {"config": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-     "parallel": Parallel(tensor=(1, 2))},
-    {"config": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32,
-                "virtual_pipeline_model_parallel_size": 2},
-     "parallel": Parallel(pipeline=(1, 2), chunks=2)},
-    {"config": {"recompute_granularity": "full", "recompute_method": "uniform",
-                "recompute_num_layers": 1}},
-])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"config": {"attention_dropout": 0.1, "hidden_dropout": 0.1}},
+        {"module": "transformer_engine"},
+        {"ddp": {"overlap_grad_reduce": True}},
+        {
+            "ddp": {"use_distributed_optimizer": True},
+            "optimizer": {"use_distributed_optimizer": True},
+            "parallel": Parallel(optimizer="sharded"),
+        },
+        {
+            "config": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "parallel": Parallel(tensor=(1, 2)),
+        },
+        {
+            "config": {
+                "pipeline_model_parallel_size": 2,
+                "pipeline_dtype": torch.float32,
+                "virtual_pipeline_model_parallel_size": 2,
+            },
+            "parallel": Parallel(pipeline=(1, 2), chunks=2),
+        },
+        {
+            "config": {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        },
+    ],
+)
 def test_a_supported_configuration_is_not_found(case: dict[str, Any]) -> None:
     assert _found(case) == []
 

@@ -39,8 +39,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[Axes]]] = {
     "pipeline": ({"parallel": PIPELINE}, [Axes(dp=3), Axes(pp=2), Axes(pp=2, dp=2)]),
     "interleaved": ({"parallel": CHUNKS}, [Axes(pp=2, chunks=2), Axes(pp=2, chunks=2, dp=2)]),
     "tensor": ({"parallel": TENSOR}, [Axes(tp=2), Axes(tp=2, dp=2)]),
-    "sharded": ({"parallel": PIPELINE | {"optimizer": "sharded"}},
-                [Axes(), Axes(dp=3), Axes(pp=2, dp=2)]),
+    "sharded": (
+        {"parallel": PIPELINE | {"optimizer": "sharded"}},
+        [Axes(), Axes(dp=3), Axes(pp=2, dp=2)],
+    ),
     "mirrored": ({"parallel": {"optimizer": "mirrored"}}, [Axes(), Axes(dp=3)]),
     "overlapped": (OVERLAPPED, [Axes(dp=2), Axes(), Axes(dp=3)]),
     "bf16": ({"precision": "bf16", "parallel": PIPELINE}, [Axes(dp=3), Axes(), Axes(pp=2)]),
@@ -55,8 +57,9 @@ QUICK = ("pipeline", "to another depth")
 
 
 def _cases(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.thorough])
-            for name in names]
+    return [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.thorough]) for name in names
+    ]
 
 
 @pytest.mark.parametrize("case", _cases(LAYOUTS))
@@ -73,8 +76,13 @@ FAULTS: dict[str, tuple[dict[str, Any], Axes, str, Axes, list[int]]] = {
     "at the barrier": ({}, Axes(dp=3), "gate", Axes(dp=2), [0, 1]),
     "without a kept sum": ({"kept_sum": False}, Axes(dp=3), "bucket", Axes(dp=2), [0, 1]),
     "pipeline": ({"parallel": PIPELINE}, Axes(pp=2, dp=2), "gate", Axes(pp=2), [0, 2]),
-    "to another depth": ({"parallel": PIPELINE}, Axes(pp=2, dp=2), "backward", Axes(dp=3),
-                         [0, 1, 2]),
+    "to another depth": (
+        {"parallel": PIPELINE},
+        Axes(pp=2, dp=2),
+        "backward",
+        Axes(dp=3),
+        [0, 1, 2],
+    ),
     "overlapped": (OVERLAPPED, Axes(dp=3), "bucket", Axes(dp=2), [0, 1]),
 }
 

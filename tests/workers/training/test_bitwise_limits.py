@@ -53,8 +53,10 @@ def test_a_kernel_that_is_not_deterministic_is_named(drive: Drive, axes: Axes, r
     driver.form(ranks, axes=axes)
     errored = driver.wait(r.RankErrored, rank)
     assert errored.status == WRONG_INPUT
-    assert (f"rank {rank}: run twice, micro-batch 0 of iteration 0 gives other gradients of "
-            "decoder.layers.1.mlp.linear_fc1.weight") in errored.text
+    assert (
+        f"rank {rank}: run twice, micro-batch 0 of iteration 0 gives other gradients of "
+        "decoder.layers.1.mlp.linear_fc1.weight"
+    ) in errored.text
     assert "set reproducible: rounding" in errored.text
 
 
@@ -87,11 +89,14 @@ TWO_THREADS = 'import os\nos.environ["OMP_NUM_THREADS"] = "2"\n'
 OTHER_DEVICE = "import torch\ntorch.backends.cpu.get_cpu_capability = lambda: 'another'\n"
 
 
-@pytest.mark.parametrize(("patch", "usual", "other"), [
-    (TWO_THREADS, "1 thread", "2 threads"), (OTHER_DEVICE, "cpu ", "cpu another, 1 thread")],
-    ids=["threads", "device"])
+@pytest.mark.parametrize(
+    ("patch", "usual", "other"),
+    [(TWO_THREADS, "1 thread", "2 threads"), (OTHER_DEVICE, "cpu ", "cpu another, 1 thread")],
+    ids=["threads", "device"],
+)
 def test_another_number_of_threads_or_device_is_refused(
-        drive: Drive, patch: str, usual: str, other: str) -> None:
+    drive: Drive, patch: str, usual: str, other: str
+) -> None:
     driver = drive(**BITWISE)
     driver.start(0)
     driver.patch = patch
@@ -118,8 +123,18 @@ def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
     def make(*words: str, argument: str = "", **options: Any) -> Driver:
         changes = [("sequence=SEQUENCE,", f"sequence=SEQUENCE, reproducible={argument!r},")]
         script = changed_example(tmp_path, changes if argument else [])
-        made.append(drive_loop(tmp_path, nursery, words, iterations=2, micro_batches=2,
-                               slots_max=2, script=script, **options))
+        made.append(
+            drive_loop(
+                tmp_path,
+                nursery,
+                words,
+                iterations=2,
+                micro_batches=2,
+                slots_max=2,
+                script=script,
+                **options,
+            )
+        )
         made[-1].launch(0)
         return made[-1]
 
@@ -135,17 +150,31 @@ def test_experts_train_with_rounding_and_say_so(loops: Loops) -> None:
     assert text.count("gradients are summed with rounding, not bit for bit") == 1
 
 
-@pytest.mark.parametrize(("words", "options", "text"), [
-    (["--experts"], {"reproducible": "required"},
-     "reproducible: required cannot be kept: a mixture of experts"),
-    ([], {"reproducible": "required", "argument": "bitwise"},
-     "loop.reproducible is required in the job file, and bitwise in the script"),
-    ([], {"argument": "exact"}, "adopt: reproducible is 'exact'"),
-    ([], {"argument": "bitwise", "tensor": [1, 2]},
-     "loop.reproducible: bitwise keeps the tensor-parallel size")],
-    ids=["experts", "disagreement", "unknown", "tensor"])
+@pytest.mark.parametrize(
+    ("words", "options", "text"),
+    [
+        (
+            ["--experts"],
+            {"reproducible": "required"},
+            "reproducible: required cannot be kept: a mixture of experts",
+        ),
+        (
+            [],
+            {"reproducible": "required", "argument": "bitwise"},
+            "loop.reproducible is required in the job file, and bitwise in the script",
+        ),
+        ([], {"argument": "exact"}, "adopt: reproducible is 'exact'"),
+        (
+            [],
+            {"argument": "bitwise", "tensor": [1, 2]},
+            "loop.reproducible: bitwise keeps the tensor-parallel size",
+        ),
+    ],
+    ids=["experts", "disagreement", "unknown", "tensor"],
+)
 def test_what_cannot_be_is_refused_in_one_line(
-        loops: Loops, words: list[str], options: dict[str, Any], text: str) -> None:
+    loops: Loops, words: list[str], options: dict[str, Any], text: str
+) -> None:
     errored = loops(*words, **options).wait(r.RankErrored, 0)
     assert errored.status == WRONG_INPUT
     assert text in errored.text
@@ -160,10 +189,16 @@ def test_a_script_alone_may_ask_for_it(loops: Loops) -> None:
     assert any(name.startswith("exponent.") for name in read(driver.final_checkpoint()))
 
 
-@pytest.mark.parametrize(("name", "applies"), [
-    ("num_moe_experts", "experts"), ("gradient_accumulation_fusion", "accumulation_fusion"),
-    ("defer_embedding_wgrad_compute", "defer_embedding"),
-    ("cross_entropy_loss_fusion", "cross_entropy"), ("", "")])
+@pytest.mark.parametrize(
+    ("name", "applies"),
+    [
+        ("num_moe_experts", "experts"),
+        ("gradient_accumulation_fusion", "accumulation_fusion"),
+        ("defer_embedding_wgrad_compute", "defer_embedding"),
+        ("cross_entropy_loss_fusion", "cross_entropy"),
+        ("", ""),
+    ],
+)
 def test_each_reason_is_found_in_the_configuration(name: str, applies: str) -> None:
     from megatron.core.transformer import TransformerConfig
     from unicron.workers.training.adopt.custom_loop import NOT_BITWISE, BuiltLoop

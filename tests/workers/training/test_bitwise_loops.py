@@ -27,9 +27,18 @@ def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
     def make(*flags: str, **options: Any) -> Driver:
         folder = tmp_path / str(len(made))
         folder.mkdir()
-        made.append(drive_loop(
-            folder, nursery, [], iterations=ITERATIONS, micro_batches=MICRO_BATCHES, slots_max=8,
-            script=flagged_example(folder, flags), **{"reproducible": "bitwise"} | options))
+        made.append(
+            drive_loop(
+                folder,
+                nursery,
+                [],
+                iterations=ITERATIONS,
+                micro_batches=MICRO_BATCHES,
+                slots_max=8,
+                script=flagged_example(folder, flags),
+                **{"reproducible": "bitwise"} | options,
+            )
+        )
         return made[-1]
 
     yield make
@@ -73,19 +82,31 @@ USUAL = ("bf16", "overlapped gather", "sequence parallel", "recompute")
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], Axes, Axes, str]] = {
     "whole": (("dropout", "tied embeddings"), {}, Axes(), Axes(dp=3), "backward"),
     "sharded": (("overlapped gather",), SHARDED, Axes(), Axes(dp=3), "bucket"),
-    "to a pipeline": (("overlapped gather",), SHARDED | {"pipeline": [1, 2]}, Axes(dp=3),
-                      Axes(pp=2, dp=2), "gate"),
+    "to a pipeline": (
+        ("overlapped gather",),
+        SHARDED | {"pipeline": [1, 2]},
+        Axes(dp=3),
+        Axes(pp=2, dp=2),
+        "gate",
+    ),
     "usual": (USUAL, SHARDED | {"tensor": [2]}, Axes(tp=2), Axes(tp=2, dp=2), "bucket_done"),
     "fp16": (("fp16", "overlapped gather"), SHARDED, Axes(), Axes(dp=3), "gate"),
-    "interleaved": (("overlapped reduction",), CHUNKS, Axes(pp=2, chunks=2),
-                    Axes(pp=2, chunks=2, dp=2), "stage"),
+    "interleaved": (
+        ("overlapped reduction",),
+        CHUNKS,
+        Axes(pp=2, chunks=2),
+        Axes(pp=2, chunks=2, dp=2),
+        "stage",
+    ),
 }
 """Flags, keys of the job file, an undisturbed layout, and one in which a rank dies at an event."""
 QUICK = ("sharded",)
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, marks=[pytest.mark.thorough] * (case not in QUICK)) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.thorough] * (case not in QUICK)) for case in CASES],
+)
 def test_a_loop_ends_with_the_same_bits(loops: Loops, case: str) -> None:
     flags, options, calm, axes, event = CASES[case]
     undisturbed = train(loops(*flags, **options), calm)

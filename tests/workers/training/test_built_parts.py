@@ -13,9 +13,13 @@ from unicron.events.spec.job import Batch, DynamicLossScale, Model, Optimizer, T
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import Parallel
 
-WIDE = Train(model=Model(num_layers=4, hidden=160, num_heads=4, sequence=16),
-             batch=Batch(global_=10, micro=2), iterations=20, output="unused",
-             optimizer=Optimizer(lr=1e-3))
+WIDE = Train(
+    model=Model(num_layers=4, hidden=160, num_heads=4, sequence=16),
+    batch=Batch(global_=10, micro=2),
+    iterations=20,
+    output="unused",
+    optimizer=Optimizer(lr=1e-3),
+)
 """Its matrices have several blocks, and boundaries of parts inside blocks."""
 LAYOUTS = [Axes(), Axes(tp=2), Axes(tp=4), Axes(pp=4), Axes(pp=2, chunks=2), Axes(tp=2, pp=2, dp=2)]
 BF16 = replace(WIDE, precision="bf16")
@@ -24,8 +28,9 @@ UNTIED = replace(WIDE, model=replace(WIDE.model, tie_embeddings=False))
 ZERO = replace(WIDE, parallel=Parallel(optimizer="mirrored"))
 
 
-@pytest.mark.parametrize("train", [WIDE, UNTIED, BF16, FP16, ZERO],
-                         ids=["fp32", "untied", "bf16", "fp16", "mirrored"])
+@pytest.mark.parametrize(
+    "train", [WIDE, UNTIED, BF16, FP16, ZERO], ids=["fp32", "untied", "bf16", "fp16", "mirrored"]
+)
 def test_every_part_begins_like_the_reference_run(train: Train) -> None:
     layouts = LAYOUTS if train is not ZERO else [Axes(dp=3), Axes(tp=2, dp=2)]
     assert worlds.run(1, world_work.differing_parts, train, layouts) == [[]]
@@ -49,12 +54,18 @@ def finish(driver: Any, ranks: list[int], twin: Any) -> None:
     assert gap.param_rel < 1e-5
 
 
-@pytest.mark.parametrize("axes", [
-    pytest.param(Axes(tp=2, dp=2), marks=pytest.mark.thorough), pytest.param(
-        Axes(pp=2, dp=2), marks=pytest.mark.thorough), Axes(dp=4)],
-    ids=["tp2dp2", "pp2dp2", "dp4"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param(Axes(tp=2, dp=2), marks=pytest.mark.thorough),
+        pytest.param(Axes(pp=2, dp=2), marks=pytest.mark.thorough),
+        Axes(dp=4),
+    ],
+    ids=["tp2dp2", "pp2dp2", "dp4"],
+)
 def test_each_process_of_a_start_and_a_restart_builds_once(
-        drive: Drive, twin: Twins, axes: Axes) -> None:
+    drive: Drive, twin: Twins, axes: Axes
+) -> None:
     driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)
     ranks = [0, 1, 2, 3]
     driver.start(*ranks, axes=axes)

@@ -32,7 +32,8 @@ def saved(driver: Any) -> list[tuple[int, int, bool]]:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_skipped(
-        driver: Any, twin: Twins) -> None:
+    driver: Any, twin: Twins
+) -> None:
     driver.start(0, 1)
     log = driver.processes[0].log
     path = driver.hold(0, "saved", 3)
@@ -49,7 +50,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_skipped(
 
 
 def test_a_checkpoint_written_during_training_is_the_state_of_its_step(
-        driver: Any, twin: Twins) -> None:
+    driver: Any, twin: Twins
+) -> None:
     driver.start(0)
     path = driver.hold(0, "saving", 6)
     driver.form([0])
@@ -68,7 +70,8 @@ def test_a_checkpoint_written_during_training_is_the_state_of_its_step(
 
 @pytest.mark.parametrize("event", ["saving", "save_mid", "saved"])
 def test_after_a_death_while_saving_the_next_generation_saves(
-        driver: Any, twin: Twins, event: str) -> None:
+    driver: Any, twin: Twins, event: str
+) -> None:
     """The unfinished checkpoint is not reported. The next checkpoint removes it."""
     driver.start(0, 1)
     driver.hold(0, event, 3)
@@ -133,10 +136,12 @@ def test_a_member_that_leaves_abandons_an_older_checkpoint(driver: Any) -> None:
     driver.form([0])
     driver.held(0, 3)
     driver.strike(0, iteration=4, event="forward")
-    driver.order(Quiesce(nodes=("n1",), task=TASK, generation=1, mode="boundary", ranks=(0,),
-                         save=True), [0])
-    driver.until(lambda: any(line["event"] == "save" and line["iteration"] > 3
-                             for line in driver.trace(0)))
+    driver.order(
+        Quiesce(nodes=("n1",), task=TASK, generation=1, mode="boundary", ranks=(0,), save=True), [0]
+    )
+    driver.until(
+        lambda: any(line["event"] == "save" and line["iteration"] > 3 for line in driver.trace(0))
+    )
     path.unlink()
     held = driver.quiesced([0])[0]
     assert saved(driver) == [(1, held.step_version, False)]
@@ -169,8 +174,11 @@ def test_a_member_ends_its_old_write_before_it_saves_again(driver: Any, twin: Tw
     driver.held(0, 3)
     driver.quiesce([0, 1], "now")
     driver.form([1, 0])
-    driver.until(lambda: any(line["event"] == "save" and line["iteration"] == ITERATIONS
-                             for line in driver.trace(1)))
+    driver.until(
+        lambda: any(
+            line["event"] == "save" and line["iteration"] == ITERATIONS for line in driver.trace(1)
+        )
+    )
     assert driver.told(r.RankFinished) == []
     assert "checkpoint skipped" in driver.processes[1].log.read_text()
     path.unlink()
@@ -204,7 +212,10 @@ def _resumed(drive: Drive, driver: Any, saved: r.CheckpointSaved, ranks: list[in
     again.generation = saved.generation
     for report in again.form(ranks, checkpoint=saved.path).values():
         assert (report.step_version, report.source, report.origin) == (
-            saved.step_version, -1, "checkpoint")
+            saved.step_version,
+            -1,
+            "checkpoint",
+        )
     again.finish(ranks)
     assert sorted(again.losses()) == list(range(ITERATIONS)), "the checkpoint contains the losses"
     final: Path = again.final_checkpoint()
@@ -213,7 +224,8 @@ def _resumed(drive: Drive, driver: Any, saved: r.CheckpointSaved, ranks: list[in
 
 @pytest.mark.parametrize("mode", ["boundary", "now"])
 def test_the_first_named_member_saves_and_no_iteration_is_lost(
-        drive: Drive, twin: Twins, mode: QuiesceMode) -> None:
+    drive: Drive, twin: Twins, mode: QuiesceMode
+) -> None:
     driver = drive(dropout=0.1)
     driver.start(0, 1)
     # Held in its second micro-batch, rank 1 has taken the step before and has a sum to discard.
@@ -317,5 +329,6 @@ def test_an_agent_that_reads_nothing_delays_no_iteration(drive: Drive) -> None:
     assert sorted(driver.losses()) == list(range(MANY_ITERATIONS))
     reports = driver.told(r.TaskProgressed)
     assert [report.first_iteration for report in reports] == [
-        sum(len(before.losses) for before in reports[:index]) for index in range(len(reports))]
+        sum(len(before.losses) for before in reports[:index]) for index in range(len(reports))
+    ]
     assert len(reports) < MANY_ITERATIONS, "waiting reports are merged"

@@ -25,8 +25,13 @@ from unicron.workers.training.process.trace import Marks
 from unicron.workers.training.step.gradient_reduction import Reduction, Stats
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
-TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16), iterations=10,
-              output="unused", overlap=True, bucket_params=3_000)
+TRAIN = Train(
+    model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16),
+    iterations=10,
+    output="unused",
+    overlap=True,
+    bucket_params=3_000,
+)
 CLOSED_S_MAX = 60.0
 WAIT_S = 60.0
 DIES_BEFORE_PUBLISHING = """
@@ -81,8 +86,13 @@ def groups_in(thing: Any, seen: set[int]) -> int:
     if id(thing) in seen or isinstance(thing, (torch.Tensor, str, type)):
         return 0
     seen.add(id(thing))
-    parts = (list(thing.values()) if isinstance(thing, dict)
-             else list(thing) if isinstance(thing, (list, tuple, set)) else [])
+    parts = (
+        list(thing.values())
+        if isinstance(thing, dict)
+        else list(thing)
+        if isinstance(thing, (list, tuple, set))
+        else []
+    )
     return sum(groups_in(part, seen) for part in [*parts, *getattr(thing, "__dict__", {}).values()])
 
 
@@ -92,8 +102,9 @@ def limit_s(group: Any) -> float:
 
 
 def globals_kept() -> list[str]:
-    return [name for name, value in vars(parallel_state).items()
-            if isinstance(value, dist.ProcessGroup)]
+    return [
+        name for name, value in vars(parallel_state).items() if isinstance(value, dist.ProcessGroup)
+    ]
 
 
 def test_leaving_a_generation_releases_its_handles_and_sockets() -> None:
@@ -135,9 +146,13 @@ def test_an_aborted_group_means_quiesced_only_after_an_interrupt() -> None:
     trainee = model.build(TRAIN, torch.device("cpu"), ours.groups)
     agent, theirs = socket.socketpair()
     with agent, theirs:
-        reduction = Reduction(trainee, Control(theirs, 0, Unpacker()), ours,
-                              lambda event, bucket=-1: None,
-                              Marks(ProgressWriter(), overlap=False))
+        reduction = Reduction(
+            trainee,
+            Control(theirs, 0, Unpacker()),
+            ours,
+            lambda event, bucket=-1: None,
+            Marks(ProgressWriter(), overlap=False),
+        )
         ours.backend = "nccl"
         dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="has not been initialized"):
@@ -148,15 +163,17 @@ def test_an_aborted_group_means_quiesced_only_after_an_interrupt() -> None:
 
 
 def test_the_device_is_synchronized_before_its_groups_are_released(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The groups are aborted first, as NCCL requires, or the device would never finish."""
     cpu_device.prepare_device()
     ours = Communicators("127.0.0.1", torch.device("cpu"))
     ours.meet(0, 0, 1, ours.endpoint, b"")
     ours.up(Axes(dp=ours.num_members))
     seen: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(torch.cuda, "synchronize",
-                        lambda: seen.append((ours.is_up, ours.groups is not None)))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda: seen.append((ours.is_up, ours.groups is not None))
+    )
     ours.backend = "nccl"
     ours.down([])
     assert seen == [(False, True)]
@@ -173,12 +190,16 @@ def test_the_collective_timeout_reaches_the_groups(monkeypatch: pytest.MonkeyPat
 
 
 # --- a member exits while groups are built -------------------------------------------------------
-@pytest.mark.parametrize(("dies", "waiting_s"), [
-    (DIES_BEFORE_PUBLISHING, 0.0),
-    (DIES_AFTER_PUBLISHING, 0.5),  # by then they wait for its connection; no event shows that
-])
+@pytest.mark.parametrize(
+    ("dies", "waiting_s"),
+    [
+        (DIES_BEFORE_PUBLISHING, 0.0),
+        (DIES_AFTER_PUBLISHING, 0.5),  # by then they wait for its connection; no event shows that
+    ],
+)
 def test_a_death_while_groups_are_built_does_not_block_the_others(
-        drive: Drive, dies: str, waiting_s: float) -> None:
+    drive: Drive, dies: str, waiting_s: float
+) -> None:
     driver = drive(iterations=3)
     driver.patch = PATIENT
     driver.start(0, 2)

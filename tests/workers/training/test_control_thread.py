@@ -32,8 +32,13 @@ def leave(generation, *ranks):
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a separate process: a rank whose agent is gone ends its process."""
-    return subprocess.run([sys.executable, "-c", BEGIN + program], capture_output=True, text=True,
-                          timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", BEGIN + program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 ABANDONED = """
@@ -146,7 +151,8 @@ def test_the_number_of_abandoned_collectives_is_bounded() -> None:
     assert done.returncode == EXIT_STUCK, done.stderr
     # A rank with too many does not exit at once, because its peers have as many.
     assert done.stdout == "left\n" * REPLACE_ABANDONED_NUM + "worn\n" * (
-        1 + ABANDONED_NUM_MAX - REPLACE_ABANDONED_NUM)
+        1 + ABANDONED_NUM_MAX - REPLACE_ABANDONED_NUM
+    )
     assert "13 abandoned collectives still wait: this process ends" in done.stderr
 
 
@@ -203,8 +209,12 @@ def test_a_report_reaches_the_agent_even_if_the_rank_dies() -> None:
     """When `tell` returns, the agent's socket has the report: no thread has to live to send it."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        subprocess.run([sys.executable, "-c", BEGIN + LAST_REPORTS, str(theirs.fileno())],
-                       pass_fds=[theirs.fileno()], timeout=60, check=False)
+        subprocess.run(
+            [sys.executable, "-c", BEGIN + LAST_REPORTS, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            timeout=60,
+            check=False,
+        )
         theirs.close()
         unpacker, versions = Unpacker(), []
         while data := ours.recv(1 << 16):

@@ -13,8 +13,11 @@ from unicron.events.spec.model import Axes
 from unicron.workers.training.step.corruption import Checks
 
 CHECKED: dict[str, Any] = {
-    "iterations": 7, "reproducible": "bitwise", "digest_every": 2,
-    "model": {"num_layers": 2, "hidden": 32, "num_heads": 4, "sequence": 32}}
+    "iterations": 7,
+    "reproducible": "bitwise",
+    "digest_every": 2,
+    "model": {"num_layers": 2, "hidden": 32, "num_heads": 4, "sequence": 32},
+}
 DUE = [2, 4, 6, 7]
 """The iterations with a digest: every second one, and the end."""
 STRUCK = 4
@@ -60,8 +63,10 @@ def add(self, index, gradient):
     right_add(self, index, gradient)
 iteration.Iteration._run, exact_sum.ExactSum.add = run, add
 """
-PARAMETER, MOMENT = (f"shard(self.trainee, {text!r})" for text in (
-    "model.decoder.layers.", "optimizer.exp_avg_sq.decoder.layers."))
+PARAMETER, MOMENT = (
+    f"shard(self.trainee, {text!r})"
+    for text in ("model.decoder.layers.", "optimizer.exp_avg_sq.decoder.layers.")
+)
 SUM = "self.trainee.exact._views[3]"
 
 
@@ -92,8 +97,9 @@ CASES = {
 
 
 def digests(driver: Driver) -> dict[int, str]:
-    return {at: digest for told in driver.told(r.TaskProgressed)
-            for at, digest in told.digests.items()}
+    return {
+        at: digest for told in driver.told(r.TaskProgressed) for at, digest in told.digests.items()
+    }
 
 
 def result(driver: Driver) -> tuple[dict[int, str], dict[str, Any]]:
@@ -128,8 +134,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: Any) -> Any:
 
 def is_equal(one: Any, other: Any) -> bool:
     assert one[0] == other[0], "digests"
-    return all(torch.equal(value, other[1][name]) for name, value in one[1].items()
-               if isinstance(value, torch.Tensor)) and one[1].keys() == other[1].keys()
+    return (
+        all(
+            torch.equal(value, other[1][name])
+            for name, value in one[1].items()
+            if isinstance(value, torch.Tensor)
+        )
+        and one[1].keys() == other[1].keys()
+    )
 
 
 def healed(driver: Driver, axes: Axes, case: Case) -> Any:
@@ -152,8 +164,10 @@ def healed(driver: Driver, axes: Axes, case: Case) -> Any:
 QUICK = ("parameter", "gradient, always")
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in CASES],
+)
 def test_a_flipped_bit_is_found_and_healed(drive: Drive, undisturbed: Any, name: str) -> None:
     assert list(undisturbed[0]) == DUE
     driver = drive(**CHECKED)
@@ -165,19 +179,24 @@ def test_a_flipped_bit_is_found_and_healed(drive: Drive, undisturbed: Any, name:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["parameter", "sum of gradients"])
 def test_of_two_replicas_the_one_that_differs_from_itself_is_wrong(
-        drive: Drive, undisturbed: Any, name: str) -> None:
+    drive: Drive, undisturbed: Any, name: str
+) -> None:
     assert is_equal(healed(drive(**CHECKED), Axes(dp=2), CASES[name]), undisturbed)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "optimizer"), [
-    ("parameter", "whole"), ("moment", "mirrored"), ("gradient, once", "whole")])
-def test_a_flipped_bit_in_a_pipeline(drive: Drive, undisturbed: Any, name: str, optimizer: str
-                                     ) -> None:
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [("parameter", "whole"), ("moment", "mirrored"), ("gradient, once", "whole")],
+)
+def test_a_flipped_bit_in_a_pipeline(
+    drive: Drive, undisturbed: Any, name: str, optimizer: str
+) -> None:
     """Rank 1 has a stage of one of the two replicas."""
     parallel = {"pipeline": [2], "optimizer": optimizer}
-    assert is_equal(healed(drive(**CHECKED, parallel=parallel), Axes(pp=2, dp=2), CASES[name]),
-                    undisturbed)
+    assert is_equal(
+        healed(drive(**CHECKED, parallel=parallel), Axes(pp=2, dp=2), CASES[name]), undisturbed
+    )
 
 
 @pytest.mark.thorough
@@ -197,11 +216,12 @@ def test_digests_depend_neither_on_layout_nor_on_sharding(drive: Drive, undistur
     assert digests(driver) == undisturbed[0]
 
 
-
-def verdict(*slots: tuple[int, int, int, int], checks: Checks | None = None
-            ) -> tuple[list[int], bool]:
+def verdict(
+    *slots: tuple[int, int, int, int], checks: Checks | None = None
+) -> tuple[list[int], bool]:
     wrong, repeats = (checks or Checks(None)).judge(  # type: ignore[arg-type]
-        [0, *(value for slot in slots for value in slot)], Axes(dp=len(slots)), has_probes=True)
+        [0, *(value for slot in slots for value in slot)], Axes(dp=len(slots)), has_probes=True
+    )
     return sorted(wrong), repeats
 
 
@@ -215,8 +235,13 @@ def test_verdicts() -> None:
     assert verdict(well, (0, 0, 6, 7)) == ([], False), "either may be wrong"
     assert verdict(well, (0, 0, 5, 0)) == ([], False), "it has no probe"
     for first, second, wrong in (
-            ([7, 8, 7], [7, 9, 7], [1]), ([7, 8, 7], [7, 7, 7], []), ([7, 8, 7], [7, 7, 8], []),
-            ([7, 8], [7, 9], [1]), ([7, 8], [7, 8], []), ([7, 8], [6, 9], [])):
+        ([7, 8, 7], [7, 9, 7], [1]),
+        ([7, 8, 7], [7, 7, 7], []),
+        ([7, 8, 7], [7, 7, 8], []),
+        ([7, 8], [7, 9], [1]),
+        ([7, 8], [7, 8], []),
+        ([7, 8], [6, 9], []),
+    ):
         checks = Checks(None)  # type: ignore[arg-type]
         assert verdict(*((0, 0, 5, probe) for probe in first), checks=checks) == ([], True)
         assert verdict(*((0, 0, 5, probe) for probe in second), checks=checks) == (wrong, False)

@@ -8,7 +8,8 @@ from unicron.workers.training.model import cpu_device
 
 
 def test_a_rank_that_was_given_a_gpu_does_not_train_on_the_cpu(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """CUDA fails, as with a wrong index or a broken driver. The error is torch's own."""
     if torch.cuda.is_available():
         pytest.skip("CUDA works here")

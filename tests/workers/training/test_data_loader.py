@@ -83,9 +83,16 @@ def indices(batch: Any) -> list[float]:
     return [float(row[0]) for row in batch]
 
 
-@pytest.mark.parametrize(("kind", "options"), [
-    ("shuffle", {}), ("shuffle", WORKERS), ("shuffle", {"num_workers": 1}),
-    ("RandomSampler", WORKERS), ("DistributedSampler", WORKERS)])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("shuffle", {}),
+        ("shuffle", WORKERS),
+        ("shuffle", {"num_workers": 1}),
+        ("RandomSampler", WORKERS),
+        ("DistributedSampler", WORKERS),
+    ],
+)
 def test_the_order_is_that_of_a_loop_over_its_epochs(kind: str, options: dict[str, Any]) -> None:
     stock, expected = loader(kind, **options), []
     for epoch in range(5):
@@ -96,20 +103,31 @@ def test_the_order_is_that_of_a_loop_over_its_epochs(kind: str, options: dict[st
     assert len(expected) > num
     sample = batches(kind, **options)
     assert [indices(sample(*divmod(number, MICRO_BATCHES))) for number in range(num)] == (
-        expected[:num])
+        expected[:num]
+    )
 
 
 @pytest.mark.parametrize("options", [{}, WORKERS], ids=str)
 @pytest.mark.parametrize("kind", ["shuffle", "DistributedSampler"])
 def test_a_batch_is_equal_whoever_asks_for_it_and_how_often(
-        kind: str, options: dict[str, Any]) -> None:
+    kind: str, options: dict[str, Any]
+) -> None:
     """After faults: another share, some micro-batches again, back over the begin of an epoch. The
     random draws of the dataset belong to the batch."""
     alone, shared = (batches(kind, **options) for _ in range(2))
-    expected = {(iteration, item): alone(iteration, item)[:, :2] for iteration in range(ITERATIONS)
-                for item in range(MICRO_BATCHES)}
-    asked = [*of(range(4), [0, 2, 4]), (4, 0), (4, 2), *of([4], [1, 2, 3]),
-             *of([5, 6], [0, 1, 2, 3, 4, 5]), *of([7, 0, 1, 2], [1, 4])]
+    expected = {
+        (iteration, item): alone(iteration, item)[:, :2]
+        for iteration in range(ITERATIONS)
+        for item in range(MICRO_BATCHES)
+    }
+    asked = [
+        *of(range(4), [0, 2, 4]),
+        (4, 0),
+        (4, 2),
+        *of([4], [1, 2, 3]),
+        *of([5, 6], [0, 1, 2, 3, 4, 5]),
+        *of([7, 0, 1, 2], [1, 4]),
+    ]
     before = torch.get_rng_state()
     for at in asked:
         assert shared(*at)[:, :2].tolist() == expected[at].tolist(), at
@@ -142,9 +160,11 @@ def test_a_batch_sampler_that_is_a_sequence_is_not_listed(options: dict[str, Any
 
 @pytest.mark.parametrize("options", [{}, WORKERS], ids=str)
 def test_a_batch_that_cannot_be_read_is_an_error_only_where_it_is_asked_for(
-        options: dict[str, Any]) -> None:
-    sample = LoaderBatches(DataLoader(Bad(), batch_size=ROWS, **options), MICRO_BATCHES,
-                           ITERATIONS, SEED)
+    options: dict[str, Any],
+) -> None:
+    sample = LoaderBatches(
+        DataLoader(Bad(), batch_size=ROWS, **options), MICRO_BATCHES, ITERATIONS, SEED
+    )
     iteration, item = divmod(BAD, MICRO_BATCHES)
     for at in [*of(range(iteration), [item, 4]), (iteration, 1), (iteration, 4)]:
         assert indices(sample(*at))[0] == ROWS * (at[0] * MICRO_BATCHES + at[1])
@@ -152,22 +172,39 @@ def test_a_batch_that_cannot_be_read_is_an_error_only_where_it_is_asked_for(
         sample(iteration, item)
 
 
-@pytest.mark.parametrize(("made", "line"), [
-    (lambda: DataLoader(Streamed(), batch_size=2), "has an IterableDataset: its batches have no"),
-    (lambda: DataLoader(Drawn(), batch_size=None), "has no batch_size: its batches have no number"),
-    (lambda: DataLoader(Drawn(), batch_size=99, drop_last=True), "has no batch"),
-    (lambda: DataLoader(Drawn(), sampler=DistributedSampler(Drawn(), num_replicas=2, rank=0)),
-     "deals to 2 replicas"),
-])
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        (
+            lambda: DataLoader(Streamed(), batch_size=2),
+            "has an IterableDataset: its batches have no",
+        ),
+        (
+            lambda: DataLoader(Drawn(), batch_size=None),
+            "has no batch_size: its batches have no number",
+        ),
+        (lambda: DataLoader(Drawn(), batch_size=99, drop_last=True), "has no batch"),
+        (
+            lambda: DataLoader(
+                Drawn(), sampler=DistributedSampler(Drawn(), num_replicas=2, rank=0)
+            ),
+            "deals to 2 replicas",
+        ),
+    ],
+)
 def test_a_loader_whose_batches_have_no_number_is_refused(made: Any, line: str) -> None:
     with pytest.raises(UsageError, match=line):
         LoaderBatches(made(), MICRO_BATCHES, ITERATIONS, SEED)
 
 
 # --- the example ---
-DISTRIBUTED = [("RandomSampler(Runs(), generator=torch.Generator().manual_seed(7))",
-                "DistributedSampler(Runs(), num_replicas=1, rank=0, seed=7)"),
-               ("RandomSampler\n", "DistributedSampler\n")]
+DISTRIBUTED = [
+    (
+        "RandomSampler(Runs(), generator=torch.Generator().manual_seed(7))",
+        "DistributedSampler(Runs(), num_replicas=1, rank=0, seed=7)",
+    ),
+    ("RandomSampler\n", "DistributedSampler\n"),
+]
 
 
 def losses(text: str) -> dict[int, float]:
@@ -176,8 +213,14 @@ def losses(text: str) -> dict[int, float]:
 
 
 def words(num_workers: int) -> list[str]:
-    return ["--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES),
-            "--workers", str(num_workers)]
+    return [
+        "--iterations",
+        str(ITERATIONS),
+        "--micro-batches",
+        str(MICRO_BATCHES),
+        "--workers",
+        str(num_workers),
+    ]
 
 
 @pytest.fixture
@@ -187,14 +230,24 @@ def script(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def driver(tmp_path: Path, nursery: Nursery, script: Path) -> Iterator[Driver]:
-    made = drive_loop(tmp_path, nursery, ["--workers", "2"], iterations=ITERATIONS,
-                      micro_batches=MICRO_BATCHES, script=script)
+    made = drive_loop(
+        tmp_path,
+        nursery,
+        ["--workers", "2"],
+        iterations=ITERATIONS,
+        micro_batches=MICRO_BATCHES,
+        script=script,
+    )
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("script", [[], pytest.param(DISTRIBUTED, marks=pytest.mark.thorough)],
-                         indirect=True, ids=["random", "distributed"])
+@pytest.mark.parametrize(
+    "script",
+    [[], pytest.param(DISTRIBUTED, marks=pytest.mark.thorough)],
+    indirect=True,
+    ids=["random", "distributed"],
+)
 def test_a_killed_rank_changes_no_loss(script: Path, nursery: Nursery, driver: Driver) -> None:
     ((code, output),) = fork(nursery, script, words(0), 1)
     assert code == 0, output
@@ -214,16 +267,24 @@ def test_a_killed_rank_changes_no_loss(script: Path, nursery: Nursery, driver: D
     assert [*found.values()] == pytest.approx([*alone.values()], rel=1e-5)
 
 
-@pytest.mark.parametrize(("raised", "line"), [
-    ("int('17x')", "`sample` raised ValueError: invalid literal for int() with base 10: '17x' in "),
-    ("self.files[index]", "`sample` raised AttributeError: 'Runs' object has no attribute "),
-    ("(start,)[1]", "`sample` raised IndexError: tuple index out of range in "),
-])
+@pytest.mark.parametrize(
+    ("raised", "line"),
+    [
+        (
+            "int('17x')",
+            "`sample` raised ValueError: invalid literal for int() with base 10: '17x' in ",
+        ),
+        ("self.files[index]", "`sample` raised AttributeError: 'Runs' object has no attribute "),
+        ("(start,)[1]", "`sample` raised IndexError: tuple index out of range in "),
+    ],
+)
 def test_an_error_of_a_dataset_in_a_worker_is_one_line(
-        tmp_path: Path, nursery: Nursery, raised: str, line: str) -> None:
+    tmp_path: Path, nursery: Nursery, raised: str, line: str
+) -> None:
     start = "        start = torch.randint(VOCABULARY, ())\n"
-    script = changed_example(tmp_path, [(start, f"{start}        if index == 33:\n"
-                                                f"            {raised}\n")])
+    script = changed_example(
+        tmp_path, [(start, f"{start}        if index == 33:\n            {raised}\n")]
+    )
     ((code, output),) = fork(nursery, script, words(2), 1)
     assert code == 2, output
     assert any(one.startswith(line) for one in output.splitlines()), output

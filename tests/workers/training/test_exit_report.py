@@ -161,10 +161,20 @@ def caught(fail: Callable[[], None]) -> Exception:
     raise AssertionError("no exception was raised")
 
 
-@pytest.mark.parametrize("fail", [
-    plainly, from_another, within_another, in_a_wrapper_with_a_status,
-    from_a_key_error_without_a_status, in_a_group, in_the_cause_of_a_group,
-    in_a_circle, deep])
+@pytest.mark.parametrize(
+    "fail",
+    [
+        plainly,
+        from_another,
+        within_another,
+        in_a_wrapper_with_a_status,
+        from_a_key_error_without_a_status,
+        in_a_group,
+        in_the_cause_of_a_group,
+        in_a_circle,
+        deep,
+    ],
+)
 def test_the_innermost_cause_decides(fail: Callable[[], None]) -> None:
     verdict = verdict_of(caught(fail))
     assert (verdict.status, verdict.second_hand) == (CONNECTION_REFUSED, False)
@@ -254,9 +264,14 @@ def test_a_bounded_text_keeps_the_deciding_line() -> None:
 def test_an_error_in_a_foreign_thread_ends_no_rank() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        done = subprocess.run([sys.executable, "-c", PROGRAM, str(theirs.fileno())],
-                              pass_fds=[theirs.fileno()], capture_output=True, text=True,
-                              timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         theirs.close()
         (frame,) = Unpacker().feed(ours.recv(1 << 16))
     assert done.stdout == "QueueFeederThread ended\ncheckpoint ended\n", done.stderr
@@ -285,7 +300,8 @@ def test_every_thread_that_a_rank_starts_is_known_as_its_own() -> None:
 
 # --- a real rank ---------------------------------------------------------------------------------
 def test_a_rank_reports_its_cause_and_its_peers_name_the_lost_peer(
-        drive: Callable[..., Driver]) -> None:
+    drive: Callable[..., Driver],
+) -> None:
     driver = drive()
     driver.start(0, 2)
     driver.patch = FAILS_IN_ITS_FORWARD
@@ -293,7 +309,10 @@ def test_a_rank_reports_its_cause_and_its_peers_name_the_lost_peer(
     driver.form([0, 1, 2])
     report = driver.wait(RankErrored, 1)
     assert (report.error, report.status, report.second_hand) == (
-        "ValueError", CONNECTION_REFUSED, False)
+        "ValueError",
+        CONNECTION_REFUSED,
+        False,
+    )
     assert (report.generation, report.iteration) == (1, 1)
     assert report.rule
     assert "ConnectionRefusedError: [Errno 111] Connection refused" in report.text

@@ -34,28 +34,42 @@ Change = list[tuple[str, str]]
 CHANGES: dict[str, Change] = {
     "as it is": [],
     "by sequence": [
-        (AUX, '"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], '
-              '"moe_aux_loss_coeff": [1e-2, 1e-2],'),
-        ('"alltoall"', '"allgather"')],
+        (
+            AUX,
+            '"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], '
+            '"moe_aux_loss_coeff": [1e-2, 1e-2],',
+        ),
+        ('"alltoall"', '"allgather"'),
+    ],
     "sinkhorn": [(AUX, '"moe_router_load_balancing_type": "sinkhorn",'), (BIASED, "")],
     "with a capacity": [(BIASED, '"moe_expert_capacity_factor": 1.0,')],
-    "only biases": [(AUX, '"moe_router_load_balancing_type": "none",'),
-                    ('"moe_z_loss_coeff": 1e-3,', "")],
+    "only biases": [
+        (AUX, '"moe_router_load_balancing_type": "none",'),
+        ('"moe_z_loss_coeff": 1e-3,', ""),
+    ],
     "bf16": [
-        ("pipeline_dtype=torch.float32", "pipeline_dtype=torch.bfloat16, bf16=True, "
-                                         "params_dtype=torch.bfloat16"),
+        (
+            "pipeline_dtype=torch.float32",
+            "pipeline_dtype=torch.bfloat16, bf16=True, params_dtype=torch.bfloat16",
+        ),
         (OPTIMIZER, f"{OPTIMIZER}, bf16=True"),
         ("sharing, module,", "sharing, Float16Module(config, module),"),
-        ("\nVOCABULARY", f"{FLOAT_16}\n\nVOCABULARY")],
+        ("\nVOCABULARY", f"{FLOAT_16}\n\nVOCABULARY"),
+    ],
 }
 """By the stock run to compare with: the replacements in both."""
 OWN: dict[str, Change] = {
-    "overlapped reduction": [
-        (SHARING, f"{SHARING}, overlap_grad_reduce=True, bucket_size=3000")],
-    "recomputed": [(CONFIG, f'{CONFIG} recompute_granularity="full", recompute_method="uniform", '
-                            "recompute_num_layers=1,")],
+    "overlapped reduction": [(SHARING, f"{SHARING}, overlap_grad_reduce=True, bucket_size=3000")],
+    "recomputed": [
+        (
+            CONFIG,
+            f'{CONFIG} recompute_granularity="full", recompute_method="uniform", '
+            "recompute_num_layers=1,",
+        )
+    ],
     "experts recomputed": [
-        (CONFIG, f'{CONFIG} recompute_granularity="selective", recompute_modules=["moe"],')],
+        (CONFIG, f'{CONFIG} recompute_granularity="selective", recompute_modules=["moe"],')
+    ],
     "loss per micro-batch": [("adopt(build=build", 'adopt(loss="per_micro_batch", build=build')],
 }
 """Replacements with the result of stock without them: micro-batches have equal numbers of tokens.
@@ -72,8 +86,15 @@ def loop(folder: Path, nursery: Nursery, *changes: tuple[str, str], **options: A
     """A driver whose ranks run the example with these changes."""
     script = changed_example(folder, changes)
     words = ["--experts", "--losses", str(folder / "losses")]
-    return drive_loop(folder, nursery, words, iterations=ITERATIONS, micro_batches=MICRO_BATCHES,
-                      script=script, **options)
+    return drive_loop(
+        folder,
+        nursery,
+        words,
+        iterations=ITERATIONS,
+        micro_batches=MICRO_BATCHES,
+        script=script,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +148,10 @@ CASES = {
     "pp2dp2": ("as it is", "", STAGES),
     "pp2dp2 to dp3": ("as it is", "", STAGES._replace(members=(0, 1, 2), after=Axes(dp=3))),
     "tp2dp2 to dp3": ("only biases", "", Case(TP2DP2, 3, "backward", (0, 1, 2), Axes(dp=3))),
-    **{change: (change, "", DP4) for change in ("by sequence", "sinkhorn", "with a capacity",
-                                                "bf16")},
+    **{
+        change: (change, "", DP4)
+        for change in ("by sequence", "sinkhorn", "with a capacity", "bf16")
+    },
     "overlapped reduction": ("as it is", "overlapped reduction", DP4._replace(event="reduced")),
     "recomputed": ("as it is", "recomputed", STAGES),
     "experts recomputed": ("as it is", "experts recomputed", STAGES),
@@ -139,17 +162,26 @@ CASES = {
 USUAL = ("pp2dp2", "tp2dp2 to dp3")
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough) for name in CASES],
+)
 def test_training_continues_after_a_lost_rank(
-        tmp_path: Path, nursery: Nursery, stock: Stock, name: str) -> None:
+    tmp_path: Path, nursery: Nursery, stock: Stock, name: str
+) -> None:
     change, own, case = CASES[name]
-    largest = max(replace(case.before, dp=1), replace(case.after, dp=1),
-                  key=lambda axes: axes.tp * axes.pp)
+    largest = max(
+        replace(case.before, dp=1), replace(case.after, dp=1), key=lambda axes: axes.tp * axes.pp
+    )
     calm, tolerance = stock(change, largest)
-    driver = loop(tmp_path, nursery, *CHANGES[change], *OWN.get(own, ()),
-                  tensor=sorted({case.before.tp, case.after.tp}),
-                  pipeline=sorted({case.before.pp, case.after.pp}))
+    driver = loop(
+        tmp_path,
+        nursery,
+        *CHANGES[change],
+        *OWN.get(own, ()),
+        tensor=sorted({case.before.tp, case.after.tp}),
+        pipeline=sorted({case.before.pp, case.after.pp}),
+    )
     try:
         strike(driver, case)
         driver.finish(list(case.members))

@@ -51,7 +51,8 @@ def wait_for_hang(driver: Driver, folder: Path, ranks: list[int]) -> HangLocatio
 
 
 def test_the_rank_that_does_not_enter_is_named(
-        drive: Callable[..., Driver], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drive: Callable[..., Driver], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     driver = drive(iterations=6)
     driver.start(*RANKS)
     hold = driver.hold(1, "reduce", 3)
@@ -66,8 +67,9 @@ def test_the_rank_that_does_not_enter_is_named(
     driver.finish(RANKS)
 
 
-def test_a_stopped_rank_is_named_by_its_missing_dump(drive: Callable[..., Driver],
-                                                     tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named_by_its_missing_dump(
+    drive: Callable[..., Driver], tmp_path: Path
+) -> None:
     """The hang is in a second generation, in which a member's position differs from its rank."""
     driver = drive(iterations=400)
     driver.start(*RANKS)
@@ -113,8 +115,9 @@ def test_the_agent_requests_a_dump_of_each_rank(tmp_path: Path) -> None:
 
     async def main() -> None:
         shim = new_shim(tmp_path)
-        process = start(shim, ["sleep", "60"], tmp_path / "rank-5.attempt-1.log",
-                        ("UNICRON_TEST", "dumps"))
+        process = start(
+            shim, ["sleep", "60"], tmp_path / "rank-5.attempt-1.log", ("UNICRON_TEST", "dumps")
+        )
         pipe = Pipe(lambda frame: None, lambda why: None)
         try:
             requested = flight_recorder_dumps.request_dumps(
@@ -133,12 +136,23 @@ def test_the_agent_requests_a_dump_of_each_rank(tmp_path: Path) -> None:
 
 
 # --- names ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("header", "names"), [
-    ("FlightRecorder.hpp", ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")),
-    ("ProcessGroupNCCL.hpp", ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT",
-                              "TORCH_NCCL_ENABLE_MONITORING"))])
-def test_torch_knows_the_variables_that_are_set_or_named(header: str, names: tuple[str, ...]
-                                                         ) -> None:
+@pytest.mark.parametrize(
+    ("header", "names"),
+    [
+        ("FlightRecorder.hpp", ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")),
+        (
+            "ProcessGroupNCCL.hpp",
+            (
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+                "TORCH_NCCL_DUMP_ON_TIMEOUT",
+                "TORCH_NCCL_ENABLE_MONITORING",
+            ),
+        ),
+    ],
+)
+def test_torch_knows_the_variables_that_are_set_or_named(
+    header: str, names: tuple[str, ...]
+) -> None:
     """Reads torch's headers, because a torch without CUDA contains no NCCL library."""
     found = importlib.util.find_spec("torch")
     assert found is not None

@@ -12,8 +12,10 @@ from unicron.events.spec.parallelism import num_positions, replica
 
 NUM_ITERATIONS, STRUCK, NUM_ITEMS = 4, 2, 20
 CHANGES: dict[str, Any] = {
-    "iterations": NUM_ITERATIONS, "batch": {"global": NUM_ITEMS, "micro": 1},
-    "model": {"num_layers": 4, "hidden": 32, "num_heads": 4, "sequence": 32, "dropout": 0.1}}
+    "iterations": NUM_ITERATIONS,
+    "batch": {"global": NUM_ITEMS, "micro": 1},
+    "model": {"num_layers": 4, "hidden": 32, "num_heads": 4, "sequence": 32, "dropout": 0.1},
+}
 
 
 class Case(NamedTuple):
@@ -28,15 +30,21 @@ class Case(NamedTuple):
 
 CASES = {
     "pp2dp2": Case(Axes(pp=2, dp=2), {"pipeline": [1, 2]}, 8, 8),
-    "pp2dp2 with chunks": Case(Axes(pp=2, dp=2, chunks=2), {"pipeline": [1, 2], "chunks": 2}, 8,
-                               10),
+    "pp2dp2 with chunks": Case(
+        Axes(pp=2, dp=2, chunks=2), {"pipeline": [1, 2], "chunks": 2}, 8, 10
+    ),
     "pp4dp2": Case(Axes(pp=4, dp=2), {"pipeline": [1, 4]}, 10, 10),
     "tp2pp2dp2": Case(Axes(tp=2, pp=2, dp=2), {"tensor": [1, 2], "pipeline": [1, 2]}, 6, 8),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (
-    name != "pp2dp2 with chunks")) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name != "pp2dp2 with chunks"))
+        for name in CASES
+    ],
+)
 def test_an_intact_pipeline_keeps_what_it_began(drive: Drive, twin: Twins, name: str) -> None:
     case = CASES[name]
     axes, num_ranks = case.axes, num_positions(case.axes)
@@ -58,10 +66,17 @@ def test_an_intact_pipeline_keeps_what_it_began(drive: Drive, twin: Twins, name:
     assert {report.kept_micro_batches for report in reports.values()} == {kept}
     finished = driver.finish(intact)
     for rank in intact:
-        passes = Counter((line["iteration"], line["micro_batch"]) for line in driver.trace(rank)
-                         if line["event"] == "forward")
-        mine = {(at, item) for at in range(NUM_ITERATIONS) for item in range(NUM_ITEMS)
-                if at >= STRUCK or item % 2 == 0}
+        passes = Counter(
+            (line["iteration"], line["micro_batch"])
+            for line in driver.trace(rank)
+            if line["event"] == "forward"
+        )
+        mine = {
+            (at, item)
+            for at in range(NUM_ITERATIONS)
+            for item in range(NUM_ITEMS)
+            if at >= STRUCK or item % 2 == 0
+        }
         assert passes == Counter(dict.fromkeys(mine, axes.chunks))
         assert finished[rank].forward_calls == passes.total()
     gap = twin(**CHANGES).difference(driver.final_checkpoint())
@@ -70,11 +85,14 @@ def test_an_intact_pipeline_keeps_what_it_began(drive: Drive, twin: Twins, name:
     assert gap.param_rel < 1e-5
 
 
-@pytest.mark.parametrize(("axes", "parallel"), [
-    (Axes(tp=2, dp=2), {"tensor": [1, 2]}), (Axes(pp=2, dp=2), {"pipeline": [1, 2]})],
-    ids=["tp2dp2", "pp2dp2"])
+@pytest.mark.parametrize(
+    ("axes", "parallel"),
+    [(Axes(tp=2, dp=2), {"tensor": [1, 2]}), (Axes(pp=2, dp=2), {"pipeline": [1, 2]})],
+    ids=["tp2dp2", "pp2dp2"],
+)
 def test_a_reduction_that_all_survivors_completed_is_kept(
-        drive: Drive, twin: Twins, axes: Axes, parallel: dict[str, Any]) -> None:
+    drive: Drive, twin: Twins, axes: Axes, parallel: dict[str, Any]
+) -> None:
     driver = drive(**CHANGES, parallel=parallel)
     driver.start(0, 1, 2, 3)
     driver.hold(0, "gate", STRUCK)
@@ -89,10 +107,15 @@ def test_a_reduction_that_all_survivors_completed_is_kept(
     reports = driver.form(intact, axes=Axes(tp=axes.tp, pp=axes.pp))
     assert {one.step_version for one in reports.values()} == {STRUCK + 1}
     driver.finish(intact)
-    passes = Counter((line["iteration"], line["micro_batch"]) for rank in range(4)
-                     for line in driver.trace(rank) if line["event"] == "forward")
-    assert passes == Counter({(at, item): 2 for at in range(NUM_ITERATIONS)
-                              for item in range(NUM_ITEMS)}), "each part once"
+    passes = Counter(
+        (line["iteration"], line["micro_batch"])
+        for rank in range(4)
+        for line in driver.trace(rank)
+        if line["event"] == "forward"
+    )
+    assert passes == Counter(
+        {(at, item): 2 for at in range(NUM_ITERATIONS) for item in range(NUM_ITEMS)}
+    ), "each part once"
     gap = twin(**CHANGES).difference(driver.final_checkpoint())
     assert gap.num_losses == NUM_ITERATIONS
     assert gap.loss_rel < 1e-5

@@ -31,13 +31,28 @@ Loops = Callable[..., Driver]
 def loop(folder: Path, nursery: Nursery, package: str, **options: Any) -> Driver:
     """A driver whose ranks run the example with the classes of `package`; "": with torch's."""
     drivers = Path(__file__).parents[2] / "drivers"
-    changes = [] if not package else [
-        (BEGIN, f"import sys\nsys.path.append({str(drivers)!r})\nimport fused_classes\n"
-                f"fused_classes.install({package!r})\n{BEGIN}"),
-        (SPEC, "config, fused_classes.engine_spec(),")]
+    changes = (
+        []
+        if not package
+        else [
+            (
+                BEGIN,
+                f"import sys\nsys.path.append({str(drivers)!r})\nimport fused_classes\n"
+                f"fused_classes.install({package!r})\n{BEGIN}",
+            ),
+            (SPEC, "config, fused_classes.engine_spec(),"),
+        ]
+    )
     words = ["--sharded"] * (options.get("optimizer") == "sharded")
-    return drive_loop(folder, nursery, words, iterations=ITERATIONS, micro_batches=MICRO_BATCHES,
-                      script=changed_example(folder, changes), **options)
+    return drive_loop(
+        folder,
+        nursery,
+        words,
+        iterations=ITERATIONS,
+        micro_batches=MICRO_BATCHES,
+        script=changed_example(folder, changes),
+        **options,
+    )
 
 
 @pytest.fixture
@@ -120,16 +135,23 @@ def unknown(optimizer: Any) -> list[str]:
     return optimizers.not_adam(SimpleNamespace(optimizer=optimizer))
 
 
-@pytest.mark.parametrize(("kind", "options", "words"), [
-    (torch.optim.AdamW, {}, ""), (torch.optim.Adam, {}, ""), (FusedAdam, {}, ""),
-    (ApexAdam, {}, ""), (FusedAdam, {"capturable": True}, ""),
-    (torch.optim.Adam, {"amsgrad": True}, "with amsgrad"),
-    (torch.optim.SGD, {}, "torch.optim.sgd.SGD"),
-    (FusedAdam, {"master_weights": True}, "FusedAdam with masters of its own"),
-    (FusedAdam, {"exp_avg_dtype": torch.bfloat16}, "FusedAdam with moments in less than fp32"),
-])
-def test_an_optimizer_of_unknown_state_is_named(kind: type, options: dict[str, Any], words: str
-                                                ) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (torch.optim.AdamW, {}, ""),
+        (torch.optim.Adam, {}, ""),
+        (FusedAdam, {}, ""),
+        (ApexAdam, {}, ""),
+        (FusedAdam, {"capturable": True}, ""),
+        (torch.optim.Adam, {"amsgrad": True}, "with amsgrad"),
+        (torch.optim.SGD, {}, "torch.optim.sgd.SGD"),
+        (FusedAdam, {"master_weights": True}, "FusedAdam with masters of its own"),
+        (FusedAdam, {"exp_avg_dtype": torch.bfloat16}, "FusedAdam with moments in less than fp32"),
+    ],
+)
+def test_an_optimizer_of_unknown_state_is_named(
+    kind: type, options: dict[str, Any], words: str
+) -> None:
     found = unknown(part(kind, **options))
     assert found == [] if not words else words in found[0]
 
@@ -161,8 +183,13 @@ class Scaled(EngineLinear):
 def test_only_an_empty_extra_state_is_left_out(alone: Any, kind: type) -> None:
     spec = engine_spec()
     spec.submodules.self_attention.submodules.linear_proj = kind
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2,
-                               use_cpu_initialization=True, bias_dropout_fusion=False)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        bias_dropout_fusion=False,
+    )
     model = GPTModel(config, spec, vocab_size=16, max_sequence_length=4, pg_collection=alone)
     assert "decoder.layers.0.self_attention.linear_proj._extra_state" in model.state_dict()
     if kind is EngineLinear:

@@ -24,17 +24,25 @@ from unicron.workers.training.model.random_draws import Draw
 ROOT = Path(__file__).parents[3]
 MAKE_S = 120.0
 SLOW = ("overhead", "killed", "groups", "te_layers")
-ABSENT = {"te_layers": "Transformer Engine is not installed",
-          "megatron_lm": "UNICRON_MEGATRON_LM names no clone of Megatron-LM"}
+ABSENT = {
+    "te_layers": "Transformer Engine is not installed",
+    "megatron_lm": "UNICRON_MEGATRON_LM names no clone of Megatron-LM",
+}
 """The checks that are not possible here, and why."""
 SLEEPS = "import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True)"
 
 
 def make(*words: str, hides: str = "-1") -> subprocess.CompletedProcess[str]:
     """Run gpu-check with this Python and no visible GPU."""
-    return subprocess.run(["make", "-s", "gpu-check", f"PYTHON={sys.executable}", *words], cwd=ROOT,
-                          capture_output=True, text=True, check=False, timeout=MAKE_S,
-                          env={**os.environ, "CUDA_VISIBLE_DEVICES": hides})
+    return subprocess.run(
+        ["make", "-s", "gpu-check", f"PYTHON={sys.executable}", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=MAKE_S,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": hides},
+    )
 
 
 def test_without_cuda_every_check_is_skipped_with_a_word() -> None:
@@ -42,23 +50,40 @@ def test_without_cuda_every_check_is_skipped_with_a_word() -> None:
     assert done.returncode == 0, done.stderr
     for name in CHECKS:
         assert f"{name:18}  skipped: {NO_CUDA}\n" in done.stdout
-    for name in ("Python", "torch", "CUDA", "NCCL", "driver", "megatron-core",
-                 "Transformer Engine", "Apex"):
+    for name in (
+        "Python",
+        "torch",
+        "CUDA",
+        "NCCL",
+        "driver",
+        "megatron-core",
+        "Transformer Engine",
+        "Apex",
+    ):
         assert f"\n{name:18}  " in f"\n{done.stdout}"
 
 
 def test_a_python_without_torch_is_named(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('this is no torch')")
-    done = subprocess.run([sys.executable, "-P", "-m", "gpu.main"], capture_output=True, text=True,
-                          check=False, timeout=MAKE_S, env={**os.environ, "PYTHONPATH":
-                          f"{tmp_path}:{ROOT / 'tests'}:{ROOT / 'tests' / 'drivers'}"})
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "gpu.main"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=MAKE_S,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT / 'tests' / 'drivers'}",
+        },
+    )
     assert done.returncode == 2
     assert "cannot load torch: ImportError: this is no torch" in done.stderr
     assert "PYTHON=/path/to/python" in done.stderr
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.thorough] * (name in SLOW)) for name in ON_CPU])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in SLOW)) for name in ON_CPU]
+)
 def test_the_same_check_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UNICRON_MEGATRON_LM", raising=False)
     outcome = run(name, CPU)
@@ -71,14 +96,18 @@ def test_the_same_check_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_a_check_leaves_is_killed(tmp_path: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", SLEEPS],
-                             env={**os.environ, MARK: str(tmp_path)})
+    child = subprocess.Popen(
+        [sys.executable, "-c", SLEEPS], env={**os.environ, MARK: str(tmp_path)}
+    )
     assert child.wait(30) == 0
     mark = f"{MARK}={tmp_path}".encode()
 
     def left() -> list[int]:
-        return [proc.pid for proc in linux.table() if mark in linux.environ(proc.pid)
-                and proc.state != "Z"]
+        return [
+            proc.pid
+            for proc in linux.table()
+            if mark in linux.environ(proc.pid) and proc.state != "Z"
+        ]
 
     assert len(left()) == 1
     main.end(child, tmp_path)
@@ -110,8 +139,9 @@ def test_two_ranks_on_one_gpu_may_use_gloo(monkeypatch: pytest.MonkeyPatch) -> N
     assert Communicators("127.0.0.1", torch.device("cuda")).backend == "gloo"
 
 
-def test_a_gpus_generators_are_seeded_without_groups_of_experts(monkeypatch: pytest.MonkeyPatch
-                                                                ) -> None:
+def test_a_gpus_generators_are_seeded_without_groups_of_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On an H200 the start of a `train:` task failed here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     seeds = list[int]()
@@ -133,12 +163,28 @@ def test_a_gpus_generators_are_seeded_without_groups_of_experts(monkeypatch: pyt
 def test_the_rows_are_those_of_a_bench(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "gpu.main", "--device", CPU, "--out", str(out),
-         "--checks", "optimizer_state,nvml"], capture_output=True, text=True, check=False,
-        timeout=MAKE_S, env=main.environment(CUDA_VISIBLE_DEVICES="-1"))
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "gpu.main",
+            "--device",
+            CPU,
+            "--out",
+            str(out),
+            "--checks",
+            "optimizer_state,nvml",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=MAKE_S,
+        env=main.environment(CUDA_VISIBLE_DEVICES="-1"),
+    )
     rows = [Row(**one) for one in json.loads(out.read_text())]
     assert {(one.case, one.metric, one.unit) for one in rows} >= {
-        ("optimizer_state", "loss_gap", "relative")}
+        ("optimizer_state", "loss_gap", "relative")
+    }
     stamp = json.loads(out.with_suffix(".stamp").read_text())
     assert stamp["versions"]["torch"] == torch.__version__
     assert stamp["outcomes"]["optimizer_state"] == "ok"

@@ -37,16 +37,22 @@ def losses(text: str) -> dict[int, float]:
 
 @pytest.fixture
 def healed(tmp_path: Path, script: Path, nursery: Nursery) -> Iterator[Driver]:
-    driver = drive_loop(tmp_path, nursery, [], iterations=ITERATIONS, micro_batches=8,
-                        script=script)
+    driver = drive_loop(
+        tmp_path, nursery, [], iterations=ITERATIONS, micro_batches=8, script=script
+    )
     yield driver
     driver.close()
 
 
 def test_it_trains_alone_and_heals_under_agents(script: Path, healed: Driver) -> None:
-    done = subprocess.run([sys.executable, str(script), "--iterations", str(ITERATIONS)],
-                          capture_output=True, text=True, check=False, timeout=LIMIT_S,
-                          cwd=script.parent)
+    done = subprocess.run(
+        [sys.executable, str(script), "--iterations", str(ITERATIONS)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+        cwd=script.parent,
+    )
     assert done.returncode == 0, done.stderr
     alone = losses(done.stdout)
     assert list(alone) == list(range(ITERATIONS)), done.stdout

@@ -31,21 +31,41 @@ CASES: dict[str, tuple[Axes, list[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.thorough] * (
-    case in ("data-parallel", "pipeline"))) for case in CASES])
-def test_a_healed_iteration_reads_as_often_as_stock(tmp_path: Path, nursery: Nursery, case: str
-                                                    ) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.thorough] * (case in ("data-parallel", "pipeline")))
+        for case in CASES
+    ],
+)
+def test_a_healed_iteration_reads_as_often_as_stock(
+    tmp_path: Path, nursery: Nursery, case: str
+) -> None:
     axes, flags, parallel = CASES[case]
     script = flagged_example(tmp_path, flags)
     words = ["--sharded"] * (parallel.get("optimizer") == "sharded")
     ranks = list(range(num_positions(axes)))
-    stock = worlds.run(len(ranks), world_work.stock_reads, str(script), [
-        "--iterations", str(NUM_ITERATIONS), "--micro-batches", str(NUM_MICRO_BATCHES), *words],
-                       axes, NUM_ITERATIONS)
-    driver = drive_loop(tmp_path, nursery, words, iterations=NUM_ITERATIONS,
-                        micro_batches=NUM_MICRO_BATCHES, script=script, **parallel)
-    driver.patch = COUNT.format(
-        drivers=str(Path(host_reads.__file__).parent), folder=str(tmp_path)) + driver.patch
+    stock = worlds.run(
+        len(ranks),
+        world_work.stock_reads,
+        str(script),
+        ["--iterations", str(NUM_ITERATIONS), "--micro-batches", str(NUM_MICRO_BATCHES), *words],
+        axes,
+        NUM_ITERATIONS,
+    )
+    driver = drive_loop(
+        tmp_path,
+        nursery,
+        words,
+        iterations=NUM_ITERATIONS,
+        micro_batches=NUM_MICRO_BATCHES,
+        script=script,
+        **parallel,
+    )
+    driver.patch = (
+        COUNT.format(drivers=str(Path(host_reads.__file__).parent), folder=str(tmp_path))
+        + driver.patch
+    )
     try:
         driver.start(*ranks)
         driver.form(ranks, axes=axes)

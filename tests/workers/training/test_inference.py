@@ -52,8 +52,9 @@ def trained(alone: Any, train: Train) -> model.TrainingModel:
     return made
 
 
-def saved(alone: Any, output: Path | str, of: Model = SMALL, precision: Any = "fp32"
-          ) -> tuple[model.TrainingModel, str]:
+def saved(
+    alone: Any, output: Path | str, of: Model = SMALL, precision: Any = "fp32"
+) -> tuple[model.TrainingModel, str]:
     """A trained model, and its checkpoint in the output of a task."""
     train = Train(model=of, iterations=ITERATIONS, precision=precision, output=str(output))
     made, path = trained(alone, train), f"{output}/gen-1/iter-{ITERATIONS}"
@@ -62,8 +63,15 @@ def saved(alone: Any, output: Path | str, of: Model = SMALL, precision: Any = "f
         history.add(iteration, 4.5 - iteration / 2, 0.1)
     # Adam's step of a model that has not stepped is 0, as in a checkpoint at the start.
     checkpoint.save(path, made, ITERATIONS, history)
-    publish(cluster="default", order=1, at_s=1.0, task=1, generation=1, output=str(output),
-            path=f"gen-1/iter-{ITERATIONS}")
+    publish(
+        cluster="default",
+        order=1,
+        at_s=1.0,
+        task=1,
+        generation=1,
+        output=str(output),
+        path=f"gen-1/iter-{ITERATIONS}",
+    )
     return made, path
 
 
@@ -90,7 +98,8 @@ def test_its_logits_are_megatrons(alone: Any, tmp_path: Path, of: Model) -> None
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_weights_of_16_bits_are_those_that_were_trained(
-        alone: Any, tmp_path: Path, precision: str) -> None:
+    alone: Any, tmp_path: Path, precision: str
+) -> None:
     made, path = saved(alone, tmp_path, precision=precision)
     weights = stored_model.load(path).state_dict()
     assert set(weights) == {name for name, _ in made.named_parameters()}
@@ -98,21 +107,33 @@ def test_weights_of_16_bits_are_those_that_were_trained(
     assert {weight.dtype for weight in weights.values()} == {model.DTYPES[precision]}
 
 
-@pytest.mark.parametrize(("train", "layout"), [
-    (TRAIN, Layout(Axes(tp=2, pp=2))),
-    pytest.param(replace(TRAIN, model=replace(TRAIN.model, tie_embeddings=False)),
-                 Layout(Axes(tp=2, pp=2)), marks=pytest.mark.thorough),
-    pytest.param(TRAIN, Layout(Axes(pp=3, chunks=2)), marks=pytest.mark.thorough),
-    pytest.param(replace(TRAIN, precision="bf16"), Layout(Axes(tp=2, dp=2), "sharded"),
-                 marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("train", "layout"),
+    [
+        (TRAIN, Layout(Axes(tp=2, pp=2))),
+        pytest.param(
+            replace(TRAIN, model=replace(TRAIN.model, tie_embeddings=False)),
+            Layout(Axes(tp=2, pp=2)),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(TRAIN, Layout(Axes(pp=3, chunks=2)), marks=pytest.mark.thorough),
+        pytest.param(
+            replace(TRAIN, precision="bf16"),
+            Layout(Axes(tp=2, dp=2), "sharded"),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
 def test_what_several_members_saved_is_one_model(
-        tmp_path: Path, train: Train, layout: Layout) -> None:
+    tmp_path: Path, train: Train, layout: Layout
+) -> None:
     """Each layout has the same weights after the step of share_work."""
     for name, each in (("split", layout), ("whole", Layout(Axes()))):
         worlds.run(num_positions(each.axes), share_work.save, train, each, str(tmp_path / name))
     assert len(list(tmp_path.glob("split/*.distcp"))) == num_positions(layout.axes)
-    split, whole = (stored_model.load(str(tmp_path / name)).state_dict()
-                    for name in ("split", "whole"))
+    split, whole = (
+        stored_model.load(str(tmp_path / name)).state_dict() for name in ("split", "whole")
+    )
     assert split.keys() == whole.keys()
     assert all(split[name].equal(whole[name]) for name in whole)
 
@@ -139,7 +160,7 @@ def test_the_temperature_and_the_seed_decide_the_text(output: Path) -> None:
     assert text(seed=1) == drawn != text(seed=2)
     greedy, tokens = text(temperature=0), list(b"The ")
     for token in greedy:  # also where the text is longer than the model's sequence
-        assert token == found(torch.tensor([tokens[-SMALL.sequence:]]))[0, -1].argmax()
+        assert token == found(torch.tensor([tokens[-SMALL.sequence :]]))[0, -1].argmax()
         tokens.append(token)
     assert text(temperature=1e-3) == greedy
 
@@ -149,19 +170,26 @@ def test_it_stops_where_the_document_ends(output: Path) -> None:
     greedy = decoder.generate(found, b"The ", 8, temperature=0)
     found.of = replace(found.of, eos_token_id=greedy[3])
     stopped = decoder.generate(found, b"The ", 8, temperature=0)
-    assert stopped == greedy[:greedy.index(greedy[3])]
+    assert stopped == greedy[: greedy.index(greedy[3])]
 
 
 # --- export --------------------------------------------------------------------------------------
 def gpt2(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """The logits by the definition of GPT-2, with the names of transformers."""
-    weights, config = load_file(folder / "model.safetensors"), json.loads(
-        (folder / "config.json").read_text())
+    weights, config = (
+        load_file(folder / "model.safetensors"),
+        json.loads((folder / "config.json").read_text()),
+    )
     width = config["n_embd"]
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(x, (width,), weights[f"{name}.weight"],
-                                     weights[f"{name}.bias"], config["layer_norm_epsilon"])
+        return functional.layer_norm(
+            x,
+            (width,),
+            weights[f"{name}.weight"],
+            weights[f"{name}.bias"],
+            config["layer_norm_epsilon"],
+        )
 
     def conv(name: str, x: torch.Tensor) -> torch.Tensor:
         return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
@@ -170,8 +198,10 @@ def gpt2(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     for number in range(config["n_layer"]):
         layer = f"transformer.h.{number}"
         qkv = conv(f"{layer}.attn.c_attn", norm(f"{layer}.ln_1", x))
-        query, key, value = (part.unflatten(2, (config["n_head"], -1)).transpose(1, 2)
-                             for part in qkv.split(width, 2))
+        query, key, value = (
+            part.unflatten(2, (config["n_head"], -1)).transpose(1, 2)
+            for part in qkv.split(width, 2)
+        )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + conv(f"{layer}.attn.c_proj", mixed.transpose(1, 2).flatten(2))
         inner = functional.gelu(conv(f"{layer}.mlp.c_fc", norm(f"{layer}.ln_2", x)))
@@ -197,7 +227,8 @@ def test_the_export_is_a_gpt2_with_the_same_logits(alone: Any, tmp_path: Path, o
 @pytest.mark.thorough
 @pytest.mark.parametrize(("of", "precision"), [(SMALL, "fp32"), (UNTIED, "fp32"), (SMALL, "bf16")])
 def test_transformers_loads_the_export(
-        alone: Any, tmp_path: Path, of: Model, precision: str) -> None:
+    alone: Any, tmp_path: Path, of: Model, precision: str
+) -> None:
     _, path = saved(alone, tmp_path / "out", of, precision)
     hugging_face.export(stored_model.load(path), tmp_path / "made")
     try:
@@ -206,20 +237,33 @@ def test_transformers_loads_the_export(
         pytest.skip(str(why))
     assert found.pop("difference") <= ROUNDING
     assert found == {
-        "class": "GPT2LMHeadModel", "dtype": str(model.DTYPES[precision]), "other_keys": [],
-        "is_bytes": True, "is_decoded": True, "vocabulary": 256, "generates_alike": True}
+        "class": "GPT2LMHeadModel",
+        "dtype": str(model.DTYPES[precision]),
+        "other_keys": [],
+        "is_bytes": True,
+        "is_decoded": True,
+        "vocabulary": 256,
+        "generates_alike": True,
+    }
 
 
-def test_a_failed_export_leaves_nothing(
-        output: Path, tmp_path: Path) -> None:
+def test_a_failed_export_leaves_nothing(output: Path, tmp_path: Path) -> None:
     """No file may be longer than 10 kB, as on a full disk: its weights are."""
-    code = ("import resource, signal, sys\n"
-            "from unicron.cli.app import run_command\n"
-            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
-            f"sys.exit(run_command(['model', 'export', {str(output)!r}, 'folder/made']))")
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True,
-                          check=False, timeout=cli_process.LIMIT_S, cwd=tmp_path)
+    code = (
+        "import resource, signal, sys\n"
+        "from unicron.cli.app import run_command\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+        f"sys.exit(run_command(['model', 'export', {str(output)!r}, 'folder/made']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=cli_process.LIMIT_S,
+        cwd=tmp_path,
+    )
     refused(done, "file too large", code=1)
     assert list((tmp_path / "folder").iterdir()) == []
 
@@ -230,13 +274,17 @@ def test_the_programs_of_the_guide_read_the_model(alone: Any, tmp_path: Path) ->
     programs = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     for program in programs[1:]:
         found: dict[str, Any] = {}
-        exec(program.replace("build/demo/alpha/latest", path).replace("build/demo/alpha", path),
-             found)
+        exec(
+            program.replace("build/demo/alpha/latest", path).replace("build/demo/alpha", path),
+            found,
+        )
     expected = stored_model.load(path)
     assert found["config"] == json.loads(architecture.encode(expected.of))
     assert found["weights"].keys() == {f"model.{name}" for name in expected.state_dict()}
-    assert all(found["weights"][f"model.{name}"].equal(weight)
-               for name, weight in expected.state_dict().items())
+    assert all(
+        found["weights"][f"model.{name}"].equal(weight)
+        for name, weight in expected.state_dict().items()
+    )
 
 
 # --- the commands --------------------------------------------------------------------------------
@@ -255,32 +303,51 @@ def test_generate_prints_the_prompt_and_what_follows(output: Path) -> None:
     done = unicron("model", "generate", str(output), "--prompt", "Thé", "--tokens", "30")
     follows = decoder.generate(stored_model.load(str(output)), "Thé".encode(), 30, temperature=0.8)
     assert [letter for letter in done.stdout if letter != "\ufffd"] == [
-        letter for letter in f"Thé{bytes(follows).decode(errors='replace')}\n"
-        if letter.isprintable() or letter in "\n\t" if letter != "\ufffd"]
+        letter
+        for letter in f"Thé{bytes(follows).decode(errors='replace')}\n"
+        if letter.isprintable() or letter in "\n\t"
+        if letter != "\ufffd"
+    ]
     assert any(not chr(token).isprintable() for token in follows)
 
 
 def test_the_commands_need_no_megatron(output: Path, tmp_path: Path) -> None:
     """They run without a GPU, a cluster and Megatron, which cannot be imported here."""
-    code = ("import sys; sys.modules['megatron'] = None\n"
-            "from unicron.cli.app import run_command\n"
-            "for words in (['info'], ['generate', '--prompt', 'The', '--tokens', '3'],"
-            f" ['export', {str(tmp_path / 'made')!r}]):\n"
-            f"    assert run_command(['model', words[0], {str(output)!r}, *words[1:]]) == 0\n")
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True,
-                          check=False, timeout=cli_process.LIMIT_S)
+    code = (
+        "import sys; sys.modules['megatron'] = None\n"
+        "from unicron.cli.app import run_command\n"
+        "for words in (['info'], ['generate', '--prompt', 'The', '--tokens', '3'],"
+        f" ['export', {str(tmp_path / 'made')!r}]):\n"
+        f"    assert run_command(['model', words[0], {str(output)!r}, *words[1:]]) == 0\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=cli_process.LIMIT_S,
+    )
     assert done.returncode == 0, done.stderr
     assert "config.json, model.safetensors, tokenizer.json, tok" in done.stdout
 
 
 @pytest.mark.parametrize("package", ["torch", "safetensors"])
 def test_a_package_that_is_not_installed_is_named(
-        package: str, output: Path, tmp_path: Path) -> None:
-    code = (f"import sys; sys.modules[{package!r}] = None\n"
-            "from unicron.cli.app import run_command\n"
-            f"sys.exit(run_command(['model', 'export', {str(output)!r}, 'made']))")
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True,
-                          check=False, timeout=cli_process.LIMIT_S, cwd=tmp_path)
+    package: str, output: Path, tmp_path: Path
+) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from unicron.cli.app import run_command\n"
+        f"sys.exit(run_command(['model', 'export', {str(output)!r}, 'made']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=cli_process.LIMIT_S,
+        cwd=tmp_path,
+    )
     refused(done, f"this command needs {package}")
     assert "which is not installed" in done.stderr
 
@@ -293,6 +360,7 @@ def _with(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         file = folder / architecture.FILE
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
     return change
 
 
@@ -306,35 +374,49 @@ def _altered(folder: Path) -> None:
     (folder / "__0_0.distcp").write_bytes(data)
 
 
-@pytest.mark.parametrize(("damage", "words"), [
-    (_without_architecture, "has no config.json: an older release or a job's own script wrote it"),
-    (_cut("config.json"), "this release knows: Input data was truncated"),
-    (_with(activation_function="silu"), "Invalid enum value 'silu' - at `$.activation_function`"),
-    (_with(n_group=2), "contains unknown field `n_group`"),
-    (_with(n_layer=10**9), "`int` <= 10000 - at `$.n_layer`"),
-    (_with(n_head=5), "n_embd 32 is not divisible by n_head 5"),
-    (_with(n_layer=3), "it has no model.decoder.layers.2."),
-    (_with(n_layer=1), "has weights that its config.json does not describe"),
-    (_with(n_positions=8), "position_embeddings.weight is float32 16x32, not float32 8x32"),
-    (_cut(".metadata"), "is damaged: its .metadata cannot be read"),
-    (_cut("__0_0.distcp"), "its file __0_0.distcp is cut"),
-    (_altered, "its file __0_0.distcp was altered: a checksum is wrong"),
-    (lambda folder: (folder / ".metadata").unlink(), "it has no .metadata: it is not complete"),
-], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (
+            _without_architecture,
+            "has no config.json: an older release or a job's own script wrote it",
+        ),
+        (_cut("config.json"), "this release knows: Input data was truncated"),
+        (
+            _with(activation_function="silu"),
+            "Invalid enum value 'silu' - at `$.activation_function`",
+        ),
+        (_with(n_group=2), "contains unknown field `n_group`"),
+        (_with(n_layer=10**9), "`int` <= 10000 - at `$.n_layer`"),
+        (_with(n_head=5), "n_embd 32 is not divisible by n_head 5"),
+        (_with(n_layer=3), "it has no model.decoder.layers.2."),
+        (_with(n_layer=1), "has weights that its config.json does not describe"),
+        (_with(n_positions=8), "position_embeddings.weight is float32 16x32, not float32 8x32"),
+        (_cut(".metadata"), "is damaged: its .metadata cannot be read"),
+        (_cut("__0_0.distcp"), "its file __0_0.distcp is cut"),
+        (_altered, "its file __0_0.distcp was altered: a checksum is wrong"),
+        (lambda folder: (folder / ".metadata").unlink(), "it has no .metadata: it is not complete"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_a_checkpoint_that_cannot_be_used_is_one_line(
-        output: Path, damage: Callable[[Path], None], words: str) -> None:
+    output: Path, damage: Callable[[Path], None], words: str
+) -> None:
     damage(output / "latest")
     refused(unicron("model", "generate", str(output), "--prompt", "The"), words)
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    (["info", "nothing"], "nothing: the checkpoint is missing"),
-    (["info", "/dev/null"], "/dev/null: Not a directory"),
-    (["info", "nothing://bucket/run"], "fsspec knows no nothing://"),
-    (["info", "file:///nothing/there"], "file:///nothing/there: the checkpoint is missing"),
-    (["generate", "OUTPUT", "--prompt", ""], "--prompt is empty"),
-    (["export", "OUTPUT", "OUTPUT"], "is there already"),
-])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["info", "nothing"], "nothing: the checkpoint is missing"),
+        (["info", "/dev/null"], "/dev/null: Not a directory"),
+        (["info", "nothing://bucket/run"], "fsspec knows no nothing://"),
+        (["info", "file:///nothing/there"], "file:///nothing/there: the checkpoint is missing"),
+        (["generate", "OUTPUT", "--prompt", ""], "--prompt is empty"),
+        (["export", "OUTPUT", "OUTPUT"], "is there already"),
+    ],
+)
 def test_wrong_input_is_one_line(output: Path, given: list[str], words: str) -> None:
     refused(unicron("model", *(str(output) if word == "OUTPUT" else word for word in given)), words)
 

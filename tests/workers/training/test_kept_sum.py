@@ -16,13 +16,19 @@ OVERLAPPED = {"overlap": True, "bucket_params": 10_000}
 PARALLEL = {"parallel": {"pipeline": [1, 2]}}
 
 
-@pytest.mark.parametrize(("changes", "event", "bucket", "is_kept"), [
-    ({}, "reduce", -1, True), ({}, "bucket", 0, False),
-    (OVERLAPPED, "reduce", -1, True), (OVERLAPPED, "bucket", 1, False)],
-    ids=["before", "in the reduction", "overlapped, before", "overlapped, in the reduction"])
+@pytest.mark.parametrize(
+    ("changes", "event", "bucket", "is_kept"),
+    [
+        ({}, "reduce", -1, True),
+        ({}, "bucket", 0, False),
+        (OVERLAPPED, "reduce", -1, True),
+        (OVERLAPPED, "bucket", 1, False),
+    ],
+    ids=["before", "in the reduction", "overlapped, before", "overlapped, in the reduction"],
+)
 def test_a_failed_reduction_redoes_the_iteration(
-        drive: Drive, twin: Twins, changes: dict[str, Any], event: str, bucket: int, is_kept: bool
-        ) -> None:
+    drive: Drive, twin: Twins, changes: dict[str, Any], event: str, bucket: int, is_kept: bool
+) -> None:
     driver = drive(**NO_SUM, **changes)
     driver.start(0, 1, 2)
     driver.hold(2, event, STRUCK, **({"bucket": bucket} if bucket >= 0 else {}))

@@ -43,16 +43,23 @@ def other_megatron(folder: Path, version: str, *, lacks: str = "") -> Path:
         (made / name).write_text((core / name).read_text().replace(old, new))
     record = folder / f"megatron_core-{version}.dist-info"
     record.mkdir()
-    (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megatron-core\n"
-                                     f"Version: {version}\n")
+    (record / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {version}\n"
+    )
     return folder
 
 
 def run(megatron_folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run Python with this folder before the installed packages."""
-    return subprocess.run([sys.executable, "-P", *words], capture_output=True, text=True,
-                          check=False, timeout=LIMIT_S, cwd=megatron_folder,
-                          env={**os.environ, "PYTHONPATH": str(megatron_folder)})
+    return subprocess.run(
+        [sys.executable, "-P", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+        cwd=megatron_folder,
+        env={**os.environ, "PYTHONPATH": str(megatron_folder)},
+    )
 
 
 @pytest.fixture
@@ -65,22 +72,33 @@ def test_the_installed_versions_are_known_and_have_every_part() -> None:
         assert (found.problem, found.warning) == ("", ""), found
     assert len(parts.PARTS) > 50
     assert {f"{major}.{minor}" for major, minor in INTERFACES} <= set(
-        known_versions.DEPENDENCIES[1].known), "all of Megatron-LM's versions"
+        known_versions.DEPENDENCIES[1].known
+    ), "all of Megatron-LM's versions"
 
 
-@pytest.mark.parametrize("name", [
-    "no_such", "_World.no_such", "no_such or _nor_this", "_world.no_such"])
-def test_a_missing_part_is_wrong_input_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch
-                                                   ) -> None:
+@pytest.mark.parametrize(
+    "name", ["no_such", "_World.no_such", "no_such or _nor_this", "_world.no_such"]
+)
+def test_a_missing_part_is_wrong_input_in_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = "torch.distributed.distributed_c10d"
-    monkeypatch.setattr(parts, "PARTS", [
-        *parts.PARTS, Part(module, ("_world", "_then_changed")),
-        Part(module, tuple(name.split(" or "))), *[Part("torch.no_such_module", ("x",))] * 3])
+    monkeypatch.setattr(
+        parts,
+        "PARTS",
+        [
+            *parts.PARTS,
+            Part(module, ("_world", "_then_changed")),
+            Part(module, tuple(name.split(" or "))),
+            *[Part("torch.no_such_module", ("x",))] * 3,
+        ],
+    )
     with pytest.raises(UsageError) as refused:
         known_versions.require_parts()
     assert str(refused.value) == (
         f"torch {torch.__version__} has no {module}.{name}, torch.no_such_module.x, "
-        "torch.no_such_module.x and 1 more; known are 2.11 and 2.13")
+        "torch.no_such_module.x and 1 more; known are 2.11 and 2.13"
+    )
     assert "pip install" in refused.value.hint
 
 
@@ -90,13 +108,20 @@ def test_an_unknown_version_is_a_warning_in_one_line(monkeypatch: pytest.MonkeyP
     with capture_logs() as lines:
         known_versions.warn_unknown()
     assert [(line["log_level"], line["event"]) for line in lines] == [
-        ("warning", "megatron-core 0.160.0 was never run with Unicron; known are 0.15, 0.16, 0.17, "
-                    "0.18, 0.19 and 0.20")]
+        (
+            "warning",
+            "megatron-core 0.160.0 was never run with Unicron; known are 0.15, 0.16, 0.17, "
+            "0.18, 0.19 and 0.20",
+        )
+    ]
 
 
 @pytest.mark.thorough
 def test_the_check_imports_nothing_that_a_rank_does_not(tmp_path: Path) -> None:
-    done = run(tmp_path, "-c", """
+    done = run(
+        tmp_path,
+        "-c",
+        """
 import sys
 from unicron.workers.training.dependencies import known_versions
 from unicron.workers.training.model import cpu_device
@@ -108,7 +133,8 @@ before = set(sys.modules)
 found = known_versions.installed()
 assert not any(one.problem for one in found), found
 print(sorted(set(sys.modules) - before))
-""")
+""",
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[]\n"
 
@@ -122,7 +148,8 @@ def exec_driver(tmp_path: Path, nursery: Nursery) -> Iterator[Driver]:
 
 
 def test_a_rank_without_a_part_ends_as_wrong_input(
-        exec_driver: Driver, lacking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exec_driver: Driver, lacking: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(lacking))
     exec_driver.launch(0)
     told = exec_driver.wait(r.RankErrored, 0, limit_s=LIMIT_S)
@@ -134,13 +161,16 @@ def test_a_rank_without_a_part_ends_as_wrong_input(
 def test_a_script_without_a_part_ends_with_one_line(lacking: Path) -> None:
     done = run(lacking, str(EXAMPLE), "--iterations", "1")
     assert done.returncode == 2
-    assert f"megatron-core 0.99.0 has no megatron.core.parallel_state.{LOST};" in (
-        done.stderr.splitlines()[-1])
+    assert (
+        f"megatron-core 0.99.0 has no megatron.core.parallel_state.{LOST};"
+        in (done.stderr.splitlines()[-1])
+    )
 
 
 @pytest.mark.thorough
 def test_a_rank_of_an_unknown_version_warns(
-        exec_driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exec_driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(other_megatron(tmp_path / "newer", "0.99.0")))
     exec_driver.start(0)
     text = exec_driver.processes[0].log.read_text()
@@ -154,8 +184,10 @@ def test_doctor_imports_a_version_that_it_does_not_know(tmp_path: Path, lacks: s
     done = run(folder, "-m", "unicron.cli.main", "doctor")
     line = next(line for line in done.stdout.splitlines() if " megatron " in line)
     if lacks:
-        assert line.startswith(f"missing  megatron  megatron-core 0.99.0 has no megatron.core"
-                               f".parallel_state.{LOST}; known are")
+        assert line.startswith(
+            f"missing  megatron  megatron-core 0.99.0 has no megatron.core"
+            f".parallel_state.{LOST}; known are"
+        )
         assert done.returncode == 1
     else:
         assert line.startswith("note     megatron  0.99.0; megatron-core 0.99.0 was never run")

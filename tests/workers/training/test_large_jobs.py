@@ -21,16 +21,23 @@ from unicron.events.spec.model import Axes, MegatronModel
 
 EXAMPLES = Path(__file__).parents[3] / "deploy" / "examples"
 JOBS = ("megatron-7b", "megatron-70b")
-STATED = re.compile(r"^#   ([\d.]+ GiB) on (\d+) slots \((.+)\), ([\d.]+ GiB) of it the kept sum$",
-                    re.MULTILINE)
+STATED = re.compile(
+    r"^#   ([\d.]+ GiB) on (\d+) slots \((.+)\), ([\d.]+ GiB) of it the kept sum$", re.MULTILINE
+)
 PARAMETERS_REL = 1e-3
 """The memory model divides norms among tensor-parallel ranks, counts a bias for each of them, and
 leaves out the last one."""
 ITERATIONS, MICRO_BATCHES = 5, 8
 RELATIVE_MAX = 1e-5
-FLAGS = {"num_layers": "--num-layers", "hidden": "--hidden-size", "ffn_hidden": "--ffn-hidden-size",
-         "num_heads": "--num-attention-heads", "num_query_groups": "--num-query-groups",
-         "sequence": "--seq-length", "global_batch": "--global-batch-size"}
+FLAGS = {
+    "num_layers": "--num-layers",
+    "hidden": "--hidden-size",
+    "ffn_hidden": "--ffn-hidden-size",
+    "num_heads": "--num-attention-heads",
+    "num_query_groups": "--num-query-groups",
+    "sequence": "--seq-length",
+    "global_batch": "--global-batch-size",
+}
 
 
 def loop_of(name: str) -> tuple[Loop, MegatronModel]:
@@ -52,7 +59,10 @@ def test_the_stated_memory_is_the_predicted_one(name: str) -> None:
         assert one.memory_bytes is not None
         assert one.kept_bytes
         assert (in_gib(one.memory_bytes), one.layout, in_gib(one.kept_bytes)) == (
-            memory, layout, kept)
+            memory,
+            layout,
+            kept,
+        )
     assert f"of the GPU's {in_gib(found.capacity_bytes)}" in file.read_text(encoding="utf-8")
 
 
@@ -65,7 +75,8 @@ def test_the_arguments_are_those_of_the_described_model(name: str) -> None:
         assert given.get(flag, "0") == str(getattr(model, key)), flag
     assert given["--train-iters"] == str(loop.iterations)
     assert int(given["--global-batch-size"]) // int(given["--micro-batch-size"]) == (
-        loop.micro_batches)
+        loop.micro_batches
+    )
     assert ("--swiglu" in words) == model.swiglu
     assert ("--untie-embeddings-and-output-weights" in words) != model.tie_embeddings
     assert ("--use-distributed-optimizer" in words) == (loop.parallel.optimizer == "sharded")
@@ -80,8 +91,9 @@ def fake_groups() -> Iterator[Any]:
     from unicron.workers.training.dependencies import private_megatron
 
     def of(axes: Axes, rank: int) -> None:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank,
-                                world_size=axes.tp * axes.pp * axes.dp)
+        dist.init_process_group(
+            "fake", store=FakeStore(), rank=rank, world_size=axes.tp * axes.pp * axes.dp
+        )
         parallel_state.initialize_model_parallel(axes.tp, axes.pp, create_gloo_process_groups=False)
 
     yield of
@@ -97,48 +109,78 @@ def built(model: MegatronModel, axes: Axes, stage: int) -> int:
     from megatron.core.transformer import TransformerConfig
 
     config = TransformerConfig(
-        num_layers=model.num_layers, hidden_size=model.hidden, num_attention_heads=model.num_heads,
-        num_query_groups=model.num_groups, ffn_hidden_size=model.ffn,
-        gated_linear_unit=model.swiglu, activation_func=torch.nn.functional.silu,
-        add_bias_linear=False, normalization="RMSNorm", tensor_model_parallel_size=axes.tp,
-        pipeline_model_parallel_size=axes.pp, pipeline_dtype=torch.bfloat16,
-        params_dtype=torch.bfloat16, bf16=True, use_cpu_initialization=True,
-        perform_initialization=False)
+        num_layers=model.num_layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_groups,
+        ffn_hidden_size=model.ffn,
+        gated_linear_unit=model.swiglu,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        tensor_model_parallel_size=axes.tp,
+        pipeline_model_parallel_size=axes.pp,
+        pipeline_dtype=torch.bfloat16,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+    )
     with torch.device("meta"):
-        gpt = GPTModel(config, get_gpt_layer_local_spec(normalization="RMSNorm"),
-                       vocab_size=model.vocabulary, max_sequence_length=model.sequence,
-                       pre_process=stage == 0, post_process=stage == axes.pp - 1,
-                       share_embeddings_and_output_weights=model.tie_embeddings,
-                       position_embedding_type="rope")
+        gpt = GPTModel(
+            config,
+            get_gpt_layer_local_spec(normalization="RMSNorm"),
+            vocab_size=model.vocabulary,
+            max_sequence_length=model.sequence,
+            pre_process=stage == 0,
+            post_process=stage == axes.pp - 1,
+            share_embeddings_and_output_weights=model.tie_embeddings,
+            position_embedding_type="rope",
+        )
     parameters = list(gpt.parameters())
     assert {parameter.device.type for parameter in parameters} == {"meta"}
     return sum(parameter.numel() for parameter in parameters)
 
 
-@pytest.mark.parametrize(("name", "slots", "stage"), [
-    ("megatron-7b", 8, 0), ("megatron-70b", 64, 0), ("megatron-70b", 64, 1),
-    ("megatron-70b", 64, 3)])
+@pytest.mark.parametrize(
+    ("name", "slots", "stage"),
+    [
+        ("megatron-7b", 8, 0),
+        ("megatron-70b", 64, 0),
+        ("megatron-70b", 64, 1),
+        ("megatron-70b", 64, 3),
+    ],
+)
 def test_a_rank_has_the_parameters_that_its_memory_is_predicted_from(
-        fake_groups: Any, name: str, slots: int, stage: int) -> None:
+    fake_groups: Any, name: str, slots: int, stage: int
+) -> None:
     loop, model = loop_of(name)
     axes = layout_of(loop, slots)
     assert axes is not None
     fake_groups(axes, stage * axes.tp * axes.dp)
     num_embeddings = (stage == 0) + (stage == axes.pp - 1)
-    predicted, _ = rank_parameters(model, layout_on(loop, described(loop) or model, axes),
-                                   num_embeddings)
+    predicted, _ = rank_parameters(
+        model, layout_on(loop, described(loop) or model, axes), num_embeddings
+    )
     assert built(model, axes, stage) == pytest.approx(predicted, rel=PARAMETERS_REL)
 
 
 # --- small runs of the same axes: eight real ranks, and one rank alone ---
 LLAMA = (
-    ("num_attention_heads=4,", "num_attention_heads=4, num_query_groups=2, ffn_hidden_size=96, "
-     "gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False, "
-     "normalization='RMSNorm',"),
+    (
+        "num_attention_heads=4,",
+        "num_attention_heads=4, num_query_groups=2, ffn_hidden_size=96, "
+        "gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False, "
+        "normalization='RMSNorm',",
+    ),
     ("local_spec(config.num_moe_experts)", "local_spec(normalization='RMSNorm')"),
-    ("pg_collection=groups,\n            vp_stage", "pg_collection=groups, "
-     "share_embeddings_and_output_weights=False, position_embedding_type='rope',\n"
-     "            vp_stage"))
+    (
+        "pg_collection=groups,\n            vp_stage",
+        "pg_collection=groups, "
+        "share_embeddings_and_output_weights=False, position_embedding_type='rope',\n"
+        "            vp_stage",
+    ),
+)
 """Changes of deploy/examples/loop.py: its GPT has the parts of a Llama."""
 SCRIPT = """
 import os, runpy, sys
@@ -158,15 +200,34 @@ def trained(folder: Path, nursery: Nursery, axes: Axes, optimizer: str) -> Path:
         text = text.replace(old, new)
     folder.mkdir()
     (folder / "llama.py").write_text(text, encoding="utf-8")
-    argv = [str(folder / "llama.py"), "--iterations", str(ITERATIONS),
-            "--micro-batches", str(MICRO_BATCHES), *["--sharded"] * (optimizer == "sharded")]
-    driver = Driver(parse({
-        "apiVersion": "unicron/v1", "name": "small", "slots": {"min": 1, "max": 8},
-        "command": argv, "heal": "in-memory",
-        "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS, "copy_every": 0,
-                 "output": str(folder / "out"),
-                 "parallel": {"tensor": [1, 2], "pipeline": [1, 4], "optimizer": optimizer}}}),
-        folder, nursery)
+    argv = [
+        str(folder / "llama.py"),
+        "--iterations",
+        str(ITERATIONS),
+        "--micro-batches",
+        str(MICRO_BATCHES),
+        *["--sharded"] * (optimizer == "sharded"),
+    ]
+    driver = Driver(
+        parse(
+            {
+                "apiVersion": "unicron/v1",
+                "name": "small",
+                "slots": {"min": 1, "max": 8},
+                "command": argv,
+                "heal": "in-memory",
+                "loop": {
+                    "micro_batches": MICRO_BATCHES,
+                    "iterations": ITERATIONS,
+                    "copy_every": 0,
+                    "output": str(folder / "out"),
+                    "parallel": {"tensor": [1, 2], "pipeline": [1, 4], "optimizer": optimizer},
+                },
+            }
+        ),
+        folder,
+        nursery,
+    )
     driver.patch = SCRIPT.format(argv=argv)
     ranks = list(range(axes.tp * axes.pp * axes.dp))
     try:
@@ -178,11 +239,14 @@ def trained(folder: Path, nursery: Nursery, axes: Axes, optimizer: str) -> Path:
         driver.close()
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (
-    name == "megatron-7b")) for name in JOBS])  # the other job has pipelines, too
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name == "megatron-7b")) for name in JOBS],
+)  # the other job has pipelines, too
 @pytest.mark.thorough
 def test_a_small_run_in_the_same_axes_equals_one_rank(
-        tmp_path: Path, nursery: Nursery, name: str) -> None:
+    tmp_path: Path, nursery: Nursery, name: str
+) -> None:
     optimizer = loop_of(name)[0].parallel.optimizer
     alone = trained(tmp_path / "alone", nursery, Axes(), optimizer)
     gap = compare(trained(tmp_path / "small", nursery, SMALL[name], optimizer), alone)

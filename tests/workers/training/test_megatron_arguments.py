@@ -1,5 +1,4 @@
-"""The table of Megatron-LM's arguments: its words, against those of clones (UNICRON_MEGATRON_LM).
-"""
+"""The table of Megatron-LM's arguments: its words, against those of clones (UNICRON_MEGATRON_LM)."""
 
 from __future__ import annotations
 
@@ -18,21 +17,54 @@ from unicron.workers.training.megatron_lm import arguments, checkpoints
 
 ROOT = Path(__file__).parents[3]
 TABLES = (HONOURED, arguments.NAMED, arguments.DECLINES, NEEDS)
-RUN_UNCHANGED = frozenset((
-    "get_model", "build_model", "setup_model_and_optimizer", "get_optimizer_param_scheduler",
-    "get_megatron_optimizer_config", "get_megatron_ddp_config", "num_floating_point_operations",
-    "calculate_layer_counts", "transformer_flops", "hybrid_flops", "update_train_iters",
-    "get_train_valid_test_num_samples", "preprocess_common_state_dict",
-    "get_start_time_from_progress_log", "compute_throughputs_and_append_to_progress_log",
-    "_warmup_jit_function"))
+RUN_UNCHANGED = frozenset(
+    (
+        "get_model",
+        "build_model",
+        "setup_model_and_optimizer",
+        "get_optimizer_param_scheduler",
+        "get_megatron_optimizer_config",
+        "get_megatron_ddp_config",
+        "num_floating_point_operations",
+        "calculate_layer_counts",
+        "transformer_flops",
+        "hybrid_flops",
+        "update_train_iters",
+        "get_train_valid_test_num_samples",
+        "preprocess_common_state_dict",
+        "get_start_time_from_progress_log",
+        "compute_throughputs_and_append_to_progress_log",
+        "_warmup_jit_function",
+    )
+)
 """Functions that pretrain.py calls, or that only a save calls, or that read only shapes."""
-REPLACED = ("training", "checkpointing", "initialize", "async_utils", "ft_integration",
-            "inprocess_restart", "one_logger_utils", "datasets/data_samplers")
+REPLACED = (
+    "training",
+    "checkpointing",
+    "initialize",
+    "async_utils",
+    "ft_integration",
+    "inprocess_restart",
+    "one_logger_utils",
+    "datasets/data_samplers",
+)
 """Modules of megatron.training of which Unicron replaces functions, or calls none."""
-OF_THE_MODEL = frozenset((
-    "bf16", "first_last_layers_bf16", "fp16", "hidden_size", "masked_softmax_fusion",
-    "num_attention_heads", "num_layers_at_end_in_bf16", "num_layers_at_start_in_bf16",
-    "pipeline_model_parallel_size", "swiglu", "tensor_model_parallel_size", "vocab_file"))
+OF_THE_MODEL = frozenset(
+    (
+        "bf16",
+        "first_last_layers_bf16",
+        "fp16",
+        "hidden_size",
+        "masked_softmax_fusion",
+        "num_attention_heads",
+        "num_layers_at_end_in_bf16",
+        "num_layers_at_start_in_bf16",
+        "pipeline_model_parallel_size",
+        "swiglu",
+        "tensor_model_parallel_size",
+        "vocab_file",
+    )
+)
 """Read there beside the arguments that say what to do."""
 BY_FIELD = ("fault_injector_", "one_logger_")
 """Arguments that the loops read by the fields of a config, or not by name."""
@@ -56,11 +88,15 @@ def read_by_loops(file: Path) -> set[str]:
             continue
         for node in ast.walk(function):
             match node:
-                case ast.Attribute(value=ast.Name(id="args")) | ast.Attribute(
-                        value=ast.Attribute(value=ast.Name(id="cfg" | "cfg_container"))):
+                case (
+                    ast.Attribute(value=ast.Name(id="args"))
+                    | ast.Attribute(value=ast.Attribute(value=ast.Name(id="cfg" | "cfg_container")))
+                ):
                     found.add(node.attr)
-                case ast.Call(func=ast.Name(id="getattr"),
-                              args=[ast.Name(id="args"), ast.Constant(value=str(name)), *_]):
+                case ast.Call(
+                    func=ast.Name(id="getattr"),
+                    args=[ast.Name(id="args"), ast.Constant(value=str(name)), *_],
+                ):
                     found.add(name)
                 case _:
                     pass
@@ -69,9 +105,18 @@ def read_by_loops(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("folder", clones(), ids=lambda folder: folder.name)
 def test_each_argument_of_the_loops_is_in_one_table(folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-P", "-c", PARSER], capture_output=True, text=True,
-                          check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(
-                              (str(folder), *filter(None, (os.environ.get("PYTHONPATH"),))))})
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PARSER],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(
+                (str(folder), *filter(None, (os.environ.get("PYTHONPATH"),)))
+            ),
+        },
+    )
     parsed = set(json.loads(done.stdout.splitlines()[-1]))
     files = [folder / "megatron" / "training" / f"{name}.py" for name in REPLACED]
     read = set().union(*map(read_by_loops, files)) & parsed - OF_THE_MODEL
@@ -102,9 +147,11 @@ def test_only_given_arguments_have_a_word() -> None:
     assert arguments.why_not(parsed_of("--save", "x", "--dataloader-type", "single")) == ""
     assert arguments.why_not(parsed_of("--fp8-format=e4m3", "--dataloader-type", "cyclic")) == (
         "FP8 scales are not part of the known state (--fp8-format); its data has no random access "
-        "(--dataloader-type)")
-    (line,) = arguments.named(parsed_of("--save", "x", "--log-memory-interval=4",
-                                        "--no-persist-layer-norm"))
+        "(--dataloader-type)"
+    )
+    (line,) = arguments.named(
+        parsed_of("--save", "x", "--log-memory-interval=4", "--no-persist-layer-norm")
+    )
     assert line == "--log-memory-interval: not printed"
 
 
@@ -118,5 +165,7 @@ def test_evaluations_are_counted_from_the_first_that_is_made() -> None:
     assert [num_after(at, start_eval_at_iter=7) for at in (5, 9, 10, 15)] == [0, 0, 1, 2]
     assert checkpoints.num_evaluations(argparse.Namespace(eval_interval=0), 9) == 0
     assert checkpoints.eval_batch(argparse.Namespace(global_batch_size=12)) == 12
-    assert checkpoints.eval_batch(
-        argparse.Namespace(global_batch_size=12, eval_global_batch_size=6)) == 6
+    assert (
+        checkpoints.eval_batch(argparse.Namespace(global_batch_size=12, eval_global_batch_size=6))
+        == 6
+    )

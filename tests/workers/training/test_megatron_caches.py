@@ -61,12 +61,14 @@ def clone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pa
     return found
 
 
-@pytest.mark.parametrize(("has_path", "weights"), [
-    (True, ()), (False, ()), (True, (0.3, 0.7))],
-    ids=["--data-cache-path", "beside the data", "blended, --data-cache-path"])
+@pytest.mark.parametrize(
+    ("has_path", "weights"),
+    [(True, ()), (False, ()), (True, (0.3, 0.7))],
+    ids=["--data-cache-path", "beside the data", "blended, --data-cache-path"],
+)
 def test_index_caches_are_built_once_and_found_at_a_restart(
-        clone: Path, tmp_path: Path, nursery: Nursery, *, has_path: bool,
-        weights: tuple[float, ...]) -> None:
+    clone: Path, tmp_path: Path, nursery: Nursery, *, has_path: bool, weights: tuple[float, ...]
+) -> None:
     cache, saves = tmp_path / "cache", tmp_path / "saves"
     blend: list[str] = []
     for weight in weights or ("",):
@@ -83,11 +85,20 @@ def test_index_caches_are_built_once_and_found_at_a_restart(
     def written(name: str) -> list[list[str]]:
         folder = tmp_path / name
         folder.mkdir()
-        driver = Driver(parse({
-            "apiVersion": "unicron/v1", "name": "caches", "slots": {"min": 1, "max": NUM_RANKS},
-            "command": argv, "heal": "in-memory",
-            "loop": {"micro_batches": 6, "iterations": 12, "output": str(folder / "out")}}),
-            folder, nursery)
+        driver = Driver(
+            parse(
+                {
+                    "apiVersion": "unicron/v1",
+                    "name": "caches",
+                    "slots": {"min": 1, "max": NUM_RANKS},
+                    "command": argv,
+                    "heal": "in-memory",
+                    "loop": {"micro_batches": 6, "iterations": 12, "output": str(folder / "out")},
+                }
+            ),
+            folder,
+            nursery,
+        )
         driver.by = [sys.executable, "-P", "-c", LAUNCH, *argv]
         try:
             driver.start(*range(NUM_RANKS))

@@ -51,48 +51,82 @@ def clone(tmp_path: Path) -> Path:
     copy.mkdir()
     for script in Path(found).glob("*.py"):
         shutil.copyfile(script, copy / script.name)
-    shutil.copytree(Path(found) / "megatron", copy / "megatron", copy_function=shutil.copyfile,
-                    ignore=shutil.ignore_patterns(COMPILED, "__pycache__"))
+    shutil.copytree(
+        Path(found) / "megatron",
+        copy / "megatron",
+        copy_function=shutil.copyfile,
+        ignore=shutil.ignore_patterns(COMPILED, "__pycache__"),
+    )
     for folder, _, _ in os.walk(copy):
         Path(folder).chmod(0o755)
     return copy
 
 
-@pytest.mark.parametrize(("module", "hint"), [
-    ("sentencepiece", "{python} -m pip install sentencepiece"),
-    ("wandb.sdk", "{python} -m pip install wandb"),
-    # Packages of these names on PyPI are not the ones that bring the modules.
-    ("apex", "install it for {python} as its own project says"),
-    ("cv2", "install it for {python} as its own project says"),
-    ("my_tokenizer.words", "install it for {python} as its own project says")])
+@pytest.mark.parametrize(
+    ("module", "hint"),
+    [
+        ("sentencepiece", "{python} -m pip install sentencepiece"),
+        ("wandb.sdk", "{python} -m pip install wandb"),
+        # Packages of these names on PyPI are not the ones that bring the modules.
+        ("apex", "install it for {python} as its own project says"),
+        ("cv2", "install it for {python} as its own project says"),
+        ("my_tokenizer.words", "install it for {python} as its own project says"),
+    ],
+)
 def test_a_hint_names_only_packages_that_are_known(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, hint: str) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, hint: str
+) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # as in a new process
     if find_spec(module.partition(".")[0]) is not None:
         pytest.skip(f"{module} is installed")
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(f"import {module}\n")
-    with pytest.raises(UsageError, match="a requirement of the script") as refused, \
-            launcher.start_failures_named(script):
+    with (
+        pytest.raises(UsageError, match="a requirement of the script") as refused,
+        launcher.start_failures_named(script),
+    ):
         runpy.run_path(str(script))
     assert refused.value.hint == hint.format(python=sys.executable)
 
 
-@pytest.mark.parametrize(("package", "line"), [
-    ("triton", "pretrain_gpt.py cannot be imported: No module named 'triton'. Megatron-LM imports "
-               "triton also without a GPU ({python} -m pip install triton)"),
-    ("six", "pretrain_gpt.py cannot be imported: No module named 'six'. It is a requirement of the "
-            "script ({python} -m pip install six)"),
-    ("regex", "pretrain_gpt.py cannot be imported: No module named 'regex'. It is a requirement of "
-              "the script ({python} -m pip install regex)"),
-    ("pybind11", "the index builder of the datasets cannot be compiled: pybind11 is not "
-                 "installed ({python} -m pip install pybind11)"),
-    ("c++", "the index builder of the datasets cannot be compiled: make: {lacks}/c++: No such file "
-            "or directory (install a C++ compiler, or type make -C "),
-])
+@pytest.mark.parametrize(
+    ("package", "line"),
+    [
+        (
+            "triton",
+            "pretrain_gpt.py cannot be imported: No module named 'triton'. Megatron-LM imports "
+            "triton also without a GPU ({python} -m pip install triton)",
+        ),
+        (
+            "six",
+            "pretrain_gpt.py cannot be imported: No module named 'six'. It is a requirement of the "
+            "script ({python} -m pip install six)",
+        ),
+        (
+            "regex",
+            "pretrain_gpt.py cannot be imported: No module named 'regex'. It is a requirement of "
+            "the script ({python} -m pip install regex)",
+        ),
+        (
+            "pybind11",
+            "the index builder of the datasets cannot be compiled: pybind11 is not "
+            "installed ({python} -m pip install pybind11)",
+        ),
+        (
+            "c++",
+            "the index builder of the datasets cannot be compiled: make: {lacks}/c++: No such file "
+            "or directory (install a C++ compiler, or type make -C ",
+        ),
+    ],
+)
 def test_a_missing_requirement_is_one_line(
-        clone: Path, tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch,
-        package: str, line: str) -> None:
+    clone: Path,
+    tmp_path: Path,
+    nursery: Nursery,
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    line: str,
+) -> None:
     lacks = tmp_path / "lacks"
     lacks.mkdir()
     if package == "c++":
@@ -102,11 +136,20 @@ def test_a_missing_requirement_is_one_line(
         paths = [str(lacks), *filter(None, [os.environ.get("PYTHONPATH")])]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     argv = [str(clone / "pretrain_gpt.py"), *WORDS]
-    driver = Driver(parse({
-        "apiVersion": "unicron/v1", "name": "lacks", "slots": {"min": 1, "max": 1},
-        "command": argv, "heal": "in-memory",
-        "loop": {"micro_batches": 6, "iterations": 12, "output": str(tmp_path / "out")}}),
-        tmp_path, nursery)
+    driver = Driver(
+        parse(
+            {
+                "apiVersion": "unicron/v1",
+                "name": "lacks",
+                "slots": {"min": 1, "max": 1},
+                "command": argv,
+                "heal": "in-memory",
+                "loop": {"micro_batches": 6, "iterations": 12, "output": str(tmp_path / "out")},
+            }
+        ),
+        tmp_path,
+        nursery,
+    )
     driver.by = [sys.executable, "-P", "-c", LAUNCH, *argv]
     try:
         driver.launch(0)
@@ -114,6 +157,5 @@ def test_a_missing_requirement_is_one_line(
     finally:
         driver.close()
     assert errored.status == WRONG_INPUT, errored.text
-    assert errored.text.startswith(line.format(
-        python=sys.executable, lacks=lacks)), errored.text
+    assert errored.text.startswith(line.format(python=sys.executable, lacks=lacks)), errored.text
     assert len(errored.text.splitlines()) == 1

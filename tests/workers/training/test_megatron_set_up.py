@@ -51,19 +51,32 @@ CASES = {
     "samples": Case(f"--train-samples 150 --lr-warmup-samples 16 --lr-decay-samples 120 {LOW}"),
     "fraction of iterations": Case("--train-iters 12 --lr-warmup-fraction 0.3"),
     "fraction of samples": Case("--train-samples 150 --lr-warmup-fraction 0.3"),
-    "WSD, iterations": Case("--train-iters 12 --lr-wsd-decay-iters 4 --lr-decay-style WSD "
-                            "--lr-wsd-decay-style linear"),
-    "WSD, samples": Case("--train-samples 150 --lr-wsd-decay-samples 44 --lr-decay-style WSD "
-                         "--lr-wsd-decay-style linear"),
+    "WSD, iterations": Case(
+        "--train-iters 12 --lr-wsd-decay-iters 4 --lr-decay-style WSD --lr-wsd-decay-style linear"
+    ),
+    "WSD, samples": Case(
+        "--train-samples 150 --lr-wsd-decay-samples 44 --lr-decay-style WSD "
+        "--lr-wsd-decay-style linear"
+    ),
     "the schedule ends before the data": Case("--train-samples 150 --lr-decay-samples 30"),
     "samples, built in two layouts": Case(
-        "--train-samples 150 --lr-warmup-samples 16 --lr-decay-samples 120", tensor=(1, 2), differ={
-            "parameter groups: 0.params": "the first weights are those of the largest layout"}),
+        "--train-samples 150 --lr-warmup-samples 16 --lr-decay-samples 120",
+        tensor=(1, 2),
+        differ={"parameter groups: 0.params": "the first weights are those of the largest layout"},
+    ),
     "samples, two replicas": Case(
-        "--train-samples 150 --lr-warmup-samples 16 --lr-decay-samples 120", num_ranks=2,
-        more=(*USUAL[1:], "--bf16", "--accumulate-allreduce-grads-in-fp32",
-                            "--use-distributed-optimizer", "--overlap-param-gather",
-                            "--async-save", "--exit-signal-handler")),
+        "--train-samples 150 --lr-warmup-samples 16 --lr-decay-samples 120",
+        num_ranks=2,
+        more=(
+            *USUAL[1:],
+            "--bf16",
+            "--accumulate-allreduce-grads-in-fp32",
+            "--use-distributed-optimizer",
+            "--overlap-param-gather",
+            "--async-save",
+            "--exit-signal-handler",
+        ),
+    ),
 }
 QUICK = ("iterations", "samples", "fraction of samples")
 """What `make test` runs on the stand-in."""
@@ -77,7 +90,7 @@ DIFFER: Mapping[str, str] = {
     "data loader: _iterator": "it has begun to read",
     "data loader: persistent_workers": "there is one pass over the data",
     "data loader: worker_init_fn": "it installs --exit-signal-handler, which has a line of its "
-                                   "own, and closes files of GPUs, which no worker opens here",
+    "own, and closes files of GPUs, which no worker opens here",
 }
 """The fields that differ, and why."""
 
@@ -90,11 +103,16 @@ def clone(request: pytest.FixtureRequest) -> Path | None:
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (
-    name not in QUICK and not clones())) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK and not clones()))
+        for name in CASES
+    ],
+)
 def test_each_field_is_that_of_megatron_lm(
-        clone: Path | None, tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch,
-        name: str) -> None:
+    clone: Path | None, tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     case = CASES[name]
     script = (clone or stand_in(tmp_path / "stand-in")) / "pretrain_gpt.py"
     argv = [str(script), *case.argv(clone)]
@@ -104,14 +122,19 @@ def test_each_field_is_that_of_megatron_lm(
     counts = []
     for section in SECTIONS:
         fields = {*expected[section], *found[section]}
-        wrong = {f"{section}: {field}": (expected[section].get(field, "absent"),
-                                         found[section].get(field, "absent"))
-                 for field in sorted(fields)
-                 if expected[section].get(field, "absent") != found[section].get(field, "absent")}
+        wrong = {
+            f"{section}: {field}": (
+                expected[section].get(field, "absent"),
+                found[section].get(field, "absent"),
+            )
+            for field in sorted(fields)
+            if expected[section].get(field, "absent") != found[section].get(field, "absent")
+        }
         told = [field for field in wrong if field not in DIFFER and field not in case.differ]
         differing += [f"{field}: {wrong[field]}"[:300] for field in told]
         counts.append(
-            f"{section} {len(fields)} ({len(told)} differ, {len(wrong) - len(told)} must)")
+            f"{section} {len(fields)} ({len(told)} differ, {len(wrong) - len(told)} must)"
+        )
         assert fields
     by = clone.name if clone else "the stand-in (no clone is named)"
     print(f"{by}, {name}: {', '.join(counts)}")
@@ -123,11 +146,22 @@ def stock(folder: Path, argv: Sequence[str], num_ranks: int) -> dict[str, Any]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     files = [folder / f"stock-{rank}" for rank in range(num_ranks)]
-    ranks = [subprocess.Popen(
-        [sys.executable, str(SET_UP), "stock", str(file), *argv], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "MASTER_PORT": str(port),
-             "WORLD_SIZE": str(num_ranks)}) for rank, file in enumerate(files)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SET_UP), "stock", str(file), *argv],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(num_ranks),
+            },
+        )
+        for rank, file in enumerate(files)
+    ]
     try:
         texts = [rank.communicate(timeout=STOCK_S_MAX)[0] for rank in ranks]
     finally:
@@ -136,22 +170,40 @@ def stock(folder: Path, argv: Sequence[str], num_ranks: int) -> dict[str, Any]:
     assert all(file.exists() for file in files), texts[0][-3000:]
     first, *_ = whole = [json.loads(file.read_text()) for file in files]
     shares = [one["order of data"]["batches"] for one in whole]
-    first["order of data"]["batches"] = [batch for step in zip(*shares, strict=False)
-                                         for batch in step][:ITERATIONS * MICRO_BATCHES]
+    first["order of data"]["batches"] = [
+        batch for step in zip(*shares, strict=False) for batch in step
+    ][: ITERATIONS * MICRO_BATCHES]
     return first  # type: ignore[no-any-return]
 
 
-def unicron(folder: Path, argv: list[str], case: Case, nursery: Nursery,
-            monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def unicron(
+    folder: Path, argv: list[str], case: Case, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
     """What rank 0 of the same script has set up as a rank of an agent."""
-    loop = {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS, "output": str(folder / "out"),
-            "parallel": {"tensor": list(case.tensor), "optimizer": (
-                "sharded" if "--use-distributed-optimizer" in argv else "whole")}}
+    loop = {
+        "micro_batches": MICRO_BATCHES,
+        "iterations": ITERATIONS,
+        "output": str(folder / "out"),
+        "parallel": {
+            "tensor": list(case.tensor),
+            "optimizer": ("sharded" if "--use-distributed-optimizer" in argv else "whole"),
+        },
+    }
     monkeypatch.setenv("UNICRON_LOOP", json.dumps(loop))
-    driver = Driver(parse({
-        "apiVersion": "unicron/v1", "name": "set-up", "command": argv, "heal": "in-memory",
-        "slots": {"min": 1, "max": max(case.num_ranks, *case.tensor)}, "loop": loop}),
-        folder, nursery)
+    driver = Driver(
+        parse(
+            {
+                "apiVersion": "unicron/v1",
+                "name": "set-up",
+                "command": argv,
+                "heal": "in-memory",
+                "slots": {"min": 1, "max": max(case.num_ranks, *case.tensor)},
+                "loop": loop,
+            }
+        ),
+        folder,
+        nursery,
+    )
     file = folder / "unicron"
     driver.by = [sys.executable, str(SET_UP), "unicron", str(file), *argv]
     ranks = list(range(case.num_ranks))
@@ -168,5 +220,8 @@ def unicron(folder: Path, argv: list[str], case: Case, nursery: Nursery,
 
 def _without(words: Sequence[str], names: set[str]) -> list[str]:
     """The words without these arguments and their values."""
-    return [word for before, word in zip(("", *words), words, strict=False)
-            if word not in names and before not in names]
+    return [
+        word
+        for before, word in zip(("", *words), words, strict=False)
+        if word not in names and before not in names
+    ]

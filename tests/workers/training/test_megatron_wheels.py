@@ -37,8 +37,15 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     made.close()
 
 
-def check(driver: Driver, older: Nursery, num: int, whole: Axes, left: list[int], axes: Axes,
-          event: str = "forward") -> None:
+def check(
+    driver: Driver,
+    older: Nursery,
+    num: int,
+    whole: Axes,
+    left: list[int],
+    axes: Axes,
+    event: str = "forward",
+) -> None:
     """Train on `num` ranks. Rank 1 is killed at this event, and the ranks `left` finish its
     iteration and the training."""
     driver.patch = SAYS_VERSION + driver.patch
@@ -60,13 +67,20 @@ def check(driver: Driver, older: Nursery, num: int, whole: Axes, left: list[int]
         assert "was never run" not in text
 
 
-@pytest.mark.parametrize(("changes", "event"), [
-    # A loop of its own loses a rank at a forward, below.
-    pytest.param({}, "forward", marks=pytest.mark.thorough), ({}, "bucket"),
-    pytest.param(OVERLAPPED, "forward", marks=pytest.mark.thorough), (OVERLAPPED, "bucket")],
-    ids=["forward", "bucket", "overlapped-forward", "overlapped-bucket"])
-def test_a_task_loses_a_rank(tmp_path: Path, older: Nursery, changes: dict[str, Any], event: str
-                             ) -> None:
+@pytest.mark.parametrize(
+    ("changes", "event"),
+    [
+        # A loop of its own loses a rank at a forward, below.
+        pytest.param({}, "forward", marks=pytest.mark.thorough),
+        ({}, "bucket"),
+        pytest.param(OVERLAPPED, "forward", marks=pytest.mark.thorough),
+        (OVERLAPPED, "bucket"),
+    ],
+    ids=["forward", "bucket", "overlapped-forward", "overlapped-bucket"],
+)
+def test_a_task_loses_a_rank(
+    tmp_path: Path, older: Nursery, changes: dict[str, Any], event: str
+) -> None:
     spec = small_spec(tmp_path / "out", iterations=ITERATIONS, **changes)
     with closing(Driver(spec, tmp_path, older)) as driver:
         check(driver, older, 3, Axes(dp=3), [0, 2], Axes(dp=2), event)
@@ -100,17 +114,23 @@ def test_a_mirrored_optimizer_is_refused(tmp_path: Path, older: Nursery) -> None
         driver.launch(0)
         told = driver.wait(r.RankErrored, 0)
     assert told.status == WRONG_INPUT
-    assert told.text == ("a mirrored optimizer needs megatron-core 0.16 or later (install it, or "
-                         "set train.parallel.optimizer to sharded)")
+    assert told.text == (
+        "a mirrored optimizer needs megatron-core 0.16 or later (install it, or "
+        "set train.parallel.optimizer to sharded)"
+    )
 
 
-@pytest.mark.parametrize("parallel", [
-    {}, pytest.param({"tensor": [1], "pipeline": [1, 2]}, marks=pytest.mark.thorough)],
-    ids=["plain", "pipeline"])
-def test_an_adopted_loop_loses_a_rank(tmp_path: Path, older: Nursery, parallel: dict[str, Any]
-                                      ) -> None:
-    loop = drive_loop(tmp_path, older, [], iterations=ITERATIONS, micro_batches=MICRO_BATCHES,
-                      **parallel)
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, pytest.param({"tensor": [1], "pipeline": [1, 2]}, marks=pytest.mark.thorough)],
+    ids=["plain", "pipeline"],
+)
+def test_an_adopted_loop_loses_a_rank(
+    tmp_path: Path, older: Nursery, parallel: dict[str, Any]
+) -> None:
+    loop = drive_loop(
+        tmp_path, older, [], iterations=ITERATIONS, micro_batches=MICRO_BATCHES, **parallel
+    )
     with closing(loop) as driver:
         if parallel:
             check(driver, older, 4, Axes(pp=2, dp=2), [0, 2], Axes(pp=2))

@@ -36,8 +36,12 @@ from unicron.workers.training.recovery.state_shards import list_shards
 from unicron.workers.training.step.iteration import held_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
-TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16),
-              optimizer=Optimizer(lr=1e-2, warmup_iterations=2), iterations=10, output="unused")
+TRAIN = Train(
+    model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16),
+    optimizer=Optimizer(lr=1e-2, warmup_iterations=2),
+    iterations=10,
+    output="unused",
+)
 EVERY = 3
 ITERATIONS = 14
 KEYS = {f"n{number}": store_key(SECRET, TASK, 99) for number in range(10)}
@@ -53,24 +57,40 @@ class Bench:
         self.told: list[r.MemoryCheckpointStored] = []
         self.taken: list[int] = []
         self.done = threading.Event()
-        start = StartRank(nodes=("n1",), task=TASK, rank=0, attempt=1, incarnation=1,
-                          slot=Slot("n1", 0), num_seats=1, host="", port=0,
-                          spec=JobSpec(api_version="unicron/v1", name="bench", train=TRAIN,
-                                       slots=Slots(min=1, max=1)),
-                          checkpoint="")
+        start = StartRank(
+            nodes=("n1",),
+            task=TASK,
+            rank=0,
+            attempt=1,
+            incarnation=1,
+            slot=Slot("n1", 0),
+            num_seats=1,
+            host="",
+            port=0,
+            spec=JobSpec(
+                api_version="unicron/v1", name="bench", train=TRAIN, slots=Slots(min=1, max=1)
+            ),
+            checkpoint="",
+        )
         self.copier = memory_checkpoint.MemorySaver(
             start, KEYS, spare=lambda descriptor: nullcontext(), tell=self._tell, note=self._note
         )
 
-    def copy(self, step: int, *keepers: LocalKeeper, generation: int = 1,
-             is_whole: bool = True) -> bool:
+    def copy(
+        self, step: int, *keepers: LocalKeeper, generation: int = 1, is_whole: bool = True
+    ) -> bool:
         """Save, and wait until the stores have it; return whether a checkpoint was taken."""
         self.done.clear()
         order = StoreOrder(tuple(keeper.keeper for keeper in keepers))
         if self.copier.status(order)[0]:
             return False
-        self.copier.begin(partial(memory_checkpoint.content_of, self.trainee, step, History()),
-                          step, generation, order, is_whole=is_whole)
+        self.copier.begin(
+            partial(memory_checkpoint.content_of, self.trainee, step, History()),
+            step,
+            generation,
+            order,
+            is_whole=is_whole,
+        )
         self.copier.detach()
         self.copier.wait()
         return True
@@ -121,12 +141,14 @@ def test_a_refused_checkpoint_is_tried_with_backoff(bench: Bench, keeper: LocalK
         assert bench.copy(30, keeper)
         assert bench.copy(40, keeper), "no backoff after a success"
     assert [one["event"] for one in logs] == [
-        "in-memory checkpoint not stored", "in-memory checkpoint stored again"], \
-        "one warning, although each refusal's text differs"
+        "in-memory checkpoint not stored",
+        "in-memory checkpoint stored again",
+    ], "one warning, although each refusal's text differs"
 
 
 def test_one_store_is_enough_and_new_stores_are_tried_at_once(
-        bench: Bench, keeper: LocalKeeper) -> None:
+    bench: Bench, keeper: LocalKeeper
+) -> None:
     full, new = LocalKeeper("n2", bytes_max=1), LocalKeeper("n3")
     try:
         assert bench.copy(10, keeper, full)
@@ -141,7 +163,8 @@ def test_one_store_is_enough_and_new_stores_are_tried_at_once(
 
 
 def test_no_memory_for_a_checkpoint_is_logged_once_with_backoff(
-        bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def take(*args: object) -> None:
         raise RuntimeError(f"not enough memory: {bench.now_s} bytes")
 
@@ -158,7 +181,8 @@ def test_no_memory_for_a_checkpoint_is_logged_once_with_backoff(
 
 
 def test_a_version_counts_as_whole_when_all_members_have_stored_it(
-        bench: Bench, keeper: LocalKeeper) -> None:
+    bench: Bench, keeper: LocalKeeper
+) -> None:
     def offers() -> list[tuple[int, tuple[int, int]]]:
         return [(one.offer.step_version, one.offer.whole) for one in keeper.stored(TASK)]
 
@@ -174,18 +198,21 @@ def test_a_version_counts_as_whole_when_all_members_have_stored_it(
 
 
 def test_the_share_of_a_member_that_leaves_is_sent_and_reported_at_once(
-        bench: Bench, keeper: LocalKeeper) -> None:
+    bench: Bench, keeper: LocalKeeper
+) -> None:
     assert bench.copy(10, keeper)
     bench.copier.copy_now(bench.trainee, 13, History(), 1, StoreOrder((keeper.keeper,)), None)
     assert [one.step_version for one in bench.told] == [10, 13]
     assert [one.offer.step_version for one in keeper.stored(TASK)] == [10, 13]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError(),
-                                   ValueError("buffer is not contiguous")])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("can't start new thread"), MemoryError(), ValueError("buffer is not contiguous")],
+)
 def test_a_checkpoint_that_cannot_be_sent_is_no_fault(
-        bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch,
-        error: Exception) -> None:
+    bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def put(*args: object) -> None:
         raise error
 
@@ -193,13 +220,15 @@ def test_a_checkpoint_that_cannot_be_sent_is_no_fault(
         context.setattr(memory_checkpoint.ShareSender, "send", put)
         assert bench.copy(10, keeper), "the sending thread ends"
     assert [(one["event"], one["why"]) for one in logs] == [
-        ("in-memory checkpoint not stored", str(error) or "MemoryError")]
+        ("in-memory checkpoint not stored", str(error) or "MemoryError")
+    ]
     bench.now_s += 1.1
     assert bench.copy(20, keeper)
 
 
 def test_stored_checkpoints_are_reported_at_intervals_and_on_changes(
-        bench: Bench, keeper: LocalKeeper) -> None:
+    bench: Bench, keeper: LocalKeeper
+) -> None:
     def reported() -> list[int]:
         return [one.step_version for one in bench.told]
 
@@ -231,8 +260,9 @@ def restored(stores: memory_restore.Stores, trainee: Any) -> memory_restore.Fetc
 
 
 def stores_of(bench: Bench, *keepers: LocalKeeper) -> memory_restore.Stores:
-    return memory_restore.Stores(TASK, [named(keepers, told) for told in bench.told], KEYS,
-                                 lambda: False)
+    return memory_restore.Stores(
+        TASK, [named(keepers, told) for told in bench.told], KEYS, lambda: False
+    )
 
 
 def test_a_restored_state_equals_the_stored_one(bench: Bench, keeper: LocalKeeper) -> None:
@@ -261,21 +291,34 @@ def test_a_restored_state_equals_the_stored_one(bench: Bench, keeper: LocalKeepe
 
 
 def test_shares_of_an_older_generation_are_not_mixed_with_newer_ones(
-        bench: Bench, keeper: LocalKeeper) -> None:
+    bench: Bench, keeper: LocalKeeper
+) -> None:
     """A node comes back with the share of another step, or of a discarded generation."""
     old = LocalKeeper("n2")
     try:
         put(keeper.keeper.endpoint, 20, [b"abc"], share=0, num_shares=2, generation=2)
         put(old.keeper.endpoint, 10, [b"abc"], share=1, num_shares=2, generation=2)
         put(old.keeper.endpoint, 20, [b"abc"], share=2, num_shares=3, generation=2)
-        bench.told = [r.MemoryCheckpointStored(
-            task=TASK, rank=0, attempt=1, generation=2, step_version=10, node=one.keeper.node,
-            copy_bytes=3, checksum="", num_shares=2) for one in (keeper, old)]
+        bench.told = [
+            r.MemoryCheckpointStored(
+                task=TASK,
+                rank=0,
+                attempt=1,
+                generation=2,
+                step_version=10,
+                node=one.keeper.node,
+                copy_bytes=3,
+                checksum="",
+                num_shares=2,
+            )
+            for one in (keeper, old)
+        ]
         stores = stores_of(bench, keeper, old)
         assert stores.versions(stores.shares(0, 1)) == []
         put(old.keeper.endpoint, 20, [b"abc"], share=1, num_shares=2, generation=2)
-        assert [(one.generation, one.step_version)
-                for one in stores.versions(stores.shares(0, 1))] == [(2, 20)]
+        assert [
+            (one.generation, one.step_version) for one in stores.versions(stores.shares(0, 1))
+        ] == [(2, 20)]
         put(keeper.keeper.endpoint, 20, [b"abc"], generation=3)
         assert len(stores.versions(stores.shares(0, 1))) == 1, "the order does not name it"
     finally:
@@ -301,8 +344,9 @@ def driver(drive: Drive) -> Any:
 
 def reported(driver: Any) -> tuple[MemoryCheckpoint, ...]:
     """The checkpoints that the ranks reported as stored, newest first, as an order names them."""
-    newest = sorted(driver.told(r.MemoryCheckpointStored),
-                    key=lambda kept: (-kept.step_version, kept.node))
+    newest = sorted(
+        driver.told(r.MemoryCheckpointStored), key=lambda kept: (-kept.step_version, kept.node)
+    )
     return tuple(named(driver.keepers, kept) for kept in newest)
 
 
@@ -398,8 +442,10 @@ def test_unusable_checkpoints_are_skipped_for_the_next(driver: Any) -> None:
     other = LocalKeeper("n5")
     driver.keepers.append(other)
     put(other.keeper.endpoint, 7, [bytes(64)])
-    wrong = tuple(replace(good, node=one.keeper.node, endpoint=one.keeper.endpoint)
-                  for one in (stranger, closed, other))
+    wrong = tuple(
+        replace(good, node=one.keeper.node, endpoint=one.keeper.endpoint)
+        for one in (stranger, closed, other)
+    )
     later = replace(good, generation=2)
     driver.start(0, attempt=2)
     log = driver.processes[0].log
@@ -424,8 +470,10 @@ def test_a_rank_that_dies_while_it_sends_leaves_the_last_checkpoint(driver: Any)
     for keeper in driver.keepers:
         assert [one.offer.step_version for one in keeper.stored(TASK)] == [3]
     first, second = driver.keepers
-    driver.until(lambda: first.shelf.used_bytes == second.shelf.used_bytes,
-                 "the half of a checkpoint is still there")
+    driver.until(
+        lambda: first.shelf.used_bytes == second.shelf.used_bytes,
+        "the half of a checkpoint is still there",
+    )
     driver.start(0, attempt=2)
     (came,) = driver.form([0], copies=reported(driver)).values()
     assert (came.origin, came.step_version) == ("copy", 3)
@@ -441,9 +489,17 @@ class SilentStores:
     def copies(self) -> tuple[MemoryCheckpoint, ...]:
         """One checkpoint at each store."""
         return tuple(
-            MemoryCheckpoint(node=f"n{place}", endpoint=f"127.0.0.1:{one.getsockname()[1]}", rank=0,
-                             generation=1, step_version=5, copy_bytes=100, checksum="crc32:0")
-            for place, one in enumerate(self.listeners))
+            MemoryCheckpoint(
+                node=f"n{place}",
+                endpoint=f"127.0.0.1:{one.getsockname()[1]}",
+                rank=0,
+                generation=1,
+                step_version=5,
+                copy_bytes=100,
+                checksum="crc32:0",
+            )
+            for place, one in enumerate(self.listeners)
+        )
 
     def num_asked(self) -> list[int]:
         """The number of connections to each store since the last call."""
@@ -468,7 +524,8 @@ def silent() -> Iterator[SilentStores]:
 
 
 def test_a_store_that_does_not_answer_delays_no_iteration(
-        driver: Any, silent: SilentStores) -> None:
+    driver: Any, silent: SilentStores
+) -> None:
     for keeper in driver.keepers:
         keeper.close()
     store = StoreEndpoint("n9", silent.copies()[0].endpoint)
@@ -479,8 +536,10 @@ def test_a_store_that_does_not_answer_delays_no_iteration(
     begun_s = [line["t"] for line in driver.trace(0) if line["event"] == "copy"]
     assert begun_s
     # The saver skips later checkpoints while one is being sent.
-    assert all(after - before >= 0.9 * protocol.STALL_S_MAX
-               for before, after in itertools.pairwise(begun_s)), begun_s
+    assert all(
+        after - before >= 0.9 * protocol.STALL_S_MAX
+        for before, after in itertools.pairwise(begun_s)
+    ), begun_s
     assert driver.told(r.MemoryCheckpointStored) == []
 
 
@@ -511,8 +570,9 @@ def test_the_stores_may_change_during_training(driver: Any) -> None:
     wait_until_sent(driver, 4)
     new = LocalKeeper("n3")
     driver.keepers.append(new)
-    driver.order(SetCheckpointStores(nodes=("n1",), task=TASK, generation=1,
-                                     keepers=(new.keeper,)), [0])
+    driver.order(
+        SetCheckpointStores(nodes=("n1",), task=TASK, generation=1, keepers=(new.keeper,)), [0]
+    )
     driver.heard(0)
     walk(driver, 4, 12)
     path.unlink()
@@ -528,8 +588,12 @@ def test_an_in_memory_checkpoint_stalls_less_than_an_iteration(drive: Drive) -> 
 
     The shortest stall counts, because other load of the machine may lengthen the others.
     """
-    driver = drive(copy_every=2, iterations=6, batch={"global": 8, "micro": 2}, model={
-        "num_layers": 4, "hidden": 256, "num_heads": 4, "sequence": 64})
+    driver = drive(
+        copy_every=2,
+        iterations=6,
+        batch={"global": 8, "micro": 2},
+        model={"num_layers": 4, "hidden": 256, "num_heads": 4, "sequence": 64},
+    )
     driver.keepers = [LocalKeeper("n1"), LocalKeeper("n2")]
     driver.start(0)
     driver.form([0])
@@ -538,15 +602,22 @@ def test_an_in_memory_checkpoint_stalls_less_than_an_iteration(drive: Drive) -> 
     stalls: list[float] = []
     for line in lines:
         if line["event"] == "copy":
-            after = min(x["t"] for x in lines if x["event"] == "micro_batch"
-                        and x["iteration"] == line["iteration"] and x["t"] > line["t"])
+            after = min(
+                x["t"]
+                for x in lines
+                if x["event"] == "micro_batch"
+                and x["iteration"] == line["iteration"]
+                and x["t"] > line["t"]
+            )
             stalls.append(after - line["t"])
     ready = driver.processes[0].ready
     assert ready is not None
     step_s = sorted(step for one in driver.told(r.TaskProgressed) for step in one.step_s)
-    print(f"state {ready.state_bytes / 1e6:.1f} MB, stalls "
-          f"{sorted(round(1e3 * stall, 1) for stall in stalls)} ms, median iteration "
-          f"{1e3 * step_s[len(step_s) // 2]:.0f} ms")
+    print(
+        f"state {ready.state_bytes / 1e6:.1f} MB, stalls "
+        f"{sorted(round(1e3 * stall, 1) for stall in stalls)} ms, median iteration "
+        f"{1e3 * step_s[len(step_s) // 2]:.0f} ms"
+    )
     assert min(stalls) < step_s[len(step_s) // 2]
 
 
@@ -571,7 +642,8 @@ def test_training_continues_without_memory_for_a_checkpoint(drive: Drive) -> Non
 
 # --- stores that do not answer -------------------------------------------------------------------
 def test_stores_that_do_not_answer_are_asked_once_at_the_same_time(
-        silent: SilentStores, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent: SilentStores, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(protocol, "STALL_S_MAX", 0.6)
     first, second, third = silent.copies()
     named = (first, first, second, first, second, third)
@@ -585,7 +657,8 @@ def test_stores_that_do_not_answer_are_asked_once_at_the_same_time(
 
 
 def test_no_store_is_asked_after_the_limit_or_the_next_order(
-        silent: SilentStores, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent: SilentStores, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stores = memory_restore.Stores(TASK, silent.copies(), KEYS, lambda: True)
     assert stores.shares(0, 1) == []
     monkeypatch.setattr(memory_restore, "RESTORE_S_MAX", 0.0)
@@ -596,7 +669,8 @@ def test_no_store_is_asked_after_the_limit_or_the_next_order(
 
 @pytest.mark.thorough
 def test_a_rank_that_restores_its_state_obeys_the_next_order(
-        drive: Callable[..., Any], silent: SilentStores) -> None:
+    drive: Callable[..., Any], silent: SilentStores
+) -> None:
     driver = drive()
     driver.start(0, 1)
     driver.reconfigure([0, 1], copies=silent.copies())

@@ -15,17 +15,25 @@ from unicron.events.spec.model import Axes
 OVERLAPPED = FLAGS["overlapped reduction"]
 
 
-@pytest.mark.parametrize(("axes", "check", "more", "rank"), [
-    (Axes(dp=2), "loss", [], 1), (Axes(dp=2), "gradient", [], 1),
-    (Axes(dp=2), "gradient", OVERLAPPED, 1), (Axes(tp=2), "loss", [], 1),
-    (Axes(pp=2), "loss", [], 0)], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "check", "more", "rank"),
+    [
+        (Axes(dp=2), "loss", [], 1),
+        (Axes(dp=2), "gradient", [], 1),
+        (Axes(dp=2), "gradient", OVERLAPPED, 1),
+        (Axes(tp=2), "loss", [], 1),
+        (Axes(pp=2), "loss", [], 0),
+    ],
+    ids=str,
+)
 def test_the_rank_says_which_micro_batch_it_is(
-        tmp_path: Path, nursery: Nursery, axes: Axes, check: str, more: list[tuple[str, str]],
-        rank: int) -> None:
+    tmp_path: Path, nursery: Nursery, axes: Axes, check: str, more: list[tuple[str, str]], rank: int
+) -> None:
     script = changed_example(tmp_path, [*more, *NOT_A_NUMBER[check]])
     parallel: dict[str, Any] = {"tensor": [axes.tp], "pipeline": [axes.pp]}
-    driver = drive_loop(tmp_path, nursery, [], iterations=4, micro_batches=3, script=script,
-                        slots_max=2, **parallel)
+    driver = drive_loop(
+        tmp_path, nursery, [], iterations=4, micro_batches=3, script=script, slots_max=2, **parallel
+    )
     try:
         driver.start(0, 1)
         driver.form([0, 1], axes=axes)

@@ -38,14 +38,22 @@ def started(drive: Drive, output: str, *ranks: int) -> Any:
 
 def published(output: str, report: CheckpointSaved, order: int = 5, at_s: float = 5.0) -> Any:
     """Publish the checkpoint; return what `latest` then contains."""
-    publish(cluster="c", order=order, at_s=at_s, task=7, generation=report.generation,
-            output=output, path=report.path)
+    publish(
+        cluster="c",
+        order=order,
+        at_s=at_s,
+        task=7,
+        generation=report.generation,
+        output=output,
+        path=report.path,
+    )
     with fsspec.open(f"{output}/latest") as file:
         return msgspec.json.decode(file.read())
 
 
 def test_a_task_resumes_from_a_url_and_ends_as_its_twin(
-        drive: Drive, twin: Twins, output: str) -> None:
+    drive: Drive, twin: Twins, output: str
+) -> None:
     """Both ranks die while the next checkpoint is half written. The partial one is never read."""
     driver = started(drive, output, 0, 1)
     waits = driver.hold(1, "forward", 4)
@@ -58,8 +66,9 @@ def test_a_task_resumes_from_a_url_and_ends_as_its_twin(
     assert (report.path, report.final) == ("gen-1/iter-3", False)
     assert report.ckpt_bytes > driver.processes[0].ready.state_bytes
     assert published(output, report)["path"] == "gen-1/iter-3"
-    half = CheckpointSaved(task=7, generation=1, step_version=6, path="gen-1/iter-6",
-                           ckpt_bytes=1, final=False)
+    half = CheckpointSaved(
+        task=7, generation=1, step_version=6, path="gen-1/iter-6", ckpt_bytes=1, final=False
+    )
     with pytest.raises(PublishRefused, match="gen-1/iter-6 is missing or incomplete"):
         published(output, half)
     driver.kill(0)
@@ -68,8 +77,7 @@ def test_a_task_resumes_from_a_url_and_ends_as_its_twin(
     again = started(drive, output, 0, 1)
     again.generation = 1
     first, second = again.form([0, 1], checkpoint="gen-1/iter-3").values()
-    assert (first.step_version, first.origin, second.origin) == (
-        3, "checkpoint", "checkpoint")
+    assert (first.step_version, first.origin, second.origin) == (3, "checkpoint", "checkpoint")
     again.finish([0, 1])
     assert sorted(again.losses()) == list(range(ITERATIONS))
     final = again.told(CheckpointSaved)[-1]
@@ -83,9 +91,17 @@ def test_a_task_resumes_from_a_url_and_ends_as_its_twin(
 
 def test_latest_moves_only_forward(output: str, alone: Any) -> None:
     store = object_storage.Store(output)
-    reports = [CheckpointSaved(task=7, generation=generation, step_version=3, ckpt_bytes=1,
-                               path=f"gen-{generation}/iter-3", final=False)
-               for generation in (1, 2)]
+    reports = [
+        CheckpointSaved(
+            task=7,
+            generation=generation,
+            step_version=3,
+            ckpt_bytes=1,
+            path=f"gen-{generation}/iter-3",
+            final=False,
+        )
+        for generation in (1, 2)
+    ]
     for one in reports:
         object_storage.Store(f"{output}/{one.path}").check_writable()
         store.write(f"{one.path}/.metadata", b"whole")
@@ -96,7 +112,8 @@ def test_latest_moves_only_forward(output: str, alone: Any) -> None:
 
 
 def test_a_store_that_is_down_is_a_warning_and_training_goes_on(
-        drive: Drive, bucket: Path, twin: Twins) -> None:
+    drive: Drive, bucket: Path, twin: Twins
+) -> None:
     driver = started(drive, "bucket://models/run", 0)
     log = driver.processes[0].log
     driver.hold(0, "saving", 3)
@@ -119,7 +136,8 @@ def test_a_store_that_is_down_is_a_warning_and_training_goes_on(
 
 
 def test_an_fsspec_driver_keeps_its_connection_across_generations(
-        drive: Drive, bucket: Path) -> None:
+    drive: Drive, bucket: Path
+) -> None:
     """A running save completes, the open connection still works, and a leaving rank can save."""
     driver = started(drive, "bucket://models/run", 0, 1)
     log = driver.processes[0].log
@@ -143,7 +161,8 @@ def test_an_fsspec_driver_keeps_its_connection_across_generations(
 
 
 def test_a_failed_checkpoint_read_is_retried_in_the_next_generation(
-        drive: Drive, bucket: Path, twin: Twins) -> None:
+    drive: Drive, bucket: Path, twin: Twins
+) -> None:
     output, path, _ = one_checkpoint(drive, bucket)
     again = started(drive, output, 0)
     again.generation = 1
@@ -159,12 +178,16 @@ def test_a_failed_checkpoint_read_is_retried_in_the_next_generation(
     assert twin(0.0).is_equal(f"{output}/{again.told(CheckpointSaved)[-1].path}")
 
 
-@pytest.mark.parametrize(("is_cut", "says"), [
-    (True, r"the checkpoint is damaged: its file \S+ is cut"),
-    (False, r"the checkpoint is missing"),
-])
+@pytest.mark.parametrize(
+    ("is_cut", "says"),
+    [
+        (True, r"the checkpoint is damaged: its file \S+ is cut"),
+        (False, r"the checkpoint is missing"),
+    ],
+)
 def test_a_damaged_checkpoint_is_wrong_input(
-        drive: Drive, bucket: Path, is_cut: bool, says: str) -> None:
+    drive: Drive, bucket: Path, is_cut: bool, says: str
+) -> None:
     output, path, data = one_checkpoint(drive, bucket)
     if is_cut:
         data.write_bytes(data.read_bytes()[:-9])
@@ -201,10 +224,13 @@ def test_a_store_that_is_not_writable_is_an_error_at_the_start(drive: Drive, buc
     assert report.text.startswith("train.output: bucket://models/run: denied: 403: not now (name")
 
 
-@pytest.mark.parametrize(("url", "says"), [
-    ("s3://bucket/run", "the driver of s3:// is not installed.*Install s3fs"),
-    ("nowhere://bucket/run", "fsspec knows no nowhere://.*available_protocols"),
-])
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s3://bucket/run", "the driver of s3:// is not installed.*Install s3fs"),
+        ("nowhere://bucket/run", "fsspec knows no nowhere://.*available_protocols"),
+    ],
+)
 def test_a_url_without_a_driver_is_a_one_line_error(url: str, says: str) -> None:
     with pytest.raises(UsageError) as raised:
         checkpoint.check_output(url)
@@ -268,21 +294,36 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str) -> None:
         for number in range(8):
             if fails and number == 4:
                 raise RuntimeError("the store broke off")
-            yield (Shard(f"model.{number}", "float32 100", Region((50 * place,), (50,))),
-                   torch.full((50,), value))
+            yield (
+                Shard(f"model.{number}", "float32 100", Region((50 * place,), (50,))),
+                torch.full((50,), value),
+            )
 
     def write(token: str, value: float, place: int, *, fails: bool = False) -> None:
-        share_files.write_share(folder.Folder(url, token), place, 3,
-                                pieces(value, place, fails=fails),
-                                {} if place else share_files.plain(numbers))
+        share_files.write_share(
+            folder.Folder(url, token),
+            place,
+            3,
+            pieces(value, place, fails=fails),
+            {} if place else share_files.plain(numbers),
+        )
 
     def complete(token: str) -> int:
         target = folder.Folder(url, token)
         found = [share_files.read_index(target.read(target.index_name(place))) for place in (0, 1)]
         return share_files.complete(target, [index for index in found if index is not None])
 
-    numbers = Numbers(precision="fp32", step_version=3, consumed_samples=0, scheduled_samples=0,
-                      adam_step=0.0, loss_scales=[], first_loss=0, losses=[0.5], step_s=[0.1])
+    numbers = Numbers(
+        precision="fp32",
+        step_version=3,
+        consumed_samples=0,
+        scheduled_samples=0,
+        adam_step=0.0,
+        loss_scales=[],
+        first_loss=0,
+        losses=[0.5],
+        step_s=[0.1],
+    )
     url = f"{output}/gen-1/iter-3"
     with pytest.raises(RuntimeError, match="the store broke off"):
         write("one", 1.0, 0, fails=True)
@@ -302,4 +343,3 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str) -> None:
     assert complete("four") == num_bytes + 2, "the token is longer"
     assert read(url)["model.7"].eq(4).all()
     assert not [name for name in object_storage.Store(url).names() if "two" in name]
-

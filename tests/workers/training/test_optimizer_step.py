@@ -17,10 +17,15 @@ from unicron.workers.training.step import forward_backward, optimizer_step, pipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 
-TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16), iterations=10,
-              output="unused", optimizer=Optimizer(lr=1e-2, clip_grad=1.0))
-FP16 = replace(TRAIN, precision="fp16", dynamic_loss_scale=DynamicLossScale(initial=2.0**8,
-                                                                            hysteresis=1))
+TRAIN = Train(
+    model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16),
+    iterations=10,
+    output="unused",
+    optimizer=Optimizer(lr=1e-2, clip_grad=1.0),
+)
+FP16 = replace(
+    TRAIN, precision="fp16", dynamic_loss_scale=DynamicLossScale(initial=2.0**8, hysteresis=1)
+)
 
 
 def built(train: Train, groups: Any) -> model.TrainingModel:
@@ -39,7 +44,8 @@ def step(trainee: model.TrainingModel, **options: Any) -> bool:
 @pytest.mark.parametrize("optimizer", ["whole", "sharded"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_given_norm_is_the_one_that_megatron_clips_by(
-        alone: Any, precision: str, optimizer: Any) -> None:
+    alone: Any, precision: str, optimizer: Any
+) -> None:
     train = replace(FP16, precision=precision, parallel=Parallel(optimizer=optimizer))
     one, other, clipped = (built(train, alone) for _ in range(3))
     found = optimizer_step.norm_square(one).item()
@@ -65,17 +71,25 @@ def test_an_overflow_on_another_member_skips_the_step(alone: Any, optimizer: Any
     assert not optimizer_step.has_inf(trainee)
     assert not step(trainee, norm_square=math.inf, found_inf=True)
     assert optimizer_step.has_inf(trainee)
-    assert all(tensor.equal(before[name]) for name,
-               tensor in training_state.tensors(trainee).items())
+    assert all(
+        tensor.equal(before[name]) for name, tensor in training_state.tensors(trainee).items()
+    )
     assert trainee.optimizer.get_loss_scale().item() == 2.0**7
     assert trainee.scheduler.num_steps == 0
 
 
-@pytest.mark.parametrize(("axes", "num_items", "num_passes"), [
-    (Axes(pp=2), 3, 3), (Axes(pp=2, chunks=2), 3, 4), (Axes(pp=2, chunks=2), 4, 4),
-    (Axes(pp=4, chunks=2), 1, 4), (Axes(pp=4, chunks=2), 9, 12),
-])
-def test_chunks_pad_micro_batches_to_whole_groups(axes: Axes, num_items: int, num_passes: int
-                                                  ) -> None:
+@pytest.mark.parametrize(
+    ("axes", "num_items", "num_passes"),
+    [
+        (Axes(pp=2), 3, 3),
+        (Axes(pp=2, chunks=2), 3, 4),
+        (Axes(pp=2, chunks=2), 4, 4),
+        (Axes(pp=4, chunks=2), 1, 4),
+        (Axes(pp=4, chunks=2), 9, 12),
+    ],
+)
+def test_chunks_pad_micro_batches_to_whole_groups(
+    axes: Axes, num_items: int, num_passes: int
+) -> None:
     padded = pipeline.padded(range(num_items), axes.pp, axes.chunks)
     assert padded == [*range(num_items), *[pipeline.PADDING] * (num_passes - num_items)]

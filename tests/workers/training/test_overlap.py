@@ -33,17 +33,39 @@ STRUCK = 4
 """The iteration in which the fault occurs. Rank 1 of three has micro-batches 1, 4, 7, 10."""
 BUCKETS = 4
 KILLED = {
-    "inside backward", "before the reduction", "token count", "entering a bucket",
-    "entering the third bucket of four", "buckets whole on some ranks", "reduction whole",
-    "scaling", "unscale, found-inf", "norm", "clip", "before the optimizer step",
-    "inside the optimizer step", "after the optimizer step", "schedule update", "iteration done",
+    "inside backward",
+    "before the reduction",
+    "token count",
+    "entering a bucket",
+    "entering the third bucket of four",
+    "buckets whole on some ranks",
+    "reduction whole",
+    "scaling",
+    "unscale, found-inf",
+    "norm",
+    "clip",
+    "before the optimizer step",
+    "inside the optimizer step",
+    "after the optimizer step",
+    "schedule update",
+    "iteration done",
     "join: first micro-batch",
 }
 RAISING = {"entering the third bucket of four"}
 AS_IN_BASE = {
-    "inside backward", "before the reduction", "token count", "reduction whole",
-    "scaling", "unscale, found-inf", "norm", "clip", "before the optimizer step",
-    "inside the optimizer step", "after the optimizer step", "schedule update", "iteration done",
+    "inside backward",
+    "before the reduction",
+    "token count",
+    "reduction whole",
+    "scaling",
+    "unscale, found-inf",
+    "norm",
+    "clip",
+    "before the optimizer step",
+    "inside the optimizer step",
+    "after the optimizer step",
+    "schedule update",
+    "iteration done",
 }
 """At these points the reduction is complete, or has not begun, as in the base variant that
 test_points.py covers."""
@@ -56,8 +78,13 @@ sys.exit()
 """
 FREED_S_MAX = 10.0
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
-TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16), iterations=10,
-              output="unused", overlap=True, bucket_params=3_000)
+TRAIN = Train(
+    model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16),
+    iterations=10,
+    output="unused",
+    overlap=True,
+    bucket_params=3_000,
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +94,23 @@ def trials(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> Trials:
 
 def overlapped() -> list[Any]:
     """Cells that kill a rank at each point from the last backward on, and a cell that raises."""
-    there = [cell for cell in cells() if cell.variant.name == "overlapped" and not cell.absent
-             and ((cell.point.name in KILLED and cell.fault == "SIGKILL")
-                  or (cell.point.name in RAISING and cell.fault == "exception"))]
+    there = [
+        cell
+        for cell in cells()
+        if cell.variant.name == "overlapped"
+        and not cell.absent
+        and (
+            (cell.point.name in KILLED and cell.fault == "SIGKILL")
+            or (cell.point.name in RAISING and cell.fault == "exception")
+        )
+    ]
     assert len(there) == len(KILLED) + len(RAISING)
-    return [pytest.param(cell, id=cell.name, marks=[pytest.mark.thorough] * (
-        cell.point.name in AS_IN_BASE)) for cell in there]
+    return [
+        pytest.param(
+            cell, id=cell.name, marks=[pytest.mark.thorough] * (cell.point.name in AS_IN_BASE)
+        )
+        for cell in there
+    ]
 
 
 @pytest.mark.parametrize("cell", overlapped())
@@ -97,15 +135,22 @@ def finish(driver: Any, ranks: list[int], twin: Any) -> None:
 
 
 def forwards(driver: Any, ranks: list[int], iteration: int) -> list[int]:
-    return sorted(line["micro_batch"] for rank in ranks for line in driver.trace(rank)
-                  if line["event"] == "forward" and line["iteration"] == iteration)
+    return sorted(
+        line["micro_batch"]
+        for rank in ranks
+        for line in driver.trace(rank)
+        if line["event"] == "forward" and line["iteration"] == iteration
+    )
 
 
 def buckets(driver: Any, rank: int, iteration: int, generation: int) -> list[tuple[int, bool]]:
     """(bucket, whether a backward pass was running) of each launch, in order."""
-    return [(line["bucket"], line["micro_batch"] >= 0) for line in driver.trace(rank)
-            if line["event"] == "bucket"
-            and (line["iteration"], line["generation"]) == (iteration, generation)]
+    return [
+        (line["bucket"], line["micro_batch"] >= 0)
+        for line in driver.trace(rank)
+        if line["event"] == "bucket"
+        and (line["iteration"], line["generation"]) == (iteration, generation)
+    ]
 
 
 def test_survivors_with_different_complete_buckets_agree(three: Any, twin: Twins) -> None:
@@ -119,11 +164,15 @@ def test_survivors_with_different_complete_buckets_agree(three: Any, twin: Twins
     assert three.wait(CollectiveFailed, 0).iteration == STRUCK
     held = three.quiesce([0, 2], "now")
     late.unlink()
-    assert {rank: (report.step_version, report.buckets_reduced, report.num_buckets)
-            for rank, report in held.items()} == {0: (STRUCK, 1, BUCKETS), 2: (STRUCK, 0, BUCKETS)}
+    assert {
+        rank: (report.step_version, report.buckets_reduced, report.num_buckets)
+        for rank, report in held.items()
+    } == {0: (STRUCK, 1, BUCKETS), 2: (STRUCK, 0, BUCKETS)}
     reports = three.form([0, 2])
     assert {rank: reports[rank].kept_micro_batches for rank in (0, 2)} == {
-        0: (0, 3, 6, 9), 2: (2, 5, 8, 11)}
+        0: (0, 3, 6, 9),
+        2: (2, 5, 8, 11),
+    }
     finish(three, [0, 2], twin(0.0))
     assert forwards(three, [0, 2], STRUCK) == list(range(12)), "no micro-batch runs twice"
 
@@ -166,7 +215,10 @@ def test_a_quiesce_in_the_last_backward_stops_bucket_launches(three: Any, twin: 
     assert buckets(three, 1, STRUCK, 1) == [(0, True), (1, True)]
     reports = three.form([0, 1, 2])
     assert {rank: reports[rank].remaining_micro_batches for rank in reports} == {
-        0: (), 1: (), 2: (11,)}
+        0: (),
+        1: (),
+        2: (11,),
+    }
     finish(three, [0, 1, 2], twin(0.0))
     for rank, in_backward in ((0, False), (1, False), (2, True)):
         assert buckets(three, rank, STRUCK, 2) == [(n, in_backward) for n in range(BUCKETS)]
@@ -208,7 +260,8 @@ def test_a_boundary_quiesce_in_the_last_backward(three: Any, twin: Twins) -> Non
 
 
 def test_a_newcomer_in_its_first_iteration_launches_in_the_same_order(
-        drive: Drive, twin: Twins) -> None:
+    drive: Drive, twin: Twins
+) -> None:
     """Each parameter has its own bucket. A backward pass completes buckets in another order than
     Megatron's list. A rank in its first iteration follows the list."""
     driver = drive(overlap=True, bucket_params=1)
@@ -233,8 +286,11 @@ def peer(tmp_path: Path, nursery: Nursery) -> Iterator[Forked]:
     """A second member that joins the group and then does nothing."""
     file = str(tmp_path / "store")
     with (tmp_path / "log").open("wb") as output, open(os.devnull, "rb") as nothing:
-        made = nursery.fork({**os.environ, "UNICRON_RANK": "peer",
-                             PATCH: f"store = {file!r}{PEER}"}, output.fileno(), nothing.fileno())
+        made = nursery.fork(
+            {**os.environ, "UNICRON_RANK": "peer", PATCH: f"store = {file!r}{PEER}"},
+            output.fileno(),
+            nothing.fileno(),
+        )
     store = dist.FileStore(file, 2)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=2)  # returns when both joined
     yield made

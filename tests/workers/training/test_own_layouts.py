@@ -27,8 +27,14 @@ Loops = Callable[..., Driver]
 
 def loop(folder: Path, nursery: Nursery, *words: str, **options: Any) -> Driver:
     """A driver whose ranks run the example."""
-    return drive_loop(folder, nursery, ["--losses", str(folder / "losses"), *words],
-                      iterations=ITERATIONS, micro_batches=MICRO_BATCHES, **options)
+    return drive_loop(
+        folder,
+        nursery,
+        ["--losses", str(folder / "losses"), *words],
+        iterations=ITERATIONS,
+        micro_batches=MICRO_BATCHES,
+        **options,
+    )
 
 
 @pytest.fixture
@@ -78,17 +84,23 @@ def finish(driver: Driver, ranks: list[int], undisturbed: Driver) -> None:
     assert gap.num_losses == ITERATIONS
     assert gap.loss_rel < RELATIVE_MAX
     assert gap.param_rel < RELATIVE_MAX
-    assert validations(driver.folder) == pytest.approx(validations(undisturbed.folder),
-                                                       rel=RELATIVE_MAX)
+    assert validations(driver.folder) == pytest.approx(
+        validations(undisturbed.folder), rel=RELATIVE_MAX
+    )
 
 
 ANY = {"tensor": [1, 2], "pipeline": [1, 2, 4]}
 
 
-@pytest.mark.parametrize("axes", [
-    TP2DP2, pytest.param(PP2DP2, marks=pytest.mark.thorough),
-    pytest.param(Axes(tp=2, pp=2), marks=pytest.mark.thorough)],
-                         ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}")
+@pytest.mark.parametrize(
+    "axes",
+    [
+        TP2DP2,
+        pytest.param(PP2DP2, marks=pytest.mark.thorough),
+        pytest.param(Axes(tp=2, pp=2), marks=pytest.mark.thorough),
+    ],
+    ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}",
+)
 def test_an_undisturbed_loop_equals_one_rank(loops: Loops, undisturbed: Driver, axes: Axes) -> None:
     driver = loops(**ANY)
     ranks = list(range(axes.tp * axes.pp * axes.dp))
@@ -97,30 +109,45 @@ def test_an_undisturbed_loop_equals_one_rank(loops: Loops, undisturbed: Driver, 
     finish(driver, ranks, undisturbed)
 
 
-BUILT = ("many = axes.chunks > 1", 'print("built", axes.tp, axes.pp, flush=True)\n'
-                                  "    many = axes.chunks > 1")
+BUILT = (
+    "many = axes.chunks > 1",
+    'print("built", axes.tp, axes.pp, flush=True)\n    many = axes.chunks > 1',
+)
 TIED = ("post_process=last", "share_embeddings_and_output_weights=True, post_process=last")
 
 
-@pytest.mark.parametrize(("parallel", "axes", "built"), [
-    ({"tensor": [2]}, Axes(tp=2), [[(2, 1)], [(2, 1)]]),
-    # The last stage has a tied embedding, which the first stage draws.
-    ({"pipeline": [2]}, Axes(pp=2), [[(1, 2)], [(1, 2), (1, 2)]]),
-    ({"tensor": [1, 2]}, Axes(), [[(1, 1), (2, 1), (2, 1)]])], ids=["tp2", "pp2", "one rank"])
+@pytest.mark.parametrize(
+    ("parallel", "axes", "built"),
+    [
+        ({"tensor": [2]}, Axes(tp=2), [[(2, 1)], [(2, 1)]]),
+        # The last stage has a tied embedding, which the first stage draws.
+        ({"pipeline": [2]}, Axes(pp=2), [[(1, 2)], [(1, 2), (1, 2)]]),
+        ({"tensor": [1, 2]}, Axes(), [[(1, 1), (2, 1), (2, 1)]]),
+    ],
+    ids=["tp2", "pp2", "one rank"],
+)
 def test_a_rank_of_the_largest_layout_builds_its_own_part_only(
-        tmp_path: Path, nursery: Nursery, parallel: dict[str, Any], axes: Axes,
-        built: list[list[tuple[int, int]]]) -> None:
+    tmp_path: Path,
+    nursery: Nursery,
+    parallel: dict[str, Any],
+    axes: Axes,
+    built: list[list[tuple[int, int]]],
+) -> None:
     script = changed_example(tmp_path, [BUILT, TIED])
-    with closing(drive_loop(tmp_path, nursery, (), iterations=1, micro_batches=2, script=script,
-                            **parallel)) as driver:
+    with closing(
+        drive_loop(tmp_path, nursery, (), iterations=1, micro_batches=2, script=script, **parallel)
+    ) as driver:
         ranks = list(range(axes.tp * axes.pp))
         driver.start(*ranks)
         driver.form(ranks, axes=axes)
         driver.finish(ranks)
     for rank, layouts in enumerate(built):
         log = (tmp_path / f"{rank}-1.log").read_text()
-        assert [tuple(map(int, line.split()[1:])) for line in log.splitlines()
-                if line.startswith("built")] == layouts
+        assert [
+            tuple(map(int, line.split()[1:]))
+            for line in log.splitlines()
+            if line.startswith("built")
+        ] == layouts
 
 
 @pytest.mark.thorough
@@ -155,8 +182,10 @@ QUICK = ("tp2dp2_to_dp3", "pp2dp2_in_the_first")
 """What `make test` runs: test_replicas.py has the other cases with tasks without a custom loop."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (
-    name not in QUICK)) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in CASES],
+)
 def test_training_continues_after_a_lost_rank(loops: Loops, undisturbed: Driver, name: str) -> None:
     case = CASES[name]
     driver = loops(**ANY)
@@ -202,11 +231,17 @@ def dies_evaluating(driver: Driver, others: int) -> None:
     driver.patch = DIES_EVALUATING.format(folder=str(driver.folder), others=others) + driver.patch
 
 
-@pytest.mark.parametrize(("before", "left", "after"), [
-    (Axes(dp=3), [0, 2], Axes(dp=2)),
-    pytest.param(TP2DP2, [2, 3], Axes(tp=2), marks=pytest.mark.thorough)], ids=["dp3", "tp2dp2"])
+@pytest.mark.parametrize(
+    ("before", "left", "after"),
+    [
+        (Axes(dp=3), [0, 2], Axes(dp=2)),
+        pytest.param(TP2DP2, [2, 3], Axes(tp=2), marks=pytest.mark.thorough),
+    ],
+    ids=["dp3", "tp2dp2"],
+)
 def test_an_evaluation_in_which_a_rank_dies_is_repeated(
-        loops: Loops, undisturbed: Driver, before: Axes, left: list[int], after: Axes) -> None:
+    loops: Loops, undisturbed: Driver, before: Axes, left: list[int], after: Axes
+) -> None:
     driver = loops(**ANY)
     ranks = list(range(before.tp * before.dp))
     dies_evaluating(driver, len(ranks) - 1)
@@ -236,12 +271,18 @@ def test_an_evaluation_is_not_repeated_on_older_weights(loops: Loops, undisturbe
     finish(driver, [0, 2], undisturbed)
     for rank in (0, 2):
         text = driver.processes[rank].log.read_text()
-        assert text.count("evaluation skipped: a member failed during it, and the task is back at "
-                          f"iteration {COPIED}") == 1
+        assert (
+            text.count(
+                "evaluation skipped: a member failed during it, and the task is back at "
+                f"iteration {COPIED}"
+            )
+            == 1
+        )
 
 
 def test_an_evaluation_that_a_rank_did_not_reach_is_skipped(
-        loops: Loops, undisturbed: Driver) -> None:
+    loops: Loops, undisturbed: Driver
+) -> None:
     driver = loops(**ANY)
     dies_evaluating(driver, 1)
     driver.start(0, 1, 2)

@@ -12,8 +12,12 @@ from msgspec.structs import replace
 from unicron.events.spec.job import Batch, DynamicLossScale, Model, Train
 from unicron.events.spec.model import Axes
 
-TRAIN = Train(model=Model(num_layers=4, hidden=32, num_heads=4, sequence=16, dropout=0.2),
-              batch=Batch(global_=14, micro=2), iterations=20, output="unused")
+TRAIN = Train(
+    model=Model(num_layers=4, hidden=32, num_heads=4, sequence=16, dropout=0.2),
+    batch=Batch(global_=14, micro=2),
+    iterations=20,
+    output="unused",
+)
 FP16 = replace(TRAIN, precision="fp16", dynamic_loss_scale=DynamicLossScale(initial=2.0**8))
 NUM_ITEMS = 7
 PP2, PP4, CHUNKS = Axes(pp=2), Axes(pp=4), Axes(pp=2, chunks=2)
@@ -36,12 +40,22 @@ CASES: dict[str, tuple[Train, Axes, int, int]] = {
 """What is trained, and where; the group before which it stops, and the micro-batches before it."""
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.thorough] * (
-    case.split(",")[0] in ("pp2", "chunks") and "middle" not in case)) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            marks=[pytest.mark.thorough]
+            * (case.split(",")[0] in ("pp2", "chunks") and "middle" not in case),
+        )
+        for case in CASES
+    ],
+)
 def test_a_stopped_pipeline_has_the_sum_of_what_it_began(case: str) -> None:
     train, axes, num_groups, num_done = CASES[case]
-    ends: list[Any] = worlds.run(axes.tp * axes.pp, world_work.stopped, train, axes, NUM_ITEMS,
-                                 num_groups)
+    ends: list[Any] = worlds.run(
+        axes.tp * axes.pp, world_work.stopped, train, axes, NUM_ITEMS, num_groups
+    )
     for end in ends:
         assert end.first.num_done == num_done
         assert end.first == end.alone[0]._replace(num_done=num_done)

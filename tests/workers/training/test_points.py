@@ -34,16 +34,38 @@ def trials(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> Trials:
     return Trials(tmp_path_factory.mktemp("matrix"), nursery)
 
 
-@pytest.mark.parametrize("cell", [
-    *(pytest.param(cell, id=cell.name, marks=[pytest.mark.thorough] * (
-        (cell.variant.name in COVERED and cell.fault == FAULTS[0])
-        or (cell.variant is BASE and number % 5 not in {0, 3})))
-      for number, cell in enumerate(once())),
-    *(pytest.param(cell, id=cell.name, marks=[pytest.mark.thorough] * (
-        cell.variant.name not in USUAL_LOOPS)) for cell in loops_once()),
-    *(pytest.param(cell, id=cell.name, marks=[pytest.mark.thorough] * (
-        cell.variant.name != EXACT)) for cell in exact_once()),
-    *(pytest.param(cell, id=cell.name, marks=pytest.mark.thorough) for cell in eight())])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *(
+            pytest.param(
+                cell,
+                id=cell.name,
+                marks=[pytest.mark.thorough]
+                * (
+                    (cell.variant.name in COVERED and cell.fault == FAULTS[0])
+                    or (cell.variant is BASE and number % 5 not in {0, 3})
+                ),
+            )
+            for number, cell in enumerate(once())
+        ),
+        *(
+            pytest.param(
+                cell,
+                id=cell.name,
+                marks=[pytest.mark.thorough] * (cell.variant.name not in USUAL_LOOPS),
+            )
+            for cell in loops_once()
+        ),
+        *(
+            pytest.param(
+                cell, id=cell.name, marks=[pytest.mark.thorough] * (cell.variant.name != EXACT)
+            )
+            for cell in exact_once()
+        ),
+        *(pytest.param(cell, id=cell.name, marks=pytest.mark.thorough) for cell in eight()),
+    ],
+)
 def test_a_fault_at_this_point_changes_nothing(trials: Trials, cell: Cell) -> None:
     verdict = trials.run(cell)
     assert verdict.outcome == "equal", verdict.why
@@ -60,12 +82,14 @@ def test_the_judge_detects_a_manipulated_run(nursery: Any, tmp_path: Path, trial
         assert any("Difference" in complaint for complaint in complaints(play, trials.twin(other)))
         (report, *_), twin = play.settled.values(), trials.twin(cell)
         play.settled[report.rank] = msgspec.structs.replace(
-            report, remaining_micro_batches=report.remaining_micro_batches[1:])
+            report, remaining_micro_batches=report.remaining_micro_batches[1:]
+        )
         assert any("their shares are" in complaint for complaint in complaints(play, twin))
         play.settled[report.rank] = report
         trace = driver.trace_dir / f"{TASK}-{play.survivors[0]}.jsonl"
-        forward = next(line for line in driver.trace(play.survivors[0])
-                       if line["event"] == "forward")
+        forward = next(
+            line for line in driver.trace(play.survivors[0]) if line["event"] == "forward"
+        )
         with trace.open("a") as file:
             file.write(json.dumps(forward) + "\n")
         assert len(list(complaints(play, twin))) == 2, "one for the second pass, one for the count"
@@ -93,14 +117,26 @@ def test_no_cell_is_left_out_silently() -> None:
         assert all(cell.absent for cell in runs) or len({cell.fault for cell in runs}) > 1
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--points", "inside forward,joinx"], "POINTS: none begins with 'joinx'; there are start-up,"),
-    (["--faults", "SIGSTOPP"], "FAULTS: none begins with 'SIGSTOPP'; there are SIGKILL, SIGSTOP,"),
-    (["--faults", "two at once", "--variants", "bf16"], "no point of these meets such a fault"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--points", "inside forward,joinx"],
+            "POINTS: none begins with 'joinx'; there are start-up,",
+        ),
+        (
+            ["--faults", "SIGSTOPP"],
+            "FAULTS: none begins with 'SIGSTOPP'; there are SIGKILL, SIGSTOP,",
+        ),
+        (["--faults", "two at once", "--variants", "bf16"], "no point of these meets such a fault"),
+    ],
+)
 def test_unknown_points_and_faults_are_errors(
-        arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(sys, "argv", ["run", *arguments])
     with pytest.raises(SystemExit) as ended:
         run.main()

@@ -23,13 +23,18 @@ waits for at least 25 s."""
 
 def _forwards(driver: Any, iteration: int) -> list[tuple[int, int]]:
     """(rank, micro-batch) of every forward pass of an iteration."""
-    return [(rank, line["micro_batch"]) for rank in ALL for line in driver.trace(rank)
-            if line["event"] == "forward" and line["iteration"] == iteration]
+    return [
+        (rank, line["micro_batch"])
+        for rank in ALL
+        for line in driver.trace(rank)
+        if line["event"] == "forward" and line["iteration"] == iteration
+    ]
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.thorough), 0.1])
 def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
-        drive: Drive, twin: Twins, dropout: float) -> None:
+    drive: Drive, twin: Twins, dropout: float
+) -> None:
     driver = drive(dropout=dropout)
     driver.start(*ALL)
     pids = {rank: driver.processes[rank].popen.pid for rank in ALL}
@@ -45,7 +50,8 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     assert all(report.step_version == 4 for report in held.values())
     reports = driver.form(left, progress_from=4)
     assert [reports[rank].kept_micro_batches for rank in left] == [
-        held[rank].micro_batches for rank in left]
+        held[rank].micro_batches for rank in left
+    ]
     dealt = sorted(item for rank in left for item in reports[rank].reassigned_micro_batches)
     assert dealt == [2, 6, 10], "only the dead rank's micro-batches"
     assert all(reports[rank].source == rank for rank in left)
@@ -60,8 +66,9 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     assert {one.rank for one in reports[2].received_from} == set(left), "each survivor sends a part"
     assert reports[2].source in left
     assert reports[2].received_bytes == ready.state_bytes
-    assert sorted(item for rank in ALL
-                  for item in reports[rank].remaining_micro_batches) == list(range(12))
+    assert sorted(item for rank in ALL for item in reports[rank].remaining_micro_batches) == list(
+        range(12)
+    )
     assert not any(reports[rank].reassigned_micro_batches for rank in ALL)
     driver.finish(ALL)
 
@@ -71,13 +78,15 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     for iteration in [*range(4), *range(5, ITERATIONS)]:
         assert sorted(item for _, item in _forwards(driver, iteration)) == list(range(12))
     assert {rank: driver.processes[rank].popen.pid for rank in left} == {
-        rank: pids[rank] for rank in left}
+        rank: pids[rank] for rank in left
+    }
     assert sorted(driver.losses()) == list(range(ITERATIONS))
     assert twin(dropout).is_equal(driver.final_checkpoint(3))
 
 
 def test_undisturbed_ranks_equal_the_twin_and_resume_from_a_checkpoint(
-        drive: Drive, twin: Twins) -> None:
+    drive: Drive, twin: Twins
+) -> None:
     driver = drive(dropout=0.1, checkpoint_every=6)
     driver.start(*ALL)
     driver.form(ALL)
@@ -87,7 +96,10 @@ def test_undisturbed_ranks_equal_the_twin_and_resume_from_a_checkpoint(
     assert {report.micro_batches for report in reports} == {12}
     assert all(report.rate_flops > 0 for report in reports)
     assert [saved.path for saved in driver.told(r.CheckpointSaved)] == [
-        "gen-1/iter-6", "gen-1/iter-12", "gen-1/iter-14"]
+        "gen-1/iter-6",
+        "gen-1/iter-12",
+        "gen-1/iter-14",
+    ]
     half = read(Path(driver.spec.train.output) / "gen-1/iter-6")
     assert half["numbers.step_version"] == 6
     assert half["numbers.consumed_samples"] == 6 * 24
@@ -131,11 +143,18 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(drive: Drive, tw
     again = driver.quiesce(left, "now")
     assert time.monotonic() - began_s < FREED_S_MAX
     assert {rank: again[rank].micro_batches for rank in left} == {
-        rank: held[rank].micro_batches for rank in left}
+        rank: held[rank].micro_batches for rank in left
+    }
     assert len(driver.told(r.ReconfigureFailed)) == 2
     reports = driver.form(left, progress_from=3)
     assert sorted(item for rank in left for item in reports[rank].reassigned_micro_batches) == [
-        0, 2, 4, 6, 8, 10]
+        0,
+        2,
+        4,
+        6,
+        8,
+        10,
+    ]
     driver.finish(left)
     assert twin(0.0).is_equal(driver.final_checkpoint(3))
 
@@ -224,7 +243,9 @@ def test_a_member_quiesced_while_it_scales_keeps_its_sum(drive: Drive, twin: Twi
     assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
-LOADS_SLOWLY = FAILS_AFTER_REDUCTION + """
+LOADS_SLOWLY = (
+    FAILS_AFTER_REDUCTION
+    + """
 import time
 from unicron.workers.training.model import training_state
 load = training_state.load
@@ -234,10 +255,10 @@ def slow(*args):
     return load(*args)
 training_state.load = slow
 """
+)
 
 
-def test_a_state_loaded_while_the_generation_ends_is_kept(
-        drive: Drive, twin: Twins) -> None:
+def test_a_state_loaded_while_the_generation_ends_is_kept(drive: Drive, twin: Twins) -> None:
     """Rank 1 is told to quiesce while it loads a peer's state. Then it is the only rank left."""
     driver = drive()
     driver.start(0, 2)
@@ -261,7 +282,9 @@ SMALL_CHUNKS = """
 from unicron.workers.training.recovery import state_transfer
 state_transfer.CHUNK_BYTES = 1 << 16
 """
-TAKES_SLOWLY = SMALL_CHUNKS + """
+TAKES_SLOWLY = (
+    SMALL_CHUNKS
+    + """
 import time
 unpack = state_transfer._unpack
 def slow(chunk, tensors):
@@ -270,11 +293,13 @@ def slow(chunk, tensors):
     return unpack(chunk, tensors)
 state_transfer._unpack = slow
 """
+)
 
 
 @pytest.mark.parametrize("victim", ["giver", "taker"])
 def test_an_interrupted_transfer_leaves_no_partial_state(
-        drive: Drive, twin: Twins, victim: str) -> None:
+    drive: Drive, twin: Twins, victim: str
+) -> None:
     driver = drive()
     driver.patch = SMALL_CHUNKS
     driver.start(0, 1)

@@ -37,8 +37,14 @@ def test_rebuilds_leak_nothing_and_listen_on_loopback_only(drive: Drive) -> None
         driver.quiesce([0, 1], "boundary")
         seen.append([_open(pid) for pid in pids])
     # As few are open as after the third rebuild. Those of the last rebuild close after a delay.
-    driver.until(lambda: all(now <= then for pid, early in zip(pids, seen[2], strict=True)
-                             for now, then in zip(_open(pid), early, strict=True)), seen)
+    driver.until(
+        lambda: all(
+            now <= then
+            for pid, early in zip(pids, seen[2], strict=True)
+            for now, then in zip(_open(pid), early, strict=True)
+        ),
+        seen,
+    )
     versions = [report.step_version for report in driver.told(r.Quiesced, 0)]
     assert versions == sorted(versions)
     assert versions[-1] >= REBUILDS
@@ -71,8 +77,11 @@ def _tcp(pid: int) -> list[list[str]]:
             inodes.add(os.readlink(f"/proc/{pid}/fd/{name}"))
         except OSError:
             continue
-    lines = [line.split() for table in ("tcp", "tcp6")
-             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
     return [fields for fields in lines if f"socket:[{fields[9]}]" in inodes]
 
 
@@ -140,8 +149,13 @@ PART_BYTES = 4096
 def test_a_half_sent_sum_does_not_block_a_quiesce(drive: Drive, overlap: bool) -> None:
     """gloo does not fail every half-done send when its connection is closed."""
     model = {"num_layers": 2, "hidden": 256, "num_heads": 4, "sequence": 16}
-    driver = drive(model=model, batch={"global": 4, "micro": 1}, iterations=6, overlap=overlap,
-                   bucket_params=400_000 if overlap else 0)
+    driver = drive(
+        model=model,
+        batch={"global": 4, "micro": 1},
+        iterations=6,
+        overlap=overlap,
+        bucket_params=400_000 if overlap else 0,
+    )
     driver.patch = SENDS_SLOWLY
     driver.start(0, 1)
     driver.form([0, 1])
@@ -170,7 +184,8 @@ def test_a_half_sent_sum_does_not_block_a_quiesce(drive: Drive, overlap: bool) -
 
 @pytest.mark.parametrize("event", ["stats", "bucket"])
 def test_a_late_reduction_starts_nothing_in_the_next_generation(
-        drive: Drive, twin: Twins, event: str) -> None:
+    drive: Drive, twin: Twins, event: str
+) -> None:
     """The reduction of rank 2 is held until the next generation has formed."""
     driver = drive()
     driver.start(0, 1, 2)
@@ -221,9 +236,20 @@ def test_a_member_about_to_use_a_group_that_was_aborted_quiesces(drive: Drive) -
     driver.patch = ABORTS
     driver.start(0, 1)
     path = driver.hold(1, "settle", -1)  # before it learns what the stores have
-    driver.reconfigure([0, 1], copies=(MemoryCheckpoint(
-        node="n9", endpoint="127.0.0.1:1", rank=0, generation=1, step_version=1, copy_bytes=1,
-        checksum=""),))
+    driver.reconfigure(
+        [0, 1],
+        copies=(
+            MemoryCheckpoint(
+                node="n9",
+                endpoint="127.0.0.1:1",
+                rank=0,
+                generation=1,
+                step_version=1,
+                copy_bytes=1,
+                checksum="",
+            ),
+        ),
+    )
     driver.held(1, -1)
     driver.ask_to_leave([0, 1], "now")
     driver.says(1, "woken in 1")
@@ -255,8 +281,11 @@ def test_built_objects_are_frozen_for_the_garbage_collector(drive: Drive) -> Non
     driver.start(0)
     driver.form([0])
     driver.finish([0])
-    words = next(line for line in driver.processes[0].log.read_text().splitlines()
-                 if line.startswith("frozen")).split()
+    words = next(
+        line
+        for line in driver.processes[0].log.read_text().splitlines()
+        if line.startswith("frozen")
+    ).split()
     frozen, tracked = int(words[1]), int(words[3])
     assert frozen > 100_000
     assert tracked < frozen / 10
@@ -295,7 +324,8 @@ control.REPLACE_ABANDONED_NUM = 0
 
 @pytest.mark.thorough
 def test_members_with_too_many_abandoned_exit_one_by_one_and_never_the_last(
-        drive: Drive, twin: Twins) -> None:
+    drive: Drive, twin: Twins
+) -> None:
     """All members reach the limit together, because each stop abandons a collective on each."""
     driver = drive(dropout=0.1)
     driver.patch = REPLACED_AFTER_ONE

@@ -45,22 +45,27 @@ reference run uses.
 
 @pytest.mark.parametrize("lost", [3, None], ids=["lost", "reordered"])
 def test_a_lost_micro_batch_is_detected_and_a_reordered_sum_is_not(
-        lost: int | None, twin: Callable[..., Twin], tmp_path: Path, nursery: Nursery) -> None:
+    lost: int | None, twin: Callable[..., Twin], tmp_path: Path, nursery: Nursery
+) -> None:
     right = twin(0.0)
     spec = msgspec.json.encode(small_spec(tmp_path / "out"))
     drivers = str(Path(reference.__file__).parent)
-    program = (f"spec, folder, lost, drivers = {spec!r}, {str(tmp_path)!r}, {lost}, {drivers!r}"
-               f"{LOST}")
+    program = (
+        f"spec, folder, lost, drivers = {spec!r}, {str(tmp_path)!r}, {lost}, {drivers!r}{LOST}"
+    )
     log = tmp_path / "log"
     with log.open("wb") as output, open(os.devnull, "rb") as nothing:
-        run = nursery.fork({**os.environ, "OMP_NUM_THREADS": "1", "UNICRON_RANK": "reference",
-                            PATCH: program},
-                           output.fileno(), nothing.fileno())
+        run = nursery.fork(
+            {**os.environ, "OMP_NUM_THREADS": "1", "UNICRON_RANK": "reference", PATCH: program},
+            output.fileno(),
+            nothing.fileno(),
+        )
     assert run.wait(TWIN_S) == 0, log.read_text()
     ours = right.difference(tmp_path / "final")
     others = [right.difference(right.path.parents[1] / str(order) / "final") for order in (1, 2)]
-    equal = {name: getattr(ours, name) <= reference.tolerance(
-                 [getattr(one, name) for one in others])
-             for name in ("loss_rel", "param_rel", "optimizer_rel")}
+    equal = {
+        name: getattr(ours, name) <= reference.tolerance([getattr(one, name) for one in others])
+        for name in ("loss_rel", "param_rel", "optimizer_rel")
+    }
     print(ours, others)
     assert all(equal.values()) if lost is None else not equal["optimizer_rel"], (ours, others)

@@ -35,10 +35,17 @@ def finish(driver: Any, ranks: list[int], twin: Any) -> None:
     assert gap.param_rel < 1e-5
 
 
-@pytest.mark.parametrize("axes", [PP2DP2, *(
-    pytest.param(axes, marks=pytest.mark.thorough)
-    for axes in (Axes(tp=2), Axes(pp=2), TP2DP2, Axes(pp=3)))],
-                         ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}")
+@pytest.mark.parametrize(
+    "axes",
+    [
+        PP2DP2,
+        *(
+            pytest.param(axes, marks=pytest.mark.thorough)
+            for axes in (Axes(tp=2), Axes(pp=2), TP2DP2, Axes(pp=3))
+        ),
+    ],
+    ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}",
+)
 def test_an_undisturbed_task_equals_the_twin(drive: Drive, twin: Twins, axes: Axes) -> None:
     driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)
     ranks = list(range(axes.tp * axes.pp * axes.dp))
@@ -51,8 +58,10 @@ AS_OTHERS = set(CASES) - {"tp2dp2_to_pp3", "tp2dp2_stepping"}
 """Cases like those that test_own_layouts.py, test_points.py and test_forward_counts.py have."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (
-    name in AS_OTHERS)) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name in AS_OTHERS)) for name in CASES],
+)
 def test_training_continues_after_a_lost_rank(drive: Drive, twin: Twins, name: str) -> None:
     case = CASES[name]
     driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)

@@ -37,16 +37,32 @@ from unicron.workers.training.recovery.resharding import (
 SHAPES = {"a": (5, 4), "b": (3, 2, 3), "c": (7,), "d": ()}
 LARGEST = 5
 NODES = ("red", "", "red", "", "red")
-WHOLE = [Layout(Axes(dp=4)), Layout(Axes(dp=3)), Layout(Axes(tp=2)), Layout(Axes(tp=2, dp=2)),
-         Layout(Axes(pp=2, dp=2)), Layout(Axes(pp=3)), Layout(Axes(tp=2, pp=2)),
-         Layout(Axes(pp=2, chunks=3))]
-SHARDED = [Layout(Axes(dp=2), "sharded"), Layout(Axes(dp=3), "sharded"),
-           Layout(Axes(tp=2, dp=2), "sharded"), Layout(Axes(dp=4)),
-           Layout(Axes(pp=2, dp=2), "sharded"), Layout(Axes(tp=2, pp=2)),
-           Layout(Axes(dp=4), "sharded")]
-MIRRORED = [Layout(Axes(dp=4), "mirrored"), Layout(Axes(dp=3), "mirrored"),
-            Layout(Axes(tp=2, dp=2), "mirrored"), Layout(Axes(dp=3), "sharded"),
-            Layout(Axes(dp=4), "mirrored")]
+WHOLE = [
+    Layout(Axes(dp=4)),
+    Layout(Axes(dp=3)),
+    Layout(Axes(tp=2)),
+    Layout(Axes(tp=2, dp=2)),
+    Layout(Axes(pp=2, dp=2)),
+    Layout(Axes(pp=3)),
+    Layout(Axes(tp=2, pp=2)),
+    Layout(Axes(pp=2, chunks=3)),
+]
+SHARDED = [
+    Layout(Axes(dp=2), "sharded"),
+    Layout(Axes(dp=3), "sharded"),
+    Layout(Axes(tp=2, dp=2), "sharded"),
+    Layout(Axes(dp=4)),
+    Layout(Axes(pp=2, dp=2), "sharded"),
+    Layout(Axes(tp=2, pp=2)),
+    Layout(Axes(dp=4), "sharded"),
+]
+MIRRORED = [
+    Layout(Axes(dp=4), "mirrored"),
+    Layout(Axes(dp=3), "mirrored"),
+    Layout(Axes(tp=2, dp=2), "mirrored"),
+    Layout(Axes(dp=3), "sharded"),
+    Layout(Axes(dp=4), "mirrored"),
+]
 
 
 def piece(key: str, box: Region) -> Shard:
@@ -62,8 +78,12 @@ def elements(shape: tuple[int, ...], box: Region) -> set[int]:
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
     offset = tuple(draw(st.integers(0, size - 1)) for size in shape)
-    return Region(offset, tuple(draw(st.integers(1, size - begin))
-                                for size, begin in zip(shape, offset, strict=True)))
+    return Region(
+        offset,
+        tuple(
+            draw(st.integers(1, size - begin)) for size, begin in zip(shape, offset, strict=True)
+        ),
+    )
 
 
 @st.composite
@@ -80,8 +100,10 @@ def pieces(draw: st.DrawFn) -> list[Shard]:
                 found.append(piece(key, draw(boxes(shape))))
             case _:
                 begin = draw(st.integers(0, size))
-                found += [piece(key, box)
-                          for box in flat_range(shape, begin, draw(st.integers(begin, size)))]
+                found += [
+                    piece(key, box)
+                    for box in flat_range(shape, begin, draw(st.integers(begin, size)))
+                ]
     return found
 
 
@@ -99,24 +121,40 @@ def distance(source: int, target: int) -> int:
     return 0 if source == target else 1 if NODES[source] == NODES[target] == "red" else 2
 
 
-def plan(target: int, have: Sequence[Sequence[Shard]], want: Sequence[Shard],
-         nodes: Sequence[str] = NODES, largest: int = LARGEST, turn: int = 0) -> list[Move]:
+def plan(
+    target: int,
+    have: Sequence[Sequence[Shard]],
+    want: Sequence[Shard],
+    nodes: Sequence[str] = NODES,
+    largest: int = LARGEST,
+    turn: int = 0,
+) -> list[Move]:
     """The plan of one receiver, which reads the lists of the holders as needed."""
     lists = [ShardList(shards) for shards in have]
     by_digest = {each.digest: each for each in lists}
     order = nearest_first(target, {place: each.digest for place, each in enumerate(lists)}, nodes)
-    return plan_moves(target, ShardList(want), (
-        Holding(by_digest[digest], places) for digest, places in order), largest, turn)
+    return plan_moves(
+        target,
+        ShardList(want),
+        (Holding(by_digest[digest], places) for digest, places in order),
+        largest,
+        turn,
+    )
 
 
 @given(st.lists(pieces(), min_size=5, max_size=5), st.integers(0, 4), pieces(), st.integers(0, 3))
 @settings(max_examples=500, deadline=None)
 def test_each_wanted_element_comes_once_from_the_nearest_holder(
-        have: list[list[Shard]], target: int, want: list[Shard], turn: int) -> None:
+    have: list[list[Shard]], target: int, want: list[Shard], turn: int
+) -> None:
     have[4] = have[1]
     holders = by_element(have)
-    lost = {key for key, _, box in want
-            for element in elements(SHAPES[key], box) if (key, element) not in holders}
+    lost = {
+        key
+        for key, _, box in want
+        for element in elements(SHAPES[key], box)
+        if (key, element) not in holders
+    }
     if lost:
         with pytest.raises(Missing) as raised:
             plan(target, have, want, turn=turn)
@@ -149,14 +187,16 @@ def test_a_list_of_shards_is_the_same_for_its_reader(mine: list[Shard]) -> None:
 
 @given(st.sampled_from(sorted(SHAPES.values())), st.data())
 @settings(max_examples=300, deadline=None)
-def test_a_flat_range_is_few_contiguous_boxes_in_order(shape: tuple[int, ...],
-                                                       data: st.DataObject) -> None:
+def test_a_flat_range_is_few_contiguous_boxes_in_order(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     size = int(np.prod(shape, dtype=int))
     begin = data.draw(st.integers(0, size))
     end = data.draw(st.integers(begin, size))
     found = flat_range(shape, begin, end)
     assert [element for box in found for element in sorted(elements(shape, box))] == list(
-        range(begin, end))
+        range(begin, end)
+    )
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
@@ -176,7 +216,8 @@ def test_intersection_and_remainder_make_the_whole(whole: Region, other: Region)
 def test_a_large_box_is_split_into_parts_of_bounded_size(whole: Region, largest: int) -> None:
     found = [elements((4, 5, 3), part) for part in parts(whole, largest)]
     assert [element for part in found for element in sorted(part)] == sorted(
-        elements((4, 5, 3), whole))
+        elements((4, 5, 3), whole)
+    )
     assert max(map(len, found)) <= largest
     assert len(found) <= 5 * -(-whole.num_elements // largest)
 
@@ -184,7 +225,8 @@ def test_a_large_box_is_split_into_parts_of_bounded_size(whole: Region, largest:
 def test_a_large_tensor_comes_from_all_its_holders() -> None:
     large = Shard("large", "float32 (300,)", Region((0,), (300,)))
     assert given_by(plan(3, [[large], [large], [large], []], [large], ["a"] * 4, 10)) == sorted(
-        [0, 1, 2] * 10)
+        [0, 1, 2] * 10
+    )
 
 
 def whole(key: str) -> Shard:
@@ -204,8 +246,13 @@ def test_equally_near_holders_give_equal_amounts() -> None:
 def test_receivers_take_turns_at_many_holders() -> None:
     replica = [Shard(f"layer{index}", "float32 (8,)", Region((0,), (8,))) for index in range(16)]
     num = 3 * SENDERS_NUM_MAX
-    given_in_all = [source for turn in range(3) for source in given_by(
-        plan(num, [replica] * num + [[]], replica, [""] * (num + 1), 100, turn))]
+    given_in_all = [
+        source
+        for turn in range(3)
+        for source in given_by(
+            plan(num, [replica] * num + [[]], replica, [""] * (num + 1), 100, turn)
+        )
+    ]
     assert sorted(given_in_all) == sorted([*range(num)] * 2)
 
 
@@ -237,8 +284,10 @@ def test_lost_tensors_are_named_in_the_error() -> None:
 # --- real members, layout after layout -----------------------------------------------------------
 def all_pairs(layouts: list[Layout]) -> list[Layout]:
     """A path in which each layout follows every other layout exactly once."""
-    left = {index: [other for other in range(len(layouts)) if other != index]
-            for index in range(len(layouts))}
+    left = {
+        index: [other for other in range(len(layouts)) if other != index]
+        for index in range(len(layouts))
+    }
     path, stack = [], [0]
     while stack:
         if left[stack[-1]]:
@@ -251,17 +300,25 @@ def all_pairs(layouts: list[Layout]) -> list[Layout]:
 def stops(path: list[Layout]) -> list[Stop]:
     """The stops of a path. Some stops reorder the members, and a replica may lose its state."""
     return [(path[0], 0, ())] + [
-        (layout, int(number % 3 == 0), (number % last.axes.dp * last.axes.tp,)
-         if last.axes.dp > 1 and last.optimizer != "sharded" else ())
-        for number, (last, layout) in enumerate(pairwise(path))]
+        (
+            layout,
+            int(number % 3 == 0),
+            (number % last.axes.dp * last.axes.tp,)
+            if last.axes.dp > 1 and last.optimizer != "sharded"
+            else (),
+        )
+        for number, (last, layout) in enumerate(pairwise(path))
+    ]
 
 
 PATH = all_pairs(WHOLE)
 
 
-@pytest.mark.parametrize("path", [
-    PATH[:len(PATH) // 2 + 1], pytest.param(PATH[len(PATH) // 2:], marks=pytest.mark.thorough)],
-    ids=["first half", "second half"])
+@pytest.mark.parametrize(
+    "path",
+    [PATH[: len(PATH) // 2 + 1], pytest.param(PATH[len(PATH) // 2 :], marks=pytest.mark.thorough)],
+    ids=["first half", "second half"],
+)
 @pytest.mark.thorough
 def test_every_layout_takes_over_from_every_other(path: list[Layout]) -> None:
     assert len(set(pairwise(PATH))) == len(WHOLE) * (len(WHOLE) - 1)
@@ -280,8 +337,13 @@ def test_a_mirror_equals_its_owner_bit_by_bit(precision: Any) -> None:
 
 
 def test_a_gated_linear_unit_keeps_its_halves_apart() -> None:
-    path = [Layout(Axes()), Layout(Axes(tp=2)), Layout(Axes(pp=2)), Layout(Axes(tp=2), "sharded"),
-            Layout(Axes(dp=2), "sharded")]
+    path = [
+        Layout(Axes()),
+        Layout(Axes(tp=2)),
+        Layout(Axes(pp=2)),
+        Layout(Axes(tp=2), "sharded"),
+        Layout(Axes(dp=2), "sharded"),
+    ]
     worlds.run(2, reshard_work.gated, TRAIN, stops(path))
 
 
@@ -291,28 +353,50 @@ def test_the_whole_state_comes_to_one_member_and_goes_back(alone: Any) -> None:
         assert keys == sorted(training_state.tensors(trainee))
 
 
-@pytest.mark.parametrize(("layout", "lost", "gone", "there"), [
-    (Layout(Axes(tp=2)), 1, "model.decoder.layers.0.mlp.linear_fc1.weight",
-     "model.decoder.layers.0.input_layernorm.weight"),
-    (Layout(Axes(pp=2)), 0, "model.decoder.layers.2.mlp.linear_fc1.weight",
-     "model.embedding.word_embeddings.weight"),
-    (Layout(Axes(dp=2), "sharded"), 1, "optimizer.exp_avg.embedding.word_embeddings.weight",
-     "model.embedding.word_embeddings.weight"),
-], ids=["tp", "pp", "sharded"])
-def test_tensors_lost_with_a_rank_are_named(layout: Layout, lost: int, gone: str, there: str
-                                            ) -> None:
+@pytest.mark.parametrize(
+    ("layout", "lost", "gone", "there"),
+    [
+        (
+            Layout(Axes(tp=2)),
+            1,
+            "model.decoder.layers.0.mlp.linear_fc1.weight",
+            "model.decoder.layers.0.input_layernorm.weight",
+        ),
+        (
+            Layout(Axes(pp=2)),
+            0,
+            "model.decoder.layers.2.mlp.linear_fc1.weight",
+            "model.embedding.word_embeddings.weight",
+        ),
+        (
+            Layout(Axes(dp=2), "sharded"),
+            1,
+            "optimizer.exp_avg.embedding.word_embeddings.weight",
+            "model.embedding.word_embeddings.weight",
+        ),
+    ],
+    ids=["tp", "pp", "sharded"],
+)
+def test_tensors_lost_with_a_rank_are_named(
+    layout: Layout, lost: int, gone: str, there: str
+) -> None:
     results = worlds.run(2, reshard_work.lose, TRAIN, layout, lost)
     assert results[0] == results[1]
     assert gone in results[0]
     assert there not in results[0]
 
 
-@pytest.mark.parametrize(("what", "why"), [
-    ("checksum", "wrong checksum"),
-    ("step", "it is of step 0, not 1"),
-    ("layout", "its model.embedding.word_embeddings.weight is float32 256x16x1, not "
-               "float32 256x16"),
-])
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("checksum", "wrong checksum"),
+        ("step", "it is of step 0, not 1"),
+        (
+            "layout",
+            "its model.embedding.word_embeddings.weight is float32 256x16x1, not float32 256x16",
+        ),
+    ],
+)
 def test_a_refused_source_is_replaced_by_the_next(what: str, why: str) -> None:
     results = worlds.run(4, reshard_work.refuse, TRAIN, what)
     assert set(results[3][0]) == {1, 2}, "the first source was refused"

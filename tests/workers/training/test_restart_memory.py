@@ -40,9 +40,17 @@ def again(tree: object, meshes: Any = ()) -> Any:
 
 def test_a_tree_is_decoded_as_it_was() -> None:
     weight = torch.arange(6.0).view(2, 3)
-    tree = {"a": [1, -2.5, "x", b"y", None, True], 3: (torch.Size([2]), {4}), "t": weight.t(),
-            "half": weight.bfloat16(), "empty": torch.empty(0, 2), "number": torch.tensor(7),
-            "type": torch.float16, "array": numpy.arange(3), "large": 1 << 80}
+    tree = {
+        "a": [1, -2.5, "x", b"y", None, True],
+        3: (torch.Size([2]), {4}),
+        "t": weight.t(),
+        "half": weight.bfloat16(),
+        "empty": torch.empty(0, 2),
+        "number": torch.tensor(7),
+        "type": torch.float16,
+        "array": numpy.arange(3),
+        "large": 1 << 80,
+    }
     found = again(tree)
     assert list(found) == list(tree)
     for key in ("a", 3, "type", "large"):
@@ -60,9 +68,13 @@ def test_a_tensor_that_is_twice_in_a_tree_is_stored_once() -> None:
     assert len(shards) == 1
 
 
-@pytest.mark.parametrize(("value", "words"), [
-    (object(), "state.x\\[0\\] is a builtins.object"),
-    (torch.ones(2).to_sparse(), "state.x\\[0\\] is a tensor of type Tensor, torch.sparse_coo")])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (object(), "state.x\\[0\\] is a builtins.object"),
+        (torch.ones(2).to_sparse(), "state.x\\[0\\] is a tensor of type Tensor, torch.sparse_coo"),
+    ],
+)
 def test_what_cannot_be_encoded_is_named(value: Any, words: str) -> None:
     with pytest.raises(NotEncodable, match=words):
         encode({"x": [value]})
@@ -77,8 +89,10 @@ def test_damaged_data_is_refused() -> None:
 
 def test_a_distributed_tensor_keeps_its_mesh(alone: Any) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    made = [distribute_tensor(torch.arange(6.0).view(2, 3), mesh, [one])
-            for one in (Shard(1), Replicate())]
+    made = [
+        distribute_tensor(torch.arange(6.0).view(2, 3), mesh, [one])
+        for one in (Shard(1), Replicate())
+    ]
     found = again(made, meshes_of({"x": made}))
     for one, before in zip(found, made, strict=True):
         assert isinstance(one, DTensor)
@@ -105,18 +119,36 @@ def test_the_generators_continue() -> None:
 class Process:
     """Process `place` of a task of `num`, in its attempt `attempt`."""
 
-    def __init__(self, keeper: LocalKeeper, place: int = 0, num: int = 1, attempt: int = 1,
-                 copies: tuple[MemoryCheckpoint, ...] = ()) -> None:
+    def __init__(
+        self,
+        keeper: LocalKeeper,
+        place: int = 0,
+        num: int = 1,
+        attempt: int = 1,
+        copies: tuple[MemoryCheckpoint, ...] = (),
+    ) -> None:
         loop = Loop(micro_batches=1, iterations=9, output="/tmp/t", copy_every=1)
-        start = StartRank(nodes=("n1",), task=TASK, rank=place, attempt=attempt,
-                          slot=Slot("n1", place), num_seats=num, host="", port=0, checkpoint="",
-                          copies=copies, spec=JobSpec(
-                              api_version="unicron/v1", name="t", command=("x",),
-                              heal="in-memory", loop=loop))
-        order = SetCheckpointStores(nodes=("n1",), task=TASK, generation=0,
-                                    keepers=(keeper.keeper,))
+        start = StartRank(
+            nodes=("n1",),
+            task=TASK,
+            rank=place,
+            attempt=attempt,
+            slot=Slot("n1", place),
+            num_seats=num,
+            host="",
+            port=0,
+            checkpoint="",
+            copies=copies,
+            spec=JobSpec(
+                api_version="unicron/v1", name="t", command=("x",), heal="in-memory", loop=loop
+            ),
+        )
+        order = SetCheckpointStores(
+            nodes=("n1",), task=TASK, generation=0, keepers=(keeper.keeper,)
+        )
         keys = store_keys(lambda node: NODE_KEY, start, "n1") | store_keys(
-            lambda node: NODE_KEY, order, "n1")
+            lambda node: NODE_KEY, order, "n1"
+        )
         ours, self._agent = socket.socketpair()
         self._agent.setblocking(False)
         self._told: list[Any] = []
@@ -163,7 +195,8 @@ def test_a_process_continues_with_its_own_state(keeper: LocalKeeper) -> None:
 
 
 def test_a_state_of_another_number_of_processes_is_not_used(
-        keeper: LocalKeeper, capsys: pytest.CaptureFixture[str]) -> None:
+    keeper: LocalKeeper, capsys: pytest.CaptureFixture[str]
+) -> None:
     told = [Process(keeper, place, 2).store({"x": 1}, 4) for place in range(2)]
     copies = tuple(named([keeper], one) for one in told)
     assert Process(keeper, attempt=2, copies=copies).memory.restore() is None
@@ -182,7 +215,8 @@ def test_a_damaged_state_gives_way_to_the_one_before(keeper: LocalKeeper) -> Non
 
 
 def test_a_state_that_cannot_be_encoded_is_not_stored(
-        keeper: LocalKeeper, capsys: pytest.CaptureFixture[str]) -> None:
+    keeper: LocalKeeper, capsys: pytest.CaptureFixture[str]
+) -> None:
     process = Process(keeper)
     process.memory.copy(lambda: {"x": object()}, 1, is_whole=True)
     process.memory.wait()

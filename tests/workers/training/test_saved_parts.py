@@ -30,9 +30,15 @@ from unicron.workers.training.process.history import History
 
 BF16 = replace(TRAIN, precision="bf16")
 DATA = Path(__file__).parents[2] / "data" / "checkpoint_version_1"
-VERSION_1 = Train(model=Model(num_layers=1, hidden=8, num_heads=2, sequence=8), iterations=3,
-                  precision="bf16", batch=Batch(global_=4, micro=1), optimizer=Optimizer(lr=1e-2),
-                  output="unused", seed=7)
+VERSION_1 = Train(
+    model=Model(num_layers=1, hidden=8, num_heads=2, sequence=8),
+    iterations=3,
+    precision="bf16",
+    batch=Batch(global_=4, micro=1),
+    optimizer=Optimizer(lr=1e-2),
+    output="unused",
+    seed=7,
+)
 """How the checkpoint in tests/data was trained."""
 LOSSES_1 = [5.539720773696899, 5.566118955612183, 5.5384217500686646]
 
@@ -52,20 +58,35 @@ def loads(path: str, train: Train, layout: Layout) -> None:
     assert not any(wrong), wrong
 
 
-@pytest.mark.parametrize(("train", "layout", "lost", "others"), [
-    (TRAIN, Layout(Axes(tp=2, dp=2)), (),
-     [Layout(Axes(dp=1)), Layout(Axes(pp=2, dp=2)), Layout(Axes(dp=3), "sharded")]),
-    (BF16, Layout(Axes(pp=2, dp=2)), (0,), [Layout(Axes(tp=2, dp=2)), Layout(Axes(dp=2))]),
-    pytest.param(BF16, Layout(Axes(tp=2, dp=2), "sharded"), (),
-                 [Layout(Axes(dp=3), "mirrored"), Layout(Axes(tp=2, pp=2))],
-                 marks=pytest.mark.thorough),
-    (TRAIN, Layout(Axes(dp=4), "mirrored"), (1, 3),
-     [Layout(Axes(tp=2)), Layout(Axes(dp=4), "mirrored"), Layout(Axes(dp=2), "sharded")]),
-    (TRAIN, Layout(Axes(pp=2, chunks=3)), (), [Layout(Axes(pp=3)), Layout(Axes(dp=2))]),
-])
+@pytest.mark.parametrize(
+    ("train", "layout", "lost", "others"),
+    [
+        (
+            TRAIN,
+            Layout(Axes(tp=2, dp=2)),
+            (),
+            [Layout(Axes(dp=1)), Layout(Axes(pp=2, dp=2)), Layout(Axes(dp=3), "sharded")],
+        ),
+        (BF16, Layout(Axes(pp=2, dp=2)), (0,), [Layout(Axes(tp=2, dp=2)), Layout(Axes(dp=2))]),
+        pytest.param(
+            BF16,
+            Layout(Axes(tp=2, dp=2), "sharded"),
+            (),
+            [Layout(Axes(dp=3), "mirrored"), Layout(Axes(tp=2, pp=2))],
+            marks=pytest.mark.thorough,
+        ),
+        (
+            TRAIN,
+            Layout(Axes(dp=4), "mirrored"),
+            (1, 3),
+            [Layout(Axes(tp=2)), Layout(Axes(dp=4), "mirrored"), Layout(Axes(dp=2), "sharded")],
+        ),
+        (TRAIN, Layout(Axes(pp=2, chunks=3)), (), [Layout(Axes(pp=3)), Layout(Axes(dp=2))]),
+    ],
+)
 def test_what_some_members_save_is_read_in_other_layouts(
-        tmp_path: Path, train: Train, layout: Layout, lost: tuple[int, ...], others: list[Layout]
-        ) -> None:
+    tmp_path: Path, train: Train, layout: Layout, lost: tuple[int, ...], others: list[Layout]
+) -> None:
     path = saved(tmp_path, train, layout, lost)
     num_files = len(list(Path(path).glob("*.distcp")))
     assert num_files == world(layout) - len(lost)
@@ -83,7 +104,8 @@ def test_torch_reads_it(whole: str) -> None:
 
     stored = StoredState(whole)
     data: dict[str, Any] = {
-        key: torch.empty_like(whole_tensor(stored, key)) for key in stored.kinds}
+        key: torch.empty_like(whole_tensor(stored, key)) for key in stored.kinds
+    }
     data["numbers"] = {"precision": "", "step_version": 0, "losses": None}
     dcp.load(data, storage_reader=dcp.FileSystemReader(whole), no_dist=True)
     assert data.pop("numbers") == {"precision": "bf16", "step_version": 1, "losses": []}
@@ -100,14 +122,18 @@ def test_megatron_reads_it(whole: str, alone: Any) -> None:
     assert megatron.load_common_state_dict(whole) == {"iteration": 1}
     described = megatron.load_tensors_metadata(whole)
     assert {key: tuple(each.global_shape) for key, each in described.items()} == {
-        key: tuple(whole_tensor(stored, key).shape) for key in stored.kinds}
+        key: tuple(whole_tensor(stored, key).shape) for key in stored.kinds
+    }
     tensors = megatron.load_plain_tensors(whole)
     assert all(tensors[key].equal(whole_tensor(stored, key)) for key in stored.kinds)
     # Half of a tensor, as a tensor-parallel rank reads it.
     key = "model.decoder.layers.3.mlp.linear_fc1.weight"
     half = torch.empty_like(whole_tensor(stored, key).chunk(2)[1])
-    read = megatron.load({key: ShardedTensor.from_rank_offsets(key, half, (0, 1, 2))}, whole,
-                         validate_access_integrity=False)
+    read = megatron.load(
+        {key: ShardedTensor.from_rank_offsets(key, half, (0, 1, 2))},
+        whole,
+        validate_access_integrity=False,
+    )
     assert read[key].equal(whole_tensor(stored, key).chunk(2)[1])
 
 
@@ -141,23 +167,35 @@ class Evil:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, r"iter-1: the checkpoint is missing; no job can begin from an"),
     "no metadata": (lambda folder: (folder / ".metadata").unlink(), "it is not complete"),
-    "cut metadata": (lambda folder: (folder / ".metadata").write_bytes(
-        (folder / ".metadata").read_bytes()[:1000]), r"its \.metadata cannot be read"),
-    "evil metadata": (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Evil())),
-                      r"its \.metadata cannot be read: it would load pathlib\.Path\.mkdir|getattr"),
+    "cut metadata": (
+        lambda folder: (folder / ".metadata").write_bytes(
+            (folder / ".metadata").read_bytes()[:1000]
+        ),
+        r"its \.metadata cannot be read",
+    ),
+    "evil metadata": (
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Evil())),
+        r"its \.metadata cannot be read: it would load pathlib\.Path\.mkdir|getattr",
+    ),
     "no data": (lambda folder: (folder / "__3_0.distcp").unlink(), r"__3_0\.distcp is missing"),
-    "cut data": (lambda folder: (folder / "__2_0.distcp").write_bytes(
-        (folder / "__2_0.distcp").read_bytes()[:-9]),
-        r"__2_0\.distcp is cut: it has \d+ bytes of .*; no job can begin from an older"),
-    "no index": (lambda folder: (folder / "__1_0.index").unlink(),
-                 r"the index of its file __1_0\.distcp is missing"),
+    "cut data": (
+        lambda folder: (folder / "__2_0.distcp").write_bytes(
+            (folder / "__2_0.distcp").read_bytes()[:-9]
+        ),
+        r"__2_0\.distcp is cut: it has \d+ bytes of .*; no job can begin from an older",
+    ),
+    "no index": (
+        lambda folder: (folder / "__1_0.index").unlink(),
+        r"the index of its file __1_0\.distcp is missing",
+    ),
     "later format": (_later, r"has format 3; this release reads formats up to 2; install"),
 }
 
 
 @pytest.mark.parametrize("what", DAMAGES)
 def test_a_damaged_checkpoint_is_refused(
-        whole: str, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: str, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "iter-1"
     shutil.copytree(whole, folder)
@@ -180,12 +218,16 @@ def test_altered_data_is_found(whole: str, tmp_path: Path) -> None:
         whole_tensor(StoredState(str(folder)), chunk.key)
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    ({"hidden": 32}, r"is of another model: its \S+ is \S+ \S+, not \S+ \S+; name another"),
-    ({"num_layers": 8}, r"is of another model: it has no \S+layers\.6\.\S+, nor \d+ other"),
-])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden": 32}, r"is of another model: its \S+ is \S+ \S+, not \S+ \S+; name another"),
+        ({"num_layers": 8}, r"is of another model: it has no \S+layers\.6\.\S+, nor \d+ other"),
+    ],
+)
 def test_a_checkpoint_of_another_model_is_refused(
-        whole: str, change: dict[str, int], says: str) -> None:
+    whole: str, change: dict[str, int], says: str
+) -> None:
     assert re.search(says, refused(whole, replace(BF16, model=replace(BF16.model, **change))))
 
 
@@ -206,13 +248,15 @@ def test_a_checkpoint_of_one_member_stays_readable(alone: Any) -> None:
     live = training_state.tensors(trainee)
     assert all(tensor.equal(old[key]) for key, tensor in live.items())
     added = {"auxiliary_losses", "digests"}  # by later versions
-    assert set(old) - set(live) == {f"numbers.{name}" for name in Numbers.__struct_fields__
-                                    if name not in added}
+    assert set(old) - set(live) == {
+        f"numbers.{name}" for name in Numbers.__struct_fields__ if name not in added
+    }
     assert (old["numbers.precision"], old["numbers.step_version"]) == ("bf16", 3)
 
 
 def test_a_checkpoint_of_one_member_is_read_in_parts() -> None:
     layout = Layout(Axes(tp=2, dp=2), "sharded")
-    for error, is_unchanged in worlds.run(world(layout), share_work.refuse, VERSION_1, layout,
-                                          str(DATA)):
+    for error, is_unchanged in worlds.run(
+        world(layout), share_work.refuse, VERSION_1, layout, str(DATA)
+    ):
         assert (error, is_unchanged) == ("", False), "it was not read"

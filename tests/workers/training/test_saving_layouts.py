@@ -32,17 +32,29 @@ def started(drive: Drive, layout: str, **changes: Any) -> tuple[Any, Axes]:
 
 
 def leave_saving(driver: Any, ranks: list[int], saving: tuple[int, ...], mode: QuiesceMode) -> None:
-    driver.order(Quiesce(nodes=("n1",), task=TASK, generation=driver.generation, mode=mode,
-                         ranks=tuple(ranks), save=True, saving=saving), ranks)
+    driver.order(
+        Quiesce(
+            nodes=("n1",),
+            task=TASK,
+            generation=driver.generation,
+            mode=mode,
+            ranks=tuple(ranks),
+            save=True,
+            saving=saving,
+        ),
+        ranks,
+    )
 
 
-def resumed(drive: Drive, driver: Any, path: str, layout: str, ranks: list[int], axes: Axes | None
-            ) -> Path:
+def resumed(
+    drive: Drive, driver: Any, path: str, layout: str, ranks: list[int], axes: Axes | None
+) -> Path:
     """New processes read the checkpoint in this layout and finish; the final checkpoint."""
     for process in driver.started:
         process.popen.kill()
-    again = drive(parallel=LAYOUTS[layout][0] if axes else {}, copy_every=0,
-                  output=driver.spec.train.output)
+    again = drive(
+        parallel=LAYOUTS[layout][0] if axes else {}, copy_every=0, output=driver.spec.train.output
+    )
     again.start(*ranks)
     again.generation = driver.generation
     for report in again.form(ranks, checkpoint=path, axes=axes).values():
@@ -53,21 +65,30 @@ def resumed(drive: Drive, driver: Any, path: str, layout: str, ranks: list[int],
     return final
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.thorough] * (
-    name in ("pp2", "zero1"))) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name in ("pp2", "zero1")))
+        for name in LAYOUTS
+    ],
+)
 def test_each_member_writes_its_share_and_another_layout_reads_it(
-        drive: Drive, twin: Twins, layout: str) -> None:
+    drive: Drive, twin: Twins, layout: str
+) -> None:
     driver, axes = started(drive, layout, checkpoint_every=5)
     driver.form(RANKS, axes=axes)
     report = driver.wait(r.CheckpointSaved, 0, where=lambda one: one.step_version == 10)
     driver.finish(RANKS)
     output = Path(driver.spec.train.output)
     assert {file.name for file in (output / report.path).glob("*.distcp")} == {
-        f"__{rank}_0.distcp" for rank in RANKS}
+        f"__{rank}_0.distcp" for rank in RANKS
+    }
     assert twin(0.0).is_equal(driver.final_checkpoint())
     assert list(output.glob("gen-*/*.partial")) == []
-    assert stored_model.find(str(output / report.path)).of == stored_model.load(
-        str(driver.final_checkpoint())).of
+    assert (
+        stored_model.find(str(output / report.path)).of
+        == stored_model.load(str(driver.final_checkpoint())).of
+    )
     assert twin(0.0).is_equal(resumed(drive, driver, report.path, layout, [0, 1], None))
 
 
@@ -84,10 +105,12 @@ def test_members_that_leave_save_in_parts(drive: Drive, twin: Twins, layout: str
     assert twin(0.0).is_equal(resumed(drive, driver, saved.path, layout, RANKS, axes))
 
 
-@pytest.mark.parametrize(("layout", "lost", "saving"), [
-    ("tp2dp2", 0, (1, 2, 3)), ("mirrored", 2, (0, 1, 3))])
+@pytest.mark.parametrize(
+    ("layout", "lost", "saving"), [("tp2dp2", 0, (1, 2, 3)), ("mirrored", 2, (0, 1, 3))]
+)
 def test_the_rest_saves_after_a_fault(
-        drive: Drive, twin: Twins, layout: str, lost: int, saving: tuple[int, ...]) -> None:
+    drive: Drive, twin: Twins, layout: str, lost: int, saving: tuple[int, ...]
+) -> None:
     """Together they have the whole state. The first of them completes the checkpoint."""
     driver, axes = started(drive, layout)
     driver.form(RANKS, axes=axes)
@@ -104,11 +127,19 @@ def test_the_rest_saves_after_a_fault(
     assert twin(0.0).is_equal(resumed(drive, driver, saved.path, layout, RANKS, axes))
 
 
-@pytest.mark.parametrize(("event", "lost"), [("save_mid", 3), *(
-    pytest.param(*case, marks=pytest.mark.thorough)
-    for case in (("saving", 0), ("saving", 3), ("save_mid", 0)))])
+@pytest.mark.parametrize(
+    ("event", "lost"),
+    [
+        ("save_mid", 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (("saving", 0), ("saving", 3), ("save_mid", 0))
+        ),
+    ],
+)
 def test_a_fault_in_the_middle_of_a_save_leaves_the_one_before_in_force(
-        drive: Drive, twin: Twins, event: str, lost: int) -> None:
+    drive: Drive, twin: Twins, event: str, lost: int
+) -> None:
     driver, axes = started(drive, "tp2dp2", checkpoint_every=2)
     rest = [rank for rank in RANKS if rank != lost]
     driver.hold(lost, event, 4)

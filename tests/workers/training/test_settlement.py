@@ -41,9 +41,16 @@ def claims(draw: st.DrawFn) -> tuple[list[Claim], int]:
             continue
         owned = draw(items)
         kept = tuple(item for item in owned if draw(st.booleans()))
-        found.append(Claim(step_version=version, kept=kept, owned=owned,
-                           begun=bool(kept) or draw(st.booleans()),
-                           assigned_in=draw(st.integers(1, 4)), trained_in=draw(st.integers(1, 4))))
+        found.append(
+            Claim(
+                step_version=version,
+                kept=kept,
+                owned=owned,
+                begun=bool(kept) or draw(st.booleans()),
+                assigned_in=draw(st.integers(1, 4)),
+                trained_in=draw(st.integers(1, 4)),
+            )
+        )
     return found, num_items
 
 
@@ -72,26 +79,42 @@ def test_holders_have_the_highest_step_version(case: tuple[list[Claim], int]) ->
     settlement = settle(members, num_items)
     assert settlement.step_version == max(claim.step_version for claim in members)
     assert [*settlement.holders] == [
-        place for place, claim in enumerate(members)
-        if claim.step_version == settlement.step_version != NO_STATE]
+        place
+        for place, claim in enumerate(members)
+        if claim.step_version == settlement.step_version != NO_STATE
+    ]
 
 
 @given(st.integers(1, 16), st.integers(1, 6), st.data())
 @settings(max_examples=300, deadline=None)
-def test_no_chain_of_faults_loses_or_doubles_a_micro_batch(num_items: int, num_members: int,
-                                                           data: st.DataObject) -> None:
-    members = [Claim(step_version=7, assigned_in=1,
-                     owned=assign_micro_batches(num_items, num_members, place),
-                     trained_in=1) for place in range(num_members)]
+def test_no_chain_of_faults_loses_or_doubles_a_micro_batch(
+    num_items: int, num_members: int, data: st.DataObject
+) -> None:
+    members = [
+        Claim(
+            step_version=7,
+            assigned_in=1,
+            owned=assign_micro_batches(num_items, num_members, place),
+            trained_in=1,
+        )
+        for place in range(num_members)
+    ]
     for generation in range(2, data.draw(st.integers(3, 6))):
         trained: list[Claim] = []
         for claim in members:
             missing = [item for item in claim.owned if item not in claim.kept]
             num_done = data.draw(st.integers(0, len(missing)))
             kept = tuple(sorted((*claim.kept, *missing[:num_done])))
-            trained.append(Claim(step_version=7, kept=kept, owned=claim.owned,
-                                 assigned_in=generation - 1, begun=True,
-                                 trained_in=generation - 1))
+            trained.append(
+                Claim(
+                    step_version=7,
+                    kept=kept,
+                    owned=claim.owned,
+                    assigned_in=generation - 1,
+                    begun=True,
+                    trained_in=generation - 1,
+                )
+            )
         living = [claim for claim in trained if data.draw(st.booleans())] or trained[:1]
         newcomers = [Claim()] * data.draw(st.integers(0, 2))
         settlement = settle(living + newcomers, num_items)
@@ -100,20 +123,35 @@ def test_no_chain_of_faults_loses_or_doubles_a_micro_batch(num_items: int, num_m
             assert share.kept == claim.kept, "without a double claim no sum is dropped"
             stays = set(claim.owned) - set(claim.kept)
             assert stays == set(share.todo) - set(share.dealt), "already assigned to this member"
-        members = [Claim(step_version=7, kept=share.kept,
-                         owned=tuple(sorted((*share.kept, *share.todo))), assigned_in=generation,
-                         trained_in=generation - 1)
-                   for share in settlement.shares]
+        members = [
+            Claim(
+                step_version=7,
+                kept=share.kept,
+                owned=tuple(sorted((*share.kept, *share.todo))),
+                assigned_in=generation,
+                trained_in=generation - 1,
+            )
+            for share in settlement.shares
+        ]
 
 
 def _begun(generation: int, *, kept: tuple[int, ...], owned: tuple[int, ...]) -> Claim:
-    return Claim(step_version=5, kept=kept, owned=owned, assigned_in=generation, begun=True,
-                 trained_in=generation)
+    return Claim(
+        step_version=5,
+        kept=kept,
+        owned=owned,
+        assigned_in=generation,
+        begun=True,
+        trained_in=generation,
+    )
 
 
 def test_lost_micro_batches_go_to_the_members_with_least_to_do() -> None:
-    members = [_begun(1, kept=(0, 4, 8), owned=(0, 4, 8)), _begun(1, kept=(1, 5), owned=(1, 5, 9)),
-               _begun(1, kept=(3,), owned=(3, 7, 11))]
+    members = [
+        _begun(1, kept=(0, 4, 8), owned=(0, 4, 8)),
+        _begun(1, kept=(1, 5), owned=(1, 5, 9)),
+        _begun(1, kept=(3,), owned=(3, 7, 11)),
+    ]
     shares = settle(members, 12).shares
     assert [share.kept for share in shares] == [(0, 4, 8), (1, 5), (3,)]
     assert [share.dealt for share in shares] == [(2, 6), (10,), ()]
@@ -128,8 +166,10 @@ def test_of_two_claims_the_later_generation_wins() -> None:
 
 
 def test_a_member_behind_receives_the_state_and_drops_its_sum() -> None:
-    members = [Claim(step_version=4, kept=(0,), owned=(0, 2), assigned_in=1, trained_in=1,
-                     begun=True), _begun(1, kept=(), owned=(1, 3))]
+    members = [
+        Claim(step_version=4, kept=(0,), owned=(0, 2), assigned_in=1, trained_in=1, begun=True),
+        _begun(1, kept=(), owned=(1, 3)),
+    ]
     settlement = settle(members, 4)
     assert settlement.step_version == 5
     assert [*settlement.holders] == [1]
@@ -143,18 +183,38 @@ def test_a_first_start_assigns_evenly_and_reassigns_nothing() -> None:
 
 
 def test_an_iteration_not_begun_is_assigned_anew_with_the_newcomers() -> None:
-    members = [Claim(step_version=5, owned=(0, 2), assigned_in=1, trained_in=1),
-               Claim(step_version=5, owned=(1, 3), assigned_in=1, trained_in=1), Claim(), Claim()]
+    members = [
+        Claim(step_version=5, owned=(0, 2), assigned_in=1, trained_in=1),
+        Claim(step_version=5, owned=(1, 3), assigned_in=1, trained_in=1),
+        Claim(),
+        Claim(),
+    ]
     shares = settle(members, 4).shares
     assert [share.todo for share in shares] == [(0,), (1,), (2,), (3,)]
     assert all(share.dealt == () for share in shares)
 
 
-def _part(place: int, *, version: int = 5, kept: tuple[int, ...] = (), ready: bool = False,
-          gate: tuple[float, ...] = (), trained_in: int = 3, axes: Axes | None = None) -> Claim:
-    return Claim(step_version=version, kept=kept, owned=kept, begun=version == 5, ready=ready,
-                 gate=gate, trained_in=trained_in, assigned_in=3,
-                 held=HeldState(axes=axes or Axes(tp=2, dp=2), place=place))
+def _part(
+    place: int,
+    *,
+    version: int = 5,
+    kept: tuple[int, ...] = (),
+    ready: bool = False,
+    gate: tuple[float, ...] = (),
+    trained_in: int = 3,
+    axes: Axes | None = None,
+) -> Claim:
+    return Claim(
+        step_version=version,
+        kept=kept,
+        owned=kept,
+        begun=version == 5,
+        ready=ready,
+        gate=gate,
+        trained_in=trained_in,
+        assigned_in=3,
+        held=HeldState(axes=axes or Axes(tp=2, dp=2), place=place),
+    )
 
 
 def test_a_replicas_sum_counts_only_if_all_its_members_have_it() -> None:
@@ -169,8 +229,11 @@ def test_a_replicas_sum_counts_only_if_all_its_members_have_it() -> None:
 
 def test_a_member_at_the_barrier_steps_only_if_the_others_stepped() -> None:
     stepped = _part(0, version=6, gate=(2.5, 0.0))
-    for ready, steps in ((_part(1, ready=True), True), (_part(1), False),
-                         (_part(1, ready=True, trained_in=2), False)):
+    for ready, steps in (
+        (_part(1, ready=True), True),
+        (_part(1), False),
+        (_part(1, ready=True, trained_in=2), False),
+    ):
         settlement = settle([stepped, ready, _part(2, version=6), Claim()], 4, Axes(tp=2, dp=1))
         assert settlement.shares[1].steps == steps
         assert settlement.gate == ((2.5, 0.0) if steps else ())
@@ -184,8 +247,9 @@ def test_a_member_at_the_barrier_steps_only_if_the_others_stepped() -> None:
 
 def test_without_a_step_the_ready_members_step_if_none_lacks_the_reduced_sum() -> None:
     def ready(place: int, *, norm: float = 0.0) -> Claim:
-        return msgspec.structs.replace(_part(place, ready=True, kept=(place // 2,)),
-                                       reduced=(norm, 1.0))
+        return msgspec.structs.replace(
+            _part(place, ready=True, kept=(place // 2,)), reduced=(norm, 1.0)
+        )
 
     one, same, other = ready(0, norm=2.0), ready(2, norm=2.0), ready(1, norm=0.5)
     settlement = settle([one, other, same, Claim()], 4, Axes(tp=2, dp=2))
@@ -204,8 +268,12 @@ def test_without_a_step_the_ready_members_step_if_none_lacks_the_reduced_sum() -
 
 def test_a_mirrored_shard_is_on_the_next_data_parallel_rank() -> None:
     def shard(place: int, *, mirrored: bool) -> Claim:
-        return Claim(step_version=5, held=HeldState(axes=Axes(dp=3), place=place,
-                                               optimizer="mirrored" if mirrored else "sharded"))
+        return Claim(
+            step_version=5,
+            held=HeldState(
+                axes=Axes(dp=3), place=place, optimizer="mirrored" if mirrored else "sharded"
+            ),
+        )
 
     def found(*places: int, mirrored: bool) -> int:
         return settle([shard(place, mirrored=mirrored) for place in places], 4).step_version
@@ -261,10 +329,20 @@ class Member:
         if self.ready and self.held is not None and self.held.optimizer == "whole":
             part = _norm(self.trained_in, self.version, self.held)
         kept = () if self.ready and not self.keeps else tuple(sorted(self.sum))
-        return Claim(step_version=self.version, kept=kept, owned=self.owned,
-                     assigned_in=self.assigned_in, begun=self.begun, trained_in=self.trained_in,
-                     held=self.held, staged=self.staged,
-                     staged_in=self.staged_in, ready=self.ready, gate=self.gate, reduced=part)
+        return Claim(
+            step_version=self.version,
+            kept=kept,
+            owned=self.owned,
+            assigned_in=self.assigned_in,
+            begun=self.begun,
+            trained_in=self.trained_in,
+            held=self.held,
+            staged=self.staged,
+            staged_in=self.staged_in,
+            ready=self.ready,
+            gate=self.gate,
+            reduced=part,
+        )
 
     def replace(self, version: int, held: HeldState | None) -> None:
         """Take over another member's state, without a sum."""
@@ -337,9 +415,14 @@ class History:
         self._seat()
         self.before = [copy(member) for member in self.present]
         encoded = [msgspec.msgpack.encode(member.claim()) for member in self.present]
-        settlements = [settle([msgspec.msgpack.decode(each, type=Claim) for each in encoded],
-                              self.num_items, self.axes)
-                       for _ in self.present]
+        settlements = [
+            settle(
+                [msgspec.msgpack.decode(each, type=Claim) for each in encoded],
+                self.num_items,
+                self.axes,
+            )
+            for _ in self.present
+        ]
         assert all(each == settlements[0] for each in settlements)
         settlement = settlements[0]
         self._check_state(settlement)
@@ -379,10 +462,16 @@ class History:
         for member in sorted(self.present, key=lambda member: -member.version):
             held, free = member.held or HeldState(), None
             if member.version != NO_STATE and held.shape == (self.axes.tp, self.axes.pp, 1):
-                free = next((place for place in range(num_positions(self.axes))
-                             if seats[place] is None
-                             and coordinates(self.axes, place)[:2] == held.part
-                             and self.rnd.random() < 0.9), None)
+                free = next(
+                    (
+                        place
+                        for place in range(num_positions(self.axes))
+                        if seats[place] is None
+                        and coordinates(self.axes, place)[:2] == held.part
+                        and self.rnd.random() < 0.9
+                    ),
+                    None,
+                )
             if free is None:
                 rest.append(member)
             else:
@@ -396,10 +485,13 @@ class History:
             assert member.ready
             assert member.version == version - 1, "a member steps twice"
             assert settlement.gate == self.gates[member.trained_in, member.version], (
-                "not the result that the members at this barrier received")
+                "not the result that the members at this barrier received"
+            )
             assert member.reduced == Counter(range(self.num_items))
-            passed = any(other.gate and other.trained_in == member.trained_in
-                         and other.version == version for other in self.before)
+            passed = any(
+                other.gate and other.trained_in == member.trained_in and other.version == version
+                for other in self.before
+            )
             member.step(settlement.gate)
             self.seen["steps" if passed else "steps alone"] += 1
         elif share.staged:
@@ -424,9 +516,11 @@ class History:
         """Step versions for which the present members hold all parts of some layout."""
         passed = {(member.trained_in, member.version) for member in self.present if member.gate}
         ready = {(member.trained_in, member.version) for member in self.present if member.ready}
-        passed |= {(generation, version + 1) for generation, version in ready
-                   if (generation, version + 1) not in passed
-                   and self._can_step(generation, version)}
+        passed |= {
+            (generation, version + 1)
+            for generation, version in ready
+            if (generation, version + 1) not in passed and self._can_step(generation, version)
+        }
         had: dict[tuple[int, Axes], set[tuple[int, ...]]] = {}
         for member in self.present:
             if member.version == NO_STATE:
@@ -440,22 +534,34 @@ class History:
                     if held == member.staged and version != member.version:
                         continue
                     at = coordinates(held.axes, held.place)
-                    dps = {"whole": (0,), "sharded": (at.dp,),
-                           "mirrored": (at.dp, (at.dp or held.axes.dp) - 1)}[held.optimizer]
+                    dps = {
+                        "whole": (0,),
+                        "sharded": (at.dp,),
+                        "mirrored": (at.dp, (at.dp or held.axes.dp) - 1),
+                    }[held.optimizer]
                     layout = msgspec.structs.replace(
-                        held.axes, dp=1 if held.optimizer == "whole" else held.axes.dp)
+                        held.axes, dp=1 if held.optimizer == "whole" else held.axes.dp
+                    )
                     had.setdefault((version, layout), set()).update(
-                        (at.tp, at.pp, dp) for dp in dps)
-        return {version for (version, axes),
-                parts in had.items() if len(parts) == num_positions(axes)}
+                        (at.tp, at.pp, dp) for dp in dps
+                    )
+        return {
+            version for (version, axes), parts in had.items() if len(parts) == num_positions(axes)
+        }
 
     def _can_step(self, generation: int, version: int) -> bool:
         """Whether those of that generation all have the reduced sum, together of every part."""
-        there = [member for member in self.present
-                 if (member.trained_in, member.version) == (generation, version)]
+        there = [
+            member
+            for member in self.present
+            if (member.trained_in, member.version) == (generation, version)
+        ]
         held = [member.held or HeldState() for member in there]
-        return (self.optimizer == "whole" and all(member.ready for member in there) and
-                len({each.part for each in held}) == held[0].axes.tp * held[0].axes.pp)
+        return (
+            self.optimizer == "whole"
+            and all(member.ready for member in there)
+            and len({each.part for each in held}) == held[0].axes.tp * held[0].axes.pp
+        )
 
     def _check_state(self, settlement: Settlement) -> None:
         whole = self._whole()
@@ -470,6 +576,7 @@ class History:
         self.seen["lost"] += beyond > settlement.step_version
         given = {place: self._given(place, settlement) for place in settlement.holders}
         assert settlement.holders == {place: held or HeldState() for place, held in given.items()}
+
     def _given(self, place: int, settlement: Settlement) -> HeldState | None:
         """What the holder at `place` has of the settled state after it applied the settlement."""
         member, share = self.present[place], settlement.shares[place]
@@ -481,8 +588,11 @@ class History:
     def _has_part(self, place: int, settlement: Settlement) -> bool:
         """Whether the member holds all of the state of its position."""
         held = settlement.holders.get(place)
-        return held is not None and held.shards == HeldState(
-            axes=self.axes, optimizer=self.optimizer, place=place).shards
+        return (
+            held is not None
+            and held.shards
+            == HeldState(axes=self.axes, optimizer=self.optimizer, place=place).shards
+        )
 
     def _check_shares(self, settlement: Settlement) -> None:
         found: list[int] = []
@@ -504,14 +614,16 @@ class History:
         assert sorted(found) == list(range(self.num_items))
         assert settlement.begun == any(
             member.begun and member.version == settlement.step_version
-            for place, member in enumerate(self.present) if place in settlement.holders)
-        for share in settlement.shares[num_positions(self.axes):]:
+            for place, member in enumerate(self.present)
+            if place in settlement.holders
+        )
+        for share in settlement.shares[num_positions(self.axes) :]:
             assert (share.kept, share.todo, share.dealt) == ((), (), ()), "standby member"
 
     # --- training -------------------------------------------------------------------------------
     def _train(self) -> None:
         """Train some iterations, or until a fault occurs in one of them."""
-        seated = self.present[:num_positions(self.axes)]
+        seated = self.present[: num_positions(self.axes)]
         for _ in range(self.rnd.randint(1, 3)):
             for member in seated:
                 member.trained_in, member.begun = self.generation, True
@@ -523,15 +635,19 @@ class History:
                 return
             for place, member in enumerate(seated):
                 member.owned = assign_micro_batches(
-                    self.num_items, self.axes.dp, coordinates(self.axes, place).dp)
+                    self.num_items, self.axes.dp, coordinates(self.axes, place).dp
+                )
                 member.assigned_in = self.generation
 
     def _micro_batches(self, *, broken: bool) -> None:
         """Run all micro-batches; if `broken`, only some: members of a replica may differ by one."""
         for dp in range(self.axes.dp):
             places = replica(self.axes, dp)
-            todo = [item for item in self.present[places[0]].owned
-                    if item not in self.present[places[0]].sum]
+            todo = [
+                item
+                for item in self.present[places[0]].owned
+                if item not in self.present[places[0]].sum
+            ]
             whole = self.rnd.randint(0, len(todo)) if broken else len(todo)
             apart = broken and len(places) > 1 and self.rnd.random() < 0.4
             for place in places:
@@ -543,7 +659,8 @@ class History:
         for place, member in enumerate(seated):
             at = coordinates(self.axes, place)
             member.reduced = Counter(
-                item for peer in holders(self.axes, at.tp, at.pp) for item in seated[peer].sum)
+                item for peer in holders(self.axes, at.tp, at.pp) for item in seated[peer].sum
+            )
             assert member.reduced == Counter(range(self.num_items)), "missing or doubled item"
         self.seen["reduced"] += 1
         plain = self.optimizer == "whole" and self.axes.tp * self.axes.pp == 1
@@ -564,9 +681,14 @@ class History:
     def _gate(self, seated: list[Member]) -> Gate:
         """The step barrier's result: every part of the model counts once."""
         version = seated[0].version
-        norms = [_norm(self.generation, version,
-                       HeldState(axes=self.axes, place=replica(self.axes, 0)[part]))
-                 for part in range(self.axes.tp * self.axes.pp)]
+        norms = [
+            _norm(
+                self.generation,
+                version,
+                HeldState(axes=self.axes, place=replica(self.axes, 0)[part]),
+            )
+            for part in range(self.axes.tp * self.axes.pp)
+        ]
         gate = sum(norm for norm, _ in norms), sum(num for _, num in norms)
         self.gates[self.generation, version] = gate
         return gate
@@ -579,20 +701,26 @@ class History:
             fate[0] = "stays"
         back = [member for member in self.away if self.rnd.random() < 0.4]
         self.away = [member for member in self.away if member not in back]
-        self.away += [member for member, what in zip(self.present, fate, strict=True)
-                      if what == "stops"]
-        self.present = [member for member, what in zip(self.present, fate, strict=True)
-                        if what == "stays"]
-        self.present += back[:max(0, 8 - len(self.present))]
+        self.away += [
+            member for member, what in zip(self.present, fate, strict=True) if what == "stops"
+        ]
+        self.present = [
+            member for member, what in zip(self.present, fate, strict=True) if what == "stays"
+        ]
+        self.present += back[: max(0, 8 - len(self.present))]
         while len(self.present) < 8 and self.rnd.random() < 0.4:
             self.present.append(self._newcomer())
 
 
-@given(st.randoms(use_true_random=True), st.sampled_from(["whole", "sharded", "mirrored"]),
-       st.booleans())
+@given(
+    st.randoms(use_true_random=True),
+    st.sampled_from(["whole", "sharded", "mirrored"]),
+    st.booleans(),
+)
 @settings(max_examples=100, deadline=None)
-def test_faults_leave_each_step_with_each_micro_batch_once(rnd: Random, optimizer: str, keeps: bool
-                                                           ) -> None:
+def test_faults_leave_each_step_with_each_micro_batch_once(
+    rnd: Random, optimizer: str, keeps: bool
+) -> None:
     History(rnd, optimizer, keeps=keeps).run(12)
 
 
@@ -602,6 +730,19 @@ def test_the_model_covers_all_cases() -> None:
         history = History(Random(seed), ("whole", "sharded", "mirrored")[seed % 3])
         history.run(12)
         seen += history.seen
-    assert min(seen[what] for what in (
-        "kept by one", "kept by several", "steps", "steps alone", "staged", "put in force", "lost",
-        "reduced")) >= 3, seen
+    assert (
+        min(
+            seen[what]
+            for what in (
+                "kept by one",
+                "kept by several",
+                "steps",
+                "steps alone",
+                "staged",
+                "put in force",
+                "lost",
+                "reduced",
+            )
+        )
+        >= 3
+    ), seen

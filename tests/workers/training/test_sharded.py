@@ -18,8 +18,9 @@ EVENTS = ("backward", "gate", "step_mid", "gather")
 RELATIVE_MAX = {"fp32": 1e-5, "bf16": 3e-3}
 
 
-def ready(drive: Drive, ranks: list[int], *, parallel: dict[str, Any] = SHARDED,
-          **changes: Any) -> Any:
+def ready(
+    drive: Drive, ranks: list[int], *, parallel: dict[str, Any] = SHARDED, **changes: Any
+) -> Any:
     driver = drive(iterations=NUM_ITERATIONS, parallel=parallel, **changes)
     driver.start(*ranks)
     return driver
@@ -59,9 +60,15 @@ def pairs(fp32: tuple[str, ...]) -> list[Any]:
 
     `fp32`: the events that `make test` runs in fp32. It runs the others in bf16.
     """
-    return [pytest.param(precision, event, marks=[pytest.mark.thorough] * (
-                (event in fp32) != (precision == "fp32")))
-            for precision in ("fp32", "bf16") for event in EVENTS]
+    return [
+        pytest.param(
+            precision,
+            event,
+            marks=[pytest.mark.thorough] * ((event in fp32) != (precision == "fp32")),
+        )
+        for precision in ("fp32", "bf16")
+        for event in EVENTS
+    ]
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.thorough), "bf16"])
@@ -74,7 +81,8 @@ def test_an_undisturbed_task_equals_the_twin(drive: Drive, twin: Twins, precisio
 
 @pytest.mark.parametrize(("precision", "event"), pairs(fp32=("backward", "gate")))
 def test_a_quiesce_at_any_event_loses_nothing(
-        drive: Drive, twin: Twins, precision: str, event: str) -> None:
+    drive: Drive, twin: Twins, precision: str, event: str
+) -> None:
     """A change of layout after a quiesce also keeps the sums of an unfinished iteration."""
     ranks = [0, 1, 2]
     driver = ready(drive, ranks, precision=precision)
@@ -128,7 +136,8 @@ MIRRORED = {"optimizer": "mirrored"}
 
 @pytest.mark.parametrize(("precision", "event"), pairs(fp32=("step_mid", "gather")))
 def test_with_mirrors_a_lost_shard_costs_no_iteration(
-        drive: Drive, twin: Twins, precision: str, event: str) -> None:
+    drive: Drive, twin: Twins, precision: str, event: str
+) -> None:
     """Two ranks are lost in turn. The second loss uses mirrors that were filled after the first."""
     driver = ready(drive, [0, 1, 2, 3], parallel=MIRRORED, precision=precision)
     ranks = [0, 1, 2, 3]
@@ -147,8 +156,7 @@ def test_with_mirrors_a_lost_shard_costs_no_iteration(
 
 
 @pytest.mark.parametrize("victim", [0, 3])
-def test_each_tensor_parallel_shard_has_a_mirror(
-        drive: Drive, twin: Twins, victim: int) -> None:
+def test_each_tensor_parallel_shard_has_a_mirror(drive: Drive, twin: Twins, victim: int) -> None:
     """The third survivor is a standby member until the layout becomes dp=3."""
     ranks = [0, 1, 2, 3]
     driver = ready(drive, ranks, parallel={**MIRRORED, "tensor": [1, 2]})

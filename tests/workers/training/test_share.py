@@ -36,7 +36,8 @@ CASES = [
 
 @pytest.mark.parametrize(("train", "layout", "lives"), CASES)
 def test_each_element_is_in_one_share(
-        train: Train, layout: Layout, lives: Sequence[tuple[int, ...] | None]) -> None:
+    train: Train, layout: Layout, lives: Sequence[tuple[int, ...] | None]
+) -> None:
     num = layout.axes.tp * layout.axes.pp * layout.axes.dp
     found = worlds.run(num, share_work.shares, train, layout, lives)
     whole: dict[str, Any] = {}

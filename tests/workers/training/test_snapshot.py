@@ -23,11 +23,20 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state() -> State:
-    tensors = {"model.a": torch.randn(10, 4), "model.b": torch.randn(6, 40),
-               "buffer.c": torch.tensor(3.0), "model.d": torch.randn(30)}
-    return {Shard(key, kind_of(tensor, tuple(tensor.shape)),
-                  Region((0,) * tensor.dim(), tuple(tensor.shape))): tensor
-            for key, tensor in tensors.items()}
+    tensors = {
+        "model.a": torch.randn(10, 4),
+        "model.b": torch.randn(6, 40),
+        "buffer.c": torch.tensor(3.0),
+        "model.d": torch.randn(30),
+    }
+    return {
+        Shard(
+            key,
+            kind_of(tensor, tuple(tensor.shape)),
+            Region((0,) * tensor.dim(), tuple(tensor.shape)),
+        ): tensor
+        for key, tensor in tensors.items()
+    }
 
 
 def whole(state: State, read: Iterator[tuple[Shard, Tensor]]) -> dict[str, Tensor]:
@@ -54,7 +63,8 @@ def overwrite(state: State) -> None:
 @pytest.mark.parametrize("num_read", [0, 1, 3, 11])
 @pytest.mark.parametrize("limit_bytes", [None, 0, 300])
 def test_what_is_read_later_has_the_values_of_the_snapshot(
-        num_read: int, limit_bytes: int | None) -> None:
+    num_read: int, limit_bytes: int | None
+) -> None:
     live = state()
     before, taken = values(live), Snapshot(live, limit_bytes)
     reader = taken.read()

@@ -27,16 +27,32 @@ from unicron.workers.training.process.history import History
 from unicron.workers.training.recovery import state_shards
 from unicron.workers.training.step.optimizer_step import step
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device,
-         torch.Size)
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 UNSEEN = (type, ModuleType, FunctionType)
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
-TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16, dropout=0.1),
-              optimizer=Optimizer(lr=1e-2, warmup_iterations=2), iterations=10, output="unused")
+TRAIN = Train(
+    model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16, dropout=0.1),
+    optimizer=Optimizer(lr=1e-2, warmup_iterations=2),
+    iterations=10,
+    output="unused",
+)
 # The loss scale doubles every second iteration, until it overflows.
 FP16 = DynamicLossScale(initial=2.0**12, window=2)
 PRECISIONS = {
-    "fp32": TRAIN, "bf16": replace(TRAIN, precision="bf16"),
+    "fp32": TRAIN,
+    "bf16": replace(TRAIN, precision="bf16"),
     "bf16-scaled": replace(TRAIN, precision="bf16", loss_scale=1024.0),
     "fp16": replace(TRAIN, precision="fp16", dynamic_loss_scale=FP16),
 }
@@ -75,8 +91,10 @@ def leaves(roots: dict[str, Any]) -> dict[str, Any]:
 def inside(thing: Any) -> list[tuple[str, Any]]:
     """(path step, value) of each part of a thing."""
     if isinstance(thing, dict):
-        return [(f"[{key if isinstance(key, PLAIN) else number}]", value)
-                for number, (key, value) in enumerate(thing.items())]
+        return [
+            (f"[{key if isinstance(key, PLAIN) else number}]", value)
+            for number, (key, value) in enumerate(thing.items())
+        ]
     if isinstance(thing, (list, tuple, deque)):
         return [(f"[{number}]", value) for number, value in enumerate(thing)]
     if isinstance(thing, MethodType):
@@ -94,12 +112,15 @@ def digest(tensor: torch.Tensor) -> str:
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Paths that only one of the two has, or whose content differs."""
+
     def content(value: Any) -> Any:
         return value[1] if isinstance(value, tuple) else value
 
-    return sorted(path for path in before.keys() | after.keys()
-                  if path not in before or path not in after
-                  or content(before[path]) != content(after[path]))
+    return sorted(
+        path
+        for path in before.keys() | after.keys()
+        if path not in before or path not in after or content(before[path]) != content(after[path])
+    )
 
 
 @pytest.fixture(params=PRECISIONS)
@@ -128,8 +149,12 @@ def _same(one: model.TrainingModel, other: model.TrainingModel) -> bool:
 
 def _unlisted(trainee: model.TrainingModel, first: int, last: int) -> list[str]:
     """Paths that change in these iterations, are not state, and are not listed in CHANGES."""
-    roots = {"module": trainee.modules[0], "ddp": trainee.ddps[0],
-             "optimizer": trainee.optimizer, "scheduler": trainee.scheduler}
+    roots = {
+        "module": trainee.modules[0],
+        "ddp": trainee.ddps[0],
+        "optimizer": trainee.optimizer,
+        "scheduler": trainee.scheduler,
+    }
     before = leaves(roots)
     _train(trainee, first, last)
     after = leaves(roots)
@@ -140,8 +165,9 @@ def _unlisted(trainee: model.TrainingModel, first: int, last: int) -> list[str]:
         value = after.get(path)
         return isinstance(value, tuple) and value[0] in held
 
-    return [path for path in changed(before, after)
-            if not is_state(path) and not known.search(path)]
+    return [
+        path for path in changed(before, after) if not is_state(path) and not known.search(path)
+    ]
 
 
 def test_all_that_training_changes_is_listed(alone: Any, train: Train) -> None:
@@ -162,7 +188,9 @@ def test_an_unlisted_entry_is_detected(alone: Any) -> None:
     layer.register_forward_hook(count)
     _train(trainee, 0, 1)
     assert [path.rpartition("[0]")[2] or path for path in _unlisted(trainee, 1, 2)] == [
-        "[times]", ".seen"]
+        "[times]",
+        ".seen",
+    ]
 
 
 def test_a_buffer_is_part_of_the_state(alone: Any) -> None:
@@ -171,8 +199,7 @@ def test_a_buffer_is_part_of_the_state(alone: Any) -> None:
     assert "buffer.expert_bias" in training_state.tensors(trainee)
 
 
-def test_a_copy_of_the_state_trains_identically(
-        alone: Any, train: Train, tmp_path: Path) -> None:
+def test_a_copy_of_the_state_trains_identically(alone: Any, train: Train, tmp_path: Path) -> None:
     giver = model.build(train, torch.device("cpu"), alone)
     history = History()
     skipped = _train(giver, 0, 5).count(False)
@@ -181,7 +208,8 @@ def test_a_copy_of_the_state_trains_identically(
         history.add(iteration, 5.0 - iteration, 0.1)
     numbers = msgspec.msgpack.decode(
         msgspec.msgpack.encode(training_state.numbers(giver, 5, history)),
-        type=training_state.Numbers)
+        type=training_state.Numbers,
+    )
     assert (numbers.consumed_samples - numbers.scheduled_samples) / train.batch.global_ == skipped
 
     taker, theirs = model.build(train, torch.device("cpu"), alone), History()
@@ -219,7 +247,8 @@ def test_parameters_of_16_bits_are_their_masters_rounded(alone: Any) -> None:
         assert held[name].equal(master.to(torch.bfloat16))
     # 2 bytes for the parameter; 4 each for its master and its two moments.
     assert sum(tensor.nbytes for tensor in held.values()) == 14 * sum(
-        held[name].numel() for name in params)
+        held[name].numel() for name in params
+    )
 
 
 def test_a_checkpoint_of_another_precision_is_refused(alone: Any, tmp_path: Path) -> None:
@@ -230,8 +259,9 @@ def test_a_checkpoint_of_another_precision_is_refused(alone: Any, tmp_path: Path
     with pytest.raises(UsageError, match="holds a state of bf16, not fp32") as raised:
         checkpoint.load(str(tmp_path / "one"), reader, History())
     assert raised.value.hint.startswith("set train.precision: bf16")
-    assert all(tensor.equal(before[name]) for name,
-               tensor in training_state.tensors(reader).items())
+    assert all(
+        tensor.equal(before[name]) for name, tensor in training_state.tensors(reader).items()
+    )
 
 
 def test_a_checkpoint_of_an_earlier_task_is_replaced(alone: Any, tmp_path: Path) -> None:
@@ -248,8 +278,10 @@ def test_a_checkpoint_of_an_earlier_task_is_replaced(alone: Any, tmp_path: Path)
 
 
 def test_the_same_seed_builds_the_same_model(alone: Any) -> None:
-    assert _same(model.build(TRAIN, torch.device("cpu"), alone),
-                 model.build(TRAIN, torch.device("cpu"), alone))
+    assert _same(
+        model.build(TRAIN, torch.device("cpu"), alone),
+        model.build(TRAIN, torch.device("cpu"), alone),
+    )
 
 
 def test_dropout_depends_on_iteration_and_micro_batch_alone(alone: Any) -> None:
@@ -270,7 +302,9 @@ def test_a_nan_loss_is_a_separate_report() -> None:
     reports = list(history.tell(1, task=1, generation=1, micro_batches=4, flops=10.0, skipped=0))
     assert [type(report) for report in reports] == [TaskProgressed, LossNotFinite, TaskProgressed]
     assert [report.first_iteration for report in reports if isinstance(report, TaskProgressed)] == [
-        1, 3]
+        1,
+        3,
+    ]
     assert isinstance(reports[0], TaskProgressed)
     assert reports[0].rate_flops == pytest.approx(20.0)
 
@@ -285,14 +319,17 @@ def test_history_drops_iterations_that_are_repeated() -> None:
     assert (history.first, history.losses) == (9, [9.0])
 
 
-@pytest.mark.parametrize("shape", [
-    TRAIN.model, Model(num_layers=3, hidden=64, num_heads=2, sequence=16, tie_embeddings=False)])
+@pytest.mark.parametrize(
+    "shape",
+    [TRAIN.model, Model(num_layers=3, hidden=64, num_heads=2, sequence=16, tie_embeddings=False)],
+)
 def test_placement_computes_the_state_size(train: Train, shape: Model, alone: Any) -> None:
     train = replace(train, model=shape)
     trainee = model.build(train, torch.device("cpu"), alone)
     _train(trainee, 0, 2)
     assert trained_bytes(train, 1) == sum(
-        tensor.nbytes for tensor in training_state.tensors(trainee).values())
+        tensor.nbytes for tensor in training_state.tensors(trainee).values()
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -301,8 +338,10 @@ def test_a_released_model_keeps_no_memory(alone: Any, precision: str) -> None:
     trainee = model.build(PRECISIONS[precision], torch.device("cpu"), alone)
     trainee.clear()
     trainee.shards = state_shards.list_shards(trainee)
-    stores = {tensor.untyped_storage().data_ptr()
-              for tensor in (*training_state.tensors(trainee).values(), *trainee.gradients)}
+    stores = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in (*training_state.tensors(trainee).values(), *trainee.gradients)
+    }
     assert _stores_of_tensors() & stores
     trainee.release()
     assert not _stores_of_tensors() & stores
@@ -310,6 +349,10 @@ def test_a_released_model_keeps_no_memory(alone: Any, precision: str) -> None:
 
 def _stores_of_tensors() -> set[int]:
     """The memory under every tensor of this process."""
-    return {one.untyped_storage().data_ptr() for one in gc.get_objects()
-            if type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta
-            and one.layout is torch.strided}
+    return {
+        one.untyped_storage().data_ptr()
+        for one in gc.get_objects()
+        if type(one) in (torch.Tensor, torch.nn.Parameter)
+        and not one.is_meta
+        and one.layout is torch.strided
+    }

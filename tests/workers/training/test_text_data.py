@@ -20,8 +20,12 @@ from unicron.workers.training.process.history import History
 from unicron.workers.training.step.optimizer_step import step
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
-TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=4),
-              batch=Batch(global_=6, micro=2), iterations=10, output="unused")
+TRAIN = Train(
+    model=Model(num_layers=1, hidden=32, num_heads=2, sequence=4),
+    batch=Batch(global_=6, micro=2),
+    iterations=10,
+    output="unused",
+)
 TOKENS = torch.tensor([[97, 98, 0, 99, 100], [0, 0, 97, 98, 0]])
 """Five of its eight targets carry loss."""
 EMPTY = torch.zeros(2, 5, dtype=torch.int64)
@@ -40,8 +44,9 @@ def test_a_sample_is_a_pure_function_of_its_position() -> None:
     assert one.shape == (4, 17)
     words.sample(1, 6, 0, rows=2, sequence=16)
     assert one.equal(words.sample(1, 5, 3, rows=4, sequence=16))
-    others = [words.sample(*place, rows=4, sequence=16)
-              for place in ((2, 5, 3), (1, 6, 3), (1, 5, 4))]
+    others = [
+        words.sample(*place, rows=4, sequence=16) for place in ((2, 5, 3), (1, 6, 3), (1, 5, 4))
+    ]
     assert not any(one.equal(other) for other in others)
 
 
@@ -74,8 +79,10 @@ def test_the_target_after_a_document_end_carries_no_loss() -> None:
 
 def test_topics_of_the_default_text_are_documents() -> None:
     words = load((), 64)
-    inside = [bool((~carries_loss(words.sample(1, 0, item, rows=64, sequence=512))).any())
-              for item in range(8)]
+    inside = [
+        bool((~carries_loss(words.sample(1, 0, item, rows=64, sequence=512))).any())
+        for item in range(8)
+    ]
     assert any(inside)
 
 
@@ -107,8 +114,9 @@ def test_targets_after_a_document_end_are_not_counted(alone: Any) -> None:
     other[0, 3] = 0  # this target does not count; as an input, it excludes the next target too
     others = trainee.loss(other)
     assert trainee.num_tokens(other) == 4
-    each = trainee.ddps[0](TOKENS[:, :-1].contiguous(), trainee.positions, None,
-                           labels=TOKENS[:, 1:].contiguous())
+    each = trainee.ddps[0](
+        TOKENS[:, :-1].contiguous(), trainee.positions, None, labels=TOKENS[:, 1:].contiguous()
+    )
     assert others.item() == pytest.approx(before - each[0, 3].item(), rel=1e-5)
 
 

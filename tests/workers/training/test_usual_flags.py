@@ -27,8 +27,16 @@ Loops = Callable[..., Driver]
 
 def loop(folder: Path, nursery: Nursery, *flags: str, **options: Any) -> Driver:
     """A driver whose ranks run the example with these flags."""
-    return drive_loop(folder, nursery, [], iterations=ITERATIONS, micro_batches=MICRO_BATCHES,
-                      slots_max=8, script=flagged_example(folder, flags), **options)
+    return drive_loop(
+        folder,
+        nursery,
+        [],
+        iterations=ITERATIONS,
+        micro_batches=MICRO_BATCHES,
+        slots_max=8,
+        script=flagged_example(folder, flags),
+        **options,
+    )
 
 
 @pytest.fixture
@@ -64,26 +72,44 @@ def finish(driver: Driver, ranks: list[int], undisturbed: Path) -> None:
     finish_as(driver, ranks, undisturbed, ITERATIONS, RELATIVE_MAX)
 
 
-CASES = {"tp2dp2": Case(TP2DP2, 3, "backward", (0, 1), Axes(tp=2)),
-         "pp2dp2": Case(PP2DP2, 3, "backward", (0, 2), Axes(pp=2))}
-CHOSEN = {"sequence parallel": "tp2dp2", "recompute": "pp2dp2", "recompute selectively": "tp2dp2",
-          "overlapped reduction": "pp2dp2"}
+CASES = {
+    "tp2dp2": Case(TP2DP2, 3, "backward", (0, 1), Axes(tp=2)),
+    "pp2dp2": Case(PP2DP2, 3, "backward", (0, 2), Axes(pp=2)),
+}
+CHOSEN = {
+    "sequence parallel": "tp2dp2",
+    "recompute": "pp2dp2",
+    "recompute selectively": "tp2dp2",
+    "overlapped reduction": "pp2dp2",
+}
 """The layout in which `make test` runs each flag."""
 
 
-@pytest.mark.parametrize(("layout", "flag"), [
-    pytest.param(layout, flag, marks=[pytest.mark.thorough] * (layout != chosen))
-    for layout in CASES for flag, chosen in CHOSEN.items()])
+@pytest.mark.parametrize(
+    ("layout", "flag"),
+    [
+        pytest.param(layout, flag, marks=[pytest.mark.thorough] * (layout != chosen))
+        for layout in CASES
+        for flag, chosen in CHOSEN.items()
+    ],
+)
 def test_training_continues_after_a_lost_rank(
-        loops: Loops, undisturbed: Path, layout: str, flag: str) -> None:
+    loops: Loops, undisturbed: Path, layout: str, flag: str
+) -> None:
     case, driver = CASES[layout], loops(flag, **SPLIT)
     strike(driver, case)
     finish(driver, list(case.members), undisturbed)
 
 
-@pytest.mark.parametrize("axes", [
-    pytest.param(Axes(dp=3), marks=pytest.mark.thorough), TP2DP2,
-    pytest.param(PP2DP2, marks=pytest.mark.thorough)], ids=["dp3", "tp2dp2", "pp2dp2"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param(Axes(dp=3), marks=pytest.mark.thorough),
+        TP2DP2,
+        pytest.param(PP2DP2, marks=pytest.mark.thorough),
+    ],
+    ids=["dp3", "tp2dp2", "pp2dp2"],
+)
 def test_a_gather_in_the_next_forward(loops: Loops, undisturbed: Path, axes: Axes) -> None:
     driver = loops("overlapped gather", **SPLIT, optimizer="sharded")
     ranks = list(range(axes.tp * axes.pp * axes.dp))
@@ -92,12 +118,15 @@ def test_a_gather_in_the_next_forward(loops: Loops, undisturbed: Path, axes: Axe
     finish(driver, ranks, undisturbed)
 
 
-@pytest.mark.parametrize("axes", [
-    Axes(dp=3), pytest.param(TP2DP2, marks=pytest.mark.thorough), PP2DP2],
-    ids=["dp3", "tp2dp2", "pp2dp2"])
+@pytest.mark.parametrize(
+    "axes",
+    [Axes(dp=3), pytest.param(TP2DP2, marks=pytest.mark.thorough), PP2DP2],
+    ids=["dp3", "tp2dp2", "pp2dp2"],
+)
 @pytest.mark.thorough
 def test_a_gather_that_breaks_off_loses_nothing(
-        loops: Loops, undisturbed: Path, axes: Axes) -> None:
+    loops: Loops, undisturbed: Path, axes: Axes
+) -> None:
     """Rank 1 is held before its forward, so the others wait for its parameters."""
     driver = loops("overlapped gather", **SPLIT, optimizer="sharded")
     ranks = list(range(axes.tp * axes.pp * axes.dp))
@@ -149,7 +178,8 @@ def test_the_usual_job_heals_three_times(loops: Loops) -> None:
 
 
 def test_a_rank_that_joins_after_the_last_step_evaluates_nothing(
-        loops: Loops, undisturbed: Path) -> None:
+    loops: Loops, undisturbed: Path
+) -> None:
     driver = loops("evaluation at the end", **SPLIT)
     driver.start(0, 1)
     hold = driver.hold(0, "save", ITERATIONS)
@@ -164,11 +194,18 @@ def test_a_rank_that_joins_after_the_last_step_evaluates_nothing(
 
 
 def test_a_loss_that_is_not_finite_is_named_with_its_micro_batch(
-        tmp_path: Path, nursery: Nursery) -> None:
-    script = changed_example(tmp_path, [
-        ("    return tokens(iteration", "    asked.now = iteration, micro_batch\n"
-                                        "    return tokens(iteration"),
-        ("losses.float().sum()", "losses.float().sum() * (1, torch.nan)[asked.now == (2, 5)]")])
+    tmp_path: Path, nursery: Nursery
+) -> None:
+    script = changed_example(
+        tmp_path,
+        [
+            (
+                "    return tokens(iteration",
+                "    asked.now = iteration, micro_batch\n    return tokens(iteration",
+            ),
+            ("losses.float().sum()", "losses.float().sum() * (1, torch.nan)[asked.now == (2, 5)]"),
+        ],
+    )
     driver = drive_loop(tmp_path, nursery, [], iterations=3, micro_batches=8, script=script)
     try:
         driver.start(0, 1)

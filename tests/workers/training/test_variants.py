@@ -22,20 +22,31 @@ GROWN = 6
 ALL = [0, 1, 2, 3]
 LEFT = [0, 2, 3]
 SMALL: dict[str, Any] = {
-    "model": {"num_layers": 2, "hidden": 32, "num_heads": 2, "sequence": 32, "dropout": 0.1,
-              "tie_embeddings": False},
-    "batch": {"global": 8, "micro": 1}, "iterations": 10,
+    "model": {
+        "num_layers": 2,
+        "hidden": 32,
+        "num_heads": 2,
+        "sequence": 32,
+        "dropout": 0.1,
+        "tie_embeddings": False,
+    },
+    "batch": {"global": 8, "micro": 1},
+    "iterations": 10,
 }
 BF16 = {"precision": "bf16"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": BF16,
     "bf16-scaled": BF16 | {"loss_scale": 1024.0},
     "bf16-overlapped": BF16 | {"overlap": True, "bucket_params": 8_000},
-    "fp16": {"precision": "fp16",
-             "dynamic_loss_scale": {"initial": 2.0**11, "window": 2, "hysteresis": 2}},
+    "fp16": {
+        "precision": "fp16",
+        "dynamic_loss_scale": {"initial": 2.0**11, "window": 2, "hysteresis": 2},
+    },
     # The loss scale is too large until after iteration STRUCK, so that step is skipped.
-    "fp16-skipped": {"precision": "fp16",
-                     "dynamic_loss_scale": {"initial": 2.0**17, "hysteresis": 1}},
+    "fp16-skipped": {
+        "precision": "fp16",
+        "dynamic_loss_scale": {"initial": 2.0**17, "hysteresis": 1},
+    },
 }
 CONVENTIONS = ("per_token", "per_micro_batch")
 
@@ -58,9 +69,13 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def forwards(driver: Any, iteration: int, *, but: int = -1) -> list[int]:
     """The micro-batches that all ranks except `but` ran in an iteration, with repetitions."""
-    return sorted(line["micro_batch"] for rank in range(4) if rank != but
-                  for line in driver.trace(rank)
-                  if line["event"] == "forward" and line["iteration"] == iteration)
+    return sorted(
+        line["micro_batch"]
+        for rank in range(4)
+        if rank != but
+        for line in driver.trace(rank)
+        if line["event"] == "forward" and line["iteration"] == iteration
+    )
 
 
 def events(driver: Any, rank: int, iteration: int) -> list[str]:
@@ -79,14 +94,25 @@ def strike_and_replace(driver: Any) -> None:
     held = driver.quiesce(LEFT, "now")
     grown = driver.hold(0, "forward", GROWN)
     reports = driver.form(LEFT)
-    assert {rank: reports[rank].kept_micro_batches for rank in LEFT} == {
-        rank: held[rank].micro_batches for rank in LEFT} == {0: (0, 4), 2: (2, 6), 3: (3, 7)}
+    assert (
+        {rank: reports[rank].kept_micro_batches for rank in LEFT}
+        == {rank: held[rank].micro_batches for rank in LEFT}
+        == {0: (0, 4), 2: (2, 6), 3: (3, 7)}
+    )
     assert sorted(len(reports[rank].reassigned_micro_batches) for rank in LEFT) == [0, 1, 1]
 
     driver.held(0, GROWN)
     driver.start(1, attempt=2)
-    driver.order(Quiesce(nodes=("n1",), task=TASK, generation=driver.generation, mode="boundary",
-                         ranks=tuple(LEFT)), LEFT)
+    driver.order(
+        Quiesce(
+            nodes=("n1",),
+            task=TASK,
+            generation=driver.generation,
+            mode="boundary",
+            ranks=tuple(LEFT),
+        ),
+        LEFT,
+    )
     grown.unlink()
     driver.quiesced(LEFT)
     reports = driver.form(ALL)
@@ -97,8 +123,13 @@ def strike_and_replace(driver: Any) -> None:
     assert sorted(driver.losses()) == list(range(SMALL["iterations"])), "no iteration is lost"
 
 
-@pytest.mark.parametrize("variant", [pytest.param(name, marks=[pytest.mark.thorough] * (
-    name in ("bf16", "bf16-scaled", "fp16"))) for name in VARIANTS])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name in ("bf16", "bf16-scaled", "fp16")))
+        for name in VARIANTS
+    ],
+)
 def test_a_rank_is_replaced_in_every_precision(drive: Drive, twin: Twins, variant: str) -> None:
     changes = SMALL | VARIANTS[variant]
     driver = drive(**changes)
@@ -121,7 +152,8 @@ def test_a_rank_is_replaced_in_every_precision(drive: Drive, twin: Twins, varian
 
 @pytest.mark.parametrize("loss", CONVENTIONS)
 def test_a_rank_is_replaced_with_either_loss(
-        drive: Drive, twin: Twins, documents: str, loss: str) -> None:
+    drive: Drive, twin: Twins, documents: str, loss: str
+) -> None:
     changes = SMALL | {"loss": loss, "data": [documents]}
     driver = drive(**changes)
     strike_and_replace(driver)
@@ -147,7 +179,11 @@ def test_a_bf16_task_resumes_exactly_from_a_checkpoint(drive: Drive) -> None:
     assert forwards(again, 3) == [], "iteration 3 was repeated"
     one, other = read(driver.final_checkpoint()), read(again.final_checkpoint())
     assert one.keys() == other.keys()
-    differing = [name for name, value in one.items()
-                 if not (value.equal(other[name]) if isinstance(value, torch.Tensor)
-                         else value == other[name])]
+    differing = [
+        name
+        for name, value in one.items()
+        if not (
+            value.equal(other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+        )
+    ]
     assert differing == ["numbers.step_s"]

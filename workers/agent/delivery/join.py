@@ -82,17 +82,32 @@ class IdentityFile:
             self.is_enrolled = True
 
 
-async def join(url: str, token: str, *, node: str, host: str, incarnation: int, labels: Labels,
-               socket: str = "", others: Others = tuple, ca: str = "", identity: str = "",
-               s_max: float = JOIN_S_MAX) -> Joined:
+async def join(
+    url: str,
+    token: str,
+    *,
+    node: str,
+    host: str,
+    incarnation: int,
+    labels: Labels,
+    socket: str = "",
+    others: Others = tuple,
+    ca: str = "",
+    identity: str = "",
+    s_max: float = JOIN_S_MAX,
+) -> Joined:
     """Send the join request until the leader answers, for at most `s_max` seconds, but at least
     once to each control plane. Raises UsageError if one rejects it, or all stay unreachable.
     `socket`: used instead of the address in `url`. `others`: url and socket of more control planes.
     `ca`: authorities (PEM) at https://; "": the system's. `identity`: enrol the node with it."""
     deadline = time.monotonic() + s_max
-    body = {"node": node, "host": host, "incarnation": incarnation,
-            "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value},
-            **({"identity": identity} if identity else {})}
+    body = {
+        "node": node,
+        "host": host,
+        "incarnation": incarnation,
+        "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value},
+        **({"identity": identity} if identity else {}),
+    }
     headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": f"join-{node}-{incarnation}"}
     num_tries, pointer = 0, ""
     limit = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
@@ -101,8 +116,11 @@ async def join(url: str, token: str, *, node: str, host: str, incarnation: int, 
         at = pointer or list(sockets)[num_tries % len(sockets)]
         path, pointer = sockets.get(at, ""), ""
         try:
-            link = (aiohttp.UnixConnector(unix_socket.address(path)) if path
-                    else aiohttp.TCPConnector(ssl=tls.client_context(ca)))
+            link = (
+                aiohttp.UnixConnector(unix_socket.address(path))
+                if path
+                else aiohttp.TCPConnector(ssl=tls.client_context(ca))
+            )
             async with aiohttp.ClientSession(timeout=limit, connector=link) as session:
                 return await _post(session, at, headers, body)
         except Leased as error:
@@ -114,17 +132,21 @@ async def join(url: str, token: str, *, node: str, host: str, incarnation: int, 
         wait_s = backoff_s(num_tries, RETRY_S_MAX)
         num_tries += 1
         if num_tries >= len(sockets) + bool(pointer) and time.monotonic() + wait_s > deadline:
-            raise UsageError(f"cannot join {at}: {why}",
-                             "is the control plane up? try: unicron up, or another --url")
+            raise UsageError(
+                f"cannot join {at}: {why}",
+                "is the control plane up? try: unicron up, or another --url",
+            )
         await asyncio.sleep(wait_s)
 
 
-async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str],
-                body: Mapping[str, object]) -> Joined:
+async def _post(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], body: Mapping[str, object]
+) -> Joined:
     """Send one request. Raises UsageError if a retry is useless, else ClientError, TimeoutError."""
     try:
-        reply = await session.post(f"{url.rstrip('/')}/v1/join", json=body, headers=headers,
-                                   allow_redirects=False)
+        reply = await session.post(
+            f"{url.rstrip('/')}/v1/join", json=body, headers=headers, allow_redirects=False
+        )
     except aiohttp.InvalidURL:
         raise UsageError(f"{url!r} is not a URL", "give --url http://HOST:PORT") from None
     data = await reply.read()
@@ -132,19 +154,25 @@ async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, 
         raise Leased(reply.headers["Unicron-Follows"])
     if reply.status in (401, 403, 410):
         refused = NodeRevoked if reply.status == 410 else TokenRefused
-        raise refused(f"{url} does not accept the token: {_problem(data).detail}",
-                      "an admin: unicron token create --join")
+        raise refused(
+            f"{url} does not accept the token: {_problem(data).detail}",
+            "an admin: unicron token create --join",
+        )
     if reply.status >= 500:
         raise aiohttp.ClientError(f"{reply.status} {_problem(data).detail}".strip())
     if reply.status != 200:
         problem = _problem(data)
-        raise UsageError(f"{url} refuses to let {body['node']} join: {problem.detail}",
-                         problem.hint or "does --url name a unicron control plane?")
+        raise UsageError(
+            f"{url} refuses to let {body['node']} join: {problem.detail}",
+            problem.hint or "does --url name a unicron control plane?",
+        )
     try:
         return msgspec.json.decode(data, type=Joined)
     except msgspec.MsgspecError as error:
-        raise UsageError(f"{url} sends an invalid answer: {error}",
-                         "is it a unicron control plane of this version?") from None
+        raise UsageError(
+            f"{url} sends an invalid answer: {error}",
+            "is it a unicron control plane of this version?",
+        ) from None
 
 
 def _problem(data: bytes) -> _Problem:

@@ -28,8 +28,14 @@ _log = structlog.get_logger("agent")
 class Put(Protocol):
     """Takes a report: body, time (None: now), the slot of its rank, a note (Spool.put)."""
 
-    def __call__(self, body: Body, occurred_s: float | None, slot: int = NO_SLOT,
-                 note: tuple[str, bytes] | None = None, /) -> None: ...
+    def __call__(
+        self,
+        body: Body,
+        occurred_s: float | None,
+        slot: int = NO_SLOT,
+        note: tuple[str, bytes] | None = None,
+        /,
+    ) -> None: ...
 
 
 class LogReplaced(LogError):
@@ -54,8 +60,9 @@ class _Channel:
 class Outbox:
     """Delivers `left`, the spools of earlier incarnations, then `spool`, this agent's own."""
 
-    def __init__(self, port: RedisLog, link: LogLink, spool: Spool,
-                 left: Sequence[Spool] = ()) -> None:
+    def __init__(
+        self, port: RedisLog, link: LogLink, spool: Spool, left: Sequence[Spool] = ()
+    ) -> None:
         self._port = port
         self._link = link
         self._spool = spool
@@ -64,8 +71,13 @@ class Outbox:
         self._channels.append(_Channel(spool, NUM_WINDOW))
         self._wakeup = asyncio.Event()
 
-    def put(self, body: Body, occurred_s: float | None = None, slot: int = NO_SLOT,
-            note: tuple[str, bytes] | None = None) -> None:
+    def put(
+        self,
+        body: Body,
+        occurred_s: float | None = None,
+        slot: int = NO_SLOT,
+        note: tuple[str, bytes] | None = None,
+    ) -> None:
         """Spool a report and wake `run`. Raises ValueError for a float that is not finite."""
         self._spool.put(body, occurred_s, slot, note)
         self._wakeup.set()
@@ -128,9 +140,13 @@ class Outbox:
         if acked < spool.acked:
             if acked == 0:
                 raise LogReplaced(f"the log no longer knows {spool.source}")
-            _log.error("the log has lost reports that it had acknowledged; they are sent again",
-                       source=spool.source, after=acked, num_lost=spool.acked - acked,
-                       num_not_kept=spool.take_back(acked))
+            _log.error(
+                "the log has lost reports that it had acknowledged; they are sent again",
+                source=spool.source,
+                after=acked,
+                num_lost=spool.acked - acked,
+                num_not_kept=spool.take_back(acked),
+            )
             channel.sent = acked
         # The cursor moved, or every sent report is acknowledged: no reason to send again.
         moved = acked > spool.acked or channel.sent <= spool.acked

@@ -44,8 +44,13 @@ _NOTED_CODE = 1 << 31
 """In the length of an entry: it is a _Noted."""
 _LAST = "last"
 """The note of the last number, which the file needs when it has no report."""
-_FAULTS = (reports.CollectiveFailed, reports.DeviceErred, reports.RankErrored, reports.RankExited,
-           reports.RankStalled)
+_FAULTS = (
+    reports.CollectiveFailed,
+    reports.DeviceErred,
+    reports.RankErrored,
+    reports.RankExited,
+    reports.RankStalled,
+)
 _log = structlog.get_logger("agent")
 
 
@@ -74,9 +79,17 @@ class Spool:
     """The reports of one source. `clock` gives seconds since 1970; `file` may be None. The file
     never gets much longer than twice `bytes_max`."""
 
-    def __init__(self, source: str, node: str, clock: Callable[[], float], *,
-                 file: Path | None = None, bytes_max: int = SPOOL_BYTES_MAX,
-                 left: Iterable[_Entry] = (), notes: dict[str, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        node: str,
+        clock: Callable[[], float],
+        *,
+        file: Path | None = None,
+        bytes_max: int = SPOOL_BYTES_MAX,
+        left: Iterable[_Entry] = (),
+        notes: dict[str, bytes] | None = None,
+    ) -> None:
         self.source = source
         self.notes = notes or {}
         """What a former agent of this incarnation knew, and this one has noted."""
@@ -101,13 +114,22 @@ class Spool:
         """Number of unacknowledged reports; a ReportsLost counts as one."""
         return len(self._entries)
 
-    def put(self, body: Body, occurred_s: float | None = None, slot: int = NO_SLOT,
-            note: tuple[str, bytes] | None = None) -> Report:
+    def put(
+        self,
+        body: Body,
+        occurred_s: float | None = None,
+        slot: int = NO_SLOT,
+        note: tuple[str, bytes] | None = None,
+    ) -> Report:
         """Number and store a report, from the rank in `slot`, and a note (key, value) in the same
         write. A report that the control plane would refuse is lost: it would refuse all later ones
         too. Raises ValueError for a float that is not finite."""
-        report = Report(source=self.source, source_seq=self.last + 1,
-                        occurred_s=self._clock() if occurred_s is None else occurred_s, body=body)
+        report = Report(
+            source=self.source,
+            source_seq=self.last + 1,
+            occurred_s=self._clock() if occurred_s is None else occurred_s,
+            body=body,
+        )
         if (why := report_fault(report)) and not not_finite(body):
             _log.error("a report is lost", kind=type(body).__name__, why=why)
             entry = self._lost(report.source_seq, 1, report.occurred_s)
@@ -201,17 +223,24 @@ class Spool:
         self._entries = deque(entries)
         self._rewrite()
 
-    def _drop(self, entries: list[_Entry], may_drop: Callable[[_Entry], bool],
-              target_bytes: int, held: Counter[int],
-              among: Callable[[_Entry], bool] = lambda entry: True) -> list[_Entry]:
+    def _drop(
+        self,
+        entries: list[_Entry],
+        may_drop: Callable[[_Entry], bool],
+        target_bytes: int,
+        held: Counter[int],
+        among: Callable[[_Entry], bool] = lambda entry: True,
+    ) -> list[_Entry]:
         """Drop the oldest first; adjacent dropped reports become one ReportsLost."""
         kept: list[_Entry] = []
         for entry in entries:
             full = self._num_bytes > target_bytes
             last = kept[-1] if kept else None
             goes = entry is not entries[-1] and (
-                among(entry) and may_drop(entry) if not entry.num_lost else
-                last is not None and last.num_lost > 0)
+                among(entry) and may_drop(entry)
+                if not entry.num_lost
+                else last is not None and last.num_lost > 0
+            )
             if full and goes:
                 held[entry.slot] -= len(entry.wire)
                 num_lost = entry.num_lost or 1
@@ -225,8 +254,12 @@ class Spool:
         return kept
 
     def _lost(self, source_seq: int, num_lost: int, occurred_s: float) -> _Entry:
-        report = Report(source=self.source, source_seq=source_seq, occurred_s=occurred_s,
-                        body=reports.ReportsLost(node=self._node, num_lost=num_lost))
+        report = Report(
+            source=self.source,
+            source_seq=source_seq,
+            occurred_s=occurred_s,
+            body=reports.ReportsLost(node=self._node, num_lost=num_lost),
+        )
         return _Entry(report, encode_report(report))
 
     # --- the file -------------------------------------------------------------------------------
@@ -276,8 +309,9 @@ class Spool:
             if error is None:
                 _log.info("the spool file can be written again")
             else:
-                _log.warning("the spool file cannot be written; reports are held in memory",
-                             why=str(error))
+                _log.warning(
+                    "the spool file cannot be written; reports are held in memory", why=str(error)
+                )
 
 
 def load_spool(path: Path, source: str, node: str, clock: Callable[[], float]) -> Spool | None:
@@ -316,8 +350,9 @@ def _is_superseded(entries: list[_Entry]) -> Callable[[_Entry], bool]:
         if isinstance(body := entry.report.body, reports.MemoryCheckpointStored):
             newest[body.task, body.rank, body.node] = entry
     last = {id(entry) for entry in newest.values()}
-    return lambda entry: (isinstance(entry.report.body, reports.MemoryCheckpointStored)
-                          and id(entry) not in last)
+    return lambda entry: (
+        isinstance(entry.report.body, reports.MemoryCheckpointStored) and id(entry) not in last
+    )
 
 
 def _is_progress(entry: _Entry) -> bool:

@@ -77,13 +77,16 @@ def find_checks(folder: Path) -> Listing:
 
 def skipped_files(skipped: Mapping[str, str]) -> Finding:
     """The finding on skipped files that the owner may take for checks."""
-    reported = {name: why for name, why in skipped.items()
-                if not name.lower().endswith((".md", ".txt")) or why != "not executable"}
+    reported = {
+        name: why
+        for name, why in skipped.items()
+        if not name.lower().endswith((".md", ".txt")) or why != "not executable"
+    }
     if not reported:
         return Finding(FILES, "healthy")
     words = [f"{name} ({why})" for name, why in sorted(reported.items())]
     why = "".join(char if char.isprintable() else "?" for char in listed(words))
-    return Finding(FILES, "unknown", f"not run: {why}"[:limits.REASON_CHARS_MAX], rule="check")
+    return Finding(FILES, "unknown", f"not run: {why}"[: limits.REASON_CHARS_MAX], rule="check")
 
 
 def finding(name: str, answer: CheckResult, num_slots: int) -> Finding:
@@ -95,15 +98,20 @@ def finding(name: str, answer: CheckResult, num_slots: int) -> Finding:
         slots = [int(digits) for digits in re.findall(r"\d+", match[0])]
         if all(slot < num_slots for slot in slots):
             devices = tuple(sorted(set(slots)))
-            text = text[match.end():]
-    text = text[:limits.REASON_CHARS_MAX]
+            text = text[match.end() :]
+    text = text[: limits.REASON_CHARS_MAX]
     if answer.code is None or answer.code >= len(CODES):
         why = answer.why or f"exit code {answer.code}"
         if answer.code in (126, 127):
             why += ", it cannot be run"
         return Finding(f"check/{name}", "unknown", f"{why}: {text}" if text else why, rule="check")
-    return Finding(f"check/{name}", CODES[answer.code], text or f"exit code {answer.code}",
-                   devices, rule="check")
+    return Finding(
+        f"check/{name}",
+        CODES[answer.code],
+        text or f"exit code {answer.code}",
+        devices,
+        rule="check",
+    )
 
 
 class CheckRunner:
@@ -120,8 +128,12 @@ class CheckRunner:
         """Run a check when a place is free. The run takes at most `s_max` plus CHECK_END_S_MAX."""
         left = self._left.get(name)
         now = linux.read(left.pid) if left is not None else None
-        if left is not None and now is not None and now.start_ticks == left.start_ticks \
-                and now.state not in "ZX":
+        if (
+            left is not None
+            and now is not None
+            and now.start_ticks == left.start_ticks
+            and now.state not in "ZX"
+        ):
             return CheckResult(None, "", f"the last run, pid {left.pid}, cannot be killed")
         self._left.pop(name, None)
         async with self._limit:
@@ -155,9 +167,14 @@ class CheckRunner:
         """Start a check, which writes to the file `output`. Raises OSError."""
         key, variable = CHECK + name, self._mark[0]
         mark = self._mark[1] + key
-        pid = self._shim.start(key, b"", ["/bin/sh", "-c", _START, str(path)],
-                               {**self._environment, variable: mark, "UNICRON_CHECK": name},
-                               output, files={})
+        pid = self._shim.start(
+            key,
+            b"",
+            ["/bin/sh", "-c", _START, str(path)],
+            {**self._environment, variable: mark, "UNICRON_CHECK": name},
+            output,
+            files={},
+        )
         return Process(pid, Path(os.devnull), 0, f"{variable}={mark}".encode(), self._shim, key)
 
 
@@ -181,7 +198,7 @@ class _Output:
         if not data:
             self._loop.remove_reader(self._fd)
             return False
-        self._kept = (self._kept + data)[:limits.CHECK_READ_BYTES]
+        self._kept = (self._kept + data)[: limits.CHECK_READ_BYTES]
         return len(self._kept) < limits.CHECK_READ_BYTES
 
     def text(self) -> str:
@@ -198,9 +215,14 @@ class _Output:
 class CheckSchedule:
     """Runs all checks of a folder periodically; files may be added or removed meanwhile."""
 
-    def __init__(self, checks: CheckOptions, run: CheckRunner, num_slots: int,
-                 report: Callable[[Finding], None],
-                 reported: Callable[[str], Finding | None] = lambda check: None) -> None:
+    def __init__(
+        self,
+        checks: CheckOptions,
+        run: CheckRunner,
+        num_slots: int,
+        report: Callable[[Finding], None],
+        reported: Callable[[str], Finding | None] = lambda check: None,
+    ) -> None:
         """`reported` tells the last report of a former agent on a check."""
         self._checks = checks
         self._reported = reported
@@ -222,21 +244,32 @@ class CheckSchedule:
                     if steady.pop(name).reported.health != "healthy":
                         self._report(Finding(f"check/{name}", "healthy", "the check was removed"))
                 for name in sorted(set(found or ()) - set(rounds)):
-                    steady[name] = Debouncer(num_better=limits.CHECK_LOOKS_BETTER_NUM,
-                                             reported=self._reported(f"check/{name}"))
-                    rounds[name] = group.create_task(self._repeat(
-                        name, self._checks.folder / name, steady[name]), name=f"check {name}")
+                    steady[name] = Debouncer(
+                        num_better=limits.CHECK_LOOKS_BETTER_NUM,
+                        reported=self._reported(f"check/{name}"),
+                    )
+                    rounds[name] = group.create_task(
+                        self._repeat(name, self._checks.folder / name, steady[name]),
+                        name=f"check {name}",
+                    )
                 await asyncio.sleep(self._checks.every_s)
 
     async def _look(self, calls: BlockingCalls[Listing]) -> dict[str, Path] | None:
         """The current checks; None if the folder cannot be listed."""
         try:
-            found, skipped = await calls.call(lambda: find_checks(self._checks.folder),
-                                              self._checks.s_max)
+            found, skipped = await calls.call(
+                lambda: find_checks(self._checks.folder), self._checks.s_max
+            )
         except (Late, OSError) as error:
-            self._report(Finding("checks", "unknown", f"{self._checks.folder} cannot be listed: "
-                                 f"{getattr(error, 'strerror', None) or 'no answer'}",
-                                 rule="check"))
+            self._report(
+                Finding(
+                    "checks",
+                    "unknown",
+                    f"{self._checks.folder} cannot be listed: "
+                    f"{getattr(error, 'strerror', None) or 'no answer'}",
+                    rule="check",
+                )
+            )
             return None
         self._report(Finding("checks", "healthy"))
         files = skipped_files(skipped)
@@ -253,5 +286,6 @@ class CheckSchedule:
                 self._report(changed)
             # A second run soon confirms a worse result; the next period confirms a better one.
             every_s = self._checks.every_s
-            await asyncio.sleep(min(limits.CHECKS_CONFIRM_S, every_s) if steady.is_worsening
-                                else every_s)
+            await asyncio.sleep(
+                min(limits.CHECKS_CONFIRM_S, every_s) if steady.is_worsening else every_s
+            )

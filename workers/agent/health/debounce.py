@@ -11,8 +11,9 @@ class Debouncer:
     """Debounces one check: reports a change after several equal readings, a definite failure
     (`is_fact`) at once, an initial "healthy" never."""
 
-    def __init__(self, num_better: int = limits.LOOKS_BETTER_NUM,
-                 reported: Finding | None = None) -> None:
+    def __init__(
+        self, num_better: int = limits.LOOKS_BETTER_NUM, reported: Finding | None = None
+    ) -> None:
         """`reported`: the last report of a former agent."""
         self._num_better = num_better
         self.reported = reported or Finding("", "healthy")
@@ -52,8 +53,12 @@ def _key(finding: Finding) -> object:
 class Thresholds:
     """Maps a value (lower is worse) to a health level, with hysteresis on the way up."""
 
-    def __init__(self, degraded: float, unhealthy: float = float("-inf"),
-                 back_ratio: float = limits.BACK_RATIO) -> None:
+    def __init__(
+        self,
+        degraded: float,
+        unhealthy: float = float("-inf"),
+        back_ratio: float = limits.BACK_RATIO,
+    ) -> None:
         self._degraded, self._unhealthy, self._back_ratio = degraded, unhealthy, back_ratio
         self._level: CheckHealth = "healthy"
 
@@ -86,8 +91,11 @@ class BurstFilter:
 
     def take(self, erred: DeviceError, at_s: float) -> DeviceError | None:
         """Take an error seen at `at_s` (any monotonic clock); None if it is not reported."""
-        key = ((erred.code, erred.devices) if erred.code
-               else (erred.status, erred.rule, erred.devices, erred.pid))
+        key = (
+            (erred.code, erred.devices)
+            if erred.code
+            else (erred.status, erred.rule, erred.devices, erred.pid)
+        )
         burst = self._bursts.get(key)
         before = 0
         if burst is not None:
@@ -106,7 +114,7 @@ class BurstFilter:
         if len(self._bursts) >= _KEYS_NUM_MAX:
             del self._bursts[min(self._bursts, key=lambda key: self._bursts[key].last_s)]
         self._bursts[key] = _Burst(at_s)
-        text = erred.text[:limits.LINE_CHARS_MAX]
+        text = erred.text[: limits.LINE_CHARS_MAX]
         if before:
             text += f" (and {before} equal errors before)"
         if self._num_dropped:

@@ -27,8 +27,13 @@ async def try_devices(devices: Sequence[str], slots: Iterable[int]) -> dict[int,
 
 async def _try(device: str) -> str:
     process = await asyncio.create_subprocess_exec(
-        *ARGV, device, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL, env={**os.environ, "CUDA_VISIBLE_DEVICES": device})
+        *ARGV,
+        device,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": device},
+    )
     try:
         async with asyncio.timeout(limits.TRIAL_S_MAX):
             output, _ = await process.communicate()
@@ -39,7 +44,7 @@ async def _try(device: str) -> str:
             with suppress(ProcessLookupError, TimeoutError):
                 process.kill()  # without effect while it is blocked in the driver
                 await asyncio.wait_for(process.wait(), limits.CHECK_END_S_MAX)
-    text = " ".join(output.decode("utf-8", "replace").split())[:limits.REASON_CHARS_MAX]
+    text = " ".join(output.decode("utf-8", "replace").split())[: limits.REASON_CHARS_MAX]
     if process.returncode == 0:
         return text
     return text or f"its trial ended with code {process.returncode}"
@@ -58,8 +63,11 @@ def seen_by_nvml(device: str) -> str:
         return ""
     try:
         nvml.nvmlInit()
-        handle = (nvml.nvmlDeviceGetHandleByIndex(int(device)) if device.isdecimal()
-                  else nvml.nvmlDeviceGetHandleByUUID(device.encode()))
+        handle = (
+            nvml.nvmlDeviceGetHandleByIndex(int(device))
+            if device.isdecimal()
+            else nvml.nvmlDeviceGetHandleByUUID(device.encode())
+        )
     except nvml.NVMLError as error:
         return "" if code_of(error) in ABSENT_CODES else f"NVML cannot open it: {error}"
     finding, _ = Gpu(nvml, handle, 0).look()
@@ -77,14 +85,16 @@ def used_by_cuda() -> str:
     num_words = TRIED_BYTES // 4
     words = (ctypes.c_uint32 * num_words)()
     for name, args in (
-            ("cuInit", (0,)), ("cuDeviceGetCount", (ctypes.byref(count),)),
-            ("cuDeviceGet", (ctypes.byref(device), 0)),
-            ("cuDevicePrimaryCtxRetain", (ctypes.byref(context), device)),
-            ("cuCtxSetCurrent", (context,)),
-            ("cuMemAlloc_v2", (ctypes.byref(memory), ctypes.c_size_t(TRIED_BYTES))),
-            ("cuMemsetD32_v2", (memory, PATTERN_CODE, ctypes.c_size_t(num_words))),
-            ("cuMemcpyDtoH_v2", (words, memory, ctypes.c_size_t(TRIED_BYTES))),
-            ("cuMemFree_v2", (memory,))):
+        ("cuInit", (0,)),
+        ("cuDeviceGetCount", (ctypes.byref(count),)),
+        ("cuDeviceGet", (ctypes.byref(device), 0)),
+        ("cuDevicePrimaryCtxRetain", (ctypes.byref(context), device)),
+        ("cuCtxSetCurrent", (context,)),
+        ("cuMemAlloc_v2", (ctypes.byref(memory), ctypes.c_size_t(TRIED_BYTES))),
+        ("cuMemsetD32_v2", (memory, PATTERN_CODE, ctypes.c_size_t(num_words))),
+        ("cuMemcpyDtoH_v2", (words, memory, ctypes.c_size_t(TRIED_BYTES))),
+        ("cuMemFree_v2", (memory,)),
+    ):
         if code := getattr(cuda, name)(*args):
             return f"{name}: {_name_of(cuda, code)}"
     wrong = sum(word != PATTERN_CODE for word in words)

@@ -44,8 +44,10 @@ def load() -> Nvml | None:
     try:
         return importlib.import_module("pynvml")
     except ImportError:
-        _log.warning("GPUs are monitored by kernel messages only: nvidia-ml-py is not installed",
-                     hint=install("gpu"))
+        _log.warning(
+            "GPUs are monitored by kernel messages only: nvidia-ml-py is not installed",
+            hint=install("gpu"),
+        )
         return None
 
 
@@ -61,6 +63,7 @@ def number_of(value: Any) -> int | None:
     names = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
     return int(getattr(value.value, names[int(value.valueType)]))
 
+
 T = TypeVar("T")
 
 # nvmlDeviceGpuRecoveryAction_t. If running work may finish first, the GPU is only degraded.
@@ -74,23 +77,29 @@ ACTIONS: dict[int, tuple[CheckHealth, str]] = {
     7: ("unhealthy", "reboot the whole system"),
 }
 # nvmlClocksEventReason*. A software power cap is normal operation, not a fault.
-SLOWDOWNS = ((0x40, "thermal slowdown"), (0x20, "thermal slowdown by software"),
-             (0x80, "power brake"), (0x08, "hardware slowdown"))
+SLOWDOWNS = (
+    (0x40, "thermal slowdown"),
+    (0x20, "thermal slowdown by software"),
+    (0x80, "power brake"),
+    (0x08, "hardware slowdown"),
+)
 
 
 class Gpu:
     """The GPU of one slot. Parts that the driver does not support are skipped."""
 
-    def __init__(self, nvml: Nvml, handle: object, slot: int,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, nvml: Nvml, handle: object, slot: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._nvml = nvml
         self._handle = handle
         self._slot = slot
         self._clock = clock
         self._links: tuple[bool, ...] | None = None
         self._errors = GrowthCounter(MINUTE_S)
-        self._nvlink = {field: GrowthCounter(MINUTE_S)
-                        for field in (*CRC_FIELDS, REPLAY_CODE, RECOVERY_CODE)}
+        self._nvlink = {
+            field: GrowthCounter(MINUTE_S) for field in (*CRC_FIELDS, REPLAY_CODE, RECOVERY_CODE)
+        }
         self._crc_at_s = clock()
 
     def look(self) -> tuple[Finding, list[DeviceError]]:
@@ -104,10 +113,20 @@ class Gpu:
             self._throttling(found)
         except self._nvml.NVMLError as error:
             found.append(
-                self._bad("unhealthy", "GPU is lost: it is no longer on the bus",
-                          GPU_DRIVER_ERRORS, "nvml-lost") if code_of(error) == LOST_CODE else
-                self._bad("unhealthy", "the driver refuses the GPU until it is reset",
-                          GPU_DRIVER_ERRORS, "nvml-reset-required"))
+                self._bad(
+                    "unhealthy",
+                    "GPU is lost: it is no longer on the bus",
+                    GPU_DRIVER_ERRORS,
+                    "nvml-lost",
+                )
+                if code_of(error) == LOST_CODE
+                else self._bad(
+                    "unhealthy",
+                    "the driver refuses the GPU until it is reset",
+                    GPU_DRIVER_ERRORS,
+                    "nvml-reset-required",
+                )
+            )
         return worst(f"gpu/{self._slot}", found)._replace(devices=(self._slot,)), erred
 
     def _call(self, call: Callable[[], T]) -> T | None:
@@ -119,8 +138,9 @@ class Gpu:
                 raise
             return None
 
-    def _bad(self, health: CheckHealth, why: str, status: str, rule: str,
-             is_fact: bool = True) -> Finding:
+    def _bad(
+        self, health: CheckHealth, why: str, status: str, rule: str, is_fact: bool = True
+    ) -> Finding:
         return Finding("", health, why, (self._slot,), status, rule, is_fact)
 
     def _erred(self, status: str, rule: str, text: str) -> DeviceError:
@@ -128,61 +148,119 @@ class Gpu:
 
     def _memory(self, found: list[Finding], erred: list[DeviceError]) -> None:
         nvml, gpu = self._nvml, self._handle
-        now = self._call(lambda: nvml.nvmlDeviceGetTotalEccErrors(
-            gpu, UNCORRECTED_CODE, VOLATILE_CODE))
+        now = self._call(
+            lambda: nvml.nvmlDeviceGetTotalEccErrors(gpu, UNCORRECTED_CODE, VOLATILE_CODE)
+        )
         if grown := self._errors.see(now, self._clock()):
-            ever = self._call(lambda: nvml.nvmlDeviceGetTotalEccErrors(
-                gpu, UNCORRECTED_CODE, AGGREGATE_CODE))
-            erred.append(self._erred(ECC_ERRORS, "nvml-ecc-uncorrectable",
-                                     f"{grown} new uncorrectable ECC errors, {now} since the "
-                                     f"driver was loaded, {ever if ever is not None else '?'} "
-                                     "in total"))
+            ever = self._call(
+                lambda: nvml.nvmlDeviceGetTotalEccErrors(gpu, UNCORRECTED_CODE, AGGREGATE_CODE)
+            )
+            erred.append(
+                self._erred(
+                    ECC_ERRORS,
+                    "nvml-ecc-uncorrectable",
+                    f"{grown} new uncorrectable ECC errors, {now} since the "
+                    f"driver was loaded, {ever if ever is not None else '?'} "
+                    "in total",
+                )
+            )
         rows = self._call(lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
         if rows is not None:
             _, for_errors, is_pending, has_failed = rows
             if has_failed:
-                found.append(self._bad("unhealthy", f"a memory row could not be remapped "
-                                       f"({for_errors} are): replace the GPU", ECC_ERRORS,
-                                       "nvml-row-remap-failed"))
+                found.append(
+                    self._bad(
+                        "unhealthy",
+                        f"a memory row could not be remapped ({for_errors} are): replace the GPU",
+                        ECC_ERRORS,
+                        "nvml-row-remap-failed",
+                    )
+                )
             elif is_pending:
-                found.append(self._bad("degraded", "a memory row waits to be remapped: reset the "
-                                       "GPU when it is free", ECC_ERRORS,
-                                       "nvml-row-remap-pending"))
+                found.append(
+                    self._bad(
+                        "degraded",
+                        "a memory row waits to be remapped: reset the GPU when it is free",
+                        ECC_ERRORS,
+                        "nvml-row-remap-pending",
+                    )
+                )
             return
-        pages = [self._call(partial(nvml.nvmlDeviceGetRetiredPages, gpu, cause))
-                 for cause in RETIRED_CAUSE_CODES]
+        pages = [
+            self._call(partial(nvml.nvmlDeviceGetRetiredPages, gpu, cause))
+            for cause in RETIRED_CAUSE_CODES
+        ]
         num_pages = sum(len(found_pages or ()) for found_pages in pages)
         if num_pages > limits.RETIRED_PAGES_NUM_MAX:
-            found.append(self._bad("unhealthy", f"{num_pages} memory pages are retired: replace "
-                                   "the GPU", ECC_ERRORS, "nvml-retired-pages"))
+            found.append(
+                self._bad(
+                    "unhealthy",
+                    f"{num_pages} memory pages are retired: replace the GPU",
+                    ECC_ERRORS,
+                    "nvml-retired-pages",
+                )
+            )
         elif self._call(lambda: nvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu)):
-            found.append(self._bad("degraded", "a memory page waits to be retired: reset the GPU "
-                                   "when it is free", ECC_ERRORS, "nvml-retired-pending"))
+            found.append(
+                self._bad(
+                    "degraded",
+                    "a memory page waits to be retired: reset the GPU when it is free",
+                    ECC_ERRORS,
+                    "nvml-retired-pending",
+                )
+            )
 
     def _fields(self, found: list[Finding], erred: list[DeviceError]) -> None:
-        fields = self._call(lambda: self._nvml.nvmlDeviceGetFieldValues(
-            self._handle, [*CRC_FIELDS, REPLAY_CODE, RECOVERY_CODE, ACTION_CODE]))
+        fields = self._call(
+            lambda: self._nvml.nvmlDeviceGetFieldValues(
+                self._handle, [*CRC_FIELDS, REPLAY_CODE, RECOVERY_CODE, ACTION_CODE]
+            )
+        )
         values = {value.fieldId: number_of(value) for value in fields or ()}
         action = values.get(ACTION_CODE) or 0
         if action:
             health, words = ACTIONS.get(action, ("degraded", f"action {action}"))
-            found.append(self._bad(health, f"the driver requests: {words}", GPU_DRIVER_ERRORS,
-                                   "nvml-recovery-action"))
+            found.append(
+                self._bad(
+                    health,
+                    f"the driver requests: {words}",
+                    GPU_DRIVER_ERRORS,
+                    "nvml-recovery-action",
+                )
+            )
         at_s = self._clock()
         in_s, self._crc_at_s = max(at_s - self._crc_at_s, 1.0), at_s
         num_crc = sum(self._nvlink[field].see(values.get(field), at_s) for field in CRC_FIELDS)
         if num_crc > limits.NVLINK_CRC_HZ_MAX * in_s:
-            found.append(self._bad("degraded", f"{num_crc / in_s:.0f} NVLink CRC errors a second",
-                                   NVLINK_ERRORS, "nvml-nvlink-crc", is_fact=False))
+            found.append(
+                self._bad(
+                    "degraded",
+                    f"{num_crc / in_s:.0f} NVLink CRC errors a second",
+                    NVLINK_ERRORS,
+                    "nvml-nvlink-crc",
+                    is_fact=False,
+                )
+            )
         for field, name in ((REPLAY_CODE, "replay"), (RECOVERY_CODE, "recovery")):
             counter = self._nvlink[field]
             if grown := counter.see(values.get(field), at_s):
-                erred.append(self._erred(NVLINK_ERRORS, f"nvml-nvlink-{name}",
-                                         f"NVLink {name} errors grew by {grown}"))
+                erred.append(
+                    self._erred(
+                        NVLINK_ERRORS,
+                        f"nvml-nvlink-{name}",
+                        f"NVLink {name} errors grew by {grown}",
+                    )
+                )
             if counter.num > grown:  # again within a minute
-                found.append(self._bad("degraded", f"NVLink {name} errors grow, {counter.num} in "
-                                       "a minute", NVLINK_ERRORS, f"nvml-nvlink-{name}",
-                                       is_fact=False))
+                found.append(
+                    self._bad(
+                        "degraded",
+                        f"NVLink {name} errors grow, {counter.num} in a minute",
+                        NVLINK_ERRORS,
+                        f"nvml-nvlink-{name}",
+                        is_fact=False,
+                    )
+                )
 
     def _link_state(self, found: list[Finding]) -> None:
         """Report links that are down and were up at the first look."""
@@ -194,11 +272,21 @@ class Gpu:
             now.append(bool(state))
         if self._links is None:
             self._links = tuple(now)
-        lost = [str(link) for link, was in enumerate(self._links)
-                if was and not (link < len(now) and now[link])]
+        lost = [
+            str(link)
+            for link, was in enumerate(self._links)
+            if was and not (link < len(now) and now[link])
+        ]
         if lost:
-            found.append(self._bad("unhealthy", f"NVLink down: link {', '.join(lost)}",
-                                   NVLINK_ERRORS, "nvml-nvlink-down", is_fact=False))
+            found.append(
+                self._bad(
+                    "unhealthy",
+                    f"NVLink down: link {', '.join(lost)}",
+                    NVLINK_ERRORS,
+                    "nvml-nvlink-down",
+                    is_fact=False,
+                )
+            )
 
     def _throttling(self, found: list[Finding]) -> None:
         nvml, gpu = self._nvml, self._handle
@@ -208,8 +296,9 @@ class Gpu:
             most = self._call(lambda: nvml.nvmlDeviceGetMaxClockInfo(gpu, SM_CODE))
             now = self._call(lambda: nvml.nvmlDeviceGetClockInfo(gpu, SM_CODE))
             clocks = f", {most} -> {now} MHz" if most and now else ""
-            found.append(self._bad("degraded", f"{words}{clocks}", "", "nvml-throttled",
-                                   is_fact=False))
+            found.append(
+                self._bad("degraded", f"{words}{clocks}", "", "nvml-throttled", is_fact=False)
+            )
 
 
 # --- The GPUs of the node ---
@@ -220,8 +309,12 @@ class Gpus:
     name = "gpu"
     every_s, s_max = limits.GPU_EVERY_S, limits.GPU_S_MAX
 
-    def __init__(self, devices: Sequence[str], load: Callable[[], Nvml | None] = load,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        devices: Sequence[str],
+        load: Callable[[], Nvml | None] = load,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._devices = devices
         self._load = load
         self._clock = clock
@@ -269,22 +362,39 @@ class Gpus:
         try:
             nvml.nvmlInit()
             for device in self._devices:
-                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(device)) if device.isdecimal()
-                               else nvml.nvmlDeviceGetHandleByUUID(device.encode()))
-            pci = {slot: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
-                   for slot, handle in enumerate(handles)}
+                handles.append(
+                    nvml.nvmlDeviceGetHandleByIndex(int(device))
+                    if device.isdecimal()
+                    else nvml.nvmlDeviceGetHandleByUUID(device.encode())
+                )
+            pci = {
+                slot: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
+                for slot, handle in enumerate(handles)
+            }
         except nvml.NVMLError as error:
             if code_of(error) == LOST_CODE and len(handles) < len(self._devices):
                 slot = len(handles)
-                self._lost = [Finding(f"gpu/{slot}", "unhealthy", "GPU is lost: NVML cannot open "
-                                      "it", (slot,), GPU_DRIVER_ERRORS, "nvml-lost", True)]
+                self._lost = [
+                    Finding(
+                        f"gpu/{slot}",
+                        "unhealthy",
+                        "GPU is lost: NVML cannot open it",
+                        (slot,),
+                        GPU_DRIVER_ERRORS,
+                        "nvml-lost",
+                        True,
+                    )
+                ]
             self._retry_at_s = self._clock() + limits.RETRY_S
             if str(error) != self._last_error:
                 self._last_error = str(error)
                 _log.warning(
-                    "NVML cannot open the GPUs; the agent retries", why=str(error),
-                    hint="run nvidia-smi" if code_of(error) not in ABSENT_CODES
-                    else "is the driver loaded, and its libraries in the container?")
+                    "NVML cannot open the GPUs; the agent retries",
+                    why=str(error),
+                    hint="run nvidia-smi"
+                    if code_of(error) not in ABSENT_CODES
+                    else "is the driver loaded, and its libraries in the container?",
+                )
             return False
         self._slots, self._lost = GpuSlots(pci, len(self._devices)), []
         self._gpus = [Gpu(nvml, handle, slot, self._clock) for slot, handle in enumerate(handles)]
@@ -300,8 +410,9 @@ class Gpus:
         except nvml.NVMLError as error:
             _log.warning("XIDs are seen in kernel messages only", why=str(error))
             return
-        threading.Thread(target=self._collect_xids, args=(nvml, events), name="xid",
-                         daemon=True).start()
+        threading.Thread(
+            target=self._collect_xids, args=(nvml, events), name="xid", daemon=True
+        ).start()
 
     def _collect_xids(self, nvml: Nvml, events: object) -> None:
         while True:

@@ -43,18 +43,31 @@ class HealthSources(Struct, frozen=True, kw_only=True):
 class HealthMonitor:
     """Runs the readers of one node. A reader that hangs is a finding, and blocks no other one."""
 
-    def __init__(self, node: NodeConfig, sources: HealthSources,
-                 report: Callable[[Body], None], journal: Spool | None = None,
-                 shim: Shim | None = None) -> None:
+    def __init__(
+        self,
+        node: NodeConfig,
+        sources: HealthSources,
+        report: Callable[[Body], None],
+        journal: Spool | None = None,
+        shim: Shim | None = None,
+    ) -> None:
         """`journal` has what a former agent has reported, and gets what this one reports. `shim`:
         the parent of checks."""
         self._node = node
         self._journal = journal
         self._report = report
         self._gpus = Gpus(node.devices)
-        self._readers: Sequence[Reader] = sources.readers if sources.readers is not None else [
-            *([self._gpus] if node.devices else []), Network(), Disk(node.state_dir), Memory(),
-            BlockedProcesses(f"{MARKER}={node.mark}".encode())]
+        self._readers: Sequence[Reader] = (
+            sources.readers
+            if sources.readers is not None
+            else [
+                *([self._gpus] if node.devices else []),
+                Network(),
+                Disk(node.state_dir),
+                Memory(),
+                BlockedProcesses(f"{MARKER}={node.mark}".encode()),
+            ]
+        )
         self._kernel = KernelLog(self._gpus.slots, sources.kmsg)
         self._bursts = BurstFilter()
         self._steady: dict[str, Debouncer] = {}
@@ -87,11 +100,16 @@ class HealthMonitor:
         node = self._node
         assert self._shim is not None, "it is the parent of checks"
         run = CheckRunner(
-            self._shim, {**os.environ, "UNICRON_NODE": node.name,
-                         "UNICRON_SLOTS": str(node.num_slots),
-                         "UNICRON_DEVICES": ",".join(node.devices),
-                         "UNICRON_STATE": str(node.state_dir)},
-            (MARKER, f"{node.mark}{node.incarnation}:"))
+            self._shim,
+            {
+                **os.environ,
+                "UNICRON_NODE": node.name,
+                "UNICRON_SLOTS": str(node.num_slots),
+                "UNICRON_DEVICES": ",".join(node.devices),
+                "UNICRON_STATE": str(node.state_dir),
+            },
+            (MARKER, f"{node.mark}{node.incarnation}:"),
+        )
         await CheckSchedule(checks, run, node.num_slots, self._report_check, self._reported).run()
 
     async def _follow(self, reader: Reader) -> None:
@@ -100,11 +118,20 @@ class HealthMonitor:
             try:
                 look = await calls.call(reader.read, reader.s_max)
             except Late:
-                look = Reading([Finding(reader.name, "unknown",
-                                        f"no answer within {reader.s_max:g} s", rule="late")])
+                look = Reading(
+                    [
+                        Finding(
+                            reader.name,
+                            "unknown",
+                            f"no answer within {reader.s_max:g} s",
+                            rule="late",
+                        )
+                    ]
+                )
             except (OSError, ValueError, LookupError) as error:
-                look = Reading([Finding(reader.name, "unknown", f"cannot be read: {error}",
-                                        rule="unreadable")])
+                look = Reading(
+                    [Finding(reader.name, "unknown", f"cannot be read: {error}", rule="unreadable")]
+                )
             else:
                 if all(finding.check != reader.name for finding in look.findings):
                     look = Reading([*look.findings, Finding(reader.name, "healthy")], look.erred)
@@ -118,9 +145,12 @@ class HealthMonitor:
 
     async def _follow_kubernetes(self) -> None:
         notes = self._journal.notes if self._journal is not None else ()
-        last = {name: one.health for key in notes
-                if (name := key.removeprefix(_KEY)).startswith(kubernetes.PREFIX)
-                and (one := self._reported(name)) is not None}
+        last = {
+            name: one.health
+            for key in notes
+            if (name := key.removeprefix(_KEY)).startswith(kubernetes.PREFIX)
+            and (one := self._reported(name)) is not None
+        }
         async for found in kubernetes.follow(self._kubernetes):
             names = [kubernetes.API] if kubernetes.API in found else {**last, **found}
             for name in names:
@@ -134,13 +164,23 @@ class HealthMonitor:
         for error in erred:
             new = self._bursts.take(error, time.monotonic())
             if new is not None:
-                self._report(DeviceErred(
-                    node=node.name, incarnation=node.incarnation, origin=new.origin,
-                    status=new.status, rule=new.rule, text=new.text, devices=new.devices,
-                    code=new.code, pid=new.pid))
+                self._report(
+                    DeviceErred(
+                        node=node.name,
+                        incarnation=node.incarnation,
+                        origin=new.origin,
+                        status=new.status,
+                        rule=new.rule,
+                        text=new.text,
+                        devices=new.devices,
+                        code=new.code,
+                        pid=new.pid,
+                    )
+                )
         for finding in findings:
             steady = self._steady.setdefault(
-                finding.check, Debouncer(reported=self._reported(finding.check)))
+                finding.check, Debouncer(reported=self._reported(finding.check))
+            )
             changed = steady.see(finding)
             if changed is not None:
                 self._report_change(changed)
@@ -163,8 +203,9 @@ class HealthMonitor:
     def _report_change(self, finding: Finding) -> None:
         """Report a finding, and first "healthy" for slots that it no longer names: the decider
         stores the result of a check by slot."""
-        gone = tuple(slot for slot in self._named_slots.get(finding.check, ())
-                     if slot not in finding.devices)
+        gone = tuple(
+            slot for slot in self._named_slots.get(finding.check, ()) if slot not in finding.devices
+        )
         self._named_slots[finding.check] = () if finding.health == "healthy" else finding.devices
         if gone and finding.devices and finding.health != "healthy":
             self._send(Finding(finding.check, "healthy", "it names other slots now", gone))
@@ -173,9 +214,17 @@ class HealthMonitor:
     def _send(self, finding: Finding) -> None:
         node = self._node
         _log.info("health", check=finding.check, health=finding.health, why=finding.why)
-        self._report(HealthChanged(
-            node=node.name, incarnation=node.incarnation, check=finding.check,
-            health=finding.health, why=finding.why, devices=finding.devices,
-            status=finding.status, rule=finding.rule))
+        self._report(
+            HealthChanged(
+                node=node.name,
+                incarnation=node.incarnation,
+                check=finding.check,
+                health=finding.health,
+                why=finding.why,
+                devices=finding.devices,
+                status=finding.status,
+                rule=finding.rule,
+            )
+        )
         if self._journal is not None:
             self._journal.note(_KEY + finding.check, msgpack.encode(finding))

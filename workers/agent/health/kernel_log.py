@@ -24,8 +24,9 @@ class GpuSlots:
     """PCI addresses of the slots' GPUs. `is_known`: the mapping is complete."""
 
     def __init__(self, addresses: Mapping[int, str] | None = None, num_slots: int = 0) -> None:
-        self._by_address = {normalize_address(address): slot
-                            for slot, address in (addresses or {}).items()}
+        self._by_address = {
+            normalize_address(address): slot for slot, address in (addresses or {}).items()
+        }
         self.is_known = num_slots > 0 and len(self._by_address) == num_slots
 
     def find(self, device: str) -> int | None:
@@ -57,8 +58,11 @@ def slots_from_driver(devices: Sequence[str], gpus: Path = GPUS) -> GpuSlots:
         return GpuSlots()
     addresses: dict[int, str] = {}
     for slot, device in enumerate(devices):
-        matches = [address for name, address in found.items()
-                   if name == device or (device.startswith("GPU-") and name.startswith(device))]
+        matches = [
+            address
+            for name, address in found.items()
+            if name == device or (device.startswith("GPU-") and name.startswith(device))
+        ]
         if len(matches) == 1:
             addresses[slot] = matches[0]
     return GpuSlots(addresses, len(devices))
@@ -99,8 +103,11 @@ class KernelLog:
         """Errors since the last look, from at most LINES_NUM_MAX lines."""
         self._read()
         lines, self._lines = self._lines, []
-        found = [erred for line in lines if (erred := device_error_of(
-            "kernel", classify(line), line, self._slots())) is not None]
+        found = [
+            erred
+            for line in lines
+            if (erred := device_error_of("kernel", classify(line), line, self._slots())) is not None
+        ]
         if self._num_skipped:
             _log.warning("too many kernel messages; some were skipped", num_lines=self._num_skipped)
             self._num_skipped = 0
@@ -156,8 +163,9 @@ class KernelLog:
             self._num_skipped += 1
 
 
-def device_error_of(origin: Literal["kernel", "nvml"], verdict: Verdict, line: str,
-                    slots: GpuSlots) -> DeviceError | None:
+def device_error_of(
+    origin: Literal["kernel", "nvml"], verdict: Verdict, line: str, slots: GpuSlots
+) -> DeviceError | None:
     """The error in a line. None if there is none, or if the GPU is not one of this agent."""
     if not verdict.status or verdict.second_hand:
         return None
@@ -173,13 +181,19 @@ def device_error_of(origin: Literal["kernel", "nvml"], verdict: Verdict, line: s
 
 
 def _open(path: Path) -> int:
-    hints = {errno.EPERM: "give the agent CAP_SYSLOG, or set kernel.dmesg_restrict=0",
-             errno.EACCES: "let the agent's user read it"}
+    hints = {
+        errno.EPERM: "give the agent CAP_SYSLOG, or set kernel.dmesg_restrict=0",
+        errno.EACCES: "let the agent's user read it",
+    }
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        _log.warning("kernel messages cannot be read: no XIDs and no OOM kills from there",
-                     file=str(path), why=error.strerror, hint=hints.get(error.errno or 0, ""))
+        _log.warning(
+            "kernel messages cannot be read: no XIDs and no OOM kills from there",
+            file=str(path),
+            why=error.strerror,
+            hint=hints.get(error.errno or 0, ""),
+        )
         return -1
     with suppress(OSError):  # a pipe: all its content is new
         os.lseek(fd, 0, os.SEEK_END)

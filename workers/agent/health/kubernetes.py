@@ -25,10 +25,16 @@ from .finding import Finding
 PREFIX = "kubernetes/"
 API = PREFIX + "api"
 """The check that the object can be read. While it cannot, nothing is known of the others."""
-RACKS = ("topology.kubernetes.io/rack", "network.topology.nvidia.com/accelerator",
-         "cloud.google.com/gce-topology-subblock")
-SWITCHES = ("network.topology.nvidia.com/leaf", "topology.k8s.aws/network-node-layer-3",
-            "cloud.google.com/gce-topology-block")
+RACKS = (
+    "topology.kubernetes.io/rack",
+    "network.topology.nvidia.com/accelerator",
+    "cloud.google.com/gce-topology-subblock",
+)
+SWITCHES = (
+    "network.topology.nvidia.com/leaf",
+    "topology.k8s.aws/network-node-layer-3",
+    "cloud.google.com/gce-topology-block",
+)
 """Labels of nodes, by sites, NVIDIA's Topograph and clouds. The first that a node has counts."""
 TOLERATED = ("nvidia.com/gpu",)
 """Taints that only keep other pods away (deploy/kubernetes/agent.yaml)."""
@@ -85,22 +91,32 @@ def findings(node: _Node) -> dict[str, Finding]:
     found: list[Finding] = []
     for one in node.status.conditions:
         if one.status != ("True" if one.type.endswith("Ready") else "False"):
-            found.append(_finding(one.type, "degraded" if one.status in ("True", "False")
-                                  else "unknown", f"{one.reason}: {one.message}"))
+            found.append(
+                _finding(
+                    one.type,
+                    "degraded" if one.status in ("True", "False") else "unknown",
+                    f"{one.reason}: {one.message}",
+                )
+            )
     if node.spec.unschedulable:
         found.append(_finding("unschedulable", "unhealthy", "the node is cordoned"))
     for taint in node.spec.taints:
         # Kubernetes' own say what its conditions and the cordon say.
         if not taint.key.startswith("node.kubernetes.io/") and taint.key not in TOLERATED:
-            found.append(_finding(
-                taint.key, "unhealthy" if taint.effect == "NoExecute" else "degraded",
-                f"taint {taint.key}={taint.value}:{taint.effect}"))
-    return {one.check: one for one in found[:limits.CHECKS_NUM_MAX]}
+            found.append(
+                _finding(
+                    taint.key,
+                    "unhealthy" if taint.effect == "NoExecute" else "degraded",
+                    f"taint {taint.key}={taint.value}:{taint.effect}",
+                )
+            )
+    return {one.check: one for one in found[: limits.CHECKS_NUM_MAX]}
 
 
 def _finding(what: str, health: CheckHealth, why: str) -> Finding:
-    return Finding(PREFIX + what, health, " ".join(why.split())[:limits.REASON_CHARS_MAX],
-                   rule="kubernetes")
+    return Finding(
+        PREFIX + what, health, " ".join(why.split())[: limits.REASON_CHARS_MAX], rule="kubernetes"
+    )
 
 
 async def labels_of(name: str, given: Labels) -> Labels:
@@ -112,8 +128,10 @@ async def labels_of(name: str, given: Labels) -> Labels:
     except _FAILURES as error:
         _log.warning("no rack and switch from Kubernetes", why=str(error))
         return given
-    rack, switch = (next((labels[name] for name in names if labels.get(name)), "")
-                    for names in (RACKS, SWITCHES))
+    rack, switch = (
+        next((labels[name] for name in names if labels.get(name)), "")
+        for names in (RACKS, SWITCHES)
+    )
     return Labels(rack=given.rack or rack, switch=given.switch or switch)
 
 
@@ -122,9 +140,15 @@ async def follow(name: str) -> AsyncIterator[dict[str, Finding]]:
     num_failures = 0
     while True:
         try:
-            async with aclosing(_read(
-                    "list_node", WATCH_S + ANSWER_S_MAX, field_selector=f"metadata.name={name}",
-                    watch=True, timeout_seconds=WATCH_S)) as lines:
+            async with aclosing(
+                _read(
+                    "list_node",
+                    WATCH_S + ANSWER_S_MAX,
+                    field_selector=f"metadata.name={name}",
+                    watch=True,
+                    timeout_seconds=WATCH_S,
+                )
+            ) as lines:
                 async for line in lines:
                     event = json.decode(line, type=_Event)
                     if event.type not in ("ADDED", "MODIFIED"):  # most often: it is too old
@@ -143,25 +167,32 @@ async def _read(call: str, s_max: float, **given: Any) -> AsyncGenerator[bytes, 
     try:
         library: Any = import_module("kubernetes_asyncio")
     except ImportError:
-        raise UsageError("--kubernetes needs the package kubernetes-asyncio",
-                         install("kubernetes")) from None
+        raise UsageError(
+            "--kubernetes needs the package kubernetes-asyncio", install("kubernetes")
+        ) from None
     logging.getLogger(library.__name__).addHandler(logging.NullHandler())  # it raises them too
     access = library.client.Configuration()
     try:
         if os.environ.get("KUBECONFIG") or "KUBERNETES_SERVICE_HOST" not in os.environ:
-            await library.config.load_kube_config(os.environ.get("KUBECONFIG"),
-                                                  client_configuration=access)
+            await library.config.load_kube_config(
+                os.environ.get("KUBECONFIG"), client_configuration=access
+            )
         else:
             library.config.load_incluster_config(client_configuration=access)
     except library.config.ConfigException as error:
-        raise UsageError(f"--kubernetes: {error}", "run the agent in a pod with a service account, "
-                         "or set KUBECONFIG") from None
+        raise UsageError(
+            f"--kubernetes: {error}",
+            "run the agent in a pod with a service account, or set KUBECONFIG",
+        ) from None
     async with library.client.ApiClient(access) as api:
         answer = await getattr(library.client.CoreV1Api(api), call)(
-            **given, _preload_content=False, _request_timeout=s_max)
+            **given, _preload_content=False, _request_timeout=s_max
+        )
         if answer.status == 404:
-            raise UsageError(f"Kubernetes has no node {given.get('name')!r}",
-                             "kubectl get nodes shows the names: --kubernetes NAME")
+            raise UsageError(
+                f"Kubernetes has no node {given.get('name')!r}",
+                "kubectl get nodes shows the names: --kubernetes NAME",
+            )
         if answer.status != 200:
             raise OSError(f"Kubernetes answers {answer.status} {answer.reason}")
         async for line in answer.content:

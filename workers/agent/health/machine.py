@@ -24,8 +24,12 @@ class Disk:
     name = "disk"
     every_s, s_max = limits.DISK_EVERY_S, limits.DISK_S_MAX
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic,
-                 look_at: Callable[[Path], os.statvfs_result] = os.statvfs) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        clock: Callable[[], float] = time.monotonic,
+        look_at: Callable[[Path], os.statvfs_result] = os.statvfs,
+    ) -> None:
         self._folder = folder
         self._probe = folder / f".unicron-probe-{os.getpid()}"
         self._clock = clock
@@ -52,8 +56,11 @@ class Disk:
         else:
             took_s, error = self._write()
             if error is not None:
-                add("unhealthy" if error.errno in _PERSISTENT else "unknown",
-                    f"a write fails: {error.strerror}", "disk-write")
+                add(
+                    "unhealthy" if error.errno in _PERSISTENT else "unknown",
+                    f"a write fails: {error.strerror}",
+                    "disk-write",
+                )
             elif took_s > limits.PROBE_S_DEGRADED:
                 add("degraded", f"a small write took {took_s:.0f} s", "disk-slow")
         return Reading([worst(self.name, found)])
@@ -97,18 +104,31 @@ class Memory:
         memory = _fields(self._root / "proc/meminfo")
         share = memory["MemAvailable"] / memory["MemTotal"]
         if self._machine.level(share) != "healthy":
-            found.append(Finding(self.name, "degraded", f"{share:.1%} of memory is available",
-                                 rule="memory-low"))
+            found.append(
+                Finding(
+                    self.name, "degraded", f"{share:.1%} of memory is available", rule="memory-low"
+                )
+            )
         left = self._of_container()
         if left is not None and self._container.level(left) != "healthy":
-            found.append(Finding(self.name, "degraded",
-                                 f"{left:.1%} of the container's memory is left",
-                                 rule="memory-container-low"))
+            found.append(
+                Finding(
+                    self.name,
+                    "degraded",
+                    f"{left:.1%} of the container's memory is left",
+                    rule="memory-container-low",
+                )
+            )
         stalled = self._stalled_percent()
         if stalled is not None and self._running.level(100.0 - stalled) != "healthy":
-            found.append(Finding(self.name, "degraded",
-                                 f"all processes stalled on memory for {stalled:.0f} % of 10 s",
-                                 rule="memory-pressure"))
+            found.append(
+                Finding(
+                    self.name,
+                    "degraded",
+                    f"all processes stalled on memory for {stalled:.0f} % of 10 s",
+                    rule="memory-pressure",
+                )
+            )
         return Reading([worst(self.name, found)])
 
     def _stalled_percent(self) -> float | None:
@@ -157,9 +177,13 @@ class BlockedProcesses:
     name = "processes"
     every_s, s_max = limits.BLOCKED_EVERY_S, limits.BLOCKED_S_MAX
 
-    def __init__(self, mark: bytes, clock: Callable[[], float] = time.monotonic,
-                 table: Callable[[], list[linux.Proc]] = linux.table,
-                 proc: Path = Path("/proc")) -> None:
+    def __init__(
+        self,
+        mark: bytes,
+        clock: Callable[[], float] = time.monotonic,
+        table: Callable[[], list[linux.Proc]] = linux.table,
+        proc: Path = Path("/proc"),
+    ) -> None:
         self._mark = mark
         self._clock = clock
         self._table = table
@@ -177,20 +201,29 @@ class BlockedProcesses:
             switches = sum(map(int, _SWITCHES.findall(self._text(proc.pid, "status"))))
             before = self._waits.get(proc.pid)
             same = before is not None and before[:2] == (proc.start_ticks, switches)
-            waits[proc.pid] = (before if before is not None and same
-                               else _Waits(proc.start_ticks, switches, now_s))
+            waits[proc.pid] = (
+                before if before is not None and same else _Waits(proc.start_ticks, switches, now_s)
+            )
         self._waits = waits
-        stuck = sorted((one.since_s, pid) for pid, one in waits.items()
-                       if now_s - one.since_s >= limits.BLOCKED_S)
+        stuck = sorted(
+            (one.since_s, pid)
+            for pid, one in waits.items()
+            if now_s - one.since_s >= limits.BLOCKED_S
+        )
         if not stuck:
             return Reading([Finding(self.name, "healthy")])
-        ours = [one for one in stuck if any(
-            entry.startswith(self._mark) for entry in linux.environ(one[1]))]
+        ours = [
+            one
+            for one in stuck
+            if any(entry.startswith(self._mark) for entry in linux.environ(one[1]))
+        ]
         since_s, pid = (ours or stuck)[0]
         where = self._text(pid, "wchan") or "?"
         more = f", and {len(stuck) - 1} others" if len(stuck) > 1 else ""
-        why = (f"{self._text(pid, 'comm') or '?'} (pid {pid}{', ours' if ours else ''}) cannot be "
-               f"killed: in {where} for {now_s - since_s:.0f} s{more}")
+        why = (
+            f"{self._text(pid, 'comm') or '?'} (pid {pid}{', ours' if ours else ''}) cannot be "
+            f"killed: in {where} for {now_s - since_s:.0f} s{more}"
+        )
         # No debouncing: BLOCKED_S already spans several readings.
         return Reading([Finding(self.name, "degraded", why, rule="process-blocked", is_fact=True)])
 

@@ -14,8 +14,12 @@ from .finding import DeviceError, Finding, Reading, worst
 SYS_CLASS = Path("/sys/class")
 MINUTE_S, HOUR_S = 60.0, 3600.0
 # Any growth of these counters means that data or a connection was lost.
-_FATAL = ("counters/excessive_buffer_overrun_errors", "counters/local_link_integrity_errors",
-          "hw_counters/rnr_nak_retry_err", "hw_counters/req_transport_retries_exceeded")
+_FATAL = (
+    "counters/excessive_buffer_overrun_errors",
+    "counters/local_link_integrity_errors",
+    "hw_counters/rnr_nak_retry_err",
+    "hw_counters/req_transport_retries_exceeded",
+)
 _SYMBOLS = "counters/symbol_error"
 _RECOVERIES = "counters/link_error_recovery"
 _RECEIVED_BAD = "counters/port_rcv_errors"
@@ -79,20 +83,38 @@ class _Port:
         now = float(found[0]) if found else 0.0
         self._best = max(self._best, now)
         if 0.0 < now < self._best:
-            return [self.bad("degraded", f"{now:g} Gb/s, was {self._best:g} Gb/s",
-                             OTHER_NETWORK, "link-slow")]
+            return [
+                self.bad(
+                    "degraded", f"{now:g} Gb/s, was {self._best:g} Gb/s", OTHER_NETWORK, "link-slow"
+                )
+            ]
         return []
 
     def flapped(self, num: int, num_within: int) -> tuple[list[Finding], list[DeviceError]]:
         """Findings and errors for `num` new flaps and `num_within` flaps within FLAPS_WITHIN_S."""
-        erred = [DeviceError("network", LINK_FLAPPING, "link-went-down",
-                             f"{self.name}: link went down"
-                             + (f" {num} times" if num > 1 else ""))] if num else []
+        erred = (
+            [
+                DeviceError(
+                    "network",
+                    LINK_FLAPPING,
+                    "link-went-down",
+                    f"{self.name}: link went down" + (f" {num} times" if num > 1 else ""),
+                )
+            ]
+            if num
+            else []
+        )
         if num_within < limits.FLAPS_NUM_MAX:
             return [], erred
-        return [self.bad("degraded", f"link went down {num_within} times in "
-                         f"{limits.FLAPS_WITHIN_S / MINUTE_S:.0f} minutes", LINK_FLAPPING,
-                         "link-flapping")], erred
+        return [
+            self.bad(
+                "degraded",
+                f"link went down {num_within} times in "
+                f"{limits.FLAPS_WITHIN_S / MINUTE_S:.0f} minutes",
+                LINK_FLAPPING,
+                "link-flapping",
+            )
+        ], erred
 
     def bad(self, health: CheckHealth, why: str, status: str, rule: str) -> Finding:
         return Finding("", health, f"{self.name}: {why}", status=status, rule=rule)
@@ -116,26 +138,41 @@ class _Fabric(_Port):
         for file, counter in self._fatal.items():
             name = file.rpartition("/")[2]
             if grown := counter.see(self.number(file), at_s):
-                erred.append(DeviceError("network", OTHER_NETWORK, name,
-                                         f"{self.name}: {name} grew by {grown}"))
+                erred.append(
+                    DeviceError(
+                        "network", OTHER_NETWORK, name, f"{self.name}: {name} grew by {grown}"
+                    )
+                )
             if counter.num > grown:  # also grew earlier in this minute
-                found.append(self.bad("degraded", f"{name} grows, {counter.num} in a minute",
-                                      OTHER_NETWORK, name))
+                found.append(
+                    self.bad(
+                        "degraded", f"{name} grows, {counter.num} in a minute", OTHER_NETWORK, name
+                    )
+                )
         symbols = self.number(_SYMBOLS)
         for counter in self._symbols:
             counter.see(symbols, at_s)
         minute, hour = self._symbols
         if minute.num > limits.SYMBOL_ERRORS_HZ_MAX * MINUTE_S or (
-                hour.num > limits.SYMBOL_ERRORS_PER_HOUR_NUM_MAX and minute.num):
-            found.append(self.bad("degraded", f"{hour.num} symbol errors within an hour, "
-                                  f"{minute.num} in the last minute", OTHER_NETWORK,
-                                  "symbol_error"))
+            hour.num > limits.SYMBOL_ERRORS_PER_HOUR_NUM_MAX and minute.num
+        ):
+            found.append(
+                self.bad(
+                    "degraded",
+                    f"{hour.num} symbol errors within an hour, {minute.num} in the last minute",
+                    OTHER_NETWORK,
+                    "symbol_error",
+                )
+            )
         for file, counter in ((_RECOVERIES, self._recoveries), (_RECEIVED_BAD, self._received)):
             counter.see(self.number(file), at_s)
             if counter.num > limits.RECOVERIES_PER_MINUTE_NUM_MAX:
                 name = file.rpartition("/")[2]
-                found.append(self.bad("degraded", f"{name} grew by {counter.num} in a minute",
-                                      OTHER_NETWORK, name))
+                found.append(
+                    self.bad(
+                        "degraded", f"{name} grew by {counter.num} in a minute", OTHER_NETWORK, name
+                    )
+                )
         return found, erred
 
 
@@ -160,8 +197,9 @@ class Network:
     name = "network"
     every_s, s_max = limits.NETWORK_EVERY_S, limits.NETWORK_S_MAX
 
-    def __init__(self, sys_class: Path = SYS_CLASS,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, sys_class: Path = SYS_CLASS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._sys_class = sys_class
         self._clock = clock
         self._ports: dict[str, _Fabric | _Interface] = {}

@@ -36,8 +36,9 @@ def request_dumps(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> D
 class DumpTrigger:
     """Requests dumps from a task's ranks on this node when the first of them stalls."""
 
-    def __init__(self, dump: Callable[[int], Dumps],
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, dump: Callable[[int], Dumps], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._dump = dump
         self._clock = clock
         self._requested_s: dict[int, float] = {}
@@ -47,8 +48,11 @@ class DumpTrigger:
         if not isinstance(body, RankStalled):
             return
         now_s = self._clock()
-        self._requested_s = {task: requested_s for task, requested_s in self._requested_s.items()
-                             if now_s - requested_s < DUMP_INTERVAL_S}
+        self._requested_s = {
+            task: requested_s
+            for task, requested_s in self._requested_s.items()
+            if now_s - requested_s < DUMP_INTERVAL_S
+        }
         if body.task in self._requested_s:
             return
         self._requested_s[body.task] = now_s
@@ -58,5 +62,9 @@ class DumpTrigger:
             _log.warning("no dumps of a stalled task", task=body.task, why=str(error))
             return
         for folder in sorted({str(path.parent) for path in paths.values()}):
-            _log.info("a task stalls: its ranks write flight recorder dumps", task=body.task,
-                      ranks=sorted(paths), look=f"unicron locate {folder}")
+            _log.info(
+                "a task stalls: its ranks write flight recorder dumps",
+                task=body.task,
+                ranks=sorted(paths),
+                look=f"unicron locate {folder}",
+            )

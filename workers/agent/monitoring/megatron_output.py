@@ -27,11 +27,18 @@ at`, `successfully saved checkpoint from`, `scheduled an async checkpoint save`)
 (`Evaluating on 64 samples`, `validation loss at`, `validation results at`)."""
 _NUMBER = rb"[0-9]{1,15}(?:\.[0-9]{0,15})?(?:[eE][+-]?[0-9]{1,3})?"
 _ITERATION = re.compile(rb"(?<![A-Za-z])iteration[ \t]+([0-9]{1,12})/[ \t]*([0-9]{1,12})[ \t]*\|")
-_STEP = re.compile(rb"elapsed time per iteration \((ms|s)\):[ \t]*(%s)(?:/%s)?[ \t]*(?:\||$)" % (
-    _NUMBER, _NUMBER))
+_STEP = re.compile(
+    rb"elapsed time per iteration \((ms|s)\):[ \t]*(%s)(?:/%s)?[ \t]*(?:\||$)" % (_NUMBER, _NUMBER)
+)
 _LOSS = re.compile(rb"\|[ \t]*(?:(?:lm|total)[ _])?loss:[ \t]*(-?%s)[ \t]*(?:\||$)" % _NUMBER)
-_COUNTS = tuple(re.compile(rb"\|[ \t]*%s:[ \t]*([0-9]{1,12})[ \t]*(?:\||$)" % name) for name in (
-    rb"global batch size", rb"number of skipped iterations", rb"number of nan iterations"))
+_COUNTS = tuple(
+    re.compile(rb"\|[ \t]*%s:[ \t]*([0-9]{1,12})[ \t]*(?:\||$)" % name)
+    for name in (
+        rb"global batch size",
+        rb"number of skipped iterations",
+        rb"number of nan iterations",
+    )
+)
 
 
 class ProgressLine(NamedTuple):
@@ -65,8 +72,13 @@ def parse(line: bytes) -> ProgressLine | None:
     lost = _LOSS.search(line)
     loss = float(lost[1]) if lost is not None else None
     counts = [int(found[1]) if (found := one.search(line)) is not None else 0 for one in _COUNTS]
-    return ProgressLine(iteration, iterations if iterations >= iteration else 0, step_s,
-                        loss if loss is not None and math.isfinite(loss) else None, *counts)
+    return ProgressLine(
+        iteration,
+        iterations if iterations >= iteration else 0,
+        step_s,
+        loss if loss is not None and math.isfinite(loss) else None,
+        *counts,
+    )
 
 
 class ProgressLines:
@@ -88,12 +100,13 @@ class ProgressLines:
             return []
         whole = self._begun + data[:end]
         if self._dropping:
-            whole = data[data.find(b"\n"):end]
+            whole = data[data.find(b"\n") : end]
         self._begun, self._dropping = b"", False
-        self._hold(data[end + 1:])
+        self._hold(data[end + 1 :])
         begin = whole.rfind(_MARK)
         self.is_pause_announced = (self.is_pause_announced and begin < 0) or any(
-            whole.find(mark, begin + 1) >= 0 for mark in _PAUSE_MARKS)
+            whole.find(mark, begin + 1) >= 0 for mark in _PAUSE_MARKS
+        )
         return list(_found(whole))
 
     @property
@@ -152,8 +165,11 @@ class IterationRanges:
         if before is not None and num and before.num and before.global_batch == one.global_batch:
             total = before.num + num
             self._waiting[-1] = one._replace(
-                num=total, step_s=(before.num * before.step_s + num * one.step_s) / total,
-                skipped=before.skipped + one.skipped, nan=before.nan + one.nan)
+                num=total,
+                step_s=(before.num * before.step_s + num * one.step_s) / total,
+                skipped=before.skipped + one.skipped,
+                nan=before.nan + one.nan,
+            )
         else:
             self._waiting.append(one)
 

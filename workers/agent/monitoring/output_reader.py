@@ -68,8 +68,11 @@ class OutputMonitor:
         if self._line is not None and not self._is_cut:
             self._intervals.add(in_s)
         if self._stalled_s >= 0:
-            reports.append(RankUnstalled(**self._ids, generation=0, iteration=line.iteration,
-                                         stalled_s=max(in_s, 0.0)))
+            reports.append(
+                RankUnstalled(
+                    **self._ids, generation=0, iteration=line.iteration, stalled_s=max(in_s, 0.0)
+                )
+            )
         if line.num_iterations:
             self._monitor.add(line.step_s)
         self._line, self._line_s, self._missed_s = line, now_s, 0.0
@@ -80,8 +83,11 @@ class OutputMonitor:
         """Longest normal time without a line; 0: unknown. `is_paused`: a pause was announced."""
         if len(self._intervals) < INTERVALS_NUM_MIN:
             return 0.0
-        limit_s = max(STALLED_TIMES * self._intervals.largest(1),
-                      LENIENT_TIMES * self._intervals.quantile(0.5), LENIENT_S)
+        limit_s = max(
+            STALLED_TIMES * self._intervals.largest(1),
+            LENIENT_TIMES * self._intervals.quantile(0.5),
+            LENIENT_S,
+        )
         return max(limit_s, ANNOUNCED_PAUSE_S) if is_paused else limit_s
 
     def look(self, now_s: float, is_paused: Callable[[], bool]) -> RankStalled | None:
@@ -101,9 +107,17 @@ class OutputMonitor:
             return None
         self._stalled_s = in_s
         return RankStalled(
-            **self._ids, generation=0, iteration=line.iteration, where="own", what=WHAT,
-            collective=0, in_s=in_s, normal_s=self._monitor.average_s or line.step_s,
-            stack=process_state.describe(self._busy_pid, self._before), silent_peers=())
+            **self._ids,
+            generation=0,
+            iteration=line.iteration,
+            where="own",
+            what=WHAT,
+            collective=0,
+            in_s=in_s,
+            normal_s=self._monitor.average_s or line.step_s,
+            stack=process_state.describe(self._busy_pid, self._before),
+            silent_peers=(),
+        )
 
 
 def _innermost(pid: int) -> int:
@@ -137,8 +151,16 @@ class OutputReaders:
         self._watched: dict[tuple[int, int, int], OutputMonitor] = {}
         self._looked_s: float | None = None
 
-    def begin(self, order: StartRank, log_path: Path, log_start: int, pid: int, *,
-              log_at: int = 0, is_stalled: bool = False) -> None:
+    def begin(
+        self,
+        order: StartRank,
+        log_path: Path,
+        log_start: int,
+        pid: int,
+        *,
+        log_at: int = 0,
+        is_stalled: bool = False,
+    ) -> None:
         """Read a command's output from `log_start`, or from where a former agent was (`log_at`)."""
         self._logs[_key(order)] = one = OutputReader(order, log_path, log_at or log_start)
         one.has_reported = log_at > 0
@@ -185,8 +207,9 @@ class OutputReaders:
         return one.is_pause_announced or any(other.announces_pause() for other in self._others(one))
 
     def _others(self, one: OutputReader) -> list[OutputReader]:
-        return [other for other in self._logs.values()
-                if other.task == one.task and other is not one]
+        return [
+            other for other in self._logs.values() if other.task == one.task and other is not one
+        ]
 
     def end(self, order: StartRank) -> None:
         """Report the last output of a command that has ended."""
@@ -283,8 +306,11 @@ class OutputReader:
             self._at = size - bytes_max
             if not self._is_behind:
                 self._is_behind = True
-                _log.warning("a command prints faster than the agent reads; progress lines may be "
-                             "missed", task=self._order.task, rank=self._order.rank)
+                _log.warning(
+                    "a command prints faster than the agent reads; progress lines may be missed",
+                    task=self._order.task,
+                    rank=self._order.rank,
+                )
         data = os.pread(self._fd, min(size - self._at, bytes_max), self._at)
         self._at += len(data)
         return data
@@ -293,23 +319,42 @@ class OutputReader:
         self.has_reported = True
         order = self._order
         model = order.spec.model
-        if (model is not None and merged.global_batch not in (0, model.global_batch)
-                and not self._is_other_batch):
+        if (
+            model is not None
+            and merged.global_batch not in (0, model.global_batch)
+            and not self._is_other_batch
+        ):
             self._is_other_batch = True
-            _log.warning("a command's global batch differs from its model's: its iterations do not "
-                         "calibrate the model", task=order.task, printed=merged.global_batch,
-                         model=model.global_batch)
+            _log.warning(
+                "a command's global batch differs from its model's: its iterations do not "
+                "calibrate the model",
+                task=order.task,
+                printed=merged.global_batch,
+                model=model.global_batch,
+            )
         return IterationsLogged(
-            task=order.task, rank=order.rank, attempt=order.attempt, iteration=merged.iteration,
-            iterations=merged.iterations, num_iterations=merged.num, step_s=merged.step_s,
-            loss=merged.loss, global_batch=merged.global_batch, skipped=merged.skipped,
-            nan=merged.nan)
+            task=order.task,
+            rank=order.rank,
+            attempt=order.attempt,
+            iteration=merged.iteration,
+            iterations=merged.iterations,
+            num_iterations=merged.num,
+            step_s=merged.step_s,
+            loss=merged.loss,
+            global_batch=merged.global_batch,
+            skipped=merged.skipped,
+            nan=merged.nan,
+        )
 
     def _give_up(self, error: OSError) -> None:
         """Stop reading; the command and the agent continue."""
         self.close()
-        _log.warning("a command's log cannot be read; its iterations are not reported",
-                     task=self._order.task, rank=self._order.rank, why=str(error))
+        _log.warning(
+            "a command's log cannot be read; its iterations are not reported",
+            task=self._order.task,
+            rank=self._order.rank,
+            why=str(error),
+        )
 
 
 def _key(order: StartRank) -> tuple[int, int, int]:

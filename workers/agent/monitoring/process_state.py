@@ -13,9 +13,22 @@ from ...host.cpu_wait import cpu_wait_s
 _TICKS_HZ = os.sysconf("SC_CLK_TCK")
 COMPUTES_SHARE = 0.5
 """A process computes if it has used this share of the available core time since the first look."""
-_SYSCALLS = {0: "read", 1: "write", 7: "poll", 23: "select", 35: "nanosleep", 45: "recvfrom",
-             61: "wait4", 74: "fsync", 202: "futex", 230: "clock_nanosleep", 232: "epoll_wait",
-             247: "waitid", 271: "ppoll", 281: "epoll_pwait"}
+_SYSCALLS = {
+    0: "read",
+    1: "write",
+    7: "poll",
+    23: "select",
+    35: "nanosleep",
+    45: "recvfrom",
+    61: "wait4",
+    74: "fsync",
+    202: "futex",
+    230: "clock_nanosleep",
+    232: "epoll_wait",
+    247: "waitid",
+    271: "ppoll",
+    281: "epoll_pwait",
+}
 """Waiting syscalls of x86-64 (numbers differ between architectures)."""
 _STATES = {"T": "stopped by a signal", "t": "held by a debugger", "Z": "ended"}
 
@@ -100,8 +113,11 @@ def silent_peers(pid: int) -> tuple[str, ...]:
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
                 _, _, peer, _, queues, _, retries, _, _, inode = line.split()[:10]
                 # While this host's own interface is down, the retries stay at 1.
-                if f"socket:[{inode}]" in own and int(retries, 16) and (
-                        int(queues.partition(":")[0], 16)):
+                if (
+                    f"socket:[{inode}]" in own
+                    and int(retries, 16)
+                    and (int(queues.partition(":")[0], 16))
+                ):
                     found.add(_address(peer.partition(":")[0]))
     except (OSError, ValueError):  # the process has ended
         return ()

@@ -43,8 +43,9 @@ class RankMonitors:
         """A progress page for a training rank about to start; None if it is not monitored."""
         return ProgressPage() if self._is_on and order.spec.training is not None else None
 
-    def begin(self, order: StartRank, page: ProgressPage | None, pid: int, *,
-              is_stalled: bool = False) -> None:
+    def begin(
+        self, order: StartRank, page: ProgressPage | None, pid: int, *, is_stalled: bool = False
+    ) -> None:
         """Monitor a rank with its page. `is_stalled`: as a former agent has reported."""
         if page is not None:
             page.close_fd()
@@ -75,8 +76,9 @@ class RankMonitors:
 class RankMonitor:
     """One rank: the state of its page, and what was reported."""
 
-    def __init__(self, order: StartRank, page: ProgressPage, pid: int, *,
-                 is_stalled: bool = False) -> None:
+    def __init__(
+        self, order: StartRank, page: ProgressPage, pid: int, *, is_stalled: bool = False
+    ) -> None:
         self.page = page
         self._ids = {"task": order.task, "rank": order.rank, "attempt": order.attempt}
         self.pid = pid
@@ -124,9 +126,14 @@ class RankMonitor:
         if mark.num != self._mark_num:
             self._mark_num, self._missed_s, self._before = mark.num, 0.0, None
             if self._stalled is not None:
-                reports.append(RankUnstalled(
-                    **self._ids, generation=mark.generation, iteration=mark.iteration,
-                    stalled_s=max(0.0, mark.at_s - self._stalled.at_s)))
+                reports.append(
+                    RankUnstalled(
+                        **self._ids,
+                        generation=mark.generation,
+                        iteration=mark.iteration,
+                        stalled_s=max(0.0, mark.at_s - self._stalled.at_s),
+                    )
+                )
                 self._stalled = None
         reports += self._check_done(now_s, mark)
         if mark.phase != OUTSIDE_CODE:
@@ -141,15 +148,26 @@ class RankMonitor:
         in_s = now_s - max(mark.at_s, self._from_s) - self._missed_s
         if self._stalled is None and in_s > limit_s / 3 and self._before is None:
             self._before = process_state.look(self.pid)
-        if self._stalled is None and in_s > limit_s and (
-                in_s - process_state.starved_s(self.pid, self._before) > limit_s):
+        if (
+            self._stalled is None
+            and in_s > limit_s
+            and (in_s - process_state.starved_s(self.pid, self._before) > limit_s)
+        ):
             self._stalled = mark
-            return [RankStalled(**self._ids, generation=mark.generation, iteration=mark.iteration,
-                                where="collective" if mark.phase == COLLECTIVE_CODE else "own",
-                                what=mark.what, collective=mark.collective, in_s=now_s - mark.at_s,
-                                normal_s=self._monitor.average_s,
-                                stack=process_state.describe(self.pid, self._before),
-                                silent_peers=silent_peers(self.pid))]
+            return [
+                RankStalled(
+                    **self._ids,
+                    generation=mark.generation,
+                    iteration=mark.iteration,
+                    where="collective" if mark.phase == COLLECTIVE_CODE else "own",
+                    what=mark.what,
+                    collective=mark.collective,
+                    in_s=now_s - mark.at_s,
+                    normal_s=self._monitor.average_s,
+                    stack=process_state.describe(self.pid, self._before),
+                    silent_peers=silent_peers(self.pid),
+                )
+            ]
         return self._check_slow(now_s, mark, limit_s) if in_s < limit_s / 3 else []
 
     def _check_slow(self, now_s: float, mark: Mark, limit_s: float) -> list[Body]:
@@ -171,8 +189,11 @@ class RankMonitor:
             self._slow_look = process_state.look(self.pid)
         self._slow, self._slow_s = where, own_s
         normal_s = self._monitor.own.normal or self._monitor.average_s
-        return [self._step_time(
-            mark.iteration, StepTimeChange(1, now_s - mark.began_s, own_s, normal_s), now_s)]
+        return [
+            self._step_time(
+                mark.iteration, StepTimeChange(1, now_s - mark.began_s, own_s, normal_s), now_s
+            )
+        ]
 
     def _check_done(self, now_s: float, mark: Mark) -> list[Body]:
         for done in self.page.done(self._num_done):
@@ -190,16 +211,26 @@ class RankMonitor:
 
     def _follow_up(self, generation: int, iteration: int) -> None:
         """Some iterations after a reported slow iteration, report the step time since then."""
-        if (self._slow is not None and self._slow[0] == generation
-                and iteration >= self._slow[1] + 2 * WARM_UP_NUM and self._waiting is None):
+        if (
+            self._slow is not None
+            and self._slow[0] == generation
+            and iteration >= self._slow[1] + 2 * WARM_UP_NUM
+            and self._waiting is None
+        ):
             self._slow = None
             self._waiting = self._monitor.recent()
 
     def _step_time(self, iteration: int, change: StepTimeChange, now_s: float) -> StepTimeChanged:
         self._reported_s = now_s
-        return StepTimeChanged(**self._ids, generation=self._generation, iteration=iteration,
-                               num_iterations=change.num_iterations, iteration_s=change.iteration_s,
-                               own_s=change.own_s, normal_s=change.normal_s)
+        return StepTimeChanged(
+            **self._ids,
+            generation=self._generation,
+            iteration=iteration,
+            num_iterations=change.num_iterations,
+            iteration_s=change.iteration_s,
+            own_s=change.own_s,
+            normal_s=change.normal_s,
+        )
 
 
 def _key(order: StartRank) -> Key:

@@ -37,15 +37,23 @@ SIGNALS = {
 }
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TRACEBACK = "Traceback (most recent call last):"
-_CARRIED = ("The above exception was the direct cause of the following exception:",
-            "During handling of the above exception, another exception occurred:")
+_CARRIED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
 _IN_GROUP = re.compile(r"\| +(?:\+ )?(?:Exception Group )?$")
 """The margin before the traceback of a member of an exception group."""
-_WEAK = (statuses.CONNECTION_REFUSED, statuses.CONNECTION_RESET, statuses.NCCL_TIMEOUT,
-         statuses.LINK_FLAPPING, statuses.OTHER_NETWORK)
+_WEAK = (
+    statuses.CONNECTION_REFUSED,
+    statuses.CONNECTION_RESET,
+    statuses.NCCL_TIMEOUT,
+    statuses.LINK_FLAPPING,
+    statuses.OTHER_NETWORK,
+)
 """Errors that a program also prints before a successful retry."""
-_KILLED_CHILD = re.compile(r"killed by signal: Killed|signal SIGKILL|\(SIGKILL\)|^Killed\s*$",
-                           re.MULTILINE)
+_KILLED_CHILD = re.compile(
+    r"killed by signal: Killed|signal SIGKILL|\(SIGKILL\)|^Killed\s*$", re.MULTILINE
+)
 
 
 class ExitEvidence(NamedTuple):
@@ -73,10 +81,14 @@ def cause_of(end: ExitEvidence) -> Verdict:
         return NOTHING
     root = torch_files.root_cause(end.text)
     number = how.signal or _signal_of(how.exit_code)
-    for pid, is_killed in ((end.pid, number == signal.SIGKILL),
-                           (root.pid if root is not None else 0,
-                            root is not None and root.exit_code == -signal.SIGKILL),
-                           (0, how.signal is None and bool(_KILLED_CHILD.search(end.text)))):
+    for pid, is_killed in (
+        (end.pid, number == signal.SIGKILL),
+        (
+            root.pid if root is not None else 0,
+            root is not None and root.exit_code == -signal.SIGKILL,
+        ),
+        (0, how.signal is None and bool(_KILLED_CHILD.search(end.text))),
+    ):
         if is_killed and (line := end.killed(pid)):
             return Verdict(statuses.EXITED_ABNORMALLY, "oom-killer", line=clipped(line))
     recorded = torch_files.read(end.path, end.uid)
@@ -97,8 +109,12 @@ def cause_of_error(report: RankErrored) -> Verdict:
     """The cause that the rank itself has reported."""
     lines = [line for line in report.text.splitlines() if line.strip()]
     line = classify(report.text).line if report.status else ""
-    return Verdict(report.status, report.rule, report.second_hand,
-                   clipped(line or (lines[-1] if lines else report.error)))
+    return Verdict(
+        report.status,
+        report.rule,
+        report.second_hand,
+        clipped(line or (lines[-1] if lines else report.error)),
+    )
 
 
 def deciding_verdict(text: str) -> Verdict:
@@ -109,8 +125,9 @@ def deciding_verdict(text: str) -> Verdict:
     if at < 0:
         return classify(text)
     while (above := text.rfind(_TRACEBACK, 0, at)) >= 0 and (
-            _IN_GROUP.search(text, text.rfind("\n", 0, at) + 1, at)
-            or any(words in text[above:at] for words in _CARRIED)):
+        _IN_GROUP.search(text, text.rfind("\n", 0, at) + 1, at)
+        or any(words in text[above:at] for words in _CARRIED)
+    ):
         at = above
     verdict = classify(text[at:])
     if verdict.status not in ("", statuses.OTHER_SOFTWARE):
@@ -155,8 +172,7 @@ def _cause_under_torchrun(root: RootCause) -> Verdict:
         verdict = deciding_verdict(root.before)
     if verdict.status:
         return _clipped(verdict)
-    how = (_signal_in_words(-root.exit_code) if root.exit_code < 0
-           else f"exit code {root.exit_code}")
+    how = _signal_in_words(-root.exit_code) if root.exit_code < 0 else f"exit code {root.exit_code}"
     line = clipped(f"rank {root.rank} under torchrun (pid {root.pid}): {how}")
     return NOTHING._replace(line=line)
 
@@ -204,9 +220,17 @@ class ExitReporter:
         """Record the time of new OOM kills. Call this regularly."""
         self._kills.look(self._loop.time())
 
-    async def report(self, order: StartRank, process: Process, how: Exit,
-                     group: MemoryCgroup | None, *, error: RankErrored | None,
-                     known: str | None, redact: Callable[[str], str]) -> RankExited:
+    async def report(
+        self,
+        order: StartRank,
+        process: Process,
+        how: Exit,
+        group: MemoryCgroup | None,
+        *,
+        error: RankErrored | None,
+        known: str | None,
+        redact: Callable[[str], str],
+    ) -> RankExited:
         """Build the report. `error` is the rank's own. `known` is why the agent has ended the rank
         ("": by order); only if it is None, the cause is searched, for at most SEARCH_S_MAX.
 
@@ -214,8 +238,15 @@ class ExitReporter:
         the signal that was ordered.
         """
         is_explained = how.exit_code == 0 or (known == "" and how.signal is not None)
-        find = partial(self._find_cause, process, how, group, error, is_known=known is not None,
-                       bytes_max=READ_BYTES if order.spec.command else RANK_READ_BYTES)
+        find = partial(
+            self._find_cause,
+            process,
+            how,
+            group,
+            error,
+            is_known=known is not None,
+            bytes_max=READ_BYTES if order.spec.command else RANK_READ_BYTES,
+        )
         try:
             async with asyncio.timeout(SEARCH_S_MAX):
                 cause, output = await asyncio.to_thread(find)
@@ -226,16 +257,33 @@ class ExitReporter:
         if known is not None:
             cause = NOTHING._replace(line=clipped(known))
         # Redacted before it is cut, so that no part of a secret is left at its beginning.
-        tail = "" if is_explained else redact(output).encode()[-TAIL_BYTES:].decode(
-            errors="replace")
+        tail = (
+            "" if is_explained else redact(output).encode()[-TAIL_BYTES:].decode(errors="replace")
+        )
         return RankExited(
-            task=order.task, rank=order.rank, attempt=order.attempt, pid=process.pid,
-            exit_code=how.exit_code, signal=how.signal, tail=tail, status=cause.status,
-            rule=cause.rule, cause=redact(cause.line), second_hand=cause.second_hand)
+            task=order.task,
+            rank=order.rank,
+            attempt=order.attempt,
+            pid=process.pid,
+            exit_code=how.exit_code,
+            signal=how.signal,
+            tail=tail,
+            status=cause.status,
+            rule=cause.rule,
+            cause=redact(cause.line),
+            second_hand=cause.second_hand,
+        )
 
-    def _find_cause(self, process: Process, how: Exit, group: MemoryCgroup | None,
-                    reported: RankErrored | None, *, bytes_max: int,
-                    is_known: bool) -> tuple[Verdict, str]:
+    def _find_cause(
+        self,
+        process: Process,
+        how: Exit,
+        group: MemoryCgroup | None,
+        reported: RankErrored | None,
+        *,
+        bytes_max: int,
+        is_known: bool,
+    ) -> tuple[Verdict, str]:
         try:
             output = text = process.output(bytes_max).decode("utf-8", errors="replace")
         except OSError as error:
@@ -250,9 +298,16 @@ class ExitReporter:
 
         if reported is not None:
             return cause_of_error(reported), output
-        return cause_of(ExitEvidence(
-            how=how, text=text, killed=killed, pid=process.pid, uid=process.uid,
-            path=torch_files.error_file_of(process.log_path, process.folder))), output
+        return cause_of(
+            ExitEvidence(
+                how=how,
+                text=text,
+                killed=killed,
+                pid=process.pid,
+                uid=process.uid,
+                path=torch_files.error_file_of(process.log_path, process.folder),
+            )
+        ), output
 
     def _kernel_line(self, pid: int) -> str | None:
         """Call `killed` on the agent's event loop, which owns the kernel log, from this thread."""

@@ -85,9 +85,13 @@ class Launcher:
         self._shim = shim
         self._zygote: Zygote | None = None
         if node.rank_argv == RANK_ARGV:
-            self._zygote = Zygote(os.environ, (MARKER, f"{node.mark}{node.incarnation}:{ZYGOTE}"),
-                                  node.state_dir / "logs" / f"zygote-{node.name}.log", shim,
-                                  node.run_as.name if node.run_as else "")
+            self._zygote = Zygote(
+                os.environ,
+                (MARKER, f"{node.mark}{node.incarnation}:{ZYGOTE}"),
+                node.state_dir / "logs" / f"zygote-{node.name}.log",
+                shim,
+                node.run_as.name if node.run_as else "",
+            )
         self._folders: Path | None = None
         """With `run_as`: where ranks write files for the agent."""
 
@@ -104,8 +108,9 @@ class Launcher:
                 note = msgpack.decode(held.note, type=_Note)
                 (frame,) = Unpacker().feed(note.order)
                 marker = f"{MARKER}={self._node.mark}{self._node.incarnation}:{key}".encode()
-                process = Process(held.pid, Path(note.log_path), note.log_start, marker,
-                                  self._shim, key)
+                process = Process(
+                    held.pid, Path(note.log_path), note.log_start, marker, self._shim, key
+                )
                 yield frame, self._with_user(process, Path(note.folder)), held.files
 
     def _with_user(self, process: Process, folder: Path) -> Process:
@@ -127,14 +132,19 @@ class Launcher:
         os.chown(path, self._node.run_as.uid, self._node.run_as.gid)
         return path
 
-    def start(self, order: StartRank, frame: Frame, pipe: Pipe | None,
-              page: ProgressPage | None) -> Process:
+    def start(
+        self, order: StartRank, frame: Frame, pipe: Pipe | None, page: ProgressPage | None
+    ) -> Process:
         """Start the rank with its pipe to the agent and its progress page. `frame`: the order, for
         the next agent. Raises OSError, ValueError."""
         node = self._node
         user = node.run_as.name if node.run_as else ""
-        log_path = (node.state_dir / "logs" / f"{order.task}-{order.spec.name}"
-                    / f"rank-{order.rank}.attempt-{order.attempt}.log")
+        log_path = (
+            node.state_dir
+            / "logs"
+            / f"{order.task}-{order.spec.name}"
+            / f"rank-{order.rank}.attempt-{order.attempt}.log"
+        )
         key, folder = key_of(order), self._folder(log_path)
         marker = (MARKER, f"{node.mark}{node.incarnation}:{key}")
 
@@ -148,20 +158,49 @@ class Launcher:
         files = {"--fd": pipe.theirs.fileno()} if pipe is not None else {}
         if page is not None:
             files["--pulse"] = page.fd
-        held = [*([pipe.fileno()] if pipe is not None else []),
-                *([page.fd] if page is not None else [])]
+        held = [
+            *([pipe.fileno()] if pipe is not None else []),
+            *([page.fd] if page is not None else []),
+        ]
         if order.spec.command:
             process = Process.start(
-                self._shim, key, note, on_this_node(order.spec.command, env), env=env,
-                marker=marker, log_path=log_path, held=held,
+                self._shim,
+                key,
+                note,
+                on_this_node(order.spec.command, env),
+                env=env,
+                marker=marker,
+                log_path=log_path,
+                held=held,
                 files={FD_ENV[option]: fd for option, fd in files.items()},
-                folder=order.spec.folder, user=user)
+                folder=order.spec.folder,
+                user=user,
+            )
         elif self._zygote is not None and self._zygote.can_fork(env):
-            process = Process.fork(self._zygote, self._shim, key, note, env=env, marker=marker,
-                                   log_path=log_path, files=tuple(files.values()), held=held)
+            process = Process.fork(
+                self._zygote,
+                self._shim,
+                key,
+                note,
+                env=env,
+                marker=marker,
+                log_path=log_path,
+                files=tuple(files.values()),
+                held=held,
+            )
         else:
-            process = Process.start(self._shim, key, note, node.rank_argv, env=env, marker=marker,
-                                    log_path=log_path, files=files, held=held, user=user)
+            process = Process.start(
+                self._shim,
+                key,
+                note,
+                node.rank_argv,
+                env=env,
+                marker=marker,
+                log_path=log_path,
+                files=files,
+                held=held,
+                user=user,
+            )
         return self._with_user(process, folder)
 
 
@@ -173,18 +212,29 @@ def key_of(order: StartRank) -> str:
 def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]) -> dict[str, str]:
     """A rank's environment: the agent's, plus the variables for its kind of task."""
     env = {"PYTHONUNBUFFERED": "1", **interface_variables(node.host), **inherited}
-    env |= {"UNICRON_HOST": node.host, "UNICRON_NODE": node.name, "UNICRON_TASK": str(order.task),
-            "UNICRON_RANK": str(order.rank), "UNICRON_ATTEMPT": str(order.attempt)}
+    env |= {
+        "UNICRON_HOST": node.host,
+        "UNICRON_NODE": node.name,
+        "UNICRON_TASK": str(order.task),
+        "UNICRON_RANK": str(order.rank),
+        "UNICRON_ATTEMPT": str(order.attempt),
+    }
     if node.run_as:
         env |= {"HOME": node.run_as.home, "USER": node.run_as.name, "LOGNAME": node.run_as.name}
     if order.spec.command:
-        env |= {"RANK": str(order.rank), "WORLD_SIZE": str(order.num_seats),
-                "LOCAL_RANK": str(order.slot.index), "MASTER_ADDR": order.host,
-                "MASTER_PORT": str(order.port)}
+        env |= {
+            "RANK": str(order.rank),
+            "WORLD_SIZE": str(order.num_seats),
+            "LOCAL_RANK": str(order.slot.index),
+            "MASTER_ADDR": order.host,
+            "MASTER_PORT": str(order.port),
+        }
         env |= launcher_variables(order, node, env)
         if order.axes is not None:
-            env |= {f"UNICRON_{name.upper()}": str(value)
-                    for name, value in structs.asdict(order.axes).items()}
+            env |= {
+                f"UNICRON_{name.upper()}": str(value)
+                for name, value in structs.asdict(order.axes).items()
+            }
         if order.spec.loop is not None:
             if not node.devices:
                 env.setdefault("OMP_NUM_THREADS", "1")
@@ -197,20 +247,30 @@ def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]
     return env
 
 
-def launcher_variables(order: StartRank, node: NodeConfig, env: Mapping[str, str]
-                       ) -> dict[str, str]:
+def launcher_variables(
+    order: StartRank, node: NodeConfig, env: Mapping[str, str]
+) -> dict[str, str]:
     """What torchrun reads instead of its options; what Slurm sets for each task of srun, where the
     agent is a task itself."""
     found: dict[str, str] = {}
     rank, num_ranks, slot = str(order.rank), str(order.num_seats), order.slot.index
     if launcher_of(order.spec.command) == "torchrun":
-        found = {"PET_NNODES": num_ranks, "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": rank,
-                 "PET_MASTER_ADDR": order.host, "PET_MASTER_PORT": str(order.port)}
+        found = {
+            "PET_NNODES": num_ranks,
+            "PET_NPROC_PER_NODE": "1",
+            "PET_NODE_RANK": rank,
+            "PET_MASTER_ADDR": order.host,
+            "PET_MASTER_PORT": str(order.port),
+        }
         if node.devices:  # its process has the local rank 0
             found["CUDA_VISIBLE_DEVICES"] = node.devices[slot]
     if "SLURM_JOB_ID" in env:
-        found |= {"SLURM_PROCID": rank, "SLURM_LOCALID": str(slot), "SLURM_NTASKS": num_ranks,
-                  "SLURM_NPROCS": num_ranks}
+        found |= {
+            "SLURM_PROCID": rank,
+            "SLURM_LOCALID": str(slot),
+            "SLURM_NTASKS": num_ranks,
+            "SLURM_NPROCS": num_ranks,
+        }
     return found
 
 
@@ -226,8 +286,10 @@ def interface_variables(host: str) -> dict[str, str]:
     interface = network_address.interface_of(host)
     if not interface:
         return {}
-    found = {"GLOO_SOCKET_IFNAME": interface,
-             "NCCL_SOCKET_IFNAME": f"={interface}"}  # without `=`, eth1 also stands for eth10
+    found = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+    }  # without `=`, eth1 also stands for eth10
     if ":" in host:
         found["NCCL_SOCKET_FAMILY"] = "AF_INET6"
     return found

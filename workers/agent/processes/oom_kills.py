@@ -79,6 +79,6 @@ class Kills:
 def _read(file: Path) -> int | None:
     try:
         lines = file.read_text("ascii", "replace").splitlines()
-        return next((int(line[len(_LINE):]) for line in lines if line.startswith(_LINE)), None)
+        return next((int(line[len(_LINE) :]) for line in lines if line.startswith(_LINE)), None)
     except (OSError, ValueError):
         return None

@@ -22,8 +22,13 @@ class Pipe:
     killed; of a frame above WHOLE_BYTES_MAX the parts leave as they come. `fd`: the agent's end, if
     the rank has the other one already."""
 
-    def __init__(self, on_frame: Callable[[Frame], None], on_broken: Callable[[str], None],
-                 bytes_max: int = FRAME_BYTES_MAX, fd: int = -1) -> None:
+    def __init__(
+        self,
+        on_frame: Callable[[Frame], None],
+        on_broken: Callable[[str], None],
+        bytes_max: int = FRAME_BYTES_MAX,
+        fd: int = -1,
+    ) -> None:
         self._on_frame = on_frame
         self._on_broken = on_broken
         self._bytes_max = bytes_max

@@ -41,8 +41,9 @@ class Process:
     """A running process. `marker` is an environment entry that all its descendants inherit.
     `shim` is its parent, and holds it under `key`."""
 
-    def __init__(self, pid: int, log_path: Path, log_start: int, marker: bytes,
-                 shim: Shim, key: str) -> None:
+    def __init__(
+        self, pid: int, log_path: Path, log_start: int, marker: bytes, shim: Shim, key: str
+    ) -> None:
         self.pid = pid
         self.log_path = log_path
         self.folder = log_path.parent
@@ -67,27 +68,59 @@ class Process:
         self._loop.add_reader(self._pidfd, self._see_end)
 
     @classmethod
-    def start(cls, parent: Shim, key: str, note: Callable[[int], bytes], argv: Sequence[str], *,
-              env: Mapping[str, str], marker: tuple[str, str], log_path: Path,
-              files: Mapping[str, int] | None = None, held: Sequence[int] = (),
-              folder: str = "", user: str = "") -> Process:
+    def start(
+        cls,
+        parent: Shim,
+        key: str,
+        note: Callable[[int], bytes],
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        marker: tuple[str, str],
+        log_path: Path,
+        files: Mapping[str, int] | None = None,
+        held: Sequence[int] = (),
+        folder: str = "",
+        user: str = "",
+    ) -> Process:
         """Have the shim start `argv`, with stdout and stderr appended to `log_path`. `note` makes
         what the shim holds, of the place where the output begins; the rest as for Shim.start.
         Raises OSError."""
         if folder and not os.path.isdir(folder):
-            raise NotADirectoryError(f"its folder {folder} is not on this node: submit from a "
-                                     "folder that all nodes have, or name one with folder:")
+            raise NotADirectoryError(
+                f"its folder {folder} is not on this node: submit from a "
+                "folder that all nodes have, or name one with folder:"
+            )
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             log_start = log.tell()
-            pid = parent.start(key, note(log_start), argv, {**env, marker[0]: marker[1]},
-                               log.fileno(), files=files or {}, held=held, folder=folder, user=user)
+            pid = parent.start(
+                key,
+                note(log_start),
+                argv,
+                {**env, marker[0]: marker[1]},
+                log.fileno(),
+                files=files or {},
+                held=held,
+                folder=folder,
+                user=user,
+            )
         return cls(pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(), parent, key)
 
     @classmethod
-    def fork(cls, zygote: Zygote, parent: Shim, key: str, note: Callable[[int], bytes], *,
-             env: Mapping[str, str], marker: tuple[str, str], log_path: Path,
-             files: Sequence[int], held: Sequence[int]) -> Process:
+    def fork(
+        cls,
+        zygote: Zygote,
+        parent: Shim,
+        key: str,
+        note: Callable[[int], bytes],
+        *,
+        env: Mapping[str, str],
+        marker: tuple[str, str],
+        log_path: Path,
+        files: Sequence[int],
+        held: Sequence[int],
+    ) -> Process:
         """Fork a training rank, with pipe and page, for the shim to adopt. Raises OSError."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
@@ -199,8 +232,11 @@ class Process:
     async def _until_adopted(self) -> None:
         """Wait until the shim has adopted a fork: it may have been killed before."""
         deadline = self._loop.time() + ADOPTED_S_MAX
-        while ((proc := linux.read(self.pid)) is not None and proc.ppid != self._shim.pid
-               and self._loop.time() < deadline):
+        while (
+            (proc := linux.read(self.pid)) is not None
+            and proc.ppid != self._shim.pid
+            and self._loop.time() < deadline
+        ):
             await asyncio.sleep(_POLL_S_MIN)
 
     async def _until_alone(self, s_max: float, *, kill: bool) -> bool:

@@ -32,8 +32,12 @@ class Redactor:
 
     def __init__(self, environment: Mapping[str, str], patterns: Iterable[str]) -> None:
         upper = [pattern.upper() for pattern in patterns]
-        values = {value for name, value in environment.items() if len(value) >= SECRET_CHARS_MIN
-                  and any(fnmatchcase(name.upper(), pattern) for pattern in upper)}
+        values = {
+            value
+            for name, value in environment.items()
+            if len(value) >= SECRET_CHARS_MIN
+            and any(fnmatchcase(name.upper(), pattern) for pattern in upper)
+        }
         values |= {repr(value)[1:-1] for value in values}
         # The longest first: one value may begin with another.
         found = sorted(values, key=lambda value: (-len(value), value))
@@ -44,8 +48,11 @@ class Redactor:
 
     def body(self, body: B) -> B:
         """The body with its free text redacted."""
-        changes = {name: new for name in TEXTS
-                   if (old := getattr(body, name, "")) and (new := self.text(old)) != old}
+        changes = {
+            name: new
+            for name in TEXTS
+            if (old := getattr(body, name, "")) and (new := self.text(old)) != old
+        }
         return structs.replace(body, **changes) if changes else body
 
 
@@ -74,8 +81,9 @@ class RankNote(Struct, kw_only=True):
 class RankAttempt:
     """One attempt: waits for its slot, runs, is stopped and reaped."""
 
-    def __init__(self, order: StartRank, frame: Frame, limits: ReportLimits,
-                 redactor: Redactor) -> None:
+    def __init__(
+        self, order: StartRank, frame: Frame, limits: ReportLimits, redactor: Redactor
+    ) -> None:
         self.order = order
         self.frame = frame
         """The order as the rank gets it."""
@@ -112,8 +120,9 @@ class RankAttempt:
                         left_s = None
                 self.stop.clear()
                 stopping = asyncio.ensure_future(self.stop.wait())
-                await asyncio.wait((ending, stopping), timeout=left_s,
-                                   return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    (ending, stopping), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                )
                 stopping.cancel()
             return ending.result()
         finally:

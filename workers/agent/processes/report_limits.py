@@ -12,10 +12,19 @@ from ....events.records.orders import StartRank
 from ...ipc.pipe_protocol import FRAME_BYTES_MAX, Frame
 
 KINDS = (
-    reports.RankReady, reports.RankErrored, reports.CollectiveFailed, reports.Quiesced,
-    reports.Reconfigured, reports.ReconfigureFailed, reports.TaskProgressed, reports.LossNotFinite,
-    reports.MemoryCheckpointStored, reports.CheckpointSaved, reports.RankFinished,
-    reports.InMemoryRecoveryDeclined)
+    reports.RankReady,
+    reports.RankErrored,
+    reports.CollectiveFailed,
+    reports.Quiesced,
+    reports.Reconfigured,
+    reports.ReconfigureFailed,
+    reports.TaskProgressed,
+    reports.LossNotFinite,
+    reports.MemoryCheckpointStored,
+    reports.CheckpointSaved,
+    reports.RankFinished,
+    reports.InMemoryRecoveryDeclined,
+)
 """The record kinds that a rank may send through its pipe."""
 IDENTITY = ("task", "rank", "attempt")
 NUMBER_MIN, NUMBER_END = -1, 1 << 53
@@ -39,15 +48,17 @@ DROPPED_S = 10.0
 class ReportLimits:
     """The limits of one attempt of a rank. `clock` gives seconds since 1970."""
 
-    def __init__(self, order: StartRank, clock: Callable[[], float],
-                 monotonic: Callable[[], float]) -> None:
+    def __init__(
+        self, order: StartRank, clock: Callable[[], float], monotonic: Callable[[], float]
+    ) -> None:
         self._order = order
         self._clock = clock
         self._monotonic = monotonic
         training = order.spec.training
         num_micro_batches = training.num_micro_batches if training is not None else 0
-        self.bytes_max = min(REPORT_BYTES_MAX + MICRO_BATCH_BYTES * num_micro_batches,
-                             FRAME_BYTES_MAX)
+        self.bytes_max = min(
+            REPORT_BYTES_MAX + MICRO_BATCH_BYTES * num_micro_batches, FRAME_BYTES_MAX
+        )
         self._buckets: dict[str, tuple[float, float]] = {}
         """By kind: the tokens, and when they were counted."""
         self._dropped: Counter[str] = Counter()
@@ -90,13 +101,18 @@ class ReportLimits:
     def take_dropped(self, *, is_last: bool = False) -> reports.RankReportsDropped | None:
         """The report of what was dropped, once in DROPPED_S and at the last call; or None."""
         if not self._dropped or not (
-                is_last or self._monotonic() >= self._dropped_since + DROPPED_S):
+            is_last or self._monotonic() >= self._dropped_since + DROPPED_S
+        ):
             return None
         order, dropped = self._order, self._dropped
         self._dropped = Counter()
         return reports.RankReportsDropped(
-            task=order.task, rank=order.rank, attempt=order.attempt, num_dropped=dropped.total(),
-            kinds=tuple(sorted(dropped)))
+            task=order.task,
+            rank=order.rank,
+            attempt=order.attempt,
+            num_dropped=dropped.total(),
+            kinds=tuple(sorted(dropped)),
+        )
 
 
 def _out_of_range(value: object) -> str:

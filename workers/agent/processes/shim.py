@@ -66,8 +66,9 @@ class Shim:
             self.held[held.key] = Held(held.note, held.pid, files)
 
     @classmethod
-    def open(cls, path: Path, env: Mapping[str, str], marker: tuple[str, str],
-             log_path: Path) -> Shim:
+    def open(
+        cls, path: Path, env: Mapping[str, str], marker: tuple[str, str], log_path: Path
+    ) -> Shim:
         """Connect to the shim that listens on `path`, or start one. Raises OSError, ShimLost."""
         connection, address = socket.socket(socket.AF_UNIX), unix_socket.address(str(path))
         try:
@@ -79,9 +80,14 @@ class Shim:
                 listener.bind(address)
                 listener.listen()
                 subprocess.Popen(
-                    [*ARGV, "--listen", str(listener.fileno())], stdin=subprocess.DEVNULL,
-                    stdout=log, stderr=log, env={**env, marker[0]: marker[1]},
-                    pass_fds=(listener.fileno(),), start_new_session=True).returncode = 0
+                    [*ARGV, "--listen", str(listener.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**env, marker[0]: marker[1]},
+                    pass_fds=(listener.fileno(),),
+                    start_new_session=True,
+                ).returncode = 0
                 connection.connect(address)
         return cls(connection, path)
 
@@ -91,6 +97,7 @@ class Shim:
 
     def on_change(self, call: Callable[[], None]) -> None:
         """Have `call` called when a process has stopped, continued or ended."""
+
         def changed() -> None:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._changed)
@@ -103,14 +110,27 @@ class Shim:
         if self._end_of_shim.poll(0):  # it sends replies only
             raise ShimLost(f"the shim, pid {self.pid}, is gone")
 
-    def start(self, key: str, note: bytes, argv: Sequence[str], env: Mapping[str, str], log: int,
-              *, files: Mapping[str, int], held: Sequence[int] = (), folder: str = "",
-              user: str = "") -> int:
+    def start(
+        self,
+        key: str,
+        note: bytes,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: int,
+        *,
+        files: Mapping[str, int],
+        held: Sequence[int] = (),
+        folder: str = "",
+        user: str = "",
+    ) -> int:
         """Start a process and return its pid. `files`: the name of an option or of an environment
         variable, and the file that it gets; `held`: the agent's ends. Raises OSError."""
         reply = self._call(
             shim.Start(key, note, tuple(argv), dict(env), folder, tuple(files), user),
-            log, *files.values(), *held)
+            log,
+            *files.values(),
+            *held,
+        )
         if reply.error:
             raise OSError(reply.error)
         return reply.pid

@@ -112,12 +112,14 @@ def root_cause(text: str) -> RootCause | None:
     exited = _EXIT.match(fields.get("exitcode", [""])[0])
     trace = "\n".join(fields.get("traceback", ()))
     file = fields.get("error_file", [""])[0].strip()
-    return RootCause(rank=fields.get("rank", [""])[0].split(" ")[0],
-                     exit_code=int(exited[1]) if exited is not None else 0,
-                     pid=int(exited[2]) if exited is not None else 0,
-                     error_file=file if file.startswith("/") else "",
-                     trace="" if _NO_TRACE.match(trace) else trace.strip(),
-                     before=_before(text[:at]))
+    return RootCause(
+        rank=fields.get("rank", [""])[0].split(" ")[0],
+        exit_code=int(exited[1]) if exited is not None else 0,
+        pid=int(exited[2]) if exited is not None else 0,
+        error_file=file if file.startswith("/") else "",
+        trace="" if _NO_TRACE.match(trace) else trace.strip(),
+        before=_before(text[:at]),
+    )
 
 
 def _before(text: str) -> str:
@@ -125,5 +127,8 @@ def _before(text: str) -> str:
     at = text.rfind(_TRACEBACK)
     if at >= 0 and "ChildFailedError" in text[at:]:
         text = text[:at]
-    return "".join(line for line in text.splitlines(keepends=True)
-                   if "failed (exitcode: " not in line and " closing signal SIG" not in line)
+    return "".join(
+        line
+        for line in text.splitlines(keepends=True)
+        if "failed (exitcode: " not in line and " closing signal SIG" not in line
+    )

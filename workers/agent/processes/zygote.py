@@ -37,8 +37,14 @@ class Zygote:
     It runs as the agent's user, and its ranks as the user `run_as`: a rank that had the zygote's
     rights could send to the agent in its place."""
 
-    def __init__(self, env: Mapping[str, str], marker: tuple[str, str], log_path: Path,
-                 shim: Shim, run_as: str = "") -> None:
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        marker: tuple[str, str],
+        log_path: Path,
+        shim: Shim,
+        run_as: str = "",
+    ) -> None:
         self._shim = shim
         self._env = {**env, **ONE_THREAD, **WITHOUT_CUDA, marker[0]: marker[1]}
         self._log_path = log_path
@@ -50,8 +56,12 @@ class Zygote:
 
     def can_fork(self, env: Mapping[str, str]) -> bool:
         """Whether the zygote can now fork a rank with this environment."""
-        return (self._socket is not None and self._loading is not None and self._loading.done()
-                and len(_request(env)) <= REQUEST_BYTES_MAX)
+        return (
+            self._socket is not None
+            and self._loading is not None
+            and self._loading.done()
+            and len(_request(env)) <= REQUEST_BYTES_MAX
+        )
 
     async def is_ready(self) -> bool:
         """Start the zygote if necessary and wait until it can fork; False: use exec."""
@@ -97,8 +107,13 @@ class Zygote:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with theirs, self._log_path.open("ab") as log:
             self._pid = self._shim.start(
-                ZYGOTE, b"", [*ARGV, "--parent", str(self._shim.pid), "--run-as", self._run_as],
-                self._env, log.fileno(), files={"--fd": theirs.fileno()})
+                ZYGOTE,
+                b"",
+                [*ARGV, "--parent", str(self._shim.pid), "--run-as", self._run_as],
+                self._env,
+                log.fileno(),
+                files={"--fd": theirs.fileno()},
+            )
         self._socket = ours
 
     async def _load(self) -> bool:

@@ -4,206 +4,400 @@ from ....events.records import statuses
 from .rule import DEVICE, HARDWARE, KILLED, rules
 
 # CUDA reports an error by name, number or text; the numbers were different before CUDA 10.1.
-_CUDA_NUMBER = (r"(?:cuda (?:runtime )?error|cuda failure|cudaerror|cudasuccess|error|code)"
-                r" ?[=:(]? ?")
+_CUDA_NUMBER = (
+    r"(?:cuda (?:runtime )?error|cuda failure|cudaerror|cudasuccess|error|code)"
+    r" ?[=:(]? ?"
+)
 
 MACHINE_RULES = (
-    *rules(statuses.LOST_CONNECTION, HARDWARE, (
-        ("kernel-panic", "kernel panic|not syncing:|rebooting in",
-         r"kernel panic|not syncing:|rebooting in \d{1,6} sec"),
-        ("kernel-oops", "kernel bug at|bug: unable to handle|[#",
-         r"kernel bug at|bug: unable to handle|(?:oops|fault): [0-9a-f]{1,8} \[#\d"),
-        ("machine-check", "machine check|hardware error]",
-         r"machine check exception|fatal machine check|hardware error\]: .{0,40}uncorrected"),
-        ("pcie-fatal", "(fatal)|pcie bus error",
-         r"uncorrect(?:ed|able) \(fatal\)(?! error(?:s|\(s\))? ?: ?0)"),
-        ("disk-lost",
-         "disk failure on|failing i/o|failing array|reset failure|removing after probe",
-         r"disk failure on \S{1,60} detected|no available path - failing i/o"
-         r"|nvme\d{1,3}: (?:disabling device after reset|removing after probe) failure"),
-        ("disk-error",
-         "i/o error|medium error|controller is down|reset controller|disable controller",
-         r"(?:blk_update_request|critical (?:medium|target)|buffer i/o error|print_req_error)"
-         r".{0,40}(?:error|dev)|i/o error, dev |log i/o error|i/o error while writing superblock"
-         r"|critical medium error|nvme\d{1,3}: (?:controller is down; will reset"
-         r"|i/o .{0,60}timeout, (?:reset|disable) controller)"),
-        ("node-failed", "node fail|due to node failure|node_fail|not responding|notready"
-         "|node not ready|nodelost|marked dead|marked as dead|lost communication with"
-         "|is unreachable|preempt|pre-empt|node it was running on",
-         r"node failure\b|due to node failure|node_fail\b|nodes? \S{1,80} not responding"
-         r"|\bnodenotready\b|node \S{1,80} (?:is |status is now: )?(?:notready|not ready)"
-         r"|nodelost|node .{0,200}(?:has|was|is|been|beem) marked (?:as )?dead"
-         r"|lost communication with a remote daemon|\bdown\* .{0,80}not responding|\b(?:node"
-         r"|instance|host|machine|vm)s?\b.{0,40}\b(?:was|were|been|being|got) pre-?empted"
-         r"|node it was running on is dead"),
-        ("overheated", "critical temperature|thermal shutdown",
-         r"critical temperature reached|thermal shutdown"),
-    )),
-    *rules(statuses.SILENT_CORRUPTION, HARDWARE, (
-        ("silent-corruption", "corruptionerror: silent data corruption"),
-    )),
-    *rules(statuses.ECC_ERRORS, HARDWARE, (
-        ("ecc-uncorrectable", "ecc|uncorrectable",
-         r"[sd]ram uncorrectable\s{0,40}: ?[1-9]|uncorrectable (?:\w{1,8} )?(?:memory"
-         r"|parity)\b(?!.{0,30}: ?0\b)|uncorrectable ecc|ecc.{0,3}uncorrectable"
-         r"|uncorrectable.{0,30}ecc error"
-         r"|double[- ]bit ecc|ecc.{0,20}double[- ]bit|unrecovere?d? ?ecc|uncontained ecc"
-         r"|ecc (?:page|row).{0,30}(?:fail|pending)"
-         # amdgpu: error counts of a block of the GPU
-         r"|[1-9]\d{0,9} (?:new )?uncorrectable hardware errors? detected in (?!total)"),
-        ("ecc-double-bit", "dbe|double bit",
-         r"\bdbe\b.{0,40}(?:error|detected|interrupt)|double[- ]bit error"),
-        ("ecc-remap-failed", "remap|retirement|retired page",
-         r"row[- ]remap\w{0,6} (?:failure|failed)(?!\w| ?(?:occurred ?)?: ?(?:no|0))"
-         r"|remapping failure occurred ?: ?yes|(?:page )?retirement (?:failure|failed)"),
-        ("ecc-host-memory", "edac|memory failure:|hardware memory",
-         r"edac .{0,40}[1-9]\d{0,8} ue\b|memory failure: 0x|uncorrected hardware memory error"),
-        ("cuda-ecc", "(39)|214", _CUDA_NUMBER + r"(?:39|214)\b(?! ?[.:]\d)(?=.{0,60}ecc)|"
-         r"(?:cuda failure|cudaerror|code=) ?214\b"),
-    )),
-    *rules(statuses.NVLINK_ERRORS, HARDWARE, (
-        ("nvlink-uncorrectable", "nvlink", r"uncorrectable nvlink|nvlink.{0,3}uncorrectable"),
-        ("nvlink-peer-memory",
-         "cuda_error_contained|cudaerrorcontained|peer gpu memory over nvlink"),
-        # severity 1 means fatal; the SOE is the processor of the switch
-        ("nvswitch-sxid", "sxid",
-         r"\bsxid\b.{0,60}, (?:fatal\b|severity 1\b|soe (?:halt|watchdog))"),
-        ("nvswitch-fatal", "nvswitch",
-         r"nvswitch fatal|nvswitch(?:es)? .{0,80}(?:don't match|failed|aborting|uninitialized)"),
-        ("fabric-manager", "fabric|multicast team|gpu handle|imex",
-         r"aborting fabric manager|failed to find the gpu handle|multicast team request"
-         r"|fabric ?manager.{0,80}(?:\berror\b|failed|exited|not (?:running|active)|abort)"
-         r"|error in the fabric manager|fabric (?:state|health).{0,20}(?:fail|unhealthy)"
-         r"|imex.{0,60}(?:error|fail)"),
-        ("nvlink-failed", "nvlink", r"fail\w{0,4} to \w{1,12} nvlink|nvlink.{0,80}(?:fatal|fail"
-         r"|fault|link (?:\d{1,2} )?(?:is )?(?:currently )?down|inactive|timed? ?out|lane error"
-         r"|flit error|crc error|replay error|recovery error)"),
-    )),
-    *rules(statuses.INVALID_DMA_MAPPING, HARDWARE, (
-        ("iommu-fault", "dmar|amd-vi|smmu|iommu|io_page_fault|swiotlb",
-         # `fault`, but not "default", which the kernel logs for its IOMMU domain at each boot
-         r"dmar: \[|dmar.{0,40}(?:(?<!de)fault|error)|io_page_fault|iotlb_inv_timeout"
-         r"|amd-vi: event logged|completion-wait loop timed out|illegal_dev_table"
-         r"|smmu.{0,60}(?:(?<!de)fault|event 0x)|not addressable by gpu"
-         r"|iommu.{0,60}(?:(?<!de)fault|fail)|swiotlb.{0,60}(?:is full|overflow)"),
-        ("dma-mapping", "dma|iova", r"alloc\w{0,6} (?:\w{1,8} ){0,3}(?:iova|dma)\b.{0,40}fail"
-         r"|dma[_ -]?map\w{0,20}.{0,20}(?:error|fail)|failed to (?:dma[- ]?)?map (?:dma|sg)"
-         r"|invalid dma|dma.{0,20}mapping error|failed to map dma|dma fault"),
-        ("memory-registration", "reg_mr|reg_dmabuf_mr|umem|register|gdr_pin|regmr| mr",
-         r"ibv_reg_(?:dmabuf_)?mr\w{0,12}.{0,90}(?:fail|error|bad address|cannot)"
-         r"|umem.{0,6}get\S{0,4}:? failed|get_user_pages.{0,20}fail|umem get failed"
-         r"|register\w{0,8} ?(?:rdma|gpu|gpu mr|mr|memory region)\w{0,16}\b.{0,20}(?:fail|error)"
-         r"|(?:couldn't|failed to|unable to|cannot) (?:register|create|allocate"
-         r"|reg) .{0,20}(?:gpu|memory region|\bmr\b|rdma mem)|(?:fail\w{0,4}"
-         r"|unable) to register memory\b.{0,60}(?:bad address|for device)"
-         r"|gdr_pin_buffer.{0,20}fail"),
-        ("peer-memory", "peermem|peer_mem",
-         r"(?:nvidia[-_]|nv_|amdgpu_)peer_?mem.{0,90}(?:\berror\b|fail|invalid|denied)"),
-    )),
-    *rules(statuses.GPU_DRIVER_ERRORS, HARDWARE, (
-        ("gpu-lost",
-         "fallen off|is lost|device handle|gpu lost|no devices were found|gpu_is_lost|(rev ff)",
-         r"fallen off the bus|gpu is lost|gpu_is_lost|unable to determine the device handle"
-         r"|gpu lost\b|no devices were found|nvidia corporation .{0,100}\(rev ff\)"),
-        ("gpu-absent",
-         "cuda-capable|no cuda gpus|nodevice|no_device|no nvidia|rocm-capable|no hip gpus",
-         r"no (?:cuda|rocm)-capable device|no (?:cuda|hip) gpus are available|(?:cuda"
-         r"|hip)errornodevice|cuda_error_no_device|found no nvidia driver|no nvidia (?:gpu|driver"
-         r"|graphics adapter)"),
-        ("nvml-failed", "nvml|nvidia-smi has failed|driver/library",
-         r"failed to initialize nvml|driver/library version mismatch|nvidia-smi has failed"
-         r"|nvml(?:_error_|error_?)(?:gpu_?is_?lost|driver_?not_?loaded|lib_?rm_?version"
-         r"|reset_?required|gpu_?not_?found)|nvmlinit.{0,40}fail"),
-        ("driver-unfit", "system not yet|systemnotready|system_not_ready|drivermismatch"
-         "|driver_mismatch|driver version is insufficient|insufficientdriver"
-         "|forward compatibility|unsupported display driver|compatnotsupported"
-         "|driver on your system is too old|api mismatch"),
-        ("driver-gsp", "gsp", r"\bgsp\b.{0,60}(?:timeout|fail|cannot|crash|error)|(?:cannot"
-         r"|failed to|timeout).{0,60}\bgsp\b|_kgsp\w{0,40}:.{0,60}(?:fail|cannot|bad|unexpected)"),
-        ("driver-init", "rminitadapter|rm_init_adapter|nvidia_drm|nvidia-drm|nvidia: probe",
-         r"nvidia[-_]drm.{0,160}(?:fail|\berror\b)|rminitadapter.{0,40}(?:fail|cannot)"
-         r"|rm_init_adapter failed|nvidia: probe of .{0,40}failed"),
-        ("driver-locked", "rc watchdog|gpu is probably locked|gpu requires reset|err_reset_required"
-         "|gpu reset required|node reboot required"),
-        ("pcie-gpu", "nvidia", r"nvidia [0-9a-f:.]{7,16}: (?:aer: (?:can't recover|.{0,60}fatal)"
-         r"|device has no aer-aware)"),
-        # amdgpu; agrees with AMD's list of kernel messages (amd/node-scraper, dmesg)
-        ("amd-lost", "device lost from bus"),
-        ("amd-reset", "amdgpu|vram is lost|qcm fence|hw exception by gpu",
-         r"gpu reset begin|vram is lost|gpu reset\(\d{1,4}\) failed|(?:asic"
-         r"|mode[12]) reset failed|gpu reset end with ret = -?[1-9]|gpu recovery failed"
-         r"|hw exception by gpu|failed to respon(?:d to|se) msg|ring \S{2,16} (?:timeout|(?:test"
-         r"|reset) failed)|qcm fence wait loop timeout|be in (?:an )?unrecoverable state"
-         r"|ip block:\w{2,20} is hung"),
-        # SMU and PSP: the GPU's power and security processors
-        ("amd-firmware", "amdgpu|powerplay|smu:|psp resume", r"\bsmu: (?:response:0x|i'm not done"
-         r"|no response)|failed to send message 0x[0-9a-f]{1,8}, response 0x(?!1\b)"
-         r"|failed to (?:dis|en)able \w{0,10} ?(?:smu|dpm) features|smc (?:is not ready"
-         r"|engine is not correctly up)|psp (?:resume|create ring) failed|(?:resume|suspend"
-         r"|hw_init) of ip block <\w{2,20}> failed"),
-        ("amd-init", "amdgpu",
-         r"fatal error during gpu init|probe of \S{1,20} failed|probe with driver amdgpu failed"),
-        ("amd-ras", "uncorrectable hardware error(errevent"),
-        ("driver-failed", "nvrm:",
-         r"nvrm:(?!.{0,12}(?:nvassert|nvcheck|loading)).{0,160}(?:fail(?!over)|timed? ?out|fatal"
-         r"|bad state|cannot (?!map mem)|not responding|may need to be reset|is hung"
-         r"|critical error|no nvidia graphics|not called for)"),
-    )),
-    *rules(statuses.TASK_HANG, KILLED, (
-        ("hung-task", "blocked for more than|state:d",
-         r"task \S{1,80} blocked for more than \d{1,9} sec|\btask:\S{1,40} {1,16}state:d\b"),
-        ("soft-lockup", "lockup", r"(?:soft|hard) lockup"),
-        ("rcu-stall", "rcu", r"rcu\w{0,14}:? .{0,30}(?:self-)?detected (?:expedited )?stall"
-         r"|rcu.{0,30}kthread (?:starved|timer wakeup)"),
-        ("nfs-writeback", "nfs_",
-         r"(?:^|\s)nfs_(?:lock_and_join_requests|wb_all|page_async_flush|writepages_callback)\+0x"),
-    )),
-    *rules(statuses.ILLEGAL_MEMORY_ACCESS, DEVICE, (
-        ("cuda-illegal-address", "illegal memory access|illegaladdress|illegal_address|misaligned"
-         "|warp illegal address|out of range address|memory access fault by gpu"
-         "|invalid address space|invalid __global__|invaliddeviceaddress"),
-        ("amd-page-fault", "page fault|protection_fault|gpu fault detected",
-         r"\[(?:gfx|mm)hub\w{0,8}\] (?:no-)?(?:retry )?page fault|vm_(?:l2"
-         r"|context1)_protection_fault_(?:status|addr)|gpu fault detected: \d"),
-        ("cuda-illegal-number", "700|(77)|error 77|716|(74", r"(?:cuda (?:runtime )?error"
-         r"|cuda failure|cudaerror|code) ?[=:(]? ?(?:700|716|77)\b(?! ?[.:]\d)"),
-    )),
-    *rules(statuses.EXITED_ABNORMALLY, KILLED, (
-        ("oom-killer", "oom|out of memory|memory cgroup|memory limit",
-         r"oom[-_ ]?kill|out of memory: kill|cgroup out of memory|\boomkilled\b|oom_reaper: reaped"
-         r"|task \d{1,7}: out of memory|out_of_memory state|exceeded (?:\w{3,4} )?memory limit"),
-        ("crashed", "segfault|segmentation fault|bus error|general protection|sigsegv|sigbus|sigill"
-         "|illegal instruction (core|stack smashing|double free|heap corruption|free(): "
-         "|malloc(): |corrupted size|floating point exception", r"segfault at|segmentation fault"
-         r"|\bbus error|traps: .{0,60}general protection|\bsig(?:segv|bus|ill)\b"
-         r"|illegal instruction \(core|stack smashing detected|double free or corruption"
-         r"|heap corruption|free\(\): inv|malloc\(\): |corrupted size vs|floating point exception"),
-        ("worker-killed", "dataloader worker",
-         r"dataloader worker.{0,60}(?:killed by signal|exited unexpectedly)"),
-    )),
-    *rules(statuses.CUDA_ERRORS, DEVICE, (
-        ("cuda-out-of-memory", "out of memory|outofmemory|out_of_memory|memory_allocation",
-         r"cuda.{0,30}out of memory|outofmemoryerror|cuda_error_out_of_memory"
-         r"|cudaerrormemoryalloc|hip out of memory"),
-        ("cuda-error", "cuda|hip error|hip failure|nvrtc|launch failure|device-side assert"
-         "|hsa_status_error|nccl warn hip", r"cuda[- ](?:runtime |driver |kernel )?(?:error|failure"
-         r"|exception)|cudaerror(?!_t|string|notready|\s?=|\()\w{3}|cuda_error_(?!handl"
-         r"|not_ready)\w{3}|unhandled cuda|ncclunhandledcuda|thcudacheck fail|== cudasuccess"
-         r"|cuda-capable devices? ?(?:\(s\))? (?:is/)?are busy|hip (?:error|failure)"
-         r"|cuda initialization: |nvrtc_error|nvrtc: err|unspecified launch failure"
-         r"|device-side assert|cuda ?malloc.{0,20}fail|triton error|cuda unknown error"
-         r"|\bhsa_status_error|nccl warn hip\w{3,40} failed"),
-        ("cuda-assert", "assertion", r"\.cuh?:\d{1,6}: .{0,120}\bassertion\b.{0,300}fail"
-         r"|block: \[\d.{0,30}thread: \[\d.{0,30}assertion"),
-        ("tensorflow-gpu", "gpu_event_mgr|gpu sync failed|gpu_util",
-         r"gpu_event_mgr.{0,40}unexpected event status|gpu sync failed"),
-        ("nccl-cuda", "nccl warn|peer access", r"nccl warn.{0,120}\bcuda\b.{0,80}(?:fail|error"
-         r"|not support)|failed to.{0,30}\bcuda\b|peer access is not supported"),
-        ("cuda-library", "cublas|cudnn|cusolver|cusparse|cufft|cutlass|curand",
-         r"(?:cublas|cudnn|cusolver|cusparse|curand)_status_(?!success)\w{3}|(?:cudnn|cublas"
-         r"|cusolver|cusparse|cufft|curand) ?(?:runtime )?error"
-         r"|check failed: .{0,40}_status_success|cufft_(?!success)\w{3,30}|cutlass error"),
-    )),
+    *rules(
+        statuses.LOST_CONNECTION,
+        HARDWARE,
+        (
+            (
+                "kernel-panic",
+                "kernel panic|not syncing:|rebooting in",
+                r"kernel panic|not syncing:|rebooting in \d{1,6} sec",
+            ),
+            (
+                "kernel-oops",
+                "kernel bug at|bug: unable to handle|[#",
+                r"kernel bug at|bug: unable to handle|(?:oops|fault): [0-9a-f]{1,8} \[#\d",
+            ),
+            (
+                "machine-check",
+                "machine check|hardware error]",
+                r"machine check exception|fatal machine check|hardware error\]: .{0,40}uncorrected",
+            ),
+            (
+                "pcie-fatal",
+                "(fatal)|pcie bus error",
+                r"uncorrect(?:ed|able) \(fatal\)(?! error(?:s|\(s\))? ?: ?0)",
+            ),
+            (
+                "disk-lost",
+                "disk failure on|failing i/o|failing array|reset failure|removing after probe",
+                r"disk failure on \S{1,60} detected|no available path - failing i/o"
+                r"|nvme\d{1,3}: (?:disabling device after reset|removing after probe) failure",
+            ),
+            (
+                "disk-error",
+                "i/o error|medium error|controller is down|reset controller|disable controller",
+                r"(?:blk_update_request|critical (?:medium|target)|buffer i/o error|print_req_error)"
+                r".{0,40}(?:error|dev)|i/o error, dev |log i/o error|i/o error while writing superblock"
+                r"|critical medium error|nvme\d{1,3}: (?:controller is down; will reset"
+                r"|i/o .{0,60}timeout, (?:reset|disable) controller)",
+            ),
+            (
+                "node-failed",
+                "node fail|due to node failure|node_fail|not responding|notready"
+                "|node not ready|nodelost|marked dead|marked as dead|lost communication with"
+                "|is unreachable|preempt|pre-empt|node it was running on",
+                r"node failure\b|due to node failure|node_fail\b|nodes? \S{1,80} not responding"
+                r"|\bnodenotready\b|node \S{1,80} (?:is |status is now: )?(?:notready|not ready)"
+                r"|nodelost|node .{0,200}(?:has|was|is|been|beem) marked (?:as )?dead"
+                r"|lost communication with a remote daemon|\bdown\* .{0,80}not responding|\b(?:node"
+                r"|instance|host|machine|vm)s?\b.{0,40}\b(?:was|were|been|being|got) pre-?empted"
+                r"|node it was running on is dead",
+            ),
+            (
+                "overheated",
+                "critical temperature|thermal shutdown",
+                r"critical temperature reached|thermal shutdown",
+            ),
+        ),
+    ),
+    *rules(
+        statuses.SILENT_CORRUPTION,
+        HARDWARE,
+        (("silent-corruption", "corruptionerror: silent data corruption"),),
+    ),
+    *rules(
+        statuses.ECC_ERRORS,
+        HARDWARE,
+        (
+            (
+                "ecc-uncorrectable",
+                "ecc|uncorrectable",
+                r"[sd]ram uncorrectable\s{0,40}: ?[1-9]|uncorrectable (?:\w{1,8} )?(?:memory"
+                r"|parity)\b(?!.{0,30}: ?0\b)|uncorrectable ecc|ecc.{0,3}uncorrectable"
+                r"|uncorrectable.{0,30}ecc error"
+                r"|double[- ]bit ecc|ecc.{0,20}double[- ]bit|unrecovere?d? ?ecc|uncontained ecc"
+                r"|ecc (?:page|row).{0,30}(?:fail|pending)"
+                # amdgpu: error counts of a block of the GPU
+                r"|[1-9]\d{0,9} (?:new )?uncorrectable hardware errors? detected in (?!total)",
+            ),
+            (
+                "ecc-double-bit",
+                "dbe|double bit",
+                r"\bdbe\b.{0,40}(?:error|detected|interrupt)|double[- ]bit error",
+            ),
+            (
+                "ecc-remap-failed",
+                "remap|retirement|retired page",
+                r"row[- ]remap\w{0,6} (?:failure|failed)(?!\w| ?(?:occurred ?)?: ?(?:no|0))"
+                r"|remapping failure occurred ?: ?yes|(?:page )?retirement (?:failure|failed)",
+            ),
+            (
+                "ecc-host-memory",
+                "edac|memory failure:|hardware memory",
+                r"edac .{0,40}[1-9]\d{0,8} ue\b|memory failure: 0x|uncorrected hardware memory error",
+            ),
+            (
+                "cuda-ecc",
+                "(39)|214",
+                _CUDA_NUMBER + r"(?:39|214)\b(?! ?[.:]\d)(?=.{0,60}ecc)|"
+                r"(?:cuda failure|cudaerror|code=) ?214\b",
+            ),
+        ),
+    ),
+    *rules(
+        statuses.NVLINK_ERRORS,
+        HARDWARE,
+        (
+            ("nvlink-uncorrectable", "nvlink", r"uncorrectable nvlink|nvlink.{0,3}uncorrectable"),
+            (
+                "nvlink-peer-memory",
+                "cuda_error_contained|cudaerrorcontained|peer gpu memory over nvlink",
+            ),
+            # severity 1 means fatal; the SOE is the processor of the switch
+            (
+                "nvswitch-sxid",
+                "sxid",
+                r"\bsxid\b.{0,60}, (?:fatal\b|severity 1\b|soe (?:halt|watchdog))",
+            ),
+            (
+                "nvswitch-fatal",
+                "nvswitch",
+                r"nvswitch fatal|nvswitch(?:es)? .{0,80}(?:don't match|failed|aborting|uninitialized)",
+            ),
+            (
+                "fabric-manager",
+                "fabric|multicast team|gpu handle|imex",
+                r"aborting fabric manager|failed to find the gpu handle|multicast team request"
+                r"|fabric ?manager.{0,80}(?:\berror\b|failed|exited|not (?:running|active)|abort)"
+                r"|error in the fabric manager|fabric (?:state|health).{0,20}(?:fail|unhealthy)"
+                r"|imex.{0,60}(?:error|fail)",
+            ),
+            (
+                "nvlink-failed",
+                "nvlink",
+                r"fail\w{0,4} to \w{1,12} nvlink|nvlink.{0,80}(?:fatal|fail"
+                r"|fault|link (?:\d{1,2} )?(?:is )?(?:currently )?down|inactive|timed? ?out|lane error"
+                r"|flit error|crc error|replay error|recovery error)",
+            ),
+        ),
+    ),
+    *rules(
+        statuses.INVALID_DMA_MAPPING,
+        HARDWARE,
+        (
+            (
+                "iommu-fault",
+                "dmar|amd-vi|smmu|iommu|io_page_fault|swiotlb",
+                # `fault`, but not "default", which the kernel logs for its IOMMU domain at each boot
+                r"dmar: \[|dmar.{0,40}(?:(?<!de)fault|error)|io_page_fault|iotlb_inv_timeout"
+                r"|amd-vi: event logged|completion-wait loop timed out|illegal_dev_table"
+                r"|smmu.{0,60}(?:(?<!de)fault|event 0x)|not addressable by gpu"
+                r"|iommu.{0,60}(?:(?<!de)fault|fail)|swiotlb.{0,60}(?:is full|overflow)",
+            ),
+            (
+                "dma-mapping",
+                "dma|iova",
+                r"alloc\w{0,6} (?:\w{1,8} ){0,3}(?:iova|dma)\b.{0,40}fail"
+                r"|dma[_ -]?map\w{0,20}.{0,20}(?:error|fail)|failed to (?:dma[- ]?)?map (?:dma|sg)"
+                r"|invalid dma|dma.{0,20}mapping error|failed to map dma|dma fault",
+            ),
+            (
+                "memory-registration",
+                "reg_mr|reg_dmabuf_mr|umem|register|gdr_pin|regmr| mr",
+                r"ibv_reg_(?:dmabuf_)?mr\w{0,12}.{0,90}(?:fail|error|bad address|cannot)"
+                r"|umem.{0,6}get\S{0,4}:? failed|get_user_pages.{0,20}fail|umem get failed"
+                r"|register\w{0,8} ?(?:rdma|gpu|gpu mr|mr|memory region)\w{0,16}\b.{0,20}(?:fail|error)"
+                r"|(?:couldn't|failed to|unable to|cannot) (?:register|create|allocate"
+                r"|reg) .{0,20}(?:gpu|memory region|\bmr\b|rdma mem)|(?:fail\w{0,4}"
+                r"|unable) to register memory\b.{0,60}(?:bad address|for device)"
+                r"|gdr_pin_buffer.{0,20}fail",
+            ),
+            (
+                "peer-memory",
+                "peermem|peer_mem",
+                r"(?:nvidia[-_]|nv_|amdgpu_)peer_?mem.{0,90}(?:\berror\b|fail|invalid|denied)",
+            ),
+        ),
+    ),
+    *rules(
+        statuses.GPU_DRIVER_ERRORS,
+        HARDWARE,
+        (
+            (
+                "gpu-lost",
+                "fallen off|is lost|device handle|gpu lost|no devices were found|gpu_is_lost|(rev ff)",
+                r"fallen off the bus|gpu is lost|gpu_is_lost|unable to determine the device handle"
+                r"|gpu lost\b|no devices were found|nvidia corporation .{0,100}\(rev ff\)",
+            ),
+            (
+                "gpu-absent",
+                "cuda-capable|no cuda gpus|nodevice|no_device|no nvidia|rocm-capable|no hip gpus",
+                r"no (?:cuda|rocm)-capable device|no (?:cuda|hip) gpus are available|(?:cuda"
+                r"|hip)errornodevice|cuda_error_no_device|found no nvidia driver|no nvidia (?:gpu|driver"
+                r"|graphics adapter)",
+            ),
+            (
+                "nvml-failed",
+                "nvml|nvidia-smi has failed|driver/library",
+                r"failed to initialize nvml|driver/library version mismatch|nvidia-smi has failed"
+                r"|nvml(?:_error_|error_?)(?:gpu_?is_?lost|driver_?not_?loaded|lib_?rm_?version"
+                r"|reset_?required|gpu_?not_?found)|nvmlinit.{0,40}fail",
+            ),
+            (
+                "driver-unfit",
+                "system not yet|systemnotready|system_not_ready|drivermismatch"
+                "|driver_mismatch|driver version is insufficient|insufficientdriver"
+                "|forward compatibility|unsupported display driver|compatnotsupported"
+                "|driver on your system is too old|api mismatch",
+            ),
+            (
+                "driver-gsp",
+                "gsp",
+                r"\bgsp\b.{0,60}(?:timeout|fail|cannot|crash|error)|(?:cannot"
+                r"|failed to|timeout).{0,60}\bgsp\b|_kgsp\w{0,40}:.{0,60}(?:fail|cannot|bad|unexpected)",
+            ),
+            (
+                "driver-init",
+                "rminitadapter|rm_init_adapter|nvidia_drm|nvidia-drm|nvidia: probe",
+                r"nvidia[-_]drm.{0,160}(?:fail|\berror\b)|rminitadapter.{0,40}(?:fail|cannot)"
+                r"|rm_init_adapter failed|nvidia: probe of .{0,40}failed",
+            ),
+            (
+                "driver-locked",
+                "rc watchdog|gpu is probably locked|gpu requires reset|err_reset_required"
+                "|gpu reset required|node reboot required",
+            ),
+            (
+                "pcie-gpu",
+                "nvidia",
+                r"nvidia [0-9a-f:.]{7,16}: (?:aer: (?:can't recover|.{0,60}fatal)"
+                r"|device has no aer-aware)",
+            ),
+            # amdgpu; agrees with AMD's list of kernel messages (amd/node-scraper, dmesg)
+            ("amd-lost", "device lost from bus"),
+            (
+                "amd-reset",
+                "amdgpu|vram is lost|qcm fence|hw exception by gpu",
+                r"gpu reset begin|vram is lost|gpu reset\(\d{1,4}\) failed|(?:asic"
+                r"|mode[12]) reset failed|gpu reset end with ret = -?[1-9]|gpu recovery failed"
+                r"|hw exception by gpu|failed to respon(?:d to|se) msg|ring \S{2,16} (?:timeout|(?:test"
+                r"|reset) failed)|qcm fence wait loop timeout|be in (?:an )?unrecoverable state"
+                r"|ip block:\w{2,20} is hung",
+            ),
+            # SMU and PSP: the GPU's power and security processors
+            (
+                "amd-firmware",
+                "amdgpu|powerplay|smu:|psp resume",
+                r"\bsmu: (?:response:0x|i'm not done"
+                r"|no response)|failed to send message 0x[0-9a-f]{1,8}, response 0x(?!1\b)"
+                r"|failed to (?:dis|en)able \w{0,10} ?(?:smu|dpm) features|smc (?:is not ready"
+                r"|engine is not correctly up)|psp (?:resume|create ring) failed|(?:resume|suspend"
+                r"|hw_init) of ip block <\w{2,20}> failed",
+            ),
+            (
+                "amd-init",
+                "amdgpu",
+                r"fatal error during gpu init|probe of \S{1,20} failed|probe with driver amdgpu failed",
+            ),
+            ("amd-ras", "uncorrectable hardware error(errevent"),
+            (
+                "driver-failed",
+                "nvrm:",
+                r"nvrm:(?!.{0,12}(?:nvassert|nvcheck|loading)).{0,160}(?:fail(?!over)|timed? ?out|fatal"
+                r"|bad state|cannot (?!map mem)|not responding|may need to be reset|is hung"
+                r"|critical error|no nvidia graphics|not called for)",
+            ),
+        ),
+    ),
+    *rules(
+        statuses.TASK_HANG,
+        KILLED,
+        (
+            (
+                "hung-task",
+                "blocked for more than|state:d",
+                r"task \S{1,80} blocked for more than \d{1,9} sec|\btask:\S{1,40} {1,16}state:d\b",
+            ),
+            ("soft-lockup", "lockup", r"(?:soft|hard) lockup"),
+            (
+                "rcu-stall",
+                "rcu",
+                r"rcu\w{0,14}:? .{0,30}(?:self-)?detected (?:expedited )?stall"
+                r"|rcu.{0,30}kthread (?:starved|timer wakeup)",
+            ),
+            (
+                "nfs-writeback",
+                "nfs_",
+                r"(?:^|\s)nfs_(?:lock_and_join_requests|wb_all|page_async_flush|writepages_callback)\+0x",
+            ),
+        ),
+    ),
+    *rules(
+        statuses.ILLEGAL_MEMORY_ACCESS,
+        DEVICE,
+        (
+            (
+                "cuda-illegal-address",
+                "illegal memory access|illegaladdress|illegal_address|misaligned"
+                "|warp illegal address|out of range address|memory access fault by gpu"
+                "|invalid address space|invalid __global__|invaliddeviceaddress",
+            ),
+            (
+                "amd-page-fault",
+                "page fault|protection_fault|gpu fault detected",
+                r"\[(?:gfx|mm)hub\w{0,8}\] (?:no-)?(?:retry )?page fault|vm_(?:l2"
+                r"|context1)_protection_fault_(?:status|addr)|gpu fault detected: \d",
+            ),
+            (
+                "cuda-illegal-number",
+                "700|(77)|error 77|716|(74",
+                r"(?:cuda (?:runtime )?error"
+                r"|cuda failure|cudaerror|code) ?[=:(]? ?(?:700|716|77)\b(?! ?[.:]\d)",
+            ),
+        ),
+    ),
+    *rules(
+        statuses.EXITED_ABNORMALLY,
+        KILLED,
+        (
+            (
+                "oom-killer",
+                "oom|out of memory|memory cgroup|memory limit",
+                r"oom[-_ ]?kill|out of memory: kill|cgroup out of memory|\boomkilled\b|oom_reaper: reaped"
+                r"|task \d{1,7}: out of memory|out_of_memory state|exceeded (?:\w{3,4} )?memory limit",
+            ),
+            (
+                "crashed",
+                "segfault|segmentation fault|bus error|general protection|sigsegv|sigbus|sigill"
+                "|illegal instruction (core|stack smashing|double free|heap corruption|free(): "
+                "|malloc(): |corrupted size|floating point exception",
+                r"segfault at|segmentation fault"
+                r"|\bbus error|traps: .{0,60}general protection|\bsig(?:segv|bus|ill)\b"
+                r"|illegal instruction \(core|stack smashing detected|double free or corruption"
+                r"|heap corruption|free\(\): inv|malloc\(\): |corrupted size vs|floating point exception",
+            ),
+            (
+                "worker-killed",
+                "dataloader worker",
+                r"dataloader worker.{0,60}(?:killed by signal|exited unexpectedly)",
+            ),
+        ),
+    ),
+    *rules(
+        statuses.CUDA_ERRORS,
+        DEVICE,
+        (
+            (
+                "cuda-out-of-memory",
+                "out of memory|outofmemory|out_of_memory|memory_allocation",
+                r"cuda.{0,30}out of memory|outofmemoryerror|cuda_error_out_of_memory"
+                r"|cudaerrormemoryalloc|hip out of memory",
+            ),
+            (
+                "cuda-error",
+                "cuda|hip error|hip failure|nvrtc|launch failure|device-side assert"
+                "|hsa_status_error|nccl warn hip",
+                r"cuda[- ](?:runtime |driver |kernel )?(?:error|failure"
+                r"|exception)|cudaerror(?!_t|string|notready|\s?=|\()\w{3}|cuda_error_(?!handl"
+                r"|not_ready)\w{3}|unhandled cuda|ncclunhandledcuda|thcudacheck fail|== cudasuccess"
+                r"|cuda-capable devices? ?(?:\(s\))? (?:is/)?are busy|hip (?:error|failure)"
+                r"|cuda initialization: |nvrtc_error|nvrtc: err|unspecified launch failure"
+                r"|device-side assert|cuda ?malloc.{0,20}fail|triton error|cuda unknown error"
+                r"|\bhsa_status_error|nccl warn hip\w{3,40} failed",
+            ),
+            (
+                "cuda-assert",
+                "assertion",
+                r"\.cuh?:\d{1,6}: .{0,120}\bassertion\b.{0,300}fail"
+                r"|block: \[\d.{0,30}thread: \[\d.{0,30}assertion",
+            ),
+            (
+                "tensorflow-gpu",
+                "gpu_event_mgr|gpu sync failed|gpu_util",
+                r"gpu_event_mgr.{0,40}unexpected event status|gpu sync failed",
+            ),
+            (
+                "nccl-cuda",
+                "nccl warn|peer access",
+                r"nccl warn.{0,120}\bcuda\b.{0,80}(?:fail|error"
+                r"|not support)|failed to.{0,30}\bcuda\b|peer access is not supported",
+            ),
+            (
+                "cuda-library",
+                "cublas|cudnn|cusolver|cusparse|cufft|cutlass|curand",
+                r"(?:cublas|cudnn|cusolver|cusparse|curand)_status_(?!success)\w{3}|(?:cudnn|cublas"
+                r"|cusolver|cusparse|cufft|curand) ?(?:runtime )?error"
+                r"|check failed: .{0,40}_status_success|cufft_(?!success)\w{3,30}|cutlass error",
+            ),
+        ),
+    ),
 )
 
 
@@ -214,11 +408,9 @@ MACHINE_RULES = (
 # fault of the GPU or link; "restart the application" a CUDA error; "ignore" that it is harmless.
 
 _SPANS = {
-    statuses.GPU_DRIVER_ERRORS:
-        "1-7 9-10 12 15-24 26-30 33-36 42 46-47 49-59 61-62 65 73 78-79 81 87 90-91 109-120 "
-        "122-125 138 143 151 158 162",
-    statuses.CUDA_ERRORS:
-        "8 11 25 32 39-41 43 60 68-72 75-77 80 82-86 88-89 96-105 126-135 139 142 159 163-172",
+    statuses.GPU_DRIVER_ERRORS: "1-7 9-10 12 15-24 26-30 33-36 42 46-47 49-59 61-62 65 73 78-79 81 87 90-91 109-120 "
+    "122-125 138 143 151 158 162",
+    statuses.CUDA_ERRORS: "8 11 25 32 39-41 43 60 68-72 75-77 80 82-86 88-89 96-105 126-135 139 142 159 163-172",
     statuses.ILLEGAL_MEMORY_ACCESS: "13 31",
     statuses.ECC_ERRORS: "48 64 94-95 140 156 160",
     statuses.NVLINK_ERRORS: "74 136 144-150 155",
@@ -232,8 +424,9 @@ def _numbers(spans: str) -> list[int]:
     return [number for end in ends for number in range(end[0], end[-1] + 1)]
 
 
-XIDS: dict[int, str] = {number: status for status, spans in _SPANS.items()
-                        for number in _numbers(spans)}
+XIDS: dict[int, str] = {
+    number: status for status, spans in _SPANS.items() for number in _numbers(spans)
+}
 """XID -> status; "": harmless. 154 and the NVLink XIDs also need their text: see `xid_status`."""
 NVLINK_5 = range(144, 151)
 RECOVERY_ACTION_CODE = 154

@@ -22,10 +22,23 @@ class Rule(NamedTuple):
     second_hand: bool = False
 
 
-def rules(status: str, depth: int, rows: Iterable[tuple[str, str] | tuple[str, str, str]], *,
-          second_hand: bool = False) -> tuple[Rule, ...]:
+def rules(
+    status: str,
+    depth: int,
+    rows: Iterable[tuple[str, str] | tuple[str, str, str]],
+    *,
+    second_hand: bool = False,
+) -> tuple[Rule, ...]:
     """Build the rules of one status: (name, words separated by |, optional pattern). Patterns use
     only bounded repeats, so that a line is searched in time linear in its length."""
-    return tuple(Rule(status, row[0], depth, tuple(row[1].split("|")),
-                      re.compile(row[2]) if len(row) > 2 else None, second_hand)
-                 for row in rows)
+    return tuple(
+        Rule(
+            status,
+            row[0],
+            depth,
+            tuple(row[1].split("|")),
+            re.compile(row[2]) if len(row) > 2 else None,
+            second_hand,
+        )
+        for row in rows
+    )

@@ -146,9 +146,13 @@ class Job:
         """Loss and duration of each completed iteration from `first` on, except those before a
         restart of the whole task."""
         history = self._driver.iteration.history
-        return {iteration: (history.losses[iteration - history.first],
-                            history.step_s[iteration - history.first])
-                for iteration in range(max(first, history.first), history.end)}
+        return {
+            iteration: (
+                history.losses[iteration - history.first],
+                history.step_s[iteration - history.first],
+            )
+            for iteration in range(max(first, history.first), history.end)
+        }
 
     # --- methods ----------------------------------------------------------------------------------
     def __iter__(self) -> Iterator[int]:
@@ -249,8 +253,9 @@ class Job:
         communicators, mine = self._driver.communicators, self._evaluating
         keys = [f"between/{place}" for place in range(communicators.num_members)]
         try:
-            with self._driver.control.waiting_for_others(communicators.generation,
-                                                         communicators.interrupt):
+            with self._driver.control.waiting_for_others(
+                communicators.generation, communicators.interrupt
+            ):
                 communicators.store.set(keys[communicators.place], mine)
                 evaluating = {communicators.store.get(key).decode() for key in keys}
         except (Interrupted, RuntimeError):
@@ -260,13 +265,26 @@ class Job:
 
 @check_arguments
 @contextmanager
-def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0,
-          micro_batches: int = 0, samples: int = 1, sequence: int = 0, loss: Loss = "per_token",
-          reproducible: Reproducible | None = None, seed: int = 1234, flops: float = 0.0,
-          on_rebuild: OnRebuild | None = None,
-          axes: Axes | None = None, check: Sequence[Callable[[], str]] = (),
-          beginning: Beginning | None = None, exports: Sequence[Format] = (),
-          falls_back: bool = True) -> Generator[Job]:
+def adopt(
+    *,
+    build: Build,
+    sample: Sample,
+    forward: Forward,
+    iterations: int = 0,
+    micro_batches: int = 0,
+    samples: int = 1,
+    sequence: int = 0,
+    loss: Loss = "per_token",
+    reproducible: Reproducible | None = None,
+    seed: int = 1234,
+    flops: float = 0.0,
+    on_rebuild: OnRebuild | None = None,
+    axes: Axes | None = None,
+    check: Sequence[Callable[[], str]] = (),
+    beginning: Beginning | None = None,
+    exports: Sequence[Format] = (),
+    falls_back: bool = True,
+) -> Generator[Job]:
     """Train the model of `build`, with in-memory recovery if an agent has started this process.
 
     docs/guides/scripts.md has `build`, `sample`, `forward`, `iterations`, `micro_batches`,
@@ -282,23 +300,38 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
     arguments, or a loop that `job.step()` cannot train, print one line and end the process; with an
     agent, they end the task.
     """
+
     def work(loop: Loop) -> LoopWorkload:
-        for name, spec, given in (("iterations", loop.iterations, iterations),
-                                  ("micro_batches", loop.micro_batches, micro_batches)):
+        for name, spec, given in (
+            ("iterations", loop.iterations, iterations),
+            ("micro_batches", loop.micro_batches, micro_batches),
+        ):
             if given not in (0, spec):
-                raise UsageError(f"loop.{name} is {spec} in the job file, and {given} in the "
-                                 "script", "write the same, or leave it out of the script")
+                raise UsageError(
+                    f"loop.{name} is {spec} in the job file, and {given} in the script",
+                    "write the same, or leave it out of the script",
+                )
         loop = _with_reproducible(loop, reproducible)
-        return LoopWorkload(loop, build, sample, forward, samples_num=samples, sequence=sequence,
-                            loss=loss, seed=seed, flops=flops, on_rebuild=on_rebuild,
-                            beginning=beginning, exports=exports)
+        return LoopWorkload(
+            loop,
+            build,
+            sample,
+            forward,
+            samples_num=samples,
+            sequence=sequence,
+            loss=loss,
+            seed=seed,
+            flops=flops,
+            on_rebuild=on_rebuild,
+            beginning=beginning,
+            exports=exports,
+        )
 
     def validate() -> None:
         calls = {"build": build, "sample": sample, "forward": forward}
         if isinstance(sample, DataLoader):
             del calls["sample"]
-        check_values(calls, loss, {"samples": samples, "sequence": sequence},
-                     reproducible)
+        check_values(calls, loss, {"samples": samples, "sequence": sequence}, reproducible)
 
     with usage_errors_reported():
         driver: Driver
@@ -307,8 +340,11 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
         else:
             warn_unknown()
             validate()
-            made = work(json.decode(os.environ[LOOP], type=Loop) if LOOP in os.environ else
-                        _loop_without_agent(iterations, micro_batches, axes or Axes()))
+            made = work(
+                json.decode(os.environ[LOOP], type=Loop)
+                if LOOP in os.environ
+                else _loop_without_agent(iterations, micro_batches, axes or Axes())
+            )
             driver = RestartOnlyDriver(made, os.environ)
         job = Job(driver, made)
         yield job
@@ -318,9 +354,13 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
         driver.communicators.down(driver.iteration.trainee.roots)
 
 
-def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
-             check: Sequence[Callable[[], str]], *, falls_back: bool
-             ) -> tuple[Driver, LoopWorkload]:
+def _connect(
+    validate: Callable[[], None],
+    work: Callable[[Loop], LoopWorkload],
+    check: Sequence[Callable[[], str]],
+    *,
+    falls_back: bool,
+) -> tuple[Driver, LoopWorkload]:
     """This process's member, or a restart-only driver if recovery does not support the loop."""
     control, start, exit_report = connect_agent(int(os.environ[FD]))
     is_known = start.declined and falls_back
@@ -338,8 +378,9 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
         for reason in check:
             if why := reason():
                 raise NotRecoverable(why)
-        member = Member(control, start, os.environ,
-                        ProgressWriter(int(os.environ.get(PULSE, "-1"))), made)
+        member = Member(
+            control, start, os.environ, ProgressWriter(int(os.environ.get(PULSE, "-1"))), made
+        )
     except NotRecoverable as error:
         if falls_back and isinstance(error, NotTrainable):
             raise
@@ -350,14 +391,26 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
     if made.train.reproducible == "required":
         determinism.decline("required", why)
     from_memory = falls_back and loop.copy_every > 0
-    control.tell(InMemoryRecoveryDeclined(task=start.task, rank=start.rank, attempt=start.attempt,
-                                          why=why, from_memory=from_memory))
+    control.tell(
+        InMemoryRecoveryDeclined(
+            task=start.task,
+            rank=start.rank,
+            attempt=start.attempt,
+            why=why,
+            from_memory=from_memory,
+        )
+    )
     control.flush()
     if not falls_back:
-        raise Declined(f"this loop cannot heal in memory: {why}",
-                       "docs/guides/scripts.md lists what is supported")
-    log.warning("this loop cannot heal in place: a fault restarts all its processes", why=why,
-                from_memory=from_memory)
+        raise Declined(
+            f"this loop cannot heal in memory: {why}",
+            "docs/guides/scripts.md lists what is supported",
+        )
+    log.warning(
+        "this loop cannot heal in place: a fault restarts all its processes",
+        why=why,
+        from_memory=from_memory,
+    )
     gc.collect()  # free the first model before the second is built
     made = work(loop)
     return RestartOnlyDriver(made, os.environ, (control, start)), made
@@ -368,11 +421,16 @@ def _with_reproducible(loop: Loop, asked: Reproducible | None) -> Loop:
     if asked is None or asked == loop.reproducible:
         return loop
     if loop.reproducible != "rounding":
-        raise UsageError(f"loop.reproducible is {loop.reproducible} in the job file, and {asked} "
-                         "in the script", "write the same, or leave it out of the script")
+        raise UsageError(
+            f"loop.reproducible is {loop.reproducible} in the job file, and {asked} in the script",
+            "write the same, or leave it out of the script",
+        )
     if loop.model is not None:
-        raise UsageError(f"reproducible is {asked} in the script only, but layouts are computed "
-                         "from the job file", f"write loop: {{reproducible: {asked}}} there")
+        raise UsageError(
+            f"reproducible is {asked} in the script only, but layouts are computed "
+            "from the job file",
+            f"write loop: {{reproducible: {asked}}} there",
+        )
     found = replace(loop, reproducible=asked)
     check_reproducible(found, "loop")
     return found
@@ -383,6 +441,9 @@ def _loop_without_agent(iterations: int, micro_batches: int, replica: Axes) -> L
     for name, given in (("iterations", iterations), ("micro_batches", micro_batches)):
         if given < 1:
             raise UsageError(f"{name} is not given", "without an agent the script must give it")
-    return Loop(iterations=iterations, output="", micro_batches=micro_batches,
-                parallel=Parallel(tensor=(replica.tp,), pipeline=(replica.pp,),
-                                  chunks=replica.chunks))
+    return Loop(
+        iterations=iterations,
+        output="",
+        micro_batches=micro_batches,
+        parallel=Parallel(tensor=(replica.tp,), pipeline=(replica.pp,), chunks=replica.chunks),
+    )

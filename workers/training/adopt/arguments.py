@@ -38,10 +38,11 @@ def check_arguments(call: Callable[P, T]) -> Callable[P, T]:
                 unknown = [name for name in given if name not in signature.parameters]
                 if not unknown:
                     raise UsageError(f"adopt: {error}", takes) from None
-                near = difflib.get_close_matches(unknown[0], signature.parameters, n=1,
-                                                 cutoff=0.75)
-                raise UsageError(f"adopt: {unknown[0]} is none of its arguments",
-                                 f"did you mean {near[0]}?" if near else takes) from None
+                near = difflib.get_close_matches(unknown[0], signature.parameters, n=1, cutoff=0.75)
+                raise UsageError(
+                    f"adopt: {unknown[0]} is none of its arguments",
+                    f"did you mean {near[0]}?" if near else takes,
+                ) from None
         return call(*args, **given)
 
     return checked
@@ -70,8 +71,9 @@ def preload_checked() -> None:
             raise
 
 
-def check_values(calls: Mapping[str, Any], loss: str, counts: Mapping[str, Any],
-                 reproducible: str | None) -> None:
+def check_values(
+    calls: Mapping[str, Any], loss: str, counts: Mapping[str, Any], reproducible: str | None
+) -> None:
     """Raise UsageError for an argument of a wrong type or value."""
     for name, given in calls.items():
         if not callable(given):
@@ -79,8 +81,9 @@ def check_values(calls: Mapping[str, Any], loss: str, counts: Mapping[str, Any],
     if loss not in get_args(Loss):
         raise UsageError(f"adopt: loss is {loss!r}", f"give {' or '.join(get_args(Loss))}")
     if reproducible not in (None, *get_args(Reproducible)):
-        raise UsageError(f"adopt: reproducible is {reproducible!r}",
-                         f"give {', '.join(get_args(Reproducible))}")
+        raise UsageError(
+            f"adopt: reproducible is {reproducible!r}", f"give {', '.join(get_args(Reproducible))}"
+        )
     for name, given in counts.items():
         if not isinstance(given, int) or given < (name == "samples"):
             raise UsageError(f"adopt: {name} is {given!r}, not a valid number", "give an integer")

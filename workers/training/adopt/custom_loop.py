@@ -57,8 +57,7 @@ class BuiltLoop(NamedTuple):
 
 def unsupported(loop: BuiltLoop) -> list[Row]:
     """The rows of the support table that apply to this loop and prevent recovery in memory."""
-    return [row for row in ROWS
-            if row.loop.grade not in RECOVERED and ROW_CHECKS[row.what](loop)]
+    return [row for row in ROWS if row.loop.grade not in RECOVERED and ROW_CHECKS[row.what](loop)]
 
 
 def _any(config: Any, *names: str) -> bool:
@@ -72,80 +71,119 @@ def _above_1(config: Any, name: str) -> bool:
 
 def _has_other_experts(config: Any, parallel: Parallel) -> bool:
     """Options of experts that are not tested, or whose result depends on the layout."""
-    if _any(config, "moe_grouped_gemm", "moe_enable_routing_replay", "moe_router_fusion",
-            "moe_router_force_load_balancing", "moe_permute_fusion", "moe_shared_expert_overlap"
-            ) or config.moe_token_dispatcher_type == "flex":
+    if (
+        _any(
+            config,
+            "moe_grouped_gemm",
+            "moe_enable_routing_replay",
+            "moe_router_fusion",
+            "moe_router_force_load_balancing",
+            "moe_permute_fusion",
+            "moe_shared_expert_overlap",
+        )
+        or config.moe_token_dispatcher_type == "flex"
+    ):
         return True
     if len(parallel.tensor) > 1 and (
-            experts.auxiliary_losses(config) or config.moe_expert_capacity_factor is not None
-            or config.moe_router_load_balancing_type == "sinkhorn"):
+        experts.auxiliary_losses(config)
+        or config.moe_expert_capacity_factor is not None
+        or config.moe_router_load_balancing_type == "sinkhorn"
+    ):
         return True
     return len(list(parallel.shapes())) > 1 and _any(config, "moe_input_jitter_eps")
 
 
 def _is_fsdp(loop: BuiltLoop) -> bool:
-    return (_any(loop.ddp, "use_megatron_fsdp", "use_custom_fsdp")
-            or any("FullySharded" in kind.__name__ or kind.__name__ == "FSDPModule"
-                   for module in loop.modules for kind in type(module).__mro__))
+    return _any(loop.ddp, "use_megatron_fsdp", "use_custom_fsdp") or any(
+        "FullySharded" in kind.__name__ or kind.__name__ == "FSDPModule"
+        for module in loop.modules
+        for kind in type(module).__mro__
+    )
 
 
 ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
-    "context parallel": lambda loop: (_above_1(loop.config, "context_parallel_size")
-                                      or _any(loop.config, "hybrid_context_parallel")),
+    "context parallel": lambda loop: (
+        _above_1(loop.config, "context_parallel_size")
+        or _any(loop.config, "hybrid_context_parallel")
+    ),
     "expert parallel": lambda loop: _above_1(loop.config, "expert_model_parallel_size"),
     "experts, other options": lambda loop: (
-        _any(loop.config, "num_moe_experts") and _has_other_experts(loop.config, loop.parallel)),
+        _any(loop.config, "num_moe_experts") and _has_other_experts(loop.config, loop.parallel)
+    ),
     "experts balanced over replicas": lambda loop: (
         _any(loop.config, "num_moe_experts")
-        and "global_aux_loss" in loop.config.moe_router_load_balancing_type),
+        and "global_aux_loss" in loop.config.moe_router_load_balancing_type
+    ),
     "distributed optimizer, mirrored": lambda loop: loop.parallel.optimizer == "mirrored",
     "parameter gather overlapped with the step": lambda loop: _any(
-        loop.optimizer, "overlap_param_gather_with_optimizer_step"),
+        loop.optimizer, "overlap_param_gather_with_optimizer_step"
+    ),
     "several instances of the distributed optimizer": lambda loop: _above_1(
-        loop.ddp, "num_distributed_optimizer_instances"),
+        loop.ddp, "num_distributed_optimizer_instances"
+    ),
     "FSDP": _is_fsdp,
-    "FP8 or FP4": lambda loop: (_any(loop.config, "fp8", "fp4", "fp8_param", "fp4_param")
-                                or _any(loop.ddp, "fp8_param_gather")),
-    "CUDA graphs": lambda loop: (_any(loop.config, "enable_cuda_graph", "external_cuda_graph")
-                                 or loop.config.cuda_graph_impl != "none"),
+    "FP8 or FP4": lambda loop: (
+        _any(loop.config, "fp8", "fp4", "fp8_param", "fp4_param")
+        or _any(loop.ddp, "fp8_param_gather")
+    ),
+    "CUDA graphs": lambda loop: (
+        _any(loop.config, "enable_cuda_graph", "external_cuda_graph")
+        or loop.config.cuda_graph_impl != "none"
+    ),
     "torch.compile": lambda loop: any(
-        is_compiled(part) for module in loop.modules for part in module.modules()),
+        is_compiled(part) for module in loop.modules for part in module.modules()
+    ),
     "registered communication buffers": lambda loop: (
-        _any(loop.ddp, "nccl_ub") or _any(loop.config, "tp_comm_overlap")),
+        _any(loop.ddp, "nccl_ub") or _any(loop.config, "tp_comm_overlap")
+    ),
     "offloading to the CPU": lambda loop: (
         _any(loop.config, "cpu_offloading", "fine_grained_activation_offloading")
-        or _any(loop.optimizer, "optimizer_cpu_offload")),
+        or _any(loop.optimizer, "optimizer_cpu_offload")
+    ),
     "dropout across a change of TP or PP": lambda loop: (
         _any(loop.config, "attention_dropout", "hidden_dropout")
-        and len(list(loop.parallel.shapes())) > 1),
+        and len(list(loop.parallel.shapes())) > 1
+    ),
     "gradients scaled by the number of replicas": lambda loop: (
-        not loop.config.calculate_per_token_loss or _any(loop.ddp, "average_in_collective")),
+        not loop.config.calculate_per_token_loss or _any(loop.ddp, "average_in_collective")
+    ),
     "gradients summed in 16 bits": lambda loop: (
-        not loop.ddp.grad_reduce_in_fp32 and _any(loop.config, "bf16", "fp16")),
+        not loop.ddp.grad_reduce_in_fp32 and _any(loop.config, "bf16", "fp16")
+    ),
     "an optimizer other than Adam": lambda loop: (
-        loop.optimizer.optimizer != "adam"
-        or _any(loop.optimizer, "use_precision_aware_optimizer")),
+        loop.optimizer.optimizer != "adam" or _any(loop.optimizer, "use_precision_aware_optimizer")
+    ),
 }
 
 
 def _is_of_transformer_engine(loop: BuiltLoop) -> bool:
-    return any(kind.__module__.startswith("transformer_engine") for module in loop.modules
-               for part in module.modules() for kind in type(part).__mro__)
+    return any(
+        kind.__module__.startswith("transformer_engine")
+        for module in loop.modules
+        for part in module.modules()
+        for kind in type(part).__mro__
+    )
 
 
 NOT_BITWISE: Mapping[str, Callable[[BuiltLoop], bool]] = {
     "a mixture of experts": lambda loop: _any(loop.config, "num_moe_experts"),
     "gradient_accumulation_fusion: a kernel adds to the gradient": lambda loop: _any(
-        loop.config, "gradient_accumulation_fusion"),
+        loop.config, "gradient_accumulation_fusion"
+    ),
     "defer_embedding_wgrad_compute: a kernel adds to the gradient": lambda loop: _any(
-        loop.config, "defer_embedding_wgrad_compute"),
+        loop.config, "defer_embedding_wgrad_compute"
+    ),
     "cross_entropy_loss_fusion: its kernel is not deterministic": lambda loop: _any(
-        loop.config, "cross_entropy_loss_fusion"),
+        loop.config, "cross_entropy_loss_fusion"
+    ),
     "gradients that are averaged over tensor-parallel ranks": lambda loop: any(
         getattr(param, "average_gradients_across_tp_domain", False)
-        for module in loop.modules for param in module.parameters()),
+        for module in loop.modules
+        for param in module.parameters()
+    ),
     "Transformer Engine without deterministic_mode=True in the TransformerConfig": lambda loop: (
-        _is_of_transformer_engine(loop) and not _any(loop.config, "deterministic_mode")),
+        _is_of_transformer_engine(loop) and not _any(loop.config, "deterministic_mode")
+    ),
 }
 """What cannot keep the promise of `reproducible: bitwise`. All members decide alike, from what the
 script builds. What `job.step()` cannot heal in memory cannot keep it either."""
@@ -163,10 +201,12 @@ RESTARTS = "after a fault all its processes start again"
 STAGE_SEEDS_APART = 100
 """The difference between the seeds of two pipeline stages in Megatron-LM."""
 
-SHAPES = re.compile(r"The size of tensor|Sizes of tensors must match|shapes? cannot be multiplied|"
-                    r"Expected input batch_size|"
-                    r"is invalid for input of size|must match the (existing )?size|"
-                    r"^\w*(Value|Type|Key|Index|Lookup|Assertion|ZeroDivision)\w*Error: ")
+SHAPES = re.compile(
+    r"The size of tensor|Sizes of tensors must match|shapes? cannot be multiplied|"
+    r"Expected input batch_size|"
+    r"is invalid for input of size|must match the (existing )?size|"
+    r"^\w*(Value|Type|Key|Index|Lookup|Assertion|ZeroDivision)\w*Error: "
+)
 """Two lengths do not fit, or a data loader's worker raised a data error. Any other RuntimeError may
 pass, and so may most exceptions of `forward`, which may use collectives."""
 
@@ -216,8 +256,10 @@ class LoopTrainingModel(TrainingModel):
             case _:
                 raise _wrong_forward(f"returned {_types(found)}")
         if self.axes.pp > 1 and not callable(rest):
-            raise UsageError("in a pipeline `forward` must return the chunk's output and a "
-                             "function of it", "return the sum of the loss in that function")
+            raise UsageError(
+                "in a pipeline `forward` must return the chunk's output and a function of it",
+                "return the sum of the loss in that function",
+            )
         self._loss_func = rest if callable(rest) else lambda out: (out, rest)
         return out
 
@@ -256,23 +298,44 @@ def _wrong_forward(what: str) -> UsageError:
     return UsageError(
         "`forward` must return the sum of the loss of its tokens and their number, or the output "
         f"and a function of it that returns these two. It {what}",
-        "docs/guides/scripts.md shows an example")
+        "docs/guides/scripts.md shows an example",
+    )
 
 
 class LoopWorkload:
     """The workload of a custom loop. The parameters are those of `adopt`."""
 
-    def __init__(self, loop: Loop, build: Build, sample: Sample, forward: Forward, *,
-                 samples_num: int = 1, sequence: int = 0, loss: Any = "per_token", seed: int = 1234,
-                 flops: float = 0.0, on_rebuild: OnRebuild | None = None,
-                 beginning: Beginning | None = None, exports: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        build: Build,
+        sample: Sample,
+        forward: Forward,
+        *,
+        samples_num: int = 1,
+        sequence: int = 0,
+        loss: Any = "per_token",
+        seed: int = 1234,
+        flops: float = 0.0,
+        on_rebuild: OnRebuild | None = None,
+        beginning: Beginning | None = None,
+        exports: Sequence[Any] = (),
+    ) -> None:
         self.train = Train(
-            iterations=loop.iterations, output=loop.output, copy_every=loop.copy_every,
-            checkpoint_every=loop.checkpoint_every, parallel=loop.parallel, seed=seed, loss=loss,
-            kept_sum=loop.kept_sum, reproducible=loop.reproducible,
-            reproducible_bits=loop.reproducible_bits, digest_every=loop.digest_every,
+            iterations=loop.iterations,
+            output=loop.output,
+            copy_every=loop.copy_every,
+            checkpoint_every=loop.checkpoint_every,
+            parallel=loop.parallel,
+            seed=seed,
+            loss=loss,
+            kept_sum=loop.kept_sum,
+            reproducible=loop.reproducible,
+            reproducible_bits=loop.reproducible_bits,
+            digest_every=loop.digest_every,
             model=Model(sequence=sequence),
-            batch=Batch(global_=loop.micro_batches * samples_num, micro=samples_num))
+            batch=Batch(global_=loop.micro_batches * samples_num, micro=samples_num),
+        )
         self.flops = flops
         self.beginning, self.exports = beginning, exports
         self._described = loop.model
@@ -285,8 +348,11 @@ class LoopWorkload:
         self._on_rebuild = on_rebuild
         self._groups: Any = None
         self._build, self._forward = build, forward
-        self._sample = sample if not isinstance(sample, DataLoader) else LoaderBatches(
-            sample, loop.micro_batches, loop.iterations, seed)
+        self._sample = (
+            sample
+            if not isinstance(sample, DataLoader)
+            else LoaderBatches(sample, loop.micro_batches, loop.iterations, seed)
+        )
         cpu_device.install_stand_ins()
 
     def on_groups(self, groups: Any) -> None:
@@ -300,18 +366,23 @@ class LoopWorkload:
     def load(self) -> LoopWorkload:
         return self
 
-    def sample(self, seed: int, iteration: int, micro_batch: int, *, rows: int, sequence: int
-               ) -> Any:
+    def sample(
+        self, seed: int, iteration: int, micro_batch: int, *, rows: int, sequence: int
+    ) -> Any:
         with _data_errors("sample", iteration, micro_batch):
             return self._sample(iteration, micro_batch)
 
-    def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
-              begins: bool = True) -> TrainingModel:
+    def build(
+        self, device: torch.device, groups: Any, axes: Axes, place: int, *, begins: bool = True
+    ) -> TrainingModel:
         """Call the script's `build`. `begins` is ignored. Raises NotRecoverable, UsageError."""
         build_groups = groups_for_building(groups)
         publish_globals(build_groups, axes.chunks)
-        with optimizers.without_collectives(), optimizers.lowest_rate_of_schedule(), _seeded(
-                self.train.seed, groups.pp.rank()):
+        with (
+            optimizers.without_collectives(),
+            optimizers.lowest_rate_of_schedule(),
+            _seeded(self.train.seed, groups.pp.rank()),
+        ):
             ddps, optimizer, scheduler = _unpack(self._build(build_groups, axes, place))
         publish_globals(groups, axes.chunks)
         if self._described is not None:
@@ -322,7 +393,8 @@ class LoopWorkload:
         else:
             check_trainable(ddps, optimizer, scheduler, self.train, axes)
             parallel = replace(
-                parallel, optimizer="sharded" if optimizers.is_sharded(optimizer) else "whole")
+                parallel, optimizer="sharded" if optimizers.is_sharded(optimizer) else "whole"
+            )
             disable_overlap(ddps, optimizer)
         exactly = self._exactly(_built_loop(ddps, optimizer, self.train))
         optimizers.prepare(ddps, optimizer)
@@ -330,15 +402,34 @@ class LoopWorkload:
         modules = [_inner(ddp) for ddp in ddps]
         config = ddps[0].config
         precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
-        train = replace(self.train, precision=precision, parallel=parallel, **exactly,
-                        overlap=ddps[0].ddp_config.overlap_grad_reduce)
-        return LoopTrainingModel(train, device, Draw(train.seed), axes, place, modules, ddps,
-                                 optimizer, scheduler, torch.empty(0), call=self._forward)
+        train = replace(
+            self.train,
+            precision=precision,
+            parallel=parallel,
+            **exactly,
+            overlap=ddps[0].ddp_config.overlap_grad_reduce,
+        )
+        return LoopTrainingModel(
+            train,
+            device,
+            Draw(train.seed),
+            axes,
+            place,
+            modules,
+            ddps,
+            optimizer,
+            scheduler,
+            torch.empty(0),
+            call=self._forward,
+        )
 
     def _exactly(self, built: BuiltLoop) -> dict[str, Any]:
         """What of `train` changes if what was built cannot be `bitwise`. Raises UsageError."""
-        why = "; ".join(what for what, applies in NOT_BITWISE.items() if applies(built)) if (
-            self.heals) else RESTARTS
+        why = (
+            "; ".join(what for what, applies in NOT_BITWISE.items() if applies(built))
+            if (self.heals)
+            else RESTARTS
+        )
         if not why or self.train.reproducible == "rounding":
             return {}
         if why != self.rounding_why:
@@ -362,8 +453,11 @@ class LoopWorkload:
         shards, places = trainee.shards, range(num_positions(largest))
         if replace(trainee.axes, dp=1) == largest:
             # The script has drawn them, except a tied embedding, which the first stage draws.
-            tied = {shard: tensor for shard, tensor in shards.items()
-                    if shard.key.endswith(f".{EMBEDDING}")}
+            tied = {
+                shard: tensor
+                for shard, tensor in shards.items()
+                if shard.key.endswith(f".{EMBEDDING}")
+            }
             shards = tied if trainee.at.pp else {}
             places = range(trainee.at.tp, trainee.at.tp + 1)
         if shards:
@@ -390,7 +484,8 @@ def _data_errors(what: str, iteration: int, micro_batch: int) -> Generator[None]
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         text = lines[-1] if lines else ""
         is_certain = isinstance(error, LookupError) or (
-            what == "sample" and not isinstance(error, RuntimeError))
+            what == "sample" and not isinstance(error, RuntimeError)
+        )
         if not is_certain and not SHAPES.search(text):
             raise
         traceback.print_exc()
@@ -400,8 +495,9 @@ def _data_errors(what: str, iteration: int, micro_batch: int) -> Generator[None]
         raise UsageError(
             f"`{what}` raised {told} in micro-batch {micro_batch} of iteration {iteration}",
             "the data end before the last of loop.iterations: begin them again, or lower it"
-            if is_end else "any process raises it for this micro-batch: correct the data or the "
-                           "script") from error
+            if is_end
+            else "any process raises it for this micro-batch: correct the data or the script",
+        ) from error
 
 
 @contextmanager
@@ -420,38 +516,51 @@ def _seeded(seed: int, stage: int) -> Generator[None]:
         tracker.reset()  # `Draw` seeds each micro-batch
 
 
-def check_recoverable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes
-          ) -> None:
+def check_recoverable(
+    ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes
+) -> None:
     """Raises NotRecoverable if a step cannot be resumed, repeated or transferred exactly."""
     check_trainable(ddps, optimizer, scheduler, train, axes)
     _check_rows(ddps, optimizer, train, NotRecoverable)
     for kind in optimizers.not_adam(optimizer):
-        raise NotRecoverable(f"the state of {kind} is not known; that of torch.optim.AdamW is, and "
-                             "that of FusedAdam of Transformer Engine and Apex")
+        raise NotRecoverable(
+            f"the state of {kind} is not known; that of torch.optim.AdamW is, and "
+            "that of FusedAdam of Transformer Engine and Apex"
+        )
     is_sharded = optimizers.is_sharded(optimizer)
     if is_sharded != (train.parallel.optimizer != "whole"):
         built = "sharded" if is_sharded else "whole"
-        raise NotTrainable(f"the optimizer is {built}, but loop.parallel.optimizer is not",
-                           f"write loop: {{parallel: {{optimizer: {built}}}}}")
+        raise NotTrainable(
+            f"the optimizer is {built}, but loop.parallel.optimizer is not",
+            f"write loop: {{parallel: {{optimizer: {built}}}}}",
+        )
 
 
-def check_trainable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes
-                 ) -> None:
+def check_trainable(
+    ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes
+) -> None:
     """Raises NotTrainable if `job.step()` cannot train this model."""
     for ddp in ddps:
         if not isinstance(ddp, DistributedDataParallel):
-            raise NotTrainable(f"{type(ddp).__name__} is not megatron.core.distributed.Distributed"
-                               "DataParallel, whose buffers hold the local sum of gradients",
-                               "wrap each chunk of the model in DistributedDataParallel")
+            raise NotTrainable(
+                f"{type(ddp).__name__} is not megatron.core.distributed.Distributed"
+                "DataParallel, whose buffers hold the local sum of gradients",
+                "wrap each chunk of the model in DistributedDataParallel",
+            )
     _check_rows(ddps, optimizer, train, NotTrainable)
     _check_sizes(ddps[0].config, [_inner(ddp) for ddp in ddps], train, axes)
     if not isinstance(scheduler, OptimizerParamScheduler):
-        raise NotTrainable(f"its schedule is a {type(scheduler).__name__}, not Megatron's "
-                           "OptimizerParamScheduler, whose position is known",
-                           "return an OptimizerParamScheduler")
+        raise NotTrainable(
+            f"its schedule is a {type(scheduler).__name__}, not Megatron's "
+            "OptimizerParamScheduler, whose position is known",
+            "return an OptimizerParamScheduler",
+        )
     for kind in () if is_plain(train.parallel.largest) else optimizers.not_adam(optimizer):
-        raise NotTrainable(f"the state of {kind} cannot be split over the ranks of a replica; that "
-                           "of torch.optim.AdamW can", "train whole replicas, or with Adam")
+        raise NotTrainable(
+            f"the state of {kind} cannot be split over the ranks of a replica; that "
+            "of torch.optim.AdamW can",
+            "train whole replicas, or with Adam",
+        )
 
 
 def check_described(config: Any, train: Train, model: MegatronModel) -> None:
@@ -459,23 +568,35 @@ def check_described(config: Any, train: Train, model: MegatronModel) -> None:
     has_experts = bool(getattr(config, "num_moe_experts", None))
     samples = model.global_batch // train.num_micro_batches
     for name, described, built in (
-            ("num_layers", model.num_layers, config.num_layers),
-            ("hidden", model.hidden, config.hidden_size),
-            ("num_heads", model.num_heads, config.num_attention_heads),
-            ("num_query_groups", model.num_groups,
-             config.num_query_groups or config.num_attention_heads),
-            ("num_experts", model.num_experts, config.num_moe_experts if has_experts else 0),
-            ("ffn_hidden", model.ffn,
-             config.moe_ffn_hidden_size if has_experts else config.ffn_hidden_size),
-            ("top_k", model.top_k, config.moe_router_topk if has_experts else 1),
-            ("recompute", model.recompute, config.recompute_granularity or "none"),
-            ("sequence", model.sequence, train.model.sequence or model.sequence),
-            # `samples` of `adopt` is 1 if it is left out
-            ("global_batch", model.global_batch, train.num_micro_batches
-             * (train.batch.micro if train.batch.micro > 1 else samples))):
+        ("num_layers", model.num_layers, config.num_layers),
+        ("hidden", model.hidden, config.hidden_size),
+        ("num_heads", model.num_heads, config.num_attention_heads),
+        (
+            "num_query_groups",
+            model.num_groups,
+            config.num_query_groups or config.num_attention_heads,
+        ),
+        ("num_experts", model.num_experts, config.num_moe_experts if has_experts else 0),
+        (
+            "ffn_hidden",
+            model.ffn,
+            config.moe_ffn_hidden_size if has_experts else config.ffn_hidden_size,
+        ),
+        ("top_k", model.top_k, config.moe_router_topk if has_experts else 1),
+        ("recompute", model.recompute, config.recompute_granularity or "none"),
+        ("sequence", model.sequence, train.model.sequence or model.sequence),
+        # `samples` of `adopt` is 1 if it is left out
+        (
+            "global_batch",
+            model.global_batch,
+            train.num_micro_batches * (train.batch.micro if train.batch.micro > 1 else samples),
+        ),
+    ):
         if described != built:
-            raise NotTrainable(f"loop.model.{name} is {described} in the job file, and {built} in "
-                               "the script", "write the same in both")
+            raise NotTrainable(
+                f"loop.model.{name} is {described} in the job file, and {built} in the script",
+                "write the same in both",
+            )
 
 
 def disable_overlap(ddps: Sequence[Any], optimizer: Any) -> None:
@@ -494,20 +615,31 @@ def disable_overlap(ddps: Sequence[Any], optimizer: Any) -> None:
         part.config.overlap_param_gather_with_optimizer_step = False
 
 
-def _check_rows(ddps: Sequence[Any], optimizer: Any, train: Train, error: type[NotRecoverable]
-                ) -> None:
+def _check_rows(
+    ddps: Sequence[Any], optimizer: Any, train: Train, error: type[NotRecoverable]
+) -> None:
     """Raises `error` if rows of the support table apply: for NotTrainable those that cannot be
     trained, else those that can, but not recovered."""
     found = unsupported(_built_loop(ddps, optimizer, train))
-    if rows := [row for row in found if (error is NotRecoverable) == (
-            row.loop.grade != "refused" and not row.loop.own_loop)]:
-        raise error("; ".join(f"{row.what}: {row.loop.why}" for row in rows),
-                    "unicron doctor --support lists what a loop may contain")
+    if rows := [
+        row
+        for row in found
+        if (error is NotRecoverable) == (row.loop.grade != "refused" and not row.loop.own_loop)
+    ]:
+        raise error(
+            "; ".join(f"{row.what}: {row.loop.why}" for row in rows),
+            "unicron doctor --support lists what a loop may contain",
+        )
 
 
 def _built_loop(ddps: Sequence[Any], optimizer: Any, train: Train) -> BuiltLoop:
-    return BuiltLoop(ddps[0].config, ddps[0].ddp_config, optimizers.chained(optimizer)[0].config,
-                     train.parallel, [_inner(ddp) for ddp in ddps])
+    return BuiltLoop(
+        ddps[0].config,
+        ddps[0].ddp_config,
+        optimizers.chained(optimizer)[0].config,
+        train.parallel,
+        [_inner(ddp) for ddp in ddps],
+    )
 
 
 def _unpack(built: Any) -> tuple[list[Any], Any, Any]:
@@ -518,7 +650,8 @@ def _unpack(built: Any) -> tuple[list[Any], Any, Any]:
             raise UsageError(
                 "`build` must return three values: the list of model chunks, the optimizer and "
                 f"its schedule. It returned {_types(built)}",
-                "docs/guides/scripts.md shows an example")
+                "docs/guides/scripts.md shows an example",
+            )
 
 
 def _types(built: Any) -> str:
@@ -527,25 +660,36 @@ def _types(built: Any) -> str:
 
 
 def _check_sizes(config: Any, modules: Sequence[Any], train: Train, axes: Axes) -> None:
-    made = Axes(tp=config.tensor_model_parallel_size, pp=config.pipeline_model_parallel_size,
-                chunks=len(modules), dp=axes.dp)
+    made = Axes(
+        tp=config.tensor_model_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        chunks=len(modules),
+        dp=axes.dp,
+    )
     if made != axes:
-        raise NotTrainable(f"`build` was called for {axes}, but its configuration has {made}",
-                           "take the sizes from its argument `axes`")
+        raise NotTrainable(
+            f"`build` was called for {axes}, but its configuration has {made}",
+            "take the sizes from its argument `axes`",
+        )
     if train.parallel.pipeline == (1,):
         return
     if axes.chunks > 1 and config.batch_p2p_comm:
-        raise NotTrainable("with chunks, the next and previous stage can be the same one, and a "
-                           "batch of messages mixes the two directions up",
-                           "set overlap_p2p_comm, and batch_p2p_comm False")
+        raise NotTrainable(
+            "with chunks, the next and previous stage can be the same one, and a "
+            "batch of messages mixes the two directions up",
+            "set overlap_p2p_comm, and batch_p2p_comm False",
+        )
     if not train.model.sequence:
-        raise NotTrainable("pipeline stages need the length of a sample",
-                           "give adopt(sequence=...)")
+        raise NotTrainable(
+            "pipeline stages need the length of a sample", "give adopt(sequence=...)"
+        )
     for module in modules:
         if not isinstance(module, GPTModel):
-            raise NotTrainable(f"the parameters of a {type(module).__name__} in a pipeline have no "
-                               "unique names in the whole model; those of a GPTModel have",
-                               "leave loop.parallel.pipeline out")
+            raise NotTrainable(
+                f"the parameters of a {type(module).__name__} in a pipeline have no "
+                "unique names in the whole model; those of a GPTModel have",
+                "leave loop.parallel.pipeline out",
+            )
 
 
 def _inner(ddp: Any) -> Any:

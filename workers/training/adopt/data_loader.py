@@ -18,8 +18,17 @@ from ....events.errors import UsageError
 from ..dependencies import private_torch
 from ..model.random_draws import seed_of
 
-OF_THE_DATA = (StopIteration, LookupError, ValueError, TypeError, AttributeError, NameError,
-               ArithmeticError, AssertionError, RuntimeError)
+OF_THE_DATA = (
+    StopIteration,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    NameError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+)
 """What a script raises because of the data, in any process. An OSError, for example, may pass."""
 _ORDERS_NUM_MAX = 2
 """The epochs whose order is kept: an iteration may have micro-batches of two."""
@@ -43,8 +52,9 @@ class LoaderBatches:
     DataLoader, counted over its epochs. The workers are forked here, before there are connections
     that they would keep open. Raises UsageError without random access."""
 
-    def __init__(self, loader: DataLoader[Any], micro_batches: int, iterations: int, seed: int
-                 ) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], micro_batches: int, iterations: int, seed: int
+    ) -> None:
         self._micro_batches, self._iterations = micro_batches, iterations
         self._order = _Order(loader, seed)
         self._is_pinned = bool(loader.pin_memory) and torch.cuda.is_available()
@@ -56,11 +66,19 @@ class LoaderBatches:
         """This process's micro-batches of iteration `_at`, so far."""
         self._last_share: list[int] = []
         with _seeded(seed):
-            self._results: Iterator[Any] = iter(DataLoader(
-                _Reader(loader, seed), batch_size=None, sampler=iter(self._wanted, None),
-                collate_fn=_unchanged, num_workers=loader.num_workers, timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn, prefetch_factor=loader.prefetch_factor,
-                multiprocessing_context=loader.multiprocessing_context))
+            self._results: Iterator[Any] = iter(
+                DataLoader(
+                    _Reader(loader, seed),
+                    batch_size=None,
+                    sampler=iter(self._wanted, None),
+                    collate_fn=_unchanged,
+                    num_workers=loader.num_workers,
+                    timeout=loader.timeout,
+                    worker_init_fn=loader.worker_init_fn,
+                    prefetch_factor=loader.prefetch_factor,
+                    multiprocessing_context=loader.multiprocessing_context,
+                )
+            )
 
     def __call__(self, iteration: int, micro_batch: int) -> Any:
         """The batch. Raises what the dataset raises for it, and RuntimeError if a worker died."""
@@ -85,8 +103,11 @@ class LoaderBatches:
         if micro_batch not in share:
             return
         for at in range(iteration, self._iterations):
-            yield from (at * self._micro_batches + item for item in share
-                        if at > iteration or item > micro_batch)
+            yield from (
+                at * self._micro_batches + item
+                for item in share
+                if at > iteration or item > micro_batch
+            )
 
     def _wanted(self) -> _Wanted:
         number = next(self._expected, None)
@@ -102,27 +123,33 @@ class _Order:
         sampler: Any = loader.batch_sampler
         if isinstance(loader.dataset, IterableDataset) or sampler is None:
             what = "has an IterableDataset" if sampler is not None else "has no batch_size"
-            raise UsageError(f"adopt: the DataLoader of sample {what}: its batches have no number",
-                             "give a dataset with __getitem__ and a batch_size, or a function "
-                             "sample(iteration, micro_batch)")
+            raise UsageError(
+                f"adopt: the DataLoader of sample {what}: its batches have no number",
+                "give a dataset with __getitem__ and a batch_size, or a function "
+                "sample(iteration, micro_batch)",
+            )
         self._batches, self._seed = sampler, seed
         inner: Any = getattr(sampler, "sampler", None)
         for one in (sampler, inner):
             if isinstance(one, DistributedSampler) and one.num_replicas != 1:
                 raise UsageError(
                     f"adopt: the DistributedSampler of sample deals to {one.num_replicas} replicas",
-                    "give it num_replicas=1, rank=0: Unicron deals the micro-batches")
+                    "give it num_replicas=1, rank=0: Unicron deals the micro-batches",
+                )
         self._set_epochs = [one.set_epoch for one in (sampler, inner) if hasattr(one, "set_epoch")]
         found = [getattr(one, "generator", None) for one in (loader, sampler, inner)]
         self._generators: list[torch.Generator] = [
-            one for one in dict.fromkeys(found) if one is not None]
+            one for one in dict.fromkeys(found) if one is not None
+        ]
         self._first = [one.get_state() for one in self._generators]
         self._draws_once = loader.persistent_workers
         self._loader_generator = loader.generator
         self._length = len(sampler)
         if not self._length:
-            raise UsageError("adopt: the DataLoader of sample has no batch",
-                             "give it at least one; drop_last drops a shorter one")
+            raise UsageError(
+                "adopt: the DataLoader of sample has no batch",
+                "give it at least one; drop_last drops a shorter one",
+            )
         self._orders: dict[int, Sequence[Any]] = {}
         self._next_epoch = 0
 
@@ -152,9 +179,11 @@ class _Order:
                 torch.empty((), dtype=torch.int64).random_(generator=self._loader_generator)
             order = self._batches if isinstance(self._batches, Sequence) else list(self._batches)
         if len(order) != self._length:
-            raise UsageError(f"the sampler of the DataLoader has {len(order)} batches in epoch "
-                             f"{epoch}, and its length is {self._length}",
-                             "correct its __len__, or yield as many in each epoch")
+            raise UsageError(
+                f"the sampler of the DataLoader has {len(order)} batches in epoch "
+                f"{epoch}, and its length is {self._length}",
+                "correct its __len__, or yield as many in each epoch",
+            )
         return order
 
 

@@ -45,8 +45,12 @@ class RestartOnlyDriver:
     started by a launcher such as torchrun or by an agent. With an agent it writes checkpoints and
     resumes from the last one. Raises UsageError for a loop that cannot be trained."""
 
-    def __init__(self, work: LoopWorkload, environment: Mapping[str, str],
-                 agent: tuple[Control, StartRank] | None = None) -> None:
+    def __init__(
+        self,
+        work: LoopWorkload,
+        environment: Mapping[str, str],
+        agent: tuple[Control, StartRank] | None = None,
+    ) -> None:
         work.heals = False
         self.control, start = agent or (Control(socket.socketpair()[0], 0, Unpacker()), None)
         self._train = work.train
@@ -69,23 +73,37 @@ class RestartOnlyDriver:
                 host = host or "0.0.0.0"  # without an agent, which address is ours is not known
                 with network_address.listen(host, port) as listener:
                     self._hosted_store = dist.TCPStore(
-                        host, port, is_master=True, wait_for_workers=False,
-                        master_listen_fd=os.dup(listener.fileno()), use_libuv=True)
+                        host,
+                        port,
+                        is_master=True,
+                        wait_for_workers=False,
+                        master_listen_fd=os.dup(listener.fileno()),
+                        use_libuv=True,
+                    )
         self.communicators.meet(1, self._place, num, endpoint, b"")
         self.communicators.up(axes)
         trainee = work.build(device, self.communicators.groups, axes, self._place)
         if not is_plain(work.train.parallel.largest):
             work.begin(with_shards(trainee), part_builder(work, self.communicators, device))
         self.history = History()
-        self._checkpoint = RestartCheckpoint(work.train, trainee,
-                                             environment.get("UNICRON_TASK", ""))
+        self._checkpoint = RestartCheckpoint(
+            work.train, trainee, environment.get("UNICRON_TASK", "")
+        )
         self._memory: RestartMemory | None = None
         if start is not None and work.train.copy_every:
             self._memory = RestartMemory(
-                start, self.control, self._place, num, spare=self.communicators.spare)
+                start, self.control, self._place, num, spare=self.communicators.spare
+            )
         self.settled = self._agreed(self._load(trainee))
-        self.iteration = Iteration(trainee, self.control, self.communicators, work,
-                                   Trace(self._place), ProgressWriter(), self.history)
+        self.iteration = Iteration(
+            trainee,
+            self.control,
+            self.communicators,
+            work,
+            Trace(self._place),
+            ProgressWriter(),
+            self.history,
+        )
         if self._memory is not None:
             self.iteration.copy_status = self._memory.status
             self.iteration.before_change = self._memory.detach
@@ -99,10 +117,12 @@ class RestartOnlyDriver:
         parallel, micro_batches = self._train.parallel, self._train.num_micro_batches
         for axes in parallel.layouts(num, micro_batches):
             return axes
-        raise UsageError(f"no layout of tensor {list(parallel.tensor)} by pipeline "
-                         f"{list(parallel.pipeline)} has {num} ranks and at least one of "
-                         f"{micro_batches} micro-batches for each replica",
-                         "start another number of processes")
+        raise UsageError(
+            f"no layout of tensor {list(parallel.tensor)} by pipeline "
+            f"{list(parallel.pipeline)} has {num} ranks and at least one of "
+            f"{micro_batches} micro-batches for each replica",
+            "start another number of processes",
+        )
 
     def _load(self, trainee: TrainingModel) -> int:
         if self._memory is not None:
@@ -113,28 +133,43 @@ class RestartOnlyDriver:
                     self.history.replace(*found.tree["history"])
                     return found.step_version
                 except (RuntimeError, ValueError, KeyError) as error:
-                    raise UsageError(f"the state in memory is of another model: {error}",
-                                     "submit the changed script as another task") from None
+                    raise UsageError(
+                        f"the state in memory is of another model: {error}",
+                        "submit the changed script as another task",
+                    ) from None
         return self._checkpoint.load(trainee, self.history)
 
     def _store(self) -> None:
         """Store the state in memory, if that is due and no process still sends its last one."""
         at, iteration, trainee = (
-            self.iteration.step_version, self.iteration, self.iteration.trainee)
-        if (self._memory is not None and at % self._train.copy_every == 0
-                and at < self._train.iterations and iteration.may_copy):
-            self._memory.copy(lambda: {
-                **objects_tree(trainee.modules, trainee.optimizer, trainee.scheduler),
-                "history": [self.history.first, self.history.losses, self.history.step_s]},
-                at, is_whole=iteration.is_copied)
+            self.iteration.step_version,
+            self.iteration,
+            self.iteration.trainee,
+        )
+        if (
+            self._memory is not None
+            and at % self._train.copy_every == 0
+            and at < self._train.iterations
+            and iteration.may_copy
+        ):
+            self._memory.copy(
+                lambda: {
+                    **objects_tree(trainee.modules, trainee.optimizer, trainee.scheduler),
+                    "history": [self.history.first, self.history.losses, self.history.step_s],
+                },
+                at,
+                is_whole=iteration.is_copied,
+            )
 
     def _agreed(self, step_version: int) -> int:
         """Check that all ranks loaded the same step version: nodes may not share `output`."""
         found = {int(each) for each in World().collect(str(step_version).encode())}
         if len(found) > 1:
-            raise UsageError(f"some ranks resume from iteration {min(found)}, others from "
-                             f"{max(found)}: they do not see the same checkpoints",
-                             "loop.output must be a folder that all nodes share")
+            raise UsageError(
+                f"some ranks resume from iteration {min(found)}, others from "
+                f"{max(found)}: they do not see the same checkpoints",
+                "loop.output must be a folder that all nodes share",
+            )
         return step_version
 
     def steps(self) -> Generator[int | None]:
@@ -169,12 +204,17 @@ class RestartCheckpoint:
         self._folder = ""
         if not (train.output and task):
             return
-        if trainee.is_plain and not optimizers.not_adam(trainee.optimizer) and not is_url(
-                train.output):
+        if (
+            trainee.is_plain
+            and not optimizers.not_adam(trainee.optimizer)
+            and not is_url(train.output)
+        ):
             self._folder = checkpoint.folder_of(train.output, f"task-{task}")
         else:
-            log.warning("no checkpoints: after a fault the task begins at the first iteration",
-                        why="no rank has the whole state to write to a folder")
+            log.warning(
+                "no checkpoints: after a fault the task begins at the first iteration",
+                why="no rank has the whole state to write to a folder",
+            )
 
     @property
     def step_version(self) -> int:
@@ -207,5 +247,7 @@ class RestartCheckpoint:
     def _saved(self) -> list[Path]:
         """The complete checkpoints, the newest last."""
         folders = Path(self._folder).glob("iter-*") if self._folder else ()
-        return sorted((folder for folder in folders if folder.name[5:].isdecimal()),
-                      key=lambda folder: int(folder.name[5:]))
+        return sorted(
+            (folder for folder in folders if folder.name[5:].isdecimal()),
+            key=lambda folder: int(folder.name[5:]),
+        )

@@ -29,8 +29,9 @@ class OwnLoop:
     def __init__(self, memory: RestartMemory | None, every: int) -> None:
         self._memory, self._every = memory, every
 
-    def resume(self, state: Callable[[], Any], load: Callable[[Any], None], *, after: int = 0
-               ) -> int:
+    def resume(
+        self, state: Callable[[], Any], load: Callable[[Any], None], *, after: int = 0
+    ) -> int:
         """Load the newest state of which every process has its own, if it is of more than `after`
         iterations. Returns the number of iterations in it; 0: nothing was loaded. `state` returns
         the present state; `load` gets what it returned in an earlier process."""
@@ -64,14 +65,22 @@ def keep_in_memory(why: str) -> Generator[OwnLoop]:
         loop = start.spec.loop
         assert loop is not None, "an agent opens its pipe for a loop task only"
         if not loop.copy_every:
-            raise UsageError("loop.copy_every is 0: no state is stored in memory",
-                             "give loop.copy_every, or leave `heal` out")
+            raise UsageError(
+                "loop.copy_every is 0: no state is stored in memory",
+                "give loop.copy_every, or leave `heal` out",
+            )
         determinism.decline(loop.reproducible, why)
         if not start.declined:
             control.tell(Adopted(pid=os.getpid()))
-            control.tell(InMemoryRecoveryDeclined(
-                task=start.task, rank=start.rank, attempt=start.attempt, why=why,
-                from_memory=True))
+            control.tell(
+                InMemoryRecoveryDeclined(
+                    task=start.task,
+                    rank=start.rank,
+                    attempt=start.attempt,
+                    why=why,
+                    from_memory=True,
+                )
+            )
         place, num = start.rank, start.num_seats
         assert not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) == (place, num)
         memory = RestartMemory(start, control, place, num)

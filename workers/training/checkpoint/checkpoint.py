@@ -22,8 +22,10 @@ from .share import whole_share
 from .snapshot import Snapshot
 from .stored_state import Damaged, StoredState
 
-FROM_THE_START = ("no job can begin from an older checkpoint yet: submit it again with another "
-                  "output, and it begins at iteration 0")
+FROM_THE_START = (
+    "no job can begin from an older checkpoint yet: submit it again with another "
+    "output, and it begins at iteration 0"
+)
 
 
 class NotSaved(UnicronError):
@@ -48,8 +50,10 @@ def check_output(output: str, what: str = "train.output") -> None:
     try:
         (Store(output) if is_url(output) else PathStore(output)).check_writable()
     except OSError as error:
-        raise UsageError(f"{what}: {output}: {object_storage.reason(error).lower()}",
-                         "name a place that every node can reach and write") from None
+        raise UsageError(
+            f"{what}: {output}: {object_storage.reason(error).lower()}",
+            "name a place that every node can reach and write",
+        ) from None
 
 
 def relative_path(generation: int, step_version: int) -> str:
@@ -71,8 +75,12 @@ def save(folder: str, trainee: TrainingModel, step_version: int, history: Histor
     snapshot = Snapshot(whole_share(trainee), None)
     try:
         index = share_files.write_share(
-            target, 0, step_version, snapshot.read(),
-            share_files.plain(training_state.numbers(trainee, step_version, history)))
+            target,
+            0,
+            step_version,
+            snapshot.read(),
+            share_files.plain(training_state.numbers(trainee, step_version, history)),
+        )
         return share_files.complete(target, [index], model=trainee.description)
     except WRITE_ERRORS as error:
         target.discard()
@@ -88,14 +96,18 @@ def load(folder: str, trainee: TrainingModel, history: History) -> int:
         plain = stored.numbers()
         expected = trainee.train.precision
         if (saved := plain.get("precision")) != expected:
-            raise UsageError(f"{folder} holds a state of {saved}, not {expected}",
-                             f"set train.precision: {saved}, or name another checkpoint")
+            raise UsageError(
+                f"{folder} holds a state of {saved}, not {expected}",
+                f"set train.precision: {saved}, or name another checkpoint",
+            )
         numbers = _numbers(folder, plain)
         want = trainee.shards if trainee.shards is not None else whole_share(trainee)
         if any(shard.key.startswith(EXPONENT) and shard.key not in stored.kinds for shard in want):
-            raise UsageError(f"{folder} has no exponents of exact sums: it was written with "
-                             "reproducible: rounding",
-                             "name another checkpoint, or leave reproducible out")
+            raise UsageError(
+                f"{folder} has no exponents of exact sums: it was written with "
+                "reproducible: rounding",
+                "name another checkpoint, or leave reproducible out",
+            )
         stored.check(want)
         stored.read(want)
     except Damaged as error:
@@ -109,5 +121,7 @@ def _numbers(folder: str, plain: object) -> training_state.Numbers:
     try:
         return msgspec.convert(plain, training_state.Numbers)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{folder} cannot be used: its numbers are not those of a state: {error}",
-                         "name another checkpoint") from None
+        raise UsageError(
+            f"{folder} cannot be used: its numbers are not those of a state: {error}",
+            "name another checkpoint",
+        ) from None

@@ -31,9 +31,11 @@ MASTER = "optimizer.state.fp32_param."
 SHARDED_MASTER = "optimizer.state.param."
 """Of a distributed optimizer."""
 PREFIXES: Mapping[str, str] = {
-    "model": "", "buffer": "",
+    "model": "",
+    "buffer": "",
     "optimizer.exp_avg": "optimizer.state.exp_avg.",
-    "optimizer.exp_avg_sq": "optimizer.state.exp_avg_sq."}
+    "optimizer.exp_avg_sq": "optimizer.state.exp_avg_sq.",
+}
 """The kind of a shard -> the beginning of its key in Megatron's checkpoints; a master's depends on
 the optimizer."""
 
@@ -50,8 +52,11 @@ def translated(state: State, names: Mapping[str, StackedName], master: str) -> S
         name = name_of(key)
         at = names[name]
         ahead = (1,) * len(at.offset)
-        shard = Shard(prefixes[key.removesuffix(f".{name}")] + at.key, kind_of(tensor, at.shape),
-                      Region((*at.offset, *region.offset), (*ahead, *region.shape)))
+        shard = Shard(
+            prefixes[key.removesuffix(f".{name}")] + at.key,
+            kind_of(tensor, at.shape),
+            Region((*at.offset, *region.offset), (*ahead, *region.shape)),
+        )
         found[shard] = tensor[(None,) * len(ahead)]
     return found
 
@@ -63,8 +68,9 @@ def iteration_folder(iteration: int) -> str:
 class MegatronFormat:
     """Checkpoints in `folder`, every `every` iterations. `common`: what they have beside state."""
 
-    def __init__(self, folder: str, every: int,
-                 common: Callable[[TrainingModel, int], Mapping[str, Any]]) -> None:
+    def __init__(
+        self, folder: str, every: int, common: Callable[[TrainingModel, int], Mapping[str, Any]]
+    ) -> None:
         self.every = every
         self._path = Path(folder)
         self._common = common
@@ -72,24 +78,45 @@ class MegatronFormat:
     def folder(self, generation: int, step_version: int) -> str:
         return str(self._path / iteration_folder(step_version))
 
-    def content(self, trainee: TrainingModel, step_version: int, history: History,
-                saving: tuple[int, ...]) -> Content:
+    def content(
+        self, trainee: TrainingModel, step_version: int, history: History, saving: tuple[int, ...]
+    ) -> Content:
         own = own_share(trainee, saving)
-        share = translated(own, state_shards.stacked_names(trainee),
-                           SHARDED_MASTER if trainee.is_sharded else MASTER)
+        share = translated(
+            own,
+            state_shards.stacked_names(trainee),
+            SHARDED_MASTER if trainee.is_sharded else MASTER,
+        )
         if trainee.is_sharded:  # then Megatron stores a master of a 32-bit parameter too
-            trained = {f"model.{name}" for name, param in trainee.named_parameters()
-                       if param.requires_grad}
-            share |= {shard._replace(key=f"{SHARDED_MASTER}{shard.key}"): tensor
-                      for (key, *_), (shard, tensor) in zip(own, share.items(), strict=True)
-                      if key in trained and shard.kind.startswith("float32 ")}
-        common = {} if trainee.place != saving[0] else {
-            **self._common(trainee, step_version), "checkpoint_version": 3.0,
-            "optimizer": _optimizer(trainee.optimizer),
-            "opt_param_scheduler": trainee.scheduler.state_dict(),
-            "content_metadata": {**STACKED, **({} if not trainee.is_sharded else {
-                "distrib_optim_sharding_type": "fully_reshardable",
-                "distrib_optim_fully_reshardable_mem_efficient": False})}}
+            trained = {
+                f"model.{name}" for name, param in trainee.named_parameters() if param.requires_grad
+            }
+            share |= {
+                shard._replace(key=f"{SHARDED_MASTER}{shard.key}"): tensor
+                for (key, *_), (shard, tensor) in zip(own, share.items(), strict=True)
+                if key in trained and shard.kind.startswith("float32 ")
+            }
+        common = (
+            {}
+            if trainee.place != saving[0]
+            else {
+                **self._common(trainee, step_version),
+                "checkpoint_version": 3.0,
+                "optimizer": _optimizer(trainee.optimizer),
+                "opt_param_scheduler": trainee.scheduler.state_dict(),
+                "content_metadata": {
+                    **STACKED,
+                    **(
+                        {}
+                        if not trainee.is_sharded
+                        else {
+                            "distrib_optim_sharding_type": "fully_reshardable",
+                            "distrib_optim_fully_reshardable_mem_efficient": False,
+                        }
+                    ),
+                },
+            }
+        )
         stages = [coordinates(trainee.axes, place).pp for place in saving]
         values: dict[str, Any] = {}
         if trainee.place == saving[stages.index(trainee.at.pp)]:  # the first one of the stage
@@ -104,8 +131,12 @@ class MegatronFormat:
 
     def saved(self, generation: int, step_version: int, ckpt_bytes: int, *, final: bool) -> None:
         PathStore(self._path).write(TRACKER, str(step_version).encode())
-        log.info("saved in Megatron-LM's format", iteration=step_version,
-                 folder=self.folder(generation, step_version), ckpt_bytes=ckpt_bytes)
+        log.info(
+            "saved in Megatron-LM's format",
+            iteration=step_version,
+            folder=self.folder(generation, step_version),
+            ckpt_bytes=ckpt_bytes,
+        )
 
 
 def _optimizer(optimizer: Any) -> dict[Any, Any]:
@@ -117,11 +148,14 @@ def _optimizer(optimizer: Any) -> dict[Any, Any]:
 def _part(part: Any) -> dict[str, Any]:
     if isinstance(part, DistributedOptimizer):
         return {**part.state_dict(), "param_state_sharding_type": "fully_reshardable"}
-    state = {key: value for key, value in part.state_dict().items()
-             if key != "fp32_from_fp16_params"}
+    state = {
+        key: value for key, value in part.state_dict().items() if key != "fp32_from_fp16_params"
+    }
     inner = state.get("optimizer", state)
-    groups = [{key: value for key, value in group.items() if key != "params"}
-              for group in inner["param_groups"]]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in inner["param_groups"]
+    ]
     steps = [one["step"] for one in inner["state"].values() if "step" in one]
     common = {"common_step": steps[0].clone()} if steps and steps[0] else {}
     plain = {"state": common, "param_groups": groups}

@@ -37,14 +37,28 @@ RELEASE = "release"
 """In place of an iteration: weights without the state of a training."""
 ALIGNED_NUM = 64
 """Megatron's distributed optimizer places each parameter at a multiple of this many elements."""
-UNREADABLE = (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RuntimeError,
-              TypeError, ValueError, pickle.UnpicklingError)
+UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
 """What damaged bytes make of an unpickler."""
 HINT = "name a complete checkpoint with --load, or write its iteration into its " + TRACKER
-_BUCKET = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*"
-                     r"\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)")
-_BUCKET_KINDS = {"param": "master", "exp_avg": "optimizer.exp_avg",
-                 "exp_avg_sq": "optimizer.exp_avg_sq"}
+_BUCKET = re.compile(
+    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*"
+    r"\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+)
+_BUCKET_KINDS = {
+    "param": "master",
+    "exp_avg": "optimizer.exp_avg",
+    "exp_avg_sq": "optimizer.exp_avg_sq",
+}
 
 
 class Unknown:
@@ -85,8 +99,9 @@ def plain_values(data: bytes) -> Any:
     plain = types.ModuleType("plain")
     vars(plain).update(Unpickler=_PlainUnpickler, load=pickle.load)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False,
-                          pickle_module=plain)
+        return torch.load(
+            io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=plain
+        )
     except UNREADABLE as error:
         raise ValueError(" ".join(str(error).split())[:200]) from None
 
@@ -115,8 +130,10 @@ class MegatronState:
             raise UsageError(f"there is no {path}", HINT)
         if not (Path(path) / "common.pt").is_file():
             if any(Path(path).glob("mp_rank_*")):
-                raise UsageError(f"{path} is in Megatron-LM's old format (torch)",
-                                 "convert it with Megatron-LM: --ckpt-convert-format torch_dist")
+                raise UsageError(
+                    f"{path} is in Megatron-LM's old format (torch)",
+                    "convert it with Megatron-LM: --ckpt-convert-format torch_dist",
+                )
             raise UsageError(f"{path} has no common.pt: it is not complete", HINT)
         try:
             common = plain_values((Path(path) / "common.pt").read_bytes())
@@ -138,16 +155,29 @@ class MegatronState:
         except OSError as error:
             raise UsageError(f"{self.path}: {error}", HINT) from None
 
-    def read(self, trainee: TrainingModel, history: History, *, with_optimizer: bool,
-             iteration: int, vocabulary: int = 0) -> int:
+    def read(
+        self,
+        trainee: TrainingModel,
+        history: History,
+        *,
+        with_optimizer: bool,
+        iteration: int,
+        vocabulary: int = 0,
+    ) -> int:
         """Read this member's part into its live tensors; returns the step version, `iteration`.
         Without the optimizer its state is that of a first iteration. Rows of the embedding after
         `vocabulary` tokens are padding. If this fails, the state is undefined."""
         names = state_shards.stacked_names(trainee)
-        weights = {shard: tensor for shard, tensor in trainee.shards.items()
-                   if shard.key.startswith(("model.", "buffer."))}
-        rest = {shard: tensor for shard, tensor in trainee.shards.items()
-                if shard.key.startswith(("master.", "optimizer."))}
+        weights = {
+            shard: tensor
+            for shard, tensor in trainee.shards.items()
+            if shard.key.startswith(("model.", "buffer."))
+        }
+        rest = {
+            shard: tensor
+            for shard, tensor in trainee.shards.items()
+            if shard.key.startswith(("master.", "optimizer."))
+        }
         if trainee.exact is not None:  # Megatron has none: they are those of a first iteration
             trainee.exact.exponents.fill_(FIRST_BITS)
         try:
@@ -165,8 +195,9 @@ class MegatronState:
         self._set_numbers(numbers, trainee, with_optimizer=with_optimizer)
         return training_state.load(trainee, numbers, history)
 
-    def _set_numbers(self, numbers: training_state.Numbers, trainee: TrainingModel, *,
-                     with_optimizer: bool) -> None:
+    def _set_numbers(
+        self, numbers: training_state.Numbers, trainee: TrainingModel, *, with_optimizer: bool
+    ) -> None:
         if not with_optimizer:
             numbers.adam_step, numbers.scheduled_samples = 0.0, 0
             return
@@ -177,14 +208,21 @@ class MegatronState:
         parts = self._optimizer_parts()
         steps = {float(step) for part in parts for step in _steps(part)}
         if len(steps) > 1:
-            raise UsageError(f"{self.path}: its parameters have stepped {sorted(steps)} times",
-                             "load it with --no-load-optim")
+            raise UsageError(
+                f"{self.path}: its parameters have stepped {sorted(steps)} times",
+                "load it with --no-load-optim",
+            )
         numbers.adam_step = steps.pop() if steps else 0.0
         scalers = [part["grad_scaler"] for part in parts if part.get("grad_scaler")]
         if len(scalers) == len(numbers.loss_scales):
-            numbers.loss_scales = [training_state.LossScale(
-                scale=float(scaler["scale"]), growth_tracker=int(scaler["growth_tracker"]),
-                hysteresis_tracker=int(scaler["hysteresis_tracker"])) for scaler in scalers]
+            numbers.loss_scales = [
+                training_state.LossScale(
+                    scale=float(scaler["scale"]),
+                    growth_tracker=int(scaler["growth_tracker"]),
+                    hysteresis_tracker=int(scaler["hysteresis_tracker"]),
+                )
+                for scaler in scalers
+            ]
 
     def _optimizer_parts(self) -> list[dict[str, Any]]:
         found = self._common.get("optimizer")
@@ -199,34 +237,53 @@ class MegatronState:
                 (part[name],) = self._stored.value(key)
         return [part]
 
-    def _read_optimizer(self, stored: StoredState, trainee: TrainingModel, rest: State,
-                        names: Mapping[str, StackedName], vocabulary: int) -> None:
+    def _read_optimizer(
+        self,
+        stored: StoredState,
+        trainee: TrainingModel,
+        rest: State,
+        names: Mapping[str, StackedName],
+        vocabulary: int,
+    ) -> None:
         metadata = self._common.get("content_metadata") or {}
         kind = metadata.get("distrib_optim_sharding_type", "fully_reshardable")
         if not any(key.startswith("optimizer.") for key in stored.keys):
-            raise UsageError(f"{self.path} has no state of the optimizer",
-                             "load it with --no-load-optim, or with --finetune")
+            raise UsageError(
+                f"{self.path} has no state of the optimizer",
+                "load it with --no-load-optim, or with --finetune",
+            )
         if kind == "dp_reshardable":
             self._read_buckets(stored, trainee, rest)
         elif kind == "fully_reshardable":
             self._read(stored, rest, names, vocabulary)
         else:
-            raise UsageError(f"{self.path}: the state of its optimizer is stored as {kind}, which "
-                             "Megatron-LM no longer writes",
-                             "load it with --no-load-optim, or save it anew with Megatron-LM")
+            raise UsageError(
+                f"{self.path}: the state of its optimizer is stored as {kind}, which "
+                "Megatron-LM no longer writes",
+                "load it with --no-load-optim, or save it anew with Megatron-LM",
+            )
 
-    def _read(self, stored: StoredState, state: State, names: Mapping[str, StackedName],
-              vocabulary: int, *, casts: bool = False) -> None:
+    def _read(
+        self,
+        stored: StoredState,
+        state: State,
+        names: Mapping[str, StackedName],
+        vocabulary: int,
+        *,
+        casts: bool = False,
+    ) -> None:
         """Read these shards. `casts`: their dtypes may differ from the stored ones."""
         padded = {at.key for at in names.values() if at.is_padded}
         is_sharded = any(key.startswith(SHARDED_MASTER) for key in stored.keys)
         want: State = {}
         for shard, tensor in translated(
-                state, names, SHARDED_MASTER if is_sharded else MASTER).items():
+            state, names, SHARDED_MASTER if is_sharded else MASTER
+        ).items():
             kind = stored.kinds.get(shard.key, shard.kind)
             if casts:
-                shard = shard._replace(kind=f"{kind.partition(' ')[0]} "
-                                            f"{shard.kind.partition(' ')[2]}")
+                shard = shard._replace(
+                    kind=f"{kind.partition(' ')[0]} {shard.kind.partition(' ')[2]}"
+                )
             if kind != shard.kind and any(shard.key.endswith(key) for key in padded):
                 shard, tensor = self._without_padding(shard, tensor, kind, vocabulary)
             if shard.region.num_elements:
@@ -234,15 +291,17 @@ class MegatronState:
         stored.check(want)
         stored.read(want)
 
-    def _without_padding(self, shard: Shard, tensor: Tensor, kind: str, vocabulary: int
-                         ) -> tuple[Shard, Tensor]:
+    def _without_padding(
+        self, shard: Shard, tensor: Tensor, kind: str, vocabulary: int
+    ) -> tuple[Shard, Tensor]:
         """The part of a shard of the embedding that is stored. The rest is padding, zeros."""
         (num_stored, *row), (num, *own_row) = shape_of(kind), shape_of(shard.kind)
         if row != own_row or min(num_stored, num) < vocabulary or not vocabulary:
             raise UsageError(
                 f"{self.path} has another vocabulary: {num_stored} rows of {shard.key}, the "
                 f"arguments make {num} for {vocabulary} tokens",
-                "give the tokenizer of the checkpoint's run")
+                "give the tokenizer of the checkpoint's run",
+            )
         stored = Region((0,) * len(shard.region.shape), (num_stored, *row))
         part = intersection(shard.region, stored)
         tensor.zero_()
@@ -253,16 +312,17 @@ class MegatronState:
 
     # --- Megatron's flat buffers ---
     def _read_buckets(self, stored: StoredState, trainee: TrainingModel, rest: State) -> None:
-        saved = tuple(int(self.args.get(f"{name}_model_parallel_size", 1))
-                      for name in ("tensor", "pipeline"))
+        saved = tuple(
+            int(self.args.get(f"{name}_model_parallel_size", 1)) for name in ("tensor", "pipeline")
+        )
         axes = trainee.axes
         if saved != (axes.tp, axes.pp):
             raise UsageError(
                 f"{self.path} was saved with tensor parallelism {saved[0]} and pipeline "
                 f"parallelism {saved[1]}, and the layout has {axes.tp} and {axes.pp}: its "
                 "distributed optimizer's state cannot be read in another layout",
-                "save it with --dist-ckpt-optim-fully-reshardable, or load it with "
-                "--no-load-optim")
+                "save it with --dist-ckpt-optim-fully-reshardable, or load it with --no-load-optim",
+            )
         place = trainee.at.pp * axes.tp + trainee.at.tp
         wanted: dict[str, list[Shard]] = {}
         for shard in rest:
@@ -278,8 +338,9 @@ class MegatronState:
                     part = {Shard(key, stored.kinds[key], Region((begin,), (num,))): flat}
                     stored.check(part)
                     stored.read(part)
-                    state_shards.fill({shard: rest[shard] for shard in shards},
-                                      [listed(kind, name, flat)])
+                    state_shards.fill(
+                        {shard: rest[shard] for shard in shards}, [listed(kind, name, flat)]
+                    )
 
     def _buckets(self, stored: StoredState, place: int) -> dict[int, list[tuple[str, int]]]:
         """By buffer: the keys (without what they hold) and sizes of a position's buckets."""
@@ -288,12 +349,17 @@ class MegatronState:
             match = _BUCKET.fullmatch(key)
             if match is not None and int(match[1]) == place and match[4] == "exp_avg":
                 found.setdefault(int(match[2]), {})[int(match[3])] = (
-                    key.removesuffix(".exp_avg"), shape_of(kind)[0])
-        return {buffer: [buckets[index] for index in sorted(buckets)]
-                for buffer, buckets in found.items()}
+                    key.removesuffix(".exp_avg"),
+                    shape_of(kind)[0],
+                )
+        return {
+            buffer: [buckets[index] for index in sorted(buckets)]
+            for buffer, buckets in found.items()
+        }
 
-    def _laid_out(self, params: Sequence[tuple[str, int]], buckets: Sequence[tuple[str, int]]
-                  ) -> Iterator[tuple[str, int, str, int]]:
+    def _laid_out(
+        self, params: Sequence[tuple[str, int]], buckets: Sequence[tuple[str, int]]
+    ) -> Iterator[tuple[str, int, str, int]]:
         """Each parameter of a buffer: its name, its size, its bucket, and its place in it."""
         left = list(buckets)
         end = 0
@@ -306,9 +372,11 @@ class MegatronState:
                 break
             yield name, num, left[0][0], begin
         if not left[:1] or left[1:] or end != left[0][1]:
-            raise UsageError(f"{self.path} is of another model: the buffers of its optimizer have "
-                             f"{sum(size for _, size in buckets)} elements, not those of this one",
-                             "give the arguments of the checkpoint's run, or --no-load-optim")
+            raise UsageError(
+                f"{self.path} is of another model: the buffers of its optimizer have "
+                f"{sum(size for _, size in buckets)} elements, not those of this one",
+                "give the arguments of the checkpoint's run, or --no-load-optim",
+            )
 
 
 def _begin_optimizer(rest: State, weights: State) -> None:
@@ -338,6 +406,7 @@ def _check_schedule(path: str, own: Mapping[str, Any], saved: Mapping[str, Any])
     """Raise UsageError if the learning rate would go on by another schedule."""
     for name, value in own.items():
         if name != "num_steps" and name in saved and saved[name] != value:
-            raise UsageError(f"{path} has {name} {saved[name]} in its schedule, the arguments say "
-                             f"{value}", "give the arguments of the checkpoint's run, or "
-                             "--override-opt_param-scheduler")
+            raise UsageError(
+                f"{path} has {name} {saved[name]} in its schedule, the arguments say {value}",
+                "give the arguments of the checkpoint's run, or --override-opt_param-scheduler",
+            )

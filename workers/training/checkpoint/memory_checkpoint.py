@@ -53,8 +53,10 @@ class StoreOrder(NamedTuple):
     @classmethod
     def of(cls, order: Reconfigure | SetCheckpointStores, node: str) -> StoreOrder:
         names = next((one.stores for one in order.stores if one.node == node), None)
-        return cls(tuple(store for store in order.keepers
-                         if names is None or store.node in names), order.copies_bytes_max)
+        return cls(
+            tuple(store for store in order.keepers if names is None or store.node in names),
+            order.copies_bytes_max,
+        )
 
 
 class Content(NamedTuple):
@@ -79,9 +81,15 @@ class MemorySaver:
     excludes a connection from the sockets that an interrupt shuts down. `tell` sends a report, from
     any thread; it returns False if it is not accepted now."""
 
-    def __init__(self, start: StartRank, store_keys: StoreKeys, *,
-                 spare: Callable[[int], AbstractContextManager[None]], tell: Callable[[Body], bool],
-                 note: Callable[[Event, int, int], None]) -> None:
+    def __init__(
+        self,
+        start: StartRank,
+        store_keys: StoreKeys,
+        *,
+        spare: Callable[[int], AbstractContextManager[None]],
+        tell: Callable[[Body], bool],
+        note: Callable[[Event, int, int], None],
+    ) -> None:
         self._start = start
         self._store_keys = store_keys
         self._spare, self._tell, self._note = spare, tell, note
@@ -110,8 +118,15 @@ class MemorySaver:
         sending = self._thread is not None and self._thread.is_alive()
         return float(sending or clock() < self._next_s), float(not self._is_stored)
 
-    def begin(self, content: Callable[[], Content], step_version: int, generation: int,
-              order: StoreOrder, *, is_whole: bool) -> None:
+    def begin(
+        self,
+        content: Callable[[], Content],
+        step_version: int,
+        generation: int,
+        order: StoreOrder,
+        *,
+        is_whole: bool,
+    ) -> None:
         """Begin to send this member's share, `content`. All members call it after the same
         iteration, when none is sending. `is_whole`: all have stored their last shares."""
         if generation != self._generation:
@@ -125,8 +140,9 @@ class MemorySaver:
         self._note("copy", generation, step_version)
         try:
             self._share = self._offered(content(), step_version, generation)
-            self._thread = threading.Thread(target=self._send, args=(self._share, order.stores),
-                                            name="copies", daemon=True)
+            self._thread = threading.Thread(
+                target=self._send, args=(self._share, order.stores), name="copies", daemon=True
+            )
             self._thread.start()
         except (RuntimeError, MemoryError) as error:  # no memory for the snapshot, or no thread
             if is_cuda_error(error):
@@ -137,8 +153,15 @@ class MemorySaver:
         else:
             self._log_change("", step_version, "")
 
-    def copy_now(self, trainee: TrainingModel, step_version: int, history: History,
-                 generation: int, order: StoreOrder, saving: Collection[int] | None) -> None:
+    def copy_now(
+        self,
+        trainee: TrainingModel,
+        step_version: int,
+        history: History,
+        generation: int,
+        order: StoreOrder,
+        saving: Collection[int] | None,
+    ) -> None:
         """Send the share of a member that leaves, and report it, before returning. `saving`: the
         positions of the members that do the same; None: all."""
         if not order.stores:
@@ -147,8 +170,12 @@ class MemorySaver:
         self._note("copy", generation, step_version)
         self._order, self._reported = order, {}
         try:
-            self._send(self._offered(content_of(trainee, step_version, history, saving),
-                                     step_version, generation), order.stores)
+            self._send(
+                self._offered(
+                    content_of(trainee, step_version, history, saving), step_version, generation
+                ),
+                order.stores,
+            )
         except (RuntimeError, MemoryError) as error:
             if is_cuda_error(error):
                 raise
@@ -167,16 +194,35 @@ class MemorySaver:
     def _offered(self, content: Content, step_version: int, generation: int) -> _Share:
         snapshot = content.snapshot
         pieces = tuple(
-            Piece(key, kind, region.offset, region.shape,
-                  region.num_elements * torch_dtype(kind).itemsize)
-            for key, kind, region in snapshot.pieces)
+            Piece(
+                key,
+                kind,
+                region.offset,
+                region.shape,
+                region.num_elements * torch_dtype(kind).itemsize,
+            )
+            for key, kind, region in snapshot.pieces
+        )
         manifest = msgspec.msgpack.encode(Manifest(pieces=pieces, numbers=content.numbers))
-        return _Share(snapshot, Offer(
-            task=self._start.task, rank=self._start.rank, attempt=self._start.attempt,
-            generation=generation, step_version=step_version, share=content.share,
-            num_shares=content.num_shares, manifest_bytes=len(manifest),
-            copy_bytes=len(manifest) + snapshot.num_bytes, shape=content.shape, part=content.part,
-            whole=self._whole, bytes_max=self._order.bytes_max), manifest)
+        return _Share(
+            snapshot,
+            Offer(
+                task=self._start.task,
+                rank=self._start.rank,
+                attempt=self._start.attempt,
+                generation=generation,
+                step_version=step_version,
+                share=content.share,
+                num_shares=content.num_shares,
+                manifest_bytes=len(manifest),
+                copy_bytes=len(manifest) + snapshot.num_bytes,
+                shape=content.shape,
+                part=content.part,
+                whole=self._whole,
+                bytes_max=self._order.bytes_max,
+            ),
+            manifest,
+        )
 
     def _send(self, share: _Share, stores: tuple[StoreEndpoint, ...]) -> None:
         offer, num_stored = share.offer, 0
@@ -186,8 +232,9 @@ class MemorySaver:
             senders: dict[StoreEndpoint, ShareSender] = {}
             for store in stores:
                 with _failures(store, failed):
-                    connection = stack.enter_context(protocol.connect(
-                        store.endpoint, self._store_keys.get(store.node)))
+                    connection = stack.enter_context(
+                        protocol.connect(store.endpoint, self._store_keys.get(store.node))
+                    )
                     stack.enter_context(self._spare(connection.fileno()))
                     senders[store] = ShareSender(connection, offer, share.manifest)
             self._send_pieces(share, senders, failed)
@@ -205,8 +252,9 @@ class MemorySaver:
             self._pause()
         self._note("copied", offer.generation, offer.step_version)
 
-    def _send_pieces(self, share: _Share, senders: dict[StoreEndpoint, ShareSender],
-                     failed: dict[str, str]) -> None:
+    def _send_pieces(
+        self, share: _Share, senders: dict[StoreEndpoint, ShareSender], failed: dict[str, str]
+    ) -> None:
         """Send each piece to all of `senders`; remove those that fail."""
         half = len(share.snapshot.pieces) // 2
         pieces = share.snapshot.read()
@@ -244,17 +292,28 @@ class MemorySaver:
             self._failing.discard(node)
             log.info(f"in-memory checkpoint {done} again", iteration=step_version, **at)
 
-    def _report_stored(self, store: StoreEndpoint, offer: Offer, checksum: str,
-                       store_start: int) -> None:
+    def _report_stored(
+        self, store: StoreEndpoint, offer: Offer, checksum: str, store_start: int
+    ) -> None:
         now_s = clock()
         last_start, last_s = self._reported.get(store.node, (-1, 0.0))
         if last_start == store_start and now_s - last_s < REPORT_S:
             return
-        if self._tell(MemoryCheckpointStored(
-                task=offer.task, rank=offer.rank, attempt=offer.attempt,
-                generation=offer.generation, step_version=offer.step_version, node=store.node,
-                copy_bytes=offer.copy_bytes, checksum=checksum, keeper_start=store_start,
-                share=offer.share, num_shares=offer.num_shares)):
+        if self._tell(
+            MemoryCheckpointStored(
+                task=offer.task,
+                rank=offer.rank,
+                attempt=offer.attempt,
+                generation=offer.generation,
+                step_version=offer.step_version,
+                node=store.node,
+                copy_bytes=offer.copy_bytes,
+                checksum=checksum,
+                keeper_start=store_start,
+                share=offer.share,
+                num_shares=offer.num_shares,
+            )
+        ):
             self._reported[store.node] = store_start, now_s
 
 
@@ -268,13 +327,26 @@ def _failures(store: StoreEndpoint, failed: dict[str, str]) -> Generator[None]:
         failed[store.node] = str(error) or type(error).__name__
 
 
-def content_of(trainee: TrainingModel, step_version: int, history: History,
-               saving: Collection[int] | None = None) -> Content:
+def content_of(
+    trainee: TrainingModel,
+    step_version: int,
+    history: History,
+    saving: Collection[int] | None = None,
+) -> Content:
     """This member's share; `saving` as in `copy_now`."""
     positions = sorted(range(num_positions(trainee.axes)) if saving is None else saving)
     share = positions.index(trainee.place)
-    numbers = (msgspec.msgpack.encode(training_state.numbers(trainee, step_version, history))
-               if share == 0 else b"")
+    numbers = (
+        msgspec.msgpack.encode(training_state.numbers(trainee, step_version, history))
+        if share == 0
+        else b""
+    )
     held: HeldState = held_by(trainee)
-    return Content(Snapshot(own_share(trainee, saving), buffer_bytes(trainee.shards)), numbers,
-                   share, len(positions), held.shape, held.part)
+    return Content(
+        Snapshot(own_share(trainee, saving), buffer_bytes(trainee.shards)),
+        numbers,
+        share,
+        len(positions),
+        held.shape,
+        held.part,
+    )

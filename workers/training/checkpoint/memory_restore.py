@@ -71,8 +71,13 @@ class Fetched(NamedTuple):
 class Stores:
     """The checkpoint stores that an order names (`copies`), as seen by one member of a task."""
 
-    def __init__(self, task: int, copies: Sequence[MemoryCheckpoint], store_keys: StoreKeys,
-                 is_interrupted: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        task: int,
+        copies: Sequence[MemoryCheckpoint],
+        store_keys: StoreKeys,
+        is_interrupted: Callable[[], bool],
+    ) -> None:
         self._task, self._store_keys, self._is_interrupted = task, store_keys, is_interrupted
         self._copies = copies
         self._nodes = {copy.endpoint: copy.node for copy in copies}
@@ -99,8 +104,9 @@ class Stores:
 
     def _connect(self, store: int) -> socket.socket:
         endpoint = self.endpoints[store]
-        return protocol.connect(endpoint, self._store_keys.get(self._nodes[endpoint]),
-                                self._wait_s())
+        return protocol.connect(
+            endpoint, self._store_keys.get(self._nodes[endpoint]), self._wait_s()
+        )
 
     def versions(self, shares: Sequence[StoredShare]) -> list[Version]:
         """The whole versions that may be used, the newest first. The same on every member."""
@@ -110,25 +116,32 @@ class Stores:
             if any(_fits(copy, offer) for copy in self._copies):
                 group = (offer.step_version, offer.generation, offer.num_shares)
                 groups.setdefault(group, {}).setdefault(offer.share, []).append(share)
-        return [Version(generation, step_version,
-                        tuple(tuple(found[share]) for share in range(num_shares)))
-                for (step_version, generation, num_shares), found in sorted(
-                    groups.items(), reverse=True)
-                if all(share in found for share in range(num_shares))]
+        return [
+            Version(
+                generation, step_version, tuple(tuple(found[share]) for share in range(num_shares))
+            )
+            for (step_version, generation, num_shares), found in sorted(
+                groups.items(), reverse=True
+            )
+            if all(share in found for share in range(num_shares))
+        ]
 
     def fetch(self, version: Version, wanted: State, held: HeldState, place: int) -> Fetched:
         """Read `wanted` into its tensors, which are undefined after a TransferError."""
         reading = _Reading(wanted)
         # Share 0 has the numbers.
-        order = sorted(range(len(version.shares)), key=lambda share: (
-            share != 0, _distance(version.shares[share][0].offer, held)))
+        order = sorted(
+            range(len(version.shares)),
+            key=lambda share: (share != 0, _distance(version.shares[share][0].offer, held)),
+        )
         with ThreadPoolExecutor(READERS_NUM, "copies") as pool:
             for first in range(0, len(order), READERS_NUM):
                 some = order[first : first + READERS_NUM]
                 if reading.is_complete:
                     break
-                waiting = [pool.submit(self._read, version.shares[share], reading, place)
-                           for share in some]
+                waiting = [
+                    pool.submit(self._read, version.shares[share], reading, place) for share in some
+                ]
                 for each in waiting:
                     each.result()
         return self._fetched(version, reading)
@@ -143,9 +156,10 @@ class Stores:
             found: dict[str, Tensor] = {}
             for piece, data in reader.read(range(len(reader.manifest.pieces))):
                 if piece.key not in found:
-                    found[piece.key] = torch.empty(shape_of(piece.kind),
-                                                   dtype=torch_dtype(piece.kind))
-                target = found[piece.key][piece.offset[0]:piece.offset[0] + piece.shape[0]]
+                    found[piece.key] = torch.empty(
+                        shape_of(piece.kind), dtype=torch_dtype(piece.kind)
+                    )
+                target = found[piece.key][piece.offset[0] : piece.offset[0] + piece.shape[0]]
                 target.view(torch.uint8).numpy().data[:] = data
             return reader.manifest.numbers, found
 
@@ -174,8 +188,9 @@ class Stores:
             try:
                 return read(share)
             except (OSError, TransferError) as error:
-                self._warn(share.store, error, iteration=share.offer.step_version,
-                           share=share.offer.share)
+                self._warn(
+                    share.store, error, iteration=share.offer.step_version, share=share.offer.share
+                )
                 errors.append(str(error) or type(error).__name__)
         raise TransferError("; ".join(errors))
 
@@ -197,8 +212,12 @@ class Stores:
         return left_s
 
     def _warn(self, store: int, error: Exception, **where: int) -> None:
-        log.warning("in-memory checkpoint not usable", node=self._nodes[self.endpoints[store]],
-                    why=str(error) or type(error).__name__, **where)
+        log.warning(
+            "in-memory checkpoint not usable",
+            node=self._nodes[self.endpoints[store]],
+            why=str(error) or type(error).__name__,
+            **where,
+        )
 
 
 class _Reading:
@@ -224,8 +243,11 @@ class _Reading:
         return bool(self.numbers) and not any(self._num_missing.values())
 
     def useful(self, pieces: Sequence[Piece]) -> list[int]:
-        return [index for index, piece in enumerate(pieces)
-                if piece not in self._taken and any(True for _ in self._overlaps(piece))]
+        return [
+            index
+            for index, piece in enumerate(pieces)
+            if piece not in self._taken and any(True for _ in self._overlaps(piece))
+        ]
 
     def take(self, piece: Piece, data: memoryview) -> None:
         """Copy a piece into the tensors. Raises TransferError."""
@@ -256,14 +278,21 @@ class _Reading:
 
 def gather_shares(mine: Sequence[StoredShare]) -> list[StoredShare]:
     """A collective: the shares that all members have found."""
-    return [share for found in World().collect(msgspec.msgpack.encode(mine))
-            for share in msgspec.msgpack.decode(found, type=list[StoredShare])]
+    return [
+        share
+        for found in World().collect(msgspec.msgpack.encode(mine))
+        for share in msgspec.msgpack.decode(found, type=list[StoredShare])
+    ]
 
 
 def _request(offer: Offer) -> ShareRequest:
-    return ShareRequest(task=offer.task, generation=offer.generation,
-                        step_version=offer.step_version, share=offer.share,
-                        num_shares=offer.num_shares)
+    return ShareRequest(
+        task=offer.task,
+        generation=offer.generation,
+        step_version=offer.step_version,
+        share=offer.share,
+        num_shares=offer.num_shares,
+    )
 
 
 def _fits(copy: MemoryCheckpoint, share: Offer) -> bool:

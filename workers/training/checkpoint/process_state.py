@@ -57,9 +57,12 @@ def meshes_of(tree: object) -> list[Any]:
 def generators() -> dict[str, Any]:
     """The state of the random generators of torch, Python and numpy."""
     cuda: Any = torch.cuda
-    return {"torch": torch.get_rng_state(), "python": random.getstate(),
-            "numpy": numpy.random.get_state(),
-            "cuda": cuda.get_rng_state() if cuda.is_available() else None}
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "cuda": cuda.get_rng_state() if cuda.is_available() else None,
+    }
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
@@ -79,25 +82,43 @@ class _Encoder:
 
     def plain(self, value: Any, at: str) -> Any:
         if type(value) in _SCALARS and not (
-                type(value) is int and value.bit_length() > _INT_BITS_MAX):
+            type(value) is int and value.bit_length() > _INT_BITS_MAX
+        ):
             return value
         match value:
             case DTensor():
-                return ["dtensor", self.plain(value.to_local(), at), list(value.shape),
-                        list(value.stride()), *_mesh_name(value.device_mesh),
-                        [self._placement(one, at) for one in value.placements]]
+                return [
+                    "dtensor",
+                    self.plain(value.to_local(), at),
+                    list(value.shape),
+                    list(value.stride()),
+                    *_mesh_name(value.device_mesh),
+                    [self._placement(one, at) for one in value.placements],
+                ]
             case Tensor():
                 return self._tensor(value, at)
             case torch.Size():
                 return ["size", *value]
             case tuple() | list() | set():
-                kind = ("tuple" if isinstance(value, tuple)
-                        else "list" if isinstance(value, list) else "set")
-                return [kind, *(self.plain(one, f"{at}[{index}]")
-                                for index, one in enumerate(value))]
+                kind = (
+                    "tuple"
+                    if isinstance(value, tuple)
+                    else "list"
+                    if isinstance(value, list)
+                    else "set"
+                )
+                return [
+                    kind,
+                    *(self.plain(one, f"{at}[{index}]") for index, one in enumerate(value)),
+                ]
             case Mapping():
-                return ["dict", *([self.plain(key, at), self.plain(one, f"{at}.{key}")]
-                                  for key, one in value.items())]
+                return [
+                    "dict",
+                    *(
+                        [self.plain(key, at), self.plain(one, f"{at}.{key}")]
+                        for key, one in value.items()
+                    ),
+                ]
             case torch.dtype():
                 return ["dtype", str(value).removeprefix("torch.")]
             case numpy.ndarray() if value.dtype.hasobject is False:
@@ -122,8 +143,13 @@ class _Encoder:
             self._keys[where] = key
             num = (flat.numel(),)
             self.shards[resharding.Shard(key, kind_of(flat, num), Region((0,), num))] = flat
-        return ["tensor", key if flat.numel() else "", str(tensor.dtype).removeprefix("torch."),
-                list(tensor.shape), tensor.device.type]
+        return [
+            "tensor",
+            key if flat.numel() else "",
+            str(tensor.dtype).removeprefix("torch."),
+            list(tensor.shape),
+            tensor.device.type,
+        ]
 
     def _placement(self, placement: Any, at: str) -> int:
         """The dimension that is sharded; -1: replicated."""
@@ -143,8 +169,13 @@ class _Decoder:
             "set": lambda *items: set(map(self.value, items)),
             "size": lambda *sizes: torch.Size(sizes),
             "dict": lambda *items: {self.value(key): self.value(one) for key, one in items},
-            "dtype": torch_dtype, "file": BytesIO, "int": int,
-            "array": _array, "tensor": self._tensor, "dtensor": self._dtensor}
+            "dtype": torch_dtype,
+            "file": BytesIO,
+            "int": int,
+            "array": _array,
+            "tensor": self._tensor,
+            "dtensor": self._dtensor,
+        }
 
     def value(self, plain: Any) -> Any:
         return self._kinds[plain[0]](*plain[1:]) if isinstance(plain, list) else plain
@@ -154,12 +185,25 @@ class _Decoder:
             return torch.empty(shape, dtype=torch_dtype(dtype), device=device)
         return self._tensors[key].view(shape).to(device)
 
-    def _dtensor(self, local: Any, shape: list[int], stride: list[int], name: Any, sizes: list[int],
-                 ranks: list[int], placements: list[int]) -> Tensor:
+    def _dtensor(
+        self,
+        local: Any,
+        shape: list[int],
+        stride: list[int],
+        name: Any,
+        sizes: list[int],
+        ranks: list[int],
+        placements: list[int],
+    ) -> Tensor:
         mesh = self._meshes[tuple(name), tuple(sizes), tuple(ranks)]
         return DTensor.from_local(
-            self.value(local), mesh, [Replicate() if dim < 0 else Shard(dim) for dim in placements],
-            run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+            self.value(local),
+            mesh,
+            [Replicate() if dim < 0 else Shard(dim) for dim in placements],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=tuple(stride),
+        )
 
 
 def _array(dtype: str, shape: list[int], data: bytes) -> Any:
@@ -168,8 +212,11 @@ def _array(dtype: str, shape: list[int], data: bytes) -> Any:
 
 def _mesh_name(mesh: Any) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
     """What identifies a device mesh in another process of the same place."""
-    return (tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape),
-            tuple(mesh.mesh.flatten().tolist()))
+    return (
+        tuple(mesh.mesh_dim_names or ()),
+        tuple(mesh.mesh.shape),
+        tuple(mesh.mesh.flatten().tolist()),
+    )
 
 
 def _tensors(tree: object) -> Iterator[Tensor]:

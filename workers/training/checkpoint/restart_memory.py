@@ -45,27 +45,40 @@ class RestartMemory:
     iteration; those of several processes use torch.distributed, which must be initialised.
     `spare`: as in MemorySaver; by default nothing interrupts a connection."""
 
-    def __init__(self, start: StartRank, control: Control, place: int, num: int, *,
-                 spare: Callable[[int], AbstractContextManager[None]] = (
-                     lambda _: nullcontext())) -> None:
+    def __init__(
+        self,
+        start: StartRank,
+        control: Control,
+        place: int,
+        num: int,
+        *,
+        spare: Callable[[int], AbstractContextManager[None]] = (lambda _: nullcontext()),
+    ) -> None:
         self._start, self._control, self._place, self._num = start, control, place, num
         self._generation = start.attempt
         self._saver = MemorySaver(
-            start, control.store_keys, spare=spare, tell=control.tell_unless_behind,
-            note=lambda event, generation, step_version: None)
+            start,
+            control.store_keys,
+            spare=spare,
+            tell=control.tell_unless_behind,
+            note=lambda event, generation, step_version: None,
+        )
         self._why = ""
 
     def restore(self, meshes: Sequence[Any] = (), *, after: int = 0) -> Restored | None:
         """The newest state of which every process has its own, if it is newer than the largest
         `after`. Sets the random generators too. None: the log says why, unless this is the first
         start. `meshes`: as in `decode`."""
-        stores = Stores(self._start.task, self._start.copies, self._control.store_keys,
-                        lambda: False)
+        stores = Stores(
+            self._start.task, self._start.copies, self._control.store_keys, lambda: False
+        )
         mine = _Found(self._start.attempt, after, stores.shares(self._place, self._num))
         all_found = [mine]
         if self._num > 1:
-            all_found = [msgspec.msgpack.decode(data, type=_Found)
-                         for data in World().collect(msgspec.msgpack.encode(mine))]
+            all_found = [
+                msgspec.msgpack.decode(data, type=_Found)
+                for data in World().collect(msgspec.msgpack.encode(mine))
+            ]
         self._generation = max(one.attempt for one in all_found)
         after = max(one.after for one in all_found)
         versions = stores.versions([share for one in all_found for share in one.shares])
@@ -75,13 +88,19 @@ class RestartMemory:
                 continue
             tree = self._read(stores, version, meshes)
             if self._agreed(tree is not None):
-                log.info("continues from memory", iteration=version.step_version,
-                         stored_by=version.generation)
+                log.info(
+                    "continues from memory",
+                    iteration=version.step_version,
+                    stored_by=version.generation,
+                )
                 set_generators(tree["generators"])
                 return Restored(version.step_version, tree["state"])
         if self._start.copies or self._start.attempt > 1:
-            why = (f"it was stored by {others[0]} processes, and these are {self._num}" if others
-                   else "no version is whole, or newer than the checkpoint")
+            why = (
+                f"it was stored by {others[0]} processes, and these are {self._num}"
+                if others
+                else "no version is whole, or newer than the checkpoint"
+            )
             log.warning("does not continue from memory", why=why)
         return None
 
@@ -90,8 +109,9 @@ class RestartMemory:
             data, tensors = stores.read_share(version, self._place)
             return decode(data, tensors, meshes)
         except (TransferError, ValueError) as error:
-            log.warning("in-memory checkpoint not usable", iteration=version.step_version,
-                        why=str(error))
+            log.warning(
+                "in-memory checkpoint not usable", iteration=version.step_version, why=str(error)
+            )
             return None
 
     def _agreed(self, mine: bool) -> bool:
@@ -114,7 +134,11 @@ class RestartMemory:
             return
         self._saver.begin(
             lambda: Content(Snapshot(encoded[0], None), encoded[1], self._place, self._num),
-            step_version, self._generation, order, is_whole=is_whole)
+            step_version,
+            self._generation,
+            order,
+            is_whole=is_whole,
+        )
 
     def copy_in_turn(self, tree: Callable[[], Any], step_version: int) -> None:
         """As `copy` and `detach`, for processes that agree on nothing else: skipped if one of them

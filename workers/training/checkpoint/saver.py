@@ -55,11 +55,11 @@ class Format(Protocol):
     every: int
     """Iterations between two of them; 0: at the end only."""
 
-    def folder(self, generation: int, step_version: int) -> str:
-        ...
+    def folder(self, generation: int, step_version: int) -> str: ...
 
-    def content(self, trainee: TrainingModel, step_version: int, history: History,
-                saving: tuple[int, ...]) -> Content:
+    def content(
+        self, trainee: TrainingModel, step_version: int, history: History, saving: tuple[int, ...]
+    ) -> Content:
         """What this member saves if the members at the positions `saving` save."""
         ...
 
@@ -81,12 +81,17 @@ class OwnFormat:
     def folder(self, generation: int, step_version: int) -> str:
         return folder_of(self._output, relative_path(generation, step_version))
 
-    def content(self, trainee: TrainingModel, step_version: int, history: History,
-                saving: tuple[int, ...]) -> Content:
+    def content(
+        self, trainee: TrainingModel, step_version: int, history: History, saving: tuple[int, ...]
+    ) -> Content:
         is_first = trainee.place == saving[0]
         numbers = training_state.numbers(trainee, step_version, history)
-        return Content(own_share(trainee, saving),
-                       share_files.plain(numbers) if is_first else {}, {}, trainee.description)
+        return Content(
+            own_share(trainee, saving),
+            share_files.plain(numbers) if is_first else {},
+            {},
+            trainee.description,
+        )
 
     def clear(self, generation: int, name: str) -> None:
         if generation != self._cleared:
@@ -94,9 +99,16 @@ class OwnFormat:
         self._cleared = generation
 
     def saved(self, generation: int, step_version: int, ckpt_bytes: int, *, final: bool) -> None:
-        self._tell(CheckpointSaved(
-            task=self._task, generation=generation, step_version=step_version, final=final,
-            path=relative_path(generation, step_version), ckpt_bytes=ckpt_bytes))
+        self._tell(
+            CheckpointSaved(
+                task=self._task,
+                generation=generation,
+                step_version=step_version,
+                final=final,
+                path=relative_path(generation, step_version),
+                ckpt_bytes=ckpt_bytes,
+            )
+        )
 
 
 class Save(NamedTuple):
@@ -117,9 +129,13 @@ class Save(NamedTuple):
 class Saver:
     """Writes one member's checkpoints of one format. `exclude_new_sockets`: as in Communicators."""
 
-    def __init__(self, form: Format, *,
-                 exclude_new_sockets: Callable[[], AbstractContextManager[None]],
-                 note: Callable[[Event, int, int], None]) -> None:
+    def __init__(
+        self,
+        form: Format,
+        *,
+        exclude_new_sockets: Callable[[], AbstractContextManager[None]],
+        note: Callable[[Event, int, int], None],
+    ) -> None:
         self.every = form.every
         self._format = form
         self._exclude_new_sockets, self._note = exclude_new_sockets, note
@@ -170,8 +186,12 @@ class Saver:
             content = self._format.content(trainee, save.step_version, history, save.saving)
             taken = snapshot.Snapshot(content.share, snapshot.buffer_bytes(trainee.shards))
             self._save = save
-            self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True,
-                                            args=(save, trainee.place, taken, content))
+            self._thread = threading.Thread(
+                target=self._run,
+                name="checkpoint",
+                daemon=True,
+                args=(save, trainee.place, taken, content),
+            )
             self._thread.start()
             self._snapshot = taken
         except (RuntimeError, MemoryError) as error:  # no memory, or no thread
@@ -180,8 +200,15 @@ class Saver:
             self._thread = None
             self._log_failure(save.step_version, str(error), f"no snapshot of the state: {error}")
 
-    def save(self, trainee: TrainingModel, history: History, save: Save, *, final: bool,
-             must_stop: Callable[[], bool]) -> None:
+    def save(
+        self,
+        trainee: TrainingModel,
+        history: History,
+        save: Save,
+        *,
+        final: bool,
+        must_stop: Callable[[], bool],
+    ) -> None:
         """Save this member's share before returning; the first member waits for the others until
         `must_stop` returns True. A preempted member abandons an older write, and only logs a
         failure. The final save waits for an older one; its own failure raises NotSaved."""
@@ -193,8 +220,9 @@ class Saver:
         self._is_superseded = False
         if self._has_written(save, trainee.place):
             if trainee.place == save.saving[0] and self._saved is not None:
-                self._format.saved(save.generation, save.step_version, self._saved_bytes,
-                                   final=final)
+                self._format.saved(
+                    save.generation, save.step_version, self._saved_bytes, final=final
+                )
             return
         content = self._format.content(trainee, save.step_version, history, save.saving)
         taken = snapshot.Snapshot(content.share, None)
@@ -222,13 +250,26 @@ class Saver:
         try:
             self._write(save, place, taken, content, final=False, must_stop=lambda: False)
         except Superseded as error:
-            log.info("checkpoint abandoned: a newer one is needed" if self._is_superseded else
-                     "checkpoint abandoned", iteration=save.step_version, why=error.why)
+            log.info(
+                "checkpoint abandoned: a newer one is needed"
+                if self._is_superseded
+                else "checkpoint abandoned",
+                iteration=save.step_version,
+                why=error.why,
+            )
         except NotSaved as error:
             self._log_failure(save.step_version, error.why, str(error))
 
-    def _write(self, save: Save, place: int, taken: snapshot.Snapshot, content: Content, *,
-               final: bool, must_stop: Callable[[], bool]) -> None:
+    def _write(
+        self,
+        save: Save,
+        place: int,
+        taken: snapshot.Snapshot,
+        content: Content,
+        *,
+        final: bool,
+        must_stop: Callable[[], bool],
+    ) -> None:
         """Raises NotSaved, and Superseded if it was given up."""
         name = self._format.folder(save.generation, save.step_version)
         is_first = place == save.saving[0]
@@ -255,23 +296,31 @@ class Saver:
             log.info("checkpoints are saved again", iteration=save.step_version)
         self._failing = ""
 
-    def _write_share(self, target: Folder, save: Save, place: int, taken: snapshot.Snapshot,
-                     content: Content) -> None:
+    def _write_share(
+        self, target: Folder, save: Save, place: int, taken: snapshot.Snapshot, content: Content
+    ) -> None:
         """Write the share. If that fails, remove what was written, and tell the first member."""
         try:
-            share_files.write_share(target, place, save.step_version,
-                                    self._pieces(save, target.name, taken), content.values)
+            share_files.write_share(
+                target,
+                place,
+                save.step_version,
+                self._pieces(save, target.name, taken),
+                content.values,
+            )
         except (*WRITE_ERRORS, Superseded) as error:
             if len(save.saving) == 1:
                 target.discard()
             else:
                 target.remove(target.data_name(place))
-                share_files.write_failure(target, place, save.step_version,
-                                          object_storage.reason(error))
+                share_files.write_failure(
+                    target, place, save.step_version, object_storage.reason(error)
+                )
             raise
 
-    def _pieces(self, save: Save, name: str, taken: snapshot.Snapshot
-                ) -> Iterator[tuple[Shard, Tensor]]:
+    def _pieces(
+        self, save: Save, name: str, taken: snapshot.Snapshot
+    ) -> Iterator[tuple[Shard, Tensor]]:
         """What `taken` reads, as long as no newer checkpoint is needed. Raises Superseded."""
         for index, piece in enumerate(taken.read()):
             if self._is_superseded:
@@ -280,8 +329,9 @@ class Saver:
                 self._note("save_mid", save.generation, save.step_version)
             yield piece
 
-    def _complete(self, target: Folder, save: Save, content: Content, must_stop: Callable[[], bool]
-                  ) -> int:
+    def _complete(
+        self, target: Folder, save: Save, content: Content, must_stop: Callable[[], bool]
+    ) -> int:
         """Wait until all indexes are there, then complete the checkpoint. Returns its bytes."""
         self._is_waiting = True
         try:
@@ -295,29 +345,33 @@ class Saver:
         finally:
             self._is_waiting = False
 
-    def _wait_for(self, target: Folder, save: Save, place: int, must_stop: Callable[[], bool]
-                  ) -> Index:
+    def _wait_for(
+        self, target: Folder, save: Save, place: int, must_stop: Callable[[], bool]
+    ) -> Index:
         """The index of the member at `place`. Raises Superseded if it is not to be waited for."""
         begin_s = time.monotonic()
         while True:
             index = share_files.read_index(target.read(target.index_name(place)))
             if index is not None and index.error:
-                raise Superseded(target.name, f"the member at {place} did not write its share: "
-                                              f"{index.error}")
+                raise Superseded(
+                    target.name, f"the member at {place} did not write its share: {index.error}"
+                )
             if index is not None and index.step_version == save.step_version:
                 return index
             now_s = time.monotonic()
             if self._is_given_up or self._is_superseded or must_stop():
                 raise Superseded(target.name, f"the share of the member at {place} is missing")
-            if (now_s - begin_s > SHARES_S_MAX
-                    or (self._others_done_s and now_s - self._others_done_s > INDEX_S_MAX)):
+            if now_s - begin_s > SHARES_S_MAX or (
+                self._others_done_s and now_s - self._others_done_s > INDEX_S_MAX
+            ):
                 raise Superseded(target.name, f"the member at {place} did not write its share")
             time.sleep(POLL_S)
 
     def _log_failure(self, step_version: int, why: str, text: str) -> None:
         if why != self._failing:
-            log.warning("checkpoint not saved; training continues",
-                        iteration=step_version, why=text)
+            log.warning(
+                "checkpoint not saved; training continues", iteration=step_version, why=text
+            )
         self._failing = why
 
 
@@ -329,4 +383,5 @@ def _is_same(one: Save, other: Save) -> bool:
 def can_save(trainee: TrainingModel, saving: Sequence[int]) -> bool:
     """Whether the members at these positions together have the whole state of this layout."""
     return trainee.place in saving and has_every_part(
-        trainee.axes, trainee.train.parallel.optimizer, saving)
+        trainee.axes, trainee.train.parallel.optimizer, saving
+    )

@@ -37,8 +37,11 @@ def own_share(trainee: TrainingModel, saving: Collection[int] | None = None) -> 
     for shard, tensor, replicas in _held(trainee):
         is_everywhere = shard.key.startswith(f"{EXPONENT}.") or name_of(shard.key) in replicated
         splits = range(axes.tp) if is_everywhere else (at.tp,)
-        places = {position_of(axes, Coordinates(tp=tp, pp=at.pp, dp=dp))
-                  for tp in splits for dp in replicas}
+        places = {
+            position_of(axes, Coordinates(tp=tp, pp=at.pp, dp=dp))
+            for tp in splits
+            for dp in replicas
+        }
         groups.setdefault(tuple(sorted(places & alive)), {})[shard] = tensor
     share: State = {}
     for holders, held in groups.items():
@@ -49,9 +52,14 @@ def own_share(trainee: TrainingModel, saving: Collection[int] | None = None) -> 
 def whole_share(trainee: TrainingModel) -> State:
     """The state of a whole replica as one shard for each tensor; needs no `with_shards`."""
     assert trainee.is_plain, "it has only a part of the state"
-    return {Shard(key, kind_of(tensor, tuple(tensor.shape)),
-                  Region((0,) * tensor.dim(), tuple(tensor.shape))): tensor
-            for key, tensor in training_state.tensors(trainee).items()}
+    return {
+        Shard(
+            key,
+            kind_of(tensor, tuple(tensor.shape)),
+            Region((0,) * tensor.dim(), tuple(tensor.shape)),
+        ): tensor
+        for key, tensor in training_state.tensors(trainee).items()
+    }
 
 
 def name_of(key: str) -> str:
@@ -85,15 +93,21 @@ def _held(trainee: TrainingModel) -> Iterator[tuple[Shard, Tensor, Sequence[int]
     """The shards of this member, each with the data-parallel ranks that hold it; without the last
     stage's copy of the tied embedding, which the first stage saves."""
     named = dict(trainee.named_parameters())
-    shards = {shard: tensor for shard, tensor in trainee.shards.items()
-              if not getattr(named.get(name_of(shard.key)), "shared", False)}
+    shards = {
+        shard: tensor
+        for shard, tensor in trainee.shards.items()
+        if not getattr(named.get(name_of(shard.key)), "shared", False)
+    }
     everywhere = range(trainee.axes.dp)
     if not trainee.is_sharded:
         yield from ((shard, tensor, everywhere) for shard, tensor in shards.items())
         return
-    own = {tensor.untyped_storage().data_ptr() for part in parts(trainee.optimizer)
-           for main, state in part.state.items()
-           for tensor in (main, *(state[moment] for moment in MOMENTS))}
+    own = {
+        tensor.untyped_storage().data_ptr()
+        for part in parts(trainee.optimizer)
+        for main, state in part.state.items()
+        for tensor in (main, *(state[moment] for moment in MOMENTS))
+    }
     params: dict[str, list[Shard]] = {}
     for shard, tensor in shards.items():
         name = name_of(shard.key)
@@ -111,8 +125,11 @@ def _held(trainee: TrainingModel) -> Iterator[tuple[Shard, Tensor, Sequence[int]
         if shard.key.startswith(f"{_FIRST_MOMENT}."):
             for param in params[name_of(shard.key)]:
                 if (region := intersection(param.region, shard.region)) is not None:
-                    yield (param._replace(region=region),
-                           cut(shards[param], param.region, region), owners)
+                    yield (
+                        param._replace(region=region),
+                        cut(shards[param], param.region, region),
+                        owners,
+                    )
 
 
 def _dealt(held: State, index: int, num: int) -> State:
@@ -124,8 +141,10 @@ def _dealt(held: State, index: int, num: int) -> State:
         if not tensor.nbytes:
             continue
         num_all = num_rows(shard.region)
-        first, last = (min(max((total * part // num - begin) * num_all // tensor.nbytes, 0),
-                           num_all) for part in (index, index + 1))
+        first, last = (
+            min(max((total * part // num - begin) * num_all // tensor.nbytes, 0), num_all)
+            for part in (index, index + 1)
+        )
         if first < last:
             region, view = rows(tensor, shard.region, first, last)
             share[shard._replace(region=region)] = view

@@ -40,8 +40,12 @@ FORMAT_NUM = 2
 FORMAT_KEY = "format"
 """Key of the version in `numbers`."""
 NUMBERS = "numbers"
-MEGATRON = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
-            "common_backend": "torch", "common_backend_version": 1}
+MEGATRON = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 """Megatron's metadata.json."""
 
 
@@ -91,8 +95,13 @@ class _Checksummed(io.RawIOBase):
         return length
 
 
-def write_share(folder: Folder, place: int, step_version: int,
-                pieces: Iterable[tuple[Shard, Tensor]], values: Mapping[str, Any]) -> Index:
+def write_share(
+    folder: Folder,
+    place: int,
+    step_version: int,
+    pieces: Iterable[tuple[Shard, Tensor]],
+    values: Mapping[str, Any],
+) -> Index:
     """Write the data file and then the index of the member at `place`. `values`: what it has beside
     tensors, by key. Raises OSError, RuntimeError, MemoryError, and what `pieces` raises."""
     chunks: list[Chunk] = []
@@ -111,8 +120,12 @@ def write_share(folder: Folder, place: int, step_version: int,
 def write_failure(folder: Folder, place: int, step_version: int, why: str) -> None:
     """Tell the first member that the member at `place` cannot write its share, if possible."""
     with suppress(OSError):
-        folder.write(folder.index_name(place), msgspec.msgpack.encode(Index(
-            FORMAT_NUM, step_version, folder.data_name(place), 0, [], why or "unknown")))
+        folder.write(
+            folder.index_name(place),
+            msgspec.msgpack.encode(
+                Index(FORMAT_NUM, step_version, folder.data_name(place), 0, [], why or "unknown")
+            ),
+        )
 
 
 def plain(numbers: Struct) -> dict[str, Any]:
@@ -126,8 +139,15 @@ def _write(output: _Checksummed, key: str, kind: str, region: Region, value: Any
     output.checksum = 0
     stream: Any = output
     torch.save(value, stream)
-    return Chunk(key, kind, region.offset, region.shape, begin_bytes,
-                 output.num_bytes - begin_bytes, output.checksum)
+    return Chunk(
+        key,
+        kind,
+        region.offset,
+        region.shape,
+        begin_bytes,
+        output.num_bytes - begin_bytes,
+        output.checksum,
+    )
 
 
 def read_index(data: bytes | None) -> Index | None:
@@ -138,8 +158,12 @@ def read_index(data: bytes | None) -> Index | None:
         return None
 
 
-def complete(folder: Folder, indexes: Sequence[Index], values: Mapping[str, Any] | None = None,
-             model: bytes = b"") -> int:
+def complete(
+    folder: Folder,
+    indexes: Sequence[Index],
+    values: Mapping[str, Any] | None = None,
+    model: bytes = b"",
+) -> int:
     """All shares are written: make the checkpoint complete. Returns its size in bytes. `values`:
     what common.pt has beside the iteration. `model`: the model's description. Raises OSError;
     ValueError if the shares together are not one whole state."""
@@ -153,8 +177,13 @@ def complete(folder: Folder, indexes: Sequence[Index], values: Mapping[str, Any]
     if model:
         folder.write(architecture.FILE, model)
     folder.finish(metadata)
-    return (len(metadata) + len(config) + len(model) + common.tell()
-            + sum(index.file_bytes for index in indexes))
+    return (
+        len(metadata)
+        + len(config)
+        + len(model)
+        + common.tell()
+        + sum(index.file_bytes for index in indexes)
+    )
 
 
 def _metadata(indexes: Sequence[Index]) -> Metadata:
@@ -171,7 +200,8 @@ def _metadata(indexes: Sequence[Index]) -> Metadata:
             offset = chunk.offset if kind else None
             position = len(chunks) if kind else None
             places[MetadataIndex(chunk.key, offset, position)] = storage_info(
-                index.file, chunk.begin_bytes, chunk.length_bytes)
+                index.file, chunk.begin_bytes, chunk.length_bytes
+            )
             chunks.append(chunk)
     for key, (kind, chunks) in found.items():
         held, whole = sum(prod(chunk.shape) for chunk in chunks), prod(shape_of(kind))
@@ -179,15 +209,24 @@ def _metadata(indexes: Sequence[Index]) -> Metadata:
             raise ValueError(f"its members have {held} of the {whole} elements of {key}")
     return Metadata(
         state_dict_metadata={key: _stored(kind, chunks) for key, (kind, chunks) in found.items()},
-        planner_data={key: tuple(key.split(".", 1)) if key.startswith(f"{NUMBERS}.") else (key,)
-                      for key in found},
-        storage_data=places, storage_meta=StorageMeta(), version="1.0.0")
+        planner_data={
+            key: tuple(key.split(".", 1)) if key.startswith(f"{NUMBERS}.") else (key,)
+            for key in found
+        },
+        storage_data=places,
+        storage_meta=StorageMeta(),
+        version="1.0.0",
+    )
 
 
 def _stored(kind: str, chunks: Sequence[Chunk]) -> TensorStorageMetadata | BytesStorageMetadata:
     if not kind:
         return BytesStorageMetadata()
     return TensorStorageMetadata(
-        TensorProperties(dtype=torch_dtype(kind)), torch.Size(shape_of(kind)),
-        [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))
-         for chunk in chunks])
+        TensorProperties(dtype=torch_dtype(kind)),
+        torch.Size(shape_of(kind)),
+        [
+            ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))
+            for chunk in chunks
+        ],
+    )

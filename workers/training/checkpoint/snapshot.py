@@ -97,7 +97,7 @@ class Snapshot:
                     if is_cuda_error(error):
                         raise
                     self._lose(str(error) or type(error).__name__)
-                self._live[index:index + 1] = [None] * bool(self._live)
+                self._live[index : index + 1] = [None] * bool(self._live)
                 copied_bytes += live.nbytes
         with self._changed:
             while any(live is not None for live in self._live):

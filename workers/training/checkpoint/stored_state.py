@@ -24,11 +24,28 @@ from .share_files import FORMAT_KEY, FORMAT_NUM, NUMBERS, read_index
 
 ANOTHER = "name another checkpoint"
 _ALLOWED: dict[tuple[str, str], Any] = {
-    **{(metadata.__name__, name): getattr(metadata, name) for name in (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "MetadataIndex", "StorageMeta")},
-    **{(planner.__name__, name): getattr(planner, name) for name in (
-        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")},
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
+            "StorageMeta",
+        )
+    },
+    **{
+        (planner.__name__, name): getattr(planner, name)
+        for name in (
+            "SavePlan",
+            "WriteItem",
+            "WriteItemType",
+            "TensorWriteData",
+            "BytesIOWriteData",
+        )
+    },
     **classes_of_metadata(),
     ("torch", "Size"): torch.Size,
     ("pathlib", "PosixPath"): pathlib.PosixPath,
@@ -86,33 +103,55 @@ class StoredState:
             found = _MetadataUnpickler(io.BytesIO(data)).load()
             places: dict[tuple[str, Dims], Any] = {
                 (index.fqn, tuple(index.offset or ())): info
-                      for index, info in found.storage_data.items()}
+                for index, info in found.storage_data.items()
+            }
             for key, stored in found.state_dict_metadata.items():
                 regions = [Region((), ())]
                 if isinstance(stored, metadata.TensorStorageMetadata):
-                    self.kinds[key] = (f"{str(stored.properties.dtype).removeprefix('torch.')} "
-                                       f"{'x'.join(map(str, stored.size))}")
-                    regions = [Region(tuple(chunk.offsets), tuple(chunk.sizes))
-                               for chunk in stored.chunks]
+                    self.kinds[key] = (
+                        f"{str(stored.properties.dtype).removeprefix('torch.')} "
+                        f"{'x'.join(map(str, stored.size))}"
+                    )
+                    regions = [
+                        Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks
+                    ]
                 infos = [places[key, region.offset] for region in regions]
                 self._chunks[key] = [
                     _Place(region, str(info.relative_path), int(info.offset), int(info.length))
-                    for region, info in zip(regions, infos, strict=True)]
-        except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, TypeError,
-                AttributeError, MemoryError, OverflowError, RecursionError) as error:
-            raise self._damaged(f"its {COMPLETE_MARK} cannot be read: "
-                                f"{' '.join(str(error).split())}") from None
+                    for region, info in zip(regions, infos, strict=True)
+                ]
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            ValueError,
+            IndexError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            MemoryError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            raise self._damaged(
+                f"its {COMPLETE_MARK} cannot be read: {' '.join(str(error).split())}"
+            ) from None
 
     def numbers(self) -> dict[str, Any]:
-        found = {key.removeprefix(f"{NUMBERS}."): self.value(key) for key in self._chunks
-                 if key.startswith(f"{NUMBERS}.")}
+        found = {
+            key.removeprefix(f"{NUMBERS}."): self.value(key)
+            for key in self._chunks
+            if key.startswith(f"{NUMBERS}.")
+        }
         if not found:
-            raise UsageError(f"{self.folder} has no numbers: it is not a checkpoint of Unicron",
-                             ANOTHER)
+            raise UsageError(
+                f"{self.folder} has no numbers: it is not a checkpoint of Unicron", ANOTHER
+            )
         number = found.pop(FORMAT_KEY, 1)
         if not isinstance(number, int) or number > FORMAT_NUM:
-            raise UsageError(f"{self.folder} has format {number}; this release reads formats up to "
-                             f"{FORMAT_NUM}", "install the release that wrote it")
+            raise UsageError(
+                f"{self.folder} has format {number}; this release reads formats up to {FORMAT_NUM}",
+                "install the release that wrote it",
+            )
         self._format_num = number
         return found
 
@@ -131,8 +170,10 @@ class StoredState:
         `numbers` before, which checks the version."""
         missing = sorted({shard.key for shard in want if shard.key not in self.kinds})
         if missing:
-            raise self._other(f"it has no {missing[0]}" + (
-                f", nor {len(missing) - 1} other tensors of the model" if missing[1:] else ""))
+            raise self._other(
+                f"it has no {missing[0]}"
+                + (f", nor {len(missing) - 1} other tensors of the model" if missing[1:] else "")
+            )
         used: list[_Place] = []
         for key, kind, region in want:
             if self.kinds[key] != kind:
@@ -187,8 +228,11 @@ class StoredState:
 
     def _check_chunk(self, key: str, place: _Place, chunk: Any) -> None:
         dtype = self.kinds[key].partition(" ")[0]
-        if not isinstance(chunk, Tensor) or tuple(chunk.shape) != place.region.shape or (
-                kind_of(chunk, ()).strip() != dtype):
+        if (
+            not isinstance(chunk, Tensor)
+            or tuple(chunk.shape) != place.region.shape
+            or (kind_of(chunk, ()).strip() != dtype)
+        ):
             raise self._damaged(f"a part of {key} in {place.file} is not what its metadata says")
 
     def _load(self, file: IO[bytes], place: _Place) -> Any:
@@ -210,8 +254,11 @@ class StoredState:
         if file not in self._checksums:
             name = f"{file.removesuffix('.distcp')}.index"
             index = read_index(self._files.read(name))
-            self._checksums[file] = {} if index is None else {
-                chunk.begin_bytes: chunk.checksum for chunk in index.chunks}
+            self._checksums[file] = (
+                {}
+                if index is None
+                else {chunk.begin_bytes: chunk.checksum for chunk in index.chunks}
+            )
         return self._checksums[file]
 
     def _damaged(self, why: str) -> Damaged:

@@ -108,8 +108,9 @@ def _same_excepthook() -> Generator[None]:
 def _unconnected(axes: Axes, place: int) -> Any:
     """Groups with the sizes and ranks of a position in a layout, but without connections."""
     with _same_excepthook():
-        dist.init_process_group("fake", store=private_torch.fake_store(), rank=place,
-                                world_size=num_positions(axes))
+        dist.init_process_group(
+            "fake", store=private_torch.fake_store(), rank=place, world_size=num_positions(axes)
+        )
     return process_groups.build(axes, COLLECTIVE_S_MAX)
 
 
@@ -139,9 +140,14 @@ class Communicators:
         self.backend = os.environ.get(BACKEND) or ("nccl" if device.type == "cuda" else "gloo")
         self._listener = network_address.listen(host)
         port: int = self._listener.getsockname()[1]
-        self._server = dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
-                                     master_listen_fd=os.dup(self._listener.fileno()),
-                                     use_libuv=True)
+        self._server = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(self._listener.fileno()),
+            use_libuv=True,
+        )
         self.endpoint = network_address.endpoint(host, port)
         self._server_port = port
         self._excluded = sockets.inodes()
@@ -171,8 +177,9 @@ class Communicators:
     def is_up(self) -> bool:
         return dist.is_initialized()
 
-    def meet(self, generation: int, place: int, num_members: int, endpoint: str,
-             news: bytes) -> list[bytes]:
+    def meet(
+        self, generation: int, place: int, num_members: int, endpoint: str, news: bytes
+    ) -> list[bytes]:
         """Rendezvous: connect to the generation's store. Returns the `news` of all members, by
         place: place 0 collects them, so that each other sets one key and reads one. Raises
         RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or if interrupted."""
@@ -194,9 +201,13 @@ class Communicators:
         self._is_building = True
         try:
             with _same_excepthook():
-                dist.init_process_group(self.backend, store=self.store, rank=self.place,
-                                        world_size=self.num_members,
-                                        timeout=datetime.timedelta(seconds=GROUP_S_MAX))
+                dist.init_process_group(
+                    self.backend,
+                    store=self.store,
+                    rank=self.place,
+                    world_size=self.num_members,
+                    timeout=datetime.timedelta(seconds=GROUP_S_MAX),
+                )
             self.groups = process_groups.build(axes, COLLECTIVE_S_MAX)
         finally:
             self._is_building = False
@@ -233,8 +244,13 @@ class Communicators:
         while True:
             try:
                 socket.create_connection((host, port), timeout=CONNECT_S_MAX).close()
-                client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False,
-                                       timeout=datetime.timedelta(seconds=CONNECT_S_MAX))
+                client = dist.TCPStore(
+                    host,
+                    port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=datetime.timedelta(seconds=CONNECT_S_MAX),
+                )
                 client.set_timeout(datetime.timedelta(seconds=RENDEZVOUS_S_MAX))
                 return client
             except (OSError, RuntimeError) as error:

@@ -65,8 +65,9 @@ class Handles:
             for container, key, _ in self._slots:
                 container[key] = None
 
-    def _cells(self, container: Any, cells: list[tuple[Any, Any]], roles: dict[int, str]
-               ) -> list[Any]:
+    def _cells(
+        self, container: Any, cells: list[tuple[Any, Any]], roles: dict[int, str]
+    ) -> list[Any]:
         deeper: list[Any] = []
         for key, value in cells:
             if isinstance(value, dist.ProcessGroup):

@@ -36,13 +36,13 @@ def build(axes: Axes, timeout_s: float) -> Any:
     groups = dict.fromkeys(ROLES, alone)
     if place < num_positions(axes):
         at = coordinates(axes, place)
-        stages = replica(axes, at.dp)[at.tp::axes.tp]
+        stages = replica(axes, at.dp)[at.tp :: axes.tp]
         if is_plain(axes) and axes.dp == world_size:
             groups |= dict.fromkeys(DATA_PARALLEL, dist.group.WORLD)
         else:
             groups |= dict.fromkeys(DATA_PARALLEL, _group(holders(axes, at.tp, at.pp), timeout_s))
         if axes.tp > 1:
-            peers = replica(axes, at.dp)[at.pp * axes.tp:(at.pp + 1) * axes.tp]
+            peers = replica(axes, at.dp)[at.pp * axes.tp : (at.pp + 1) * axes.tp]
             groups |= dict.fromkeys((*TENSOR_PARALLEL, *REPLICA), _group(peers, timeout_s))
         if axes.pp > 1:
             groups["pp"] = groups["embd"] = _group(stages, timeout_s)
@@ -67,8 +67,11 @@ def groups_for_building(groups: Any) -> Any:
 
 def _group(places: tuple[int, ...], timeout_s: float) -> Any:
     """Create a group. Only its members take part; `timeout_s` limits its collectives."""
-    group: Any = dist.new_group(list(places), timeout=datetime.timedelta(seconds=GROUP_S_MAX),
-                                use_local_synchronization=True)
+    group: Any = dist.new_group(
+        list(places),
+        timeout=datetime.timedelta(seconds=GROUP_S_MAX),
+        use_local_synchronization=True,
+    )
     if dist.get_backend(group) != "fake":  # which has no timeout
         private_torch.set_timeout(timeout_s, group)
     return group

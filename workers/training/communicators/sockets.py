@@ -30,6 +30,7 @@ def watch_connections(on_connect: Callable[[Inode], None]) -> None:
     """From now on, call `on_connect` before every connection that Python code makes, in the
     connecting thread. Those of torch, gloo and NCCL are made in C++ and are not reported. A socket
     that is encrypted later keeps its inode."""
+
     def hook(event: str, details: tuple[Any, ...]) -> None:
         if event == "socket.connect":
             with suppress(OSError):
@@ -54,8 +55,10 @@ def connect_to_listeners(excluded: Iterable[Inode], server_port: int, num: int) 
     Pair::waitUntilConnected and Device::connectAsInitiator."""
     for listener in _others(excluded, server_port):
         for number in range(num if _listens(listener) else 0):
-            with suppress(OSError), socket.create_connection(
-                    listener.getsockname()[:2], KNOCK_S_MAX) as peer:
+            with (
+                suppress(OSError),
+                socket.create_connection(listener.getsockname()[:2], KNOCK_S_MAX) as peer,
+            ):
                 peer.sendall(struct.pack("=q", number))
 
 
@@ -74,8 +77,10 @@ def _others(excluded: Iterable[Inode], server_port: int) -> Iterator[socket.sock
             os.close(duplicate)
             continue
         with suppress(OSError), socket.socket(fileno=duplicate) as other:
-            if (other.family in (socket.AF_INET, socket.AF_INET6)
-                    and other.getsockname()[1] != server_port):
+            if (
+                other.family in (socket.AF_INET, socket.AF_INET6)
+                and other.getsockname()[1] != server_port
+            ):
                 yield other
 
 

@@ -36,8 +36,13 @@ DEPENDENCIES = (
     # 2.13: all tests, on the CPU. 2.11: `make gpu-check` on a GPU (docs/guides/gpu.md).
     _Dependency("torch", "torch", "private_torch", ("2.11", "2.13")),
     # 0.16: all tests. 0.15: test_megatron_wheels.py. The others: docs/guides/megatron-lm.md.
-    _Dependency("megatron-core", "megatron.core", "private_megatron",
-                ("0.15", "0.16", "0.17", "0.18", "0.19", "0.20")))
+    _Dependency(
+        "megatron-core",
+        "megatron.core",
+        "private_megatron",
+        ("0.15", "0.16", "0.17", "0.18", "0.19", "0.20"),
+    ),
+)
 
 
 class Installed(Struct, frozen=True):
@@ -73,13 +78,19 @@ def _installed(each: _Dependency) -> Installed:
         import_module(f".{each.file}", __package__)
     except ImportError as error:
         version = recorded_version(each.package) or "(not installed)"
-        return Installed(each.package, version, problem=f"{each.package} {version} cannot be used: "
-                                                        f"{error}; {_known(each)}")
+        return Installed(
+            each.package,
+            version,
+            problem=f"{each.package} {version} cannot be used: {error}; {_known(each)}",
+        )
     if missing := parts.missing(each.module.partition(".")[0]):
         named = ", ".join(missing[:NAMED_NUM_MAX])
         more = f" and {len(missing) - NAMED_NUM_MAX} more" if len(missing) > NAMED_NUM_MAX else ""
-        return Installed(each.package, version,
-                         problem=f"{each.package} {version} has no {named}{more}; {_known(each)}")
+        return Installed(
+            each.package,
+            version,
+            problem=f"{each.package} {version} has no {named}{more}; {_known(each)}",
+        )
     return Installed(each.package, version, warning=_warning(each, version))
 
 

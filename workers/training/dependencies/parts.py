@@ -31,9 +31,12 @@ def reaches(module: str, *names: str) -> Callable[[T], T]:
 
 def missing(package: str) -> list[str]:
     """The parts that the installed version of this top package does not have. Imports modules."""
-    return [f"{part.module}.{' or '.join(part.names)}" for part in PARTS
-            if part.module.partition(".")[0] == package
-            and not any(_exists(part.module, name) for name in part.names)]
+    return [
+        f"{part.module}.{' or '.join(part.names)}"
+        for part in PARTS
+        if part.module.partition(".")[0] == package
+        and not any(_exists(part.module, name) for name in part.names)
+    ]
 
 
 def _exists(module: str, name: str) -> bool:
@@ -50,5 +53,9 @@ def _exists(module: str, name: str) -> bool:
 
 def _is_set(kind: type, attribute: str) -> bool:
     """Whether a method of the class uses this attribute: its instances have it, not the class."""
-    return any(attribute in method.__code__.co_names for each in kind.__mro__
-               for method in vars(each).values() if isinstance(method, FunctionType))
+    return any(
+        attribute in method.__code__.co_names
+        for each in kind.__mro__
+        for method in vars(each).values()
+        if isinstance(method, FunctionType)
+    )

@@ -58,16 +58,21 @@ _GTP = {
     "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "intra_expt_dp",
     "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp",
-    "_GTP_WEIGHT_REMAT_GROUP": "cp", "_EXPERT_GTP_WEIGHT_REMAT_GROUP": "cp",
+    "_GTP_WEIGHT_REMAT_GROUP": "cp",
+    "_EXPERT_GTP_WEIGHT_REMAT_GROUP": "cp",
 }
 """From 0.19 on, Megatron can also shard weights over replicas. Here a group of those has one
 member, so that groups with and without them are the same."""
 _SINCE_16 = "_EXPERT_MODEL_PARALLEL_RANKS"
 
 
-@reaches(_STATE, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "_GLOBAL_MEMORY_BUFFER",
-         "_set_global_memory_buffer",
-         *(name for names in _BY_ROLE.values() for name in names if name not in ("", _SINCE_16)))
+@reaches(
+    _STATE,
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+    "_GLOBAL_MEMORY_BUFFER",
+    "_set_global_memory_buffer",
+    *(name for names in _BY_ROLE.values() for name in names if name not in ("", _SINCE_16)),
+)
 def publish_globals(groups: Any, chunks: int) -> None:
     """Set Megatron's globals from the generation's ProcessGroupCollection; `chunks`: model chunks
     per pipeline stage. 0.15 does not have `_EXPERT_MODEL_PARALLEL_RANKS`, and does not read it."""
@@ -80,7 +85,8 @@ def publish_globals(groups: Any, chunks: int) -> None:
         if hasattr(parallel_state, group_name):
             setattr(parallel_state, group_name, getattr(groups, role))
     parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = (
-        chunks if chunks > 1 and groups.pp.size() > 1 else None)
+        chunks if chunks > 1 and groups.pp.size() > 1 else None
+    )
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
@@ -118,8 +124,11 @@ def buffers_of(ddp: Any) -> list[Any]:
     return [*ddp.buffers, *ddp.expert_parallel_buffers]
 
 
-@reaches(_DDP, "DistributedDataParallel.bucket_groups",
-         "DistributedDataParallel.expert_parallel_bucket_groups")
+@reaches(
+    _DDP,
+    "DistributedDataParallel.bucket_groups",
+    "DistributedDataParallel.expert_parallel_bucket_groups",
+)
 def bucket_groups_of(ddp: Any) -> list[Any]:
     """The units of the gradient reduction of one model chunk, in its order."""
     return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
@@ -130,15 +139,22 @@ def gather_after_step(ddp: Any) -> None:
     ddp.overlap_param_gather_with_optimizer_step = True
 
 
-@reaches(_BUFFER, "BufferType.GRAD", "_ParamAndGradBuffer._get", "_ParamAndGradBuffer.grad_data",
-         "_ParamAndGradBuffer.param_index_map", "_ParamAndGradBuffer.buckets",
-         "_ParamAndGradBuffer.params", "_ParamAndGradBucket.grad_data",
-         "_ParamAndGradBucket.offset")
+@reaches(
+    _BUFFER,
+    "BufferType.GRAD",
+    "_ParamAndGradBuffer._get",
+    "_ParamAndGradBuffer.grad_data",
+    "_ParamAndGradBuffer.param_index_map",
+    "_ParamAndGradBuffer.buckets",
+    "_ParamAndGradBuffer.params",
+    "_ParamAndGradBucket.grad_data",
+    "_ParamAndGradBucket.offset",
+)
 def set_gradient(buffer: Any, new: Tensor) -> None:
     """Make `new` the memory of the gradients of a flat buffer. On the meta device it has none."""
     buffer.grad_data = new
     for bucket in buffer.buckets:
-        bucket.grad_data = new[bucket.offset:bucket.offset + bucket.grad_data.numel()]
+        bucket.grad_data = new[bucket.offset : bucket.offset + bucket.grad_data.numel()]
     for param in buffer.params:
         start, _, _ = buffer.param_index_map[param]
         param.main_grad = buffer._get(param.data.shape, start, BufferType.GRAD)
@@ -170,8 +186,11 @@ def reduction_works(group: Any) -> list[Any]:
     return works_of(group.grad_reduce_handle)
 
 
-@reaches(_BUFFER, f"{_GROUP}.is_last_microbatch",
-         f"{_GROUP}.per_param_grad_ready_counts or {_GROUP}.params_with_grad")
+@reaches(
+    _BUFFER,
+    f"{_GROUP}.is_last_microbatch",
+    f"{_GROUP}.per_param_grad_ready_counts or {_GROUP}.params_with_grad",
+)
 def reset_reduction(group: Any) -> None:
     """Clear a failed reduction from a bucket group, which does not expect a failure. What it counts
     is `params_with_grad` until 0.15, `per_param_grad_ready_counts` since 0.16."""
@@ -222,21 +241,27 @@ def can_reduce_all() -> bool:
 
 # --- The distributed optimizer ---
 
-_PARAMS = (("model_float16_groups", "shard_fp32_from_float16_groups"),
-           ("model_fp32_groups", "shard_fp32_groups"))
+_PARAMS = (
+    ("model_float16_groups", "shard_fp32_from_float16_groups"),
+    ("model_fp32_groups", "shard_fp32_groups"),
+)
 
 
 @reaches(_OPTIMIZER, *(f"DistributedOptimizer.{name}" for pair in _PARAMS for name in pair))
 def shards_of(optimizer: Any) -> Iterator[tuple[Any, Any]]:
     """Each parameter of which a DistributedOptimizer has a shard, and the shard, in flat fp32."""
     for wholes, shards in _PARAMS:
-        for params, owned in zip(getattr(optimizer, wholes), getattr(optimizer, shards),
-                                 strict=True):
+        for params, owned in zip(
+            getattr(optimizer, wholes), getattr(optimizer, shards), strict=True
+        ):
             yield from zip(params, owned, strict=True)
 
 
-@reaches(_OPTIMIZER, "DistributedOptimizer.model_param_gbuf_map",
-         "DistributedOptimizer._get_model_param_range_map")
+@reaches(
+    _OPTIMIZER,
+    "DistributedOptimizer.model_param_gbuf_map",
+    "DistributedOptimizer._get_model_param_range_map",
+)
 def ranges_of(optimizer: Any) -> Iterator[tuple[Any, slice]]:
     """Each parameter of which a DistributedOptimizer has a shard, and the shard's elements."""
     for param in optimizer.model_param_gbuf_map:
@@ -290,10 +315,16 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
 # --- Random numbers, and Megatron-LM ---
 
 
-@reaches(_RANDOM, "_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED",
-         "_get_cuda_rng_state", "_set_cuda_rng_state")
-def replace_generators(tracker: Any, get_state: Callable[..., Tensor],
-                       set_state: Callable[..., None]) -> None:
+@reaches(
+    _RANDOM,
+    "_CUDA_RNG_STATE_TRACKER",
+    "_CUDA_RNG_STATE_TRACKER_INITIALIZED",
+    "_get_cuda_rng_state",
+    "_set_cuda_rng_state",
+)
+def replace_generators(
+    tracker: Any, get_state: Callable[..., Tensor], set_state: Callable[..., None]
+) -> None:
     """Replace Megatron's tracker of the GPU's generators, and its access to their state."""
     from megatron.core.tensor_parallel import random
 

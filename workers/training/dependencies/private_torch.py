@@ -45,8 +45,12 @@ class _World:
     pg_config_info: list[Any] = field(default_factory=list)
 
 
-@reaches(_C10D, "_world", "_unregister_process_group",
-         *(f"_World.{name}" for name in _World.__dataclass_fields__))
+@reaches(
+    _C10D,
+    "_world",
+    "_unregister_process_group",
+    *(f"_World.{name}" for name in _World.__dataclass_fields__),
+)
 @contextmanager
 def separate_groups() -> Generator[None]:
     """No group exists at first in this context; new ones leave the live ones, and end with it."""
@@ -69,8 +73,15 @@ def take_groups() -> list[Any]:
     world: Any = distributed_c10d._world
     groups = sorted(world.pg_names, key=world.pg_names.__getitem__, reverse=True)
     distributed_c10d._update_default_pg(None)
-    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config,
-                  world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state):
+    for table in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+        world.pg_coalesce_state,
+    ):
         table.clear()
     distributed_c10d._unregister_all_process_groups()
     restart_group_names()
@@ -117,7 +128,7 @@ def recorded_collectives(*, only_active: bool) -> bytes:
     data = b""
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(c10d, name, None)
-        data = (dump(includeCollectives=True, onlyActive=only_active) if dump is not None else b"")
+        data = dump(includeCollectives=True, onlyActive=only_active) if dump is not None else b""
         if b'"record_id"' in data:
             break
     return data or b"{}"
@@ -130,8 +141,10 @@ def recorded_collectives(*, only_active: bool) -> bytes:
 @reaches("torch.nn", "Module._compiled_call_impl")
 def is_compiled(module: Any) -> bool:
     """Whether this module was compiled by torch.compile, or in place by its method `compile`."""
-    return (isinstance(module, import_module(_COMPILER).OptimizedModule)
-            or getattr(module, "_compiled_call_impl", None) is not None)
+    return (
+        isinstance(module, import_module(_COMPILER).OptimizedModule)
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
 # --- The data loader ---
@@ -162,8 +175,11 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 @reaches("torch.serialization", "_get_layout")
 def classes_of_metadata() -> Mapping[tuple[str, str], Any]:
     """What a pickle of `.metadata` names of torch's private parts. None of these runs code."""
-    names = ((_FILES, "_StorageInfo"), (_METADATA, "_MEM_FORMAT_ENCODING"),
-             ("torch.serialization", "_get_layout"))
+    names = (
+        (_FILES, "_StorageInfo"),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        ("torch.serialization", "_get_layout"),
+    )
     return {(module, name): getattr(import_module(module), name) for module, name in names}
 
 

@@ -15,12 +15,19 @@ class _Layer(nn.Module):
         super().__init__()
         self.num_heads = of.n_head
         self.input_layernorm = nn.LayerNorm(of.n_embd, of.layer_norm_epsilon)
-        self.self_attention = nn.ModuleDict({
-            "linear_qkv": nn.Linear(of.n_embd, 3 * of.n_embd),
-            "linear_proj": nn.Linear(of.n_embd, of.n_embd)})
+        self.self_attention = nn.ModuleDict(
+            {
+                "linear_qkv": nn.Linear(of.n_embd, 3 * of.n_embd),
+                "linear_proj": nn.Linear(of.n_embd, of.n_embd),
+            }
+        )
         self.pre_mlp_layernorm = nn.LayerNorm(of.n_embd, of.layer_norm_epsilon)
-        self.mlp = nn.ModuleDict({"linear_fc1": nn.Linear(of.n_embd, of.n_inner),
-                                  "linear_fc2": nn.Linear(of.n_inner, of.n_embd)})
+        self.mlp = nn.ModuleDict(
+            {
+                "linear_fc1": nn.Linear(of.n_embd, of.n_inner),
+                "linear_fc2": nn.Linear(of.n_inner, of.n_embd),
+            }
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.self_attention["linear_qkv"](self.input_layernorm(x))
@@ -40,12 +47,18 @@ class Decoder(nn.Module):
     def __init__(self, of: Gpt2) -> None:
         super().__init__()
         self.of = of
-        self.embedding = nn.ModuleDict({
-            "word_embeddings": nn.Embedding(of.vocab_size, of.n_embd),
-            "position_embeddings": nn.Embedding(of.n_positions, of.n_embd)})
-        self.decoder = nn.ModuleDict({
-            "layers": nn.ModuleList(_Layer(of) for _ in range(of.n_layer)),
-            "final_layernorm": nn.LayerNorm(of.n_embd, of.layer_norm_epsilon)})
+        self.embedding = nn.ModuleDict(
+            {
+                "word_embeddings": nn.Embedding(of.vocab_size, of.n_embd),
+                "position_embeddings": nn.Embedding(of.n_positions, of.n_embd),
+            }
+        )
+        self.decoder = nn.ModuleDict(
+            {
+                "layers": nn.ModuleList(_Layer(of) for _ in range(of.n_layer)),
+                "final_layernorm": nn.LayerNorm(of.n_embd, of.layer_norm_epsilon),
+            }
+        )
         if not of.tie_word_embeddings:
             self.output_layer = nn.Linear(of.n_embd, of.vocab_size, bias=False)
 
@@ -61,15 +74,16 @@ class Decoder(nn.Module):
 
 
 @torch.inference_mode()
-def generate(decoder: Decoder, prompt: Sequence[int], num: int, *, temperature: float = 1.0,
-             seed: int = 0) -> list[int]:
+def generate(
+    decoder: Decoder, prompt: Sequence[int], num: int, *, temperature: float = 1.0, seed: int = 0
+) -> list[int]:
     """Up to `num` tokens that follow the prompt, which must not be empty; fewer if the model ends
     the document. With `temperature` 0 each is the most probable one, else it is drawn. The model
     sees the last `of.n_positions` tokens."""
     draws = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(num):
-        logits = decoder(torch.tensor([tokens[-decoder.of.n_positions:]]))[0, -1].float()
+        logits = decoder(torch.tensor([tokens[-decoder.of.n_positions :]]))[0, -1].float()
         if temperature:
             token = int(torch.multinomial((logits / temperature).softmax(0), 1, generator=draws))
         else:
@@ -77,4 +91,4 @@ def generate(decoder: Decoder, prompt: Sequence[int], num: int, *, temperature: 
         if token == decoder.of.eos_token_id:
             break
         tokens.append(token)
-    return tokens[len(prompt):]
+    return tokens[len(prompt) :]

@@ -13,11 +13,17 @@ from ..model import architecture
 from .decoder import Decoder
 
 _PARTS = {
-    "embedding.word_embeddings": "transformer.wte", "embedding.position_embeddings":
-    "transformer.wpe", "decoder.final_layernorm": "transformer.ln_f", "output_layer": "lm_head",
-    "input_layernorm": "ln_1", "self_attention.linear_qkv": "attn.c_attn",
-    "self_attention.linear_proj": "attn.c_proj", "pre_mlp_layernorm": "ln_2",
-    "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"}
+    "embedding.word_embeddings": "transformer.wte",
+    "embedding.position_embeddings": "transformer.wpe",
+    "decoder.final_layernorm": "transformer.ln_f",
+    "output_layer": "lm_head",
+    "input_layernorm": "ln_1",
+    "self_attention.linear_qkv": "attn.c_attn",
+    "self_attention.linear_proj": "attn.c_proj",
+    "pre_mlp_layernorm": "ln_2",
+    "mlp.linear_fc1": "mlp.c_fc",
+    "mlp.linear_fc2": "mlp.c_proj",
+}
 """Megatron's modules, and those of GPT2LMHeadModel; without the number of the layer."""
 
 
@@ -29,9 +35,15 @@ def export(decoder: Decoder, folder: Path) -> None:
         partial.mkdir()
         (partial / architecture.FILE).write_bytes(architecture.encode(decoder.of))
         for name, content in (
-                ("tokenizer.json", _tokenizer()),
-                ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast",
-                                           "model_max_length": decoder.of.n_positions})):
+            ("tokenizer.json", _tokenizer()),
+            (
+                "tokenizer_config.json",
+                {
+                    "tokenizer_class": "PreTrainedTokenizerFast",
+                    "model_max_length": decoder.of.n_positions,
+                },
+            ),
+        ):
             (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         # Not save_file: its errors are no OSError, and only its owner may read the file.
         (partial / "model.safetensors").write_bytes(save(weights(decoder), {"format": "pt"}))
@@ -50,7 +62,8 @@ def weights(decoder: Decoder) -> dict[str, Tensor]:
         if part == "self_attention.linear_qkv":  # all queries, all keys, all values
             param = param.unflatten(0, (decoder.of.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
         found[f"{layer}{_PARTS[part]}.{what}"] = (
-            param.T if layer and param.dim() == 2 else param).contiguous()
+            param.T if layer and param.dim() == 2 else param
+        ).contiguous()
     return found
 
 
@@ -61,9 +74,20 @@ def _tokenizer() -> dict[str, Any]:
     printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = count(256)
     letters = [chr(byte if byte in printed else next(others)) for byte in range(256)]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
-                  "use_regex": False}
-    return {"version": "1.0", "added_tokens": [], "pre_tokenizer": byte_level,
-            "decoder": byte_level, "model": {
-                "type": "BPE", "merges": [],
-                "vocab": {letter: byte for byte, letter in enumerate(letters)}}}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "merges": [],
+            "vocab": {letter: byte for byte, letter in enumerate(letters)},
+        },
+    }

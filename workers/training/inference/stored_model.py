@@ -31,8 +31,11 @@ class StoredModel(NamedTuple):
 
     @property
     def num_params(self) -> int:
-        return sum(prod(shape_of(kind)) for key, kind in self.stored.kinds.items()
-                   if key.startswith("model."))
+        return sum(
+            prod(shape_of(kind))
+            for key, kind in self.stored.kinds.items()
+            if key.startswith("model.")
+        )
 
 
 def find(path: str) -> StoredModel:
@@ -45,12 +48,17 @@ def find(path: str) -> StoredModel:
     if data is None:
         raise UsageError(
             f"{stored.folder} has no {architecture.FILE}: an older release or a job's own script "
-            "wrote it", f"{_GUIDE}, which you can write for a job with train:")
+            "wrote it",
+            f"{_GUIDE}, which you can write for a job with train:",
+        )
     try:
         return StoredModel(architecture.decode(data), numbers, stored)
     except ValueError as error:
-        raise UsageError(f"{stored.folder}: its {architecture.FILE} is not of a model that this "
-                         f"release knows: {error}", _GUIDE) from None
+        raise UsageError(
+            f"{stored.folder}: its {architecture.FILE} is not of a model that this "
+            f"release knows: {error}",
+            _GUIDE,
+        ) from None
 
 
 def load(path: str) -> Decoder:
@@ -62,8 +70,10 @@ def load(path: str) -> Decoder:
         model.stored.check(_weights(decoder))
         model.stored.read(_weights(decoder.to_empty(device="cpu")))
     if sum(param.numel() for param in decoder.parameters()) != model.num_params:
-        raise UsageError(f"{model.stored.folder} has weights that its {architecture.FILE} does not "
-                         "describe", _GUIDE)
+        raise UsageError(
+            f"{model.stored.folder} has weights that its {architecture.FILE} does not describe",
+            _GUIDE,
+        )
     return decoder
 
 
@@ -86,8 +96,10 @@ def _checkpoint_at(path: str) -> str:
     try:
         return f"{output}/{msgspec.json.decode(note, type=dict[str, Any])['path']}"
     except (msgspec.MsgspecError, KeyError):
-        raise UsageError(f"{output}/{_LATEST} does not name a checkpoint",
-                         "name a checkpoint in the output: gen-G/iter-N") from None
+        raise UsageError(
+            f"{output}/{_LATEST} does not name a checkpoint",
+            "name a checkpoint in the output: gen-G/iter-N",
+        ) from None
 
 
 @contextmanager
@@ -96,5 +108,7 @@ def _readable(path: str) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{path}: {reason(error)}", "name a task's output, its latest, or a "
-                         "checkpoint in it: gen-G/iter-N") from None
+        raise UsageError(
+            f"{path}: {reason(error)}",
+            "name a task's output, its latest, or a checkpoint in it: gen-G/iter-N",
+        ) from None

@@ -36,7 +36,8 @@ class Checkpoints:
             _compare(state, args)
             at = state.iteration
             self.first_sample = int(state.args.get("consumed_train_samples", 0)) - (
-                at * args.global_batch_size)
+                at * args.global_batch_size
+            )
             if used := int(state.args.get("consumed_valid_samples", 0)):
                 self.first_valid_sample = used - self._num_valid_samples(at)
             self._flops_before = state.flops - at * flops_of()
@@ -46,8 +47,11 @@ class Checkpoints:
     def exports(self) -> list[MegatronFormat]:
         if not self._args.save:
             return []
-        return [MegatronFormat(self._args.save, self._args.save_interval or 0,
-                               self._values_beside_state)]
+        return [
+            MegatronFormat(
+                self._args.save, self._args.save_interval or 0, self._values_beside_state
+            )
+        ]
 
     # --- Beginning (workload.py) ---
     def newest(self) -> int:
@@ -58,15 +62,20 @@ class Checkpoints:
         path, weights_only = self._newest()
         if not path or not weights_only:
             return False
-        MegatronState(path).read(trainee, History(), with_optimizer=False, iteration=0,
-                                 vocabulary=self._vocabulary)
+        MegatronState(path).read(
+            trainee, History(), with_optimizer=False, iteration=0, vocabulary=self._vocabulary
+        )
         return True
 
     def read(self, trainee: TrainingModel, step_version: int, history: History) -> None:
         path = f"{self._load}/{iteration_folder(step_version)}"
-        MegatronState(path).read(trainee, history, iteration=step_version,
-                                 with_optimizer=not self._args.no_load_optim,
-                                 vocabulary=self._vocabulary)
+        MegatronState(path).read(
+            trainee,
+            history,
+            iteration=step_version,
+            with_optimizer=not self._args.no_load_optim,
+            vocabulary=self._vocabulary,
+        )
 
     def _newest(self) -> tuple[str, bool]:
         """The checkpoint to load, or "", and whether only its weights are used."""
@@ -79,12 +88,16 @@ class Checkpoints:
         if self._pretrained:
             name = newest(self._pretrained)
             if not name:
-                raise UsageError(f"neither {self._load} nor {self._pretrained} has a checkpoint of "
-                                 "Megatron-LM", "name one with --pretrained-checkpoint")
+                raise UsageError(
+                    f"neither {self._load} nor {self._pretrained} has a checkpoint of Megatron-LM",
+                    "name one with --pretrained-checkpoint",
+                )
             return f"{self._pretrained}/{name}", True
         if self._load and args.exit_on_missing_checkpoint:
-            raise UsageError(f"{self._load} has no checkpoint of Megatron-LM",
-                             "name one with --load, or leave --exit-on-missing-checkpoint out")
+            raise UsageError(
+                f"{self._load} has no checkpoint of Megatron-LM",
+                "name one with --load, or leave --exit-on-missing-checkpoint out",
+            )
         return "", False
 
     def _values_beside_state(self, trainee: TrainingModel, iteration: int) -> dict[str, Any]:
@@ -99,8 +112,11 @@ class Checkpoints:
         args.skipped_train_samples = 0
         # Each micro-batch seeds the generators anew, so there is no state of theirs.
         args.no_save_rng = True
-        return {"args": args, "num_floating_point_operations_so_far":
-                self._flops_before + iteration * self._flops_of()}
+        return {
+            "args": args,
+            "num_floating_point_operations_so_far": self._flops_before
+            + iteration * self._flops_of(),
+        }
 
     def _num_valid_samples(self, iteration: int) -> int:
         args = self._args
@@ -127,5 +143,6 @@ def _compare(state: MegatronState, args: Any) -> None:
         if stored != getattr(args, name):
             raise UsageError(
                 f"{state.path} is of another model: its {name} is {stored}, the arguments say "
-                f"{getattr(args, name)}", "give the arguments of the checkpoint's run, or name "
-                "another checkpoint")
+                f"{getattr(args, name)}",
+                "give the arguments of the checkpoint's run, or name another checkpoint",
+            )

@@ -36,8 +36,13 @@ def ensure() -> None:
             fcntl.flock(source, fcntl.LOCK_EX)
             if not _is_there():
                 path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-                made = subprocess.run(command, env={**os.environ, "PATH": path},
-                                      capture_output=True, text=True, check=False)
+                made = subprocess.run(
+                    command,
+                    env={**os.environ, "PATH": path},
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
                 why = made.stderr.strip().splitlines()[0] if made.returncode else ""
     except OSError as error:
         why = f"{error.filename}: {error.strerror}"
@@ -46,8 +51,11 @@ def ensure() -> None:
     hint = f"install a C++ compiler, or type {' '.join(command)} to see more"
     if importlib.util.find_spec("pybind11") is None:
         why, hint = "pybind11 is not installed", f"{sys.executable} -m pip install pybind11"
-    raise UsageError("the index builder of the datasets cannot be compiled: "
-                     f"{why or 'the result is for another Python'}", hint)
+    raise UsageError(
+        "the index builder of the datasets cannot be compiled: "
+        f"{why or 'the result is for another Python'}",
+        hint,
+    )
 
 
 @contextmanager

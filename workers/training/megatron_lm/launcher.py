@@ -18,9 +18,29 @@ from ...ipc.pipe_protocol import FD
 from ..rank import connect_agent, tell_adopted
 from . import versions
 
-PACKAGES = {"PIL": "Pillow", "yaml": "PyYAML", **{name: name for name in (
-    "datasets", "einops", "nltk", "psutil", "pybind11", "regex", "sentencepiece", "six",
-    "tensorboard", "tiktoken", "tqdm", "transformers", "triton", "wandb")}}
+PACKAGES = {
+    "PIL": "Pillow",
+    "yaml": "PyYAML",
+    **{
+        name: name
+        for name in (
+            "datasets",
+            "einops",
+            "nltk",
+            "psutil",
+            "pybind11",
+            "regex",
+            "sentencepiece",
+            "six",
+            "tensorboard",
+            "tiktoken",
+            "tqdm",
+            "transformers",
+            "triton",
+            "wandb",
+        )
+    },
+}
 """Modules that scripts of Megatron-LM import -> the package of each on PyPI. For any other module a
 package of its name may be a stranger's: `apex` on PyPI is not NVIDIA's."""
 
@@ -34,8 +54,9 @@ def main() -> None:
     with usage_error_ends_task():
         if not script.is_file():
             what = "is a folder" if script.is_dir() else "no such file"
-            raise UsageError(f"{script}: {what}",
-                             "give the path of a script in a clone of Megatron-LM")
+            raise UsageError(
+                f"{script}: {what}", "give the path of a script in a clone of Megatron-LM"
+            )
         with start_failures_named(script):
             replace_functions()
             runpy.run_path(str(script), run_name="__main__")
@@ -77,21 +98,30 @@ def start_failures_named(script: Path) -> Generator[None]:
     except SystemExit as end:
         if _is_connected() or end.code != 2:
             raise
-        raise UsageError(str(end.__context__ or f"{script.name} refuses its arguments"),
-                         f"python {script} --help lists the arguments") from None
+        raise UsageError(
+            str(end.__context__ or f"{script.name} refuses its arguments"),
+            f"python {script} --help lists the arguments",
+        ) from None
     except ModuleNotFoundError as error:
         name = (error.name or "").split(".")[0]
         if _is_connected() or not name:
             raise
         if name == "megatron":
-            raise UsageError(f"{error}: {script.parent} is not a clone of Megatron-LM",
-                             "give the path of a script in the folder that has megatron/training"
-                             ) from error
-        why = ("Megatron-LM imports triton also without a GPU" if name == "triton" else
-               "It is a requirement of the script")
-        raise UsageError(f"{script.name} cannot be imported: {error}. {why}",
-                         f"{sys.executable} -m pip install {PACKAGES[name]}" if name in PACKAGES
-                         else f"install it for {sys.executable} as its own project says") from error
+            raise UsageError(
+                f"{error}: {script.parent} is not a clone of Megatron-LM",
+                "give the path of a script in the folder that has megatron/training",
+            ) from error
+        why = (
+            "Megatron-LM imports triton also without a GPU"
+            if name == "triton"
+            else "It is a requirement of the script"
+        )
+        raise UsageError(
+            f"{script.name} cannot be imported: {error}. {why}",
+            f"{sys.executable} -m pip install {PACKAGES[name]}"
+            if name in PACKAGES
+            else f"install it for {sys.executable} as its own project says",
+        ) from error
 
 
 def _is_connected() -> bool:

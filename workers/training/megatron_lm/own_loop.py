@@ -16,8 +16,9 @@ SAMPLES = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_sa
 """The arguments in which Megatron-LM counts samples."""
 
 
-def train(why: str, training: Any, get_args: Callable[[], Any], pretrain: Callable[[], None]
-          ) -> None:
+def train(
+    why: str, training: Any, get_args: Callable[[], Any], pretrain: Callable[[], None]
+) -> None:
     """Call Megatron-LM's `pretrain`. `training`: its module; `why`: what cannot be healed."""
     with keep_in_memory(why) as memory:
         run = StoredRun(memory, training, get_args)
@@ -51,7 +52,8 @@ class StoredRun:
 
         if optimizer is not None:
             args.iteration = self._memory.resume(state, load, after=args.iteration) or (
-                args.iteration)
+                args.iteration
+            )
         return found
 
     def train(self, *given: Any, **named: Any) -> Any:
@@ -62,30 +64,42 @@ class StoredRun:
             _set_tracked(tracked)
         return self._train(*given, **named)
 
-    def decide_exit(self, model: Sequence[Any], optimizer: Any, scheduler: Any, iteration: int,
-                    flops: float, *rest: Any) -> Any:
+    def decide_exit(
+        self,
+        model: Sequence[Any],
+        optimizer: Any,
+        scheduler: Any,
+        iteration: int,
+        flops: float,
+        *rest: Any,
+    ) -> Any:
         """After each iteration: store the state if it is due."""
         if self._memory.is_due(iteration):
             if self._training.should_disable_forward_pre_hook(self._get_args()):
                 # Else the parameters are gathered in the next iteration, which is not stored.
                 sync = self._training.force_param_sync
                 sync(model, *([optimizer] if "optimizer" in signature(sync).parameters else []))
-            self._memory.stepped(iteration,
-                                 lambda: self._state(model, optimizer, scheduler, flops))
+            self._memory.stepped(iteration, lambda: self._state(model, optimizer, scheduler, flops))
         return self._decide_exit(model, optimizer, scheduler, iteration, flops, *rest)
 
     def _state(self, model: Sequence[Any], optimizer: Any, scheduler: Any, flops: float) -> Any:
         args = self._get_args()
-        return {"objects": objects_tree(model, optimizer, scheduler),
-                "samples": {name: getattr(args, name) for name in SAMPLES},
-                "flops": flops, "generators": generators(), "tracker": _tracked()}
+        return {
+            "objects": objects_tree(model, optimizer, scheduler),
+            "samples": {name: getattr(args, name) for name in SAMPLES},
+            "flops": flops,
+            "generators": generators(),
+            "tracker": _tracked(),
+        }
 
 
 def _tracked() -> dict[str, Any]:
     """The states of Megatron's tracker of random generators; with CUDA graphs it has generators."""
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
-    return {name: state.get_state() if isinstance(state, torch.Generator) else state
-            for name, state in tracker.get_states().items()}
+    return {
+        name: state.get_state() if isinstance(state, torch.Generator) else state
+        for name, state in tracker.get_states().items()
+    }
 
 
 def _set_tracked(stored: dict[str, Any]) -> None:

@@ -44,20 +44,38 @@ from .checkpoints import Checkpoints, eval_batch, num_evaluations  # isort: skip
 from .progress_line import Norms, Progress, StepResult  # isort: skip
 from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
 
-START_ERRORS = (AssertionError, AttributeError, FileNotFoundError, ImportError, KeyError, TypeError,
-                ValueError)
+START_ERRORS = (
+    AssertionError,
+    AttributeError,
+    FileNotFoundError,
+    ImportError,
+    KeyError,
+    TypeError,
+    ValueError,
+)
 """What Megatron-LM raises for wrong arguments; a RuntimeError may be the GPU's."""
-WEIGHT_SHARDS = {"tensor_parallel_num_weight_shards": "gtp_weight_remat_size",
-                 "expert_tensor_parallel_num_weight_shards": "expert_gtp_weight_remat_size"}
+WEIGHT_SHARDS = {
+    "tensor_parallel_num_weight_shards": "gtp_weight_remat_size",
+    "expert_tensor_parallel_num_weight_shards": "expert_gtp_weight_remat_size",
+}
 """By argument of Megatron-LM from 0.19 on: by what the size of tensor parallelism is multiplied."""
-OF_THE_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel",
-                 "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size",
-                 *WEIGHT_SHARDS)
+OF_THE_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "sequence_parallel",
+    "virtual_pipeline_model_parallel_size",
+    "expert_tensor_parallel_size",
+    *WEIGHT_SHARDS,
+)
 """Arguments that follow the layout; a config of Megatron-LM has the same names."""
 NOT_DETERMINISTIC = ("cross_entropy_loss_fusion", "num_experts", "use_flash_attn")
 """Arguments with which `reproducible: bitwise` declines, once the model is built."""
-NOT_SET_UP = ("exit_signal_handler", "exit_signal_handler_for_training", "otel_enabled",
-              "wandb_project")
+NOT_SET_UP = (
+    "exit_signal_handler",
+    "exit_signal_handler_for_training",
+    "otel_enabled",
+    "wandb_project",
+)
 """Arguments for which Megatron-LM would install handlers or ask a server while it sets its globals.
 Afterwards they are as they were given."""
 
@@ -68,8 +86,7 @@ def load(name: str) -> Any:
         return import_module(f"megatron.training.{name}")
 
 
-def replacements(interface: Interface) -> Sequence[
-        tuple[Callable[..., Any], Callable[..., Any]]]:
+def replacements(interface: Interface) -> Sequence[tuple[Callable[..., Any], Callable[..., Any]]]:
     """Megatron-LM's `pretrain`, and the function that parses the arguments before it, each with the
     function with in-memory recovery that stands in for it. If recovery does not support the
     arguments, these run the script again without Unicron."""
@@ -82,8 +99,11 @@ def replacements(interface: Interface) -> Sequence[
         with _declined_runs_without_unicron(environment):
             started.append(_initialize(interface, extra_args_provider, args_defaults or {}))
 
-    def parse_and_validate_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False,
-                                args_defaults: Any = None) -> Any:
+    def parse_and_validate_args(
+        extra_args_provider: Any = None,
+        ignore_unknown_args: bool = False,
+        args_defaults: Any = None,
+    ) -> Any:
         start(extra_args_provider, args_defaults)
         if not started[-1].declined:
             return started[-1].args
@@ -95,8 +115,12 @@ def replacements(interface: Interface) -> Sequence[
         if not interface.script_parses:
             start(given.get("extra_args_provider"), given.get("args_defaults"))
         if why := started[-1].declined:
-            own_loop.train(why, load("training"), load("global_vars").get_args,
-                           lambda: stock(*positional, **named))
+            own_loop.train(
+                why,
+                load("training"),
+                load("global_vars").get_args,
+                lambda: stock(*positional, **named),
+            )
             return
         for name in ("process_non_loss_data_func", "non_loss_data_func"):
             if given.get(name) is not None:
@@ -129,8 +153,9 @@ class Start(NamedTuple):
     declined: str = ""
 
 
-def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: Mapping[str, Any]
-                ) -> Start:
+def _initialize(
+    interface: Interface, extra_args_provider: Any, args_defaults: Mapping[str, Any]
+) -> Start:
     """Parse and validate the arguments, set Megatron-LM's globals, compile what datasets need.
     Raises UsageError; Declined if in-memory recovery does not support the arguments."""
     ranks = {name: os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -152,7 +177,8 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
     for line in arguments.named(given):
         _say(line)
     if loop.reproducible != "rounding" and not any(
-            getattr(args, name, None) for name in NOT_DETERMINISTIC):
+        getattr(args, name, None) for name in NOT_DETERMINISTIC
+    ):
         determinism.require()
         args.deterministic_mode, args.gradient_accumulation_fusion = True, False
     with _not_set_up(args), start_errors_told():
@@ -192,7 +218,8 @@ def _validate(interface: Interface, args: Any, args_defaults: Mapping[str, Any])
     else:
         parsed = {"args_defaults": args_defaults, "parsed_args": args}
     load("initialize").initialize_megatron(
-        allow_no_cuda=True, skip_mpu_initialization=True, **parsed)
+        allow_no_cuda=True, skip_mpu_initialization=True, **parsed
+    )
 
 
 def _parse(extra_args_provider: Any) -> tuple[Any, list[arguments.Given]]:
@@ -208,8 +235,9 @@ def _parse(extra_args_provider: Any) -> tuple[Any, list[arguments.Given]]:
         if not end.code:  # --help
             raise
         *_, line = said.getvalue().strip().splitlines()
-        raise UsageError(line.partition("error: ")[2] or line,
-                         f"python {sys.argv[0]} --help lists the arguments") from None
+        raise UsageError(
+            line.partition("error: ")[2] or line, f"python {sys.argv[0]} --help lists the arguments"
+        ) from None
     finally:
         sys.stderr.write(said.getvalue())
     return args, arguments.given(args, parser, sys.argv[1:])
@@ -218,13 +246,17 @@ def _parse(extra_args_provider: Any) -> tuple[Any, list[arguments.Given]]:
 def _set_layout(args: Any, given: Sequence[arguments.Given], parallel: Parallel) -> None:
     """Let the arguments be validated for the largest replica: what Megatron-LM derives from its
     sizes (padded vocabulary, sequence parallelism) then fits each layout. Raises UsageError."""
-    for name, key, sizes in (("tensor_model_parallel_size", "tensor", parallel.tensor),
-                             ("pipeline_model_parallel_size", "pipeline", parallel.pipeline)):
+    for name, key, sizes in (
+        ("tensor_model_parallel_size", "tensor", parallel.tensor),
+        ("pipeline_model_parallel_size", "pipeline", parallel.pipeline),
+    ):
         for one in given:
             if one.name == name and getattr(args, name) not in sizes:
-                raise UsageError(f"{one.option} is {getattr(args, name)}, but loop.parallel.{key} "
-                                 f"of the job file is {list(sizes)}",
-                                 f"write loop: {{parallel: {{{key}: [{getattr(args, name)}]}}}}")
+                raise UsageError(
+                    f"{one.option} is {getattr(args, name)}, but loop.parallel.{key} "
+                    f"of the job file is {list(sizes)}",
+                    f"write loop: {{parallel: {{{key}: [{getattr(args, name)}]}}}}",
+                )
         setattr(args, name, max(sizes))
     args.world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
 
@@ -233,9 +265,11 @@ def _check_chunks(args: Any, parallel: Parallel) -> None:
     """Raises UsageError if the validated arguments interleave other stages than the job."""
     chunks = args.virtual_pipeline_model_parallel_size or 1
     if chunks != parallel.chunks:
-        raise UsageError(f"by the arguments each rank has {chunks} virtual pipeline stages, but "
-                         f"loop.parallel.chunks of the job file is {parallel.chunks}",
-                         f"write loop: {{parallel: {{chunks: {chunks}}}}}")
+        raise UsageError(
+            f"by the arguments each rank has {chunks} virtual pipeline stages, but "
+            f"loop.parallel.chunks of the job file is {parallel.chunks}",
+            f"write loop: {{parallel: {{chunks: {chunks}}}}}",
+        )
 
 
 def _disable_reruns() -> None:
@@ -256,15 +290,17 @@ def start_errors_told() -> Generator[None]:
         raise UsageError(
             f"Megatron-LM refuses the arguments: {type(error).__name__}: {text} "
             f"({os.path.basename(frame.filename)}:{frame.lineno})",
-            "correct the arguments of the script in the job file") from error
+            "correct the arguments of the script in the job file",
+        ) from error
 
 
 def _decline(why: str) -> NoReturn:
     def nothing(*_: Any) -> Any:
         raise AssertionError
 
-    with adopt(build=nothing, sample=nothing, forward=nothing, check=[lambda: why],
-               falls_back=False):
+    with adopt(
+        build=nothing, sample=nothing, forward=nothing, check=[lambda: why], falls_back=False
+    ):
         raise AssertionError
 
 
@@ -291,8 +327,12 @@ class Pretraining:
         self.rows = int(args.micro_batch_size)
         self.num_micro_batches = int(args.global_batch_size) // self.rows
         self._built_with = {
-            "train_iters": args.train_iters, "load": None, "pretrained_checkpoint": None,
-            start.interface.gloo_argument: False, "calculate_per_token_loss": True}
+            "train_iters": args.train_iters,
+            "load": None,
+            "pretrained_checkpoint": None,
+            start.interface.gloo_argument: False,
+            "calculate_per_token_loss": True,
+        }
         """Arguments while Megatron-LM builds model, optimizer and schedule. Without the number of
         iterations, unless it is given, its schedule counts samples. It must not load, build no
         group, and not scale gradients by the number of replicas: Unicron's step divides the sum."""
@@ -302,13 +342,18 @@ class Pretraining:
         self.last: StepResult | None = None
         self.train_set: Any = None
         self.checkpoints = Checkpoints(
-            args, load("global_vars").get_tokenizer().vocab_size,
-            lambda: float(self.training.num_floating_point_operations(
-                args, args.global_batch_size)))
+            args,
+            load("global_vars").get_tokenizer().vocab_size,
+            lambda: float(
+                self.training.num_floating_point_operations(args, args.global_batch_size)
+            ),
+        )
         self._sequence_parallel = bool(args.sequence_parallel)
         self._chunks = args.virtual_pipeline_model_parallel_size
-        self._model = {"model_provider_func": given.get("model_provider"),
-                       "model_type": given["model_type"]}
+        self._model = {
+            "model_provider_func": given.get("model_provider"),
+            "model_type": given["model_type"],
+        }
         self._config = given["cfg_container"] if start.interface.builds_config else None
         self._forward_step = given["forward_step_func"]
 
@@ -321,7 +366,8 @@ class Pretraining:
         self._set_sizes(axes.tp, axes.pp)  # may be another layout, for the initial weights
         with start_errors_told():
             model, optimizer, scheduler = self.training.setup_model_and_optimizer(
-                **self._model, **self._configured())
+                **self._model, **self._configured()
+            )
         vars(args).update(outside)
         self._set_sizes(*trained)
         self._record_steps(optimizer)
@@ -335,8 +381,10 @@ class Pretraining:
             for name in (*OF_THE_LAYOUT, "calculate_per_token_loss"):
                 if hasattr(self.args, name):
                     setattr(config.model, name, getattr(self.args, name))
-        return {"cfg_container": config,
-                "pg_collection": ProcessGroupCollection.use_mpu_process_groups()}
+        return {
+            "cfg_container": config,
+            "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+        }
 
     def rebuilt(self, groups: Any) -> None:
         """Make the arguments describe this generation."""
@@ -349,16 +397,19 @@ class Pretraining:
         args = self.args
         args.curr_iteration = args.iteration = iteration
         args.consumed_train_samples = (
-            self.checkpoints.first_sample + iteration * args.global_batch_size)
+            self.checkpoints.first_sample + iteration * args.global_batch_size
+        )
 
     def batch_of(self, dataset: Any, first: int) -> Any:
         return default_collate([dataset[first + row] for row in range(self.rows)])
 
     def loader(self) -> DataLoader[Any]:
-        order = InOrder(self.checkpoints.first_sample, self.rows,
-                        self.iterations * self.num_micro_batches)
-        return DataLoader(self.train_set, batch_sampler=order, num_workers=self.args.num_workers,
-                          pin_memory=True)
+        order = InOrder(
+            self.checkpoints.first_sample, self.rows, self.iterations * self.num_micro_batches
+        )
+        return DataLoader(
+            self.train_set, batch_sampler=order, num_workers=self.args.num_workers, pin_memory=True
+        )
 
     def forward(self, chunk: Any, batch: Any) -> tuple[Any, Any]:
         out, loss_func = self._forward_step(iter([copy.copy(batch)]), chunk)
@@ -394,8 +445,10 @@ def _num_iterations(training: Any, args: Any) -> int:
     with start_errors_told():
         training.update_train_iters(counted)
     if not counted.train_iters:
-        raise UsageError(f"{args.train_samples} samples are less than one batch of "
-                         f"{args.global_batch_size}", "correct --train-samples in the job file")
+        raise UsageError(
+            f"{args.train_samples} samples are less than one batch of {args.global_batch_size}",
+            "correct --train-samples in the job file",
+        )
     return int(counted.train_iters)
 
 
@@ -417,13 +470,24 @@ def _train(script: Pretraining, datasets: Callable[..., Any]) -> None:
     args, found = script.args, script.checkpoints
     with index_builder.one_at_a_time(args), group_of_one():
         script.train_set, valid_set, test_set = script.training.build_train_valid_test_datasets(
-            datasets)
+            datasets
+        )
     progress = Progress(args, script.training, load("global_vars").get_tensorboard_writer())
-    with adopt(build=script.build, sample=script.loader(), forward=script.forward,
-               iterations=script.iterations, micro_batches=script.num_micro_batches,
-               samples=script.rows, seed=int(args.seed), sequence=int(args.seq_length),
-               loss=script.loss, on_rebuild=script.rebuilt, beginning=found,
-               exports=found.exports, falls_back=False) as job:
+    with adopt(
+        build=script.build,
+        sample=script.loader(),
+        forward=script.forward,
+        iterations=script.iterations,
+        micro_batches=script.num_micro_batches,
+        samples=script.rows,
+        seed=int(args.seed),
+        sequence=int(args.seq_length),
+        loss=script.loss,
+        on_rebuild=script.rebuilt,
+        beginning=found,
+        exports=found.exports,
+        falls_back=False,
+    ) as job:
         for done in job:
             script.last = None
             script.count(done)
@@ -438,17 +502,38 @@ def _train(script: Pretraining, datasets: Callable[..., Any]) -> None:
                 progress.report(job, norms)
             num_before = num_evaluations(args, args.iteration - 1)
             if num_evaluations(args, args.iteration) > num_before:
-                _evaluate(script, job, progress, valid_set, f"iteration {args.iteration}",
-                          num_before, found.first_valid_sample)
+                _evaluate(
+                    script,
+                    job,
+                    progress,
+                    valid_set,
+                    f"iteration {args.iteration}",
+                    num_before,
+                    found.first_valid_sample,
+                )
             if args.iteration == script.iterations == args.train_iters:
                 at = f"iteration {args.iteration} on"
-                _evaluate(script, job, progress, valid_set, f"{at} validation set",
-                          num_evaluations(args, args.iteration), found.first_valid_sample)
+                _evaluate(
+                    script,
+                    job,
+                    progress,
+                    valid_set,
+                    f"{at} validation set",
+                    num_evaluations(args, args.iteration),
+                    found.first_valid_sample,
+                )
                 _evaluate(script, job, progress, test_set, f"{at} test set", 0, 0)
 
 
-def _evaluate(script: Pretraining, job: Job, progress: Progress, dataset: Any, where: str,
-              num_before: int, first_sample: int) -> None:
+def _evaluate(
+    script: Pretraining,
+    job: Job,
+    progress: Progress,
+    dataset: Any,
+    where: str,
+    num_before: int,
+    first_sample: int,
+) -> None:
     """Evaluate the next eval_iters batches of `dataset` from `first_sample` on, of which
     `num_before` evaluations have used theirs."""
     num = int(script.args.eval_iters or 0) * (eval_batch(script.args) // script.rows)
@@ -457,8 +542,9 @@ def _evaluate(script: Pretraining, job: Job, progress: Progress, dataset: Any, w
     first = num_before * num
 
     def mean() -> float:
-        return job.mean_loss(num, lambda item: script.batch_of(
-            dataset, first_sample + (first + item) * script.rows))
+        return job.mean_loss(
+            num, lambda item: script.batch_of(dataset, first_sample + (first + item) * script.rows)
+        )
 
     loss = job.evaluate(mean)
     if loss is not None:
@@ -479,8 +565,9 @@ def _norms(script: Pretraining, job: Job) -> Norms:
 def _num_zeros(script: Pretraining, job: Job) -> float | None:
     """The sum over the parts of the model; None if a rank does not know its own."""
     mine = script.last.num_zeros if script.last is not None else None
-    values = torch.tensor([mine or 0.0, float(mine is None)], dtype=torch.float64,
-                          device=job.device)
+    values = torch.tensor(
+        [mine or 0.0, float(mine is None)], dtype=torch.float64, device=job.device
+    )
     dist.all_reduce(values, group=job.groups.mp)
     if script.args.use_distributed_optimizer:
         dist.all_reduce(values, group=job.groups.dp)

@@ -36,13 +36,17 @@ class Progress:
         self._last: StepResult | None = None
         self._auxiliary: dict[int, Mapping[str, float]] = {}
 
-    def stepped(self, iteration: int, result: StepResult | None,
-                auxiliary_losses: Mapping[str, float]) -> None:
+    def stepped(
+        self, iteration: int, result: StepResult | None, auxiliary_losses: Mapping[str, float]
+    ) -> None:
         """After `iteration`, from 1 on. `result` None: this rank received the state after it."""
         self._last = result
         first = self._first(iteration)
-        self._auxiliary = {number: losses for number, losses in self._auxiliary.items()
-                           if first < number < iteration}
+        self._auxiliary = {
+            number: losses
+            for number, losses in self._auxiliary.items()
+            if first < number < iteration
+        }
         self._auxiliary[iteration] = auxiliary_losses
         self._skipped.discard(iteration)
         if result is not None and not result.stepped:
@@ -54,7 +58,8 @@ class Progress:
 
     def is_written(self, iteration: int) -> bool:
         return bool(self._args.tensorboard_dir) and (
-            iteration % self._args.tensorboard_log_interval == 0)
+            iteration % self._args.tensorboard_log_interval == 0
+        )
 
     def report(self, job: Job, norms: Norms) -> None:
         """On the last rank, print the line and write to TensorBoard, as far as they are due."""
@@ -71,11 +76,13 @@ class Progress:
         history = job.history(first)
         elapsed_s = math.fsum(seconds for _, seconds in history.values()) / len(history)
         throughput = self._training.num_floating_point_operations(args, args.global_batch_size) / (
-            elapsed_s * 10**12 * args.world_size)
+            elapsed_s * 10**12 * args.world_size
+        )
         if args.log_timers_to_tensorboard and iteration > 1:
             timed = {"iteration-time": elapsed_s}
-            self._write(timed | ({"throughput": throughput} if args.log_throughput else {}),
-                        iteration)
+            self._write(
+                timed | ({"throughput": throughput} if args.log_throughput else {}), iteration
+            )
         losses = {index + 1: loss for index, (loss, _) in history.items()}
         skipped = self._skipped & losses.keys()
         parts = [
@@ -84,21 +91,26 @@ class Progress:
             f"consumed samples: {args.consumed_train_samples:12d}",
             f"elapsed time per iteration (ms): {elapsed_s * 1000.0:.1f}",
             f"throughput per GPU (TFLOP/s/GPU): {throughput:.1f}" if args.log_throughput else "",
-            f"learning rate: {rate:.6E}", f"global batch size: {args.global_batch_size:5d}",
+            f"learning rate: {rate:.6E}",
+            f"global batch size: {args.global_batch_size:5d}",
             _loss("lm loss", [loss for number, loss in losses.items() if number not in skipped]),
             *self._auxiliary_losses(),
-            f"loss scale: {loss_scale:.1f}", *self._norms(norms),
+            f"loss scale: {loss_scale:.1f}",
+            *self._norms(norms),
             f"number of skipped iterations: {len(skipped):3d}",
             "number of nan iterations: "
-            f"{sum(not math.isfinite(losses[number]) for number in skipped):3d}"]
+            f"{sum(not math.isfinite(losses[number]) for number in skipped):3d}",
+        ]
         _print(f"{' | '.join(part for part in parts if part)} |")
 
     def validated(self, job: Job, where: str, loss: float) -> None:
         if not job.is_last:
             return
         perplexity = math.exp(min(20.0, loss))
-        text = (f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: "
-                f"{perplexity:.6E} | ")
+        text = (
+            f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: "
+            f"{perplexity:.6E} | "
+        )
         rule = "-" * (len(text) + 1)
         _print(f"{rule}\n{text}\n{rule}")
         values = {"lm loss validation": loss}
@@ -121,25 +133,33 @@ class Progress:
 
     def _norms(self, norms: Norms) -> list[str]:
         norm = self._last.grad_norm if self._last is not None else None
-        return [f"grad norm: {norm:.3f}" if norm is not None else "",
-                f"num zeros: {norms.num_zeros}" if norms.num_zeros is not None else "",
-                f"params norm: {norms.params_norm:.3f}" if norms.params_norm is not None else ""]
+        return [
+            f"grad norm: {norm:.3f}" if norm is not None else "",
+            f"num zeros: {norms.num_zeros}" if norms.num_zeros is not None else "",
+            f"params norm: {norms.params_norm:.3f}" if norms.params_norm is not None else "",
+        ]
 
     def _scalars(self, job: Job, norms: Norms, rate: float, loss_scale: float) -> dict[str, float]:
         args = self._args
         values: dict[str, float | None] = {
-            "learning-rate": rate, "batch-size": args.global_batch_size, "lm loss": job.loss,
+            "learning-rate": rate,
+            "batch-size": args.global_batch_size,
+            "lm loss": job.loss,
             "grad-norm": self._last.grad_norm if self._last is not None else None,
-            "num-zeros": norms.num_zeros, "params-norm": norms.params_norm,
+            "num-zeros": norms.num_zeros,
+            "params-norm": norms.params_norm,
             "loss-scale": loss_scale if args.log_loss_scale_to_tensorboard else None,
             "world-size": args.world_size if args.log_world_size_to_tensorboard else None,
-            **job.auxiliary_losses}
+            **job.auxiliary_losses,
+        }
         if args.log_memory_to_tensorboard:
             memory = torch.cuda.memory_stats()
-            values |= {"mem-reserved-bytes": memory["reserved_bytes.all.current"],
-                       "mem-allocated-bytes": memory["allocated_bytes.all.current"],
-                       "mem-max-allocated-bytes": memory["allocated_bytes.all.peak"],
-                       "mem-allocated-count": memory["allocation.all.current"]}
+            values |= {
+                "mem-reserved-bytes": memory["reserved_bytes.all.current"],
+                "mem-allocated-bytes": memory["allocated_bytes.all.current"],
+                "mem-max-allocated-bytes": memory["allocated_bytes.all.peak"],
+                "mem-allocated-count": memory["allocation.all.current"],
+            }
         return {name: value for name, value in values.items() if value is not None}
 
     def _write(self, values: Mapping[str, float], step: int) -> None:

@@ -24,8 +24,9 @@ class Interface(NamedTuple):
 
 
 INTERFACES: Mapping[tuple[int, int], Interface] = {
-    (0, 16): Interface("0.16", "enable_gloo_process_groups", script_parses=False,
-                       builds_config=False),
+    (0, 16): Interface(
+        "0.16", "enable_gloo_process_groups", script_parses=False, builds_config=False
+    ),
     (0, 17): Interface("0.17", script_parses=False, builds_config=False),
     (0, 18): Interface("0.18", builds_config=False),
     (0, 19): Interface("0.19"),
@@ -37,11 +38,15 @@ def interface() -> Interface:
     """That of the megatron.core to be imported, which is only read. UsageError: it is not known."""
     spec = find_spec("megatron")
     folders = spec.submodule_search_locations if spec is not None else None
-    files = [file for folder in folders or () if (
-        file := Path(folder) / "core" / "package_info.py").is_file()]
+    files = [
+        file
+        for folder in folders or ()
+        if (file := Path(folder) / "core" / "package_info.py").is_file()
+    ]
     if not files:
-        raise UsageError("there is no megatron.core", "give the path of a script in a clone of "
-                         "Megatron-LM")
+        raise UsageError(
+            "there is no megatron.core", "give the path of a script in a clone of Megatron-LM"
+        )
     package = runpy.run_path(str(files[0]))
     found = INTERFACES.get((package["MAJOR"], package["MINOR"]))
     if found is None:
@@ -50,7 +55,8 @@ def interface() -> Interface:
         raise UsageError(
             f"this is Megatron-LM {package['__version__']} ({files[0]}); in-memory recovery knows "
             f"the interfaces of {known}",
-            "git checkout core_v0.16.1, or leave `heal: in-memory` and `unicron megatron` out")
+            "git checkout core_v0.16.1, or leave `heal: in-memory` and `unicron megatron` out",
+        )
     return found
 
 

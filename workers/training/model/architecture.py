@@ -11,8 +11,14 @@ FILE = "config.json"
 Size = Annotated[int, Meta(ge=1, le=TOKENS_NUM_MAX)]
 
 
-class Gpt2(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="model_type",
-           tag="gpt2"):
+class Gpt2(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="model_type",
+    tag="gpt2",
+):
     """The GPT of a job's `train:`, as a configuration of Hugging Face's transformers. A token is
     the value of a byte; `eos_token_id` ends a document. `torch_dtype` is that of the weights."""
 

@@ -23,8 +23,9 @@ class CudaAsCpu(TorchFunctionMode):
     """Redirects `device="cuda"` to the CPU. Megatron writes the literal 'cuda', calls `.cuda()`,
     and tells parameters apart by names such as 'torch.cuda.FloatTensor'."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Iterable[type],
-                           args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if device is not None and not isinstance(device, int):
@@ -96,10 +97,19 @@ def _answer_for_streams() -> None:
         return SimpleNamespace(major=10, minor=0)
 
     torch.cuda.__dict__.update(
-        Stream=InOrder, Event=InOrder, current_stream=InOrder, default_stream=InOrder,
-        stream=nullcontext, set_device=nothing, memory_allocated=num_bytes,
-        max_memory_allocated=num_bytes, memory_reserved=num_bytes, max_memory_reserved=num_bytes,
-        memory_stats=memory_stats, get_device_properties=properties)
+        Stream=InOrder,
+        Event=InOrder,
+        current_stream=InOrder,
+        default_stream=InOrder,
+        stream=nullcontext,
+        set_device=nothing,
+        memory_allocated=num_bytes,
+        max_memory_allocated=num_bytes,
+        memory_reserved=num_bytes,
+        max_memory_reserved=num_bytes,
+        memory_stats=memory_stats,
+        get_device_properties=properties,
+    )
 
 
 @contextmanager
@@ -197,6 +207,7 @@ def install_stand_ins() -> None:
 
 def _with_mode(apply: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's checkpoint. The backward calls the function without torch's modes."""
+
     def checkpoint(function: Callable[..., Any], *given: Any) -> Any:
         def run(*inputs: Any) -> Any:
             with cpu_mode():
@@ -210,6 +221,7 @@ def _with_mode(apply: Callable[..., Any]) -> Callable[..., Any]:
 def _marked(norm_of: Callable[..., Any]) -> Callable[..., Any]:
     """A norm of torch whose parameters are marked for sequence parallelism: Megatron then adds up
     their gradients over the tensor-parallel ranks."""
+
     def marked_norm(cls: type, config: Any, *given: Any, **options: Any) -> Any:
         own = copy.copy(config)
         own.sequence_parallel = False  # Megatron refuses it: nothing would mark the parameters

@@ -27,8 +27,10 @@ def decline(asked: Reproducible, why: str) -> None:
     if asked == "rounding":
         return
     if asked == "required":
-        raise UsageError(f"reproducible: required cannot be kept: {why}",
-                         "docs/guides/reproducible.md lists what can; with bitwise in place of "
-                         "required it trains with rounding")
+        raise UsageError(
+            f"reproducible: required cannot be kept: {why}",
+            "docs/guides/reproducible.md lists what can; with bitwise in place of "
+            "required it trains with rounding",
+        )
     log.warning("gradients are summed with rounding, not bit for bit", why=why)
     torch.use_deterministic_algorithms(False)

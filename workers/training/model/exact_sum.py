@@ -35,15 +35,24 @@ class ExactSum:
     memory has changed.
     """
 
-    def __init__(self, params: Sequence[Any], buffers: Sequence[Any], device: torch.device, *,
-                 bits: int, num_summands: int) -> None:
+    def __init__(
+        self,
+        params: Sequence[Any],
+        buffers: Sequence[Any],
+        device: torch.device,
+        *,
+        bits: int,
+        num_summands: int,
+    ) -> None:
         self.params = tuple(params)
         self.dtype = torch.int64 if bits == 64 else torch.int32
-        self.exponents = torch.full((len(params),), FIRST_BITS, dtype=torch.int32,
-                                    device=device)
+        self.exponents = torch.full((len(params),), FIRST_BITS, dtype=torch.int32, device=device)
         number = {id(param): index for index, param in enumerate(params)}
-        found = {number[id(param)]: (at, slice(*buffer.param_index_map[param][:2]))
-                 for at, buffer in enumerate(buffers) for param in buffer.params}
+        found = {
+            number[id(param)]: (at, slice(*buffer.param_index_map[param][:2]))
+            for at, buffer in enumerate(buffers)
+            for param in buffer.params
+        }
         self.spans = [found[index] for index in range(len(params))]
         self._sizes = [buffer.grad_data.numel() for buffer in buffers]
         self._device = device
@@ -77,8 +86,9 @@ class ExactSum:
     def begin(self, loss_scale: Tensor | None, redone: int) -> None:
         """Called before the micro-batches of an iteration, which has been begun `redone` times
         before; again if the iteration goes on after a fault."""
-        self._loss_exponent = (0 if loss_scale is None else
-                               torch.frexp(loss_scale.detach().reshape(()))[1])
+        self._loss_exponent = (
+            0 if loss_scale is None else torch.frexp(loss_scale.detach().reshape(()))[1]
+        )
         self._limits = self.exponents + HEADROOM_BITS * redone + self._loss_exponent
         shift = (self._range_bits - self._limits).clamp(-126, 126)
         self._scales.copy_(power_of_two(shift))
@@ -90,8 +100,9 @@ class ExactSum:
             for flat in self.flat:
                 flat.zero_()
         else:
-            self.flat = [torch.zeros(size, dtype=self.dtype, device=self._device)
-                         for size in self._sizes]
+            self.flat = [
+                torch.zeros(size, dtype=self.dtype, device=self._device) for size in self._sizes
+            ]
             self._views = [self.flat[at][span] for at, span in self.spans]
         self._tops.zero_()
         self.check.zero_()
@@ -144,6 +155,7 @@ class ExactSum:
 def part_tied_uses(module: Any, add: Callable[[Any, Tensor], None]) -> None:
     """Let the two uses of a tied embedding in one module give their gradients apart, as in a
     pipeline. `add(weight, gradient)` gets that of the output layer."""
+
     def before(layer: Any, args: Any, options: dict[str, Any]) -> Any:
         weight = options.get("weight")
         if weight is None or not (torch.is_grad_enabled() and weight.requires_grad):
@@ -158,8 +170,11 @@ def part_tied_uses(module: Any, add: Callable[[Any, Tensor], None]) -> None:
         return args, {**options, "weight": other}
 
     for part in module.modules():
-        if (getattr(part, "share_embeddings_and_output_weights", False)
-                and getattr(part, "pre_process", False) and getattr(part, "post_process", False)):
+        if (
+            getattr(part, "share_embeddings_and_output_weights", False)
+            and getattr(part, "pre_process", False)
+            and getattr(part, "post_process", False)
+        ):
             part.output_layer.register_forward_pre_hook(before, with_kwargs=True)
 
 

@@ -78,10 +78,14 @@ class Experts:
             return NONE
         logged = _logged() if self._routers else {}
         counts = [router.local_tokens_per_expert.double() for router in self._biased]
-        losses = [logged[name].double().sum() if name in logged else self._number(0.0)
-                  for name in self._names]
-        own = RouterSums(torch.cat([self._number(0.0).new_empty(0), *counts]),
-                         torch.stack([*losses, self._number(len(self._routers))]))
+        losses = [
+            logged[name].double().sum() if name in logged else self._number(0.0)
+            for name in self._names
+        ]
+        own = RouterSums(
+            torch.cat([self._number(0.0).new_empty(0), *counts]),
+            torch.stack([*losses, self._number(len(self._routers))]),
+        )
         if self._taken is None:
             return own
         return RouterSums(own.counts + self._taken.counts, own.losses + self._taken.losses)
@@ -105,7 +109,7 @@ class Experts:
         values = torch.cat(own)
         for group in (groups.dp_cp, groups.tp):
             dist.all_reduce(values, group=group)
-        counts, losses = values[:len(own.counts)], values[len(own.counts):].contiguous()
+        counts, losses = values[: len(own.counts)], values[len(own.counts) :].contiguous()
         dist.all_reduce(losses, group=groups.pp)
         losses[-1] /= size * groups.dp_cp.size()
         return RouterSums(counts, losses)
@@ -120,8 +124,10 @@ class Experts:
             sign = torch.sign(offset).to(vars(router)[_MEGATRONS_DTYPE])
             router.expert_bias.add_(sign * router.config.moe_router_bias_update_rate)
         *losses, num_routers = sums.losses.tolist()
-        self.losses = {name: loss / num_routers / num_micro_batches
-                       for name, loss in zip(self._names, losses, strict=True)}
+        self.losses = {
+            name: loss / num_routers / num_micro_batches
+            for name, loss in zip(self._names, losses, strict=True)
+        }
 
     def _number(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=torch.float64, device=self._device)
@@ -138,9 +144,14 @@ def auxiliary_losses(config: Any) -> list[str]:
     kinds, weights = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds, weights = [kinds], [weights]
-    return [*(_LOSSES[kind] for kind, weight in zip(kinds, weights, strict=True)
-              if kind in _LOSSES and weight > 0),
-            *[Z_LOSS] * (config.moe_z_loss_coeff is not None)]
+    return [
+        *(
+            _LOSSES[kind]
+            for kind, weight in zip(kinds, weights, strict=True)
+            if kind in _LOSSES and weight > 0
+        ),
+        *[Z_LOSS] * (config.moe_z_loss_coeff is not None),
+    ]
 
 
 def prepare(ddps: Sequence[Any], *, per_token: bool) -> None:
@@ -178,5 +189,7 @@ def forget_groups() -> None:
 def _logged() -> dict[str, Tensor]:
     if _TRACKER is not None:
         return {name: entry.values for name, entry in _TRACKER().metrics.items()}
-    return {name: entry["values"]
-            for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
+    return {
+        name: entry["values"]
+        for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()
+    }

@@ -38,15 +38,20 @@ def as_previous_rank(ddps: Sequence[Any]) -> AbstractContextManager[None]:
     """Within this context, an optimizer is built for the previous data-parallel rank."""
     buffers = [buffer for ddp in ddps for buffer in private_megatron.buffers_of(ddp)]
     return private_megatron.data_parallel_groups(
-        buffers, lambda group: PreviousRank(group.rank(), group.size()))
+        buffers, lambda group: PreviousRank(group.rank(), group.size())
+    )
 
 
 def sync_mirror(mirror: Any, optimizer: Any) -> None:
     """Copy the loss scale, learning rate and weight decay to the mirror before its step."""
     for ours, theirs in zip(mirror.chained_optimizers, optimizer.chained_optimizers, strict=True):
         if theirs.grad_scaler is not None and (scale := theirs.grad_scaler.state_dict()):
-            ours.grad_scaler.load_state_dict({name: value.clone() if hasattr(value, "clone")
-                                              else value for name, value in scale.items()})
+            ours.grad_scaler.load_state_dict(
+                {
+                    name: value.clone() if hasattr(value, "clone") else value
+                    for name, value in scale.items()
+                }
+            )
     for ours, theirs in zip(mirror.param_groups, optimizer.param_groups, strict=True):
         ours["lr"], ours["weight_decay"] = theirs["lr"], theirs["weight_decay"]
 
@@ -56,6 +61,7 @@ def without_collectives() -> Generator[None]:
     """Within this context, Megatron builds an optimizer without its collective, which would stall:
     it gathers the parameter groups of all ranks, in case a stage lacks a group. None does: each has
     a layer, with weights that decay and biases that do not."""
+
     def local(gathered: list[Any], mine: Any, group: Any = None) -> None:
         gathered[:] = [mine] * len(gathered)
 
@@ -69,6 +75,7 @@ def without_collectives() -> Generator[None]:
 @contextmanager
 def lowest_rate_of_schedule() -> Generator[None]:
     """Within this context, parameter groups without `min_lr` get that of the schedule."""
+
     def get_lr(self: Any, param_group: Any) -> Any:
         if param_group.get("min_lr") is None:
             param_group["min_lr"] = self.min_lr
@@ -102,7 +109,9 @@ def _materialise(optimizer: Any) -> None:
                 if not part.state[param]:
                     part.state[param].update(
                         {name: value.clone() for name, value in step.items()},
-                        exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+                        exp_avg=torch.zeros_like(param),
+                        exp_avg_sq=torch.zeros_like(param),
+                    )
 
 
 # --- Adam of torch, of Transformer Engine and of Apex ---
@@ -114,16 +123,19 @@ def _materialise(optimizer: Any) -> None:
 
 def is_fused(part: Any) -> bool:
     """Whether this is FusedAdam of Transformer Engine or Apex, or derived from it."""
-    return any(kind.__name__ == "FusedAdam" and kind.__module__.split(".")[0] in FUSED
-               for kind in type(part).__mro__)
+    return any(
+        kind.__name__ == "FusedAdam" and kind.__module__.split(".")[0] in FUSED
+        for kind in type(part).__mro__
+    )
 
 
 def num_steps(part: Any) -> set[float]:
     """The step counts of one of `parts`."""
     if is_fused(part):
         return {float(group.get("step", 0)) for group in part.param_groups if group["params"]}
-    return {float(part.state[param]["step"])
-            for group in part.param_groups for param in group["params"]}
+    return {
+        float(part.state[param]["step"]) for group in part.param_groups for param in group["params"]
+    }
 
 
 def set_num_steps(part: Any, num: float) -> None:
@@ -133,8 +145,9 @@ def set_num_steps(part: Any, num: float) -> None:
                 part.state[param]["step"].fill_(num)
         elif group["params"]:
             device = group["params"][0].device
-            group["step"] = (torch.tensor([num], dtype=torch.int, device=device)
-                             if part.capturable else int(num))
+            group["step"] = (
+                torch.tensor([num], dtype=torch.int, device=device) if part.capturable else int(num)
+            )
 
 
 def not_adam(optimizer: Any) -> list[str]:
@@ -147,8 +160,10 @@ def _unknown(part: Any) -> str:
     kind = f"{type(part).__module__}.{type(part).__name__}"
     if is_fused(part):
         keeps_masters = getattr(part, "master_weights", False) or getattr(part, "use_master", False)
-        moments = (getattr(part, "exp_avg_dtype", torch.float32),
-                   getattr(part, "exp_avg_sq_dtype", torch.float32))
+        moments = (
+            getattr(part, "exp_avg_dtype", torch.float32),
+            getattr(part, "exp_avg_sq_dtype", torch.float32),
+        )
         if keeps_masters:
             return f"{kind} with masters of its own"
         return "" if moments == (torch.float32,) * 2 else f"{kind} with moments in less than fp32"
@@ -177,8 +192,11 @@ def parts(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def shards(optimizer: Any) -> dict[int, Any]:
     """id of a parameter -> this member's shard of it, if any, in flat fp32."""
-    return {id(param): shard for part in _distributed(optimizer)
-            for param, shard in private_megatron.shards_of(part)}
+    return {
+        id(param): shard
+        for part in _distributed(optimizer)
+        for param, shard in private_megatron.shards_of(part)
+    }
 
 
 def is_sharded(optimizer: Any) -> bool:
@@ -191,5 +209,8 @@ def _distributed(optimizer: Any) -> list[Any]:
 
 def ranges(optimizer: Any) -> dict[int, slice]:
     """id of a parameter -> the range of its elements that is this member's shard (`shards`)."""
-    return {id(param): own for part in _distributed(optimizer)
-            for param, own in private_megatron.ranges_of(part)}
+    return {
+        id(param): own
+        for part in _distributed(optimizer)
+        for param, own in private_megatron.ranges_of(part)
+    }

@@ -50,9 +50,13 @@ class Draw:
 
             # Given, since a spec's model has no groups of experts. Experts are split as the rest.
             tp_rank = get_tensor_model_parallel_rank()
-            model_parallel_cuda_manual_seed(seed_of(self.seed, 2, iteration, micro_batch) >> 32,
-                                            tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank,
-                                            force_reset_rng=True)
+            model_parallel_cuda_manual_seed(
+                seed_of(self.seed, 2, iteration, micro_batch) >> 32,
+                tp_rank=tp_rank,
+                ep_rank=0,
+                etp_rank=tp_rank,
+                force_reset_rng=True,
+            )
 
     def at_layer(self, layer: Any, inputs: Any) -> None:
         """A pre-forward hook: seed torch for a layer, so that its dropout is equal on any stage."""
@@ -118,25 +122,34 @@ def draw(module: Any, config: Any, seed: int, *, tp: int) -> None:
             begin[split] = tp * shape[split]
             shape[split] *= config.tensor_model_parallel_size
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        _draw_part(param.data, begin, shape, seed_of(seed, 4, int.from_bytes(digest, "big")),
-                   _method_of(config, name))
+        _draw_part(
+            param.data,
+            begin,
+            shape,
+            seed_of(seed, 4, int.from_bytes(digest, "big")),
+            _method_of(config, name),
+        )
 
 
-def _draw_part(part: Tensor, begin: Sequence[int], shape: Sequence[int], seed: int, method: Any
-               ) -> None:
+def _draw_part(
+    part: Tensor, begin: Sequence[int], shape: Sequence[int], seed: int, method: Any
+) -> None:
     end = [first + num for first, num in zip(begin, part.shape, strict=True)]
     with torch.random.fork_rng(devices=[]):
         for row in range(begin[0] // BLOCK_NUM * BLOCK_NUM, end[0], BLOCK_NUM):
             for column in range(begin[1] // BLOCK_NUM * BLOCK_NUM, end[1], BLOCK_NUM):
-                block = torch.empty(min(BLOCK_NUM, shape[0] - row),
-                                    min(BLOCK_NUM, shape[1] - column))
+                block = torch.empty(
+                    min(BLOCK_NUM, shape[0] - row), min(BLOCK_NUM, shape[1] - column)
+                )
                 torch.default_generator.manual_seed(seed_of(seed, row, column))
                 method(block)
                 (top, bottom), (left, right) = (
                     (max(first, start), min(last, start + BLOCK_NUM))
-                    for first, last, start in zip(begin, end, (row, column), strict=True))
-                part[top - begin[0]:bottom - begin[0], left - begin[1]:right - begin[1]].copy_(
-                    block[top - row:bottom - row, left - column:right - column])
+                    for first, last, start in zip(begin, end, (row, column), strict=True)
+                )
+                part[top - begin[0] : bottom - begin[0], left - begin[1] : right - begin[1]].copy_(
+                    block[top - row : bottom - row, left - column : right - column]
+                )
 
 
 def _method_of(config: Any, name: str) -> Any:

@@ -23,8 +23,9 @@ class Text:
     def __len__(self) -> int:
         return self._bytes.numel()
 
-    def sample(self, seed: int, iteration: int, micro_batch: int, *, rows: int,
-               sequence: int) -> torch.Tensor:
+    def sample(
+        self, seed: int, iteration: int, micro_batch: int, *, rows: int, sequence: int
+    ) -> torch.Tensor:
         """Samples: int64 [rows, sequence + 1]. A pure function of its arguments and the bytes."""
         generator = torch.Generator()
         generator.manual_seed(seed_of(seed, 0, iteration, micro_batch))
@@ -53,7 +54,8 @@ def load(paths: Sequence[str], sequence: int) -> Text:
     if len(data) <= sequence + 1:
         raise UsageError(
             f"train.data: {origin} has {len(data)} bytes, one sample needs {sequence + 1}",
-            "give longer files or a smaller train.model.sequence")
+            "give longer files or a smaller train.model.sequence",
+        )
     return Text(data)
 
 
@@ -61,5 +63,6 @@ def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise UsageError(f"train.data: {path}: {error.strerror}",
-                         "every node needs the files at the same paths") from None
+        raise UsageError(
+            f"train.data: {path}: {error.strerror}", "every node needs the files at the same paths"
+        ) from None

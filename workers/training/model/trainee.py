@@ -70,8 +70,12 @@ class TrainingModel:
         params = [param for _, param in self.named_parameters() if param.requires_grad]
         number = {id(param): index for index, param in enumerate(params)}
         exact = self.exact = ExactSum(
-            params, self.buffers, self.device, bits=self.train.reproducible_bits,
-            num_summands=self.train.num_micro_batches * self.axes.tp)
+            params,
+            self.buffers,
+            self.device,
+            bits=self.train.reproducible_bits,
+            num_summands=self.train.num_micro_batches * self.axes.tp,
+        )
         for module in self.modules:
             part_tied_uses(module, lambda weight, gradient: exact.add(number[id(weight)], gradient))
 
@@ -98,12 +102,23 @@ class TrainingModel:
         """The file that describes the model beside its weights; empty if only a script can."""
         model, config = self.train.model, self.modules[0].config
         dtype: Any = str(DTYPES[self.train.precision]).removeprefix("torch.")
-        return architecture.encode(architecture.Gpt2(
-            n_layer=model.num_layers, n_embd=model.hidden, n_head=model.num_heads,
-            n_inner=config.ffn_hidden_size, n_positions=model.sequence,
-            tie_word_embeddings=model.tie_embeddings, layer_norm_epsilon=config.layernorm_epsilon,
-            embd_pdrop=model.dropout, attn_pdrop=model.dropout, resid_pdrop=model.dropout,
-            bos_token_id=END_CODE, eos_token_id=END_CODE, torch_dtype=dtype))
+        return architecture.encode(
+            architecture.Gpt2(
+                n_layer=model.num_layers,
+                n_embd=model.hidden,
+                n_head=model.num_heads,
+                n_inner=config.ffn_hidden_size,
+                n_positions=model.sequence,
+                tie_word_embeddings=model.tie_embeddings,
+                layer_norm_epsilon=config.layernorm_epsilon,
+                embd_pdrop=model.dropout,
+                attn_pdrop=model.dropout,
+                resid_pdrop=model.dropout,
+                bos_token_id=END_CODE,
+                eos_token_id=END_CODE,
+                torch_dtype=dtype,
+            )
+        )
 
     @property
     def roots(self) -> tuple[Any, ...]:
@@ -157,8 +172,9 @@ class TrainingModel:
     def clear(self) -> None:
         """Zero the gradients, which get memory if they have none, and what routers add up."""
         if not self.has_gradients:
-            self.set_gradients([torch.empty_like(gradients, device=self.device)
-                                for gradients in self.gradients])
+            self.set_gradients(
+                [torch.empty_like(gradients, device=self.device) for gradients in self.gradients]
+            )
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
         if self.exact is not None:
@@ -192,8 +208,9 @@ class TrainingModel:
             param.grad = None
         if self.exact is not None:
             self.exact.release()
-        self.set_gradients([torch.empty_like(gradients, device="meta")
-                            for gradients in self.gradients])
+        self.set_gradients(
+            [torch.empty_like(gradients, device="meta") for gradients in self.gradients]
+        )
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Make these tensors, one for each buffer, the local sum of gradients."""
@@ -218,8 +235,9 @@ class TrainingModel:
 
     def forward(self, ddp: Any, tokens: Tensor) -> Tensor:
         """The loss of each token from the last chunk; the activations from any other chunk."""
-        out: Tensor = ddp(tokens[:, :-1].contiguous(), self.positions, None,
-                          labels=tokens[:, 1:].contiguous())
+        out: Tensor = ddp(
+            tokens[:, :-1].contiguous(), self.positions, None, labels=tokens[:, 1:].contiguous()
+        )
         return out
 
     def loss_of(self, per_token: Tensor, tokens: Tensor) -> Tensor:
@@ -238,16 +256,24 @@ class TrainingModel:
         if not self.experts.are_somewhere:
             return
         scale = self.optimizer.scale_loss(torch.ones(1, device=self.device))
-        self.experts.scale(scale if self.train.loss == "per_token" else
-                           scale / self.train.num_micro_batches)
+        self.experts.scale(
+            scale if self.train.loss == "per_token" else scale / self.train.num_micro_batches
+        )
 
     def divisor(self, num_tokens: float) -> float:
         """The divisor of the loss sum of all micro-batches, with `num_tokens` tokens in all."""
         return max(num_tokens, 1.0) if self.train.loss == "per_token" else 1.0
 
 
-def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | None = None,
-          place: int = 0, *, draws: bool = True) -> TrainingModel:
+def build(
+    train: Train,
+    device: torch.device,
+    groups: Any = None,
+    axes: Axes | None = None,
+    place: int = 0,
+    *,
+    draws: bool = True,
+) -> TrainingModel:
     """Build the model at a position of a layout; `axes` None: a whole replica. The initial weights
     are equal in all layouts; with `draws=False` they are undefined. Does not communicate. `groups`
     None: Megatron's parallel state of one process. `clear` gives the gradients memory."""
@@ -260,32 +286,63 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
     config = _config(train, axes)
     shards = train.parallel.optimizer != "whole"
     if train.parallel.optimizer == "mirrored" and not private_megatron.can_reduce_all():
-        raise UsageError("a mirrored optimizer needs megatron-core 0.16 or later",
-                         "install it, or set train.parallel.optimizer to sharded")
+        raise UsageError(
+            "a mirrored optimizer needs megatron-core 0.16 or later",
+            "install it, or set train.parallel.optimizer to sharded",
+        )
     groups = groups_for_building(groups) if groups is not None else None
-    modules = [_module(train, config, draw, axes, at, chunk, groups, draws=draws)
-               for chunk in range(axes.chunks)]
-    ddps = [_ddp(train, config, module.to(device), groups, shards=shards, is_first=not chunk)
-            for chunk, module in enumerate(modules)]
+    modules = [
+        _module(train, config, draw, axes, at, chunk, groups, draws=draws)
+        for chunk in range(axes.chunks)
+    ]
+    ddps = [
+        _ddp(train, config, module.to(device), groups, shards=shards, is_first=not chunk)
+        for chunk, module in enumerate(modules)
+    ]
     optimizer = _optimizer(train, ddps, groups, shards=shards)
     mirror = None
     if train.parallel.optimizer == "mirrored" and axes.dp > 1:
         with as_previous_rank(ddps):
             mirror = _optimizer(train, ddps, groups, shards=True)
     positions = torch.arange(train.model.sequence, device=device).expand(train.batch.micro, -1)
-    return TrainingModel(train, device, draw, axes, place, modules, ddps, optimizer,
-                         _scheduler(train, optimizer), positions, mirror=mirror)
+    return TrainingModel(
+        train,
+        device,
+        draw,
+        axes,
+        place,
+        modules,
+        ddps,
+        optimizer,
+        _scheduler(train, optimizer),
+        positions,
+        mirror=mirror,
+    )
 
 
-def _module(train: Train, config: Any, draw: Draw, axes: Axes, at: Coordinates, chunk: int,
-            groups: Any, *, draws: bool) -> Any:
+def _module(
+    train: Train,
+    config: Any,
+    draw: Draw,
+    axes: Axes,
+    at: Coordinates,
+    chunk: int,
+    groups: Any,
+    *,
+    draws: bool,
+) -> Any:
     with without_initialisation(config):
-        module: Any = GPTModel(config, _layers(draw), vocab_size=VOCABULARY,
-                               max_sequence_length=train.model.sequence,
-                               pre_process=at.pp == 0 and chunk == 0,
-                               post_process=at.pp == axes.pp - 1 and chunk == axes.chunks - 1,
-                               share_embeddings_and_output_weights=train.model.tie_embeddings,
-                               pg_collection=groups, vp_stage=chunk if axes.chunks > 1 else None)
+        module: Any = GPTModel(
+            config,
+            _layers(draw),
+            vocab_size=VOCABULARY,
+            max_sequence_length=train.model.sequence,
+            pre_process=at.pp == 0 and chunk == 0,
+            post_process=at.pp == axes.pp - 1 and chunk == axes.chunks - 1,
+            share_embeddings_and_output_weights=train.model.tie_embeddings,
+            pg_collection=groups,
+            vp_stage=chunk if axes.chunks > 1 else None,
+        )
     if draws:
         draw_weights(module, config, train.seed, tp=at.tp)
     if train.model.dropout:
@@ -294,20 +351,25 @@ def _module(train: Train, config: Any, draw: Draw, axes: Axes, at: Coordinates, 
     return module
 
 
-def _ddp(train: Train, config: Any, module: Any, groups: Any, *, shards: bool, is_first: bool
-         ) -> Any:
+def _ddp(
+    train: Train, config: Any, module: Any, groups: Any, *, shards: bool, is_first: bool
+) -> Any:
     bucket_size = train.bucket_params or None
     if groups is not None and bucket_size is None:
         # Megatron's own default, which 0.15 would compute from a global that is not set.
         bucket_size = max(40_000_000, 1_000_000 * groups.dp.size())
     ddp: Any = DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=train.overlap,
-                                      bucket_size=bucket_size,
-                                      use_distributed_optimizer=shards,
-                                      check_for_nan_in_grad=False),
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=train.overlap,
+            bucket_size=bucket_size,
+            use_distributed_optimizer=shards,
+            check_for_nan_in_grad=False,
+        ),
         module if train.precision == "fp32" else Float16Module(config, module),
-        disable_bucketing=not is_first, pg_collection=groups,
+        disable_bucketing=not is_first,
+        pg_collection=groups,
     )
     ddp.train()
     # The optimizer is built after this: its moments and the gradients are not in memory at once.
@@ -326,13 +388,22 @@ class Size(NamedTuple):
 def whole_size(train: Train, groups: Any) -> Size:
     """Counted on the meta device: nothing is allocated. `groups` have one member."""
     with torch.device("meta"):
-        module = _module(train, _config(train, Axes()), Draw(train.seed), Axes(),
-                         Coordinates(tp=0, pp=0, dp=0), 0, groups_for_building(groups), draws=False)
+        module = _module(
+            train,
+            _config(train, Axes()),
+            Draw(train.seed),
+            Axes(),
+            Coordinates(tp=0, pp=0, dp=0),
+            0,
+            groups_for_building(groups),
+            draws=False,
+        )
     num_params = sum(param.numel() for param in module.parameters())
     item_bytes = DTYPES[train.precision].itemsize
     buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
-    return Size(num_params,
-                num_params * (item_bytes + state_bytes_beside(item_bytes)) + buffer_bytes)
+    return Size(
+        num_params, num_params * (item_bytes + state_bytes_beside(item_bytes)) + buffer_bytes
+    )
 
 
 def state_bytes_beside(item_bytes: int) -> int:
@@ -343,19 +414,26 @@ def state_bytes_beside(item_bytes: int) -> int:
 def _config(train: Train, axes: Axes) -> Any:
     model = train.model
     return TransformerConfig(
-        num_layers=model.num_layers, hidden_size=model.hidden,
-        num_attention_heads=model.num_heads, hidden_dropout=model.dropout,
-        attention_dropout=model.dropout, use_cpu_initialization=True,
-        tensor_model_parallel_size=axes.tp, pipeline_model_parallel_size=axes.pp,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.num_heads,
+        hidden_dropout=model.dropout,
+        attention_dropout=model.dropout,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=axes.tp,
+        pipeline_model_parallel_size=axes.pp,
         virtual_pipeline_model_parallel_size=axes.chunks if axes.chunks > 1 else None,
         # With chunks, the next and the previous stage can be the same stage. Megatron would mix up
         # their messages within a batch.
-        overlap_p2p_comm=axes.chunks > 1, batch_p2p_comm=axes.chunks == 1,
+        overlap_p2p_comm=axes.chunks > 1,
+        batch_p2p_comm=axes.chunks == 1,
         # The scale of the gradient must not depend on the assignment of micro-batches. With this
         # option Megatron sums without a division, for either loss.
         calculate_per_token_loss=True,
-        bf16=train.precision == "bf16", fp16=train.precision == "fp16",
-        params_dtype=DTYPES[train.precision], pipeline_dtype=DTYPES[train.precision],
+        bf16=train.precision == "bf16",
+        fp16=train.precision == "fp16",
+        params_dtype=DTYPES[train.precision],
+        pipeline_dtype=DTYPES[train.precision],
         bias_dropout_fusion=False,
     )
 
@@ -371,15 +449,28 @@ def _layers(draw: Draw) -> Any:
 def _optimizer(train: Train, ddps: list[Any], groups: Any, *, shards: bool) -> Any:
     spec, dynamic = train.optimizer, train.dynamic_loss_scale
     config = OptimizerConfig(
-        optimizer="adam", lr=spec.lr, min_lr=spec.min_lr, weight_decay=spec.weight_decay,
-        adam_beta1=spec.beta1, adam_beta2=spec.beta2, adam_eps=spec.eps, clip_grad=spec.clip_grad,
-        use_distributed_optimizer=shards, bf16=train.precision == "bf16",
-        fp16=train.precision == "fp16", params_dtype=DTYPES[train.precision],
-        loss_scale=train.loss_scale, initial_loss_scale=dynamic.initial, min_loss_scale=dynamic.min,
-        loss_scale_window=dynamic.window, hysteresis=dynamic.hysteresis)
+        optimizer="adam",
+        lr=spec.lr,
+        min_lr=spec.min_lr,
+        weight_decay=spec.weight_decay,
+        adam_beta1=spec.beta1,
+        adam_beta2=spec.beta2,
+        adam_eps=spec.eps,
+        clip_grad=spec.clip_grad,
+        use_distributed_optimizer=shards,
+        bf16=train.precision == "bf16",
+        fp16=train.precision == "fp16",
+        params_dtype=DTYPES[train.precision],
+        loss_scale=train.loss_scale,
+        initial_loss_scale=dynamic.initial,
+        min_loss_scale=dynamic.min,
+        loss_scale_window=dynamic.window,
+        hysteresis=dynamic.hysteresis,
+    )
     with without_collectives():
-        optimizer: Any = get_megatron_optimizer(config, ddps, use_gloo_process_groups=False,
-                                                pg_collection=groups)
+        optimizer: Any = get_megatron_optimizer(
+            config, ddps, use_gloo_process_groups=False, pg_collection=groups
+        )
     prepare(ddps, optimizer)
     return optimizer
 
@@ -388,11 +479,18 @@ def _scheduler(train: Train, optimizer: Any) -> Any:
     """Megatron's schedule, counted in samples."""
     spec, batch = train.optimizer, train.batch.global_
     return OptimizerParamScheduler(
-        optimizer, init_lr=0.0 if spec.warmup_iterations else spec.lr, max_lr=spec.lr,
-        min_lr=min(spec.min_lr, spec.lr), lr_warmup_steps=spec.warmup_iterations * batch,
-        lr_decay_steps=train.iterations * batch, lr_decay_style=spec.decay,
-        start_wd=spec.weight_decay, end_wd=spec.weight_decay,
-        wd_incr_steps=train.iterations * batch, wd_incr_style="constant")
+        optimizer,
+        init_lr=0.0 if spec.warmup_iterations else spec.lr,
+        max_lr=spec.lr,
+        min_lr=min(spec.min_lr, spec.lr),
+        lr_warmup_steps=spec.warmup_iterations * batch,
+        lr_decay_steps=train.iterations * batch,
+        lr_decay_style=spec.decay,
+        start_wd=spec.weight_decay,
+        end_wd=spec.weight_decay,
+        wd_incr_steps=train.iterations * batch,
+        wd_incr_style="constant",
+    )
 
 
 def iteration_flops(model: Model, num_samples: int) -> float:
@@ -406,27 +504,46 @@ class CoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
     """Causal attention. Dropout is drawn per (iteration, micro-batch, layer, head counted over all
     ranks), so it depends neither on the computing rank nor on tensor parallelism."""
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
-                 attention_dropout: float | None = None, softmax_scale: float | None = None,
-                 cp_comm_type: str | None = None, pg_collection: Any = None, *, draw: Draw) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        *,
+        draw: Draw,
+    ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.dropout: float = (
-            config.attention_dropout if attention_dropout is None else attention_dropout)
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
         self.draw = draw
         self.tp_rank: int = pg_collection.tp.rank() if pg_collection is not None else 0
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                attn_mask_type: Any = None, attention_bias: Any = None,
-                packed_seq_params: Any = None) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
         """query, key, value [sequence, batch, heads, width] -> [sequence, batch, heads * width]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.training and self.dropout > 0:
             out = self._with_dropout(q, k, v)
         else:
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True,
-                                                                   scale=self.softmax_scale)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.softmax_scale
+            )
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -436,12 +553,18 @@ class CoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
         scores = (q @ k.transpose(-1, -2) * scale).masked_fill(future, float("-inf"))
         first_head = self.tp_rank * q.size(1)
-        keep = torch.stack([
-            torch.rand((q.size(0), length, length), device=q.device,
-                       generator=self.draw.generator(self.layer_number, first_head + head, q.device)
-                       ) >= self.dropout
-            for head in range(q.size(1))
-        ], dim=1)
+        keep = torch.stack(
+            [
+                torch.rand(
+                    (q.size(0), length, length),
+                    device=q.device,
+                    generator=self.draw.generator(self.layer_number, first_head + head, q.device),
+                )
+                >= self.dropout
+                for head in range(q.size(1))
+            ],
+            dim=1,
+        )
         # In fp32, as in the fused kernels: 16 bits are too few for a sum of many small numbers.
         weights = scores.softmax(-1, dtype=torch.float32) * keep / (1 - self.dropout)
         return weights.to(v.dtype) @ v

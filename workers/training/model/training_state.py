@@ -59,8 +59,10 @@ def tensors(trainee: TrainingModel) -> dict[str, Tensor]:
     for name, buffer in trainee.named_buffers():
         found[f"buffer.{name}"] = buffer
     owned = shards(trainee.optimizer)
-    by_id = {id(owned.get(id(param), getattr(param, "main_param", param))): name
-             for name, param in trainee.named_parameters()}
+    by_id = {
+        id(owned.get(id(param), getattr(param, "main_param", param))): name
+        for name, param in trainee.named_parameters()
+    }
     for part in parts(trainee.optimizer):
         for group in part.param_groups:
             for param in group["params"]:
@@ -77,14 +79,20 @@ def num_skipped(trainee: TrainingModel, step_version: int) -> int:
 
 def numbers(trainee: TrainingModel, step_version: int, history: History) -> Numbers:
     return Numbers(
-        precision=trainee.train.precision, step_version=step_version,
+        precision=trainee.train.precision,
+        step_version=step_version,
         consumed_samples=step_version * trainee.train.batch.global_,
         scheduled_samples=trainee.scheduler.num_steps,
-        loss_scales=[LossScale(**{**scaler.state_dict(), "scale": scaler.scale.item()})
-                     for scaler in _dynamic(trainee)],
+        loss_scales=[
+            LossScale(**{**scaler.state_dict(), "scale": scaler.scale.item()})
+            for scaler in _dynamic(trainee)
+        ],
         adam_step=_adam_step(trainee),
-        first_loss=history.first, losses=list(history.losses), step_s=list(history.step_s),
-        auxiliary_losses=dict(trainee.experts.losses), digests=dict(history.digests),
+        first_loss=history.first,
+        losses=list(history.losses),
+        step_s=list(history.step_s),
+        auxiliary_losses=dict(trainee.experts.losses),
+        digests=dict(history.digests),
     )
 
 
@@ -114,17 +122,23 @@ def objects_tree(modules: Sequence[Any], optimizer: Any, scheduler: Any) -> dict
     that the torch optimizers step (the masters, in 16 bits), and the loss scale."""
     return {
         "modules": [module.state_dict() for module in modules],
-        "optimizers": [{
-            "state": part.optimizer.state_dict(),
-            "stepped": [param.data for group in part.optimizer.param_groups
-                        for param in group["params"]],
-            "scaler": part.grad_scaler.state_dict() if _has_scaler(part) else None,
-        } for part in _inner(optimizer)],
-        "scheduled_samples": scheduler.num_steps}
+        "optimizers": [
+            {
+                "state": part.optimizer.state_dict(),
+                "stepped": [
+                    param.data for group in part.optimizer.param_groups for param in group["params"]
+                ],
+                "scaler": part.grad_scaler.state_dict() if _has_scaler(part) else None,
+            }
+            for part in _inner(optimizer)
+        ],
+        "scheduled_samples": scheduler.num_steps,
+    }
 
 
-def load_objects(modules: Sequence[Any], optimizer: Any, scheduler: Any, tree: dict[str, Any]
-                 ) -> None:
+def load_objects(
+    modules: Sequence[Any], optimizer: Any, scheduler: Any, tree: dict[str, Any]
+) -> None:
     """Load what `objects_tree` has returned in an earlier process of this place. Raises
     RuntimeError, ValueError or KeyError if it is of another model."""
     for module, state in zip(modules, tree["modules"], strict=True):
@@ -155,7 +169,11 @@ def _dynamic(trainee: TrainingModel) -> list[Any]:
 
 
 def _adam_step(trainee: TrainingModel) -> float:
-    steps = {num for optimizer in trainee.optimizers for part in parts(optimizer)
-             for num in num_steps(part)}
+    steps = {
+        num
+        for optimizer in trainee.optimizers
+        for part in parts(optimizer)
+        for num in num_steps(part)
+    }
     assert len(steps) == 1, f"parameters have stepped {sorted(steps)} times"
     return steps.pop()

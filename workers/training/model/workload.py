@@ -20,8 +20,9 @@ class Samples(Protocol):
 
     digest: str
 
-    def sample(self, seed: int, iteration: int, micro_batch: int, *, rows: int, sequence: int
-               ) -> Any:
+    def sample(
+        self, seed: int, iteration: int, micro_batch: int, *, rows: int, sequence: int
+    ) -> Any:
         """A micro-batch, equal on every rank."""
         ...
 
@@ -60,8 +61,9 @@ class Workload(Protocol):
         """The data. Raises UsageError."""
         ...
 
-    def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
-              begins: bool = True) -> TrainingModel:
+    def build(
+        self, device: torch.device, groups: Any, axes: Axes, place: int, *, begins: bool = True
+    ) -> TrainingModel:
         """Build the model at a position of a layout, deterministically and without communication.
         With `begins=False` the weights are undefined; the caller loads a state."""
         ...
@@ -85,8 +87,9 @@ class SpecWorkload(Workload):
     def load(self) -> Samples:
         return text_data.load(self.train.data, self.train.model.sequence)
 
-    def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
-              begins: bool = True) -> TrainingModel:
+    def build(
+        self, device: torch.device, groups: Any, axes: Axes, place: int, *, begins: bool = True
+    ) -> TrainingModel:
         return model.build(self.train, device, groups, axes, place, draws=begins)
 
     def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:

@@ -100,7 +100,7 @@ class Control:
             if self._unsent:
                 self._unsent += data
                 return
-            self._unsent += data[self._send(data, socket.MSG_DONTWAIT):]
+            self._unsent += data[self._send(data, socket.MSG_DONTWAIT) :]
             if self._unsent:
                 threading.Thread(target=self._send_rest, name="reports", daemon=True).start()
 
@@ -127,8 +127,13 @@ class Control:
             self._changed.wait_for(lambda: self._orders)
             return self._orders.popleft()
 
-    def run_detached(self, generation: int, wake: Callable[[], None], call: Callable[[], T],
-                     replica: frozenset[int] = frozenset()) -> T:
+    def run_detached(
+        self,
+        generation: int,
+        wake: Callable[[], None],
+        call: Callable[[], T],
+        replica: frozenset[int] = frozenset(),
+    ) -> T:
         """Run `call` as in `waiting_for_others`, but in a detached thread: a wait that cannot be
         interrupted then costs STUCK_S_MAX and a sleeping thread, not the process. An abandoned
         `call` may still continue later. Raises Interrupted, Abandoned, and what `call` raises."""
@@ -183,15 +188,25 @@ class Control:
     def discard_orders(self, generation: int) -> Quiesce | None:
         """Discard orders of the left generations, up to `generation`. Returns the last Quiesce."""
         with self._changed:
-            last = next((order for order in reversed(self._orders) if isinstance(order, Quiesce)
-                         and order.generation <= generation), None)
-            self._orders = deque(order for order in self._orders if not (
-                isinstance(order, (Quiesce, Resume)) and order.generation <= generation))
+            last = next(
+                (
+                    order
+                    for order in reversed(self._orders)
+                    if isinstance(order, Quiesce) and order.generation <= generation
+                ),
+                None,
+            )
+            self._orders = deque(
+                order
+                for order in self._orders
+                if not (isinstance(order, (Quiesce, Resume)) and order.generation <= generation)
+            )
             return last
 
     @contextmanager
-    def waiting_for_others(self, generation: int, wake: Callable[[], None],
-                           replica: frozenset[int] = frozenset()) -> Generator[None]:
+    def waiting_for_others(
+        self, generation: int, wake: Callable[[], None], replica: frozenset[int] = frozenset()
+    ) -> Generator[None]:
         """In this context the main thread may wait for other members of `generation`. At an
         immediate order to stop, another thread calls `wake`. Raises Interrupted if such an order is
         already queued. `replica`: the thread waits for these ranks only. An order that names them
@@ -213,8 +228,9 @@ class Control:
                 # The thread that interrupts this wait must not interrupt the next one.
                 self._changed.wait_for(lambda: not self._is_interrupting)
 
-    def _pending_quiesce(self, generation: int, replica: frozenset[int] = frozenset()
-               ) -> QuiesceMode | None:
+    def _pending_quiesce(
+        self, generation: int, replica: frozenset[int] = frozenset()
+    ) -> QuiesceMode | None:
         found: QuiesceMode | None = None
         for order in self._orders:
             if isinstance(order, Reconfigure) and order.generation > generation:

@@ -33,11 +33,17 @@ def verdict_of(error: BaseException) -> Verdict:
     chains: dict[int, Verdict] = {}
     for chain, one in _walked(error):
         verdict, previous = classify(_own_text(one)), chains.get(chain, NOTHING)
-        if verdict.status and previous.status in ("", OTHER_SOFTWARE) and (
-                not previous.status or verdict.status != OTHER_SOFTWARE):
+        if (
+            verdict.status
+            and previous.status in ("", OTHER_SOFTWARE)
+            and (not previous.status or verdict.status != OTHER_SOFTWARE)
+        ):
             chains[chain] = verdict
-    return min(chains.values(), default=NOTHING, key=lambda verdict: (
-        verdict.second_hand, verdict.status == OTHER_SOFTWARE))
+    return min(
+        chains.values(),
+        default=NOTHING,
+        key=lambda verdict: (verdict.second_hand, verdict.status == OTHER_SOFTWARE),
+    )
 
 
 def _walked(error: BaseException) -> list[tuple[int, BaseException]]:
@@ -76,11 +82,21 @@ def _own_text(error: BaseException) -> str:
     """The text of the exception without its causes. Of a very long text, both ends are returned."""
     text = "".join(traceback.format_exception_only(error))
     if len(text) > READ_CHARS_MAX:
-        text = text[:READ_CHARS_MAX // 2] + "\n" + text[-READ_CHARS_MAX // 2:]
+        text = text[: READ_CHARS_MAX // 2] + "\n" + text[-READ_CHARS_MAX // 2 :]
     return text
 
-OWN_THREADS = ("control", "wake", "reports", "collective", "abandoned", "abort", "checkpoint",
-               "copies", "checksum")
+
+OWN_THREADS = (
+    "control",
+    "wake",
+    "reports",
+    "collective",
+    "abandoned",
+    "abort",
+    "checkpoint",
+    "copies",
+    "checksum",
+)
 """Name prefixes of the rank's own threads. It cannot train without them."""
 TEXT_CHARS_MAX = 4000
 """Characters of an error that are reported: its end, and the line that determined the status."""
@@ -94,8 +110,9 @@ class ExitReporter:
         self._order = order
         self.member: object | None = None
 
-    def report(self, kind: type[BaseException], error: BaseException,
-               trace: TracebackType | None) -> None:
+    def report(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         """The sys.excepthook of a rank."""
         if isinstance(error, UsageError):
             text = f"{error} ({error.hint})"
@@ -103,12 +120,20 @@ class ExitReporter:
             text = "".join(traceback.format_exception(kind, error, trace))
         LogStream(sys.stderr).write(text if text.endswith("\n") else text + "\n")
         verdict = verdict_of(error)
-        self._control.tell(RankErrored(
-            task=self._order.task, rank=self._order.rank, attempt=self._order.attempt,
-            generation=getattr(self.member, "generation", 0),
-            iteration=max(getattr(self.member, "step_version", 0), 0), error=kind.__name__,
-            text=bounded(text, verdict.line, TEXT_CHARS_MAX, end=True), status=verdict.status,
-            rule=verdict.rule, second_hand=verdict.second_hand))
+        self._control.tell(
+            RankErrored(
+                task=self._order.task,
+                rank=self._order.rank,
+                attempt=self._order.attempt,
+                generation=getattr(self.member, "generation", 0),
+                iteration=max(getattr(self.member, "step_version", 0), 0),
+                error=kind.__name__,
+                text=bounded(text, verdict.line, TEXT_CHARS_MAX, end=True),
+                status=verdict.status,
+                rule=verdict.rule,
+                second_hand=verdict.second_hand,
+            )
+        )
         exit_process(self._control, 1)
 
     def report_thread(self, args: threading.ExceptHookArgs) -> None:

@@ -70,9 +70,19 @@ class Recorder:
         else:
             return ""
         found: dict[str, Any] = json.loads(data)
-        found["entries"] = [one for one in found.get("entries", ())
-                            if int(one.get("time_created_ns") or 0) >= began_ns]
+        found["entries"] = [
+            one
+            for one in found.get("entries", ())
+            if int(one.get("time_created_ns") or 0) >= began_ns
+        ]
         world = {"name": "0", "desc": "default_pg", "ranks": str(list(ranks))}
-        return json.dumps({
-            **found, "rank": self._rank, "task": self._task, "generation": generation,
-            "dumped_ns": time.time_ns(), "pg_config": {"0": world}})
+        return json.dumps(
+            {
+                **found,
+                "rank": self._rank,
+                "task": self._task,
+                "generation": generation,
+                "dumped_ns": time.time_ns(),
+                "pg_config": {"0": world},
+            }
+        )

@@ -40,30 +40,53 @@ class History:
         self.losses.append(loss)
         self.step_s.append(step_s)
 
-    def replace(self, first: int, losses: list[float], step_s: list[float],
-                digests: dict[int, str] | None = None) -> None:
+    def replace(
+        self,
+        first: int,
+        losses: list[float],
+        step_s: list[float],
+        digests: dict[int, str] | None = None,
+    ) -> None:
         self.first, self.losses, self.step_s, self.digests = first, losses, step_s, digests or {}
 
-    def tell(self, begin: int, *, task: int, generation: int, micro_batches: int,
-             flops: float, skipped: int) -> Iterator[Body]:
+    def tell(
+        self,
+        begin: int,
+        *,
+        task: int,
+        generation: int,
+        micro_batches: int,
+        flops: float,
+        skipped: int,
+    ) -> Iterator[Body]:
         """The reports of all iterations from `begin` on. A TaskProgressed ends before a loss that
         is not finite, which gets a LossNotFinite. `flops` is per iteration; `skipped` is the number
         of iterations without an optimizer step since the start of training."""
         begin = max(begin, self.first)
         while begin < self.end:
             end = begin
-            while (end < self.end and end - begin < REPORT_ITERATIONS_MAX
-                   and math.isfinite(self.losses[end - self.first])):
+            while (
+                end < self.end
+                and end - begin < REPORT_ITERATIONS_MAX
+                and math.isfinite(self.losses[end - self.first])
+            ):
                 end += 1
             if end > begin:
                 losses = tuple(self.losses[begin - self.first : end - self.first])
                 step_s = tuple(self.step_s[begin - self.first : end - self.first])
-                yield TaskProgressed(task=task, generation=generation, first_iteration=begin,
-                                     losses=losses, step_s=step_s,
-                                     rate_flops=flops * len(losses) / max(math.fsum(step_s), 1e-9),
-                                     micro_batches=micro_batches, skipped=skipped,
-                                     digests={at: self.digests[at] for at in range(begin, end + 1)
-                                              if at in self.digests})
+                yield TaskProgressed(
+                    task=task,
+                    generation=generation,
+                    first_iteration=begin,
+                    losses=losses,
+                    step_s=step_s,
+                    rate_flops=flops * len(losses) / max(math.fsum(step_s), 1e-9),
+                    micro_batches=micro_batches,
+                    skipped=skipped,
+                    digests={
+                        at: self.digests[at] for at in range(begin, end + 1) if at in self.digests
+                    },
+                )
             else:
                 text = repr(self.losses[end - self.first])
                 end += 1

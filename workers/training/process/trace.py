@@ -21,13 +21,48 @@ from typing import Any, Literal, Protocol
 from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, Phase, ProgressWriter
 
 Event = Literal[
-    "start", "build", "ready", "meet", "settle", "give", "receive",
-    "micro_batch", "forward", "forward_mid", "backward", "backward_mid", "tensor", "stage",
-    "reduce", "stats", "bucket", "bucket_done", "embedding", "reduced", "gate", "passed",
-    "staged", "commit",
-    "scale", "unscale", "scaler", "norm", "clip", "step", "step_mid", "stepped", "schedule", "done",
+    "start",
+    "build",
+    "ready",
+    "meet",
+    "settle",
+    "give",
+    "receive",
+    "micro_batch",
+    "forward",
+    "forward_mid",
+    "backward",
+    "backward_mid",
+    "tensor",
+    "stage",
+    "reduce",
+    "stats",
+    "bucket",
+    "bucket_done",
+    "embedding",
+    "reduced",
+    "gate",
+    "passed",
+    "staged",
+    "commit",
+    "scale",
+    "unscale",
+    "scaler",
+    "norm",
+    "clip",
+    "step",
+    "step_mid",
+    "stepped",
+    "schedule",
+    "done",
     "gather",
-    "copy", "copy_mid", "copied", "save", "saving", "save_mid", "saved",
+    "copy",
+    "copy_mid",
+    "copied",
+    "save",
+    "saving",
+    "save_mid",
+    "saved",
 ]
 FILE = "trace.py"
 
@@ -44,8 +79,15 @@ class Trace:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def note(self, event: Event, generation: int, iteration: int, *, micro_batch: int = -1,
-             bucket: int = -1) -> None:
+    def note(
+        self,
+        event: Event,
+        generation: int,
+        iteration: int,
+        *,
+        micro_batch: int = -1,
+        bucket: int = -1,
+    ) -> None:
         """Returns when the rank may continue."""
 
     def watch(self, trainee: Any, note: Note) -> None:

@@ -25,10 +25,12 @@ class World:
         """The records of all members, by place. All have the same size."""
         size = len(record)
         found = torch.empty(size * self.num, dtype=torch.uint8, device=comm_device())
-        dist.all_gather([found[at:at + size] for at in range(0, size * self.num, size)],
-                        tensor_of(record).to(comm_device()))
+        dist.all_gather(
+            [found[at : at + size] for at in range(0, size * self.num, size)],
+            tensor_of(record).to(comm_device()),
+        )
         whole = bytes_of(found)
-        return [whole[at:at + size] for at in range(0, len(whole), size)]
+        return [whole[at : at + size] for at in range(0, len(whole), size)]
 
     def collect(self, data: bytes) -> Sequence[bytes]:
         """The data of all members, by place, of any size: the sizes, then the compressed data."""
@@ -43,17 +45,23 @@ class World:
 
     def swap(self, outgoing: Mapping[int, bytes], sources: Collection[int]) -> Mapping[int, bytes]:
         """Send data to some members, and receive that of `sources`: the sizes, then the data."""
-        sizes = self._swap({place: len(data).to_bytes(8) for place, data in outgoing.items()},
-                           dict.fromkeys(sources, 8))
+        sizes = self._swap(
+            {place: len(data).to_bytes(8) for place, data in outgoing.items()},
+            dict.fromkeys(sources, 8),
+        )
         return self._swap(outgoing, {place: int.from_bytes(size) for place, size in sizes.items()})
 
     def _swap(self, outgoing: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
         device = comm_device()
-        incoming = {place: torch.empty(size, dtype=torch.uint8, device=device)
-                    for place, size in sizes.items()}
+        incoming = {
+            place: torch.empty(size, dtype=torch.uint8, device=device)
+            for place, size in sizes.items()
+        }
         messages = [dist.P2POp(dist.irecv, buffer, place) for place, buffer in incoming.items()]
-        messages += [dist.P2POp(dist.isend, tensor_of(data).to(device), place)
-                     for place, data in outgoing.items()]
+        messages += [
+            dist.P2POp(dist.isend, tensor_of(data).to(device), place)
+            for place, data in outgoing.items()
+        ]
         for work in dist.batch_isend_irecv(messages) if messages else []:
             work.wait()
         return {place: bytes_of(buffer) for place, buffer in incoming.items()}
@@ -68,7 +76,7 @@ class World:
 
 
 def tensor_of(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[:len(data)]
+    return torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[: len(data)]
 
 
 def bytes_of(tensor: Tensor) -> bytes:

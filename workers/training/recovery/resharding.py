@@ -107,8 +107,12 @@ class Missing(Exception):
 
 def intersection(one: Region, other: Region) -> Region | None:
     begins = tuple(map(max, one.offset, other.offset))
-    shape = tuple(min(a + n, b + m) - begin for a, n, b, m, begin
-                  in zip(one.offset, one.shape, other.offset, other.shape, begins, strict=True))
+    shape = tuple(
+        min(a + n, b + m) - begin
+        for a, n, b, m, begin in zip(
+            one.offset, one.shape, other.offset, other.shape, begins, strict=True
+        )
+    )
     return Region(begins, shape) if all(size > 0 for size in shape) else None
 
 
@@ -119,10 +123,14 @@ def without(whole: Region, part: Region) -> list[Region]:
     for dim, (begin, size) in enumerate(zip(*part, strict=True)):
         before, after = begin - offset[dim], offset[dim] + shape[dim] - begin - size
         if before:
-            rest.append(Region(tuple(offset), (*shape[:dim], before, *shape[dim + 1:])))
+            rest.append(Region(tuple(offset), (*shape[:dim], before, *shape[dim + 1 :])))
         if after:
-            rest.append(Region((*offset[:dim], begin + size, *offset[dim + 1:]),
-                               (*shape[:dim], after, *shape[dim + 1:])))
+            rest.append(
+                Region(
+                    (*offset[:dim], begin + size, *offset[dim + 1 :]),
+                    (*shape[:dim], after, *shape[dim + 1 :]),
+                )
+            )
         offset[dim], shape[dim] = begin, size
     return rest
 
@@ -150,8 +158,10 @@ def _rows(first: int, last: int, shape: Dims) -> Region:
 
 
 def _in_row(shape: Dims, row: int, begin: int, end: int) -> list[Region]:
-    return [Region((row, *inner.offset), (1, *inner.shape))
-            for inner in flat_range(shape[1:], begin, end)]
+    return [
+        Region((row, *inner.offset), (1, *inner.shape))
+        for inner in flat_range(shape[1:], begin, end)
+    ]
 
 
 def parts(region: Region, largest: int) -> list[Region]:
@@ -160,14 +170,19 @@ def parts(region: Region, largest: int) -> list[Region]:
     if size <= largest:
         return [region]
     num = -(-size // largest)
-    return [Region(tuple(map(add, region.offset, inner.offset)), inner.shape)
-            for part in range(num)
-            for inner in flat_range(region.shape, size * part // num, size * (part + 1) // num)]
+    return [
+        Region(tuple(map(add, region.offset, inner.offset)), inner.shape)
+        for part in range(num)
+        for inner in flat_range(region.shape, size * part // num, size * (part + 1) // num)
+    ]
 
 
-def nearest_first(target: int, digests: Mapping[int, bytes], nodes: Sequence[str],
-                  likelihood: Callable[[int], tuple[float, ...]] = lambda place: (1.0,)
-                  ) -> list[tuple[bytes, list[int]]]:
+def nearest_first(
+    target: int,
+    digests: Mapping[int, bytes],
+    nodes: Sequence[str],
+    likelihood: Callable[[int], tuple[float, ...]] = lambda place: (1.0,),
+) -> list[tuple[bytes, list[int]]]:
     """The distinct lists of shards in the order in which the receiver `target` reads them, each
     with the nearest places that have it: the receiver, its node, others. `digests`: of the holders'
     lists, by place. Of equally near lists the likelier comes first. If the first likelihood is 0, a
@@ -196,14 +211,18 @@ def _distance(source: int, target: int, nodes: Sequence[str]) -> int:
     return 1 if nodes[source] and nodes[source] == nodes[target] else 2
 
 
-def plan_moves(target: int, want: ShardList, holdings: Iterable[Holding], largest: int,
-               turn: int = 0) -> list[Move]:
+def plan_moves(
+    target: int, want: ShardList, holdings: Iterable[Holding], largest: int, turn: int = 0
+) -> list[Move]:
     """The moves after which the place `target` has each wanted element exactly once, from the first
     of `holdings` that has it. The load is balanced among at most SENDERS_NUM_MAX of its places;
     receivers with different `turn` choose different ones. A move between places has at most
     `largest` elements. Raises Missing. O(wanted shards x lists read, and moves)."""
-    rest = {index: [shard.region] for index, shard in enumerate(want.shards)
-            if shard.region.num_elements}
+    rest = {
+        index: [shard.region]
+        for index, shard in enumerate(want.shards)
+        if shard.region.num_elements
+    }
     moves: list[Move] = []
     sent: dict[int, int] = {}
     lists = iter(holdings)
@@ -219,8 +238,9 @@ def plan_moves(target: int, want: ShardList, holdings: Iterable[Holding], larges
     return moves
 
 
-def _found(want: ShardList, held: ShardList, rest: dict[int, list[Region]]
-           ) -> list[tuple[Region, int, int]]:
+def _found(
+    want: ShardList, held: ShardList, rest: dict[int, list[Region]]
+) -> list[tuple[Region, int, int]]:
     """Removes from `rest` what `held` has. Returns it, with the indices in `held` and `want`."""
     found: list[tuple[Region, int, int]] = []
     for wanted in list(rest):
@@ -246,15 +266,23 @@ def _found(want: ShardList, held: ShardList, rest: dict[int, list[Region]]
     return found
 
 
-def _share_out(found: Sequence[tuple[Region, int, int]], places: Sequence[int], largest: int,
-               turn: int, sent: dict[int, int]) -> Iterator[Move]:
+def _share_out(
+    found: Sequence[tuple[Region, int, int]],
+    places: Sequence[int],
+    largest: int,
+    turn: int,
+    sent: dict[int, int],
+) -> Iterator[Move]:
     """Moves from the least loaded place, chosen for the largest first. `sent`: elements so far."""
     first = turn * SENDERS_NUM_MAX % len(places)
     senders = [*places[first:], *places[:first]][:SENDERS_NUM_MAX]
     loads = [(sent.get(place, 0), order) for order, place in enumerate(senders)]
     heapq.heapify(loads)
-    moves = [(part.num_elements, Move(part, NO_PLACE, given, wanted))
-             for region, given, wanted in found for part in parts(region, largest)]
+    moves = [
+        (part.num_elements, Move(part, NO_PLACE, given, wanted))
+        for region, given, wanted in found
+        for part in parts(region, largest)
+    ]
     for num, move in sorted(moves, key=lambda one: -one[0]):
         load, order = loads[0]
         heapq.heapreplace(loads, (load + num, order))

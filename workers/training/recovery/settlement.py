@@ -54,12 +54,19 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
     assert num_positions(axes) <= len(claims), "a place without a member"
     state = find_state(claims, axes)
     members = [replica(axes, dp) for dp in range(axes.dp)]
-    continuing = [dp for dp, places in enumerate(members)
-                  if all(_has_sum(claims[place], place, state, axes) for place in places)]
-    redone = max((claim.redone for claim in claims
-                  if claim.step_version == state.step_version), default=0)
-    kept = _kept(claims, members, [dp for dp in continuing if all(
-        claims[place].redone == redone for place in members[dp])])
+    continuing = [
+        dp
+        for dp, places in enumerate(members)
+        if all(_has_sum(claims[place], place, state, axes) for place in places)
+    ]
+    redone = max(
+        (claim.redone for claim in claims if claim.step_version == state.step_version), default=0
+    )
+    kept = _kept(
+        claims,
+        members,
+        [dp for dp in continuing if all(claims[place].redone == redone for place in members[dp])],
+    )
     begun = any(claims[place].begun for place, holder in state.holders.items() if not holder.steps)
     if not begun:
         assert not any(kept), "kept micro-batches of an iteration that has not begun"
@@ -72,28 +79,39 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
     def share(place: int) -> MemberAssignment:
         holder = state.holders.get(place)
         dp = coordinates(axes, place).dp if place < num_positions(axes) else None
-        return MemberAssignment(kept=() if dp is None else tuple(sorted(kept[dp])),
-                                todo=() if dp is None else tuple(sorted(todo[dp])),
-                                dealt=() if dp is None else tuple(sorted(reassigned[dp])),
-                                steps=holder is not None and holder.steps,
-                                staged=holder is not None and holder.staged)
+        return MemberAssignment(
+            kept=() if dp is None else tuple(sorted(kept[dp])),
+            todo=() if dp is None else tuple(sorted(todo[dp])),
+            dealt=() if dp is None else tuple(sorted(reassigned[dp])),
+            steps=holder is not None and holder.steps,
+            staged=holder is not None and holder.staged,
+        )
 
-    return Settlement(step_version=state.step_version, begun=begun,
-                      shares=tuple(share(place) for place in range(len(claims))),
-                      holders={place: holder.held for place, holder in state.holders.items()},
-                      gate=state.gate, redone=redone)
+    return Settlement(
+        step_version=state.step_version,
+        begun=begun,
+        shares=tuple(share(place) for place in range(len(claims))),
+        holders={place: holder.held for place, holder in state.holders.items()},
+        gate=state.gate,
+        redone=redone,
+    )
 
 
-def find_receivers(settlement: Settlement, claims: Sequence[Claim], axes: Axes,
-                   optimizer: Sharding) -> list[int]:
+def find_receivers(
+    settlement: Settlement, claims: Sequence[Claim], axes: Axes, optimizer: Sharding
+) -> list[int]:
     """Positions of the members that lack some of their own part of the settled state."""
 
     def has(place: int) -> bool:
         share, claim, held = settlement.shares[place], claims[place], claims[place].held
         # A member that steps during the settlement then has only its own optimizer shard.
         is_gathered = not (claim.stale or (share.steps and optimizer != "whole"))
-        return (is_gathered and place in settlement.holders and held is not None
-                and held.shards == HeldState(axes=axes, optimizer=optimizer, place=place).shards)
+        return (
+            is_gathered
+            and place in settlement.holders
+            and held is not None
+            and held.shards == HeldState(axes=axes, optimizer=optimizer, place=place).shards
+        )
 
     return [place for place in range(num_positions(axes)) if not has(place)]
 
@@ -107,12 +125,14 @@ def _has_sum(claim: Claim, place: int, state: StateHolders, axes: Axes) -> bool:
     return holder.held.shape == shape(axes) and holder.held.part == (at.tp, at.pp)
 
 
-def _kept(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuing: Sequence[int]
-          ) -> list[tuple[int, ...]]:
+def _kept(
+    claims: Sequence[Claim], members: Sequence[Sequence[int]], continuing: Sequence[int]
+) -> list[tuple[int, ...]]:
     """By replica: the micro-batches that it keeps, if they are the same on all its members. A sum
     cannot be split: if it shares a micro-batch with a replica that trained later, it is dropped."""
-    newest_first = sorted(continuing, key=lambda dp: (
-        -min(claims[place].trained_in for place in members[dp]), dp))
+    newest_first = sorted(
+        continuing, key=lambda dp: (-min(claims[place].trained_in for place in members[dp]), dp)
+    )
     kept: list[tuple[int, ...]] = [() for _ in members]
     taken: set[int] = set()
     for dp in newest_first:
@@ -123,16 +143,19 @@ def _kept(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuing:
     return kept
 
 
-def _owners(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuing: Sequence[int]
-            ) -> dict[int, int]:
+def _owners(
+    claims: Sequence[Claim], members: Sequence[Sequence[int]], continuing: Sequence[int]
+) -> dict[int, int]:
     """Micro-batch -> the continuing replica to which it was last assigned."""
-    oldest_first = sorted((claims[place].assigned_in, -place, dp)
-                          for dp in continuing for place in members[dp])
+    oldest_first = sorted(
+        (claims[place].assigned_in, -place, dp) for dp in continuing for place in members[dp]
+    )
     return {item: dp for _, place, dp in oldest_first for item in claims[-place].owned}
 
 
-def _assign_remaining(kept: Sequence[Sequence[int]], owner: dict[int, int], num_micro_batches: int
-                      ) -> tuple[list[list[int]], list[list[int]]]:
+def _assign_remaining(
+    kept: Sequence[Sequence[int]], owner: dict[int, int], num_micro_batches: int
+) -> tuple[list[list[int]], list[list[int]]]:
     """By replica: the micro-batches to run, and those of them without a continuing owner."""
     done = {item for items in kept for item in items}
     todo: list[list[int]] = [[] for _ in kept]

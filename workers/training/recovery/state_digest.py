@@ -20,18 +20,32 @@ OF_OPTIMIZER = ("master", "optimizer")
 
 def shard_digests(trainee: TrainingModel) -> Tensor:
     """The digest of each of this member's shards, int64, on the device."""
-    return torch.stack([torch.stack([
-        digest(cut(tensor, shard.region, part), part.offset, salt_of(f"{shard.key} {shard.kind}"))
-        for part in split(shard.region, CHUNK_NUM_MAX)]).sum()
-        for shard, tensor in trainee.shards.items()])
+    return torch.stack(
+        [
+            torch.stack(
+                [
+                    digest(
+                        cut(tensor, shard.region, part),
+                        part.offset,
+                        salt_of(f"{shard.key} {shard.kind}"),
+                    )
+                    for part in split(shard.region, CHUNK_NUM_MAX)
+                ]
+            ).sum()
+            for shard, tensor in trainee.shards.items()
+        ]
+    )
 
 
 def counted(trainee: TrainingModel) -> Iterator[bool]:
     """For each shard, whether this member counts it: each element of the state is counted once."""
     named = dict(trainee.named_parameters())
-    own = {tensor.untyped_storage().data_ptr() for part in parts(trainee.optimizer)
-           for main, state in part.state.items()
-           for tensor in (main, *(state[moment] for moment in MOMENTS))}
+    own = {
+        tensor.untyped_storage().data_ptr()
+        for part in parts(trainee.optimizer)
+        for main, state in part.state.items()
+        for tensor in (main, *(state[moment] for moment in MOMENTS))
+    }
     for shard, tensor in trainee.shards.items():
         kind, _, name = shard.key.partition(".")
         param = named.get(name.partition(".")[2] if kind == "optimizer" else name)

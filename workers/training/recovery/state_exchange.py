@@ -64,14 +64,24 @@ class Offer(NamedTuple):
 
     def encoded(self) -> bytes:
         """The offer in a fixed number of bytes."""
-        return b"".join((self.step_version.to_bytes(8, signed=True), self.have, self.want,
-                         self.numbers_bytes.to_bytes(8)))
+        return b"".join(
+            (
+                self.step_version.to_bytes(8, signed=True),
+                self.have,
+                self.want,
+                self.numbers_bytes.to_bytes(8),
+            )
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> Offer:
         want = 8 + DIGEST_BYTES
-        return cls(int.from_bytes(data[:8], signed=True), data[8:want], data[want:-8],
-                   int.from_bytes(data[-8:]))
+        return cls(
+            int.from_bytes(data[:8], signed=True),
+            data[8:want],
+            data[want:-8],
+            int.from_bytes(data[-8:]),
+        )
 
 
 class Request(Struct, frozen=True, array_like=True):
@@ -125,18 +135,29 @@ class Plan(NamedTuple):
             if move.source != me:
                 is_whole = have(move.source).shards[move.given].region == move.region
                 regions.setdefault(move.source, []).append(
-                    (move.given, None if is_whole else move.region))
+                    (move.given, None if is_whole else move.region)
+                )
         senders = regions.keys() | ({self.numbers_from} - {NO_STATE})
-        return {place: Request(regions.get(place, []), place == self.numbers_from)
-                for place in sorted(senders)}
+        return {
+            place: Request(regions.get(place, []), place == self.numbers_from)
+            for place in sorted(senders)
+        }
 
 
 class Planner:
     """Plans what this member receives, and agrees on who sends to whom. As `exchange`."""
 
-    def __init__(self, peers: World, have: ShardList, want: ShardList | None, *,
-                 step_version: int, held: Mapping[int, HeldState], seat: HeldState,
-                 nodes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        peers: World,
+        have: ShardList,
+        want: ShardList | None,
+        *,
+        step_version: int,
+        held: Mapping[int, HeldState],
+        seat: HeldState,
+        nodes: Sequence[str],
+    ) -> None:
         self.peers, self.have, self.want = peers, have, want
         self.step_version, self.held, self.seat, self.nodes = step_version, held, seat, nodes
         self.offers: Sequence[Offer] = ()
@@ -149,11 +170,14 @@ class Planner:
 
     def offer(self, own_version: int, numbers_bytes: int) -> None:
         """Tell all members what this member has and wants, and learn what they have and want."""
-        mine = Offer(own_version, self.have.digest if self.have.shards else NO_LIST,
-                     self.want.digest if self.want is not None else NO_LIST, numbers_bytes)
+        mine = Offer(
+            own_version,
+            self.have.digest if self.have.shards else NO_LIST,
+            self.want.digest if self.want is not None else NO_LIST,
+            numbers_bytes,
+        )
         self.offers = [Offer.decode(each) for each in self.peers.gather(mine.encoded())]
-        self.receivers = [place for place, offer in enumerate(self.offers)
-                          if offer.want != NO_LIST]
+        self.receivers = [place for place, offer in enumerate(self.offers) if offer.want != NO_LIST]
         for place in sorted(self.held):
             if (found := self.offers[place].step_version) == self.step_version:
                 self.senders[place] = self.offers[place].have
@@ -168,11 +192,14 @@ class Planner:
             plan, mine = Plan([], NO_STATE), Told()
             if self.want is not None:
                 plan, mine = self._own_plan(self.want)
-            told = [msgspec.msgpack.decode(each, type=Told)
-                    for each in self.peers.collect(msgspec.msgpack.encode(mine))]
+            told = [
+                msgspec.msgpack.decode(each, type=Told)
+                for each in self.peers.collect(msgspec.msgpack.encode(mine))
+            ]
             if not any(each.missing or each.odd for each in told):
-                return plan, [place for place, each in enumerate(told)
-                              if self.peers.place in each.senders]
+                return plan, [
+                    place for place, each in enumerate(told) if self.peers.place in each.senders
+                ]
             odd = {place: why for each in told for place, why in each.odd.items()}
             for place, why in sorted(odd.items()):
                 _excluded(place, why)
@@ -209,8 +236,9 @@ class Planner:
         and have not."""
         known = set(self.senders.values())
         alike = {(self.held[place].shards, digest) for place, digest in self.senders.items()}
-        if (all(self.offers[place].want in known for place in self.receivers)
-                and len(alike) == len({shards for shards, _ in alike})):
+        if all(self.offers[place].want in known for place in self.receivers) and len(alike) == len(
+            {shards for shards, _ in alike}
+        ):
             return
         first = {digest: place for place, digest in reversed(self.senders.items())}
         if first.get(self.have.digest) == self.peers.place:
@@ -222,28 +250,44 @@ class Planner:
 
         def readable(places: Sequence[int]) -> Iterator[Holding]:
             held = self.list_of(places[0])
-            differs = next((key for key, kind in held.kinds.items()
-                            if want.kinds.get(key, kind) != kind), None)
+            differs = next(
+                (key for key, kind in held.kinds.items() if want.kinds.get(key, kind) != kind), None
+            )
             if differs is None:
                 yield Holding(held, places)
-            odd.update((place, f"its {differs} is {held.kinds[differs]}, not "
-                        f"{want.kinds[differs]}") for place in places if differs is not None)
+            odd.update(
+                (place, f"its {differs} is {held.kinds[differs]}, not {want.kinds[differs]}")
+                for place in places
+                if differs is not None
+            )
 
-        order = nearest_first(me, self.senders, self.nodes,
-                              lambda place: overlap(self.seat, self.held[place]))
-        alike = {self.senders[place] for place in self.senders
-                 if self.held[place].shards == self.seat.shards}
+        order = nearest_first(
+            me, self.senders, self.nodes, lambda place: overlap(self.seat, self.held[place])
+        )
+        alike = {
+            self.senders[place]
+            for place in self.senders
+            if self.held[place].shards == self.seat.shards
+        }
         for digest, places in order:
             if digest in alike - {want.digest}:  # perhaps of another model
                 list(readable(places))
         if want.digest in self.senders.values():
-            order = [(digest, places) for digest, places in order
-                     if digest == want.digest or me in places]
+            order = [
+                (digest, places)
+                for digest, places in order
+                if digest == want.digest or me in places
+            ]
         moves: list[Move] = []
         missing: tuple[str, ...] = ()
         try:
-            moves = plan_moves(me, want, (
-                each for _, places in order for each in readable(places)), LARGEST_NUM, dp)
+            moves = plan_moves(
+                me,
+                want,
+                (each for _, places in order for each in readable(places)),
+                LARGEST_NUM,
+                dp,
+            )
         except Missing as error:
             missing = error.keys
         numbers_from = NO_STATE
@@ -259,15 +303,25 @@ class Planner:
     def ask(self, plan: Plan, targets: Sequence[int]) -> dict[int, Request]:
         """Send this member's requests; the requests of `targets`."""
         mine = plan.requests(self.peers.place, self.list_of)
-        told = self.peers.swap({place: encode_request(each) for place, each in mine.items()},
-                               targets)
+        told = self.peers.swap(
+            {place: encode_request(each) for place, each in mine.items()}, targets
+        )
         return {place: decode_request(data) for place, data in told.items()}
 
 
-def exchange(have: State, want: State, numbers: training_state.Numbers | None, *,
-             step_version: int, held: Mapping[int, HeldState], seat: HeldState,
-             nodes: Sequence[str], staged: bool, note: Note = lambda event: None,
-             goes_on: Callable[[], bool] = lambda: True) -> ExchangeResult:
+def exchange(
+    have: State,
+    want: State,
+    numbers: training_state.Numbers | None,
+    *,
+    step_version: int,
+    held: Mapping[int, HeldState],
+    seat: HeldState,
+    nodes: Sequence[str],
+    staged: bool,
+    note: Note = lambda event: None,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> ExchangeResult:
     """Fill `want` with the state after `step_version` steps from the members at the places `held`.
 
     All members call it, each with its shards and its `numbers` (None: it has no valid state).
@@ -279,8 +333,15 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
     peers = World()
     encoded = b"" if numbers is None else msgspec.msgpack.encode(numbers)
     targets = {} if want is have else want
-    planner = Planner(peers, ShardList(have), ShardList(want) if targets else None,
-                      step_version=step_version, held=held, seat=seat, nodes=nodes)
+    planner = Planner(
+        peers,
+        ShardList(have),
+        ShardList(want) if targets else None,
+        step_version=step_version,
+        held=held,
+        seat=seat,
+        nodes=nodes,
+    )
     planner.offer(NO_STATE if numbers is None else numbers.step_version, len(encoded))
     mine = _Memory(planner.have.shards, [*have.values()])
     theirs = _Memory([*targets], [*targets.values()])
@@ -288,8 +349,10 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
         plan, receivers = planner.plan()
         requests = planner.ask(plan, receivers)
         side = _side(peers.place, plan, mine, theirs, staged=staged)
-        new_numbers = torch.empty(planner.offers[plan.numbers_from].numbers_bytes
-                                  if plan.numbers_from != NO_STATE else 0, dtype=torch.uint8)
+        new_numbers = torch.empty(
+            planner.offers[plan.numbers_from].numbers_bytes if plan.numbers_from != NO_STATE else 0,
+            dtype=torch.uint8,
+        )
         if plan.numbers_from != NO_STATE:
             side.take.setdefault(plan.numbers_from, []).append(new_numbers)
         for place, request in requests.items():
@@ -301,8 +364,11 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
         if side.take:
             note("receive")
         bad = transfer(side.give, side.take, goes_on)
-        bad = {place for each in peers.collect(msgspec.msgpack.encode(bad))
-               for place in msgspec.msgpack.decode(each, type=set[int])}
+        bad = {
+            place
+            for each in peers.collect(msgspec.msgpack.encode(bad))
+            for place in msgspec.msgpack.decode(each, type=set[int])
+        }
         if not bad:  # on any member
             break
         planner.exclude(bad)
@@ -313,9 +379,14 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
 
     if plan.numbers_from != NO_STATE:
         numbers = _read(new_numbers)
-    return ExchangeResult(numbers, activate, {
-        place: sum(tensor.nbytes for tensor in tensors if tensor is not new_numbers)
-        for place, tensors in sorted(side.take.items())})
+    return ExchangeResult(
+        numbers,
+        activate,
+        {
+            place: sum(tensor.nbytes for tensor in tensors if tensor is not new_numbers)
+            for place, tensors in sorted(side.take.items())
+        },
+    )
 
 
 def encode_request(request: Request) -> bytes:

@@ -84,7 +84,7 @@ def list_shards(trainee: TrainingModel) -> State:
         one = Region((0,), (1,))
         for index, param in enumerate(trainee.exact.params):
             key = f"{EXPONENT}.{locals_[id(param)].mapped[0].key}"
-            exponent = trainee.exact.exponents[index:index + 1]
+            exponent = trainee.exact.exponents[index : index + 1]
             found[Shard(key, kind_of(exponent, one.shape), one)] = exponent
     return found
 
@@ -98,25 +98,33 @@ def stacked_names(trainee: TrainingModel) -> dict[str, StackedName]:
             plain, part = unstacked[id(tensor)].mapped[0], stacked.mapped[0]
             num = len(part.shape) - len(plain.shape)
             assert part.shift[num:] == plain.shift, f"{part.key} has another place"
-            found[plain.key] = StackedName(part.key, part.shape, part.shift[:num],
-                                           stacked.is_padded)
+            found[plain.key] = StackedName(
+                part.key, part.shape, part.shift[:num], stacked.is_padded
+            )
     return found
 
 
 def objects(trainee: TrainingModel) -> dict[str, Any]:
     """By key: what Megatron's checkpoints have of this stage beside tensors. Needs groups."""
-    return {sharded.unique_key: sharded.data for module in trainee.modules
-            for sharded in nested_values(module.sharded_state_dict(metadata=_metadata(STACKED)))
-            if isinstance(sharded, mapping.ShardedObject)}
+    return {
+        sharded.unique_key: sharded.data
+        for module in trainee.modules
+        for sharded in nested_values(module.sharded_state_dict(metadata=_metadata(STACKED)))
+        if isinstance(sharded, mapping.ShardedObject)
+    }
 
 
-def flat_parameters(trainee: TrainingModel) -> Iterator[tuple[
-        list[tuple[str, int]], Callable[[str, str, Tensor], State]]]:
+def flat_parameters(
+    trainee: TrainingModel,
+) -> Iterator[tuple[list[tuple[str, int]], Callable[[str, str, Tensor], State]]]:
     """For each of Megatron's gradient buffers: its parameters in their order, each with its name
     and its number of elements; and a function that lists the shards of (kind, name, values) for the
     values of a whole local parameter. Needs groups."""
-    locals_ = {id(tensor): local for module in trainee.modules
-               for tensor, local in _sharded(module, UNSTACKED)}
+    locals_ = {
+        id(tensor): local
+        for module in trainee.modules
+        for tensor, local in _sharded(module, UNSTACKED)
+    }
     for ddp in trainee.ddps:
         for buffer in ddp.buffers:
             named = {locals_[id(param)].mapped[0].key: param for param in buffer.param_index_map}
@@ -162,7 +170,8 @@ def fill(into: State, parts: Iterable[State]) -> None:
                 if region is None or (shard, region) in copied:
                     continue
                 cut(into[shard], shard.region, region).copy_(
-                    cut(part[source], source.region, region))
+                    cut(part[source], source.region, region)
+                )
                 copied.add((shard, region))
                 missing[shard] -= region.num_elements
         missing = {shard: num for shard, num in missing.items() if num}
@@ -193,8 +202,9 @@ def whole_size(shards: State, num_layers: int) -> Size:
         elif what == "buffer":
             counts["bytes"] += num * item_bytes
     times = num_layers / max(1, len(layers))
-    return Size(*(found[False][name] + round(found[True][name] * times)
-                  for name in ("params", "bytes")))
+    return Size(
+        *(found[False][name] + round(found[True][name] * times) for name in ("params", "bytes"))
+    )
 
 
 def _metadata(stacking: Stacking) -> dict[str, Any]:
@@ -222,9 +232,14 @@ def _sharded(module: Any, stacking: Stacking) -> Iterator[tuple[Tensor, _Local]]
         # Use Megatron's key only if Megatron stacks all layers into one tensor. Otherwise its key
         # may be the name from another layer specification, so use the global name.
         key = made[0].key if ahead or stacking is STACKED else global_name(module, name)
-        yield tensor, _Local((*ahead, *tensor.shape),
-                             [_map(key, part, tensor, num_stacked) for part in made],
-                             any(part.allow_shape_mismatch for part in made))
+        yield (
+            tensor,
+            _Local(
+                (*ahead, *tensor.shape),
+                [_map(key, part, tensor, num_stacked) for part in made],
+                any(part.allow_shape_mismatch for part in made),
+            ),
+        )
 
 
 def _is_empty(extra_state: Any) -> bool:
@@ -252,10 +267,12 @@ def _map(key: str, part: mapping.ShardedTensor, tensor: Tensor, num_left_out: in
     for step in tensor.stride():
         index, begin = divmod(begin, step)
         offset.append(index)
-    return _Mapped(key, tuple(part.global_shape[num_left_out:]),
-                   Region(tuple(offset), ((1,) * num_ahead + tuple(view.shape))),
-                   tuple(a - b for a, b in zip(part.global_offset[num_left_out:], offset,
-                                               strict=True)))
+    return _Mapped(
+        key,
+        tuple(part.global_shape[num_left_out:]),
+        Region(tuple(offset), ((1,) * num_ahead + tuple(view.shape))),
+        tuple(a - b for a, b in zip(part.global_offset[num_left_out:], offset, strict=True)),
+    )
 
 
 def _add(found: State, kind: str, tensor: Tensor, begin: int, local: _Local) -> None:
@@ -263,24 +280,28 @@ def _add(found: State, kind: str, tensor: Tensor, begin: int, local: _Local) -> 
     or the optimizer state of these elements."""
     flat = tensor.view(-1)
     for held in flat_range(local.shape, begin, begin + flat.numel()):
-        block, flat = flat[:held.num_elements].view(held.shape), flat[held.num_elements:]
+        block, flat = flat[: held.num_elements].view(held.shape), flat[held.num_elements :]
         for key, shape, inner, shift in local.mapped:
             part = intersection(held, inner)
             if part is None:
                 continue
-            shard = Shard(f"{kind}.{key}", kind_of(tensor, shape),
-                          Region(tuple(map(add, part.offset, shift)), part.shape))
+            shard = Shard(
+                f"{kind}.{key}",
+                kind_of(tensor, shape),
+                Region(tuple(map(add, part.offset, shift)), part.shape),
+            )
             assert shard not in found, f"{shard} twice in one model"
             found[shard] = cut(block, held, part)
 
 
-def _optimized(trainee: TrainingModel, optimizer: Any
-               ) -> Iterator[tuple[Any, int, Tensor, dict[str, Tensor]]]:
+def _optimized(
+    trainee: TrainingModel, optimizer: Any
+) -> Iterator[tuple[Any, int, Tensor, dict[str, Tensor]]]:
     """Each parameter, the first element that the optimizer updates, its own tensor, the moments."""
     states = {id(main): found for part in parts(optimizer) for main, found in part.state.items()}
     owned, own = shards(optimizer), ranges(optimizer)
     for _, param in trainee.named_parameters():
-        main = (owned.get(id(param)) if trainee.is_sharded else getattr(param, "main_param", param))
+        main = owned.get(id(param)) if trainee.is_sharded else getattr(param, "main_param", param)
         if main is not None:
             begin = own[id(param)].start if trainee.is_sharded else 0
             yield param, begin, main, states[id(main)]

@@ -134,20 +134,34 @@ def other_versions(claims: Sequence[Claim]) -> tuple[str, list[int]]:
 def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
     """The highest step version whose whole state the members have in one layout: that of `axes`,
     which needs no transfer, else the one with the most holders. O(members x step versions)."""
-    versions = {claim.step_version + steps for claim in claims
-                if claim.step_version != NO_STATE for steps in range(1 + claim.ready)}
+    versions = {
+        claim.step_version + steps
+        for claim in claims
+        if claim.step_version != NO_STATE
+        for steps in range(1 + claim.ready)
+    }
     for version in sorted(versions, reverse=True):
         layouts, gate = _holders(claims, version)
         whole = [layout for layout, holders in layouts.items() if _is_whole(holders)]
         if whole:
-            holders = layouts[min(whole, key=lambda each: (
-                each.shape != shape(axes), each.dp not in (0, axes.dp), -len(layouts[each]), each))]
+            holders = layouts[
+                min(
+                    whole,
+                    key=lambda each: (
+                        each.shape != shape(axes),
+                        each.dp not in (0, axes.dp),
+                        -len(layouts[each]),
+                        each,
+                    ),
+                )
+            ]
             return StateHolders(version, holders, gate)
     return NO_HOLDERS
 
 
-def _holders(claims: Sequence[Claim], version: int
-             ) -> tuple[dict[_Layout, dict[int, StateHolder]], tuple[float, ...]]:
+def _holders(
+    claims: Sequence[Claim], version: int
+) -> tuple[dict[_Layout, dict[int, StateHolder]], tuple[float, ...]]:
     passed, gate = _barrier(claims, version)
     stagings = sorted({0, *(claim.staged_in for claim in claims)})
     layouts: dict[_Layout, dict[int, StateHolder]] = {}
@@ -174,18 +188,27 @@ def _is_ready(claim: Claim, version: int) -> bool:
 def _barrier(claims: Sequence[Claim], version: int) -> tuple[int | None, tuple[float, ...]]:
     """The generation whose ready members take the step to `version`, and its barrier's result. If
     two generations can take this step, the later one does."""
-    results = {claim.trained_in: claim.gate for claim in reversed(claims)
-               if claim.gate and claim.step_version == version}
+    results = {
+        claim.trained_in: claim.gate
+        for claim in reversed(claims)
+        if claim.gate and claim.step_version == version
+    }
     ready = {claim.trained_in for claim in claims if _is_ready(claim, version)}
     if passed := ready & results.keys():
         return max(passed), results[max(passed)]
     for generation in sorted(ready, reverse=True):
-        there = [claim for claim in claims
-                 if claim.trained_in == generation and claim.step_version == version - 1]
+        there = [
+            claim
+            for claim in claims
+            if claim.trained_in == generation and claim.step_version == version - 1
+        ]
         reduced = {claim.held.part: claim.reduced for claim in there if claim.held is not None}
         if all(claim.ready and claim.reduced for claim in there) and _is_whole(
-                {place: StateHolder(claim.held or WHOLE, steps=True, staged=False)
-                 for place, claim in enumerate(there)}):
+            {
+                place: StateHolder(claim.held or WHOLE, steps=True, staged=False)
+                for place, claim in enumerate(there)
+            }
+        ):
             return generation, tuple(map(math.fsum, zip(*reduced.values(), strict=True)))
     return None, ()
 
@@ -197,9 +220,14 @@ def _is_whole(holders: dict[int, StateHolder]) -> bool:
     if optimizer != "whole":
         return has_every_part(axes, optimizer, [part.place for part in held])
     one_replica = replace(axes, dp=1)
-    return has_every_part(one_replica, optimizer, [
-        position_of(one_replica, coordinates(part.axes, part.place)._replace(dp=0))
-        for part in held])
+    return has_every_part(
+        one_replica,
+        optimizer,
+        [
+            position_of(one_replica, coordinates(part.axes, part.place)._replace(dp=0))
+            for part in held
+        ],
+    )
 
 
 def overlap(wanted: HeldState, held: HeldState) -> tuple[float, float]:
@@ -227,10 +255,14 @@ class _Fractions(NamedTuple):
 def _fractions(held: HeldState) -> _Fractions:
     axes, at = held.axes, coordinates(held.axes, held.place)
     num_stages = axes.pp * axes.chunks
-    return _Fractions((at.tp / axes.tp, (at.tp + 1) / axes.tp), tuple(
-        (stage / num_stages, (stage + 1) / num_stages)
-        for stage in range(at.pp, num_stages, axes.pp)),
-        (at.dp + 0.5) / axes.dp if held.dp_of_shards else 0.5)
+    return _Fractions(
+        (at.tp / axes.tp, (at.tp + 1) / axes.tp),
+        tuple(
+            (stage / num_stages, (stage + 1) / num_stages)
+            for stage in range(at.pp, num_stages, axes.pp)
+        ),
+        (at.dp + 0.5) / axes.dp if held.dp_of_shards else 0.5,
+    )
 
 
 def _shared(one: Interval, other: Interval) -> float:

@@ -45,8 +45,11 @@ def comm_device() -> torch.device:
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def transfer(give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
-             goes_on: Callable[[], bool]) -> set[int]:
+def transfer(
+    give: Mapping[int, Sequence[Tensor]],
+    take: Mapping[int, Sequence[Tensor]],
+    goes_on: Callable[[], bool],
+) -> set[int]:
     """Send (`give`) and receive (`take`) tensors by place, in the same order on both sides. Returns
     the places that sent a wrong checksum; such a chunk is not written. `goes_on` is called after
     each wait. If it returns False, this raises RuntimeError and writes no more."""
@@ -58,8 +61,13 @@ class _Transfer:
     """The rounds of a transfer: in each, one chunk goes to each peer and comes from each. Members
     may have different numbers of rounds in transit, because all start them in the same order."""
 
-    def __init__(self, give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
-                 goes_on: Callable[[], bool], pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        give: Mapping[int, Sequence[Tensor]],
+        take: Mapping[int, Sequence[Tensor]],
+        goes_on: Callable[[], bool],
+        pool: ThreadPoolExecutor,
+    ) -> None:
         self._sending = {place: list(_chunks(tensors)) for place, tensors in give.items()}
         self._receiving = {place: list(_chunks(tensors)) for place, tensors in take.items()}
         self._goes_on, self._pool, self._device = goes_on, pool, comm_device()
@@ -87,9 +95,13 @@ class _Transfer:
         return self._bad
 
     def _pack(self, number: int) -> None:
-        self._packed.append({
-            place: self._pool.submit(_seal, _pack(chunks[number], self._device))
-            for place, chunks in self._sending.items() if number < len(chunks)})
+        self._packed.append(
+            {
+                place: self._pool.submit(_seal, _pack(chunks[number], self._device))
+                for place, chunks in self._sending.items()
+                if number < len(chunks)
+            }
+        )
 
     def _start(self, number: int) -> None:
         messages: list[dist.P2POp] = []
@@ -108,8 +120,9 @@ class _Transfer:
         arrived = self._in_transit.popleft()
         for work in arrived.works:
             work.wait()
-        self._checked.append([(one, self._pool.submit(_is_right, one.chunk))
-                              for one in arrived.received])
+        self._checked.append(
+            [(one, self._pool.submit(_is_right, one.chunk)) for one in arrived.received]
+        )
         if len(self._checked) > 1:
             self._write()
 
@@ -149,7 +162,7 @@ def _padded(tensor: Tensor) -> int:
 def _views(chunk: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     begin = 0
     for tensor in tensors:
-        yield chunk[begin:begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape), tensor
+        yield chunk[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape), tensor
         begin += _padded(tensor)
 
 

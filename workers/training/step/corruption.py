@@ -63,40 +63,62 @@ class Checks:
         device."""
         trainee, exact, found = self._trainee, self._trainee.exact, shard_digests(self._trainee)
         zero = found.new_zeros(())
-        replicated = [not (trainee.is_sharded and shard.key.startswith(OF_OPTIMIZER))
-                      for shard in trainee.shards]
+        replicated = [
+            not (trainee.is_sharded and shard.key.startswith(OF_OPTIMIZER))
+            for shard in trainee.shards
+        ]
         record = self._record[1] if self._record and self._record[0] == step_version else found
-        total, *slot = torch.stack([value.long() for value in (
-            found[torch.tensor(list(counted(trainee)), device=found.device)].sum(),
-            (found != record).any(),
-            exact.digest() != exact.check if has_sum and exact is not None else zero,
-            found[torch.tensor(replicated, device=found.device)].sum(),
-            zero if self.probe is None else self.probe)]).tolist()
+        total, *slot = torch.stack(
+            [
+                value.long()
+                for value in (
+                    found[torch.tensor(list(counted(trainee)), device=found.device)].sum(),
+                    (found != record).any(),
+                    exact.digest() != exact.check if has_sum and exact is not None else zero,
+                    found[torch.tensor(replicated, device=found.device)].sum(),
+                    zero if self.probe is None else self.probe,
+                )
+            ]
+        ).tolist()
         values = [total, *no_values(trainee.axes)[1:]]
         begin = 1 + trainee.place * len(slot)
-        values[begin:begin + len(slot)] = slot
+        values[begin : begin + len(slot)] = slot
         return tuple(values)
 
-    def judge(self, values: Sequence[int], axes: Axes, *, has_probes: bool
-              ) -> tuple[dict[int, str], bool]:
+    def judge(
+        self, values: Sequence[int], axes: Axes, *, has_probes: bool
+    ) -> tuple[dict[int, str], bool]:
         """The verdict on the sums of all members: by position, why it must end; and whether all run
         the iteration again, to confirm. A difference that proves nothing is logged."""
         size = len(_Slot())
-        slots = [_Slot(*values[at:at + size]) for at in range(1, len(values), size)]
-        wrong = {place: "its parameters or its optimizer's state changed in memory, without a step"
-                 if slot.changed else "the sum of its gradients changed in memory"
-                 for place, slot in enumerate(slots) if slot.changed or slot.sum_changed}
-        parts = [[position_of(axes, Coordinates(tp=tp, pp=pp, dp=dp)) for dp in range(axes.dp)]
-                 for pp in range(axes.pp) for tp in range(axes.tp)]
+        slots = [_Slot(*values[at : at + size]) for at in range(1, len(values), size)]
+        wrong = {
+            place: "its parameters or its optimizer's state changed in memory, without a step"
+            if slot.changed
+            else "the sum of its gradients changed in memory"
+            for place, slot in enumerate(slots)
+            if slot.changed or slot.sum_changed
+        }
+        parts = [
+            [position_of(axes, Coordinates(tp=tp, pp=pp, dp=dp)) for dp in range(axes.dp)]
+            for pp in range(axes.pp)
+            for tp in range(axes.tp)
+        ]
         for part in parts:
             states = {place: slots[place].state for place in part if place not in wrong}
             wrong |= dict.fromkeys(
-                _odd(states), "its parameters or its optimizer's state differ from other replicas'")
+                _odd(states), "its parameters or its optimizer's state differ from other replicas'"
+            )
             if len(set(states.values())) > 1 and not _odd(states):
-                log.warning("replicas have different states, and nothing tells which is wrong",
-                            positions=part)
-        probes = [{place: slots[place].probe for place in part if slots[place].probe}
-                  for part in parts] if has_probes and not wrong else []
+                log.warning(
+                    "replicas have different states, and nothing tells which is wrong",
+                    positions=part,
+                )
+        probes = (
+            [{place: slots[place].probe for place in part if slots[place].probe} for part in parts]
+            if has_probes and not wrong
+            else []
+        )
         differing = [part for part in probes if len(set(part.values())) > 1]
         first, self._first = self._first, {}
         if differing and not first:
@@ -104,13 +126,17 @@ class Checks:
         elif differing:
             wrong = _wrong_twice(first, differing, axes)
             if not wrong:
-                log.warning("replicas twice computed different gradients of one micro-batch, and "
-                            "nothing tells which is wrong", positions=list(map(list, differing)))
+                log.warning(
+                    "replicas twice computed different gradients of one micro-batch, and "
+                    "nothing tells which is wrong",
+                    positions=list(map(list, differing)),
+                )
         return wrong, bool(self._first)
 
 
-def _wrong_twice(first: Mapping[int, int], differing: Sequence[Mapping[int, int]], axes: Axes
-                 ) -> dict[int, str]:
+def _wrong_twice(
+    first: Mapping[int, int], differing: Sequence[Mapping[int, int]], axes: Axes
+) -> dict[int, str]:
     """The members that differ from most replicas in both probes; without a majority, the one that
     differs from itself. If several of a replica do, any of them may be the cause."""
     suspects: list[int] = []
@@ -120,8 +146,11 @@ def _wrong_twice(first: Mapping[int, int], differing: Sequence[Mapping[int, int]
         odd = _odd(now)
         suspects += set(odd) & set(_odd(before)) if odd else changed * (len(changed) == 1)
     replicas = Counter(coordinates(axes, place).dp for place in suspects)
-    return {place: "it computes another gradient of a micro-batch than other replicas, twice"
-            for place in suspects if replicas[coordinates(axes, place).dp] == 1}
+    return {
+        place: "it computes another gradient of a micro-batch than other replicas, twice"
+        for place in suspects
+        if replicas[coordinates(axes, place).dp] == 1
+    }
 
 
 def _odd(values: Mapping[int, int]) -> list[int]:

@@ -53,8 +53,9 @@ def norm_square_of(limbs: Sequence[int]) -> float:
 
 def limbs_of(total: int) -> tuple[int, ...]:
     """A large integer in limbs, of which 2^23 members' can be added up."""
-    return tuple((total >> (LIMB_BITS * number)) & ((1 << LIMB_BITS) - 1)
-                 for number in range(LIMBS_NUM))
+    return tuple(
+        (total >> (LIMB_BITS * number)) & ((1 << LIMB_BITS) - 1) for number in range(LIMBS_NUM)
+    )
 
 
 def square_sums(values: Tensor, exponent: Tensor) -> Tensor:
@@ -70,26 +71,41 @@ class ExactReduction:
 
     is_kept = True
 
-    def __init__(self, trainee: TrainingModel, sums: ExactSum, communicators: Communicators
-                 ) -> None:
+    def __init__(
+        self, trainee: TrainingModel, sums: ExactSum, communicators: Communicators
+    ) -> None:
         self._trainee, self._sums, self._communicators = trainee, sums, communicators
         owned = ranges(trainee.optimizer)
         self._is_scattered = trainee.is_sharded and trainee.mirror is None
         self._number = {id(param): index for index, param in enumerate(sums.params)}
-        self._own = [owned.get(id(param), slice(0, 0)) if self._is_scattered else
-                     slice(0, param.numel()) for param in sums.params]
+        self._own = [
+            owned.get(id(param), slice(0, 0)) if self._is_scattered else slice(0, param.numel())
+            for param in sums.params
+        ]
         config = trainee.ddps[0].config
         names = {id(param): name for name, param in trainee.named_parameters()}
         has_norms = bool(getattr(config, "qk_layernorm", False))
-        self._tied = [index for index, param in enumerate(sums.params)
-                      if trainee.axes.pp > 1 and getattr(param, "shared_embedding", False)]
-        self._split = [index for index, param in enumerate(sums.params) if trainee.axes.tp > 1 and (
-            (config.sequence_parallel and getattr(param, "sequence_parallel", False))
-            or (has_norms and any(part in names[id(param)] for part in (
-                "q_layernorm", "k_layernorm"))))]
+        self._tied = [
+            index
+            for index, param in enumerate(sums.params)
+            if trainee.axes.pp > 1 and getattr(param, "shared_embedding", False)
+        ]
+        self._split = [
+            index
+            for index, param in enumerate(sums.params)
+            if trainee.axes.tp > 1
+            and (
+                (config.sequence_parallel and getattr(param, "sequence_parallel", False))
+                or (
+                    has_norms
+                    and any(part in names[id(param)] for part in ("q_layernorm", "k_layernorm"))
+                )
+            )
+        ]
         """The parameters whose gradients are added up over the ranks of a replica."""
-        self._buffer_of = {id(bucket): at for at, buffer in enumerate(trainee.buffers)
-                           for bucket in buffer.buckets}
+        self._buffer_of = {
+            id(bucket): at for at, buffer in enumerate(trainee.buffers) for bucket in buffer.buckets
+        }
         self._reduced: dict[int, Tensor] = {}
         self._late: dict[int, Tensor] = {}
         self._is_begun = False
@@ -120,15 +136,18 @@ class ExactReduction:
         members = self._communicators.groups.dp_cp
         for bucket in group.buckets:
             at, num = self._buffer_of[id(bucket)], bucket.grad_data.numel()
-            own = self._sums.flat[at][bucket.offset:bucket.offset + num]
+            own = self._sums.flat[at][bucket.offset : bucket.offset + num]
             reduced = own.clone() if self._trainee.train.kept_sum else own
             self._reduced[id(bucket)] = reduced
             if self._is_scattered:
                 size = num // members.size()
-                part = reduced[members.rank() * size:(members.rank() + 1) * size]
+                part = reduced[members.rank() * size : (members.rank() + 1) * size]
                 # Its successor in torch 2.13 is not in 2.11.
-                works.append(dist.reduce_scatter_tensor(  # pyright: ignore[reportDeprecated]
-                    part, reduced, group=members, async_op=True))
+                works.append(
+                    dist.reduce_scatter_tensor(  # pyright: ignore[reportDeprecated]
+                        part, reduced, group=members, async_op=True
+                    )
+                )
             else:
                 works.append(dist.all_reduce(reduced, group=members, async_op=True))
         return works
@@ -142,7 +161,7 @@ class ExactReduction:
             for param in bucket.params:
                 index = self._number[id(param)]
                 _, span = self._sums.spans[index]
-                integers = reduced[span.start - bucket.offset:span.stop - bucket.offset]
+                integers = reduced[span.start - bucket.offset : span.stop - bucket.offset]
                 if index in late:
                     self._late[index] = integers.clone()
                 else:
@@ -165,7 +184,8 @@ class ExactReduction:
     def _write(self, index: int, integers: Tensor) -> None:
         own = self._own[index]
         self._sums.params[index].main_grad.view(-1)[own].copy_(
-            integers[own].double() * self._sums.inverse_scales[index])
+            integers[own].double() * self._sums.inverse_scales[index]
+        )
 
     def _agree_on_peaks(self) -> None:
         """Find each parameter's largest elements over the members that have a part of it."""
@@ -180,17 +200,22 @@ class ExactReduction:
 
     def _parts(self) -> list[Tensor]:
         """The reduced gradient of each parameter, as far as this member has it."""
-        return [param.main_grad.view(-1)[own]
-                for param, own in zip(self._sums.params, self._own, strict=True)]
+        return [
+            param.main_grad.view(-1)[own]
+            for param, own in zip(self._sums.params, self._own, strict=True)
+        ]
 
     # --- the step barrier ---
     def barrier(self) -> ExactBarrier:
         """What this member adds to the step barrier. Waits for the device."""
         exponents = torch.frexp(self._peaks)[1]
         self._next_exponents = self._sums.next_exponents(self._peaks)
-        counted = [index for index, param in enumerate(self._sums.params)
-                   if (self._is_scattered or not self._trainee.at.dp)
-                   and is_first_holder(self._trainee, param)]
+        counted = [
+            index
+            for index, param in enumerate(self._sums.params)
+            if (self._is_scattered or not self._trainee.at.dp)
+            and is_first_holder(self._trainee, param)
+        ]
         parts = self._parts()
         sums = [square_sums(parts[index], exponents[index]) for index in counted]
         is_finite = self._tops.isfinite() & self._peaks.isfinite()
@@ -198,12 +223,13 @@ class ExactReduction:
         values: list[int] = torch.cat((flags, exponents.to(torch.int64), *sums)).tolist()
         if values[1]:
             return ExactBarrier(0, values[1])
-        own = values[2:2 + len(exponents)]
-        pairs = values[2 + len(exponents):]
-        total = sum(((whole << SQUARE_BITS) + rest)
-                    << (2 * own[index] - 2 * SQUARE_BITS + UNIT_BITS)
-                    for index, whole, rest in zip(counted, pairs[::2], pairs[1::2], strict=True)
-                    if whole or rest)
+        own = values[2 : 2 + len(exponents)]
+        pairs = values[2 + len(exponents) :]
+        total = sum(
+            ((whole << SQUARE_BITS) + rest) << (2 * own[index] - 2 * SQUARE_BITS + UNIT_BITS)
+            for index, whole, rest in zip(counted, pairs[::2], pairs[1::2], strict=True)
+            if whole or rest
+        )
         return ExactBarrier(values[0], 0, limbs_of(total))
 
     def stepped(self) -> None:

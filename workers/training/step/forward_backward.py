@@ -20,9 +20,19 @@ Backward = Callable[[], AbstractContextManager[None]]
 """The context of the backward of a micro-batch, outside a pipeline."""
 
 
-def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
-        note: Note, *, must_stop: Callable[[], bool] | None = None, forward_only: bool = False,
-        begin: Begin | None = None, backward: Backward = nullcontext) -> Passes:
+def run(
+    trainee: TrainingModel,
+    groups: Any,
+    iteration: int,
+    items: Sequence[int],
+    sample: Sample,
+    note: Note,
+    *,
+    must_stop: Callable[[], bool] | None = None,
+    forward_only: bool = False,
+    begin: Begin | None = None,
+    backward: Backward = nullcontext,
+) -> Passes:
     """Run these micro-batches of an iteration, in a pipeline only until `must_stop` is True. All
     members of the replica call it with the same items; each calls `begin` before its last backward.
     Raises RuntimeError if another member is gone: the local gradients are then worthless."""
@@ -31,13 +41,31 @@ def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int
     if begin is not None and trainee.at.tp:
         begin = partial(_begin_without_losses, begin)
     if trainee.axes.pp > 1:
-        done = pipeline.run(trainee, groups, iteration, items, sample, note, must_stop=must_stop,
-                            forward_only=forward_only, begin=begin)
+        done = pipeline.run(
+            trainee,
+            groups,
+            iteration,
+            items,
+            sample,
+            note,
+            must_stop=must_stop,
+            forward_only=forward_only,
+            begin=begin,
+        )
     else:
         losses = Losses()
         for item in items:
-            _whole(trainee, iteration, item, sample, note, losses, forward_only=forward_only,
-                   begin=begin, backward=backward)
+            _whole(
+                trainee,
+                iteration,
+                item,
+                sample,
+                note,
+                losses,
+                forward_only=forward_only,
+                begin=begin,
+                backward=backward,
+            )
         done = Passes(len(items), losses)
     return Passes(done.num_done, Losses()) if trainee.at.tp else done
 
@@ -47,22 +75,32 @@ def _begin_without_losses(begin: Begin, losses: Losses) -> None:
     begin(Losses())
 
 
-def evaluate(trainee: TrainingModel, groups: Any, items: Sequence[int], sample: Sample
-             ) -> Losses:
+def evaluate(trainee: TrainingModel, groups: Any, items: Sequence[int], sample: Sample) -> Losses:
     """Run batches without gradients, with the model in evaluation mode."""
     for ddp in trainee.ddps:
         ddp.eval()
     try:
         with torch.no_grad():
-            return run(trainee, groups, PADDING, items, sample, lambda event, item: None,
-                       forward_only=True).losses
+            return run(
+                trainee, groups, PADDING, items, sample, lambda event, item: None, forward_only=True
+            ).losses
     finally:
         for ddp in trainee.ddps:
             ddp.train()
 
 
-def _whole(trainee: TrainingModel, iteration: int, item: int, sample: Sample, note: Note,
-           losses: Losses, *, forward_only: bool, begin: Begin | None, backward: Backward) -> None:
+def _whole(
+    trainee: TrainingModel,
+    iteration: int,
+    item: int,
+    sample: Sample,
+    note: Note,
+    losses: Losses,
+    *,
+    forward_only: bool,
+    begin: Begin | None,
+    backward: Backward,
+) -> None:
     note("micro_batch", item)
     trainee.draw.at(iteration, item)
     batch = sample(item)

@@ -38,8 +38,9 @@ class PhaseHooks:
         self._note = note
         self._local = threading.local()  # an abandoned reduction may still run in another thread
         for index, group in enumerate(trainee.bucket_groups if not trainee.train.overlap else ()):
-            _hook(group, "finish_grad_sync", partial(self._enter, index),
-                  partial(self._leave, index))
+            _hook(
+                group, "finish_grad_sync", partial(self._enter, index), partial(self._leave, index)
+            )
         optimizer = trainee.optimizer
         _hook(optimizer, "prepare_grads", lambda: note("unscale"))
         for scaler in scalers(optimizer):
@@ -79,8 +80,9 @@ class PhaseHooks:
             self._local.check_active()
 
 
-def _hook(thing: Any, method: str, before: Callable[[], None],
-          after: Callable[[], None] | None = None) -> None:
+def _hook(
+    thing: Any, method: str, before: Callable[[], None], after: Callable[[], None] | None = None
+) -> None:
     """Call `before` and `after` around this method of `thing`."""
     original = getattr(thing, method)
 
@@ -125,8 +127,14 @@ class Reduction:
     """Adds up the gradients in Megatron's buffers. Of the last failed reduction, `why` is the
     error, `verdict` its classification, `num_complete` the number of completed buckets."""
 
-    def __init__(self, trainee: TrainingModel, control: Control, communicators: Communicators,
-                 note: Note, marks: Marks) -> None:
+    def __init__(
+        self,
+        trainee: TrainingModel,
+        control: Control,
+        communicators: Communicators,
+        note: Note,
+        marks: Marks,
+    ) -> None:
         self.why = ""
         self.verdict = NOTHING
         self.num_complete = 0
@@ -143,11 +151,15 @@ class Reduction:
         self._note = note
         self._marks = marks
         self._hooks = PhaseHooks(trainee, note)
-        self.exact = (None if trainee.exact is None else
-                      ExactReduction(trainee, trainee.exact, communicators))
+        self.exact = (
+            None if trainee.exact is None else ExactReduction(trainee, trainee.exact, communicators)
+        )
         self._backup = self.exact or GradientBackup(trainee)
-        self._buckets = (BucketLauncher(trainee.bucket_groups, self._backup, note)
-                         if trainee.train.overlap else None)
+        self._buckets = (
+            BucketLauncher(trainee.bucket_groups, self._backup, note)
+            if trainee.train.overlap
+            else None
+        )
 
     def begin(self, mine: Stats, losses: Losses) -> None:
         """Launch the stats before the last backward, which then launches the buckets. Does nothing
@@ -219,11 +231,13 @@ class Reduction:
         """Between two generations: free the memory that only a reduction needs."""
         self._backup.free()
 
-    def step_barrier(self, mine: Tensor, scale: Tensor | None = None
-                     ) -> tuple[StepBarrier, float] | Outcome:
+    def step_barrier(
+        self, mine: Tensor, scale: Tensor | None = None
+    ) -> tuple[StepBarrier, float] | Outcome:
         """The step barrier: add up `mine`, the fields of a StepBarrier. Returns the sums, and
         `scale` (None: 1), with one read, after all members have entered it with their parts
         reduced: a member that passes it steps, whatever happens to the others."""
+
         def exchange() -> tuple[StepBarrier, float]:
             dist.all_reduce(mine)
             self._note("passed")
@@ -235,12 +249,15 @@ class Reduction:
         self._note("gate")
         return self.run_collectively(exchange)
 
-    def exact_barrier(self, mine: ExactBarrier, scale: Tensor | None = None
-                      ) -> tuple[StepBarrier, float] | Outcome:
+    def exact_barrier(
+        self, mine: ExactBarrier, scale: Tensor | None = None
+    ) -> tuple[StepBarrier, float] | Outcome:
         """As `step_barrier`, with exact sums."""
+
         def exchange() -> tuple[StepBarrier, float]:
-            values = torch.tensor([*mine[:2], *mine.limbs, *mine.checks],
-                                  device=self._trainee.device)
+            values = torch.tensor(
+                [*mine[:2], *mine.limbs, *mine.checks], device=self._trainee.device
+            )
             dist.all_reduce(values)
             self._note("passed")
             overflows, not_finite, *rest = values.tolist()
@@ -256,9 +273,16 @@ class Reduction:
         if self._backup.is_kept:
             self._keep_all()
         complete: list[bool] = []
-        found = self.run_collectively(partial(
-            self._reduce, self._own_stats(mine, losses), self._communicators.groups,
-            dist.group.WORLD, complete, _check_of(self._communicators)))
+        found = self.run_collectively(
+            partial(
+                self._reduce,
+                self._own_stats(mine, losses),
+                self._communicators.groups,
+                dist.group.WORLD,
+                complete,
+                _check_of(self._communicators),
+            )
+        )
         self.num_complete = sum(complete)
         if isinstance(found, str):
             return found
@@ -269,8 +293,9 @@ class Reduction:
         for group in self._trainee.bucket_groups:
             self._backup.keep(group)
 
-    def _run_overlapped(self, buckets: BucketLauncher, mine: Stats, losses: Losses
-                        ) -> Stats | Outcome:
+    def _run_overlapped(
+        self, buckets: BucketLauncher, mine: Stats, losses: Losses
+    ) -> Stats | Outcome:
         if buckets.current is None:
             self.begin(mine, losses)
         reduction = buckets.current
@@ -313,11 +338,13 @@ class Reduction:
 
     def meet(self, mine: Stats) -> Stats | Outcome:
         """Exchange only the stats. Returns when every member has reached this point."""
-        return self.run_collectively(partial(
-            self._stats, self._own_stats(mine, Losses()), dist.group.WORLD))
+        return self.run_collectively(
+            partial(self._stats, self._own_stats(mine, Losses()), dist.group.WORLD)
+        )
 
-    def run_collectively(self, collective: Callable[[], T], replica: frozenset[int] = frozenset()
-                         ) -> T | Outcome:
+    def run_collectively(
+        self, collective: Callable[[], T], replica: frozenset[int] = frozenset()
+    ) -> T | Outcome:
         """Run a collective of all members, or of `replica`."""
         found: T | Outcome = "failed"
         communicators = self._communicators
@@ -337,7 +364,8 @@ class Reduction:
             self.why = f"{type(error).__name__}: {error}".strip()
             self.verdict = verdict_of(error)
         if communicators.woken or (
-                self.why and self._control.pending_quiesce(communicators.generation) == "now"):
+            self.why and self._control.pending_quiesce(communicators.generation) == "now"
+        ):
             return "quiesced"
         return found
 
@@ -359,15 +387,25 @@ class Reduction:
         mine = mine._replace(num_stopping=float(stops))
         values = on_device(mine, self._trainee.device)
         losses.write_num_tokens(values[1])
-        return torch.cat((values, losses.by_micro_batch(self._trainee.train.num_micro_batches,
-                                                        self._trainee.device)))
+        return torch.cat(
+            (
+                values,
+                losses.by_micro_batch(self._trainee.train.num_micro_batches, self._trainee.device),
+            )
+        )
 
     def _stats(self, values: Tensor, world: Any) -> Stats:
         dist.all_reduce(values, group=world)
         return _read(values.tolist())
 
-    def _reduce(self, own_stats: Tensor, groups: Any, world: Any, complete: list[bool],
-                check_active: Callable[[], None]) -> tuple[Stats, RouterSums]:
+    def _reduce(
+        self,
+        own_stats: Tensor,
+        groups: Any,
+        world: Any,
+        complete: list[bool],
+        check_active: Callable[[], None],
+    ) -> tuple[Stats, RouterSums]:
         """Exchange the stats, then run Megatron's own reduction. After an abandoned wait it could
         still change gradients that count: it leaves Megatron's division by the token count out, and
         checks before each phase that the generation is active."""
@@ -392,16 +430,18 @@ class Reduction:
         self._note("reduced")
         return stats, sums
 
-    def _reduce_buckets(self, groups: Any, complete: list[bool], check_active: Callable[[], None]
-                        ) -> None:
+    def _reduce_buckets(
+        self, groups: Any, complete: list[bool], check_active: Callable[[], None]
+    ) -> None:
         """Megatron's own reduction."""
         with self._hooks.reduction(complete, check_active):
             # A member that mirrors a shard needs the gradients of two shards.
             whole = {"force_all_reduce": True} if self._trainee.mirror is not None else {}
             finalize_model_grads(self._trainee.ddps, None, pg_collection=groups, **whole)
 
-    def _reduce_exactly(self, exact: ExactReduction, complete: list[bool],
-                        check_active: Callable[[], None]) -> None:
+    def _reduce_exactly(
+        self, exact: ExactReduction, complete: list[bool], check_active: Callable[[], None]
+    ) -> None:
         for index, group in enumerate(self._trainee.bucket_groups):
             self._note("bucket", index)
             check_active()
@@ -441,7 +481,7 @@ def _check_of(communicators: Communicators) -> Callable[[], None]:
 def _read(values: Sequence[float]) -> Stats:
     """The stats, and the loss sum from the loss of each micro-batch: `fsum` rounds once, so that it
     does not depend on the order."""
-    return Stats(*values[:len(Stats())])._replace(loss_sum=math.fsum(values[len(Stats()):]))
+    return Stats(*values[: len(Stats())])._replace(loss_sum=math.fsum(values[len(Stats()) :]))
 
 
 def on_device(values: Sequence[float], device: torch.device) -> Tensor:

@@ -49,8 +49,16 @@ class Iteration:
     until the first settlement. `history` receives the loss and the time of each step, a recovery
     included."""
 
-    def __init__(self, trainee: TrainingModel, control: Control, communicators: Communicators,
-                 text: Samples, trace: Trace, pulse: ProgressWriter, history: History) -> None:
+    def __init__(
+        self,
+        trainee: TrainingModel,
+        control: Control,
+        communicators: Communicators,
+        text: Samples,
+        trace: Trace,
+        pulse: ProgressWriter,
+        history: History,
+    ) -> None:
         self._control, self._communicators = control, communicators
         self.text = text
         self.history = history
@@ -107,8 +115,11 @@ class Iteration:
         """As `set_model`, for a model with the same state. It gets the local gradients if it is the
         same part of the model and no abandoned pass holds the previous one."""
         before = self.trainee
-        if (self.is_stuck or not before.has_gradients
-                or held_by(before).part_of_model != held_by(trainee).part_of_model):
+        if (
+            self.is_stuck
+            or not before.has_gradients
+            or held_by(before).part_of_model != held_by(trainee).part_of_model
+        ):
             self.set_model(trainee)
             return
         sums = before.experts.sums()
@@ -117,8 +128,9 @@ class Iteration:
         trainee.experts.take(sums)
         if trainee.exact is not None and before.exact is not None:
             trainee.exact.take_over(before.exact)
-        for (_, old), (_, new) in zip(before.named_parameters(), trainee.named_parameters(),
-                                      strict=True):
+        for (_, old), (_, new) in zip(
+            before.named_parameters(), trainee.named_parameters(), strict=True
+        ):
             new.main_grad.copy_(old.main_grad)
         before.release()
 
@@ -136,8 +148,9 @@ class Iteration:
         self._checks = Checks(trainee)
         self.is_stuck = self.is_ready = False
         self.marks.passes = COLLECTIVE_CODE if trainee.replica_size > 1 else OWN_CODE
-        self.reduction = Reduction(trainee, self._control, self._communicators, self._note,
-                                   self.marks)
+        self.reduction = Reduction(
+            trainee, self._control, self._communicators, self._note, self.marks
+        )
         self.trace.watch(trainee, self._note)
 
     @property
@@ -148,11 +161,20 @@ class Iteration:
         return tuple(sorted(self.done))
 
     def claim(self) -> Claim:
-        return Claim(step_version=self.step_version, kept=self.kept,
-                     owned=self.owned, assigned_in=self.assigned_in, begun=self.begun,
-                     trained_in=self.trained_in, ready=self.is_ready, gate=tuple(self._gate or ()),
-                     held=held_by(self.trainee), stale=not self.trainee.is_gathered,
-                     reduced=self._reduced_part(), redone=self.redone)
+        return Claim(
+            step_version=self.step_version,
+            kept=self.kept,
+            owned=self.owned,
+            assigned_in=self.assigned_in,
+            begun=self.begun,
+            trained_in=self.trained_in,
+            ready=self.is_ready,
+            gate=tuple(self._gate or ()),
+            held=held_by(self.trainee),
+            stale=not self.trainee.is_gathered,
+            reduced=self._reduced_part(),
+            redone=self.redone,
+        )
 
     def _reduced_part(self) -> tuple[float, ...]:
         """What this member's part of the model adds to the step barrier, whichever of its holders
@@ -178,11 +200,21 @@ class Iteration:
             self._undo()
         self.reduction.free()  # a recovery needs memory of its own
 
-    def take(self, step_version: int, share: MemberAssignment, generation: int, *, begun: bool,
-             redone: int = 0) -> None:
+    def take(
+        self,
+        step_version: int,
+        share: MemberAssignment,
+        generation: int,
+        *,
+        begun: bool,
+        redone: int = 0,
+    ) -> None:
         """Resume from a settlement, with the local gradients that it keeps."""
-        if (step_version != self.step_version or sorted(self.done) != list(share.kept)
-                or not self.trainee.has_gradients):
+        if (
+            step_version != self.step_version
+            or sorted(self.done) != list(share.kept)
+            or not self.trainee.has_gradients
+        ):
             assert not share.kept
             self._clear()
         self.step_version, self.redone = step_version, redone
@@ -208,9 +240,15 @@ class Iteration:
         generation = self._communicators.generation
         self.begun = True
         self._began_s = clock() if self._began_s is None else self._began_s
-        self.marks.pulse.begin(generation, self.step_version,
-                               "first" if self.trained_in != generation else
-                               "boundary" if self.is_read_after(self.step_version) else "usual")
+        self.marks.pulse.begin(
+            generation,
+            self.step_version,
+            "first"
+            if self.trained_in != generation
+            else "boundary"
+            if self.is_read_after(self.step_version)
+            else "usual",
+        )
         is_first = self.trained_in != generation
         if is_first:
             self.trained_in, self._gate = generation, None
@@ -244,8 +282,15 @@ class Iteration:
             if isinstance(stats, str):
                 return stats
             if self.trainee.exact is not None:
-                found = self.reduction.exact_barrier(ExactBarrier(0, 0, checks=no_values(
-                    self._communicators.axes) if self._is_checked(iteration) else ()))
+                found = self.reduction.exact_barrier(
+                    ExactBarrier(
+                        0,
+                        0,
+                        checks=no_values(self._communicators.axes)
+                        if self._is_checked(iteration)
+                        else (),
+                    )
+                )
                 if not isinstance(found, str) and self.reduction.checks:
                     outcome = self._judge(has_probes=not found[0].num_overflows)
                     if outcome == "stepped":
@@ -254,7 +299,8 @@ class Iteration:
                         return outcome
             elif not is_fully_replicated(self._communicators.axes, self.trainee.train.parallel):
                 found = self.reduction.step_barrier(
-                    on_device((0.0, 0.0), self.trainee.device))  # as optimizer_step.step_barrier
+                    on_device((0.0, 0.0), self.trainee.device)
+                )  # as optimizer_step.step_barrier
             else:
                 break
             if isinstance(found, str):
@@ -291,10 +337,14 @@ class Iteration:
 
     def check_end(self, *, is_standby: bool) -> Outcome | None:
         """After the last iteration: compare the states. None if all are well."""
+
         def exchange() -> None:
-            values = torch.tensor(no_values(self._communicators.axes) if is_standby else
-                                  self._checks.values(self.step_version, has_sum=False),
-                                  device=self.trainee.device)
+            values = torch.tensor(
+                no_values(self._communicators.axes)
+                if is_standby
+                else self._checks.values(self.step_version, has_sum=False),
+                device=self.trainee.device,
+            )
             dist.all_reduce(values)
             self.reduction.checks = tuple(values.tolist())
 
@@ -308,18 +358,23 @@ class Iteration:
         axes, own = self._communicators.axes, self._communicators.place
         wrong, repeats = self._checks.judge(self.reduction.checks, axes, has_probes=has_probes)
         if own in wrong:
-            raise CorruptionError(f"silent data corruption in rank {self.trace.rank}, iteration "
-                                  f"{self.step_version}: {wrong[own]}")
+            raise CorruptionError(
+                f"silent data corruption in rank {self.trace.rank}, iteration "
+                f"{self.step_version}: {wrong[own]}"
+            )
         if wrong:
             self._undo()
             if coordinates(axes, own).dp in {coordinates(axes, place).dp for place in wrong}:
                 self._clear_sums()
-            self.reduction.why = "; ".join(f"silent data corruption at position {place}: {why}"
-                                           for place, why in wrong.items())
+            self.reduction.why = "; ".join(
+                f"silent data corruption at position {place}: {why}" for place, why in wrong.items()
+            )
             return "failed"
         if repeats:
-            log.warning("replicas differ in the gradient of a micro-batch: the iteration is done "
-                        "again", iteration=self.step_version)
+            log.warning(
+                "replicas differ in the gradient of a micro-batch: the iteration is done again",
+                iteration=self.step_version,
+            )
             return "stepped"
         if self.step_version != NO_STATE:
             self.history.digests[self.step_version] = f"{self.reduction.checks[0] % 2**64:016x}"
@@ -331,8 +386,9 @@ class Iteration:
         if exact is None or axes.dp == 1:
             return None
         train = self.trainee.train
-        outcome = self._pass([self.step_version // train.digest_every % train.num_micro_batches],
-                             is_probe=True)
+        outcome = self._pass(
+            [self.step_version // train.digest_every % train.num_micro_batches], is_probe=True
+        )
         if outcome is None:
             self._checks.probe = exact.digest()
         self._clear_sums()
@@ -345,17 +401,23 @@ class Iteration:
         is all micro-batches: its first stage decides where they stop (pipeline.py)."""
         items, is_alone = tuple(todo), self.trainee.replica_size == 1
         units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]
-        agreement = None if is_alone else StopAgreement(self._communicators.groups.mp,
-                                                        self.trainee.device)
+        agreement = (
+            None if is_alone else StopAgreement(self._communicators.groups.mp, self.trainee.device)
+        )
         for unit in units:
             if is_alone and self._must_stop():
                 return "quiesced"
-            run = partial(self._unit, unit, agreement, is_last=unit == units[-1],
-                          is_probe=is_probe)
+            run = partial(self._unit, unit, agreement, is_last=unit == units[-1], is_probe=is_probe)
             # A forward that gathers parameters waits for members of other replicas.
-            found = run() if is_alone and self.trainee.is_gathered else (
-                self.reduction.run_collectively(
-                    run, frozenset() if is_alone else self._communicators.replica))
+            found = (
+                run()
+                if is_alone and self.trainee.is_gathered
+                else (
+                    self.reduction.run_collectively(
+                        run, frozenset() if is_alone else self._communicators.replica
+                    )
+                )
+            )
             self._item = -1
             if isinstance(found, str):
                 self.is_stuck = self.reduction.was_abandoned
@@ -364,7 +426,7 @@ class Iteration:
                 return found
             self.trainee.is_gathered = self.trainee.is_gathered or found.num_done > 0
             self.losses.extend(found.losses)
-            self.done.extend(unit[:found.num_done])
+            self.done.extend(unit[: found.num_done])
             if found.num_done < len(unit):
                 return "quiesced"
         return None
@@ -385,15 +447,26 @@ class Iteration:
                     return None
             for _ in range(2):
                 forward_backward.run(
-                    self.trainee, groups, self.step_version, (item,), self._sample,
+                    self.trainee,
+                    groups,
+                    self.step_version,
+                    (item,),
+                    self._sample,
                     lambda event, item: self.marks.note(event),
-                    backward=partial(self.reduction.backward, is_last=False))
+                    backward=partial(self.reduction.backward, is_last=False),
+                )
                 exact.negate()
             return exact.left()
 
-        found = left() if is_alone and self.trainee.is_gathered else (
-            self.reduction.run_collectively(
-                left, frozenset() if is_alone else self._communicators.replica))
+        found = (
+            left()
+            if is_alone and self.trainee.is_gathered
+            else (
+                self.reduction.run_collectively(
+                    left, frozenset() if is_alone else self._communicators.replica
+                )
+            )
+        )
         if found is None:
             return None
         if isinstance(found, str):
@@ -409,14 +482,21 @@ class Iteration:
             raise UsageError(
                 f"rank {self.trace.rank}: run twice, micro-batch {item} of iteration "
                 f"{self.step_version} gives other gradients of {differ}",
-                "a kernel is not deterministic: replace it, or set reproducible: rounding")
+                "a kernel is not deterministic: replace it, or set reproducible: rounding",
+            )
         return None
 
     def _must_stop(self) -> bool:
         return self._control.pending_quiesce(self._communicators.generation) == "now"
 
-    def _unit(self, unit: tuple[int, ...], agreement: StopAgreement | None, *, is_last: bool,
-              is_probe: bool) -> Passes:
+    def _unit(
+        self,
+        unit: tuple[int, ...],
+        agreement: StopAgreement | None,
+        *,
+        is_last: bool,
+        is_probe: bool,
+    ) -> Passes:
         """Run a unit, or less of it if any member has an order to stop. Raises RuntimeError."""
         if agreement is not None and self.trainee.axes.pp == 1:
             if agreement.answer():
@@ -428,15 +508,26 @@ class Iteration:
             self.reduction.begin(self._stats(), self.losses.with_losses(losses))
 
         return forward_backward.run(
-            self.trainee, self._communicators.groups, self.step_version, unit, self._sample,
-            self._note_of, must_stop=self._must_stop,
+            self.trainee,
+            self._communicators.groups,
+            self.step_version,
+            unit,
+            self._sample,
+            self._note_of,
+            must_stop=self._must_stop,
             begin=begin if is_last and not is_probe else None,
-            backward=partial(self.reduction.backward, is_last=is_last and not is_probe))
+            backward=partial(self.reduction.backward, is_last=is_last and not is_probe),
+        )
 
     def _sample(self, item: int) -> Tensor:
         train = self.trainee.train
-        found: Tensor = self.text.sample(train.seed, self.step_version, item,
-                                         rows=train.batch.micro, sequence=train.model.sequence)
+        found: Tensor = self.text.sample(
+            train.seed,
+            self.step_version,
+            item,
+            rows=train.batch.micro,
+            sequence=train.model.sequence,
+        )
         return found
 
     def _note_of(self, event: Event, item: int) -> None:
@@ -462,8 +553,12 @@ class Iteration:
         self._reduced = stats
         if not math.isfinite(stats.loss_sum):
             for item, loss in self.losses.not_finite():
-                log.warning(f"the loss is {loss}", rank=self.trace.rank,
-                            iteration=self.step_version, micro_batch=item)
+                log.warning(
+                    f"the loss is {loss}",
+                    rank=self.trace.rank,
+                    iteration=self.step_version,
+                    micro_batch=item,
+                )
         gate, scale = None, 1.0
         if self.trainee.exact is not None or not self.trainee.is_plain:
             found = self._pass_barrier()
@@ -480,19 +575,30 @@ class Iteration:
             if gate.num_overflows:
                 self._redo(gate)
                 return None
-            if gate.num_not_finite and scale_of(self.trainee.optimizer) is None and (
-                    self.trainee.exact is not None):
+            if (
+                gate.num_not_finite
+                and scale_of(self.trainee.optimizer) is None
+                and (self.trainee.exact is not None)
+            ):
                 raise UsageError(
                     f"a gradient of iteration {self.step_version} is NaN or infinite, which an "
-                    "exact sum cannot hold", "correct the data or lower the learning rate; with "
-                    "train.reproducible: rounding the step is taken with it")
+                    "exact sum cannot hold",
+                    "correct the data or lower the learning rate; with "
+                    "train.reproducible: rounding the step is taken with it",
+                )
         self._step(gate, scale)
         axes = self._communicators.axes
-        self.owned = assign_micro_batches(self.trainee.train.num_micro_batches, axes.dp,
-                                          coordinates(axes, self._communicators.place).dp)
+        self.owned = assign_micro_batches(
+            self.trainee.train.num_micro_batches,
+            axes.dp,
+            coordinates(axes, self._communicators.place).dp,
+        )
         self.assigned_in = self._communicators.generation
-        may_wait = (self.trainee.gathers_in_forward and not stats.num_stopping
-                    and not self.is_read_after(self.step_version))
+        may_wait = (
+            self.trainee.gathers_in_forward
+            and not stats.num_stopping
+            and not self.is_read_after(self.step_version)
+        )
         if not self.trainee.is_gathered and not may_wait:
             failed = self._gather()
             if failed is not None:
@@ -505,9 +611,16 @@ class Iteration:
         if self.reduction.exact is not None:
             exact = self.reduction.exact.barrier()
             if self._is_checked(self.step_version):
-                exact = exact._replace(checks=self._checks.values(self.step_version, has_sum=(
-                    self.trainee.train.kept_sum and not exact.num_overflows
-                    and not exact.num_not_finite)))
+                exact = exact._replace(
+                    checks=self._checks.values(
+                        self.step_version,
+                        has_sum=(
+                            self.trainee.train.kept_sum
+                            and not exact.num_overflows
+                            and not exact.num_not_finite
+                        ),
+                    )
+                )
             self.is_ready = True
             return self.reduction.exact_barrier(exact, scale)
         mine = step_barrier(self.trainee)
@@ -518,9 +631,12 @@ class Iteration:
         """The exact sum of some micro-batch was out of range, on any member: run the iteration
         again from its start, with larger exponents."""
         self.redone += 1
-        log.warning("a gradient is far above that of the last iteration, which is done again",
-                    iteration=self.step_version, num_parameters=int(gate.num_overflows),
-                    times=self.redone)
+        log.warning(
+            "a gradient is far above that of the last iteration, which is done again",
+            iteration=self.step_version,
+            num_parameters=int(gate.num_overflows),
+            times=self.redone,
+        )
         self._begin_again()
 
     def _begin_again(self) -> None:
@@ -568,10 +684,12 @@ class Iteration:
         if self._item >= 0 or not items:  # in a pass
             items = [self.trainee.draw.micro_batch]
         where = f"micro-batch{'es' if len(items) > 1 else ''} {', '.join(map(str, items))}"
-        raise UsageError(f"rank {self.trace.rank}: {found[2]}: {found[1]}, in {where} of iteration "
-                         f"{self.step_version}",
-                         "correct the data or lower the learning rate; without Megatron's check "
-                         "for NaN the step is taken with it")
+        raise UsageError(
+            f"rank {self.trace.rank}: {found[2]}: {found[1]}, in {where} of iteration "
+            f"{self.step_version}",
+            "correct the data or lower the learning rate; without Megatron's check "
+            "for NaN the step is taken with it",
+        )
 
     def _step(self, gate: StepBarrier | None, scale: float | None = None) -> None:
         """Compute the next state from the reduced gradients; waits for no other member."""
@@ -582,17 +700,25 @@ class Iteration:
         else:
             self._gate = gate
             self.reduction.done()
-            step(self.trainee, stats.num_tokens, self._note, norm_square=gate.norm_square,
-                 found_inf=gate.num_not_finite > 0, scale=scale)
+            step(
+                self.trainee,
+                stats.num_tokens,
+                self._note,
+                norm_square=gate.norm_square,
+                found_inf=gate.num_not_finite > 0,
+                scale=scale,
+            )
             if self.reduction.exact is not None and not gate.num_not_finite:
                 self.reduction.exact.stepped()
             self.is_ready = False
         self.trainee.experts.step(self.reduction.router_sums, self.trainee.train.num_micro_batches)
         self.step_version += 1
         self.redone = 0
-        self.history.add(self.step_version - 1,
-                         stats.loss_sum / self.trainee.divisor(stats.num_tokens),
-                         clock() - (self._began_s or clock()))
+        self.history.add(
+            self.step_version - 1,
+            stats.loss_sum / self.trainee.divisor(stats.num_tokens),
+            clock() - (self._began_s or clock()),
+        )
         self._clear()
         self.owned, self.begun = (), False
 
@@ -607,8 +733,9 @@ class Iteration:
     def _stats(self) -> Stats:
         self._was_saving = self.is_saving()
         num_sending, num_unstored = self.copy_status()
-        return Stats(num_saving=float(self._was_saving), num_sending=num_sending,
-                     num_unstored=num_unstored)
+        return Stats(
+            num_saving=float(self._was_saving), num_sending=num_sending, num_unstored=num_unstored
+        )
 
     def _boundary(self, stats: Stats) -> Outcome:
         self.may_copy = not stats.num_sending
@@ -632,5 +759,6 @@ class Iteration:
 
 
 def held_by(trainee: TrainingModel) -> HeldState:
-    return HeldState(axes=trainee.axes, optimizer=trainee.train.parallel.optimizer,
-                     place=trainee.place)
+    return HeldState(
+        axes=trainee.axes, optimizer=trainee.train.parallel.optimizer, place=trainee.place
+    )

@@ -68,5 +68,8 @@ class Losses:
         if not self._items:
             return []
         values = torch.stack(self._values).tolist()
-        return [(item, value) for item, value in zip(self._items, values, strict=True)
-                if not math.isfinite(value)]
+        return [
+            (item, value)
+            for item, value in zip(self._items, values, strict=True)
+            if not math.isfinite(value)
+        ]

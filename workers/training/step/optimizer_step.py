@@ -24,8 +24,10 @@ log = structlog.get_logger()
 def norm_square(trainee: TrainingModel, *, dp: int | None = None) -> Tensor:
     """This member's part of the squared norm of the reduced gradients, on the device. Without a
     sharded optimizer, data-parallel rank 0 has it all. `dp`: as if this member had that rank."""
-    norms = [torch.linalg.vector_norm(own, dtype=torch.float64)
-             for own in _counted(trainee, trainee.at.dp if dp is None else dp)]
+    norms = [
+        torch.linalg.vector_norm(own, dtype=torch.float64)
+        for own in _counted(trainee, trainee.at.dp if dp is None else dp)
+    ]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=trainee.device)
     return torch.stack(norms).square().sum()
@@ -47,9 +49,15 @@ def scale_of(optimizer: Any) -> Tensor | None:
     return found[0].scale if found else None
 
 
-def step(trainee: TrainingModel, num_tokens: float, note: Callable[[Event], None], *,
-         norm_square: float | None = None, found_inf: bool = False, scale: float | None = None
-         ) -> bool:
+def step(
+    trainee: TrainingModel,
+    num_tokens: float,
+    note: Callable[[Event], None],
+    *,
+    norm_square: float | None = None,
+    found_inf: bool = False,
+    scale: float | None = None,
+) -> bool:
     """Divide by the loss's divisor, then step optimizer and schedule; returns whether it stepped:
     not if a scaled gradient is not finite; the iteration counts all the same. If each member has a
     part of the gradients, `norm_square` and `found_inf` are of all. `scale` None: it is read."""
@@ -79,8 +87,10 @@ def step(trainee: TrainingModel, num_tokens: float, note: Callable[[Event], None
     if stepped:
         trainee.scheduler.step(trainee.train.batch.global_)
     else:
-        log.warning("gradient not finite, step skipped",
-                    loss_scale=[scaler.scale.item() for scaler in scalers(trainee.optimizer)])
+        log.warning(
+            "gradient not finite, step skipped",
+            loss_scale=[scaler.scale.item() for scaler in scalers(trainee.optimizer)],
+        )
     note("done")
     return stepped
 

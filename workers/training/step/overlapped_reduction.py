@@ -35,8 +35,11 @@ class GradientBackup:
         self.is_kept = trainee.train.kept_sum
         self._trainee = trainee
         self._buffers = trainee.buffers
-        self._buffer_of = {id(bucket): number for number, buffer in enumerate(self._buffers)
-                           for bucket in buffer.buckets}
+        self._buffer_of = {
+            id(bucket): number
+            for number, buffer in enumerate(self._buffers)
+            for bucket in buffer.buckets
+        }
         self._copies: list[Tensor] = []
         self._saved: set[int] = set()
 
@@ -77,7 +80,8 @@ class GradientBackup:
 
 
 def _part(bucket: Any, buffer: Tensor) -> Tensor:
-    return buffer[bucket.offset: bucket.offset + bucket.grad_data.numel()]
+    return buffer[bucket.offset : bucket.offset + bucket.grad_data.numel()]
+
 
 END_S_MAX = 1.0
 """Time for launched collectives to end once the connections of their generation are closed."""
@@ -151,8 +155,9 @@ def end_all(works: Works, wake: Callable[[], None], group: Any) -> threading.Thr
     while not all(work.is_completed() for work in works):
         wake()
         if time.monotonic() > deadline_s:
-            waiter = threading.Thread(target=_wait_abandoned, args=(works, group),
-                                      name="abandoned", daemon=True)
+            waiter = threading.Thread(
+                target=_wait_abandoned, args=(works, group), name="abandoned", daemon=True
+            )
             waiter.start()
             return waiter
         time.sleep(END_S)
@@ -168,8 +173,9 @@ def _wait_abandoned(works: Works, group: Any) -> None:
 class BucketLauncher:
     """Launches Megatron's bucket groups when it is their turn in the current reduction."""
 
-    def __init__(self, groups: Sequence[Any], backup: GradientBackup | ExactReduction,
-                 note: Note) -> None:
+    def __init__(
+        self, groups: Sequence[Any], backup: GradientBackup | ExactReduction, note: Note
+    ) -> None:
         self.current: OverlappedReduction | None = None
         self._groups = groups
         self._backup = backup

@@ -80,9 +80,18 @@ class Passes(NamedTuple):
     losses: Losses
 
 
-def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
-        note: Note, *, must_stop: Callable[[], bool] | None = None, forward_only: bool = False,
-        begin: Begin | None = None) -> Passes:
+def run(
+    trainee: TrainingModel,
+    groups: Any,
+    iteration: int,
+    items: Sequence[int],
+    sample: Sample,
+    note: Note,
+    *,
+    must_stop: Callable[[], bool] | None = None,
+    forward_only: bool = False,
+    begin: Begin | None = None,
+) -> Passes:
     """Run these micro-batches in Megatron's 1F1B schedule, interleaved with chunks. The first stage
     calls `must_stop` before each group of micro-batches, one or with chunks as many as there are
     stages. At True no other group begins. Raises RuntimeError."""
@@ -97,15 +106,23 @@ def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int
     stages = _Stages(trainee, groups, config, note, must_stop)
     losses, last = Losses(), _LastBackward(begin)
     # Megatron chooses it by its globals, and by arguments only since 0.16.
-    schedule = (forward_backward_pipelining_with_interleaving if is_chunked else
-                forward_backward_pipelining_without_interleaving)
+    schedule = (
+        forward_backward_pipelining_with_interleaving
+        if is_chunked
+        else forward_backward_pipelining_without_interleaving
+    )
     schedule(
-        forward_step_func=partial(_forward, trainee, stages, iteration, sample, note, losses,
-                                  partial(last.begins, losses)),
+        forward_step_func=partial(
+            _forward, trainee, stages, iteration, sample, note, losses, partial(last.begins, losses)
+        ),
         data_iterator=[_numbered(each) for _ in trainee.ddps] if is_chunked else _numbered(each),
-        model=trainee.ddps, num_microbatches=len(each), seq_length=train.model.sequence,
-        micro_batch_size=train.batch.micro, forward_only=forward_only,
-        p2p_communicator=stages, pg_collection=groups,
+        model=trainee.ddps,
+        num_microbatches=len(each),
+        seq_length=train.model.sequence,
+        micro_batch_size=train.batch.micro,
+        forward_only=forward_only,
+        p2p_communicator=stages,
+        pg_collection=groups,
     )
     num_done = len(items) if stages.stop is None else stages.stop // axes.chunks
     return Passes(min(num_done, len(items)), losses)
@@ -145,8 +162,14 @@ class _Stages(StageMessages):
     that does not begin, except the marker, and of all later groups. With chunks, the last stage
     sends the activations of all chunks but the last to the first stage."""
 
-    def __init__(self, trainee: TrainingModel, groups: Any, config: Any, note: Note,
-                 must_stop: Callable[[], bool] | None) -> None:
+    def __init__(
+        self,
+        trainee: TrainingModel,
+        groups: Any,
+        config: Any,
+        note: Note,
+        must_stop: Callable[[], bool] | None,
+    ) -> None:
         super().__init__(groups.pp, config)
         self.stop: int | None = None
         """The number of this stage's forward passes before the stop; None: there is no stop."""
@@ -168,8 +191,9 @@ class _Stages(StageMessages):
         self._num_forward += 1
         if self.stop is not None:
             return torch.zeros(1, device=self._trainee.device)
-        if not (self._must_stop_here(begins_group) if self._is_first else
-                self._is_told(begins_group)):
+        if not (
+            self._must_stop_here(begins_group) if self._is_first else self._is_told(begins_group)
+        ):
             return None
         self.stop = self._num_forward - 1
         return self._marker()
@@ -208,11 +232,15 @@ class _Stages(StageMessages):
         """A tensor in the shape of an activation that tells the next stage to stop."""
         train = self._trainee.train
         shape = get_tensor_shapes(
-            seq_length=train.model.sequence, decoder_seq_length=train.model.sequence,
-            micro_batch_size=train.batch.micro, config=self.config,
-            tp_group=self._groups.tp, cp_group=self._groups.cp)[0]
+            seq_length=train.model.sequence,
+            decoder_seq_length=train.model.sequence,
+            micro_batch_size=train.batch.micro,
+            config=self.config,
+            tp_group=self._groups.tp,
+            cp_group=self._groups.cp,
+        )[0]
         marker = torch.zeros(shape, dtype=self.config.pipeline_dtype, device=self._trainee.device)
-        marker.view(-1)[:len(self._head)] = torch.tensor(self._head, dtype=marker.dtype)
+        marker.view(-1)[: len(self._head)] = torch.tensor(self._head, dtype=marker.dtype)
         return marker
 
     def exchange(self, given: dict[str, Any]) -> Any:
@@ -235,14 +263,25 @@ class _Stages(StageMessages):
         assert self.stop is not None
         num_groups, is_forward = self.stop // self._group_passes, name in (SEND_NEXT, "recv_prev")
         is_wrapped = self._is_last if name in (SEND_NEXT, "recv_next") else self._is_first
-        num = (num_groups * (self._group_passes // self._num_chunks) * (self._num_chunks - 1)
-               if is_wrapped else self.stop + is_forward)
+        num = (
+            num_groups * (self._group_passes // self._num_chunks) * (self._num_chunks - 1)
+            if is_wrapped
+            else self.stop + is_forward
+        )
         return self._num_messages[name] >= num
 
 
-def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sample, note: Note,
-             losses: Losses, last_backward_begins: Callable[[Tensor], None],
-             items: Iterator[tuple[int, bool]], ddp: Any) -> tuple[Tensor, Any]:
+def _forward(
+    trainee: TrainingModel,
+    stages: _Stages,
+    iteration: int,
+    sample: Sample,
+    note: Note,
+    losses: Losses,
+    last_backward_begins: Callable[[Tensor], None],
+    items: Iterator[tuple[int, bool]],
+    ddp: Any,
+) -> tuple[Tensor, Any]:
     """Run one micro-batch in one chunk: a forward_step of Megatron's schedule."""
     skipped = stages.begin_forward()
     if skipped is not None:
