@@ -169,6 +169,7 @@ disasters: setup types ## play other people's disasters and write their figures 
 	@PYTHONPATH=tests:tests/drivers:.typing $(BIN)/python docs/reference/figures.py disasters
 
 check: setup types ## rules: ruff, mypy and pyright strict, the house tests
+	@$(BIN)/ruff format --check --quiet . || { echo "hint: $(BIN)/ruff format ."; exit 1; }
 	@$(BIN)/ruff check --output-format concise .
 	@$(BIN)/mypy $(ROOMS:%=-p unicron.%)
 	@$(BIN)/pyright

@@ -55,7 +55,7 @@ class Unreachable(UnicronError):
 
 
 class Unable(UnicronError):
-    """The control plane is temporarily unable to answer (5xx). `passes`: until another one leads."""
+    """The control plane cannot answer for now (5xx). `passes`: until another one leads."""
 
     passes = False
 

@@ -46,8 +46,7 @@ def status(state: StateDir, url: Urls, *, segments: str, as_json: bool) -> None:
             *[f"pruned     records 1 to {count(sealed.first - 1)}"] * (sealed.first > 1),
             f"snapshots  {len(snapshots)}"
             + (f", the newest after seq {count(snapshots[-1].seq)}" if snapshots else ""),
-            f"server     {count(last - sealed.last)} records more, which the loss of its disk would "
-            "cost",
+            f"server     {count(last - sealed.last)} records more, which the loss of its disk cost",
         ],
         as_json=as_json,
     )

@@ -310,7 +310,7 @@ def num_devices() -> int:
 
 
 def _write_pid_file(state: StateDir, name: str) -> None:
-    """Write the pid file of this process. Raises UsageError if another live process has that name."""
+    """Write the pid file of this process. Raises UsageError if another process has that name."""
     state.create()
     found = processes.find(state, name)
     if found is not None and found.pid != os.getpid():

@@ -191,7 +191,7 @@ class HttpApi:
 
     # --- calls ---
     async def health(self, call: Call[Nothing, None]) -> messages.Health:
-        """Whether this control plane leads; to a client with a token also of what, and who it is."""
+        """Whether this control plane leads; with a token also of what, and who it is."""
         leading = self._coordinator.leading
         if CALLER not in call.request or not may(call.caller.role, "view"):
             return {"ok": leading, "file": self._file} if self._file else {"ok": leading}

@@ -1,4 +1,4 @@
-"""GET /metrics: what the state is now, and what happened since this process began, for Prometheus."""
+"""GET /metrics for Prometheus: the state now, and what happened since this process began."""
 
 import asyncio
 from collections import Counter as Sums

@@ -264,7 +264,7 @@ def unhealthy(node: Plain) -> tuple[str, str] | None:
 
 
 def worth_draining(node: Plain) -> str:
-    """The share of all WAF that draining a degraded node gains, with the command if it is enough."""
+    """The share of all WAF that draining a degraded node gains; the command if it is enough."""
     priced: Plain = node["degraded"]
     share = float(priced["drain_share"])
     if share <= 0:

@@ -163,7 +163,7 @@ NO_TASK: Curves = {
 
 
 def past_of(history: History, number: int, now_s: float) -> Curves:
-    """A task's past without iteration times and layouts; NO_TASK if the history has no such task."""
+    """A task's past without iteration times and layouts; NO_TASK if the history has no such."""
     past = history.tasks.get(number)
     if past is None:
         return NO_TASK
@@ -207,7 +207,7 @@ def _row(history: History, one: IncidentHistory, now_s: float) -> IncidentRow:
 
 
 def incidents_of(history: History, since_s: float, now_s: float) -> AllIncidents:
-    """All incidents of a history that lasted beyond a time, and what nodes and outages they are of."""
+    """The incidents of a history that lasted beyond a time, with their nodes and outages."""
     shown = [one for one in history.incidents.values() if (one.closed_s or now_s) >= since_s]
     losses = history.absences.of_consequence({one.id: one.incident.evidence for one in shown})
     return {

@@ -1,4 +1,4 @@
-"""Outages of the control plane, its leader and the log's server, from the first sign to a record."""
+"""Outages of the control plane, leader and log's server, from the first sign to a record."""
 
 import math
 import time

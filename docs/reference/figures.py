@@ -192,7 +192,8 @@ def _layouts(rows: Sequence[Row], about: About) -> str:
                 )
             ),
             *(
-                f"{cell(place, f'{what}_moved_bytes', 1e6)} ({cell(place, f'{what}_least_bytes', 1e6)})"
+                f"{cell(place, f'{what}_moved_bytes', 1e6)} "
+                f"({cell(place, f'{what}_least_bytes', 1e6)})"
                 for what in ("fault", "grow")
             ),
         )

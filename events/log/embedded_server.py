@@ -75,7 +75,7 @@ class Server(Struct, frozen=True, kw_only=True):
         return start_time(self.pid) == self.start_time
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Send SIGTERM, then SIGKILL after `grace_s`. Return when the process is gone. Data stays."""
+        """Send SIGTERM, after `grace_s` SIGKILL. Return when the process is gone. Data stays."""
         for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, STOP_GRACE_S)):
             if not self.is_alive:
                 break

@@ -75,7 +75,7 @@ class NodeReachable(Body, frozen=True):
 
 # --- sent by an operator ------------------------------------------------------------------------
 class TaskSubmitted(OperatorRequest, frozen=True):
-    """The seq of this record is the task's id. `modelled`: T(t, x) of the spec's `model`, if any."""
+    """The seq of this record is the task's id. `modelled`: T(t, x) of the spec's `model`."""
 
     spec: JobSpec
     modelled: Modelled | None = None
@@ -217,7 +217,7 @@ class MemoryCheckpointsLost(Body, frozen=True):
 
 
 class ReportsLost(Body, frozen=True):
-    """`num_lost` reports are lost: the agent's spool overflowed, or the log's server has lost them."""
+    """`num_lost` reports are lost: the agent's spool overflowed, or the log's server lost them."""
 
     node: str
     num_lost: int

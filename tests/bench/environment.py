@@ -13,7 +13,7 @@ STEP_S_MAX = 1200.0
 
 
 def lay(place: Path, pins: Sequence[Path], what: str, install: Callable[[], None]) -> None:
-    """Create a bare venv in `place`, then call `install`. Raises CalledProcessError (pip's stderr)."""
+    """Create a bare venv in `place`, then call `install`. Raises CalledProcessError."""
     stamp = place / "stamp"
     wanted = hashlib.sha256(b"".join(file.read_bytes() for file in pins)).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:

@@ -237,7 +237,8 @@ class RestoringDriver(Driver):
         (
             {"tensor": [2], "optimizer": "mirrored"},
             [0, 2],
-            "lost       TP 0, shard 0 (only ranks 0 2 had it); TP 0, shard 1 (only ranks 0 2 had it)",
+            "lost       TP 0, shard 0 (only ranks 0 2 had it); "
+            "TP 0, shard 1 (only ranks 0 2 had it)",
         ),
     ],
 )

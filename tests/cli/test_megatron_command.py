@@ -40,7 +40,8 @@ def added(*words: str) -> tuple[str, str]:
         ),
         (
             [added("--pipeline-model-parallel-size=2")],
-            "loop.parallel.pipeline: is [4], but --pipeline-model-parallel-size of the command is 2",
+            "loop.parallel.pipeline: is [4], "
+            "but --pipeline-model-parallel-size of the command is 2",
         ),
         (
             [('--train-iters, "100000"', '--train-iters, "5"')],
@@ -57,7 +58,8 @@ def added(*words: str) -> tuple[str, str]:
         ),
         (
             [('--global-batch-size, "1024"', '--global-batch-size, "512"')],
-            "loop.micro_batches: is 1024, but --global-batch-size and --micro-batch-size of the command "
+            "loop.micro_batches: is 1024, but --global-batch-size and --micro-batch-size of the "
+            "command "
             "make 512",
         ),
         (

@@ -219,7 +219,8 @@ def test_a_script_that_declines_trains_as_a_command(cluster: RealCluster, script
     [
         (
             [(SAMPLE, f"    if (iteration, micro_batch) == (2, 1):\n        int('x')\n{SAMPLE}")],
-            "`sample` raised ValueError: invalid literal for int() with base 10: 'x' in micro-batch 1 of "
+            "`sample` raised ValueError: invalid literal for int() with base 10: 'x' "
+            "in micro-batch 1 of "
             "iteration 2",
         ),
         # The rank's own part of these is in tests/workers/training/test_not_a_number.py.

@@ -169,7 +169,7 @@ def test_an_identity_survives_control_plane_and_server(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize(("node", "off_s"), [("h2", -3_600.0), ("h3", 3_600.0)])
 def test_a_clock_that_is_an_hour_off(hosts: Hosts, node: str, off_s: float) -> None:
-    """Expiry goes by the control plane's clock, silence by the server's; a signature has no time."""
+    """Expiry goes by the control plane's clock, silence by the server's; a signature by none."""
     hosts.start(node, hosts.command("--node", node, "--expires", "5m"), off_s)
     hosts.joined(node)
     hosts.run(f"off-{node}", int(node[1:]))

@@ -1,4 +1,4 @@
-"""Clones of Megatron-LM (UNICRON_MEGATRON_LM=DIR:DIR) under real agents, against their own loops."""
+"""Clones of Megatron-LM (UNICRON_MEGATRON_LM=DIR:DIR) under agents, against their own loops."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def shell(container: Object, folder: Path, **environment: str) -> str:
 
 
 def test_the_secrets_of_a_control_plane_are_its_own(objects: list[Object], tmp_path: Path) -> None:
-    """As a Secret's volume has them, others of the group may read them, and Unicron refuses that."""
+    """As in a Secret's volume, the group may read them, and Unicron refuses that."""
     (first,) = pods(objects)["unicron-control-plane"]["initContainers"]
     for name in ("secrets/secret", "secrets/token", "certs/tls.key"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

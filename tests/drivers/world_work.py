@@ -142,11 +142,11 @@ def trained(
             found,
             iteration,
             settlement.assign_micro_batches(train.num_micro_batches, axes.dp, trainee.at.dp),
-            lambda item: words.sample(
+            lambda item, iteration=iteration: words.sample(
                 train.seed,
                 iteration,
                 item,
-                rows=train.batch.micro,  # noqa: B023
+                rows=train.batch.micro,
                 sequence=train.model.sequence,
             ),
             lambda event, item: noted.append((event, item)),

@@ -1,4 +1,4 @@
-"""The copies of orders that agents read: what release 0.3.0 does not know, and what may be ignored."""
+"""The copies of orders for agents: what release 0.3.0 does not know, what may be ignored."""
 
 from __future__ import annotations
 

@@ -349,7 +349,8 @@ HINTED: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         loop({}, reproducible="bitwise", parallel={"tensor": [1, 2]}),
-        "loop.reproducible: bitwise keeps the tensor-parallel size, but loop.parallel.tensor names 2 "
+        "loop.reproducible: bitwise keeps the tensor-parallel size, but "
+        "loop.parallel.tensor names 2 "
         "sizes: another size computes other bits",
         "name one size there, or leave reproducible out",
     ),
@@ -374,7 +375,8 @@ HINTED: list[tuple[dict[str, Any], str, str]] = [
             data,
             f"{path}.pipeline: is not a field",
             "a layout is no part of the model: with loop:, "
-            "write it under loop.parallel; else Unicron chooses it, and the command reads UNICRON_TP, "
+            "write it under loop.parallel; else Unicron chooses it, and the command reads "
+            "UNICRON_TP, "
             "UNICRON_PP and so on",
         )
         for data, path in (

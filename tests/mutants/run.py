@@ -90,7 +90,7 @@ def plant(patch: Path) -> Path:
 
 
 def failing(place: Path, tests: list[str]) -> list[str]:
-    """The names of the tests that fail on the copy. Raises RuntimeError if the tests did not run."""
+    """The names of the tests that fail on the copy. Raises RuntimeError if none ran."""
     done = subprocess.run(
         [
             sys.executable,

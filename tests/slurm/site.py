@@ -109,7 +109,8 @@ class Site:
                 down_s=DOWN_S,
                 grace_s=GRACE_S,
                 nodes="\n".join(
-                    f"NodeName={node} NodeAddr={self.address} NodeHostname={host} Port={free_port()} "
+                    f"NodeName={node} NodeAddr={self.address} NodeHostname={host} "
+                    f"Port={free_port()} "
                     f"CPUs=1 RealMemory=100 Gres=gpu:{NUM_GPUS} State=UNKNOWN"
                     for node in self.nodes
                 ),

@@ -456,7 +456,7 @@ def open_spools(folder: Path, node: str, source: str) -> tuple[Spool, list[Spool
 
 
 def log_url(own: str, given: str) -> str:
-    """The server's URL: `own` if it is not empty, with the credentials of `given` if it has none."""
+    """The server's URL: `own` if it is not empty; if it has no credentials, with `given`'s."""
     user = urlsplit(given)
     if not own or urlsplit(own).password is not None or user.password is None:
         return own or given

@@ -68,7 +68,7 @@ def inside(folder: Path, task: int, rank: int, case: str) -> float:
 
 
 def micro_batch_s(trace: Path) -> float:
-    """The median time of a micro-batch, or 0.0 if unknown. A slow rank adds it to each micro-batch."""
+    """The median time of a micro-batch, or 0.0 if unknown. A slow rank adds it to each."""
     lines = [json.loads(line) for line in trace.read_text().splitlines()[-USUAL_LINES_NUM:]]
     times = [line["t"] for line in lines if line["event"] == EVENT]
     return median(then - before for before, then in pairwise(times)) if len(times) > 1 else 0.0

@@ -132,7 +132,8 @@ def _rows_of(
                 + (
                     trial.why
                     or (
-                        f"{trial.fault_to_step_s:.3f} s and {trial.recompute_s:.3f} s of micro-batches, "
+                        f"{trial.fault_to_step_s:.3f} s and {trial.recompute_s:.3f} s of "
+                        "micro-batches, "
                         f"{trial.iterations_lost:.0f} iterations lost"
                     )
                 )

@@ -167,7 +167,7 @@ def reported_losses(system: System, wanted: range, limit_s: float) -> dict[int, 
 def ripe(
     system: System, num_ranks: int, victim: int, warm: int, fits: Callable[[int], bool], half: int
 ) -> int:
-    """Wait until the victim is past `half` of the micro-batches of a suitable iteration; its pid."""
+    """Wait until the victim is past `half` of the micro-batches of an iteration; its pid."""
     watch = system.watch
     begun: dict[tuple[int, int, int], int] = {}
     done: dict[tuple[int, int], int] = {}

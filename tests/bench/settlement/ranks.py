@@ -87,7 +87,7 @@ def scenes(num_ranks: int, num_shards: int) -> dict[str, Scene]:
 
 
 class SimulatedPeers(World):
-    """The members of a scene as one member sees them; counts the bytes that it sends and receives."""
+    """The members of a scene as one sees them; counts the bytes that it sends and receives."""
 
     def __init__(
         self,

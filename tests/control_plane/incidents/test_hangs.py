@@ -206,7 +206,8 @@ def test_ranks_all_in_their_own_work_are_not_restarted(d: Driver, task: int) -> 
     assert (shown["state"], shown["stands"]) == (
         "running",
         (
-            "all 4 members are stalled outside collectives in iteration 1: a file system, a machine, "
+            "all 4 members are stalled outside collectives in iteration 1: "
+            "a file system, a machine, "
             "or what all of them read"
         ),
     )

@@ -1,4 +1,4 @@
-"""Tasks whose orders some agents cannot read: they get slots of newer agents, or wait and say why."""
+"""Tasks whose orders some agents cannot read: they get slots of newer ones, or wait."""
 
 from __future__ import annotations
 

@@ -233,12 +233,14 @@ def test_what_binds(
         (
             [demand("t1", 2, {2: 5.0}), demand("t2", 0, {2: 5.00001})],
             2,
-            "no task moves: the runner-up is worth 0.5 % less: its changes cost more than they earn",
+            "no task moves: the runner-up is worth 0.5 % less: "
+            "its changes cost more than they earn",
         ),
         (
             [demand("t1", 2, {2: 5.0}), demand("t2", 0, {2: 5.01})],
             2,
-            "no task moves: the runner-up is worth 0.3 % less: its changes earn less than gain_min asks "
+            "no task moves: the runner-up is worth 0.3 % less: its changes earn less than "
+            "gain_min asks "
             "for",
         ),
         (

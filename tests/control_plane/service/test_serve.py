@@ -286,7 +286,7 @@ def test_a_stopped_leader_is_succeeded_and_fenced_when_it_wakes(
 
 
 def test_a_follower_is_ready_again_when_the_server_has_come_back(tmp_path: Path) -> None:
-    """The server goes three times. Then the leader ends, and the outages that the log has are true."""
+    """The server goes three times, then the leader ends: the log has the true outages."""
     folder, away = tmp_path / "server", list[tuple[float, float]]()
     server = embedded_server.start(folder)
 
@@ -528,7 +528,7 @@ def test_identities_come_from_a_secret_that_stays(own_server: Server, tmp_path: 
 def test_a_server_without_users_needs_a_word_of_the_operator(
     own_server: Server, tmp_path: Path
 ) -> None:
-    """A managed service may forbid ACL: then the operator must agree that agents have all rights."""
+    """A managed service may forbid ACL: the operator must agree that agents have all rights."""
     with Redis.from_url(own_server.url) as master:
         master.execute_command("ACL", "SETUSER", "managed", "on", ">x", "~*", "+@all", "-acl")
     url = with_credentials(own_server.url, "managed", "x")

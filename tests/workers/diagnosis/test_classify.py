@@ -252,7 +252,8 @@ def test_only_the_last_try_is_a_fault(error: str, status: str) -> None:
         ("Node gpu-7 was preempted", "lost connection"),
         ("the instance has been preempted", "lost connection"),
         (
-            "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***",
+            "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 "
+            "DUE TO PREEMPTION ***",
             "",
         ),
         ("vllm: Sequence group 12 is preempted by PreemptionMode.RECOMPUTE", ""),
@@ -267,7 +268,8 @@ def test_the_word_preempted_alone_does_not_hide_a_fault(text: str, status: str) 
     ("text", "peer"),
     [
         (
-            "NCCL WARN NET/IB : Got completion from peer 10.3.0.61<39430> with error 12, opcode 129",
+            "NCCL WARN NET/IB : Got completion from peer 10.3.0.61<39430> with error 12, "
+            "opcode 129",
             "10.3.0.61:39430",
         ),
         (
@@ -280,7 +282,8 @@ def test_the_word_preempted_alone_does_not_hide_a_fault(text: str, status: str) 
             "[fe80::966d:ae03:a2:8cf0%ib1]:17943",
         ),
         (
-            "The client socket has timed out after 1800s while trying to connect to (127.0.0.1, 48391).",
+            "The client socket has timed out after 1800s while trying to connect "
+            "to (127.0.0.1, 48391).",
             "127.0.0.1:48391",
         ),
         (

@@ -607,7 +607,8 @@ def test_an_invalid_number_is_a_one_line_error(
     [
         '{"dumped_ns": 1e999, "entries": []}',
         '{"ranks": {"' + "1" * 5000 + '": {}}}',
-        '{"entries": [{"process_group": ["0", ""], "collective_seq_id": 1, "input_sizes": [[1e999]],'
+        '{"entries": [{"process_group": ["0", ""], "collective_seq_id": 1, '
+        '"input_sizes": [[1e999]],'
         ' "input_dtypes": ["Float"], "profiling_name": "nccl:all_reduce"}]}',
     ],
 )

@@ -1,4 +1,4 @@
-"""The table of Megatron-LM's arguments: its words, against those of clones (UNICRON_MEGATRON_LM)."""
+"""The table of Megatron-LM's arguments, against those of clones (UNICRON_MEGATRON_LM)."""
 
 from __future__ import annotations
 
