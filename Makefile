@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts demo-slurm test test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots wheel clean
+.PHONY: help setup demo demo-hosts demo-slurm test test-real test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,11 +51,15 @@ demo-hosts: setup types ## train on three hosts that die and lose cables (needs 
 demo-slurm: setup types ## train under a real Slurm that takes and gives the nodes (needs root)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m slurm.demo
 
-test: setup types ## run the tests, in four lanes side by side
+test: setup types ## run the tests: all that is quick, and each kind of fault and engine once
 	@$(BOUND) $(if $(BOUND),$(TEST_S_MAX)) $(BIN)/python tests/suite.py
 
-test-thorough: setup types ## run every test with all its examples, and note the run in the guide
-	@$(BOUND) $(if $(BOUND),$(THOROUGH_S_MAX)) $(BIN)/python tests/suite.py --thorough
+test-real: setup types ## run the longer tests of real processes
+	@$(BOUND) $(if $(BOUND),$(TEST_S_MAX)) $(BIN)/python tests/suite.py --tier real
+
+LANES ?=
+test-thorough: setup types ## run every test with all its examples, and note the run in the guide (LANES=a,b: a part)
+	@$(BOUND) $(if $(BOUND),$(THOROUGH_S_MAX)) $(BIN)/python tests/suite.py --tier thorough --lanes "$(LANES)"
 
 SEEDS ?= 2000
 ONLY ?=
@@ -197,7 +201,7 @@ web: setup $(WEB)/node_modules/.package-lock.json ## build the dashboard's page 
 
 test-web: setup types web ## the dashboard in a real browser, on a real cluster (installs Debian's chromium)
 	@tests/browser/install.sh
-	@$(BOUND) $(if $(BOUND),$(TEST_S_MAX)) $(BIN)/python tests/suite.py --web
+	@$(BOUND) $(if $(BOUND),$(TEST_S_MAX)) $(BIN)/python tests/suite.py --tier web
 
 LOG ?= build/demo/log.jsonl
 screenshots: setup types web ## the dashboard's views, light, dark and phone, from the demo's log (LOG=file)

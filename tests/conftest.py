@@ -8,11 +8,13 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import rank_places
 import structlog
 from hypothesis import is_hypothesis_test, settings
 from memory_log import MemoryLog
@@ -25,6 +27,15 @@ from unicron.workers.host import linux
 _numbers = itertools.count(1)
 SHARE_OF_EXAMPLES, EXAMPLES_NUM_MIN = 0.25, 20
 ASYNC_TEST_S_MAX = 160.0
+REAL = Path(__file__).with_name("real.txt")
+"""The tests that take more than about 5 s and are no one's only witness: `make test-real`."""
+RANKS_NUM = {
+    "tests/cluster/": 4,
+    "tests/workers/training/": 4,
+    "tests/matrix/": 4,
+    "tests/hosts/": 4,
+}
+"""Folder -> how many ranks its tests start at most, if they are not marked `ranks(N)`."""
 settings.register_profile("bounded", deadline=None, derandomize=True, database=None)
 settings.register_profile("thorough", deadline=None, print_blob=True)
 settings.load_profile("bounded")
@@ -38,11 +49,24 @@ def pytest_configure() -> None:
     os.environ["UNICRON_HEALTH"] = "off"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Try each property with a quarter of its examples, always the same ones.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of real.txt, and try each property with a quarter of its examples, always
+    the same ones.
 
     `--hypothesis-profile thorough` tries all examples that the test states, drawn at random.
     """
+    names = [line for line in REAL.read_text().splitlines() if line and not line.startswith("#")]
+    there = set[str]()
+    for item in items:
+        for name in (item.nodeid, item.nodeid.partition("[")[0]):
+            if name in names:
+                there.add(name)
+                item.add_marker("real")
+    functions = {item.nodeid.partition("[")[0] for item in items}
+    lost = [name for name in names if name not in there and name.partition("[")[0] in functions]
+    if lost and not any("::" in word for word in config.args):
+        raise pytest.UsageError(f"{REAL}: there is no test {lost[0]}")
     if settings.get_current_profile_name() == "thorough":
         return
     for test in {getattr(item, "function", None) for item in items}:
@@ -52,6 +76,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             test._hypothesis_internal_use_settings = settings(
                 asked, max_examples=min(asked.max_examples, num), derandomize=True, database=None
             )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Wait until the other lanes leave room for the ranks of this test."""
+    mark = item.get_closest_marker("ranks")
+    default = next((num for place, num in RANKS_NUM.items() if item.nodeid.startswith(place)), 0)
+    with rank_places.taken(mark.args[0] if mark else default):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

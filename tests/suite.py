@@ -1,32 +1,43 @@
 """Runs the tests in four concurrent lanes; three of them mostly wait.
 
-`make test` skips tests marked `thorough` and tries a quarter of each property's examples.
-`make test-thorough` runs everything and writes its counts to docs/guides/test-runs.md.
-`make test-web` runs the tests of the dashboard, in a lane of its own.
+`make test` runs the tier `test`: all that is quick, and one test for each kind of fault and of
+engine. `make test-real` runs the tests that tests/real.txt lists, `make test-web` those of the
+dashboard. `make test-thorough` runs everything, with all examples of each property, and writes its
+counts to docs/guides/test-runs.md; LANES=a,b runs a part, and parts of one commit add up.
 
-A few tests that failed are run once more, alone: if they pass, the load was the cause; they are
-named, and do not fail the run. Otherwise the exit status is 1. Output of failed lanes is printed;
-all output is in build/tests.
+Each test that fails is named at once, and every ten seconds a line says how far the run is. The
+counts are printed also when the run is interrupted or out of time. A few tests that failed are run
+once more, alone: if they pass, the load was the cause. They do not fail the run, but each is a line
+in tests/flakes.txt, and a name that stands there too often fails it. Output of failed lanes is
+printed; all output is in build/tests. Exit status: 0, 1 for failed tests, 2 for a run that could
+not begin, 130 if it was interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ET
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "tests"
+PLACES = FOLDER / "places"
+DRIVERS = ROOT / "tests" / "drivers"
 PAGE = ROOT / "docs" / "guides" / "test-runs.md"
+FLAKES = ROOT / "tests" / "flakes.txt"
 BEGIN = "<!-- the last run -->"
+PRODUCT = ("events", "control_plane", "workers", "cli")
 RANKS = "tests/workers/training"
 WITH_PROGRAMS = [
     f"{RANKS}/test_{name}.py"
@@ -56,74 +67,93 @@ LANES = {
         ),
     ],
 }
-"""Lane -> arguments of its pytest, which runs one test at a time and at most six real ranks."""
+"""Lane -> arguments of its pytest, which runs one test at a time."""
 WEB_LANES = {"browser": [BROWSER]}
 """They need a browser, and the page that npm builds."""
-POLL_S, STOP_S = 0.2, 50.0
+TIERS = {
+    "test": ["-m", "not thorough and not real"],
+    "real": ["-m", "real and not thorough"],
+    "web": ["-m", "not thorough"],
+    "thorough": ["--hypothesis-profile=thorough", "--no-cache"],
+}
+"""Tier -> what its pytest processes are told."""
+RUN_BY = {"real": "make test-real", "thorough": "make test-thorough"}
+POLL_S, STOP_S, TELL_S = 0.2, 50.0, 10.0
 AGAIN_NUM_MAX = 3
 """If more tests fail, none is run again: then it was not the load."""
+FLAKES_NUM_MAX = 2
+"""As often may a test stand in FLAKES."""
+NO_TESTS = 5
+"""pytest's exit code if a lane has no test of the tier."""
+Line = dict[str, Any]
 
 
 class Lane:
-    """One pytest process, its output and its counts."""
+    """One pytest process, its output and what its tests did so far (drivers/lane_report.py)."""
 
-    def __init__(self, name: str, words: list[str], options: list[str]) -> None:
+    def __init__(self, name: str, words: Sequence[str], options: Sequence[str]) -> None:
         self.name = name
-        self.output, self.counts_file = FOLDER / f"{name}.txt", FOLDER / f"{name}.xml"
-        cache = ROOT / ".pytest_cache" / name
-        self._failed = cache / "v" / "cache" / "lastfailed"
-        self._failed.unlink(missing_ok=True)
+        self.output = FOLDER / f"{name}.txt"
+        self.num_collected = 0
+        self.left_out: Counter[str] = Counter()
+        self.tests: list[Line] = []
+        report = FOLDER / f"{name}.jsonl"
+        report.write_bytes(b"")
+        self._lines = _whole_lines(report)
         self.began_s = time.monotonic()
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "pytest",
-                    *words,
-                    *options,
-                    "--durations=15",
-                    f"--junitxml={self.counts_file}",
-                    "-o",
-                    "faulthandler_timeout=300",
-                    "-o",
-                    f"cache_dir={cache}",
+                    *(sys.executable, "-P", "-m", "pytest", *words, *options),
+                    *("-p", "lane_report", "--durations=15"),
+                    *("-o", "faulthandler_timeout=300"),
+                    *("-o", f"cache_dir={ROOT / '.pytest_cache' / name}"),
                 ],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,
-            )  # Ctrl-C must reach it only once, through `stop`
+                env={
+                    **os.environ,
+                    "UNICRON_LANE_REPORT": str(report),
+                    "UNICRON_RANK_PLACES": str(PLACES),
+                    "PYTHONPATH": os.pathsep.join(
+                        filter(None, (str(DRIVERS), os.environ.get("PYTHONPATH", "")))
+                    ),
+                },
+                start_new_session=True,  # Ctrl-C must reach it only once, through `stop`
+            )
+
+    def read(self) -> list[Line]:
+        """The tests that have ended since the last call."""
+        new = []
+        for line in self._lines():
+            if "collected" in line:
+                self.num_collected = line["collected"]
+                self.left_out.update(line["left_out"])
+            else:
+                new.append(line)
+        self.tests += new
+        return new
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
 
     def tell(self) -> bool:
-        """Print how the lane ended; returns True if it passed."""
+        """Print how the lane ended; returns True if it passed, or had no test to run."""
         text = self.output.read_text(errors="replace").rstrip()
-        if self.process.returncode:
+        code = self.process.returncode
+        if code not in (0, NO_TESTS):
             print(text)
         lasted_s = time.monotonic() - self.began_s
-        print(
-            f"{self.name:9} {text.splitlines()[-1] if text else 'said nothing'}, {lasted_s:.0f} s",
-            flush=True,
-        )
-        return self.process.returncode == 0
+        last = text.splitlines()[-1] if text else "said nothing"
+        print(f"{self.name:9} {last}, {lasted_s:.0f} s", flush=True)
+        return code in (0, NO_TESTS)
 
     def failed(self) -> list[str]:
         """The tests that failed, by their names; empty also if the lane failed as a whole."""
-        if self.process.returncode != 1 or not self._failed.exists():
-            return []
-        return list(json.loads(self._failed.read_text()))
-
-    def counts(self) -> Counter[str]:
-        """How many tests the lane ran, and their results."""
-        if not self.counts_file.exists():
-            return Counter()
-        suite = ET.parse(self.counts_file).getroot().find("testsuite")
-        assert suite is not None
-        return Counter(
-            {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
-        )
+        return [line["test"] for line in self.tests if line["result"] == "failed"]
 
     def stop(self) -> None:
         """Terminate the lane; its tests then end the processes that they started (conftest.py)."""
@@ -136,101 +166,235 @@ class Lane:
             self.process.wait()
 
 
+def _whole_lines(file: Path) -> Callable[[], list[Line]]:
+    """Returns the lines that have become whole since its last call."""
+    read_bytes = 0
+
+    def lines() -> list[Line]:
+        nonlocal read_bytes
+        with file.open("rb") as opened:
+            opened.seek(read_bytes)
+            whole, _, _ = opened.read().rpartition(b"\n")
+        read_bytes += len(whole) + bool(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+    return lines
+
+
 def main() -> int:
     asks = argparse.ArgumentParser(description=__doc__)
-    asks.add_argument("--thorough", action="store_true", help="everything, and write the page")
-    asks.add_argument("--web", action="store_true", help="the tests of the dashboard")
+    asks.add_argument("--tier", choices=list(TIERS), default="test")
+    asks.add_argument("--lanes", default="", help="names, with commas between")
     asked = asks.parse_args()
-    thorough = asked.thorough
-    options = ["--hypothesis-profile=thorough"] if thorough else ["-m", "not thorough"]
+    lanes = dict(WEB_LANES if asked.tier == "web" else LANES)
+    names = [name for name in asked.lanes.split(",") if name] or list(lanes)
+    if unknown := [name for name in names if name not in lanes]:
+        asks.error(f"no lane {unknown[0]}; there are {', '.join(lanes)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for file in FOLDER.glob("*.xml"):
-        file.unlink()
-    began_s, commit = time.monotonic(), _commit()
-    lanes = [
-        Lane(name, words, options) for name, words in (WEB_LANES if asked.web else LANES).items()
-    ]
     try:
-        well = _wait(lanes) or _pass_alone(lanes, options)
+        PLACES.mkdir(parents=True, exist_ok=True)
+        with _alone():
+            return run(asked.tier, {name: lanes[name] for name in names})
+    except OSError as error:
+        print(f"tests     stopped: {error.filename or FOLDER}: {error.strerror}")
+        return 2
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Raises OSError if another run of the tests has this checkout."""
+    with (FOLDER / "lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(0, "another run of the tests has this checkout", str(ROOT)) from None
+        yield
+
+
+def run(tier: str, words: dict[str, list[str]]) -> int:
+    """Run lanes of a tier; returns the exit status."""
+    began_s, commit = time.monotonic(), _commit()
+    lanes: list[Lane] = []
+    interrupted, well = False, False
+    try:
+        lanes += (Lane(name, given, TIERS[tier]) for name, given in words.items())
+        well = _wait(lanes)
+        well = well or _pass_alone(lanes, TIERS[tier], commit)
     except KeyboardInterrupt:
-        print("tests     interrupted")
-        return 130
+        interrupted = True
     finally:
         for lane in lanes:
             lane.stop()
-    total = sum((lane.counts() for lane in lanes), Counter[str]())
+            lane.read()
     lasted_s = time.monotonic() - began_s
-    used = os.times()
-    cpu_s = used.children_user + used.children_system
-    alone = ", which passed alone," if well and total["failures"] + total["errors"] else ""
-    print(f"tests     {_said(total, alone)} in {lasted_s / 60:.1f} min, CPU {cpu_s / 60:.1f} min")
-    if thorough:
-        _write(total, commit, lasted_s)
-    return 0 if well else 1
+    counts = _counts(lanes)
+    _tell_all(lanes, counts, well=well, interrupted=interrupted, lasted_s=lasted_s)
+    if interrupted:
+        return 130
+    if tier == "thorough":
+        _write(_added_up(words, commit, counts, lasted_s), commit)
+    return 0 if _tell_flakes() and well else 1
 
 
 def _wait(lanes: list[Lane]) -> bool:
-    """Wait for all lanes and print each result; returns True if all passed."""
-    running, well = list(lanes), True
+    """Wait for all lanes and tell what happens; returns True if all passed."""
+    running, well, began_s = list(lanes), True, time.monotonic()
+    next_s = began_s + TELL_S
     while running:
         time.sleep(POLL_S)
-        for lane in [lane for lane in running if lane.process.poll() is not None]:
-            running.remove(lane)
-            well &= lane.tell()
+        for lane in list(running):
+            ended = lane.ended
+            for test in lane.read():
+                if test["result"] == "failed":
+                    print(f"FAILED    {test['test']}", flush=True)
+            if ended:
+                running.remove(lane)
+                well &= lane.tell()
+        if running and time.monotonic() >= next_s:
+            next_s += TELL_S
+            _tell_progress(lanes, running, time.monotonic() - began_s)
     return well
 
 
-def _pass_alone(lanes: list[Lane], options: list[str]) -> bool:
+def _tell_progress(lanes: list[Lane], running: list[Lane], lasted_s: float) -> None:
+    """The time left is that of the slowest lane, if its tests go on as fast as so far."""
+    counts, num = _counts(lanes), sum(lane.num_collected for lane in lanes)
+    if all(lane.num_collected for lane in running):
+        left_s = max(
+            lasted_s * (lane.num_collected - len(lane.tests)) / max(1, len(lane.tests))
+            for lane in running
+        )
+        left = f"about {left_s / 60:.0f} min left" if left_s >= 60 else "about a minute left"
+    else:
+        left = "collecting"
+    print(
+        f"{int(lasted_s / 60):3}:{int(lasted_s % 60):02}    {sum(counts.values())} of {num} done, "
+        f"{counts['failed']} failed, {left}",
+        flush=True,
+    )
+
+
+def _pass_alone(lanes: list[Lane], options: list[str], commit: str) -> bool:
     """Run the failed tests again, if they are few; returns True if now all pass."""
     names = [name for lane in lanes for name in lane.failed()]
     if not 0 < len(names) <= AGAIN_NUM_MAX or any(
-        lane.process.returncode and not lane.failed() for lane in lanes
+        lane.process.returncode not in (0, NO_TESTS) and not lane.failed() for lane in lanes
     ):
         return False
-    well = (
-        subprocess.run(
-            [sys.executable, "-P", "-m", "pytest", *names, *options],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        ).returncode
-        == 0
+    load = os.getloadavg()[0]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", *names, *options],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        check=False,
     )
+    well = done.returncode == 0
     for name in names:
         print(f"again     {name} {'passed' if well else 'was run'} alone", flush=True)
+    if well:
+        with FLAKES.open("a", encoding="utf-8") as file:
+            file.writelines(f"{name} {commit.replace(' ', '-')} {load:.0f}\n" for name in names)
     return well
 
 
+def _tell_flakes() -> bool:
+    """Print the tests that ever passed only alone; returns False if one did too often."""
+    lines = [line for line in FLAKES.read_text().splitlines() if not line.startswith("#")]
+    if not lines:
+        return True
+    print("flakes    each passed only alone (test, commit, load); commit tests/flakes.txt:")
+    print("\n".join(f"          {line}" for line in lines))
+    often = [
+        name
+        for name, num in Counter(line.rsplit(" ", 2)[0] for line in lines).items()
+        if num > FLAKES_NUM_MAX
+    ]
+    for name in often:
+        print(f"FAILED    {name} passed only alone more than {FLAKES_NUM_MAX} times: mend it")
+    return not often
+
+
+def _counts(lanes: list[Lane]) -> Counter[str]:
+    return Counter(test["result"] for lane in lanes for test in lane.tests)
+
+
 def _said(counts: Counter[str], alone: str = "") -> str:
-    failed = counts["failures"] + counts["errors"]
-    passed = counts["tests"] - failed - counts["skipped"]
-    return f"{passed} passed, {failed} failed{alone}, {counts['skipped']} skipped"
+    return (
+        f"{counts['passed']} passed, {counts['failed']} failed{alone}, {counts['skipped']} skipped"
+    )
+
+
+def _tell_all(
+    lanes: list[Lane], counts: Counter[str], *, well: bool, interrupted: bool, lasted_s: float
+) -> None:
+    """The counts, what was skipped and why, what other tiers have."""
+    skipped = Counter(
+        test["why"] for lane in lanes for test in lane.tests if test["result"] == "skipped"
+    )
+    for why, num in sorted(skipped.items()):
+        print(f"skipped   {num}: {why}")
+    for tier, verb in RUN_BY.items():
+        if num := sum(lane.left_out[tier] for lane in lanes):
+            print(f"left out  {num}: {verb}")
+    used = os.times()
+    cpu_s = used.children_user + used.children_system
+    alone = ", which passed alone," if well and counts["failed"] else ""
+    left = sum(lane.num_collected for lane in lanes) - sum(counts.values())
+    print(
+        f"tests     {'interrupted: ' if interrupted else ''}{_said(counts, alone)}"
+        f"{f', {left} not run' if left else ''}"
+        f" in {lasted_s / 60:.1f} min, CPU {cpu_s / 60:.1f} min",
+        flush=True,
+    )
 
 
 def _commit() -> str:
-    """The checked-out commit, marked if tracked files differ from it."""
+    """The last commit that changed the product or its tests, marked if files differ from it."""
 
     def git(*words: str) -> str:
         return subprocess.run(
             ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
         ).stdout.strip()
 
-    changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
-    return f"{git('rev-parse', '--short', 'HEAD') or 'unknown'}{changed}"
+    places = (*PRODUCT, "tests", ":!tests/flakes.txt")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *places)
+    commit = git("log", "-1", "--format=%h", "--", *places) or "unknown"
+    return f"{commit} with changes" if changed else commit
 
 
-def _write(counts: Counter[str], commit: str, lasted_s: float) -> None:
-    """Replace the last run on the page."""
+# --- the page of thorough runs ---
+def _added_up(
+    words: dict[str, list[str]], commit: str, counts: Counter[str], lasted_s: float
+) -> dict[str, Line]:
+    """Lane, or lanes that ran together -> its last run at this commit, this run among them."""
+    file = FOLDER / "thorough.json"
+    former = json.loads(file.read_text()) if file.exists() else {}
+    parts = {
+        key: part
+        for key, part in former.items()
+        if part["commit"] == commit and not set(key.split(",")) & set(words)
+    }
+    parts[",".join(words)] = {"commit": commit, "counts": counts, "s": lasted_s}
+    file.write_text(json.dumps(parts))
+    return parts
+
+
+def _write(parts: dict[str, Line], commit: str) -> None:
+    """Replace the last run on the page, if all lanes have run."""
+    lacking = [lane for lane in LANES if lane not in ",".join(parts).split(",")]
+    if lacking:
+        print(f"page      not written: LANES={','.join(lacking)} have not run at {commit}")
+        return
+    counts = sum((Counter(part["counts"]) for part in parts.values()), Counter[str]())
+    minutes = sum(part["s"] for part in parts.values()) / 60
     before, _, _ = PAGE.read_text().partition(BEGIN)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     PAGE.write_text(
         f"{before}{BEGIN}\n"
         f"| commit | date | result | minutes | cores |\n|---|---|---|---|---|\n"
-        f"| {commit} | {today} | {_said(counts)} | {lasted_s / 60:.0f} "
-        f"| {os.cpu_count()} |\n"
+        f"| {commit} | {today} | {_said(counts)} | {minutes:.0f} | {os.cpu_count()} |\n"
     )
-    print(f"page: {PAGE.relative_to(ROOT)}")
+    print(f"page      {PAGE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
+import lane_report
 import pytest
+import rank_places
 import suite
 from agent_driver import alive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 NUM_STATED = 400
+REAL = suite.ROOT / "tests" / "real.txt"
 _tried: list[int] = []
 
 
@@ -49,33 +55,62 @@ def test_every_test_is_in_one_lane() -> None:
         assert len(lanes) == 1, f"{file} is in the lanes {lanes}"
 
 
-def test_a_run_replaces_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thorough_lanes_of_one_commit_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "docs" / "test-runs.md"
     page.parent.mkdir()
     page.write_text(f"# Runs\n\nWords.\n\n{suite.BEGIN}\nan older run\n")
     monkeypatch.setattr(suite, "ROOT", tmp_path)
+    monkeypatch.setattr(suite, "FOLDER", tmp_path)
     monkeypatch.setattr(suite, "PAGE", page)
-    suite._write(Counter(tests=12, failures=1, errors=1, skipped=3), "abc1234", 1830.0)
-    text = page.read_text()
+    monkeypatch.setattr(suite, "LANES", {"a": [], "b": [], "c": []})
+
+    def note(lanes: list[str], commit: str, **counts: int) -> str:
+        words: dict[str, list[str]] = {lane: [] for lane in lanes}
+        suite._write(suite._added_up(words, commit, Counter(counts), 900.0), commit)
+        return page.read_text()
+
+    assert "an older run" in note(["c"], "fff0000", passed=7)  # of another commit
+    assert "LANES=a,b have not run at fff0000" in capsys.readouterr().out
+    assert "an older run" in note(["a", "b"], "abc1234", passed=5, failed=1)
+    assert "LANES=c have not run at abc1234" in capsys.readouterr().out
+    text = note(["c"], "abc1234", passed=2, skipped=3)
     assert text.startswith(f"# Runs\n\nWords.\n\n{suite.BEGIN}\n| commit |")
     assert "| abc1234 |" in text
-    assert "| 7 passed, 2 failed, 3 skipped | 30 |" in text
+    assert "| 7 passed, 1 failed, 3 skipped | 30 |" in text
     assert "older" not in text
+    # A lane that runs again takes the place of the run that it was in.
+    assert "| 7 passed" in note(["a"], "abc1234", passed=100)
+    assert "LANES=b have not run" in capsys.readouterr().out
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of one lane, whose tests are in test_it.py."""
+    (tmp_path / "flakes.txt").write_text("# name, commit, load\n")
+    for name, value in {
+        "ROOT": tmp_path,
+        "FOLDER": tmp_path / "build",
+        "PLACES": tmp_path / "build" / "places",
+        "FLAKES": tmp_path / "flakes.txt",
+        "LANES": {"one": ["test_it.py"]},
+        "TELL_S": 0.5,
+    }.items():
+        monkeypatch.setattr(suite, name, value)
+    monkeypatch.setattr(suite.sys, "argv", ["suite.py"])
+    monkeypatch.setattr(suite.signal, "signal", Mock())
+    return tmp_path
 
 
 @pytest.mark.parametrize(
     ("num", "passes_again", "code"), [(1, True, 0), (1, False, 1), (4, True, 1)]
 )
 def test_a_few_failed_tests_are_run_again_alone(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    num: int,
-    passes_again: bool,
-    code: int,
+    folder: Path, capfd: pytest.CaptureFixture[str], num: int, passes_again: bool, code: int
 ) -> None:
     """It passes the second time, since its file `seen` is there."""
-    (tmp_path / "test_it.py").write_text(
+    (folder / "test_it.py").write_text(
         "import pathlib, pytest\n"
         f"@pytest.mark.parametrize('number', range({num}))\n"
         "def test_it(number):\n"
@@ -86,19 +121,150 @@ def test_a_few_failed_tests_are_run_again_alone(
         "def test_another():\n"
         "    pass\n"
     )
-    monkeypatch.setattr(suite, "ROOT", tmp_path)
-    monkeypatch.setattr(suite, "FOLDER", tmp_path / "build")
-    monkeypatch.setattr(suite, "LANES", {"one": ["test_it.py"]})
-    monkeypatch.setattr(suite.sys, "argv", ["suite.py"])
-    monkeypatch.setattr(suite.signal, "signal", Mock())
     assert suite.main() == code
     out = capfd.readouterr().out
+    assert "FAILED    test_it.py::test_it[0]\n" in out
     assert ("again     test_it.py::test_it[0]" in out) == (num == 1)
     assert (f"1 passed, {num} failed, which passed alone," in out) == (code == 0)
+    counted = (folder / "flakes.txt").read_text().splitlines()[1:]
+    assert len(counted) == (code == 0)
+    if counted:
+        assert counted[0].split()[:2] == ["test_it.py::test_it[0]", "unknown"]
+        assert f"          {counted[0]}\n" in out
+
+
+def test_a_test_that_often_passes_only_alone_fails_the_run(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "test_it.py").write_text("def test_it(): pass\n")
+    (folder / "flakes.txt").write_text("t.py::a[x y] 12 3\nt.py::b 12 3\nt.py::a[x y] 13 9\n")
+    assert suite.main() == 0
+    (folder / "flakes.txt").write_text("t.py::a[x y] 12 3\n" * 3)
+    assert suite.main() == 1
+    assert "FAILED    t.py::a[x y] passed only alone more than 2 times" in capfd.readouterr().out
+
+
+def test_what_is_skipped_and_left_out_is_told(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "test_it.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('x', range(3))\n"
+        "@pytest.mark.skip(reason='needs a moon')\n"
+        "def test_it(x): pass\n"
+        "@pytest.mark.thorough\n"
+        "def test_long(): pass\n"
+        "@pytest.mark.real\n"
+        "def test_real(): pass\n"
+    )
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = thorough\n    real\n")
+    assert suite.main() == 0
+    out = capfd.readouterr().out
+    for line in (
+        "skipped   3: needs a moon\n",
+        "left out  1: make test-real\n",
+        "left out  1: make test-thorough\n",
+        "tests     0 passed, 0 failed, 3 skipped in ",
+    ):
+        assert line in out
+
+
+def test_an_interrupted_run_says_how_far_it_was(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "test_it.py").write_text(
+        "import time\n"
+        "def test_a(): pass\n"
+        "def test_b(): assert False\n"
+        "def test_c(): time.sleep(600)\n"
+        "def test_d(): pass\n"
+    )
+    tell = suite._tell_progress
+
+    def told(lanes: list[suite.Lane], *rest: Any) -> None:
+        tell(lanes, *rest)
+        if len(lanes[0].tests) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "_tell_progress", told)
+    assert suite.main() == 130
+    out = capfd.readouterr().out
+    assert "    2 of 4 done, 1 failed, about " in out
+    assert "tests     interrupted: 1 passed, 1 failed, 0 skipped, 2 not run in " in out
+
+
+def test_two_runs_in_one_checkout_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "build" / "places").mkdir(parents=True)
+    with suite._alone():
+        assert suite.main() == 2
+    assert capsys.readouterr().out == (
+        f"tests     stopped: {folder}: another run of the tests has this checkout\n"
+    )
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_it(): pass\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "lane_report", "test_it.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(TESTS / "drivers"), lane_report.VARIABLE: "/dev/full"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_S,
+    )
+    assert done.returncode == pytest.ExitCode.INTERNAL_ERROR
+    assert "the report of this lane cannot be written: [Errno 28] No space left" in done.stdout
 
 
 def test_the_page_has_the_marker() -> None:
     assert suite.BEGIN in suite.PAGE.read_text()
+
+
+def test_each_name_of_a_real_test_is_that_of_a_function() -> None:
+    """Whether its parameters exist is checked when the tests are collected."""
+    names = [line for line in REAL.read_text().splitlines() if not line.startswith("#")]
+    assert names == sorted(set(names))
+    for name in names:
+        file, _, function = name.partition("[")[0].partition("::")
+        assert re.search(rf"^(async )?def {function}\(", (suite.ROOT / file).read_text(), re.M), (
+            name
+        )
+
+
+# --- places of ranks -----------------------------------------------------------------------------
+def test_ranks_wait_for_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rank_places.VARIABLE, str(tmp_path))
+    running, most = 0, 0
+    change = threading.Lock()
+
+    def trains(num: int) -> None:
+        nonlocal running, most
+        with rank_places.taken(num):
+            with change:
+                running += num
+                most = max(most, running)
+            time.sleep(0.05)
+            with change:
+                running -= num
+
+    tests = [threading.Thread(target=trains, args=(num,)) for num in (4, 2, 4, 4, 1, 6, 4, 3)]
+    for test in tests:
+        test.start()
+    for test in tests:
+        test.join(20.0)
+        assert not test.is_alive()
+    assert rank_places.PLACES_NUM / 2 < most <= rank_places.PLACES_NUM
+
+
+def test_a_test_of_too_many_ranks_has_all_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(rank_places.VARIABLE, str(tmp_path))
+    with rank_places.taken(rank_places.PLACES_NUM + 5):
+        assert len(list(tmp_path.iterdir())) == rank_places.PLACES_NUM + 1  # and the queue
 
 
 # --- SIGTERM -------------------------------------------------------------------------------------
