@@ -74,7 +74,7 @@ TIERS = {
     "test": ["-m", "not thorough and not real"],
     "real": ["-m", "real and not thorough"],
     "web": ["-m", "not thorough"],
-    "thorough": ["--hypothesis-profile=thorough", "--no-cache"],
+    "thorough": ["--hypothesis-profile=thorough"],
 }
 """Tier -> what its pytest processes are told."""
 RUN_BY = {"real": "make test-real", "thorough": "make test-thorough"}
