@@ -156,9 +156,12 @@ class Lane:
         return [line["test"] for line in self.tests if line["result"] == "failed"]
 
     def stop(self) -> None:
-        """Terminate the lane; its tests then end the processes that they started (conftest.py)."""
+        """Begin to end the lane; its tests then end the processes that they started (conftest.py)."""
         if self.process.poll() is None:
             self.process.terminate()
+
+    def wait_stopped(self) -> None:
+        """Wait for its end, and kill it if that takes too long."""
         try:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -225,6 +228,8 @@ def run(tier: str, words: dict[str, list[str]]) -> int:
     finally:
         for lane in lanes:
             lane.stop()
+        for lane in lanes:
+            lane.wait_stopped()
             lane.read()
     lasted_s = time.monotonic() - began_s
     counts = _counts(lanes)

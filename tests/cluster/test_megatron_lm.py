@@ -22,7 +22,9 @@ from megatron_trial import (
 from real_cluster import RealCluster, running
 
 
-@pytest.fixture(scope="module", params=megatron_trial.clones(), ids=lambda folder: folder.name)
+@pytest.fixture(
+    scope="module", params=megatron_trial.clones_or_skip(), ids=lambda folder: folder.name
+)
 def clone(request: pytest.FixtureRequest) -> Path:
     folder: Path = request.param
     return folder

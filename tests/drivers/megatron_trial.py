@@ -55,6 +55,14 @@ def clones() -> list[Path]:
     return [Path(name) for name in os.environ.get("UNICRON_MEGATRON_LM", "").split(":") if name]
 
 
+def clones_or_skip() -> list[Any]:
+    """The same as parameters of a test; without one, a parameter that skips it with the reason."""
+    import pytest  # not needed by `make gpu-check`, which uses this file too
+
+    none = pytest.mark.skip("UNICRON_MEGATRON_LM names no clone of Megatron-LM")
+    return list(clones()) or [pytest.param(Path("no clone"), marks=none)]
+
+
 def stand_in(folder: Path) -> Path:
     """Lay the stand-in for a clone of Megatron-LM out in this folder, which is made."""
     training = folder / "megatron" / "training"

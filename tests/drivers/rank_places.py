@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
 VARIABLE = "UNICRON_RANK_PLACES"
 PLACES_NUM = max(6, 4 * (os.cpu_count() or 1))
@@ -30,31 +29,30 @@ def taken(num: int) -> Iterator[None]:
         return
     with ExitStack() as held:
         # One after another: two tests that have half of their places each would wait for ever.
-        with _open(Path(folder) / "queue") as queue:
-            fcntl.flock(queue, fcntl.LOCK_EX)
+        with _locked(Path(folder) / "queue"):
             wanted = min(num, PLACES_NUM)
             free = list(range(PLACES_NUM))
             while wanted:
                 for place in free:
-                    file = _open(Path(folder) / str(place))
-                    if _lock(file):
-                        held.enter_context(file)
-                        free.remove(place)
-                        wanted -= 1
-                        break
-                    file.close()
+                    try:
+                        held.enter_context(_locked(Path(folder) / str(place), fcntl.LOCK_NB))
+                    except BlockingIOError:
+                        continue
+                    free.remove(place)
+                    wanted -= 1
+                    break
                 else:
                     time.sleep(POLL_S)
         yield
 
 
-def _open(path: Path) -> IO[bytes]:
-    return path.open("ab")
-
-
-def _lock(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+@contextmanager
+def _locked(path: Path, option: int = 0) -> Iterator[None]:
+    """Raises BlockingIOError with the option LOCK_NB if another has the lock."""
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | option)
+        try:
+            yield
+        finally:
+            # Not only closed: a process that the test forked has the file too.
+            fcntl.flock(file, fcntl.LOCK_UN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 NUM_STATED = 400
+WAIT_S = 60.0
 REAL = suite.ROOT / "tests" / "real.txt"
 _tried: list[int] = []
 
@@ -259,6 +261,24 @@ def test_ranks_wait_for_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert rank_places.PLACES_NUM / 2 < most <= rank_places.PLACES_NUM
 
 
+def test_a_process_that_a_test_forked_keeps_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(rank_places.VARIABLE, str(tmp_path))
+    with rank_places.taken(rank_places.PLACES_NUM):
+        forked = os.fork()
+        if not forked:
+            time.sleep(WAIT_S)
+            os._exit(0)
+    try:
+        before_s = time.monotonic()
+        with rank_places.taken(1):
+            assert time.monotonic() - before_s < WAIT_S / 2
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        os.waitpid(forked, 0)
+
+
 def test_a_test_of_too_many_ranks_has_all_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,7 +298,6 @@ def test_sleeps(own_server):
     Path("pid").write_text(str(own_server.pid))
     time.sleep(60)
 """
-WAIT_S = 60.0
 TESTS = Path(__file__).parents[1]
 
 

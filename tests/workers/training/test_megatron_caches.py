@@ -49,11 +49,9 @@ runpy.run_path({script!r}, run_name="__main__")
 """Says who writes which index, and gives the other processes time to miss it."""
 
 
-@pytest.fixture(params=clones() or [None], ids=lambda one: one.name if one else "no clone")
+@pytest.fixture(params=clones_or_skip(), ids=lambda folder: folder.name)
 def clone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    found: Path | None = request.param
-    if found is None:
-        pytest.skip("UNICRON_MEGATRON_LM names no clone of Megatron-LM")
+    found: Path = request.param
     if find_spec("triton") is None:
         pytest.skip("triton is not installed: a clone of Megatron-LM needs it")
     paths = [str(found), *filter(None, [os.environ.get("PYTHONPATH")])]
