@@ -156,7 +156,7 @@ class Lane:
         return [line["test"] for line in self.tests if line["result"] == "failed"]
 
     def stop(self) -> None:
-        """Begin to end the lane; its tests then end the processes that they started (conftest.py)."""
+        """Terminate the lane; its tests end the processes that they started (conftest.py)."""
         if self.process.poll() is None:
             self.process.terminate()
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from megatron_trial import WORDS, clones
+from megatron_trial import WORDS, clones_or_skip
 from nursery import Nursery
 from rank_driver import Driver
 from unicron.events.spec.job import parse
