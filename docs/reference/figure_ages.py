@@ -240,6 +240,7 @@ def _git(root: Path, *arguments: str) -> str:
             ["git", "-C", str(root), *arguments],
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
             timeout=GIT_S_MAX,
         )
