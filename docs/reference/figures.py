@@ -38,6 +38,9 @@ MEASURED = ROOT / "build" / "bench"
 COLUMNS = 100
 NAMED_NUM_MAX = 8
 """Missing cases that are named; the others are counted."""
+LOAD_MAX = 2.0
+"""The load of a core above which a page says it: other work ran beside the bench, and longer trials
+lose more by it than short ones, so that ratios are wrong too."""
 LAYOUTS = {
     "TP 2 x DP 2 to TP 2 and back": ("tp2dp2_sigkill", "unicron"),
     "PP 2 x DP 2 to PP 3 and back": ("pp2dp2_sigkill", "unicron"),
@@ -149,6 +152,9 @@ def write(name: str, block: Block, root: Path = ROOT, measured: Path = MEASURED)
     page = root / block.page
     nums = sorted({one.n for one in rows if one.n and one.metric == block.metric} or {1})
     num = f"{nums[0]}" if len(nums) == 1 else f"{nums[0]} to {nums[-1]}"
+    load, cores = about.get("load_1min", 0.0), about.get("cores", 1)
+    if load > LOAD_MAX * cores:
+        num += f", under a load of {load:.0f} on {cores} cores"
     page.write_text(
         rewritten(page.read_text(encoding="utf-8"), name, text, about["commit"], about["at"], num),
         encoding="utf-8",

@@ -66,6 +66,14 @@ def test_a_block_written_by_hand_becomes_one_of_the_tool() -> None:
     assert fresh.startswith("before\n<!-- figures: one -->\ntext\n\nMeasured at commit abc1234 on ")
 
 
+@pytest.mark.parametrize(("load", "said"), [(3.9, ""), (18.3, ", under a load of 18 on 2 cores")])
+def test_the_page_says_when_other_work_ran_beside_the_bench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, said: str
+) -> None:
+    monkeypatch.setitem(STAMP, "load_1min", load)
+    assert f"on 2026-11-23, n=7{said}.\n<!-- end -->" in measured(tmp_path, "detection", DETECTED)
+
+
 @pytest.mark.parametrize("commit", ["abc1234-dirty", "unknown"])
 def test_rows_of_a_dirty_tree_are_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str
