@@ -48,13 +48,14 @@ RENDERED = "docs/reference/figures.py"
 class Figure(NamedTuple):
     """`verb` measures it. `bench`: the files that name its columns. `packages`: whose commits
     count. `needs`: what most machines lack; such a figure never fails. `in_readme`: README repeats
-    it."""
+    it. `written_by`: what puts it on its page."""
 
     verb: str
     bench: str
     packages: tuple[str, ...]
     needs: str = ""
     in_readme: bool = False
+    written_by: str = "make figures"
 
 
 FIGURES = {
@@ -126,7 +127,11 @@ FIGURES = {
         in_readme=True,
     ),
     "demo": Figure(
-        "demo", "tests/demo", ("events", "control_plane", "workers", "cli"), in_readme=True
+        "demo > FILE",
+        "tests/demo",
+        ("events", "control_plane", "workers", "cli"),
+        in_readme=True,
+        written_by="docs/reference/screen.py FILE",
     ),
     "chaos-training": Figure("chaos-training", "tests/drivers", HEALING),
     "chaos-training-bitwise": Figure("chaos-training", "tests/drivers", HEALING),
@@ -307,11 +312,13 @@ def counted(ages: Sequence[tuple[int | None, Stamp]]) -> list[str]:
     oldest = max((num or 0 for num, _ in ages), default=0)
     lines = [f"figures    {len(ages)}{some}; the oldest is {oldest} commits old (make figures)"]
     for num, stamp in ages:
+        figure = FIGURES[stamp.name]
         if too_old(stamp, num):
             lines += [
                 f"figures    {stamp.name} of README: {num} commits changed what it measures since "
                 f"it was measured, at most {README_COMMITS_MAX}",
-                f"hint: make {FIGURES[stamp.name].verb}, then make figures",
+                f"hint: make {figure.verb}, then "
+                + (f"write {stamp.page}" if stamp.by_hand else figure.written_by),
             ]
     return lines
 
