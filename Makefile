@@ -166,18 +166,20 @@ gpu-check: types ## what only a GPU shows, with your own torch and NCCL (PYTHON=
 golden-log: setup types ## keep a log of a release in tests/golden (COMMIT=60f2d2b)
 	@$(BIN)/python -P tests/drivers/golden_log.py $(COMMIT)
 
-figures: setup types ## write what was measured into README and the guides, with commit and date
-	@PYTHONPATH=tests:tests/drivers:.typing $(BIN)/python docs/reference/figures.py
+figures: setup types ## write what was measured into README and the guides; list how old each figure is
+	@PYTHONPATH=tests:tests/drivers:.typing $(BIN)/python -W ignore docs/reference/figures.py
+	@$(BIN)/python docs/reference/figure_ages.py
 
 disasters: setup types ## play other people's disasters and write their figures into the guide
 	@PYTHONPATH=tests:tests/drivers:.typing $(BIN)/python docs/reference/figures.py disasters
 
-check: setup types ## rules: ruff, mypy and pyright strict, the house tests
+check: setup types ## rules: ruff, mypy and pyright strict, the house tests, the age of README's figures
 	@$(BIN)/ruff format --check --quiet . || { echo "hint: $(BIN)/ruff format ."; exit 1; }
 	@$(BIN)/ruff check --output-format concise .
 	@$(BIN)/mypy $(ROOMS:%=-p unicron.%)
 	@$(BIN)/pyright
 	@$(BIN)/pytest tests/house/test_house.py
+	@$(BIN)/python docs/reference/figure_ages.py --check
 
 types: ## lay the link that lets type checkers see the root as the package unicron
 	@mkdir -p .typing && ln -sfn .. .typing/unicron

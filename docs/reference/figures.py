@@ -9,6 +9,7 @@ names, only those blocks are written.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from bench.detection import faults
 from bench.detection import main as detection
 from bench.log import main as log
 from bench.memory import main as memory
+from bench.overhead import main as overhead
 from bench.paper.evaluation import SENSITIVITY
 from bench.planner import main as planner
 from bench.recovery.rows import Row, describe, table
@@ -36,6 +38,9 @@ MEASURED = ROOT / "build" / "bench"
 COLUMNS = 100
 NAMED_NUM_MAX = 8
 """Missing cases that are named; the others are counted."""
+LOAD_MAX = 2.0
+"""The load of a core above which a page says it: other work ran beside the bench, and longer trials
+lose more by it than short ones, so that ratios are wrong too."""
 LAYOUTS = {
     "TP 2 x DP 2 to TP 2 and back": ("tp2dp2_sigkill", "unicron"),
     "PP 2 x DP 2 to PP 3 and back": ("pp2dp2_sigkill", "unicron"),
@@ -75,11 +80,15 @@ class Block(NamedTuple):
 
 
 def rewritten(page: str, name: str, text: str, commit: str, at: str, num: str) -> str:
-    """The page with this text and stamp in the block. Raises ValueError if there is none."""
-    mark = re.escape(f"<!-- figures: {name} -->\n")
+    """The page with this text and stamp in the block. Raises ValueError if there is none. A block
+    that was written by hand becomes one of this tool."""
+    mark = f"<!-- figures(?: by hand)?: {re.escape(name)} -->\n"
     body = f"{text.strip()}\n\nMeasured at commit {commit} on {at[:10]}, n={num}.\n"
     fresh, found = re.subn(
-        f"({mark}).*?(<!-- end -->)", lambda one: one[1] + body + one[2], page, flags=re.DOTALL
+        f"{mark}.*?<!-- end -->",
+        lambda _: f"<!-- figures: {name} -->\n{body}<!-- end -->",
+        page,
+        flags=re.DOTALL,
     )
     if found != 1:
         raise ValueError(f"{found} blocks {name}")
@@ -105,6 +114,19 @@ def read(file: Path) -> list[Row]:
     ]
 
 
+def unshown(name: str, block: Block, root: Path = ROOT) -> str:
+    """In words, the cases of the bench that the page does not have: they are newer than it."""
+    page = (root / block.page).read_text(encoding="utf-8").replace(",", "")
+    text = page.partition(f": {name} -->")[2].partition("<!-- end -->")[0]
+    absent = [case for case in block.cases if case not in text]
+    return f"; not on the page: {_some(absent)}" if 0 < len(absent) < len(block.cases) else ""
+
+
+def _some(cases: Sequence[str]) -> str:
+    more = f" and {len(cases) - NAMED_NUM_MAX} more" * (len(cases) > NAMED_NUM_MAX)
+    return f"{', '.join(cases[:NAMED_NUM_MAX])}{more}"
+
+
 def write(name: str, block: Block, root: Path = ROOT, measured: Path = MEASURED) -> str:
     """Rewrite the block if it was measured; what was done, in words."""
     rows: list[Row] = []
@@ -115,10 +137,14 @@ def write(name: str, block: Block, root: Path = ROOT, measured: Path = MEASURED)
         if not file.exists() or not stamp.exists():
             return f"not measured: no {file.name} with a stamp"
         rows, about = read(file), json.loads(stamp.read_text(encoding="utf-8"))
+        if not re.fullmatch(r"[0-9a-f]{7,40}", about["commit"]):
+            return (
+                f"not written: {stamp.name} is of commit {about['commit']}; "
+                "commit the code, then measure again"
+            )
         missing = [case for case in block.cases if all(one.case != case for one in rows)]
         if missing:
-            more = f" and {len(missing) - NAMED_NUM_MAX} more" * (len(missing) > NAMED_NUM_MAX)
-            return f"not measured: {file.name} has no {', '.join(missing[:NAMED_NUM_MAX])}{more}"
+            return f"not measured: {file.name} has no {_some(missing)}"
         rows = [one for one in rows if not block.cases or one.case in block.cases]
     text = block.text(rows, about)
     if not text:
@@ -126,6 +152,9 @@ def write(name: str, block: Block, root: Path = ROOT, measured: Path = MEASURED)
     page = root / block.page
     nums = sorted({one.n for one in rows if one.n and one.metric == block.metric} or {1})
     num = f"{nums[0]}" if len(nums) == 1 else f"{nums[0]} to {nums[-1]}"
+    load, cores = about.get("load_1min", 0.0), about.get("cores", 1)
+    if load > LOAD_MAX * cores:
+        num += f", under a load of {load:.0f} on {cores} cores"
     page.write_text(
         rewritten(page.read_text(encoding="utf-8"), name, text, about["commit"], about["at"], num),
         encoding="utf-8",
@@ -204,6 +233,26 @@ def _layouts(rows: Sequence[Row], about: About) -> str:
         "lost | growing back, s | moved at the fault, MB (least) | moved growing back, "
         "MB (least) |",
         lines,
+    )
+
+
+def _overhead(rows: Sequence[Row], about: About) -> str:
+    by_key = _by_key(rows)
+
+    def cell(case: str, metric: str) -> str:
+        return f"{by_key[case, overhead.SYSTEM, metric].value:.4f}"
+
+    return _lines(
+        "| case | `iteration_ratio` | interval | goal at most |",
+        [
+            (
+                f"`{case}`",
+                cell(case, "iteration_ratio"),
+                f"{cell(case, 'iteration_ratio_low')} to {cell(case, 'iteration_ratio_high')}",
+                f"{goal:g}" if math.isfinite(goal := overhead.CASES[case].ratio_max) else "",
+            )
+            for case in dict.fromkeys(row.case for row in rows)
+        ],
     )
 
 
@@ -507,6 +556,20 @@ BLOCKS = {
         _settlement,
     ),
     "memory": Block("docs/guides/bench-memory.md", "memory", memory.CASES, memory.METRIC, _memory),
+    "overhead": Block(
+        "docs/guides/bench-overhead.md",
+        "overhead",
+        ("overhead", "overhead_128_tokens"),
+        "iteration_ratio",
+        _overhead,
+    ),
+    "overhead-bitwise": Block(
+        "docs/guides/reproducible.md",
+        "overhead",
+        ("bitwise_int64", "bitwise_int32"),
+        "iteration_ratio",
+        _overhead,
+    ),
     "throughput": Block(
         "docs/guides/throughput-model.md", "throughput", (), "mape_pct", _throughput
     ),
@@ -535,7 +598,9 @@ def main() -> None:
     if unknown := [name for name in names if name not in BLOCKS]:
         sys.exit(f"no block {unknown[0]}; there are {', '.join(BLOCKS)}")
     for name in names:
-        sys.stdout.write(f"{name:15} {write(name, BLOCKS[name])}\n")
+        said = write(name, BLOCKS[name])
+        newer = "" if said.startswith("written") else unshown(name, BLOCKS[name])
+        sys.stdout.write(f"{name:18} {said}{newer}\n")
 
 
 if __name__ == "__main__":

@@ -146,23 +146,25 @@ def stamp(file: Path, about: dict[str, Any] | None = None) -> None:
 
 
 def describe() -> dict[str, Any]:
-    """The commit of this checkout (`-dirty` if files differ from it) and the time."""
-    done = subprocess.run(
-        [
-            "git",
-            "-C",
-            str(Path(__file__).parents[1]),
-            "describe",
-            "--always",
-            "--dirty",
-            "--exclude=*",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=10,
-    )
+    """The commit of this checkout and the time. `-dirty` is added if files differ from the commit,
+    but for pages: figures are written into those."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    changed = commit and _git("status", "--porcelain", "-uno", "--", ":/", ":!/docs", ":!/*.md")
     return {
-        "commit": done.stdout.strip() or "unknown",
+        "commit": (commit or "unknown") + ("-dirty" if changed else ""),
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _git(*arguments: str) -> str:
+    """What git prints of this checkout; nothing if it fails or is not there."""
+    try:
+        return subprocess.run(
+            ["git", "-C", str(Path(__file__).parents[1]), *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
