@@ -1,4 +1,4 @@
-"""Sizes, captions and names."""
+"""Sizes, captions and names: what a reader meets first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import ast
 import re
 from pathlib import Path
 
-from .tree import Rules, files, library, nodes, trees
+from .tree import Rules, files, functions, library, nodes, own_nodes, plain_data, trees
 
 FUNCTION_LINES_MAX = 70
+ATTRIBUTES_NUM_MAX = 15
+NAMES_THAT_SAY_NOTHING = {"found", "one"}
 
 
 BANNED_NAMES = re.compile(r"(^|_)(utils?|common|helpers?|manager|base)(_|$)")
@@ -30,6 +32,53 @@ def functions_stay_short(root: Path) -> list[str]:
         for node in nodes(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_LINES_MAX
+    ]
+
+
+def classes_have_few_attributes(root: Path) -> list[str]:
+    """At most ATTRIBUTES_NUM_MAX that the class sets on itself or declares. Plain data may have
+    more: records, the state and the policy are what they list."""
+    plain = plain_data(root)
+    return [
+        f"{name} {node.name} has {number} attributes"
+        for name, tree in trees(root)
+        for node in nodes(tree)
+        if isinstance(node, ast.ClassDef)
+        and node.name not in plain
+        and (number := len(_attributes(node))) > ATTRIBUTES_NUM_MAX
+    ]
+
+
+def _attributes(of: ast.ClassDef) -> set[str]:
+    declared = {
+        node.target.id
+        for node in of.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    return declared | {
+        node.attr
+        for node in ast.walk(of)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def locals_say_what_they_are(root: Path) -> list[str]:
+    """No argument or variable of a function is only `found` or `one`: found where, one what?"""
+    return [
+        f"{name} {qualified} has a local named found or one"
+        for name, tree in library(root)
+        for qualified, function in functions(tree)
+        if any(
+            node.arg in NAMES_THAT_SAY_NOTHING
+            if isinstance(node, ast.arg)
+            else isinstance(node, ast.Name)
+            and isinstance(node.ctx, ast.Store)
+            and node.id in NAMES_THAT_SAY_NOTHING
+            for node in own_nodes(function)
+        )
     ]
 
 
@@ -80,6 +129,18 @@ def constants_name_their_unit(root: Path) -> list[str]:
 
 RULES: Rules = {
     functions_stay_short: [{"cli/a.py": "def f():\n" + "    x = 1\n" * 70}],
+    classes_have_few_attributes: [
+        {
+            "cli/a.py": "class A:\n def f(self):\n  "
+            + "; ".join(f"self.a{n} = {n}" for n in range(16))
+        },
+        {"tests/a.py": "class A(Protocol):\n" + "".join(f"  a{n}: int\n" for n in range(16))},
+    ],
+    locals_say_what_they_are: [
+        {"cli/a.py": "def f():\n    found = 1\n"},
+        {"cli/a.py": "def f(these):\n    return [one for one in these]\n"},
+        {"cli/a.py": "class A:\n    def f(self, one): ...\n"},
+    ],
     every_file_has_a_caption: [{"cli/a.py": "import os\n"}, {"cli/a.py": '# A\n"""B."""\n'}],
     names_are_specific: [
         {"cli/a.py": "class RankManager: ...\n"},

@@ -86,5 +86,49 @@ def imports(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(tree: ast.AST, within_name: str = "") -> Iterator[tuple[str, Function]]:
+    """(its name after those of the classes and functions around it, the function)."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Function | ast.ClassDef):
+            name = f"{within_name}.{node.name}" if within_name else node.name
+            if isinstance(node, Function):
+                yield name, node
+            yield from functions(node, name)
+        elif not isinstance(node, ast.expr):
+            yield from functions(node, within_name)
+
+
+def own_nodes(function: Function) -> Iterator[ast.AST]:
+    """All nodes of a function, without those of the functions and classes inside it."""
+    pending = list(ast.iter_child_nodes(function))
+    while pending:
+        node = pending.pop()
+        yield node
+        if not isinstance(node, Function | ast.ClassDef):
+            pending += ast.iter_child_nodes(node)
+
+
+def plain_data(root: Path) -> set[str]:
+    """Names of the classes that are fields and no more: msgspec's Struct, TypedDict, NamedTuple,
+    and all that inherit from them."""
+    bases: dict[str, set[str]] = {}
+    for _, tree in trees(root):
+        for node in nodes(tree):
+            if isinstance(node, ast.ClassDef):
+                named = (
+                    base.value if isinstance(base, ast.Subscript) else base for base in node.bases
+                )
+                bases.setdefault(node.name, set()).update(
+                    ast.unparse(base).rpartition(".")[2] for base in named
+                )
+    plain = {"Struct", "TypedDict", "NamedTuple"}
+    while more := {name for name, above in bases.items() if above & plain} - plain:
+        plain |= more
+    return plain
+
+
 def within(dotted: str, package: str) -> bool:
     return dotted == package or dotted.startswith(package + ".")
