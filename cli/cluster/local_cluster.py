@@ -24,6 +24,7 @@ from ...events.log.durability import Settings
 from ...events.records import types
 from ...events.secret_environment import REDIS_URL
 from ...events.spec.policy import Policy
+from ...events.timing import AGENT_STOP_S_MAX
 from . import processes
 from .client import Client, Interrupted, Refused, Unable, Unreachable, authority, connect
 from .processes import Process
@@ -32,8 +33,6 @@ from .state_dir import StateDir, read_json, write_json
 CONTROL_PLANE = "control-plane"
 UP = "up"
 START_S_MAX = 30.0
-AGENT_GRACE_S = 15.0
-"""An agent ends its ranks before it exits."""
 CONTROL_PLANE_GRACE_S = 10.0
 POLL_S = 0.05
 HOST = "127.0.0.1"
@@ -260,7 +259,7 @@ def stop_all(state: StateDir, *, grace: bool = True) -> list[str]:
 
     Returns the names of the stopped processes. The data is kept."""
     stopped: list[str] = []
-    for prefix, grace_s in (("agent-", AGENT_GRACE_S), (CONTROL_PLANE, CONTROL_PLANE_GRACE_S)):
+    for prefix, grace_s in (("agent-", AGENT_STOP_S_MAX), (CONTROL_PLANE, CONTROL_PLANE_GRACE_S)):
         found = [
             process
             for name in processes.names(state)

@@ -21,6 +21,7 @@ from ...events.log import embedded_server
 from ...events.secret_environment import REDIS_URL
 from ...events.spec.job import NAME
 from ...events.spec.policy import Policy
+from ...events.timing import AGENT_STOP_S_MAX
 from ...workers.host import rank_user
 from ..cluster import local_cluster, processes
 from ..cluster.client import connect
@@ -212,7 +213,7 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
         cluster.choose_port()
     console.out(f"cluster  {cluster.wanted.cluster} on {shown(state.path)}")
     for process in cluster.extra():
-        processes.stop_together(state, [process], local_cluster.AGENT_GRACE_S)
+        processes.stop_together(state, [process], AGENT_STOP_S_MAX)
         console.out(f"stopped  {process.name}: no longer requested")
     adopted = embedded_server.adopt(state.server) is not None
     server = cluster.ensure_server()
@@ -406,7 +407,7 @@ def down(state: StateDir) -> None:
         if name != UP and processes.find(state, name) is not None
     ]
     if watching is not None:
-        processes.stop_together(state, [watching], 2 * local_cluster.AGENT_GRACE_S)
+        processes.stop_together(state, [watching], 2 * AGENT_STOP_S_MAX)
     stopped = [UP, *with_it, *(["server"] if has_server else [])] if watching else []
     stopped += [name for name in local_cluster.stop_all(state) if name not in stopped]
     console.out(

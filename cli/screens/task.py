@@ -82,25 +82,7 @@ def task_status(
             f"{task['stands']} (for {fmt.span(max(now_s - task['stands_since_s'], 0.0))})",
         )
         lines += _dumps(task, view)
-    if task["why"] or task["needs"]:
-        lines += fmt.labelled("why", waits(task))
-        lines += computed(view["cluster"]) if task["needs"] else []
-    if task["state"] == "degraded":
-        lines += fmt.labelled("why", degraded_why(task, view["cluster"]["healing"]))
-    if task["phase"] == "training" and (alike := alike_why(task)):
-        lines += fmt.labelled("slower", alike)
-    if task["declined"] and task["state"] in ENDED:
-        lines += fmt.labelled("healed", f"not in memory: {task['declined']}")
-    elif task["declined"]:
-        how = (
-            "as a whole, from memory, and does not heal in place"
-            if task["from_memory"]
-            else "as a whole, and does not heal in memory"
-        )
-        lines += fmt.labelled("restarts", f"{how}: {task['declined']}")
-    if task["withheld"]:
-        healing = view["cluster"]["healing"]
-        lines += fmt.labelled("suppressed", f"{task['withheld']} (healing {healing})")
+    lines += _reasons(task, view["cluster"])
     lines += fmt.labelled("next", _next(task, view, option))
     if past["read_seq"] < past["last_seq"]:
         so_far = f"{fmt.count(past['read_seq'])} of {fmt.count(past['last_seq'])} records so far"
@@ -127,28 +109,51 @@ def task_status(
         lines += fmt.labelled("sums", f"rounded, not bit for bit: {why}" if why else "exact")
     if task["output"]:
         lines += fmt.labelled("output", task["output"])
-    if task["ranks"]:
-        has = [one["part"] for one in task["ranks"]]
-        head = ("RANK", "STATE", "NODE/SLOT", "PID", "ATTEMPT", "HAS" * any(has))
-        lines += [
-            "",
-            *fmt.table(
-                head,
-                [
-                    [
-                        str(one["rank"]),
-                        one["state"],
-                        f"{one['node']}/{one['slot']}",
-                        str(one["pid"] or "-"),
-                        str(one["attempt"]),
-                        one["part"],
-                    ]
-                    for one in task["ranks"]
-                ],
-                right=(0, 3, 4),
-            ),
+    return [*lines, *_ranks(task["ranks"]), *_incidents(past)]
+
+
+def _reasons(task: Plain, cluster: Plain) -> list[str]:
+    """Why it is not as it should be: it waits, is slow, restarts as a whole, gets no orders."""
+    lines: list[str] = []
+    if task["why"] or task["needs"]:
+        lines += fmt.labelled("why", waits(task))
+        lines += computed(cluster) if task["needs"] else []
+    if task["state"] == "degraded":
+        lines += fmt.labelled("why", degraded_why(task, cluster["healing"]))
+    if task["phase"] == "training" and (alike := alike_why(task)):
+        lines += fmt.labelled("slower", alike)
+    if task["declined"] and task["state"] in ENDED:
+        lines += fmt.labelled("healed", f"not in memory: {task['declined']}")
+    elif task["declined"]:
+        how = (
+            "as a whole, from memory, and does not heal in place"
+            if task["from_memory"]
+            else "as a whole, and does not heal in memory"
+        )
+        lines += fmt.labelled("restarts", f"{how}: {task['declined']}")
+    if task["withheld"]:
+        lines += fmt.labelled("suppressed", f"{task['withheld']} (healing {cluster['healing']})")
+    return lines
+
+
+def _ranks(ranks: list[Plain]) -> list[str]:
+    """A line for each rank; with what it has of the model, where the ranks have parts of it."""
+    if not ranks:
+        return []
+    head = ("RANK", "STATE", "NODE/SLOT", "PID", "ATTEMPT")
+    rows = [
+        [
+            str(rank["rank"]),
+            rank["state"],
+            f"{rank['node']}/{rank['slot']}",
+            str(rank["pid"] or "-"),
+            str(rank["attempt"]),
+            rank["part"],
         ]
-    return [*lines, *_incidents(past)]
+        for rank in ranks
+    ]
+    has = "HAS" * any(rank["part"] for rank in ranks)
+    return ["", *fmt.table((*head, has), rows, right=(0, 3, 4))]
 
 
 def _dumps(task: Plain, view: Plain) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, Literal, cast
 
@@ -182,14 +182,7 @@ def facts_of(
         "no_copies": found.no_copies,
         "phases": phases(
             one,
-            max(
-                (
-                    x.body.silence_s
-                    for x in evidence
-                    if isinstance(x.body, NodeUnreachable) and x.at_s <= one.detected_s
-                ),
-                default=0.0,
-            ),
+            _silence_s(one.detected_s, evidence),
             stalled=_stalled_until(one, evidence),
             began=first,
             paused=any(
@@ -198,16 +191,7 @@ def facts_of(
             ),
         ),
         "part_of": next((x.in_words for x in history.node_losses if one.id in x.incidents), ""),
-        "on_purpose": [
-            {"seq": x.request.seq, "what": _essentials(x.request)}
-            for x in history.injected.behind(
-                task=one.task,
-                ranks=known.ranks,
-                node=known.node,
-                first_seq=one.first_seq,
-                last_seq=max([one.id, *one.evidence]),
-            )
-        ],
+        "on_purpose": _requests_behind(history, one),
         "began": msgspec.to_builtins(first),
         "evidence": [{**_event(history, one, x), "later": x.seq in found.later} for x in evidence],
         "evidence_is_cut": len(known.evidence) >= NUM_EVIDENCE_MAX,
@@ -223,16 +207,41 @@ def facts_of(
             *([_faulted_task(history, found, now_s)] if one.task else []),
             *(_unfaulted_task(history, key, found) for key in found.others),
         ],
-        "dumps": needs.folders(one.logs, shown["nodes"])
-        if (
-            task is not None
-            and task.spec.train is not None
-            and any(isinstance(x.body, RankStalled) for x in evidence)
-        )
-        else [],
+        "dumps": needs.folders(one.logs, shown["nodes"]) if _has_dumps(task, evidence) else [],
         "timeline": [_event(history, one, x) for x in found.records],
         "left": left(one, task, found, shown, option),
     }
+
+
+def _requests_behind(history: History, past: IncidentHistory) -> list[Plain]:
+    """The requests of operators for this fault."""
+    injected = history.injected.behind(
+        task=past.task,
+        ranks=past.incident.ranks,
+        node=past.incident.node,
+        first_seq=past.first_seq,
+        last_seq=max([past.id, *past.evidence]),
+    )
+    return [{"seq": fault.request.seq, "what": _essentials(fault.request)} for fault in injected]
+
+
+def _silence_s(detected_s: float, evidence: Iterable[Record]) -> float:
+    """How long the nodes had been silent on which the fault was detected; 0: none was."""
+    silences_s = (
+        record.body.silence_s
+        for record in evidence
+        if isinstance(record.body, NodeUnreachable) and record.at_s <= detected_s
+    )
+    return max(silences_s, default=0.0)
+
+
+def _has_dumps(task: Task | None, evidence: Iterable[Record]) -> bool:
+    """Ranks of `train:` that stall write dumps of their flight recorders."""
+    return (
+        task is not None
+        and task.spec.train is not None
+        and any(isinstance(record.body, RankStalled) for record in evidence)
+    )
 
 
 def lost_state(order: Reconfigure, optimizer: Sharding, alive: Collection[tuple[int, int]]) -> str:

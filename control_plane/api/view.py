@@ -263,24 +263,11 @@ def task_view(
         "weight": task.weight,
         "priority": spec.priority,
         "team": spec.team,
-        "slots": {
-            "now": len(task.ranks),
-            "target": len(task.target),
-            "min": spec.slots.min,
-            "max": spec.slots.max,
-            "multiple_of": spec.slots.multiple_of,
-            "sizes": list(spec.slots.sizes),
-        },
+        "slots": _slots_of_task(task),
         **_layout(task, len(living)),
         "generation": task.generation,
         "iteration": task.iteration,
-        "iterations": (
-            spec.training.iterations
-            if spec.training is not None
-            else task.logged.iterations
-            if task.logged is not None
-            else 0
-        ),
+        "iterations": _iterations(task),
         "logged_batch": task.logged.global_batch if task.logged is not None else 0,
         "model_batch": spec.model.global_batch if spec.model is not None else 0,
         "loss": task.loss,
@@ -326,6 +313,25 @@ def task_view(
         "kept_sum": spec.training is None or spec.training.kept_sum,
         "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
     }
+
+
+def _slots_of_task(task: Task) -> dict[str, Any]:
+    asked = task.spec.slots
+    return {
+        "now": len(task.ranks),
+        "target": len(task.target),
+        "min": asked.min,
+        "max": asked.max,
+        "multiple_of": asked.multiple_of,
+        "sizes": list(asked.sizes),
+    }
+
+
+def _iterations(task: Task) -> int:
+    """How many are planned, by the job or by what the command logs; 0: unknown."""
+    if task.spec.training is not None:
+        return task.spec.training.iterations
+    return task.logged.iterations if task.logged is not None else 0
 
 
 def _copies(state: ClusterState, task: Task) -> dict[str, Any]:

@@ -117,9 +117,20 @@ def _classify(
             since_s=min(stall.since_s for stall in stalls.values()),
             due_s=max(due_s, back_s + state.policy.evidence_s_max),
         )
-    if not all_reachable:
-        return None
-    numbers = tuple(stalls)
+    return _of_all(state, task, stalls, own, limits_s, sure_s) if all_reachable else None
+
+
+def _of_all(
+    state: ClusterState,
+    task: Task,
+    stalls: dict[int, Stall],
+    own: list[Rank],
+    limits_s: dict[int, float],
+    sure_s: float,
+) -> Hang:
+    """No rank is to blame alone: all wait, or too many are in their own work. These limits are
+    longer, since nothing tells which process to end."""
+    evidence = tuple(stall.seq for stall in stalls.values())
     if not own:
         since_s = min(stall.since_s for stall in stalls.values())
         due_s = max(
@@ -128,7 +139,7 @@ def _classify(
         )
         return Hang(
             kind="network",
-            ranks=numbers,
+            ranks=tuple(stalls),
             since_s=since_s,
             due_s=due_s,
             evidence=evidence,

@@ -10,9 +10,8 @@ from msgspec.structs import replace
 from ...events.log.identity import RESERVED_NAMES
 from ...events.records.envelope import Record
 from ...events.records.reports import IterationsLogged, OutageEnded, TaskProgressed
+from ...events.timing import SETTLE_S
 
-SETTLE_S = 5.0
-"""Agents retry an unreachable log every 2 s; after this time the reports that waited are there."""
 LENGTH_S_MIN = 2.0
 """A shorter absence of the server is no outage."""
 SILENT_S_MAX = 4.0

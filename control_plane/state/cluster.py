@@ -38,6 +38,7 @@ class Deadline(Struct):
 
     due_s: float
     length_s: float
+    """Its full length."""
 
 
 class ClusterState(Struct, kw_only=True):
@@ -48,21 +49,29 @@ class ClusterState(Struct, kw_only=True):
     seq: int = 0
     epoch: int = 0
     at_s: float = 0.0
+    """The leader's time of the last record, seconds since 1970."""
     nonce: str = ""
+    """The leader's random name."""
     heart: int = 0
+    """DECIDER_VERSION of the leader's code."""
     code: str = ""
     """The Unicron version of the leader."""
     policy: Policy = field(default_factory=Policy)
+    """As last set (PolicySet)."""
     nodes: dict[str, Node] = field(default_factory=dict[str, Node])
     tasks: dict[int, Task] = field(default_factory=dict[int, Task])
     incidents: dict[int, Incident] = field(default_factory=dict[int, Incident])
     sources: dict[str, int] = field(default_factory=dict[str, int])
+    """By reporter: the number of its last report, to recognise repetitions."""
     deadlines: dict[str, Deadline] = field(default_factory=dict[str, Deadline])
+    """By id, such as `stop/TASK/RANK/ATTEMPT`."""
     orders: dict[int, bytes] = field(default_factory=dict[int, bytes])
     """Open orders: seq -> the record, encoded."""
     plan: PlanChosen | None = None
     plan_seq: int = 0
+    """The seq of `plan`; 0: there is none."""
     plan_s: float = 0.0
+    """When `plan` was chosen."""
     unreachable: list[str] = field(default_factory=list[str])
     """Nodes that are unreachable or lost, by name."""
     undecided: list[str] = field(default_factory=list[str])
@@ -92,7 +101,9 @@ class ClusterState(Struct, kw_only=True):
     to_price: list[str] = field(default_factory=list[str])
     """Nodes whose cost is estimated with the next decision."""
     reports_lost: int = 0
+    """Reports that agents had to drop or lost with their disk (ReportsLost)."""
     outages: list[OutageEnded] = field(default_factory=list[OutageEnded])
+    """The newest outages of control plane, leader and the log's server."""
     notified: list[str] = field(default_factory=list[str])
     """What a message has told to need a person, and none that it no longer does."""
 

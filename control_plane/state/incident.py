@@ -19,8 +19,10 @@ class Source(Struct, frozen=True, kw_only=True):
     """Where a member's state came from. An incident has the farthest source of all members."""
 
     origin: Origin = ""
+    """The kind of source."""
     node: str = ""
     step_version: int = 0
+    """The iterations that this state has."""
     path: str = ""
     """Path of the checkpoint, relative to the task's output folder."""
     num_bytes: int = 0
@@ -33,16 +35,19 @@ class FailureLocation(Struct, frozen=True):
     rank: int
     slot: Slot
     at_s: float
+    """When it failed, seconds since 1970."""
 
 
 class RepeatedFailure(Struct, kw_only=True):
     """A series of failures with the same status at the same iteration, in any rank."""
 
     status: str
+    """The status that all of them have."""
     iteration: int
     generation: int
     """The generation of the last failure that counted. Several failures in it count once."""
     num: int = 1
+    """How many there are."""
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -51,9 +56,12 @@ class Fault(Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     node: str
     status: str
+    """The fault's kind (events/records/statuses.py)."""
     why: str
+    """The reason, for people."""
     evidence: tuple[int, ...]
     at_s: float
+    """When it was observed, seconds since 1970."""
     hurts: bool
     """It interrupted training."""
     ended: bool
@@ -63,36 +71,47 @@ class Fault(Struct, frozen=True, kw_only=True):
     second_hand: bool = False
     """It is indirect evidence, such as the end of another process: a direct fault is the cause."""
     strikes: tuple[FailureLocation, ...] = ()
+    """Where and when ranks failed."""
 
 
 class Incident(Struct, kw_only=True):
     """One fault of a task and all its consequences."""
 
     id: int
+    """The seq of its IncidentOpened."""
     task: int
     node: str
     severity: Severity
     status: str
+    """The fault's kind (events/records/statuses.py)."""
     ranks: list[int]
     why: str
+    """The reason, for people."""
     evidence: list[int]
     opened_s: float
+    """When it was opened, seconds since 1970."""
     down_since_s: float = -1.0
     """When the task stopped stepping; below 0: it steps."""
     pause_s: float = 0.0
+    """From detection to the first step; 0 while it is open."""
     iterations_lost: int | None = 0
     """None: the task is a command that has not logged an iteration since its restart."""
     kept: int = 0
+    """Micro-batches of the interrupted iteration whose gradients were kept."""
     dealt: int = 0
+    """Micro-batches of it that were reassigned to other members."""
     kept_before: int = 0
     """Part of `kept` from earlier interruptions of this incident; `dealt_before` likewise."""
     dealt_before: int = 0
+    """Part of `dealt` from earlier interruptions of this incident."""
     ckpt_read: bool = False
+    """A checkpoint on disk was read."""
     source: Source = Source()
     """The farthest source of any member's state."""
     ckpt_read_before: bool = False
     """The value of `ckpt_read` when the task last stepped; `source_before` likewise."""
     source_before: Source = Source()
+    """The value of `source` when the task last stepped."""
     received_bytes: int = 0
     """State bytes received by all members, in all attempts."""
     peer_bytes: int = 0
@@ -100,10 +119,13 @@ class Incident(Struct, kw_only=True):
     near_bytes: int = 0
     """Part of `peer_bytes` that came from members on the same node."""
     outcome: str = ""
+    """How it ended (IncidentClosed); "": it is open."""
     closed_s: float = 0.0
+    """When it was closed; 0: it is open."""
     acknowledged_by: str = ""
     """Who knows of it (IncidentAcknowledged); "": nobody has said so."""
     acknowledged_why: str = ""
+    """What they wrote about it."""
     second_hand: bool = False
     """Only indirect evidence so far; the cause is unknown."""
     strikes: list[FailureLocation] = field(default_factory=list[FailureLocation])

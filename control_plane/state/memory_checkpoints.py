@@ -15,6 +15,7 @@ class WholeCheckpoint(NamedTuple):
     step_version_max: int
     """State beyond this step version is obsolete; -1: no limit."""
     num_shares: int
+    """How many shares it consists of."""
     shares: tuple[MemoryCheckpoint, ...]
     """Every reported share of the generation."""
 

@@ -22,11 +22,17 @@ class Check(Struct, frozen=True, kw_only=True):
     """The last result of a health check that is not `healthy`."""
 
     check: str
+    """Its name: "gpu", "memory"; "check/NAME" for a custom check."""
     health: str
+    """Its result."""
     why: str
+    """The reason, for people."""
     devices: tuple[int, ...]
+    """The affected slots; empty: the whole node."""
     status: str
+    """The kind of fault that it stands for (events/records/statuses.py)."""
     rule: str
+    """The rule that gave the status."""
     seq: int
     at_s: float
     """Since when the check has reported this health, whatever the reason."""
@@ -39,13 +45,21 @@ class DeviceError(Struct, kw_only=True):
 
     seq: int
     at_s: float
+    """When the agent saw it, seconds since 1970."""
     origin: str
+    """Who logged it: the kernel, the driver or a network device."""
     status: str
+    """The kind of fault (events/records/statuses.py)."""
     rule: str
+    """The rule that gave the status."""
     text: str
+    """What was logged."""
     devices: tuple[int, ...]
+    """The slots of the GPUs that it names; empty: the whole node, or unknown."""
     code: int
+    """The XID; 0: none."""
     pid: int
+    """The process that it names; 0: none."""
     incident: int = 0
     """The incident that it is evidence of; 0: none yet."""
     due: bool = False
@@ -61,9 +75,12 @@ class NodeFault(Struct, kw_only=True):
     """A fault that counts against a node."""
 
     at_s: float
+    """When it occurred, seconds since 1970."""
     incident: int
     status: str
+    """The kind of fault (events/records/statuses.py)."""
     why: str
+    """The reason, for people."""
     fresh: bool = True
     """It occurred after the last quarantine."""
     incarnation: int = 0
@@ -74,8 +91,10 @@ class Quarantine(Struct, frozen=True, kw_only=True):
     """The node gets no tasks until `until_s`, unless an operator lifts it."""
 
     since_s: float
+    """When it began, seconds since 1970."""
     until_s: float
     why: str
+    """The reason, for people."""
     incidents: tuple[int, ...]
 
 
@@ -97,11 +116,16 @@ class Node(Struct, kw_only=True):
     """One node, in its newest incarnation."""
 
     name: str
+    """Its name, unique in the cluster."""
     incarnation: int
     host: str
+    """The address of its ranks."""
     pid: int
+    """The agent's process."""
     num_slots: int
+    """Slots that it has, disabled ones included."""
     accelerator: str
+    """The kind of its devices: "cuda" or "cpu"."""
     keeper: str = ""
     """Address of its checkpoint store, host:port; empty: it has none."""
     keeper_start: int = 0
@@ -111,13 +135,18 @@ class Node(Struct, kw_only=True):
     order_format: int = 0
     """The format of the orders that its agent reads (events/records/order_format.py)."""
     labels: Labels = Labels()
+    """Its location, given at the start of its agent."""
     health: Health = "healthy"
+    """`lost`: a second source has confirmed that it is unreachable. `left`: its agent said that it
+    ends."""
     since_s: float = 0.0
+    """Since when `health` holds."""
     improved_s: float = 0.0
     """When the node last ceased to be unhealthy or degraded."""
     away_until_s: float = 0.0
     """Its agent restarts and is due until then; a shorter silence does not count."""
     unreachable_seq: int = 0
+    """The seq of its last NodeUnreachable; 0: none."""
     replace: bool = False
     """The node has been unreachable for replace_after_s (policy)."""
     down_seq: int = 0
@@ -125,6 +154,7 @@ class Node(Struct, kw_only=True):
     drained: bool = False
     """An operator drains the node. It stays drained when its agent joins again."""
     drain_reason: str = ""
+    """Why, as the operator said."""
     fault_injected_s: float = -1.0
     """When a fault was injected into it; below 0: none was."""
     slots_disabled: list[int] = field(default_factory=list[int])
@@ -140,11 +170,14 @@ class Node(Struct, kw_only=True):
     checks: list[Check] = field(default_factory=list[Check])
     """Checks that do not report healthy, the oldest first."""
     erred: list[DeviceError] = field(default_factory=list[DeviceError])
+    """Its newest device errors."""
     incident: int = 0
     """The open incident of the node alone, which affected no task."""
     node_faults: list[NodeFault] = field(default_factory=list[NodeFault])
+    """The newest faults that count against it."""
     quarantine: Quarantine | None = None
     occupants: dict[int, Occupant] = field(default_factory=dict[int, Occupant])
+    """By slot: the process on it."""
 
     @property
     def unreachable(self) -> bool:

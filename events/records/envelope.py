@@ -59,8 +59,10 @@ class Report(Struct, frozen=True, kw_only=True):
 
     source: str
     source_seq: int
+    """Its number among the source's reports, from 1."""
     occurred_s: float
     body: Body
+    """What is reported."""
 
 
 class Record(Struct, frozen=True, kw_only=True, gc=False):
@@ -76,11 +78,15 @@ class Record(Struct, frozen=True, kw_only=True, gc=False):
     epoch: int
     at_s: float
     occurred_s: float
+    """The reporter's clock, seconds since 1970."""
     source: str
+    """Who said it, as in Report; `heart` for decisions."""
     source_seq: int
+    """Its number among the source's reports; 0 for decisions."""
     cause: int
     incident: int
     body: Body
+    """What it says."""
 
     @property
     def kind(self) -> str:

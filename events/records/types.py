@@ -18,6 +18,7 @@ class ReceivedState(Struct, frozen=True):
     rank: int
     node: str
     taken_bytes: int
+    """How many."""
 
 
 # --- Labels of a node: rack and switch, given at the start of its agent ---
@@ -30,7 +31,9 @@ class Labels(Struct, frozen=True, kw_only=True):
     """Location of a node; empty: unknown. Nodes of one rack may fail together."""
 
     rack: str = ""
+    """The rack that it is in."""
     switch: str = ""
+    """The network switch that it is at."""
 
 
 LABEL_KEYS = Labels.__struct_fields__
@@ -81,7 +84,9 @@ class OperatorRequest(Body, frozen=True, kw_only=True):
     """
 
     who: str = ""
+    """The token's name."""
     role: str = ""
+    """What the token allowed at that time."""
 
 
 class RankReport(Body, frozen=True):
@@ -102,6 +107,7 @@ class Slot(Struct, frozen=True, order=True):
 
     node: str
     index: int
+    """Its number on the node, from 0."""
 
 
 class Seat(Struct, frozen=True, order=True):
@@ -118,6 +124,7 @@ class Member(Struct, frozen=True):
     attempt: int
     node: str
     endpoint: str
+    """The store of its process, for the rendezvous of the generation, host:port."""
 
 
 class StoreEndpoint(Struct, frozen=True):
@@ -125,6 +132,7 @@ class StoreEndpoint(Struct, frozen=True):
 
     node: str
     endpoint: str
+    """Where the store listens, host:port."""
 
 
 class NodeStores(Struct, frozen=True):
@@ -132,6 +140,7 @@ class NodeStores(Struct, frozen=True):
 
     node: str
     stores: tuple[str, ...]
+    """The names of these nodes."""
 
 
 CHECKPOINTS_NUM_MAX = 2
@@ -147,14 +156,19 @@ class MemoryCheckpoint(Struct, frozen=True, kw_only=True):
 
     node: str
     endpoint: str
+    """Where the store listens, host:port."""
     rank: int
     generation: int
     step_version: int
+    """The iterations that it has."""
     copy_bytes: int
+    """Its size."""
     checksum: str
+    """Of its bytes, by the rank that sent it."""
     step_version_max: int = -1
     """The step version from which the task resumed; later state is obsolete. -1: not set."""
     share: int = 0
+    """The number of this share, from 0."""
     num_shares: int = 1
 
 

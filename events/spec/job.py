@@ -454,6 +454,20 @@ def _check_slots(slots: Slots) -> None:
 
 
 def _check(spec: JobSpec) -> None:
+    _check_names_and_rank(spec)
+    _check_slots(spec.slots)
+    _check_kind(spec)
+    _check_throughput(spec)
+    if spec.train is not None:
+        _check_train(spec.train, spec.slots)
+    _check_healing(spec)
+    check_launcher(spec.command, in_memory=spec.heal is not None)
+    if spec.loop is not None:
+        _check_loop(spec.loop, spec.slots.counts, spec.slots.floor)
+    _check_command(spec)
+
+
+def _check_names_and_rank(spec: JobSpec) -> None:
     need(
         bool(NAME.match(spec.name)),
         "name",
@@ -482,7 +496,10 @@ def _check(spec: JobSpec) -> None:
         f"{spec.team!r} is not a name",
         "lower-case letters, digits, '-' and '.', at most 63",
     )
-    _check_slots(spec.slots)
+
+
+def _check_kind(spec: JobSpec) -> None:
+    """Either `train:` or `command:`, and what needs a command has one."""
     for name, value in (("loop", spec.loop), ("heal", spec.heal)):
         need(
             value is None or spec.train is not None or bool(spec.command),
@@ -491,6 +508,9 @@ def _check(spec: JobSpec) -> None:
             "name the program that has adopted Unicron, for example [python, train.py]",
         )
     need((spec.train is None) != (not spec.command), "", "give exactly one of train: and command:")
+
+
+def _check_throughput(spec: JobSpec) -> None:
     for size, rate in spec.throughput.items():
         path = f"throughput[{size}]"
         need(
@@ -510,8 +530,9 @@ def _check(spec: JobSpec) -> None:
         f"size {least} is above slots.max {spec.slots.max}, and smaller sizes have rate 0",
         "declare a size that the task may have, or raise slots.max",
     )
-    if spec.train is not None:
-        _check_train(spec.train, spec.slots)
+
+
+def _check_healing(spec: JobSpec) -> None:
     for name, value in (("heal", spec.heal), ("loop", spec.loop)):
         need(
             value is None or bool(spec.command),
@@ -525,9 +546,10 @@ def _check(spec: JobSpec) -> None:
         "is missing",
         "heal: in-memory and loop: belong together",
     )
-    check_launcher(spec.command, in_memory=spec.heal is not None)
-    if spec.loop is not None:
-        _check_loop(spec.loop, spec.slots.counts, spec.slots.floor)
+
+
+def _check_command(spec: JobSpec) -> None:
+    """What only a command may have, in part only one that is restarted."""
     if spec.model is not None:
         need(
             spec.training is None,

@@ -1,12 +1,13 @@
 """The policy: every limit and prior of the decider."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct, field
 
 from ..errors import need
+from ..timing import BEAT_S, LEASE_S_MIN, SUSPECT_S_MIN
 from .job import NAME
 from .validation import spec_error
 
@@ -19,7 +20,7 @@ _WAIT = (1e-3, 1e6)
 _SPAN = (1e-3, 1e15)
 _NUM_MAX = 2**31 - 1
 BOUNDS: dict[str, tuple[float, float]] = {
-    "silence_s_max": _WAIT,
+    "silence_s_max": (LEASE_S_MIN, 1e6),
     "agent_gone_s_max": _WAIT,
     "evidence_s_max": (0, 1e6),
     "start_s_max": _WAIT,
@@ -28,7 +29,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "reconfigure_s_max": _WAIT,
     "stop_s_max": _WAIT,
     "stopped_s_max": _WAIT,
-    "suspect_s_max": _WAIT,
+    "suspect_s_max": (SUSPECT_S_MIN, 1e6),
     "hang_s_min": (0, 1e9),
     "quarantine_faults": (1, _NUM_MAX),
     "quarantine_window_s": _SPAN,
@@ -60,7 +61,7 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every limit and prior of the decider. Times in seconds."""
 
     silence_s_max: float = 5.0
-    """A node without a heartbeat for this long is unreachable."""
+    """A node without a heartbeat for this long is unreachable. At least three heartbeats."""
     agent_gone_s_max: float = 60.0
     """How long the ranks of a node run on without an agent. An agent has it from its start on."""
     evidence_s_max: float = 1.0
@@ -75,17 +76,22 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     boundary_s_max: float = 600.0
     """How long a rank may take to quiesce at the end of an iteration."""
     reconfigure_s_max: float = 30.0
+    """How long a member may take to join a new generation and to receive its state."""
     stop_s_max: float = 10.0
+    """How long a process may take to exit after SIGTERM, before SIGKILL; its exit is awaited for as
+    long again."""
     stopped_s_max: float = 2.0
     """How long a training rank may be stopped (SIGSTOP) before its process is killed."""
     suspect_s_max: float = 1.2
-    """Silence after which a node is suspect if members of its task report a failed collective."""
+    """Silence after which a node is suspect if members of its task report a failed collective. At
+    least two heartbeats."""
     hang_s_min: float = 2.0
     """A rank counts as hung only if it stalls this long, however short its iterations are."""
     quarantine_faults: int = 2
     """A node is quarantined after this many faults within `quarantine_window_s`, if the fault rate
     of the other nodes predicts fewer."""
     quarantine_window_s: float = 30 * 86400.0
+    """Faults of a node that are older count no more."""
     quarantine_s: float = 86400.0
     """How long a quarantined node gets no tasks, unless an operator lifts the quarantine."""
     unconfirmed_share_max: float = 0.1
@@ -160,6 +166,10 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 # --- Parsing: policy files, and `limits` of a simulation scenario ---
 
 DOCS = "docs/reference/records.md, Policy: its fields, times in seconds"
+_HINTS = {
+    "silence_s_max": f"three heartbeats at least: an agent sends one every {BEAT_S:g} s",
+    "suspect_s_max": f"two heartbeats at least: an agent sends one every {BEAT_S:g} s",
+}
 FLAGS_ONLY = ("observe", "allow_inject")
 """Fields that a policy file must not set. So an old file can neither disable recovery nor enable
 fault injection."""
@@ -180,12 +190,12 @@ def parse(given: dict[Any, Any], usual: Policy | None = None) -> Policy:
             "is not a field of a policy file",
             f"unicron up --{name.replace('_', '-')}",
         )
-    for path, value, (least, most) in _numbers(policy):
+    for path, value, (least, most) in _numbers(policy, given):
         need(
             least <= value <= most,
             path,
             f"must be between {least} and {f'{most:g}' if isinstance(most, float) else most}",
-            DOCS,
+            _HINTS.get(path, DOCS),
         )
     for team in policy.quotas:
         need(
@@ -229,10 +239,13 @@ def parse(given: dict[Any, Any], usual: Policy | None = None) -> Policy:
     return policy
 
 
-def _numbers(policy: Policy) -> Iterator[tuple[str, float, tuple[float, float]]]:
-    """Yield (name, value, bounds) of each number; a quota is named `quotas.TEAM`."""
+def _numbers(
+    policy: Policy, given: Collection[str]
+) -> Iterator[tuple[str, float, tuple[float, float]]]:
+    """Yield (name, value, bounds) of each given number; a quota is named `quotas.TEAM`. The others
+    may be of an old log, whose policy was within the bounds of its time."""
     for name, bounds in BOUNDS.items():
-        value = getattr(policy, name)
+        value = getattr(policy, name) if name in given else None
         if isinstance(value, dict):
             yield from ((f"{name}.{team}", num, bounds) for team, num in policy.quotas.items())
         elif value is not None:

@@ -257,6 +257,7 @@ def test_a_bad_policy_is_refused_before_anything_starts(tmp_path):
         "allow_inject: true",
         f"moves_max: {10**20 - 1}",
         "mtbf_gpu_s: 1e300",
+        "silence_s_max: 0.3",
     ):
         (tmp_path / "policy.yaml").write_text(text)
         word = "too large a number" if "999" in text else text.partition(":")[0]

@@ -273,6 +273,12 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
         ),
         ("a: 1\n b: [", "line 2, column 3: mapping values are not allowed", "Policy: its fields"),
         ("gain_min: 1990-13-01", "gain_min: expected a number, got text", "Policy: its fields"),
+        (
+            "silence_s_max: 0.3",
+            "silence_s_max: must be between 1.5 and 1e+06",
+            "three heartbeats at least",
+        ),
+        ("suspect_s_max: 0.9", "suspect_s_max: must be between 1.0", "two heartbeats at least"),
         ("alpha: 3", "alpha: 3 is not one of 0, 0.5, 1, 2", "1 is proportional fairness"),
         ("alpha: equal", "alpha: expected a number, got text", "Policy: its fields"),
         ("alpha: 1\nhot_spare: true", "hot_spare: a spare is priced by WAF, and", "leave one"),

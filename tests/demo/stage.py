@@ -30,7 +30,7 @@ from unicron.events.errors import UnicronError, UsageError
 from unicron.events.log.embedded_server import start_time
 from unicron.events.records.codec import from_plain
 from unicron.events.spec.policy import Policy
-from unicron.workers.agent.agent import BEAT_S
+from unicron.events.timing import BEAT_S
 
 # --- The ranks' trace: every phase of every micro-batch. ---
 

@@ -19,6 +19,7 @@ from unicron.events.records import reports as r
 from unicron.events.records.envelope import Report
 from unicron.events.records.order_format import ORDER_FORMAT_VERSION
 from unicron.events.records.types import Body, first_store_number
+from unicron.events.timing import BEAT_S
 
 # --- A simulated command: it prints its progress and resumes from its own checkpoint. ---
 
@@ -68,7 +69,6 @@ class SimulatedLines:
 
 RESEND_S = 0.5
 """How long an agent waits for an acknowledgement before it sends again."""
-BEAT_S = 0.5
 ORDERS_WAIT_S = 10.0
 COMMAND_S = (5.0, 30.0)
 LOOK_S = (0.001, 0.2)

@@ -22,6 +22,7 @@ from ...events.records.reports import (
     NodeLeft,
 )
 from ...events.records.types import first_store_number
+from ...events.timing import BEAT_S, FLUSH_S_MAX, STOP_GRACE_S
 from ..host import linux
 from .checkpoint_store import CheckpointStore
 from .delivery.join import NodeRevoked
@@ -31,16 +32,13 @@ from .delivery.spool import Spool
 from .health.health_monitor import HealthMonitor, HealthSources
 from .monitoring.output_reader import LOOK_S as READ_S
 from .monitoring.rank_monitor import WATCH_S
-from .order_executor import STOP_GRACE_S, OrderExecutor
+from .order_executor import OrderExecutor
 from .processes.launcher import MARKER, NodeConfig
 from .processes.shim import NODE, Shim, ShimLost
 
-BEAT_S = 0.5
 REJOIN_S = 5.0
 """While the log is unreachable, the agent asks this often where it is."""
 ORDERS_WAIT_S = 5.0
-FLUSH_S_MAX = 5.0
-"""How long a stopping agent waits for the log to acknowledge its last reports."""
 SWEEP_S = 1.0
 LOOK_S = 0.2
 """Time between two looks at the ranks. A stopped rank is reported at most this much later."""

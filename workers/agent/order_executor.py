@@ -14,6 +14,7 @@ from ...events.records import orders, reports
 from ...events.records.codec import UnknownBody
 from ...events.records.envelope import Record
 from ...events.records.types import Body
+from ...events.timing import REAP_S_MAX, STOP_GRACE_S
 from ..host import linux
 from ..ipc.pipe_protocol import Adopted, Frame
 from ..ipc.progress_page import ProgressPage
@@ -32,13 +33,9 @@ from .processes.report_limits import ReportLimits
 from .processes.shim import Shim
 from .publish import Publisher, PublishRefused, Superseded
 
-STOP_GRACE_S = 5.0
-"""Grace period of each rank when the agent stops."""
 FLOOD_PAUSE_S = 0.05
 """After a report above its rate, the pipe of this rank is not read for so long: with the pipe's
 buffer of some 200 kB, a flood costs the agent little of a core."""
-REAP_S_MAX = 5.0
-"""Then the exit is reported even if a process survives SIGKILL; the slot stays occupied."""
 
 _ORDERS = "orders"
 _log = structlog.get_logger("agent")

@@ -28,7 +28,8 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.order_format import ORDER_FORMAT_VERSION
 from unicron.events.records.types import Body, Labels, Member, NodeStores
-from unicron.workers.agent.agent import BEAT_S, ORDERS_WAIT_S
+from unicron.events.timing import BEAT_S
+from unicron.workers.agent.agent import ORDERS_WAIT_S
 from unicron.workers.agent.delivery.join import join
 from unicron.workers.agent.delivery.log_link import LogLink
 from unicron.workers.agent.delivery.outbox import Outbox

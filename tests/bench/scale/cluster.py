@@ -21,7 +21,7 @@ from unicron.events.records import decisions as d
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
-from unicron.workers.agent.agent import BEAT_S
+from unicron.events.timing import BEAT_S
 
 PROCESS_AGENTS_MAX = 256
 WAIT_S_MAX = 900.0

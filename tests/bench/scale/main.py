@@ -24,7 +24,7 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.types import Member
 from unicron.events.spec.job import API_VERSION
-from unicron.workers.agent.agent import BEAT_S
+from unicron.events.timing import BEAT_S
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES = {

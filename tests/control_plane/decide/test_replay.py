@@ -28,6 +28,7 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.codec import decode_record, encode_record, from_plain, to_plain
 from unicron.events.records.envelope import Record, Report
+from unicron.events.spec.policy import Policy
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +223,16 @@ def test_a_log_of_version_4_is_not_corrupt() -> None:
         "TaskPlaced": 1,
     }
     assert any(isinstance(record.body, o.Reconfigure) and record.body.copies for record in log)
+
+
+def test_a_log_with_a_lease_that_is_refused_now_is_verified(driver: Driver) -> None:
+    """A policy is checked where an operator gives it, never where a log has it."""
+    driver.tell("leader/def", r.PolicySet(policy=Policy(silence_s_max=0.3)))
+    log = [decode_record(encode_record(record)) for record in driver.log]
+    verdict = verify(log)
+    assert verdict.ok, verdict.words
+    assert replay(log).policy.silence_s_max == 0.3
+    assert decode_state(encode_state(driver.state)).policy.silence_s_max == 0.3
 
 
 def test_an_empty_log_and_a_stray_decision() -> None:

@@ -13,15 +13,21 @@ from decider import Driver, only, spec, task_of, waits_of
 from explained import explained
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from msgspec.structs import replace
 from planner_cases import candidates_of
 from unicron.cli.screens import plan as plan_screen
+from unicron.control_plane.decide.advance import report_record
+from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.planner import alternative_names, constraints, explain, planner
 from unicron.control_plane.planner.problem import PlanLimits, PlanProblem, TaskDemand
+from unicron.control_plane.planner.problem_of_state import planning_snapshot
 from unicron.control_plane.planner.solver import knapsack
+from unicron.control_plane.state.cluster import ClusterState, decode_state, encode_state
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.records import decisions
 from unicron.events.records import reports as r
+from unicron.events.records.envelope import Report
 from unicron.events.spec.policy import Policy
 from wished import asking, wish
 
@@ -386,6 +392,48 @@ def test_no_plan_within_the_limits_is_worth_more(problem: PlanProblem) -> None:
                 for priority in priorities
             ]
     check_best(problem, values)
+
+
+OTHER_POLICY = Policy(
+    **{
+        name: value + 1 if type(value) in (int, float) else not value
+        for name, value in structs.asdict(Policy()).items()
+        if type(value) in (int, float, bool)
+    },
+    moves_max=1,
+    quotas={"red": 2},
+    redact=("*",),
+    shared_folders=("/mnt",),
+    durability="none",
+)
+"""Each field is another than by default."""
+
+
+@pytest.mark.parametrize("name", Policy.__struct_fields__)
+def test_a_policy_outdates_the_plan_if_the_problem_depends_on_it(d: Driver, name: str) -> None:
+    """With and without a hot spare: `repair_s` is only its price."""
+    d.running(spec(slots={"min": 1, "max": 4}, team="red"))
+
+    def after(policy: Policy) -> ClusterState:
+        state, source = decode_state(encode_state(d.state)), "leader/abc"
+        report = Report(
+            source=source,
+            source_seq=d.seqs[source] + 1,
+            occurred_s=d.now_s,
+            body=r.PolicySet(policy=policy),
+        )
+        fold(state, report_record(state, report, epoch=d.epoch, at_s=d.now_s))
+        return state
+
+    asks_for_plan, problem_differs = False, False
+    for usual in (Policy(), Policy(hot_spare=True)):
+        before = after(usual)
+        d.state.policy = usual
+        now = after(replace(usual, **{name: getattr(OTHER_POLICY, name)}))
+        asks_for_plan |= bool(now.replan)
+        problem_differs |= planning_snapshot(now).problem != planning_snapshot(before).problem
+    d.state.policy = Policy()
+    assert asks_for_plan == problem_differs
 
 
 def test_a_policy_that_changes_plans_triggers_a_plan(d: Driver) -> None:

@@ -24,7 +24,6 @@ from typing import Any
 import crashing_log
 import pytest
 import redis
-from unicron.control_plane.service.outages import SETTLE_S
 from unicron.events.log import embedded_server
 from unicron.events.log.embedded_server import Server
 from unicron.events.log.identity import with_credentials
@@ -32,6 +31,7 @@ from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records.envelope import Record
 from unicron.events.records.reports import OutageEnded, PolicySet
 from unicron.events.spec.policy import Policy
+from unicron.events.timing import SETTLE_S
 
 Redis: Any = redis.Redis
 MAIN = """

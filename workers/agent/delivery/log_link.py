@@ -9,16 +9,17 @@ from typing import TypeVar
 import structlog
 
 from ....events.errors import Ambiguous, LogError, Unavailable, UsageError
+from ....events.timing import LOG_RETRY_S_MAX
 
 T = TypeVar("T")
 CALL_S_MAX = 10.0
 """A call without an answer after this long counts as Ambiguous."""
-BACKOFF_S_MIN, BACKOFF_S_MAX = 0.05, 2.0
+BACKOFF_S_MIN = 0.05
 
 _log = structlog.get_logger("agent")
 
 
-def backoff_s(num_tries: int, s_max: float = BACKOFF_S_MAX) -> float:
+def backoff_s(num_tries: int, s_max: float = LOG_RETRY_S_MAX) -> float:
     """The wait before retry `num_tries` + 1: exponential backoff with jitter (50 to 100 %)."""
     full = min(s_max, BACKOFF_S_MIN * 2.0 ** min(num_tries, 16))
     return full * random.uniform(0.5, 1.0)
@@ -55,7 +56,7 @@ class LogLink:
         return value
 
     async def retry(self, make: Callable[[], Awaitable[T]], s_max: float = CALL_S_MAX) -> T:
-        """Retry without limit, backoff at most BACKOFF_S_MAX; for idempotent calls only."""
+        """Retry without limit, backoff at most LOG_RETRY_S_MAX; for idempotent calls only."""
         num_tries = 0
         while True:
             try:

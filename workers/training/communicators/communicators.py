@@ -26,6 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ....events import network_address
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import num_positions
+from ....events.timing import RENDEZVOUS_S_MAX
 from ..dependencies import private_megatron, private_torch
 from . import process_groups, sockets
 from .group_handles import Handles
@@ -73,8 +74,6 @@ class NcclAborts:
 
 COLLECTIVE_S_MAX = 1800.0
 """Timeout of a collective. It covers the slowest member and the wait for the next order."""
-RENDEZVOUS_S_MAX = 25.0
-"""Timeout of the rendezvous. It is below the control plane's limit for the rendezvous."""
 CONNECT_S_MAX = 1.0
 """Timeout of one attempt to connect to a store."""
 REACH_S = 0.05

@@ -22,6 +22,7 @@ from ....events.log.identity import StoreKeys
 from ....events.process_io import LogStream
 from ....events.records.orders import Quiesce, Reconfigure, Resume, SetCheckpointStores
 from ....events.records.types import Body, QuiesceMode
+from ....events.timing import FINISH_S_MAX
 from ...ipc.pipe_protocol import Frame, Unpacker, WriteDump, pack
 
 T = TypeVar("T")
@@ -33,9 +34,6 @@ STUCK_S_MAX = 1.0
 """A wait that does not end within this time after an interrupt counts as stuck for ever."""
 BUILDING_S_MAX = 10.0
 """Additional time for a wait outside a detached thread, such as the building of a generation."""
-FINISH_S_MAX = 30.0
-"""Time that a replica whose members all live has after an immediate order to stop, to finish its
-current work. It is shorter than the control plane's wait for Quiesced (policy: quiesce_s_max)."""
 EXIT_AGENT_GONE = 3
 """Exit code of a rank whose agent is gone."""
 REPLACE_ABANDONED_NUM = 5
