@@ -324,8 +324,10 @@ def phases(
     paused: bool = False,
 ) -> list[Plain]:
     """The length of each phase that the incident has reached. `silence_s`: how long the node was
-    unreachable before, instead of `detect`. `stalled`: the name and end of the phase in which a
-    stalled task could resume. `paused`: orders were suppressed, which is a phase of its own."""
+    unreachable before detection; this replaces `detect`. `stalled`: the name and the end of the
+    phase in which a stalled task could resume; it precedes `decide`. `began`: the fault's start; if
+    it is unknown, there is no `detect`. `paused`: orders were suppressed, which is a phase of its
+    own."""
     found = [
         _phase(name, from_s, to_s)
         for name, from_, to in (PAUSED_PHASES if paused else PHASES)

@@ -199,7 +199,8 @@ def _entries(task: Task, whole: WholeCheckpoint) -> Iterator[MemoryCheckpoint]:
 
 def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
     """While the task trains, replace lost stores, and use a node that has become usable; not while
-    a node of members is unreachable, for it could not receive the order."""
+    a node of members is unreachable, for it could not receive the order. Until then members use the
+    store of a lost node: perhaps only its agent failed."""
     nodes = storing_nodes(task)
     if task.phase != "training" or not nodes or _has_stores(state, task):
         return

@@ -73,8 +73,9 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
 def iterations_logged(
     state: ClusterState, record: Record, task: Task, rank: Rank, body: IterationsLogged
 ) -> None:
-    """Record progress of a command, from the first rank of a round that logs any. It counts its own
-    iterations, also after a restart. Work before its first report does not count."""
+    """Record progress of a command, from the first rank of a round that logs any. A command counts
+    its own iterations: after a restart it continues from its own checkpoint. Work before its first
+    report does not count. `restart_iterations` new iterations clear the count of restarts."""
     if task.heals_in_memory or task.phase == "ended":
         return
     if not 1 <= body.iteration <= ITERATIONS_MAX or body.step_s < 0:

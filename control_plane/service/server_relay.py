@@ -1,6 +1,8 @@
 """The relay to the log's server: agents on other hosts reach it at the control plane's address.
 
-Each connection at its port is passed on byte by byte; with a certificate, its TLS ends here.
+The embedded server listens on this machine only. Each connection at the relay's port is passed on
+to it byte by byte; with a certificate, its TLS ends here. Agents need not reach Sentinels: the
+relay asks them for each connection.
 """
 
 import asyncio
