@@ -2,7 +2,8 @@
 
 The agent listens, and starts the store (workers/checkpoint_store) when a rank connects; the shim
 holds both for the next agent. So a node without checkpoints has no such process, and the address
-never changes.
+never changes. If the store exits before it held a checkpoint, nothing was lost, and the agent waits
+longer before each restart.
 """
 
 import asyncio

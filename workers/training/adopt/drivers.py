@@ -42,8 +42,12 @@ log = structlog.get_logger()
 
 class RestartOnlyDriver:
     """Takes the place of a Member and trains without in-memory recovery: a single process, or one
-    started by a launcher such as torchrun or by an agent. With an agent it writes checkpoints and
-    resumes from the last one. Raises UsageError for a loop that cannot be trained."""
+    started by a launcher such as torchrun or by an agent.
+
+    With an agent and an `output` it writes checkpoints and resumes from the last one. With
+    `copy_every` it also stores its state in memory, and resumes from that if it is newer. Raises
+    UsageError for a loop that cannot be trained.
+    """
 
     def __init__(
         self,

@@ -326,8 +326,9 @@ def exchange(
 
     All members call it, each with its shards and its `numbers` (None: it has no valid state).
     `held`: the parts that the holders have, by place; `seat`: the part that this member wants. With
-    `staged`, `want` is the active state, which changes only in `activate`. `goes_on` is called
-    after each wait: it returns False if the exchange is obsolete. Raises RuntimeError; Missing, on
+    `staged`, `want` is the active state: it changes only in `activate`, and the received data needs
+    additional memory. Otherwise `want` is written directly. `goes_on` is called after each wait,
+    before a write: it returns False if the exchange is obsolete. Raises RuntimeError; Missing, on
     all members, if the holders lack a part.
     """
     peers = World()

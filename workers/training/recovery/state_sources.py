@@ -186,8 +186,13 @@ def _is_ready(claim: Claim, version: int) -> bool:
 
 
 def _barrier(claims: Sequence[Claim], version: int) -> tuple[int | None, tuple[float, ...]]:
-    """The generation whose ready members take the step to `version`, and its barrier's result. If
-    two generations can take this step, the later one does."""
+    """The generation whose ready members take the step to `version`, and its barrier's result.
+
+    The barrier returns only after all members have entered it. So if one member has stepped, all
+    others can step, and must. If none has, they can step if together they have the reduced sum of
+    every part of the model, and no survivor of their generation lacks its own: the result is then
+    the sum over the parts. If two generations can take this step, the later one does.
+    """
     results = {
         claim.trained_in: claim.gate
         for claim in reversed(claims)
