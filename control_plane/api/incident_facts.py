@@ -78,7 +78,8 @@ class Reading:
     def __init__(self, number: int, start: bytes, shown: ClusterState) -> None:
         """`start`: the state before the first record. `shown`: as of which the facts are."""
         self._number, self._start, self._shown = number, start, shown
-        self._past, self._records = read_history((), decode_state(start)), list[Record]()
+        self._past = read_history((), decode_state(start))
+        self._records: list[Record] = []
         self._found: IncidentRecords | None = None
         self.num_missing = max(shown.seq - self.last, 0) if shown.seq >= number else 0
         """How many more records may belong to it, at most; 0: all are there."""

@@ -104,7 +104,9 @@ class _Stores:
     """The stores that a task's members may be given: `load` by node, the shares given so far."""
 
     def __init__(self, state: ClusterState, task: Task, nodes: Sequence[str]) -> None:
-        self._nodes, self._names, self._members = state.nodes, sorted(state.nodes), set(nodes)
+        self._nodes = state.nodes
+        self._names = sorted(state.nodes)
+        self._members = set(nodes)
         self._index = {name: place for place, name in enumerate(self._names)}
         self._now = {one.node: one.stores for one in task.stores}
         self.usable = dict.fromkeys(name for name in self._names if _is_usable(state.nodes[name]))

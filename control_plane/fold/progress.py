@@ -20,11 +20,9 @@ ITERATIONS_MAX = 10**12
 def progressed(state: ClusterState, record: Record, task: Task, body: TaskProgressed) -> None:
     if body.generation != task.generation or not body.losses or task.phase == "reconfiguring":
         return
-    task.loss, task.rate_flops, task.micro_batches = (
-        body.losses[-1],
-        body.rate_flops,
-        body.micro_batches,
-    )
+    task.loss = body.losses[-1]
+    task.rate_flops = body.rate_flops
+    task.micro_batches = body.micro_batches
     keep_times(state, task, body)
     if body.step_s:
         task.step_s = body.step_s[-1]

@@ -50,7 +50,8 @@ class ServerRelay:
         find_server: Callable[[], Awaitable[tuple[str, int]]] | None = None,
     ) -> None:
         name, url, _ = network_address.split_sentinels(redis_url)
-        self._to, self._find_server = urlsplit(url), find_server if name else None
+        self._to = urlsplit(url)
+        self._find_server = find_server if name else None
         self._admission = Admission(num_max)
         self._passing: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None

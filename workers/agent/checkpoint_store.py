@@ -80,12 +80,9 @@ class CheckpointStore:
         self.endpoint = network_address.endpoint(host, self._listener.getsockname()[1])
         running = shim.held.get(STORE_PROCESS)
         if running is not None:
-            # It may have held a checkpoint: if it exits, that is reported.
-            self.pid, self._socket, self._has_stored = (
-                running.pid,
-                socket.socket(fileno=running.files[0]),
-                True,
-            )
+            self.pid = running.pid
+            self._socket = socket.socket(fileno=running.files[0])
+            self._has_stored = True  # perhaps: if it exits, that is reported
             self._loop.add_reader(self._socket, self._on_message)
             return
         self._hold()

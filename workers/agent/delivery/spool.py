@@ -353,9 +353,12 @@ def _is_superseded(entries: list[_Entry]) -> Callable[[_Entry], bool]:
         if isinstance(body := entry.report.body, reports.MemoryCheckpointStored):
             newest[body.task, body.rank, body.node] = entry
     last = {id(entry) for entry in newest.values()}
-    return lambda entry: (
-        isinstance(entry.report.body, reports.MemoryCheckpointStored) and id(entry) not in last
-    )
+
+    def is_superseded(entry: _Entry) -> bool:
+        is_stored = isinstance(entry.report.body, reports.MemoryCheckpointStored)
+        return is_stored and id(entry) not in last
+
+    return is_superseded
 
 
 def _is_progress(entry: _Entry) -> bool:

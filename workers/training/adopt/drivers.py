@@ -145,11 +145,8 @@ class RestartOnlyDriver:
 
     def _store(self) -> None:
         """Store the state in memory, if that is due and no process still sends its last one."""
-        at, iteration, trainee = (
-            self.iteration.step_version,
-            self.iteration,
-            self.iteration.trainee,
-        )
+        iteration = self.iteration
+        at, trainee = iteration.step_version, iteration.trainee
         if (
             self._memory is not None
             and at % self._train.copy_every == 0

@@ -144,19 +144,17 @@ def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
         layouts, gate = _holders(claims, version)
         whole = [layout for layout, holders in layouts.items() if _is_whole(holders)]
         if whole:
-            holders = layouts[
-                min(
-                    whole,
-                    key=lambda each: (
-                        each.shape != shape(axes),
-                        each.dp not in (0, axes.dp),
-                        -len(layouts[each]),
-                        each,
-                    ),
-                )
-            ]
-            return StateHolders(version, holders, gate)
+            best = min(whole, key=lambda layout: _rank_of(layout, axes, len(layouts[layout])))
+            return StateHolders(version, layouts[best], gate)
     return NO_HOLDERS
+
+
+def _rank_of(layout: _Layout, axes: Axes, num_holders: int) -> tuple[bool, bool, int, _Layout]:
+    """The lowest is preferred: one that needs no transfer to the layout `axes`, then the one with
+    most holders; the layout itself makes the choice equal on all members."""
+    has_other_shape = layout.shape != shape(axes)
+    has_other_dp = layout.dp not in (0, axes.dp)
+    return has_other_shape, has_other_dp, -num_holders, layout
 
 
 def _holders(
