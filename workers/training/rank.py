@@ -107,7 +107,8 @@ def preload() -> None:
     from .model import cpu_device
 
     with cpu_device.uncompiled():
-        # This imports torch._dynamo too, in 0.8 s, as else each process's first optimizer would.
+        # This imports torch._dynamo too (0.8 s). Otherwise the first optimizer of each process
+        # would, also of a rank that is forked while the survivors wait for it.
         known_versions.require_parts()
 
         from . import member as training_member

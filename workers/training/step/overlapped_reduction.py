@@ -23,7 +23,8 @@ from .exact_reduction import ExactReduction
 # --- Backup of the local gradients while Megatron reduces its buffers in place ---
 #
 # Each bucket is copied before its reduction. If the reduction fails, the copy replaces Megatron's
-# buffer: an abandoned reduction may still write into the old memory. Without a copy, new memory
+# buffer. Nothing is copied back, because an abandoned reduction may still write into the old memory
+# at any time; that is freed when nothing uses it any more. Without a copy, new memory
 # replaces the buffer, and the local gradients are lost.
 
 
